@@ -1,0 +1,58 @@
+# Every target sets up what it needs: `make demo` and `make test` work in a fresh clone.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+UV_VERSION := 0.13.8
+VENV := .venv
+BIN := $(VENV)/bin
+
+# A machine with an NVIDIA GPU gets the CUDA builds, every other one none of them.
+HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+LOCK := requirements/$(if $(HAS_GPU),gpu,cpu).lock
+STAMP := $(VENV)/.installed-from-$(notdir $(LOCK))
+
+# Where pip was told to look for wheels (PIP_FIND_LINKS), uv looks too; elsewhere uv picks the CPU builds of torch.
+export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
+BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
+
+.PHONY: help install demo test test-fast test-gpu lint type format clean
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+install: $(STAMP)  ## the virtual environment, from the lock file (a second call does nothing)
+
+$(STAMP): $(LOCK) pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python $(BACKEND) --no-deps -r $(LOCK)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@touch $@
+
+demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine
+	$(BIN)/python -m hrl.trainer.main_ppo
+
+test: lint type  ## everything CI runs
+	$(BIN)/python -m pytest
+
+test-fast: install  ## the tests that start no real engine
+	$(BIN)/python -m pytest -m "not engine and not gpu"
+
+test-gpu: install  ## the tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu
+
+lint: install  ## ruff: rules and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+type: install  ## mypy
+	$(BIN)/mypy
+
+format: install  ## let ruff write the format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove the virtual environment and caches, keep runs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist

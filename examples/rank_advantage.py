@@ -1,0 +1,31 @@
+"""A new advantage estimator: a response is as good as the share of its group that it beats.
+
+Only the order of the rewards counts, so one reward of 1000 pulls no harder than one of 2. Each response gets the share
+of the others in its group that it beats, less the share that beats it: from −1 to 1, adding up to 0 in every group.
+
+    python examples/rank_advantage.py trainer.total_training_steps=10
+"""
+
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from hrl.algos.advantages import AdvantageInput, register_adv_est
+from hrl.trainer.main_ppo import main
+
+
+@register_adv_est("group_rank", min_group_size=2)
+def group_rank_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Wins less losses against the other responses to the same prompt, over their number."""
+    scores, groups = inp.scores(), inp.need("group_ids")
+    answered = inp.response_mask.bool().any(dim=-1)
+    rivals = (groups[:, None] == groups[None, :]) & answered[:, None] & answered[None, :]
+    wins = ((scores[:, None] > scores[None, :]) & rivals).sum(dim=-1)
+    losses = ((scores[:, None] < scores[None, :]) & rivals).sum(dim=-1)
+    advantages = inp.spread((wins - losses) / (rivals.sum(dim=-1) - 1).clamp(min=1))
+    return advantages, advantages
+
+
+if __name__ == "__main__":
+    sys.exit(main(["algorithm.adv_estimator=group_rank", *sys.argv[1:]]))

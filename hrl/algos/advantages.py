@@ -1,0 +1,338 @@
+"""Advantage estimators: from rewards per token to how much better than expected each token was.
+
+An estimator is a function ``(AdvantageInput, config) -> (advantages (B, R), returns (B, R))``, registered under a name
+with what it needs. Outputs are 0 outside the response mask and have no gradient. For estimators of outcomes there is no
+value target; their ``returns`` are the advantages.
+
+Rules that hold for all of them: groups are by id and may be ragged; a response without trained tokens has no part in
+its group; a group whose scores are all equal, or that has one response only, gives advantage 0 before any whitening.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .groups import group_statistics, group_sum
+from .masked import TrainedTokens, broadcast_rows, check_shapes, keep, rows_with_tokens, whiten
+from .scan import gae, reward_to_go
+
+GROUP_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class AdvantageInput:
+    """Columns of one whole batch.
+
+    Attributes:
+        token_level_rewards: ``(B, R)``. Entries outside the mask are ignored.
+        response_mask: ``(B, R)``, 1 on trained tokens.
+        group_ids: ``(B,)`` int64 codes of the prompt each row answers (:func:`hrl.algos.groups.group_codes`).
+        values: ``(B, R)``, from a critic.
+        reward_baselines: ``(B,)``, the reward of a greedy response to the same prompt.
+        reward_parts: ``(B, K)``, several rewards of each response.
+        old_log_probs: ``(B, R)``, log-probs of the sampled tokens.
+        sum_pi_squared: ``(B, R)``, the sum over the vocabulary of squared probabilities at each token.
+        rollout_is_weights: ``(B, R)``, weights that correct for the sampler.
+    """
+
+    token_level_rewards: Tensor
+    response_mask: Tensor
+    group_ids: Tensor | None = None
+    values: Tensor | None = None
+    reward_baselines: Tensor | None = None
+    reward_parts: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    rollout_is_weights: Tensor | None = None
+
+    def need(self, name: str) -> Tensor:
+        """The column ``name``.
+
+        Raises:
+            ValueError: The batch lacks it.
+        """
+        column: Tensor | None = getattr(self, name)
+        if column is None:
+            raise ValueError(f"this advantage estimator needs {name!r} and the batch has none")
+        return column
+
+    def scores(self) -> Tensor:
+        """Total reward of each response ``(B,)``, float64."""
+        return keep(self.token_level_rewards, self.response_mask).sum(dim=-1, dtype=torch.float64)
+
+    def spread(self, row_values: Tensor) -> Tensor:
+        """``(B,)`` to ``(B, R)``: every trained token gets its row's value."""
+        return broadcast_rows(row_values, self.response_mask, self.token_level_rewards.dtype)
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """What the estimators read; any object with these attributes will do (``algorithm`` of the configuration).
+
+    Attributes:
+        gamma: Discount per token.
+        lam: Lambda of GAE.
+        norm_adv_by_std_in_grpo: Divide by the group's standard deviation (GRPO) or not (Dr.GRPO).
+        gdpo_reward_weights: One weight per reward part; None weighs them equally.
+    """
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    gdpo_reward_weights: tuple[float, ...] | None = None
+
+
+EstimatorFn = Callable[[AdvantageInput, Any], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """A registered estimator and what it needs; call it like its function.
+
+    Attributes:
+        name: The name it is registered under.
+        function: What it computes.
+        min_group_size: The fewest responses per prompt that make sense. Above 1, ``group_ids`` are needed.
+        needs_critic: Reads ``values``.
+        needs_baseline: Reads ``reward_baselines``.
+        needs_old_log_probs: Reads ``old_log_probs``.
+    """
+
+    name: str
+    function: EstimatorFn
+    min_group_size: int = 1
+    needs_critic: bool = False
+    needs_baseline: bool = False
+    needs_old_log_probs: bool = False
+
+    def __call__(self, inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+        """Run the function."""
+        return self.function(inp, config)
+
+
+ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {}
+
+
+def register_adv_est(
+    name: str,
+    *,
+    min_group_size: int = 1,
+    needs_critic: bool = False,
+    needs_baseline: bool = False,
+    needs_old_log_probs: bool = False,
+) -> Callable[[EstimatorFn], EstimatorFn]:
+    """Register an estimator, with what it needs (see :class:`Estimator`).
+
+    Raises:
+        ValueError: The name is taken by another function.
+    """
+
+    def decorator(function: EstimatorFn) -> EstimatorFn:
+        known = ADVANTAGE_ESTIMATORS.get(name)
+        if known is not None and known.function is not function:
+            raise ValueError(f"advantage estimator {name!r} is already registered as {known.function}")
+        ADVANTAGE_ESTIMATORS[name] = Estimator(
+            name, function, min_group_size, needs_critic, needs_baseline, needs_old_log_probs
+        )
+        return function
+
+    return decorator
+
+
+def estimator_traits(name: str) -> Estimator:
+    """The estimator of that name, to be asked what it needs.
+
+    Raises:
+        ValueError: Unknown name; lists the known ones.
+    """
+    if name not in ADVANTAGE_ESTIMATORS:
+        raise ValueError(f"unknown advantage estimator {name!r}; choose one of {sorted(ADVANTAGE_ESTIMATORS)}")
+    return ADVANTAGE_ESTIMATORS[name]
+
+
+def compute_advantages(name: str, inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Check the batch and run an estimator over it.
+
+    Args:
+        name: A key of :data:`ADVANTAGE_ESTIMATORS`.
+        inp: The whole batch, on one device.
+        config: As :class:`AdvantageConfig`.
+
+    Returns:
+        Advantages and returns ``(B, R)``, 0 outside the mask.
+
+    Raises:
+        ValueError: Unknown name, a missing column, shapes that differ, a reward that is not finite (names the row).
+    """
+    estimator = estimator_traits(name)
+    rewards, mask = inp.token_level_rewards, inp.response_mask
+    check_shapes(mask, token_level_rewards=rewards, values=inp.values, old_log_probs=inp.old_log_probs)
+    if not torch.isfinite(rewards.sum()):
+        broken = (~torch.isfinite(rewards).all(dim=-1)).nonzero()
+        if len(broken):  # a sum of finite rewards may overflow
+            raise ValueError(f"the rewards of row {int(broken[0])} are not finite")
+    # One conversion here instead of one at every use of the mask.
+    return estimator(replace(inp, response_mask=mask.bool()), config)
+
+
+@register_adv_est("gae", needs_critic=True)
+def gae_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """PPO's advantages from a critic, whitened over the batch (arXiv:1506.02438, arXiv:1707.06347)."""
+    return gae(inp.token_level_rewards, inp.need("values"), inp.response_mask, config.gamma, config.lam)
+
+
+def _normalised_in_group(scores: Tensor, inp: AdvantageInput, divide_by_std: bool) -> Tensor:
+    stats = group_statistics(scores, inp.need("group_ids"), rows_with_tokens(inp.response_mask))
+    centred = scores.double() - stats.mean
+    if divide_by_std:
+        centred = centred / (stats.std + GROUP_EPSILON)
+    return torch.where(stats.has_spread, centred, 0.0)
+
+
+@register_adv_est("grpo", min_group_size=2)
+def grpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Score minus the group's mean, over its standard deviation (arXiv:2402.03300, section 4.1.2).
+
+    Without ``norm_adv_by_std_in_grpo`` it is Dr.GRPO's: the difference alone (arXiv:2503.20783).
+    """
+    advantages = inp.spread(_normalised_in_group(inp.scores(), inp, config.norm_adv_by_std_in_grpo))
+    return advantages, advantages
+
+
+@register_adv_est("rloo", min_group_size=2)
+def rloo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Score minus the mean score of the *other* responses of the group (arXiv:2402.14740)."""
+    scores = inp.scores()
+    stats = group_statistics(scores, inp.need("group_ids"), rows_with_tokens(inp.response_mask))
+    left_out = (scores - stats.mean) * stats.size / (stats.size - 1).clamp(min=1)
+    advantages = inp.spread(torch.where(stats.has_spread, left_out, 0.0))
+    return advantages, advantages
+
+
+@register_adv_est("reinforce_plus_plus")
+def reinforce_plus_plus_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Discounted reward-to-go, whitened over the batch (REINFORCE++, arXiv:2501.03262)."""
+    returns = reward_to_go(inp.token_level_rewards, inp.response_mask, config.gamma)
+    return whiten(returns, inp.response_mask), returns
+
+
+@register_adv_est("reinforce_plus_plus_baseline", min_group_size=2)
+def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Score minus the group's mean, whitened over the tokens of the batch (arXiv:2501.03262).
+
+    Groups without spread enter the whitening as 0; the batch's mean is then taken from them as from all others.
+    """
+    centred = inp.spread(_normalised_in_group(inp.scores(), inp, divide_by_std=False))
+    advantages = whiten(centred, inp.response_mask)
+    return advantages, advantages
+
+
+@register_adv_est("remax", needs_baseline=True)
+def remax_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Reward-to-go minus the reward of the greedy response (ReMax, arXiv:2310.10505)."""
+    returns = reward_to_go(inp.token_level_rewards, inp.response_mask, gamma=1.0)
+    return returns - inp.spread(inp.need("reward_baselines")), returns
+
+
+@register_adv_est("opo", min_group_size=2)
+def opo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Score minus the group's length-weighted mean: the baseline of least variance (OPO, arXiv:2505.23585)."""
+    scores, group_ids = inp.scores(), inp.need("group_ids")
+    lengths = inp.response_mask.bool().sum(dim=-1).double()
+    baseline = group_sum(lengths * scores, group_ids) / group_sum(lengths, group_ids).clamp(min=1)
+    stats = group_statistics(scores, group_ids, lengths > 0)
+    advantages = inp.spread(torch.where(stats.has_spread, scores - baseline, 0.0))
+    return advantages, advantages
+
+
+@register_adv_est("grpo_passk", min_group_size=2)
+def grpo_passk_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Only the group's best response learns, from its lead over the second best (arXiv:2503.19595).
+
+    With ``norm_adv_by_std_in_grpo`` the lead is divided by the group's standard deviation. A tie for the best is a lead
+    of 0.
+    """
+    scores, group_ids, counted = inp.scores(), inp.need("group_ids"), rows_with_tokens(inp.response_mask)
+    stats = group_statistics(scores, group_ids, counted)
+    # Sorted by group, then by falling score: a group's best and second best are neighbours.
+    order = torch.argsort(torch.where(counted, scores, -torch.inf), descending=True, stable=True)
+    order = order[torch.argsort(group_ids[order], stable=True)]
+    ordered_ids, ordered_scores = group_ids[order], scores[order]
+    first = torch.ones_like(counted)
+    first[1:] = ordered_ids[1:] != ordered_ids[:-1]
+    best = first & stats.has_spread[order]
+    lead = torch.zeros_like(scores)
+    position = best.nonzero(as_tuple=True)[0]
+    lead[order[position]] = ordered_scores[position] - ordered_scores[position + 1]
+    if config.norm_adv_by_std_in_grpo:
+        lead = lead / (stats.std + GROUP_EPSILON)
+    advantages = inp.spread(lead)
+    return advantages, advantages
+
+
+@register_adv_est("gpg", min_group_size=2)
+def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Score minus the group's mean, scaled up for the rows that cannot teach (GPG, arXiv:2504.02546).
+
+    The scale is ``B / (B - M)``, where M of the B rows stand in groups without spread and have no gradient.
+    """
+    scores, counted = inp.scores(), rows_with_tokens(inp.response_mask)
+    stats = group_statistics(scores, inp.need("group_ids"), counted)
+    scale = float(counted.sum()) / max(float((counted & stats.has_spread).sum()), 1.0)
+    advantages = inp.spread(torch.where(stats.has_spread, (scores - stats.mean) * scale, 0.0))
+    return advantages, advantages
+
+
+@register_adv_est("gdpo", min_group_size=2)
+def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Several rewards, each normalised in its group, then added up and whitened (GDPO, arXiv:2601.05242).
+
+    Adding rewards first would let the one of largest scale hide the others.
+    """
+    parts = inp.need("reward_parts")
+    weights = getattr(config, "gdpo_reward_weights", None) or [1.0] * parts.shape[1]
+    if len(weights) != parts.shape[1]:
+        raise ValueError(f"gdpo_reward_weights has {len(weights)} entries for {parts.shape[1]} reward parts")
+    total = torch.zeros_like(parts[:, 0], dtype=torch.float64)
+    for part, weight in zip(parts.unbind(dim=1), weights, strict=True):
+        total += weight * _normalised_in_group(part, inp, config.norm_adv_by_std_in_grpo)
+    advantages = whiten(inp.spread(total), inp.response_mask)
+    return advantages, advantages
+
+
+@register_adv_est("optimal_token_baseline", min_group_size=2, needs_old_log_probs=True)
+def optimal_token_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+    """Reward-to-go minus, at the t-th trained token, the group's mean weighted by gradient energy.
+
+    ``B_t = sum_i W_it G_it / sum_i W_it`` over the group's responses that have a t-th trained token, where
+    ``W_it = sum_{j <= t} 1 - 2 p_ij + sum_v p_v^2`` estimates the squared norm of the log-prob's gradient up to t,
+    times the squared correction weight where there is one. Where only one response is that long there is nothing to
+    compare with and the baseline is 0; a response alone in its group gets advantage 0.
+    """
+    mask, group_ids = inp.response_mask, inp.need("group_ids")
+    tokens = TrainedTokens.of(mask)
+    energy = 1.0 - 2.0 * inp.need("old_log_probs").double().exp() + inp.need("sum_pi_squared").double()
+    if inp.rollout_is_weights is not None:
+        energy = energy * inp.rollout_is_weights.double().square()
+    returns = reward_to_go(inp.token_level_rewards, mask, gamma=1.0)
+    alive = tokens.pack(mask.double())
+    path_energy = tokens.pack(energy.clamp(min=0.0)).cumsum(dim=-1) * alive
+    packed_returns = tokens.pack(returns.double())
+
+    def over_group(per_row: Tensor) -> Tensor:
+        groups = int(group_ids.max()) + 1 if len(group_ids) else 0
+        totals = per_row.new_zeros((groups, per_row.shape[1]))
+        return totals.index_add_(0, group_ids, per_row)[group_ids]
+
+    total_energy = over_group(path_energy)
+    baseline = over_group(path_energy * packed_returns) / total_energy
+    comparable = (over_group(alive) > 1) & (total_energy > 0)
+    advantages = packed_returns - torch.where(comparable, baseline, 0.0)
+    alone = group_sum(rows_with_tokens(mask).double(), group_ids) < 2
+    advantages = torch.where(alone.unsqueeze(-1), 0.0, advantages)
+    return tokens.unpack(advantages).to(returns.dtype), returns

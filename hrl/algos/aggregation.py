@@ -1,0 +1,100 @@
+"""From a loss per token to one number, the same for every cut into micro-batches and ranks.
+
+A loss function returns a matrix ``(B, R)``. :func:`aggregate` sums it with the weights of a mode and divides by the
+counts of the *whole mini-batch over all ranks*. Summed over micro-batches and ranks the results are the mini-batch's
+loss; no piece ever divides by a count of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .masked import check_shapes, keep, rows_with_tokens
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a whole mini-batch holds, over all its micro-batches and ranks.
+
+    Attributes:
+        tokens: Trained tokens.
+        sequences: Rows with at least one trained token.
+        groups: Distinct groups among those rows.
+    """
+
+    tokens: float
+    sequences: float
+    groups: float = 0.0
+
+    @classmethod
+    def of(cls, mask: Tensor, group_ids: Tensor | None = None) -> Counts:
+        """Count a batch that is whole by itself. ``mask (B, R)``, ``group_ids (B,)`` integer codes."""
+        rows = rows_with_tokens(mask)
+        groups = 0 if group_ids is None else group_ids[rows].unique().numel()
+        return cls(tokens=float(mask.bool().sum()), sequences=float(rows.sum()), groups=float(groups))
+
+
+def _token_mean(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    return row_sums.sum() / max(counts.tokens, 1.0)
+
+
+def _token_sum(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    return row_sums.sum()
+
+
+def _seq_mean_token_sum(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    return row_sums.sum() / max(counts.sequences, 1.0)
+
+
+def _seq_mean_token_mean(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    return (row_sums / row_tokens.clamp(min=1)).sum() / max(counts.sequences, 1.0)
+
+
+def _seq_mean_token_sum_norm(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    if norm is None or norm <= 0:
+        raise ValueError(
+            f"loss_agg_mode='seq-mean-token-sum-norm' divides by a constant and got {norm}; set loss_scale_factor to "
+            "a positive number (Dr.GRPO: the maximum response length)"
+        )
+    return row_sums.sum() / max(counts.sequences, 1.0) / norm
+
+
+Aggregation = Callable[[Tensor, Tensor, Counts, float | None], Tensor]
+
+AGGREGATION_MODES: dict[str, Aggregation] = {
+    "token-mean": _token_mean,
+    "token-sum": _token_sum,
+    "seq-mean-token-sum": _seq_mean_token_sum,
+    "seq-mean-token-mean": _seq_mean_token_mean,
+    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
+}
+"""From per-row sums ``(B,)``, per-row token counts ``(B,)``, global counts and a constant to a scalar."""
+
+
+def aggregate(
+    loss_mat: Tensor, mask: Tensor, mode: str, counts: Counts | None = None, norm: float | None = None
+) -> Tensor:
+    """This piece's share of the mini-batch's loss.
+
+    Args:
+        loss_mat: Loss per token ``(B, R)``. Entries outside the mask are ignored, whatever they are.
+        mask: ``(B, R)``, 1 on trained tokens. Rows without one don't count as sequences.
+        mode: A key of :data:`AGGREGATION_MODES`.
+        counts: Counts of the whole mini-batch over all ranks; None when this is the whole mini-batch.
+        norm: The constant divisor of ``seq-mean-token-sum-norm`` (Dr.GRPO, arXiv:2503.20783).
+
+    Returns:
+        A scalar. Over a mini-batch without trained tokens it is 0.
+
+    Raises:
+        ValueError: Unknown mode, shapes that differ, or a missing ``norm``.
+    """
+    if mode not in AGGREGATION_MODES:
+        raise ValueError(f"unknown loss_agg_mode {mode!r}; choose one of {sorted(AGGREGATION_MODES)}")
+    check_shapes(mask, loss_mat=loss_mat)
+    row_sums = keep(loss_mat, mask).sum(dim=-1)
+    row_tokens = mask.bool().sum(dim=-1).to(loss_mat.dtype)
+    return AGGREGATION_MODES[mode](row_sums, row_tokens, counts or Counts.of(mask), norm)

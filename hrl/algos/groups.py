@@ -1,0 +1,76 @@
+"""Groups of responses to one prompt: integer codes, statistics, spread.
+
+Groups are whatever ``uid`` says: any size, any order. A response without trained tokens is counted as a row but has no
+part in its group's statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def group_codes(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Tensor:
+    """Number the groups 0, 1, 2, ... in order of appearance. ``(B,) -> (B,)`` int64."""
+    keys = uids.tolist() if isinstance(uids, np.ndarray | Tensor) else list(uids)
+    table = {key: code for code, key in enumerate(dict.fromkeys(keys))}
+    return torch.from_numpy(np.fromiter(map(table.__getitem__, keys), dtype=np.int64, count=len(keys)))
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """What each row's group looks like, one entry per row ``(B,)``, over the rows that count.
+
+    Attributes:
+        size: Rows of the group that count.
+        mean: Mean score; 0 where nothing counts.
+        std: Unbiased standard deviation; 0 for groups of one.
+        has_spread: At least two scores of the group differ.
+    """
+
+    size: Tensor
+    mean: Tensor
+    std: Tensor
+    has_spread: Tensor
+
+
+def group_sum(row_values: Tensor, group_ids: Tensor) -> Tensor:
+    """Each row's group total ``(B,)`` of ``row_values (B,)``, in float64."""
+    return torch.bincount(group_ids, weights=row_values)[group_ids]
+
+
+def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> GroupStatistics:
+    """Statistics of the scores within each group.
+
+    Args:
+        scores: ``(B,)``.
+        group_ids: Integer codes from 0 up ``(B,)``, as of :func:`group_codes`.
+        counted: ``(B,)`` bool, the rows that take part.
+
+    Returns:
+        Statistics per row, in float64. Spread is decided by comparing scores, not by a small standard deviation: equal
+        rewards of 0.1 have a rounded mean, and dividing by that error would train on noise.
+    """
+    if scores.shape != group_ids.shape:
+        raise ValueError(f"scores have shape {tuple(scores.shape)}, group ids {tuple(group_ids.shape)}")
+    weights = counted.double()
+    exact = torch.where(counted, scores.double(), 0.0)
+    size = group_sum(weights, group_ids)
+    mean = group_sum(exact, group_ids) / size.clamp(min=1)
+    deviation = torch.where(counted, exact - mean, 0.0)
+    std = (group_sum(deviation.square(), group_ids) / (size - 1).clamp(min=1)).sqrt()
+    groups = int(group_ids.max()) + 1 if len(group_ids) else 0
+    ids, values = group_ids[counted], exact[counted]
+    lowest = values.new_full((groups,), torch.inf).scatter_reduce_(0, ids, values, "amin")
+    highest = values.new_full((groups,), -torch.inf).scatter_reduce_(0, ids, values, "amax")
+    return GroupStatistics(size=size, mean=mean, std=std, has_spread=(highest > lowest)[group_ids])
+
+
+def count_groups_without_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> int:
+    """How many groups cannot teach: all their counted scores are equal, or fewer than two count."""
+    stats = group_statistics(scores, group_ids, counted)
+    return int(group_ids[~stats.has_spread].unique().numel())

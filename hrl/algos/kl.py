@@ -1,0 +1,183 @@
+"""Estimators of KL(policy || reference) from the log-probs of sampled tokens, and controllers of its weight.
+
+Names follow J. Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html), with
+``d = log policy - log reference`` at a token sampled from the policy:
+
+====== =================== ============= =======================================================================
+kind   also called         value         expected gradient of the value, on policy
+====== =================== ============= =======================================================================
+k1     kl                  d             0: useless in a loss, right as a penalty inside the reward
+abs                        |d|           that of sum |p - p_ref| over the vocabulary, not of a KL
+k2     mse                 d^2 / 2       that of KL(policy || reference), exactly
+k3     low_var_kl          e^-d + d - 1  that of KL(reference || policy)
+X+                         that of X     that of k2
+====== =================== ============= =======================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .masked import check_shapes, keep, rows_with_tokens
+
+MAX_EXPONENT = 20.0
+"""Beyond e^20 an exponential goes on along its tangent: finite, and its gradient never vanishes."""
+
+
+def _exp(exponent: Tensor) -> Tensor:
+    inside = exponent.clamp(max=MAX_EXPONENT)
+    return torch.exp(inside) * (1.0 + exponent - inside)
+
+
+def _k1(difference: Tensor) -> Tensor:
+    return difference
+
+
+def _k2(difference: Tensor) -> Tensor:
+    return 0.5 * difference.square()
+
+
+def _k3(difference: Tensor) -> Tensor:
+    return _exp(-difference) + difference - 1.0
+
+
+KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": _k1,
+    "kl": _k1,
+    "abs": torch.abs,
+    "k2": _k2,
+    "mse": _k2,
+    "k3": _k3,
+    "low_var_kl": _k3,
+}
+"""From ``log policy - log reference`` to an estimate per token. Any name with ``+`` appended has k2's gradient."""
+
+
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
+    """Estimate KL(policy || reference) at each token. Shapes are kept.
+
+    Nothing is clamped: where the policy has moved furthest the gradient is largest.
+
+    Args:
+        logprob: Log-probs of the sampled tokens under the policy.
+        ref_logprob: The same under the reference.
+        kind: A key of :data:`KL_ESTIMATORS`, or one with ``+`` appended for its value with k2's gradient.
+
+    Raises:
+        ValueError: Unknown kind.
+    """
+    estimator = KL_ESTIMATORS.get(kind.removesuffix("+"))
+    if estimator is None:
+        raise ValueError(f"unknown KL estimator {kind!r}; choose one of {sorted(KL_ESTIMATORS)}, or one with '+'")
+    difference = logprob - ref_logprob
+    if not kind.endswith("+"):
+        return estimator(difference)
+    surrogate = _k2(difference)
+    return estimator(difference).detach() + surrogate - surrogate.detach()
+
+
+def check_kl_loss_type(kind: str) -> None:
+    """Refuse a KL estimator whose gradient says nothing.
+
+    Raises:
+        ValueError: ``k1`` without ``+``: its expected gradient is 0, so it only adds noise to a loss.
+    """
+    if KL_ESTIMATORS.get(kind) is _k1:
+        raise ValueError(
+            f"kl_loss_type={kind!r} has an expected gradient of zero and would not hold the policy back; "
+            "use 'k2', 'k3' or 'k1+'"
+        )
+
+
+def penalise_rewards(
+    scores: Tensor, logprob: Tensor, ref_logprob: Tensor, mask: Tensor, coefficient: float, kind: str
+) -> tuple[Tensor, float]:
+    """Subtract a KL penalty from the reward of every trained token.
+
+    Args:
+        scores: Token-level scores ``(B, R)``.
+        logprob: Log-probs of the sampled tokens under the sampling policy ``(B, R)``.
+        ref_logprob: The same under the reference ``(B, R)``.
+        mask: Response mask ``(B, R)``.
+        coefficient: Weight of the penalty.
+        kind: As in :func:`kl_penalty`.
+
+    Returns:
+        Token-level rewards ``(B, R)``, 0 outside the mask, and the mean over sequences of their mean KL per token,
+        which is what a controller's ``update`` takes.
+    """
+    check_shapes(mask, scores=scores, logprob=logprob, ref_logprob=ref_logprob)
+    penalty = keep(kl_penalty(logprob, ref_logprob, kind).detach(), mask)
+    rows = rows_with_tokens(mask)
+    if not rows.any():
+        return torch.zeros_like(scores), 0.0
+    mean_per_row = penalty.double().sum(dim=-1)[rows] / mask.bool().sum(dim=-1)[rows]
+    return keep(scores - coefficient * penalty, mask), float(mean_per_row.mean())
+
+
+class KLController(Protocol):
+    """Holds the weight of a KL penalty and moves it after each step."""
+
+    value: float
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Take the KL that was measured over ``n_steps`` samples."""
+
+
+class FixedKLController:
+    """A weight that stays."""
+
+    def __init__(self, kl_coef: float) -> None:
+        self.value = kl_coef
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Does nothing."""
+
+
+class AdaptiveKLController:
+    """Moves the weight until the KL meets a target (Ziegler et al., arXiv:1909.08593, section 2.2).
+
+    Raises:
+        ValueError: ``target_kl`` or ``horizon`` is not positive.
+    """
+
+    def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
+        if target_kl <= 0:
+            raise ValueError(f"algorithm.kl_ctrl.target_kl must be positive, got {target_kl}")
+        if horizon <= 0:
+            raise ValueError(f"algorithm.kl_ctrl.horizon must be positive, got {horizon}")
+        self.value = init_kl_coef
+        self.target = target_kl
+        self.horizon = horizon
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """``value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon``.
+
+        Raises:
+            ValueError: ``current_kl`` is not finite; it would stay in the weight for ever.
+        """
+        if not math.isfinite(current_kl):
+            raise ValueError(f"the measured KL is {current_kl}; look at the log-probs of policy and reference")
+        error = min(max(current_kl / self.target - 1.0, -0.2), 0.2)
+        self.value *= 1.0 + error * n_steps / self.horizon
+
+
+def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
+    """Build the controller that ``algorithm.kl_ctrl`` describes.
+
+    Args:
+        kl_ctrl: Has ``type`` ('fixed' or 'adaptive'), ``kl_coef``, and for 'adaptive' ``target_kl`` and ``horizon``.
+
+    Raises:
+        ValueError: Unknown type.
+    """
+    if kl_ctrl.type == "fixed":
+        return FixedKLController(kl_coef=kl_ctrl.kl_coef)
+    if kl_ctrl.type == "adaptive":
+        return AdaptiveKLController(kl_ctrl.kl_coef, kl_ctrl.target_kl, kl_ctrl.horizon)
+    raise ValueError(f"unknown algorithm.kl_ctrl.type {kl_ctrl.type!r}; choose 'fixed' or 'adaptive'")

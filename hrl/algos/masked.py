@@ -1,0 +1,95 @@
+"""Statistics over trained tokens, and packing a ragged batch to its trained tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WHITEN_EPSILON = 1e-8
+
+
+def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
+    """Refuse tensors that are not ``(B, R)`` like the response mask.
+
+    Raises:
+        ValueError: A tensor's shape differs; names the tensor and both shapes.
+    """
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.shape != mask.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, response_mask has {tuple(mask.shape)}")
+
+
+def keep(matrix: Tensor, mask: Tensor) -> Tensor:
+    """``matrix`` with everything outside the mask replaced by 0, NaN and infinity included."""
+    return torch.where(mask.bool(), matrix, 0.0)
+
+
+def sum_and_count(matrix: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the masked entries and how many there are, both detached scalars."""
+    return keep(matrix.detach(), mask).sum(), mask.sum()
+
+
+def rows_with_tokens(mask: Tensor) -> Tensor:
+    """``(B,)`` bool: rows that have at least one trained token."""
+    return mask.bool().any(dim=-1)
+
+
+def broadcast_rows(row_values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Every trained token of row ``i`` gets ``row_values[i]``, everything else 0. ``(B,) -> (B, R)``."""
+    return torch.where(mask.bool(), row_values.to(dtype).unsqueeze(-1), 0.0)
+
+
+def whiten(matrix: Tensor, mask: Tensor) -> Tensor:
+    """Shift and scale the masked entries to mean 0 and (unbiased) variance 1; 0 outside the mask.
+
+    With no masked entry the result is all 0. One entry has no spread: it equals its mean, so it becomes 0.
+    """
+    trained = mask.bool()
+    count = int(trained.sum())
+    if count < 2:
+        return torch.zeros_like(matrix)
+    mean = keep(matrix, trained).sum(dtype=torch.float64) / count
+    centred = keep(matrix.double() - mean, trained)
+    variance = centred.square().sum() / (count - 1)
+    return (centred * torch.rsqrt(variance + WHITEN_EPSILON)).to(matrix.dtype)
+
+
+@dataclass(frozen=True)
+class TrainedTokens:
+    """Where the trained tokens of a ``(B, R)`` batch go when each row is packed to the left.
+
+    ``mask [1 0 1 1]``, row ``[a b c d]`` packs to ``[a c d]``; shorter rows are filled with 0 up to the longest.
+
+    Attributes:
+        trained: ``(B, R)`` bool, the places of the tokens in the batch.
+        slots: ``(B, width)`` bool, their places in the packed matrix; both in the same order.
+        already_packed: Every row's tokens stand at its start, so that packing only cuts off columns.
+    """
+
+    trained: Tensor
+    slots: Tensor
+    already_packed: bool
+
+    @classmethod
+    def of(cls, mask: Tensor) -> TrainedTokens:
+        """Find the trained tokens of a ``(B, R)`` mask."""
+        trained = mask.bool()
+        lengths = trained.sum(dim=-1, keepdim=True)
+        width = int(lengths.max()) if lengths.numel() else 0
+        slots = torch.arange(width, device=mask.device) < lengths
+        return cls(trained, slots, already_packed=torch.equal(trained[:, :width], slots))
+
+    def pack(self, matrix: Tensor) -> Tensor:
+        """``(B, R) -> (B, width)``, trained tokens to the left, 0 behind them."""
+        if self.already_packed:
+            return keep(matrix[:, : self.slots.shape[1]], self.slots)
+        return matrix.new_zeros(self.slots.shape).masked_scatter_(self.slots, matrix[self.trained])
+
+    def unpack(self, packed: Tensor) -> Tensor:
+        """``(B, width) -> (B, R)``, back in place, 0 outside the mask."""
+        if self.already_packed:
+            padding = self.trained.shape[1] - self.slots.shape[1]
+            return torch.nn.functional.pad(keep(packed, self.slots), (0, padding))
+        return packed.new_zeros(self.trained.shape).masked_scatter_(self.trained, packed[self.slots])

@@ -1,0 +1,311 @@
+"""Policy losses: one pure function each, from log-probs and advantages to a loss per token.
+
+A loss is a function ``(PolicyLossInput, config) -> PolicyLossOutput``, registered under the name that
+``actor.policy_loss.loss_mode`` takes. It returns the loss of every token; how tokens become one number is not its
+business (:mod:`hrl.algos.aggregation`), so every loss works with every aggregation and with every cut into
+micro-batches. Metrics are (sum, count) pairs.
+
+``r`` is the ratio of new to old probability of a token, ``A`` its advantage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .masked import broadcast_rows, check_shapes, keep, sum_and_count
+
+MAX_LOG_RATIO = 20.0
+"""Ratios are taken within e^±20. Every clipped loss is flat long before; beyond it exp overflows into NaN gradients."""
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class PolicyLossInput:
+    """Columns of one micro-batch, all ``(B, R)``.
+
+    Attributes:
+        log_prob: Log-probs of the sampled tokens under the policy in training; has the gradient.
+        old_log_prob: The same under the policy the batch was sampled from.
+        advantages: Advantage of each token.
+        response_mask: 1 on trained tokens; what stands elsewhere in the other columns is ignored.
+        rollout_is_weights: Weight of each token's loss, correcting for the sampler.
+        selected_tokens: For losses of :data:`hrl.algos.token_selection.TOKEN_SELECTORS`: the tokens they treat
+            differently, chosen over the whole batch before it was cut.
+    """
+
+    log_prob: Tensor
+    old_log_prob: Tensor
+    advantages: Tensor
+    response_mask: Tensor
+    rollout_is_weights: Tensor | None = None
+    selected_tokens: Tensor | None = None
+
+    def log_ratio(self) -> Tensor:
+        """Log of new over old probability, 0 outside the mask."""
+        return keep(self.log_prob - self.old_log_prob, self.response_mask)
+
+    def ratio(self) -> Tensor:
+        """New over old probability, 1 outside the mask."""
+        return self.log_ratio().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True)
+class PolicyLossOutput:
+    """A loss per token ``(B, R)``, 0 outside the mask, and metrics as (sum, count) over trained tokens."""
+
+    loss_mat: Tensor
+    metrics: Metrics
+
+
+PolicyLoss = Callable[[PolicyLossInput, Any], PolicyLossOutput]
+
+POLICY_LOSSES: dict[str, PolicyLoss] = {}
+ZERO_AT_ZERO_ADVANTAGE: set[str] = set()
+"""Names of the losses that declared it, see :func:`register_policy_loss`."""
+
+
+def register_policy_loss(name: str, *, zero_at_zero_advantage: bool = False) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Register a policy loss.
+
+    Args:
+        name: What ``actor.policy_loss.loss_mode`` takes.
+        zero_at_zero_advantage: A row whose advantages are all 0 has no gradient, whatever its ratios are. Then the
+            trainer spares the forward and backward pass of such rows; a loss that does not say so sees every row.
+
+    Raises:
+        ValueError: The name is taken by another function.
+    """
+
+    def decorator(function: PolicyLoss) -> PolicyLoss:
+        if POLICY_LOSSES.get(name, function) is not function:
+            raise ValueError(f"policy loss {name!r} is already registered as {POLICY_LOSSES[name]}")
+        POLICY_LOSSES[name] = function
+        if zero_at_zero_advantage:
+            ZERO_AT_ZERO_ADVANTAGE.add(name)
+        return function
+
+    return decorator
+
+
+def policy_loss(name: str, inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """Check the columns and run the loss of that name.
+
+    Args:
+        name: A key of :data:`POLICY_LOSSES`.
+        inp: One micro-batch.
+        config: The ``actor`` part of the configuration: ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``,
+            ``clip_ratio_c`` and what the loss's own docstring names.
+
+    Raises:
+        ValueError: Unknown name; shapes that differ; a setting out of its range.
+    """
+    if name not in POLICY_LOSSES:
+        raise ValueError(f"unknown policy loss {name!r}; choose one of {sorted(POLICY_LOSSES)}")
+    check_shapes(
+        inp.response_mask,
+        log_prob=inp.log_prob,
+        old_log_prob=inp.old_log_prob,
+        advantages=inp.advantages,
+        rollout_is_weights=inp.rollout_is_weights,
+        selected_tokens=inp.selected_tokens,
+    )
+    return POLICY_LOSSES[name](inp, config)
+
+
+def clip_bounds(config: Any) -> tuple[float, float]:
+    """Lower and upper clip range; either falls back to ``clip_ratio``."""
+    low, high = config.clip_ratio_low, config.clip_ratio_high
+    return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+
+
+def _output(inp: PolicyLossInput, loss_mat: Tensor, **per_token: Tensor) -> PolicyLossOutput:
+    if inp.rollout_is_weights is not None:
+        loss_mat = loss_mat * inp.rollout_is_weights
+    return _unweighted_output(inp, loss_mat, **per_token)
+
+
+def _unweighted_output(inp: PolicyLossInput, loss_mat: Tensor, **per_token: Tensor) -> PolicyLossOutput:
+    metrics = {name: sum_and_count(value.to(loss_mat.dtype), inp.response_mask) for name, value in per_token.items()}
+    return PolicyLossOutput(keep(loss_mat, inp.response_mask), metrics)
+
+
+@register_policy_loss("vanilla", zero_at_zero_advantage=True)
+def vanilla(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """PPO's clipped surrogate with a second clip for bad tokens.
+
+    ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and for ``A < 0`` at most ``-A c``: arXiv:1707.06347 equation 7;
+    unequal bounds, DAPO's clip-higher, arXiv:2503.14476 equation 10; dual clip, arXiv:1912.09729.
+
+    Raises:
+        ValueError: ``clip_ratio_c`` is not above 1.
+    """
+    low, high = clip_bounds(config)
+    ceiling = config.clip_ratio_c
+    if ceiling <= 1.0:
+        raise ValueError(f"actor.clip_ratio_c must be above 1, got {ceiling}")
+    advantages, ratio = inp.advantages, inp.ratio()
+    plain = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    surrogate = torch.maximum(plain, clipped)
+    worst = -advantages * ceiling
+    negative = advantages < 0
+    return _output(
+        inp,
+        torch.where(negative, torch.minimum(surrogate, worst), surrogate),
+        pg_clipfrac=clipped > plain,
+        pg_clipfrac_lower=negative & (surrogate > worst),
+        ppo_kl=-inp.log_ratio(),
+    )
+
+
+@register_policy_loss("gspo", zero_at_zero_advantage=True)
+def gspo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """Clips one ratio per sequence, the geometric mean of its tokens' (GSPO-token, arXiv:2507.18071).
+
+    The value of the ratio is the sequence's; its gradient goes through each token's own log-prob.
+    """
+    low, high = clip_bounds(config)
+    log_ratio = inp.log_ratio()
+    tokens = inp.response_mask.bool().sum(dim=-1).clamp(min=1)
+    of_sequence = (log_ratio.detach().sum(dim=-1) / tokens).unsqueeze(-1)
+    own = keep(inp.log_prob - inp.log_prob.detach(), inp.response_mask)
+    ratio = (of_sequence.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()
+    plain = -inp.advantages * ratio
+    clipped = -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    return _output(inp, torch.maximum(plain, clipped), pg_clipfrac=clipped > plain, ppo_kl=-log_ratio)
+
+
+@register_policy_loss("cispo", zero_at_zero_advantage=True)
+def cispo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """REINFORCE weighted by a clipped ratio, so that no token loses its gradient (CISPO, arXiv:2506.13585)."""
+    low, high = clip_bounds(config)
+    ratio = inp.ratio().detach()
+    weight = ratio.clamp(1.0 - low, 1.0 + high)
+    loss_mat = -weight * inp.advantages * inp.log_prob
+    return _output(inp, loss_mat, pg_clipfrac=weight != ratio, ppo_kl=-inp.log_ratio())
+
+
+@register_policy_loss("gpg", zero_at_zero_advantage=True)
+def gpg(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """The plain policy gradient, ``-A log p`` (GPG, arXiv:2504.02546)."""
+    return _output(inp, -inp.advantages * inp.log_prob, ppo_kl=-inp.log_ratio())
+
+
+@register_policy_loss("sapo", zero_at_zero_advantage=True)
+def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """A soft gate instead of a clip (SAPO, arXiv:2511.20347): ``-A (4 / tau) sigmoid(tau (r - 1))``.
+
+    ``tau`` is ``tau_pos`` for positive advantages and ``tau_neg`` for the others.
+    """
+    tau = torch.full_like(inp.advantages, config.tau_neg).masked_fill(inp.advantages > 0, config.tau_pos)
+    gate = torch.sigmoid(tau * (inp.ratio() - 1.0)) * 4.0 / tau
+    return _output(inp, -inp.advantages * gate, ppo_kl=-inp.log_ratio())
+
+
+@register_policy_loss("geo_mean", zero_at_zero_advantage=True)
+def geo_mean(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """The geometric mean of a sequence's clipped ratios (GMPO, arXiv:2507.20673).
+
+    Log-ratios are clipped to ``[-low, high]`` against the advantage's sign; the sequence's loss stands at each of its
+    tokens, so ``seq-mean-token-mean`` is the paper's mean over sequences. Correction weights enter as their geometric
+    mean too.
+    """
+    low, high = clip_bounds(config)
+    log_ratio, mask = inp.log_ratio(), inp.response_mask
+    sign = inp.advantages.sign()
+    clipped = log_ratio.clamp(-low, high)
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
+    tokens = mask.bool().sum(dim=-1).clamp(min=1)
+    ratio = (keep(pessimistic, mask).sum(dim=-1) / tokens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    row_loss = -keep(inp.advantages, mask).sum(dim=-1) / tokens * ratio
+    if inp.rollout_is_weights is not None:
+        row_loss = row_loss * (keep(inp.rollout_is_weights.log(), mask).sum(dim=-1) / tokens).exp()
+    outside = log_ratio != clipped
+    return _unweighted_output(
+        inp,
+        broadcast_rows(row_loss, mask, row_loss.dtype),
+        pg_clipfrac=outside & (inp.advantages > 0),
+        pg_clipfrac_lower=outside & (inp.advantages < 0),
+        ppo_kl=-log_ratio,
+    )
+
+
+def _trust_region(inp: PolicyLossInput, config: Any, inside: Tensor) -> PolicyLossOutput:
+    ceiling = config.clip_ratio_c
+    ratio = inp.ratio().detach()
+    loss_mat = -inp.advantages * ratio.clamp(max=ceiling) * inp.log_prob * inside
+    return _output(
+        inp, loss_mat, pg_clipfrac=~inside, pg_clipfrac_lower=inside & (ratio > ceiling), ppo_kl=-inp.log_ratio()
+    )
+
+
+@register_policy_loss("dppo_tv", zero_at_zero_advantage=True)
+def dppo_tv(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """Drops tokens whose probability has already moved too far the way the advantage pulls (DPPO, arXiv:2602.04879).
+
+    Distance is ``|p - p_old|``; the clip ratios are its thresholds, ``clip_ratio_c`` truncates the weight.
+    """
+    low, high = clip_bounds(config)
+    moved = inp.log_prob.detach().exp() - inp.old_log_prob.exp()
+    inside = torch.where(inp.advantages > 0, moved <= high, moved >= -low)
+    return _trust_region(inp, config, inside)
+
+
+@register_policy_loss("dppo_kl", zero_at_zero_advantage=True)
+def dppo_kl(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """As :func:`dppo_tv` with the KL between the two-outcome distributions "this token or another" as distance."""
+    low, high = clip_bounds(config)
+    log_prob, old_log_prob = inp.log_prob.detach(), inp.old_log_prob
+    new, old = log_prob.exp(), old_log_prob.exp()
+    epsilon = 1e-8
+    others = (1.0 - old) * torch.log((1.0 - old + epsilon) / (1.0 - new + epsilon))
+    divergence = old * (old_log_prob - log_prob) + others
+    rising = (divergence <= high) | (new <= old)
+    falling = (divergence <= low) | (new >= old)
+    return _trust_region(inp, config, torch.where(inp.advantages > 0, rising, falling))
+
+
+@register_policy_loss("dro")
+def dro(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """``-(A log p - beta / 2 (log r)^2)``, ``beta = policy_loss.dro_beta`` (DRO, arXiv:2405.19107)."""
+    beta = config.policy_loss.dro_beta
+    if beta is None or beta <= 0:
+        raise ValueError(f"actor.policy_loss.dro_beta must be a positive number, got {beta}")
+    log_ratio = inp.log_ratio()
+    loss_mat = -(inp.advantages * inp.log_prob - 0.5 * beta * log_ratio.square())
+    return _output(inp, loss_mat, ppo_kl=-log_ratio)
+
+
+def _selected(inp: PolicyLossInput) -> Tensor:
+    if inp.selected_tokens is None:
+        raise ValueError(
+            "this policy loss treats tokens chosen over the whole batch differently; choose them with "
+            "hrl.algos.token_selection.select_tokens before the batch is cut and pass them as selected_tokens"
+        )
+    return inp.selected_tokens.bool()
+
+
+@register_policy_loss("clip_cov", zero_at_zero_advantage=True)
+def clip_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """PPO's clipped surrogate without the gradient of a few tokens of high covariance (arXiv:2505.22617)."""
+    low, high = clip_bounds(config)
+    ratio = inp.ratio()
+    plain = -inp.advantages * ratio
+    clipped = -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    dropped = _selected(inp) & (clipped <= plain)
+    surrogate = torch.maximum(plain, clipped).masked_fill(dropped, 0.0)
+    return _output(inp, surrogate, pg_clipfrac=dropped, ppo_kl=-inp.log_ratio())
+
+
+@register_policy_loss("kl_cov")
+def kl_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+    """``-A r``, plus ``ppo_kl_coef |log r|`` on the tokens of highest covariance (arXiv:2505.22617)."""
+    log_ratio = inp.log_ratio()
+    penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs() * _selected(inp)
+    return _output(inp, -inp.advantages * inp.ratio() + penalty, ppo_kl=log_ratio.abs())

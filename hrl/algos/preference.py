@@ -1,0 +1,181 @@
+"""Losses of preference learning and supervised learning.
+
+Pairwise losses take one number per response and give one loss per pair ``(N,)``; the caller sums them and divides by
+the pairs of the whole mini-batch (:func:`mean_over_pairs`), so they too are the same for every cut into micro-batches.
+``c`` is the chosen response of a pair, ``r`` the rejected one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from .masked import check_shapes, keep
+
+Metrics = dict[str, tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class PairInput:
+    """Log-probs of whole responses, ``(N,)`` each.
+
+    Attributes:
+        chosen: Of the chosen responses under the policy.
+        rejected: Of the rejected responses under the policy.
+        ref_chosen: Of the chosen under the reference; None for losses without one.
+        ref_rejected: Of the rejected under the reference; None for losses without one.
+    """
+
+    chosen: Tensor
+    rejected: Tensor
+    ref_chosen: Tensor | None = None
+    ref_rejected: Tensor | None = None
+
+    def margins(self) -> tuple[Tensor, Tensor]:
+        """Log-ratios of policy to reference for chosen and rejected; the plain log-probs without a reference.
+
+        Raises:
+            ValueError: One reference column is given and the other is not.
+        """
+        if (self.ref_chosen is None) != (self.ref_rejected is None):
+            raise ValueError("give the reference's log-probs of both chosen and rejected responses, or of neither")
+        if self.ref_chosen is None or self.ref_rejected is None:
+            return self.chosen, self.rejected
+        return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
+
+
+@dataclass(frozen=True)
+class PairOptions:
+    """Constants of the pairwise losses.
+
+    Attributes:
+        beta: How strongly the policy is held to the reference; IPO's tau, SimPO's scale.
+        label_smoothing: Probability that a pair's label is wrong (conservative DPO), in [0, 0.5).
+        target_margin: SimPO's gamma, the lead that a chosen response must have.
+
+    Raises:
+        ValueError: A constant out of its range.
+    """
+
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    target_margin: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.beta <= 0:
+            raise ValueError(f"beta must be positive, got {self.beta}")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
+
+
+def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
+    return -(1.0 - label_smoothing) * logsigmoid(logits) - label_smoothing * logsigmoid(-logits)
+
+
+def _sigmoid(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
+    """DPO, arXiv:2305.18290 equation 7; with label smoothing, conservative DPO."""
+    return _smoothed(options.beta * (chosen - rejected), options.label_smoothing)
+
+
+def _ipo(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
+    """IPO, arXiv:2310.12036 equation 17. The log-probs should be means over tokens."""
+    return (chosen - rejected - 0.5 / options.beta).square()
+
+
+def _hinge(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
+    """SLiC, arXiv:2305.10425."""
+    return torch.relu(1.0 - options.beta * (chosen - rejected))
+
+
+def _simpo(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
+    """SimPO, arXiv:2405.14734 equation 6. Without a reference; the log-probs must be means over tokens."""
+    return _smoothed(options.beta * (chosen - rejected) - options.target_margin, options.label_smoothing)
+
+
+PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor, PairOptions], Tensor]] = {
+    "sigmoid": _sigmoid,
+    "ipo": _ipo,
+    "hinge": _hinge,
+    "simpo": _simpo,
+}
+"""From margins of chosen and rejected ``(N,)`` to a loss per pair ``(N,)``. ``ipo`` and ``simpo`` want means."""
+
+MEAN_LOG_PROB_LOSSES = frozenset({"ipo", "simpo"})
+"""Losses whose log-probs are means over a response's tokens instead of sums."""
+
+REFERENCE_FREE_LOSSES = frozenset({"simpo"})
+"""Losses that have no reference."""
+
+
+def sequence_log_prob(log_prob: Tensor, mask: Tensor, *, mean: bool = False) -> Tensor:
+    """Log-prob of each whole response: the sum over its trained tokens, or their mean. ``(B, R) -> (B,)``."""
+    check_shapes(mask, log_prob=log_prob)
+    total = keep(log_prob, mask).sum(dim=-1)
+    return total / mask.bool().sum(dim=-1).clamp(min=1) if mean else total
+
+
+def _per_pair(**values: Tensor) -> Metrics:
+    return {name: (value.detach().sum(), value.new_tensor(len(value))) for name, value in values.items()}
+
+
+def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Tensor, Metrics]:
+    """Loss per pair of a preference.
+
+    Args:
+        name: A key of :data:`PAIR_LOSSES`.
+        inp: Log-probs of the responses, sums or means as :data:`MEAN_LOG_PROB_LOSSES` says. Without reference
+            log-probs any loss is its reference-free variant.
+        options: Constants.
+
+    Returns:
+        Losses ``(N,)``, and metrics as (sum, count): ``rewards_chosen``, ``rewards_rejected``, ``rewards_margin``,
+        ``accuracy``.
+
+    Raises:
+        ValueError: Unknown name; a reference for a loss without one.
+    """
+    if name not in PAIR_LOSSES:
+        raise ValueError(f"unknown preference loss {name!r}; choose one of {sorted(PAIR_LOSSES)}")
+    if name in REFERENCE_FREE_LOSSES and inp.ref_chosen is not None:
+        raise ValueError(f"preference loss {name!r} has no reference; leave ref_chosen and ref_rejected out")
+    chosen, rejected = inp.margins()
+    losses = PAIR_LOSSES[name](chosen, rejected, options)
+    return losses, _per_pair(
+        rewards_chosen=options.beta * chosen,
+        rewards_rejected=options.beta * rejected,
+        rewards_margin=options.beta * (chosen - rejected),
+        accuracy=(chosen > rejected).to(chosen.dtype),
+    )
+
+
+def reward_model_loss(
+    chosen_scores: Tensor, rejected_scores: Tensor, target_margin: Tensor | None = None
+) -> tuple[Tensor, Metrics]:
+    """Bradley-Terry loss of a reward model, ``-log sigmoid(s_c - s_r - margin)`` (arXiv:2203.02155 equation 1).
+
+    Args:
+        chosen_scores: ``(N,)``.
+        rejected_scores: ``(N,)``.
+        target_margin: Lead that each chosen response must have ``(N,)`` (Llama 2, arXiv:2307.09288 equation 2).
+
+    Returns:
+        Losses ``(N,)``, and metrics as (sum, count): ``accuracy``, ``score_margin``.
+    """
+    lead = chosen_scores - rejected_scores
+    losses = -logsigmoid(lead if target_margin is None else lead - target_margin)
+    return losses, _per_pair(accuracy=(lead > 0).to(lead.dtype), score_margin=lead)
+
+
+def sft_loss(log_prob: Tensor, mask: Tensor) -> Tensor:
+    """Negative log-likelihood per token ``(B, R)``, for :func:`hrl.algos.aggregation.aggregate`."""
+    check_shapes(mask, log_prob=log_prob)
+    return -keep(log_prob, mask)
+
+
+def mean_over_pairs(losses: Tensor, num_pairs: int) -> Tensor:
+    """This piece's share of the mini-batch's loss, ``num_pairs`` being those of all pieces on all ranks."""
+    return losses.sum() / max(num_pairs, 1)

@@ -1,0 +1,92 @@
+"""Tokens that covariance-based losses treat differently, chosen over a whole batch before it is cut.
+
+Both methods of "The Entropy Mechanism of Reinforcement Learning" (arXiv:2505.22617) look at
+``(log p - mean log p) (A - mean A)`` and pick tokens by rank. Ranks and means over a micro-batch would make the
+gradient depend on how the batch is cut, so the choice is made once, over everything, and travels with the rows as a
+column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .masked import check_shapes
+
+TokenSelector = Callable[[Tensor, Tensor, Tensor, Any, torch.Generator | None], Tensor]
+
+
+def _covariance(log_probs: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
+    """Each trained token's share of the covariance, as a flat vector in the order of the mask."""
+    log_probs, advantages = log_probs.detach()[trained].double(), advantages[trained].double()
+    if not len(log_probs):
+        return log_probs
+    return (log_probs - log_probs.mean()) * (advantages - advantages.mean())
+
+
+def _mark(trained: Tensor, chosen: Tensor) -> Tensor:
+    flat = torch.zeros(int(trained.sum()), dtype=torch.bool, device=trained.device)
+    flat[chosen] = True
+    selected = torch.zeros_like(trained)
+    selected[trained] = flat
+    return selected
+
+
+def _select_clip_cov(
+    log_probs: Tensor, advantages: Tensor, trained: Tensor, config: Any, generator: torch.Generator | None
+) -> Tensor:
+    """A random ``clip_cov_ratio`` of all tokens among those of covariance within the bounds."""
+    ratio = config.policy_loss.clip_cov_ratio
+    lower = config.policy_loss.clip_cov_lb
+    upper = config.policy_loss.clip_cov_ub
+    if ratio <= 0:
+        raise ValueError(f"actor.policy_loss.clip_cov_ratio must be positive, got {ratio}")
+    covariance = _covariance(log_probs, advantages, trained)
+    candidates = ((covariance > lower) & (covariance < upper)).nonzero(as_tuple=True)[0]
+    wanted = max(int(ratio * len(covariance)), 1)
+    shuffled = torch.randperm(len(candidates), generator=generator)[:wanted].to(candidates.device)
+    return _mark(trained, candidates[shuffled])
+
+
+def _select_kl_cov(
+    log_probs: Tensor, advantages: Tensor, trained: Tensor, config: Any, generator: torch.Generator | None
+) -> Tensor:
+    """The ``kl_cov_ratio`` of all tokens with the highest covariance, at least one."""
+    ratio = config.policy_loss.kl_cov_ratio
+    if not 0 < ratio <= 1:
+        raise ValueError(f"actor.policy_loss.kl_cov_ratio must be above 0 and at most 1, got {ratio}")
+    covariance = _covariance(log_probs, advantages, trained)
+    wanted = min(max(int(ratio * len(covariance)), 1), len(covariance))
+    return _mark(trained, torch.topk(covariance, wanted).indices)
+
+
+TOKEN_SELECTORS: dict[str, TokenSelector] = {"clip_cov": _select_clip_cov, "kl_cov": _select_kl_cov}
+"""Policy losses that need ``selected_tokens``, and how these are chosen."""
+
+
+def select_tokens(
+    loss_name: str,
+    log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    config: Any,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Choose the tokens that a policy loss treats differently.
+
+    Args:
+        loss_name: A key of :data:`TOKEN_SELECTORS`.
+        log_probs: Log-probs of the sampled tokens when the batch was made ``(B, R)``.
+        advantages: ``(B, R)``.
+        response_mask: ``(B, R)``.
+        config: The ``actor`` part of the configuration.
+        generator: Source of randomness, where the choice has any.
+
+    Returns:
+        ``(B, R)`` bool.
+    """
+    check_shapes(response_mask, log_probs=log_probs, advantages=advantages)
+    return TOKEN_SELECTORS[loss_name](log_probs, advantages, response_mask.bool(), config, generator)

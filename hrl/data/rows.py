@@ -1,0 +1,169 @@
+"""Rows of a data set, from wherever they come, checked one by one.
+
+A row is a dict with verl's keys: `data_source` (str), `prompt` (a chat, or a string), `reward_model`
+(`{"style": …, "ground_truth": …}`) and `extra_info` (a dict). Reading executes nothing: Parquet and JSON only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hrl.data.errors import DatasetError
+
+BUNDLED_PREFIX = "bundled:"
+REASONING_GYM_PREFIX = "reasoning_gym:"
+_PARQUET_ROWS_AT_ONCE = 1024
+
+
+@dataclass(frozen=True)
+class RowKeys:
+    """What the two columns with configurable names are called (`data.prompt_key`, `data.reward_fn_key`)."""
+
+    prompt: str = "prompt"
+    data_source: str = "data_source"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checked row.
+
+    Attributes:
+        messages: the prompt as a chat; a string prompt is one message of the user.
+        data_source: names the scorer and groups validation metrics.
+        reward_model: `ground_truth` and whatever else the reward function wants; empty if the row has none.
+        extra_info: free for the reward function.
+        origin: file and row, for messages.
+    """
+
+    messages: list[dict[str, str]]
+    data_source: str
+    reward_model: dict[str, Any]
+    extra_info: dict[str, Any]
+    origin: str
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that can't be used, and why."""
+
+    origin: str
+    reason: str
+
+
+def read_rows(source: str | Sequence[Mapping[str, Any]], keys: RowKeys) -> Iterator[Row | BadRow]:
+    """Yields every row of `source` in its order, the unusable ones as `BadRow`.
+
+    Args:
+        source: a `.parquet` or `.jsonl` path, `bundled:<task>/<split>`, `reasoning_gym:<dataset>?…`, or the rows
+            themselves.
+        keys: the names of the configurable columns.
+
+    Raises:
+        DatasetError: the source as a whole can't be read.
+    """
+    for origin, raw in _raw_rows(source):
+        yield raw if isinstance(raw, BadRow) else check_row(raw, keys, origin)
+
+
+def check_row(raw: object, keys: RowKeys, origin: str) -> Row | BadRow:
+    """Turns a raw row into a `Row`, or says what is wrong with it."""
+    if not isinstance(raw, Mapping):
+        return BadRow(origin, f"is a {type(raw).__name__}, expected an object with the key {keys.prompt!r}")
+    messages = _as_messages(raw.get(keys.prompt), keys.prompt)
+    if isinstance(messages, str):
+        return BadRow(origin, messages)
+    data_source = raw.get(keys.data_source)
+    if not isinstance(data_source, str) or not data_source:
+        return BadRow(origin, f"{keys.data_source!r} is {_show(data_source)}, expected a non-empty string")
+    plain: dict[str, dict[str, Any]] = {}
+    for key in ("reward_model", "extra_info"):
+        value = raw.get(key, {})
+        if not isinstance(value, Mapping):
+            return BadRow(origin, f"{key!r} is {_show(value)}, expected an object (leave the key out for none)")
+        plain[key] = dict(value)
+    return Row(messages, data_source, plain["reward_model"], plain["extra_info"], origin)
+
+
+def _as_messages(prompt: object, key: str) -> list[dict[str, str]] | str:
+    """The prompt as a chat, or a sentence about what is wrong with it."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}] if prompt else f"{key!r} is an empty string"
+    if not isinstance(prompt, Sequence) or not prompt:
+        return f"{key!r} is {_show(prompt)}, expected a string or a non-empty list of messages"
+    messages = []
+    for position, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            return f"message {position} of {key!r} is {_show(message)}, expected an object with role and content"
+        for part in ("role", "content"):
+            if not isinstance(message.get(part), str):
+                return f"{part!r} of message {position} of {key!r} is {_show(message.get(part))}, expected a string"
+        messages.append({name: value for name, value in message.items() if isinstance(value, str)})
+    return messages
+
+
+def _show(value: object) -> str:
+    text = repr(value)
+    return "missing or null" if value is None else f"{text[:60]}… ({type(value).__name__})" if len(text) > 60 else text
+
+
+def _raw_rows(source: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
+    if not isinstance(source, str):
+        return ((f"row {index} of the list", row) for index, row in enumerate(source))
+    if source.startswith(BUNDLED_PREFIX):
+        from hrl.data.tasks import bundled_rows
+
+        return _named(source, bundled_rows(source.removeprefix(BUNDLED_PREFIX)))
+    if source.startswith(REASONING_GYM_PREFIX):
+        from hrl.data.tasks.reasoning_gym import reasoning_gym_rows
+
+        return _named(source, reasoning_gym_rows(source.removeprefix(REASONING_GYM_PREFIX)))
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise DatasetError(f"data file {path} does not exist")
+    if path.suffix == ".parquet":
+        return _parquet_rows(path)
+    if path.suffix in (".jsonl", ".ndjson"):
+        return _jsonl_rows(path)
+    raise DatasetError(f"data file {path} is neither .parquet nor .jsonl")
+
+
+def _named(source: str, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[str, object]]:
+    return ((f"{source} row {index}", row) for index, row in enumerate(rows))
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, object]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            origin = f"{path} line {number}"
+            if not line.strip():
+                continue
+            try:
+                yield origin, json.loads(line.decode("utf-8"))
+            except UnicodeDecodeError as error:
+                yield origin, BadRow(origin, f"is not UTF-8 (byte {error.start} of the line)")
+            except json.JSONDecodeError as error:
+                yield origin, BadRow(origin, f"is not JSON ({error.msg} at column {error.colno})")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path)
+    except pa.ArrowInvalid as error:
+        raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
+    number = 0
+    with file:
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS_AT_ONCE):
+            for offset in range(batch.num_rows):
+                origin = f"{path} row {number}"
+                number += 1
+                try:
+                    yield origin, batch.slice(offset, 1).to_pylist()[0]
+                except UnicodeDecodeError as error:
+                    yield origin, BadRow(origin, f"holds text that is not UTF-8 ({error.reason})")

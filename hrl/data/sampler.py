@@ -1,0 +1,90 @@
+"""The order of the training rows: a pure function of (seed, epoch), and a position in it that can be saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where the next batch starts: `offset` rows into the order of `epoch`."""
+
+    epoch: int = 0
+    offset: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        """Plain data for a checkpoint."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, state: Mapping[str, Any]) -> Position:
+        """What `to_dict` gave.
+
+        Raises:
+            ValueError: other keys, or no natural numbers.
+        """
+        natural = all(isinstance(value, int) and value >= 0 for value in state.values())
+        if set(state) != {"epoch", "offset"} or not natural:
+            raise ValueError(f"a data position holds epoch and offset, both natural numbers, got {dict(state)}")
+        return cls(state["epoch"], state["offset"])
+
+
+@dataclass(frozen=True)
+class EpochOrder:
+    """Deals out row numbers batch by batch, epoch by epoch.
+
+    The last rows of an epoch that don't fill a batch are not dealt; with `shuffle` they are other rows every epoch.
+
+    Attributes:
+        num_rows: rows in the data set.
+        seed: of the shuffling.
+        shuffle: without it every epoch runs from 0 to `num_rows`.
+    """
+
+    num_rows: int
+    seed: int
+    shuffle: bool = True
+
+    def start(self) -> Position:
+        """The beginning."""
+        return Position()
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """The order of one epoch, int64 `(num_rows,)`.
+
+        Rows are sorted by a hash of (seed, epoch, row), not by a library's generator: the order must outlive
+        versions of numpy.
+        """
+        rows = np.arange(self.num_rows, dtype=np.uint64)
+        if not self.shuffle:
+            return rows.astype(np.int64)
+        stream = _mix(_mix(np.array([self.seed], dtype=np.uint64)) ^ np.uint64(epoch))
+        return np.argsort(_mix(rows ^ stream), kind="stable")
+
+    def next(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
+        """The rows of the next batch, and where the one after it starts.
+
+        Raises:
+            ValueError: a batch larger than the data set, or a position beyond its end.
+        """
+        if not 1 <= batch_size <= self.num_rows:
+            raise ValueError(f"a batch of {batch_size} rows can't be drawn from a data set of {self.num_rows} rows")
+        if position.offset > self.num_rows:
+            raise ValueError(f"{position} lies beyond the data set's {self.num_rows} rows: it belongs to another one")
+        if position.offset + batch_size > self.num_rows:
+            position = Position(position.epoch + 1, 0)
+        end = position.offset + batch_size
+        rows = self.epoch(position.epoch)[position.offset : end]
+        return rows.tolist(), Position(position.epoch, end)
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """SplitMix64's output function (Steele, Lea and Flood 2014): a bijection of uint64 that scatters its bits."""
+    mixed = values + np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mixed ^ (mixed >> np.uint64(31))

@@ -1,0 +1,23 @@
+"""Tasks that come with hrl: the rows of `bundled:<task>/<split>`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from hrl.data.errors import DatasetError
+from hrl.data.tasks import addition
+
+_TASKS = {"addition": addition.rows}
+
+
+def bundled_rows(name: str) -> Iterator[dict[str, Any]]:
+    """The rows of `<task>/<split>`.
+
+    Raises:
+        DatasetError: no such task or split.
+    """
+    task, _, split = name.partition("/")
+    if task not in _TASKS:
+        raise DatasetError(f"unknown bundled task {task!r} in 'bundled:{name}'; there is: {', '.join(sorted(_TASKS))}")
+    return _TASKS[task](split)

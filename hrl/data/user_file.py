@@ -1,0 +1,70 @@
+"""Code of the user's own, named by its file: a reward function, a data set class."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+
+class UserFileError(ValueError):
+    """There is no such Python file, or what is in it is no Python."""
+
+
+def load_user_file(path: str | Path) -> ModuleType:
+    """Imports a Python file as if it were run: its neighbours can be imported too, and it runs with your rights.
+
+    Raises:
+        UserFileError: no such file, or none that Python can import. What the file itself raises is passed on.
+    """
+    file = _python_file(path)
+    spec = importlib.util.spec_from_file_location(f"hrl_user_{file.stem}", file)
+    if spec is None or spec.loader is None:
+        raise UserFileError(f"{file} can't be imported as a Python module")
+    sys.path.insert(0, str(file.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+def names_in_user_file(path: str | Path) -> set[str] | None:
+    """Names that a Python file defines or imports at its top level, read without running it.
+
+    Returns:
+        None where the source does not tell: it imports `*`.
+
+    Raises:
+        UserFileError: no such file, or its syntax is wrong.
+    """
+    file = _python_file(path)
+    try:
+        tree = ast.parse(file.read_bytes(), filename=str(file))
+    except (SyntaxError, ValueError) as error:
+        raise UserFileError(f"{file} is no valid Python: {error}") from error
+    names = set(_top_level_names(tree))
+    return None if "*" in names else names
+
+
+def _python_file(path: str | Path) -> Path:
+    file = Path(path).expanduser().resolve()
+    if not file.is_file() or file.suffix != ".py":
+        raise UserFileError(f"{file} does not exist, or is not a .py file")
+    return file
+
+
+def _top_level_names(node: ast.AST) -> Iterator[str]:
+    """Names bound outside of functions and classes, in conditions and `try` too."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield child.name
+        elif isinstance(child, ast.alias):
+            yield child.asname or child.name.partition(".")[0]
+        elif isinstance(child, ast.Name):
+            if isinstance(child.ctx, ast.Store):
+                yield child.id
+        elif not isinstance(child, ast.Lambda):
+            yield from _top_level_names(child)

@@ -1,0 +1,105 @@
+"""One score per response out of what the reward function, the reward model and the length penalty say."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hrl.algos.reward_placement import overlong_penalty
+
+
+@dataclass(frozen=True)
+class Weighting:
+    """How the sources of reward are joined.
+
+    Attributes:
+        function: factor of the reward function's score.
+        model: factor of the reward model's score.
+        overlong_buffer_tokens: length over which DAPO's penalty grows to `overlong_factor`, at the longest response
+            allowed; 0 for no penalty.
+        overlong_factor: see there.
+        clip: the sum of function and model is cut to `[-clip, clip]`; `None` for no cut.
+    """
+
+    function: float = 1.0
+    model: float = 1.0
+    overlong_buffer_tokens: int = 0
+    overlong_factor: float = 1.0
+    clip: float | None = None
+
+
+@dataclass(frozen=True)
+class CombinedScores:
+    """Scores of a batch.
+
+    Attributes:
+        scores: float32 (B,), 0 where not kept.
+        kept: bool (B,); a row that is not kept trains nothing and counts in no statistics of its group.
+        overlong: float32 (B,), the penalty inside `scores`, not positive.
+        plain: float32 (B,), what a validation reports: the function's score as it came, or the model's where there is
+            no function; 0 where not kept.
+    """
+
+    scores: Tensor
+    kept: Tensor
+    overlong: Tensor
+    plain: Tensor
+
+
+def combine_scores(
+    function_scores: Sequence[float | None] | None,
+    model_scores: Tensor | None,
+    response_lengths: Tensor,
+    max_response_tokens: int,
+    weighting: Weighting,
+) -> CombinedScores:
+    """`clip(function · f + model · m) + overlong penalty`, per response.
+
+    Args:
+        function_scores: of the B responses, `None` for those left out; or `None` without a reward function.
+        model_scores: (B,), or `None` without a reward model.
+        response_lengths: (B,), in tokens.
+        max_response_tokens: the longest response allowed.
+        weighting: the factors.
+
+    Raises:
+        ValueError: no source of reward, another number of scores than responses, or a model score that isn't finite.
+    """
+    rows = len(response_lengths)
+    if function_scores is None and model_scores is None:
+        raise ValueError("there is neither a reward function nor a reward model")
+    scores = plain = torch.zeros(rows)
+    kept = torch.ones(rows, dtype=torch.bool)
+    if model_scores is not None:
+        _check_rows("reward model", len(model_scores), rows)
+        if not torch.isfinite(model_scores).all():
+            row = int((~torch.isfinite(model_scores)).nonzero()[0])
+            raise ValueError(f"the reward model's score of row {row} is {float(model_scores[row])}")
+        plain = model_scores.float().cpu()
+        scores = scores + weighting.model * plain
+    if function_scores is not None:
+        _check_rows("reward function", len(function_scores), rows)
+        kept = torch.tensor([score is not None for score in function_scores], dtype=torch.bool)
+        plain = torch.tensor([score or 0.0 for score in function_scores], dtype=torch.float32)
+        scores = scores + weighting.function * plain
+    if weighting.clip is not None:
+        scores = scores.clamp(-weighting.clip, weighting.clip)
+    penalty = torch.zeros(rows)
+    if weighting.overlong_buffer_tokens > 0:
+        penalty = overlong_penalty(
+            response_lengths.cpu(), max_response_tokens, weighting.overlong_buffer_tokens, weighting.overlong_factor
+        )
+    return CombinedScores(
+        scores=torch.where(kept, scores + penalty, 0.0),
+        kept=kept,
+        overlong=torch.where(kept, penalty, 0.0),
+        plain=torch.where(kept, plain, 0.0),
+    )
+
+
+def _check_rows(source: str, found: int, expected: int) -> None:
+    if found != expected:
+        raise ValueError(f"the {source} gave {found} scores for {expected} responses")

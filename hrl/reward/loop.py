@@ -1,0 +1,261 @@
+"""Rewards of a step, scored while its responses are still being generated.
+
+`begin` says which samples will come, `submit` hands over each as it is finished, `collect` waits for the rest and
+gives the results in the order of `begin`. A plain object: use it directly or inside a Ray actor.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from collections.abc import Hashable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hrl.metrics import Metric
+from hrl.reward.function import RewardSpec
+from hrl.reward.pool import RewardOutcome, RewardPool, RewardSample
+
+_MAX_FAILED_SHARE = 0.1
+_FAILURES = ("error", "timeout", "crash")
+
+
+class RewardError(RuntimeError):
+    """Rewards of a step can't be had; names function, sample and the first failure's traceback."""
+
+
+@dataclass(frozen=True)
+class RewardRow:
+    """What is known of a sample before it is generated.
+
+    Attributes:
+        key: unique within the step, e.g. `(uid, sample_index)`.
+        data_source, ground_truth, extra_info: of the prompt's row.
+    """
+
+    key: Hashable
+    data_source: str
+    ground_truth: Any
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The reward of one sample.
+
+    Attributes:
+        score: `None` leaves the sample out: it trains nothing and counts in no statistics of its group.
+        parts: what the reward function returned beside the score.
+        error: why there is no score, if the function failed; `None` when it chose to skip.
+    """
+
+    score: float | None
+    parts: Mapping[str, Any]
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RewardBatch:
+    """The rewards of a step, in the order of `begin`."""
+
+    results: tuple[RewardResult, ...]
+    metrics: Mapping[str, Metric]
+
+    @property
+    def scores(self) -> list[float | None]:
+        """One score per sample."""
+        return [result.score for result in self.results]
+
+    def columns(self) -> dict[str, list[Any]]:
+        """The parts as columns, `None` where a sample has no such part."""
+        names = dict.fromkeys(name for result in self.results for name in result.parts)
+        return {name: [result.parts.get(name) for result in self.results] for name in names}
+
+
+@dataclass
+class _Step:
+    rows: dict[Hashable, RewardRow]
+    submitted: dict[Hashable, Future[RewardOutcome]] = field(default_factory=dict)
+    outcomes: dict[Hashable, RewardOutcome] = field(default_factory=dict)
+    failed: list[Hashable] = field(default_factory=list)
+
+
+class RewardLoop:
+    """Scores the samples of one step at a time.
+
+    Args:
+        spec: the reward function.
+        num_workers: processes that run it.
+        timeout_s: for one call of it.
+        on_error: `raise` stops at the first sample that fails (an exception, no reward returned, the deadline, a
+            process that died twice); `skip` leaves failed samples out and counts them, and stops when they are more
+            than `max_failed_share` of a step.
+        max_failed_share: see there.
+    """
+
+    def __init__(
+        self,
+        spec: RewardSpec,
+        *,
+        num_workers: int,
+        timeout_s: float,
+        on_error: Literal["raise", "skip"] = "raise",
+        max_failed_share: float = _MAX_FAILED_SHARE,
+    ) -> None:
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error is {on_error!r}, expected 'raise' or 'skip'")
+        self._spec = spec
+        self._on_error = on_error
+        self._max_failed_share = max_failed_share
+        self._pool = RewardPool(spec, num_workers=num_workers, timeout_s=timeout_s)
+        self._changed = threading.Condition()
+        self._steps: dict[int, _Step] = {}
+
+    def start(self) -> None:
+        """Starts the processes.
+
+        Raises:
+            RewardFunctionError: the function can't be loaded.
+        """
+        self._pool.start()
+
+    def begin(self, step: int, rows: Sequence[RewardRow]) -> None:
+        """Announces the samples of a step; whatever is left of another step is dropped.
+
+        Raises:
+            ValueError: two rows with the same key.
+        """
+        by_key: dict[Hashable, RewardRow] = {}
+        for row in rows:
+            if by_key.setdefault(row.key, row) is not row:
+                raise ValueError(f"two samples of step {step} have the key {row.key!r}")
+        with self._changed:
+            for old in [number for number in self._steps if number != step]:
+                self._drop(old)
+            self._steps[step] = _Step(by_key)
+
+    def submit(self, step: int, key: Hashable, solution_str: str) -> None:
+        """Hands over a finished sample; it is scored at once.
+
+        Raises:
+            KeyError: the sample wasn't announced.
+            ValueError: it came before.
+        """
+        with self._changed:
+            state = self._step(step)
+            if key not in state.rows:
+                raise KeyError(f"sample {key!r} was not announced for step {step}")
+            if key in state.submitted:
+                raise ValueError(f"sample {key!r} of step {step} was submitted twice")
+            row = state.rows[key]
+            name = f"sample {_show(key)} of step {step} (data source {row.data_source!r})"
+            sample = RewardSample(name, row.data_source, solution_str, row.ground_truth, row.extra_info)
+            future = self._pool.submit(sample)
+            state.submitted[key] = future
+        future.add_done_callback(functools.partial(self._note, state, key))
+
+    def collect(self, step: int, deadline_s: float) -> RewardBatch:
+        """Waits until every announced sample is scored.
+
+        Args:
+            step: as in `begin`.
+            deadline_s: the longest to wait; samples that were never submitted are found out then.
+
+        Raises:
+            RewardError: a failure that the policy doesn't allow, or the deadline; no reward of the step is given then.
+        """
+        end = time.monotonic() + deadline_s
+        with self._changed:
+            state = self._step(step)
+            try:
+                while len(state.outcomes) < len(state.rows):
+                    self._check_failures(step, state)
+                    in_time = self._changed.wait(max(0.0, end - time.monotonic()))
+                    if not in_time and len(state.outcomes) < len(state.rows):
+                        raise RewardError(_describe_late(step, state, deadline_s))
+                self._check_failures(step, state)
+                outcomes = [state.outcomes[key] for key in state.rows]
+            finally:
+                self._drop(step)
+        results = tuple(RewardResult(outcome.score, outcome.parts, outcome.error) for outcome in outcomes)
+        return RewardBatch(results, reward_metrics(outcomes))
+
+    def shutdown(self) -> None:
+        """Kills the processes."""
+        self._pool.shutdown()
+
+    def __enter__(self) -> RewardLoop:
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    # ------------------------------------------------------------------ under the lock
+
+    def _step(self, step: int) -> _Step:
+        if step not in self._steps:
+            raise KeyError(f"step {step} was not begun, or is collected already")
+        return self._steps[step]
+
+    def _drop(self, step: int) -> None:
+        for future in self._steps.pop(step).submitted.values():
+            future.cancel()  # of those still queued; what runs has its deadline
+
+    def _note(self, state: _Step, key: Hashable, future: Future[RewardOutcome]) -> None:
+        """Called by the pool's thread when a sample is scored; wakes `collect` when that can change something."""
+        if future.cancelled():
+            return
+        with self._changed:
+            outcome = state.outcomes[key] = future.result()
+            if outcome.status in _FAILURES:
+                state.failed.append(key)
+            if state.failed or len(state.outcomes) == len(state.rows):
+                self._changed.notify_all()
+
+    def _check_failures(self, step: int, state: _Step) -> None:
+        allowed = 0 if self._on_error == "raise" else int(self._max_failed_share * len(state.rows))
+        if len(state.failed) <= allowed:
+            return
+        key = state.failed[0]
+        first = state.outcomes[key]
+        policy = "reward.on_error=raise" if self._on_error == "raise" else f"reward.on_error=skip allows {allowed}"
+        which = f"sample {_show(key)} (data source {state.rows[key].data_source!r})"
+        raise RewardError(
+            f"{self._spec.title} failed on {len(state.failed)} of {len(state.rows)} samples of step {step} ({policy}). "
+            f"The first, {which}, {first.status}: {first.error}"
+        )
+
+
+def _describe_late(step: int, state: _Step, deadline_s: float) -> str:
+    missing = [key for key in state.rows if key not in state.submitted]
+    running = [key for key in state.submitted if key not in state.outcomes]
+    return (
+        f"rewards of step {step} were not complete after {deadline_s:g} s: {len(missing)} samples were never "
+        f"submitted, {len(running)} not yet scored (the first: {_show((missing or running)[0])})"
+    )
+
+
+def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
+    """Counts of what went wrong, the time a call took, and the mean of every numeric part."""
+    metrics = {
+        f"reward/num_{name}": Metric.total(sum(outcome.status == status for outcome in outcomes))
+        for name, status in (("errors", "error"), ("timeouts", "timeout"), ("crashes", "crash"), ("skipped", "skip"))
+    }
+    metrics["reward/num_retries"] = Metric.total(sum(max(0, outcome.attempts - 1) for outcome in outcomes))
+    durations = [outcome.duration_s for outcome in outcomes]
+    metrics["reward/call_s_mean"] = Metric.mean(sum(durations), len(durations))
+    metrics["reward/call_s_max"] = Metric.max(max(durations, default=0.0))
+    names = dict.fromkeys(name for outcome in outcomes for name in outcome.parts)
+    for name in names:
+        values = [outcome.parts.get(name) for outcome in outcomes]
+        numbers = [value for value in values if isinstance(value, float | int)]
+        if numbers:
+            metrics[f"reward/{name}/mean"] = Metric.mean(sum(numbers), len(numbers))
+    return metrics
+
+
+def _show(key: Hashable) -> str:
+    return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)

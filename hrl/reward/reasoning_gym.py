@@ -1,0 +1,105 @@
+"""Answers to reasoning-gym tasks, judged by the task's own scorer, with the door shut to code.
+
+Some of those scorers hand the model's answer to `eval`, or to sympy's `parse_expr`, which evaluates too. Model output
+is data: for these datasets an answer must first match a grammar in which nothing but numbers, literals or formulas can
+be written; any other answer scores 0 without reaching the scorer.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any
+
+from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX, create_dataset
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_ARITHMETIC = re.compile(r"[0-9+\-*/().\s]{1,200}")
+_FORMULA = re.compile(r"[0-9A-Za-z+\-*/().\s]{1,1000}")
+_FORMULA_NAMES = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "exp", "log", "sqrt"})
+_ATTRIBUTE = re.compile(r"[A-Za-z)]\s*\.|\.\s*[A-Za-z(]")
+_SMALL_POWER = re.compile(
+    r"\*\*\s*(?:-?[0-9]{1,2}|[A-Za-z]|\(\s*-?[0-9]{1,2}(?:\s*/\s*[0-9]{1,2})?\s*\))(?![0-9A-Za-z]|\s*\*\*)"
+)
+_WORDS = re.compile(r"[A-Za-z0-9_\s]*")
+_UNREADABLE_ANSWER = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+def is_arithmetic(answer: str) -> bool:
+    """Digits, the four operations and brackets; no `**`, whose towers never end."""
+    return _ARITHMETIC.fullmatch(answer) is not None and "**" not in answer
+
+
+def is_formula(answer: str) -> bool:
+    """Numbers, operators, one-letter variables and elementary functions; no attribute, no other name, no tall power."""
+    return (
+        _FORMULA.fullmatch(answer) is not None
+        and _ATTRIBUTE.search(answer) is None
+        and all(len(name) == 1 or name in _FORMULA_NAMES for name in re.findall(r"[A-Za-z]+", answer))
+        and len(_SMALL_POWER.findall(answer)) == answer.count("**")
+    )
+
+
+def is_literal_or_words(answer: str) -> bool:
+    """A Python literal such as `["A", "B"]`, or words and numbers between spaces: neither can call anything."""
+    if _WORDS.fullmatch(answer):
+        return True
+    try:
+        ast.literal_eval(answer)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return False
+    return True
+
+
+GRAMMARS: dict[str, Callable[[str], bool]] = {
+    "countdown": is_arithmetic,
+    "puzzle24": is_arithmetic,
+    "simple_integration": is_formula,
+    "intermediate_integration": is_formula,
+    "polynomial_multiplication": is_formula,
+    "string_insertion": is_literal_or_words,
+    "spiral_matrix": is_literal_or_words,
+    "binary_matrix": is_literal_or_words,
+    "n_queens": is_literal_or_words,
+}
+"""Datasets whose scorers evaluate the answer. A test holds this against the source of the installed package."""
+
+
+def extract_answer(text: str) -> str | None:
+    """What stands in the last `<answer>…</answer>`, stripped; `None` if there is none."""
+    found = _ANSWER.findall(text)
+    return found[-1].strip() if found else None
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Mapping[str, Any] | None = None
+) -> float:
+    """The task's own score, 0 to 1, of the answer in `solution_str`.
+
+    An answer that the scorer can't read scores 0; that the fault lies with the answer is checked by scoring the right
+    one.
+
+    Raises:
+        ValueError: the row wasn't made by `reasoning_gym:`.
+    """
+    if not isinstance(extra_info, Mapping) or "parameters" not in extra_info:
+        raise ValueError(f"extra_info of a {data_source} row has no 'parameters': it was not made by reasoning_gym:…")
+    name = data_source.removeprefix(DATA_SOURCE_PREFIX)
+    dataset = _dataset(name, json.dumps(extra_info["parameters"], sort_keys=True))
+    answer = extract_answer(solution_str)
+    allowed = GRAMMARS.get(name)
+    if answer is None or (allowed is not None and not allowed(answer)):
+        return 0.0
+    try:
+        return float(dataset.score_answer(answer, dict(ground_truth)))
+    except _UNREADABLE_ANSWER:
+        dataset.score_answer(ground_truth["answer"], dict(ground_truth))
+        return 0.0
+
+
+@lru_cache(maxsize=32)
+def _dataset(name: str, parameters: str) -> Any:
+    return create_dataset(name, json.loads(parameters))

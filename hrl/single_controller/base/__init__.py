@@ -1,0 +1,30 @@
+"""Workers, worker groups and the decorator that ties a method to a way of cutting its arguments."""
+
+from hrl.single_controller.base.decorator import Dispatch, Execute, register
+from hrl.single_controller.base.errors import (
+    PlacementError,
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    phase,
+)
+from hrl.single_controller.base.worker import Worker
+from hrl.single_controller.base.worker_group import ClassWithInitArgs, ResourcePool, WorkerGroup
+from hrl.single_controller.processes import die_with_parent, popen_that_dies_with_parent
+
+__all__ = [
+    "ClassWithInitArgs",
+    "Dispatch",
+    "Execute",
+    "PlacementError",
+    "ResourcePool",
+    "Worker",
+    "WorkerDiedError",
+    "WorkerError",
+    "WorkerGroup",
+    "WorkerTimeoutError",
+    "die_with_parent",
+    "phase",
+    "popen_that_dies_with_parent",
+    "register",
+]

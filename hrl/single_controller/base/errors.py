@@ -1,0 +1,102 @@
+"""What the driver sees when a worker fails: which rank, in which call, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+_PHASE: ContextVar[str | None] = ContextVar("hrl_phase", default=None)
+
+
+@contextmanager
+def phase(name: str) -> Iterator[None]:
+    """Names what the driver is doing, so that an error raised by a worker inside says so.
+
+    Args:
+        name: the phase of the step (`gen`, `update_actor`), best the same word as the phase's timer.
+    """
+    token = _PHASE.set(name)
+    try:
+        yield
+    finally:
+        _PHASE.reset(token)
+
+
+def current_phase(default: str) -> str:
+    """The innermost `phase` that is open, or `default` outside of all of them."""
+    return _PHASE.get() or default
+
+
+class WorkerError(RuntimeError):
+    """A method raised on a rank. `__cause__` is the original exception, where it could be pickled.
+
+    Attributes:
+        rank: the rank that failed first.
+        method: the method that was called, with its role in front (`actor.update_actor`).
+        phase: what the driver was doing (see `phase`); the method when it did not say.
+        cause: type and message of the original exception.
+        traceback_text: the traceback as it was on the rank.
+    """
+
+    def __init__(self, rank: int, method: str, phase: str, cause: str = "", traceback_text: str = "") -> None:
+        super().__init__(rank, method, phase, cause, traceback_text)
+        self.rank, self.method, self.phase = rank, method, phase
+        self.cause, self.traceback_text = cause, traceback_text
+
+    @property
+    def _call(self) -> str:
+        return self.method if self.phase == self.method else f"{self.method} (phase {self.phase})"
+
+    @property
+    def summary(self) -> str:
+        """One line: rank, method, phase and cause."""
+        return f"rank {self.rank}: {self._call} raised {self.cause}"
+
+    def __str__(self) -> str:
+        return f"{self.summary}\n\n{self.traceback_text}" if self.traceback_text else self.summary
+
+
+class WorkerDiedError(WorkerError):
+    """The process of a rank ended while a call needed it.
+
+    Attributes:
+        pid: the process id the rank had.
+        reason: what the cluster knows about the end.
+    """
+
+    def __init__(self, rank: int, method: str, phase: str, pid: int, reason: str) -> None:
+        super().__init__(rank, method, phase)
+        self.pid, self.reason = pid, reason
+        self.args = (rank, method, phase, pid, reason)
+
+    @property
+    def summary(self) -> str:
+        """One line: rank, pid, method, phase and what is known of the end."""
+        return f"rank {self.rank}: its process (pid {self.pid}) died in {self._call}. {self.reason}"
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """A call was not finished by its deadline.
+
+    Attributes:
+        ranks: the ranks that were still running; `rank` is the first of them.
+        timeout_s: the deadline, in seconds after the call was made.
+    """
+
+    def __init__(self, ranks: Sequence[int], method: str, phase: str, timeout_s: float) -> None:
+        super().__init__(ranks[0], method, phase)
+        self.ranks, self.timeout_s = tuple(ranks), timeout_s
+        self.args = (self.ranks, method, phase, timeout_s)
+
+    @property
+    def summary(self) -> str:
+        """One line: method, phase, deadline and the ranks that were late."""
+        return (
+            f"{self._call} was not finished after {self.timeout_s:g} s; still running on rank(s) "
+            f"{', '.join(map(str, self.ranks))}. If the call needs longer, raise the group's call_timeout_s."
+        )
+
+
+class PlacementError(RuntimeError):
+    """The cluster lacks what a resource pool asks for."""

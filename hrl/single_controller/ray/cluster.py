@@ -1,0 +1,65 @@
+"""Starting Ray, or joining a running cluster, quietly."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+
+from hrl.single_controller.processes import guarded_processes
+
+# Ray starts a worker per core in advance. A worker group's processes have an environment of their own and use none of
+# them, so they would cost seconds and a hundred megabytes each for nothing.
+_NO_IDLE_WORKERS = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
+
+
+@contextmanager
+def ray_cluster(
+    address: str | None = "local",
+    *,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    object_store_bytes: int | None = None,
+    log_to_driver: bool = False,
+    **ray_kwargs: Any,
+) -> Iterator[None]:
+    """Connects this process to a Ray cluster for the time of a `with` block.
+
+    A cluster that is started here is this machine alone: no dashboard, no usage statistics, and its processes end with
+    this one, however it ends.
+
+    Args:
+        address: `local` starts a cluster; anything else joins one (`auto`, or its address).
+        num_cpus: processes the machine is to offer; None is its number of cores. Only with `local`.
+        num_gpus: GPUs it is to offer; None is those that Ray finds. Only with `local`.
+        object_store_bytes: shared memory for batches; None leaves it to Ray. Only with `local`.
+        log_to_driver: show what workers write in the driver's terminal; otherwise it is in Ray's session folder.
+        ray_kwargs: further arguments of `ray.init`.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray is about to do; without, it warns
+    settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
+    if address == "local":
+        # It warns that the cluster is protected by a token, which is as it should be.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+        settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
+        settings |= {"include_dashboard": False, "_system_config": _NO_IDLE_WORKERS}
+    ray.init(address=address, **(settings | ray_kwargs))
+    try:
+        if address == "local":
+            # Ray ends what it starts with this process, except for the agents below the raylet: after a SIGKILL they
+            # try for a minute to tell a cluster that is gone.
+            with guarded_processes(_raylet_pid()):
+                yield
+        else:
+            yield
+    finally:
+        ray.shutdown()
+
+
+def _raylet_pid() -> int:
+    return ray._private.worker._global_node.all_processes[ray._private.ray_constants.PROCESS_TYPE_RAYLET][0].process.pid

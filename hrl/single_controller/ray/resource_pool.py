@@ -1,0 +1,193 @@
+"""Where the processes of worker groups may run: placement groups, one per node, each wholly on its node."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+
+from hrl.single_controller.base import PlacementError, ResourcePool
+
+_FRACTION = 10_000  # Ray counts resources in ten-thousandths
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one rank: a bundle of a placement group, and the node it lies on."""
+
+    placement_group: PlacementGroup
+    bundle_index: int
+    node_id: str
+    node_ip: str
+
+
+class RayResourcePool(ResourcePool):
+    """Devices of a Ray cluster, reserved for worker groups.
+
+    Node i of the pool is a placement group of `process_on_nodes[i]` bundles with strategy STRICT_PACK, so that all its
+    processes are on one machine. The reservation is made when the first group asks for it.
+
+    Args:
+        process_on_nodes: number of processes, node by node.
+        use_gpu: a whole GPU per process; otherwise processes use CPUs only.
+        name_prefix: name of the pool in errors and in Ray.
+        max_colocate_count: number of worker groups that share each device. A process takes one CPU and this fraction of
+            the GPU. Roles that should share one *process* are merged by `create_colocated_worker_cls` instead.
+        detached: refused when True: hrl's workers die with their driver.
+        accelerator_type: a Ray accelerator type (`H100`) that the nodes must have.
+        placement_timeout_s: how long to wait for the cluster to have room.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        use_gpu: bool = True,
+        name_prefix: str | None = None,
+        max_colocate_count: int = 1,
+        detached: bool = False,
+        accelerator_type: str | None = None,
+        placement_timeout_s: float = 30.0,
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count)
+        if detached:
+            raise ValueError("detached pools are not offered: the processes of a group die with their driver")
+        self.use_gpu = use_gpu
+        self.name = name_prefix or f"pool_{uuid.uuid4().hex[:6]}"
+        self.accelerator_type = accelerator_type
+        self.placement_timeout_s = placement_timeout_s
+        self._placement_groups: list[PlacementGroup] = []
+        self._num_groups = 0
+
+    @property
+    def gpus_per_process(self) -> float:
+        """The share of a GPU that each process takes."""
+        return _FRACTION // self.max_colocate_count / _FRACTION if self.use_gpu else 0.0
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What one device of the pool reserves."""
+        bundle: dict[str, float] = {"CPU": self.max_colocate_count}
+        if self.use_gpu:
+            bundle["GPU"] = 1
+        if self.accelerator_type is not None:
+            bundle[f"accelerator_type:{self.accelerator_type}"] = 1 / _FRACTION
+        return bundle
+
+    def get_placement_groups(self) -> list[PlacementGroup]:
+        """The pool's reservation, made if it has not been.
+
+        Raises:
+            PlacementError: the cluster lacks what the pool needs, now and after `placement_timeout_s`.
+        """
+        if not self._placement_groups:
+            self._placement_groups = self._reserve()
+        return self._placement_groups
+
+    def slots(self) -> list[Slot]:
+        """The place of every rank, in rank order: nodes by address, so that a node's ranks are consecutive.
+
+        Raises:
+            PlacementError: as `get_placement_groups`.
+        """
+        ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+        slots = []
+        for group in self.get_placement_groups():
+            nodes = placement_group_table(group)["bundles_to_node_id"]
+            slots += [Slot(group, index, nodes[index], ips[nodes[index]]) for index in range(group.bundle_count)]
+        return sorted(slots, key=lambda slot: (int(ipaddress.ip_address(slot.node_ip)), slot.node_id))
+
+    def take_place(self) -> list[Slot]:
+        """The slots, for one more worker group.
+
+        Raises:
+            PlacementError: as `get_placement_groups`, or the pool has its `max_colocate_count` groups already.
+        """
+        slots = self.slots()
+        if self._num_groups >= self.max_colocate_count:
+            raise PlacementError(
+                f"resource pool {self.name!r} already has {self._num_groups} worker group(s), its max_colocate_count: "
+                "shut one down, raise max_colocate_count, or merge roles with create_colocated_worker_cls"
+            )
+        self._num_groups += 1
+        return slots
+
+    def give_back_place(self) -> None:
+        """The place of one worker group is free again."""
+        self._num_groups -= 1
+
+    def release(self) -> None:
+        """Gives the devices back to the cluster; whatever still runs on them is ended by Ray."""
+        for group in self._placement_groups:
+            remove_placement_group(group)
+        self._placement_groups, self._num_groups = [], 0
+
+    def _reserve(self) -> list[PlacementGroup]:
+        wanted = [[self.bundle] * count for count in self.process_on_nodes]
+        missing = _certainly_missing([_total(bundles) for bundles in wanted], list(_alive_nodes().values()))
+        if missing:
+            raise PlacementError(self._lacks(missing))
+        deadline = time.monotonic() + self.placement_timeout_s
+        groups = [
+            placement_group(bundles, strategy="STRICT_PACK", name=f"{self.name}_{node}")
+            for node, bundles in enumerate(wanted)
+        ]
+        pending = [group for group in groups if not group.wait(max(math.ceil(deadline - time.monotonic()), 0))]
+        if pending:
+            for group in groups:
+                remove_placement_group(group)
+            raise PlacementError(
+                self._lacks(f"no room for {len(pending)} of {len(groups)} node(s) in {self.placement_timeout_s:g} s")
+            )
+        return groups
+
+    def _lacks(self, reason: str) -> str:
+        needs = "; ".join(_text(_total([self.bundle] * count)) for count in self.process_on_nodes)
+        free = available_resources_per_node()
+        nodes = "; ".join(
+            f"{node_id[:8]}: {_text(total)}, of which free {_text(free.get(node_id, {}), like=total)}"
+            for node_id, total in _alive_nodes().items()
+        )
+        return (
+            f"resource pool {self.name!r}: {reason}. It needs, node by node: {needs}. The cluster has: {nodes}. "
+            "Ask for fewer processes per node, give back other pools, or start Ray with more."
+        )
+
+
+def _alive_nodes() -> dict[str, dict[str, float]]:
+    """Total resources of the cluster's nodes, by node id."""
+    return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+
+
+def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {name: sum(bundle[name] for bundle in bundles) for name in bundles[0]}
+
+
+def _certainly_missing(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str | None:
+    """Why the wanted placement groups can never fit on the nodes; None if they may.
+
+    It compares each group with every node's total and all groups with the whole cluster. What passes both can still
+    not fit; then the bounded wait says so.
+    """
+    for name in wanted[0]:
+        largest = max(need[name] for need in wanted)
+        most = max((node.get(name, 0.0) for node in nodes), default=0.0)
+        if largest > most:
+            return f"one node must have {largest:g} {name} and the best of {len(nodes)} node(s) has {most:g}"
+        everything, available = sum(need[name] for need in wanted), sum(node.get(name, 0.0) for node in nodes)
+        if everything > available:
+            return f"it needs {everything:g} {name} in all and the cluster has {available:g}"
+    return None
+
+
+def _text(resources: Mapping[str, float], like: Mapping[str, float] | None = None) -> str:
+    """`CPU 2, GPU 0`: the countable resources, without Ray's labels for nodes and placement groups."""
+    names = dict.fromkeys(["CPU", "GPU", *(like or resources)])
+    shown = [name for name in names if name in ("CPU", "GPU") or name.startswith("accelerator_type")]
+    return ", ".join(f"{name} {resources.get(name, 0):g}" for name in shown)

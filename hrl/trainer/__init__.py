@@ -1,0 +1,1 @@
+"""Trainers: the algorithm in one process, and what it needs around it."""

@@ -1,0 +1,165 @@
+"""Where a checkpoint lies, when it counts as whole, and which one a run resumes from.
+
+A checkpoint is a folder ``checkpoints/step_N``. It is written as ``tmp.step_N`` and renamed when everything in it is on
+disk, ``state.json`` last, so a folder with the final name is always whole:
+
+    step_N/
+      actor/      sharded model, optimizer and scheduler of the policy
+      critic/     the same of the critic, where there is one
+      hf/         config, weights and tokenizer: transformers and vLLM load it as it is
+      state.json  the driver's state: step, position in the data, KL coefficient, generators
+
+A run that resumes from an older checkpoint makes the later steps again; what it had of them moves to
+``checkpoints/superseded/<n>/``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "state.json"
+_STEP = re.compile(r"step_(\d+)")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, torn, or belongs to another run."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        folder: the run's ``checkpoints`` folder; made on the first save.
+        keep: how many to keep, newest first; ``None`` keeps all.
+    """
+
+    def __init__(self, folder: Path, keep: int | None = None) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps with a whole checkpoint, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        named = ((_STEP.fullmatch(path.name), path) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match, path in named if match and (path / STATE_FILE).is_file())
+
+    def path(self, step: int) -> Path:
+        """The final folder of a step's checkpoint."""
+        return self.folder / f"step_{step}"
+
+    def begin(self, step: int) -> Path:
+        """A fresh temporary folder for a step's checkpoint; what an interrupted save left there is removed."""
+        temporary = self.folder / f"tmp.step_{step}"
+        if temporary.exists():
+            logger.warning("removing %s, left by an interrupted save", temporary)
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def commit(self, step: int, state: dict[str, Any]) -> Path:
+        """Writes the driver's state, makes everything durable and gives the folder its final name.
+
+        Raises:
+            CheckpointError: there is a checkpoint of this step already.
+        """
+        temporary, final = self.folder / f"tmp.step_{step}", self.path(step)
+        if final.exists():
+            raise CheckpointError(f"{final} exists already: a checkpoint is never overwritten")
+        (temporary / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True))
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                _fsync(path)
+        temporary.rename(final)
+        _fsync(self.folder)
+        self._rotate(step)
+        return final
+
+    def _rotate(self, committed: int) -> None:
+        if self.keep is None:
+            return
+        others = [step for step in self.steps() if step != committed]
+        for step in others[: max(0, len(others) + 1 - self.keep)]:
+            shutil.rmtree(self.path(step))
+
+    def interrupted(self) -> list[Path]:
+        """What saves that were killed left behind; never resumed from."""
+        return sorted(self.folder.glob("tmp.step_*"))
+
+    def supersede(self, after: int) -> Path | None:
+        """Moves the checkpoints of the steps beyond ``after`` aside, because these steps are made again.
+
+        Returns:
+            Where they are now; ``None`` where there are none.
+        """
+        later = [step for step in self.steps() if step > after]
+        if not later:
+            return None
+        superseded = self.folder / "superseded"
+        superseded.mkdir(exist_ok=True)
+        taken = [int(entry.name) for entry in superseded.iterdir() if entry.name.isdigit()]
+        target = superseded / str(max(taken, default=0) + 1)
+        target.mkdir()
+        for step in later:
+            self.path(step).rename(target / self.path(step).name)
+        return target
+
+    def find(self, mode: str, resume_from: str | None) -> Path | None:
+        """The checkpoint to resume from, or ``None`` for a fresh start.
+
+        Args:
+            mode: ``auto`` (the newest, if any; what an interrupted save left does not count), ``disable`` or
+                ``resume_path``.
+            resume_from: the folder for ``resume_path``.
+
+        Raises:
+            CheckpointError: the named folder is no whole checkpoint, or ``auto`` finds only torn ones.
+        """
+        if mode == "disable":
+            return None
+        if mode == "resume_path":
+            path = Path(str(resume_from)).expanduser()
+            if not (path / STATE_FILE).is_file():
+                raise CheckpointError(
+                    f"trainer.resume_from_path={path} is no whole checkpoint: it has no {STATE_FILE}. "
+                    "Name a folder like checkpoints/step_20"
+                )
+            return path
+        steps = self.steps()
+        if not steps and any(_STEP.fullmatch(path.name) for path in self.folder.glob("step_*")):
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints, but none is whole. Remove the folder to start from scratch, "
+                "or set trainer.resume_mode=disable with another trainer.default_local_dir"
+            )
+        return self.path(steps[-1]) if steps else None
+
+
+def load_state(path: Path) -> dict[str, Any]:
+    """The driver's state in a checkpoint folder.
+
+    Raises:
+        CheckpointError: the file is not the JSON object that a save writes.
+    """
+    try:
+        state = json.loads((path / STATE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE_FILE} cannot be read: {error}") from error
+    if not isinstance(state, dict) or "step" not in state:
+        raise CheckpointError(f"{path / STATE_FILE} holds no step: it was not written by a save of hrl")
+    return state
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

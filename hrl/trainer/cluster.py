@@ -1,0 +1,43 @@
+"""The Ray this run uses: its own on this machine, or the cluster that the configuration or the environment names."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import ray
+
+from hrl.single_controller.ray import ray_cluster
+
+#: Object store of a run's own Ray. Only batches pass through it, and a step's batch is a few megabytes.
+LOCAL_OBJECT_STORE_BYTES = 1 << 30
+
+
+def run_cluster(ray_kwargs: dict[str, Any], num_processes: int) -> AbstractContextManager[None]:
+    """Ray for the time of a ``with`` block.
+
+    Args:
+        ray_kwargs: further arguments of ``ray.init``; ``address`` names a running cluster to join, before the
+            environment's ``RAY_ADDRESS``; ``local`` starts one in any case.
+        num_processes: worker processes of the run. Ray reserves one CPU for each, so a machine with fewer cores is
+            given as many on paper: ranks take turns there, which is slow and right.
+    """
+    address = ray_kwargs.get("address") or os.environ.get("RAY_ADDRESS") or "local"
+    settings = ray_kwargs | {"address": address}
+    if address == "local":
+        own = {"num_cpus": max(available_cores(), num_processes), "object_store_bytes": LOCAL_OBJECT_STORE_BYTES}
+        settings = own | settings
+    return ray_cluster(**settings)
+
+
+def available_cores() -> int:
+    """Cores this process may run on; containers and batch systems often grant fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
+def choose_device(wanted: str) -> str:
+    """``cpu`` or ``cuda``, from ``trainer.device`` and what the running cluster has."""
+    if wanted != "auto":
+        return wanted
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"

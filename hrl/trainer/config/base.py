@@ -1,0 +1,46 @@
+"""What every section of the schema has in common."""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
+MinusOneOrMore = Annotated[int, Field(ge=-1)]
+AggregationMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+
+
+class Section(BaseModel):
+    """One block of the configuration: closed to unknown keys, strict about types, immutable once validated.
+
+    The sentence under a field is its help text and its line in `docs/configuration.md`.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        # `model` is a section name here, so pydantic's protection of the prefix `model_` only gets in the way.
+        protected_namespaces=(),
+    )
+
+
+def _number_to_str(value: object) -> object:
+    return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _one_or_many(value: object) -> object:
+    if value is None:
+        return []
+    return [value] if isinstance(value, str) else value
+
+
+Label = Annotated[str, BeforeValidator(_number_to_str)]
+"""A free name. YAML reads `experiment_name=42` as a number; here it is a name all the same."""
+
+StrList = Annotated[list[str], BeforeValidator(_one_or_many)]
+"""A list of strings that may be written as one string."""

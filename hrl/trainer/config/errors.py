@@ -1,0 +1,40 @@
+"""One error that lists every problem of a configuration."""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a configuration, and the way out.
+
+    Attributes:
+        key: the key as the user wrote it.
+        what: what is wrong, as the predicate of a sentence whose subject is the key: "is 3, must be …".
+        hint: the way out.
+        involves: other keys it rests on; while one of those is itself in doubt, this problem is not reported.
+    """
+
+    key: str
+    what: str
+    hint: str = ""
+    involves: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.key, self.what, self.hint) if part)
+
+
+class ConfigError(ValueError):
+    """The configuration can't be run. `str()` lists all problems, numbered.
+
+    Attributes:
+        problems: the problems, in the order of the list.
+    """
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in the configuration:"
+        return "\n".join([head, *(f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))])

@@ -1,0 +1,87 @@
+"""Blocks shared by every model that is trained or scored: weights, optimizer, sharding, checkpoints."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, NonNegativeFloat
+
+from hrl.trainer.config.base import MinusOneOrMore, Section, UnitInterval
+
+DType = Literal["bfloat16", "float16", "float32"]
+Content = Literal["model", "optimizer", "extra", "hf_model"]
+
+
+class BackboneConfig(Section):
+    """A transformer and how it is held in memory."""
+
+    path: str = "bundled:smollm2-135m-instruct"
+    """A local folder, a hub id, or `bundled:smollm2-135m-instruct`."""
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the model's config.json to replace, e.g. `{max_position_embeddings: 32768}`."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: about a third more compute, far less memory."""
+    trust_remote_code: bool = False
+    """Let transformers and vLLM run code from the model folder; the switch for tokenizer, critic and reference too."""
+    share_prefix: bool = True
+    """Compute the prompt of a group once for all of its samples when they share a micro-batch."""
+
+
+class ModelConfig(BackboneConfig):
+    """The policy: the transformer that is trained and sampled from."""
+
+    tokenizer_path: str | None = None
+    """Folder or hub id of the tokenizer; null uses the model's own."""
+
+
+class ForwardShardingConfig(Section):
+    """FSDP2 settings of a model that is only evaluated."""
+
+    param_offload: bool = False
+    """Keep the parameters in host memory while the model is idle."""
+    fsdp_size: MinusOneOrMore = -1
+    """Processes that share one sharded copy; -1 uses all processes of the pool."""
+    model_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the stored parameters (for a trained model: of the master weights)."""
+    dtype: DType = "bfloat16"
+    """Dtype of the matrix products; gradients are reduced in fp32."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between the forward and the backward pass."""
+
+
+class FsdpConfig(ForwardShardingConfig):
+    """FSDP2 settings of a model that is trained."""
+
+    optimizer_offload: bool = False
+    """Keep the optimizer's state in host memory between updates."""
+
+
+class OptimConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    betas: Annotated[list[UnitInterval], Field(min_length=2, max_length=2)] = Field(
+        default_factory=lambda: [0.9, 0.999]
+    )
+    """AdamW's two decay rates."""
+    lr_warmup_steps: MinusOneOrMore = -1
+    """Optimizer steps of linear warm-up; -1 derives them from `lr_warmup_steps_ratio`."""
+    lr_warmup_steps_ratio: UnitInterval = 0.0
+    """Warm-up as a share of all optimizer steps."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the learning rate after the warm-up."""
+    min_lr_ratio: UnitInterval = 0.0
+    """Where cosine and linear end, as a share of `lr`."""
+    total_training_steps: MinusOneOrMore = -1
+    """Length of the schedule in optimizer steps; -1 uses the length of the run."""
+
+
+class CheckpointConfig(Section):
+    """What a checkpoint of the policy holds."""
+
+    save_contents: list[Content] = Field(default=["model", "optimizer", "extra", "hf_model"], min_length=1)
+    """Parts to write: `model` and `optimizer` (sharded weights and AdamW's state), `extra` (position in the schedule,
+    RNG), `hf_model` (a folder `hf` that transformers and vLLM load)."""
+    load_contents: list[Content] = Field(default=["model", "optimizer", "extra"], min_length=1)
+    """Parts to read on resume. Default: `save_contents` without `hf_model`."""

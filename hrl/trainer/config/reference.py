@@ -1,0 +1,153 @@
+"""Writes docs/configuration.md from the schema: `python -m hrl.trainer.config.reference > docs/configuration.md`."""
+
+import json
+import sys
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, Literal, cast
+
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic.fields import FieldInfo
+
+from hrl.trainer.config.arithmetic import UNITS
+from hrl.trainer.config.base import Section
+from hrl.trainer.config.compat import FIXED, MUST_EQUAL, REFUSED, RENAMED
+from hrl.trainer.config.derived import DERIVED
+from hrl.trainer.config.keys import Leaf, leaves
+from hrl.trainer.config.schema import PPOTrainerConfig
+
+_HEAD = """\
+# Configuration
+
+<!-- Written by `python -m hrl.trainer.config.reference > docs/configuration.md`; edit the schema instead. -->
+
+A run is composed by hydra from `configs/`, then validated against a typed schema before torch or ray is imported.
+All problems are listed at once, each with the way out; a key that nothing reads is refused, with `+` too.
+`hrl check key=value ...` composes and validates exactly as a run would, says in words what the run would do, and starts
+nothing.
+
+```console
+$ python -m hrl.trainer.main_ppo                                    # the quickstart
+$ python -m hrl.trainer.main_ppo recipe=ppo placement=separate      # a recipe and a placement
+$ python -m hrl.trainer.main_ppo --config-path my/configs --config-name my_run trainer.seed=3
+```
+
+A file of your own starts from hrl's by naming it:
+
+```yaml
+defaults:
+  - ppo_trainer
+  - _self_
+
+data:
+  train_files: [train.parquet]
+```
+
+Names and meanings are verl's where both have a key. Interpolations such as `${data.max_prompt_length}` may refer to any
+key, set or not. *follows* in the column of defaults means that the default comes from other keys, as the sentence says.
+"""
+
+
+def render() -> str:
+    """The whole page."""
+    parts = [_HEAD, f"There are {len(leaves())} keys.\n", *_sections(), *_compatibility()]
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _sections() -> Iterator[str]:
+    by_parent: dict[str, list[Leaf]] = {}
+    for leaf in leaves().values():
+        by_parent.setdefault(leaf.key.rpartition(".")[0], []).append(leaf)
+    for parent, members in by_parent.items():
+        yield f"## {parent}\n"
+        yield f"{_docstring_of(parent)}\n"
+        yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+        yield "\n".join(_row(leaf) for leaf in members) + "\n"
+
+
+def _docstring_of(parent: str) -> str:
+    """The class docstring of a section, without the repeated name of the section in front."""
+    node: type[Section] = PPOTrainerConfig
+    for name in parent.split("."):
+        node = cast(type[Section], node.model_fields[name].annotation)
+    text = " ".join((node.__doc__ or "").split())
+    sentence = text.split(": ", 1)[1] if text.startswith("`") and ": " in text else text
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _row(leaf: Leaf) -> str:
+    name = leaf.key.rpartition(".")[2]
+    default = "*follows*" if leaf.key in DERIVED else f"`{json.dumps(leaf.default, ensure_ascii=False)}`"
+    unit = f" ({UNITS[leaf.key]})" if leaf.key in UNITS else ""
+    return f"| `{name}` | {_cell(type_in_words(leaf.field) + unit)} | {_cell(default)} | {_cell(leaf.help)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def type_in_words(field: FieldInfo) -> str:
+    """A field's type and bounds as a person would say them."""
+    words = _annotation_in_words(field.annotation)
+    return " ".join([words, *_bounds_in_words(field.metadata)])
+
+
+def _bounds_in_words(metadata: list[Any]) -> Iterator[str]:
+    for bound in metadata:
+        match bound:
+            case Gt(gt=limit):
+                yield f"> {limit}"
+            case Ge(ge=limit):
+                yield f"≥ {limit}"
+            case Lt(lt=limit):
+                yield f"< {limit}"
+            case Le(le=limit):
+                yield f"≤ {limit}"
+            case FieldInfo(metadata=inner):
+                yield from _bounds_in_words(inner)
+
+
+_PLAIN = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", Any: "any"}
+
+
+def _annotation_in_words(annotation: Any) -> str:
+    if annotation in _PLAIN:
+        return _PLAIN[annotation]
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{choice}`" for choice in arguments)
+    if origin is typing.Annotated:
+        return " ".join([_annotation_in_words(arguments[0]), *_bounds_in_words(list(arguments[1:]))])
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_annotation_in_words(argument) for argument in arguments)
+    if origin is list:
+        return f"list of {_annotation_in_words(arguments[0])}"
+    if origin is dict:
+        return "mapping" if arguments[1] is Any else f"mapping to {_annotation_in_words(arguments[1])}"
+    raise TypeError(f"no words for the type {annotation!r}")
+
+
+def _compatibility() -> Iterator[str]:
+    yield "## Coming from verl\n"
+    yield "A launch script ports by changing `verl` to `hrl`. The keys below are the exceptions.\n"
+    yield "### Other spellings that are understood\n"
+    yield "| key | is read as |\n| --- | --- |"
+    yield "\n".join(f"| `{old}` | `{new}` |" for old, new in RENAMED.items()) + "\n"
+    yield "### Second spellings of one value\n"
+    yield "Accepted when they agree with the key they repeat.\n"
+    yield "| key | must equal |\n| --- | --- |"
+    yield "\n".join(f"| `{key}` | `{other}` |" for key, other in MUST_EQUAL.items()) + "\n"
+    yield "### What is always so\n"
+    yield "Accepted with the value that describes it, refused with any other.\n"
+    yield "| key | accepted | otherwise |\n| --- | --- | --- |"
+    for key, fixed in FIXED.items():
+        accepted = ", ".join(f"`{json.dumps(value)}`" for value in fixed.accepted)
+        yield f"| `{key}` | {accepted} | {_cell(fixed.advice)} |"
+    yield "\n### What is refused\n"
+    yield "| key | what to do instead |\n| --- | --- |"
+    yield "\n".join(f"| `{key}` | {_cell(advice)} |" for key, advice in REFUSED.items()) + "\n"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render())

@@ -1,0 +1,80 @@
+"""`reward.*`: what a response is worth."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from hrl.trainer.config.base import Section
+from hrl.trainer.config.model import ForwardShardingConfig
+
+
+class CustomRewardFunctionConfig(Section):
+    """`reward.custom_reward_function`: a Python function of your own."""
+
+    path: str | None = None
+    """Python file with the reward function; null scores by the row's data source."""
+    name: str = "compute_score"
+    """Name of the function in that file."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments handed to every call."""
+
+
+class RewardBackboneConfig(Section):
+    """`reward.reward_model.model`: how the classifier is held in memory."""
+
+    enable_gradient_checkpointing: ClassVar[bool] = False  # it has no backward pass
+
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the classifier's config.json to replace."""
+    trust_remote_code: bool = False
+    """Let transformers run code from its folder. Default: `actor_rollout_ref.model.trust_remote_code`."""
+    share_prefix: bool = True
+    """Compute a group's prompt once; as the policy. Default: `actor_rollout_ref.model.share_prefix`."""
+    fsdp_config: ForwardShardingConfig = Field(default_factory=ForwardShardingConfig)
+
+
+class RewardModelConfig(Section):
+    """`reward.reward_model`: a sequence classifier that scores responses."""
+
+    enable: bool = False
+    """Score responses with a reward model as well."""
+    model_path: str | None = None
+    """Folder or hub id of a sequence classifier with one label."""
+    weight: float = 1.0
+    """Weight of the model's score in the sum."""
+    use_dynamic_bsz: bool = True
+    """Pack micro-batches up to a token budget. Default: true, unless `micro_batch_size_per_gpu` is set."""
+    max_token_len_per_gpu: PositiveInt = 16384
+    """Token budget of one micro-batch. Default: `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`."""
+    micro_batch_size_per_gpu: PositiveInt | None = None
+    """Sequences in one micro-batch, with `use_dynamic_bsz=false`. Default: the actor's."""
+    model: RewardBackboneConfig = Field(default_factory=RewardBackboneConfig)
+
+
+class OverlongBufferConfig(Section):
+    """`reward.overlong_buffer`: DAPO's soft penalty for long responses."""
+
+    enable: bool = False
+    """Lower the reward linearly inside the last `len` tokens before `data.max_response_length`."""
+    len: NonNegativeInt = 0
+    """Width of that zone in tokens."""
+    penalty_factor: NonNegativeFloat = 1.0
+    """Penalty at the end of the zone."""
+    log: bool = False
+    """Log the penalty as its own reward part."""
+
+
+class RewardConfig(Section):
+    """`reward.*`: what a response is worth."""
+
+    num_workers: PositiveInt = 1
+    """Processes that run reward functions."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds one call of a reward function may take before its process is replaced."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A failing reward function stops the run, or its samples are counted and train nothing."""
+    function_weight: float = 1.0
+    """Weight of the reward function's score in the sum."""
+    custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
+    overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)

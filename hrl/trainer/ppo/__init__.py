@@ -1,0 +1,1 @@
+"""PPO and its relatives (GRPO, RLOO, REINFORCE++, ReMax, ...)."""

@@ -1,0 +1,255 @@
+"""What a step and a validation say in numbers, under the names that verl's users know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from math import comb
+
+import numpy as np
+import torch
+
+from hrl.algos.groups import count_groups_without_spread, group_codes
+from hrl.protocol import DataProto
+from hrl.trainer.ppo.lengths import lengths_of
+
+# Phases that only see the tokens they make; every other phase runs over prompt and response.
+_RESPONSE_ONLY_PHASES = frozenset({"gen"})
+_PER_TOKEN_PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
+_BOOTSTRAP_DRAWS = 1000
+
+
+def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
+    """Mean, maximum and minimum under verl's names; nothing where there is no value."""
+    if values.numel() == 0:
+        return {}
+    kinds = {"mean": values.float().mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{kind}": float(value) for kind, value in kinds.items()}
+
+
+def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
+    """Share of the returns' variance that the critic explains; undefined where the returns don't vary."""
+    variance = returns.float().var(unbiased=False) if returns.numel() else torch.zeros(())
+    if variance == 0:
+        return {}
+    unexplained = (returns - values).float().var(unbiased=False)
+    return {"critic/vf_explained_var": float(1 - unexplained / variance)}
+
+
+def _length_metrics(batch: DataProto) -> dict[str, float]:
+    """Prompt and response lengths, and the share of them that hit their limit or stayed empty."""
+    prompt_lens, response_lens = lengths_of(batch)
+    reasons = batch.non_tensor_batch.get("finish_reason")
+    prompt_width = batch.batch["attention_mask"].shape[-1] - batch.batch["responses"].shape[-1]
+    at_limit = response_lens == batch.batch["responses"].shape[-1]
+    # A response that ends by itself at the very last column was not cut: the sampler knows, the length does not.
+    cut = at_limit if reasons is None else torch.tensor([reason == "length" for reason in reasons])
+    metrics = _spread("response_length", response_lens) | _spread("prompt_length", prompt_lens)
+    metrics["response_length/clip_ratio"] = float(cut.float().mean())
+    metrics["prompt_length/clip_ratio"] = float((prompt_lens == prompt_width).float().mean())
+    metrics["response/aborted_ratio"] = float((response_lens == 0).float().mean())
+    return metrics
+
+
+def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+    """Describes the batch of one step: scores, rewards, advantages, returns, values and lengths.
+
+    Rows without a trained token (an empty response, or one that the reward function left out) have no part in the
+    score and reward statistics; empty ones are counted in ``response/aborted_ratio``. Token statistics run over trained
+    tokens (``response_mask``) only.
+
+    Args:
+        batch: the batch after the advantages were computed; columns that a run does not have are left out.
+        use_critic: also describe ``values`` and how much of the returns they explain.
+
+    Returns:
+        Metric name to number, e.g. ``critic/score/mean``, ``reward/mean``, ``response_length/clip_ratio``,
+        ``rollout/zero_variance_groups``.
+    """
+    columns = batch.batch
+    trained = columns["response_mask"].bool()
+    counted = trained.any(-1)
+    metrics = _length_metrics(batch)
+
+    if "token_level_scores" in columns:
+        scores = columns["token_level_scores"].sum(-1)
+        metrics |= _spread("critic/score", scores[counted])
+        if counted.any():
+            metrics["reward/mean"] = metrics["critic/score/mean"]
+            metrics["reward/std"] = float(scores[counted].float().std(unbiased=False))
+        if "uid" in batch.non_tensor_batch and counted.any():
+            groups = group_codes(batch.non_tensor_batch["uid"])
+            metrics["rollout/zero_variance_groups"] = count_groups_without_spread(scores, groups, counted)
+    if "token_level_rewards" in columns:
+        metrics |= _spread("critic/rewards", columns["token_level_rewards"].sum(-1)[counted])
+    for name in ("advantages", "returns"):
+        if name in columns:
+            metrics |= _spread(f"critic/{name}", columns[name][trained])
+    if use_critic:
+        metrics |= _spread("critic/values", columns["values"][trained])
+        metrics |= _explained_variance(columns["values"][trained], columns["returns"][trained])
+    return metrics
+
+
+def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
+    """Names the seconds of every phase, and relates them to the tokens the phase worked on.
+
+    Args:
+        batch: the batch of the step.
+        timing_raw: phase to seconds.
+
+    Returns:
+        ``timing_s/<phase>`` for every phase, ``timing_per_token_ms/<phase>`` for those that work on tokens. Generation
+        is related to response tokens, every other phase to all tokens.
+    """
+    prompt_lens, response_lens = lengths_of(batch)
+    response_tokens = float(response_lens.sum())
+    all_tokens = response_tokens + float(prompt_lens.sum())
+    metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
+    for name in _PER_TOKEN_PHASES:
+        num_tokens = response_tokens if name in _RESPONSE_ONLY_PHASES else all_tokens
+        if name in timing_raw and num_tokens > 0:
+            metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000 / num_tokens
+    return metrics
+
+
+def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
+    """Tokens of the step, its seconds, and tokens per second and device.
+
+    Args:
+        batch: the batch of the step.
+        timing_raw: phase to seconds, with ``step`` for the whole step.
+        n_gpus: devices that the step used (processes, on a machine without GPUs).
+    """
+    prompt_lens, response_lens = lengths_of(batch)
+    total_num_tokens = float(prompt_lens.sum() + response_lens.sum())
+    return {
+        "perf/total_num_tokens": total_num_tokens,
+        "perf/time_per_step": timing_raw["step"],
+        "perf/throughput": total_num_tokens / (timing_raw["step"] * n_gpus),
+    }
+
+
+def best_at_k(scores: np.ndarray, k: int) -> float:
+    """Expected maximum of ``k`` draws with replacement from ``scores`` (n,).
+
+    This is what a bootstrap of best@k converges to: with sorted scores, the maximum is at most the i-th with
+    probability (i/n)^k, so no draw is needed.
+    """
+    ordered = np.sort(scores)
+    reach = (np.arange(len(ordered) + 1) / len(ordered)) ** k
+    return float(np.diff(reach) @ ordered)
+
+
+def worst_at_k(scores: np.ndarray, k: int) -> float:
+    """Expected minimum of ``k`` draws with replacement from ``scores`` (n,)."""
+    return -best_at_k(-scores, k)
+
+
+def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
+    """Unbiased probability that one of ``k`` samples is correct (Chen et al. 2021, arXiv:2107.03374, equation 1)."""
+    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
+
+
+def maj_at_k(answers: Sequence[Hashable], scores: np.ndarray, k: int, rng: np.random.Generator) -> float:
+    """Bootstrap mean score of the most frequent answer among ``k`` draws with replacement.
+
+    Of equally frequent answers the one that comes first among the samples wins.
+
+    Args:
+        answers: what each sample answered (n,).
+        scores: the score of each sample (n,); samples with the same answer count with their mean.
+        k: draws per vote.
+        rng: the bootstrap's own generator.
+    """
+    codes_of = {answer: code for code, answer in enumerate(dict.fromkeys(answers))}
+    codes = np.array([codes_of[answer] for answer in answers])
+    score_of_answer = np.bincount(codes, weights=scores) / np.bincount(codes)
+    draws = codes[rng.integers(len(codes), size=(_BOOTSTRAP_DRAWS, k))]
+    votes = (draws[:, :, None] == np.arange(len(codes_of))).sum(axis=1)
+    return float(score_of_answer[votes.argmax(axis=1)].mean())
+
+
+def _sample_sizes(num_samples: int) -> list[int]:
+    """Powers of two below ``num_samples``, then ``num_samples`` itself: 8 gives 2, 4, 8."""
+    sizes = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
+    return [*sizes, num_samples] if num_samples > 1 else []
+
+
+def _prompt_metrics(
+    scores: np.ndarray, answers: Sequence[Hashable] | None, correct_at: float, rng: np.random.Generator
+) -> dict[str, float]:
+    """The metrics of one prompt with n samples."""
+    n = len(scores)
+    metrics = {f"mean@{n}": float(scores.mean())}
+    if n > 1:
+        metrics[f"std@{n}"] = float(scores.std())
+    num_correct = int((scores >= correct_at).sum())
+    for k in _sample_sizes(n):
+        metrics[f"best@{k}"] = best_at_k(scores, k)
+        metrics[f"worst@{k}"] = worst_at_k(scores, k)
+        metrics[f"pass@{k}"] = pass_at_k(n, num_correct, k)
+        if answers is not None:
+            metrics[f"maj@{k}"] = maj_at_k(answers, scores, k, rng)
+    return metrics
+
+
+def count_left_out(data_sources: Sequence[str], kept: Sequence[bool]) -> dict[str, float]:
+    """``val/<source>/skipped`` for every source of whose validation samples the reward function left some out."""
+    left_out = Counter(source for source, keep in zip(data_sources, kept, strict=True) if not keep)
+    return {f"val/{source}/skipped": float(count) for source, count in left_out.items()}
+
+
+def compute_validation_metrics(
+    data_sources: Sequence[str],
+    uids: Sequence[Hashable],
+    scores: Sequence[float],
+    answers: Sequence[Hashable] | None = None,
+    *,
+    correct_at: float = 1.0,
+    seed: int = 0,
+) -> dict[str, float]:
+    """Reduces the scored samples of a validation to numbers per data source.
+
+    Samples of one ``uid`` are the n answers to one prompt. A metric is the mean over the prompts of its source that
+    have that many samples.
+
+    Args:
+        data_sources: source of each sample (N,).
+        uids: prompt of each sample (N,).
+        scores: score of each sample (N,), finite.
+        answers: what each sample answered (N,), for the majority vote; None leaves maj@k out.
+        correct_at: a score from here on counts as correct in pass@k.
+        seed: seed of the bootstrap's own generator, so that validation moves no other random state.
+
+    Returns:
+        ``val/<source>/{mean,std,best,worst,pass,maj}@<k>`` and ``val/<source>/n``, the number of prompts.
+
+    Raises:
+        ValueError: the sequences differ in length, or a score is not finite.
+    """
+    lengths = {len(data_sources), len(uids), len(scores)} | ({len(answers)} if answers is not None else set())
+    if len(lengths) > 1:
+        raise ValueError(
+            f"validation samples disagree in number: {sorted(lengths)} sources, prompts, scores or answers"
+        )
+    for row, score in enumerate(scores):
+        if not np.isfinite(score):
+            raise ValueError(f"validation sample {row} (source {data_sources[row]!r}) has the score {score}")
+
+    prompts: dict[tuple[str, Hashable], list[int]] = {}
+    for row, key in enumerate(zip(data_sources, uids, strict=True)):
+        prompts.setdefault(key, []).append(row)
+
+    rng = np.random.default_rng(seed)
+    collected: dict[str, list[float]] = {}
+    counts: dict[str, int] = {}
+    for (source, _), rows in prompts.items():
+        counts[source] = counts.get(source, 0) + 1
+        row_answers = [answers[row] for row in rows] if answers is not None else None
+        values = np.array([scores[row] for row in rows], dtype=np.float64)
+        for name, value in _prompt_metrics(values, row_answers, correct_at, rng).items():
+            collected.setdefault(f"val/{source}/{name}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in collected.items()} | {
+        f"val/{source}/n": float(count) for source, count in counts.items()
+    }

@@ -1,0 +1,408 @@
+"""The driver of a PPO or GRPO run: the whole algorithm in ``fit``, everything heavy behind a worker group's method."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from hrl.algos.kl import AdaptiveKLController, get_kl_controller
+from hrl.algos.policy_losses import ZERO_AT_ZERO_ADVANTAGE
+from hrl.algos.reward_placement import place_scores
+from hrl.metrics import reduce_metrics
+from hrl.protocol import DataProto
+from hrl.single_controller.base import phase as worker_phase
+from hrl.single_controller.ray import RayWorkerGroup
+from hrl.trainer.checkpoint import CheckpointStore, load_state
+from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
+from hrl.trainer.ppo.generation import check_policy_version, prompt_batch, sampler_drift
+from hrl.trainer.ppo.metrics import count_left_out
+from hrl.trainer.ppo.planning import AllLimits, Planner, plan_generation
+from hrl.trainer.ppo.roles import ResourcePoolManager, Role
+from hrl.trainer.ppo.worker_groups import WorkerGroups, build_worker_groups
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.data.dataset import RLHFDataset
+    from hrl.trainer.ppo.rewards import RewardService
+    from hrl.trainer.reporting import RunReporter
+
+__all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
+
+
+def is_on_policy(config: Any) -> bool:
+    """Whether a batch is used for one optimizer step only.
+
+    Then the old log-probs are the update's own and cost no forward pass: the ratio is exactly 1.
+    """
+    actor = config.actor_rollout_ref.actor
+    return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+
+
+def needs_old_log_prob(config: Any) -> bool:
+    """Whether a run has the phase that computes ``old_log_probs``: something reads them before or in the update."""
+    return not is_on_policy(config) or config.algorithm.use_kl_in_reward
+
+
+class RayPPOTrainer:
+    """Trains a policy with PPO, GRPO, or any registered advantage estimator and policy loss.
+
+    The loop is ``fit``. Each phase is a method with the batch in and the batch out, so that a subclass changes one
+    phase and inherits the rest; ``on_batch_scored`` and ``on_step_end`` are hooks that do nothing here.
+
+    Args:
+        config: the validated configuration.
+        tokenizer: the policy's tokenizer.
+        role_worker_mapping: the worker class of every role, with its arguments (``RayClassWithInitArgs``).
+        resource_pool_manager: which role runs on which pool.
+        train_dataset: prompts to train on.
+        val_dataset: prompts to validate on, ``None`` for no validation.
+        rewards: scores finished samples, see ``hrl.trainer.ppo.rewards``.
+        reporter: timers, metrics, samples and pictures of the run.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        role_worker_mapping: dict[Role, Any],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
+        *,
+        train_dataset: RLHFDataset,
+        val_dataset: RLHFDataset | None,
+        rewards: RewardService,
+        reporter: RunReporter,
+        total_training_steps: int,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls
+        self.train_dataset = train_dataset
+        self.val_dataset = val_dataset
+        self.rewards = rewards
+        self.reporter = reporter
+        self.total_training_steps = total_training_steps
+        self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)
+
+        self.planner = Planner(share_prefix=config.actor_rollout_ref.model.share_prefix)
+        self.limits = AllLimits.of(config)
+        self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
+        self.use_critic = config.needs_critic
+        self.use_reference_policy = config.needs_reference
+        self.use_rm = config.needs_reward_model
+        self.on_policy = is_on_policy(config)
+        self.needs_old_log_prob = needs_old_log_prob(config)
+        self._workers: WorkerGroups | None = None
+        self.global_steps = 0
+        self.policy_version = -1
+        self.data_position = train_dataset.order.start()
+
+    @property
+    def workers(self) -> WorkerGroups:
+        """The worker groups, once ``init_workers`` has started them."""
+        if self._workers is None:
+            raise RuntimeError("call init_workers() before the workers are used")
+        return self._workers
+
+    def shutdown(self) -> None:
+        """Ends every process that ``init_workers`` started."""
+        if self._workers is not None:
+            self._workers.shutdown()
+
+    def init_workers(self) -> None:
+        """Starts the processes of every pool and loads the models of every role into them."""
+        self._workers = build_worker_groups(
+            self.config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls
+        )
+        self.workers.init_models()
+        self.workers.rollout.set_reward_sink(self.rewards.sink)
+
+    # ------------------------------------------------------------------ the algorithm
+
+    def fit(self) -> None:
+        """Trains to ``total_training_steps``, from the newest checkpoint if there is one.
+
+        Where no step is left, it validates once.
+        """
+        self.restore()
+        self.sync_weights()
+        if self.global_steps >= self.total_training_steps:
+            self.validate_only()
+        elif self.config.trainer.val_before_train and self.global_steps == 0:
+            self.validate()
+
+        for batch in self.batches():
+            self.global_steps += 1
+            metrics: dict[str, float] = {}
+            with self.reporter.step(self.global_steps):
+                with self.phase("step"):
+                    with self.phase("gen"):
+                        batch = self.generate(batch, metrics)
+                        self.workers.rollout.sleep_rollout()
+                    with self.phase("reward"):
+                        batch = self.compute_reward(batch, metrics)
+                    batch = self.on_batch_scored(batch, metrics)
+                    if self.needs_old_log_prob:
+                        with self.phase("old_log_prob"):
+                            batch = self.compute_old_log_prob(batch, metrics)
+                    if self.use_reference_policy:
+                        with self.phase("ref"):
+                            batch = self.compute_ref_log_prob(batch)
+                    if self.use_critic:
+                        with self.phase("values"):
+                            batch = self.compute_values(batch)
+                    with self.phase("adv"):
+                        batch = self.compute_advantage(batch, metrics)
+                    if self.use_critic:
+                        with self.phase("update_critic"):
+                            self.update_critic(batch, metrics)
+                    if self.global_steps > self.config.trainer.critic_warmup:
+                        with self.phase("update_actor"):
+                            self.update_actor(batch, metrics)
+                    with self.phase("weight_sync"):
+                        metrics |= self.sync_weights()
+                if self.is_due(self.config.trainer.test_freq, self.config.trainer.val_after_train):
+                    metrics |= self.validate()
+                self.on_step_end(batch, metrics)
+            self.reporter.step_done(self.global_steps, batch, metrics, use_critic=self.use_critic)
+            # After the step's log: a checkpoint then never stands for a step that the log lacks.
+            if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0):
+                self.save()
+
+    # ------------------------------------------------------------------ hooks
+
+    def on_batch_scored(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Called when every row has its reward and before anything is learnt from it: filter or reshape here."""
+        return batch
+
+    def on_step_end(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """Called before a step's metrics are reported."""
+
+    # ------------------------------------------------------------------ phases
+
+    def batches(self) -> Iterator[DataProto]:
+        """The remaining batches of prompts, one row per prompt, from the current position in the data."""
+        while self.global_steps < self.total_training_steps:
+            indices, self.data_position = self.train_dataset.order.next(
+                self.data_position, self.config.data.train_batch_size
+            )
+            yield self.train_dataset.batch(indices)
+
+    def generate(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Samples ``rollout.n`` responses per prompt; finished ones are scored while the others are still generated."""
+        rows = prompt_batch(batch, self.config.actor_rollout_ref.rollout, step=self.global_steps)
+        return self._sample(rows, metrics)
+
+    def _sample(self, rows: DataProto, metrics: dict[str, float]) -> DataProto:
+        rollout = self.workers.rollout
+        plan = plan_generation(
+            rows.non_tensor_batch["uid"],
+            rollout.world_size,
+            self.config.actor_rollout_ref.rollout.tensor_model_parallel_size,
+        )
+        self.rewards.begin(rows)
+        sampled = rollout.generate_sequences(rows, plan)
+        check_policy_version(sampled, self.policy_version)
+        metrics |= reduce_metrics(sampled.meta_info.pop("metrics"))
+        # The sampler's columns are prompt and response together; they replace the prompt's own.
+        return rows.select(batch_keys=[]).union(sampled)
+
+    def compute_reward(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Scores every response: reward functions, reward model, or both combined.
+
+        Adds ``token_level_scores (B, R)``, the score on the last token of the response.
+        """
+        batch = self._with_model_scores(batch)
+        combined = self.rewards.collect(batch, metrics)
+        batch.batch["token_level_scores"] = place_scores(combined.scores, batch.batch["response_mask"])
+        return batch
+
+    def _with_model_scores(self, batch: DataProto) -> DataProto:
+        if not self.use_rm:
+            return batch
+        plan = self.planner.forward(batch, self.workers.rm.world_size, self.limits.rm)
+        return batch.union(self.workers.rm.compute_rm_score(batch, plan))
+
+    def compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Adds ``old_log_probs (B, R)`` of the policy that sampled, as the trainer computes them."""
+        actor = self.workers.actor
+        plan = self.planner.forward(batch, actor.world_size, self.limits.log_prob)
+        batch = batch.union(actor.compute_log_prob(batch, plan))
+        metrics |= sampler_drift(batch)
+        return batch
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Adds ``ref_log_prob (B, R)`` of the reference policy."""
+        ref = self.workers.ref
+        plan = self.planner.forward(batch, ref.world_size, self.limits.ref)
+        return batch.union(ref.compute_ref_log_prob(batch, plan))
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """Adds the critic's ``values (B, R)``."""
+        critic = self.workers.critic
+        plan = self.planner.forward(batch, critic.world_size, self.limits.values)
+        return batch.union(critic.compute_values(batch, plan))
+
+    def compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Adds ``token_level_rewards``, ``advantages`` and ``returns``, each (B, R)."""
+        algorithm = self.config.algorithm
+        if algorithm.use_kl_in_reward:
+            batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
+            metrics |= kl_metrics
+        else:
+            batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
+        return compute_advantage(
+            batch,
+            algorithm.adv_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            config=algorithm,
+        )
+
+    def update_critic(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """Teaches the critic the returns."""
+        settings = self.config.critic
+        plan = self.planner.update(
+            batch,
+            self.workers.critic.world_size,
+            self.limits.update_critic,
+            mini_batch_rows=settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
+            epochs=settings.ppo_epochs,
+            shuffle_seed=self._shuffle_seed(settings.shuffle),
+        )
+        metrics |= reduce_metrics(self.workers.critic.update_critic(batch, plan).meta_info["metrics"])
+
+    def update_actor(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """Moves the policy along the advantages. Rows that cannot move it count in the divisor and are not run."""
+        settings = self.config.actor_rollout_ref.actor
+        only_policy_loss = not settings.use_kl_loss and settings.entropy_coeff == 0
+        may_skip = only_policy_loss and settings.policy_loss.loss_mode in ZERO_AT_ZERO_ADVANTAGE
+        plan = self.planner.update(
+            batch,
+            self.workers.actor.world_size,
+            self.limits.update_actor,
+            mini_batch_rows=settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
+            epochs=settings.ppo_epochs,
+            skip=rows_without_advantage(batch) if may_skip else None,
+            shuffle_seed=self._shuffle_seed(settings.shuffle),
+        )
+        batch.meta_info["on_policy"] = self.on_policy
+        if self.on_policy:
+            # The one step on the weights that sampled: the update's own log-probs are the old ones, bit for bit.
+            batch = batch.select(batch_keys=[name for name in batch.batch.keys() if name != "old_log_probs"])
+        metrics |= reduce_metrics(self.workers.actor.update_actor(batch, plan).meta_info["metrics"])
+
+    def _shuffle_seed(self, shuffle: bool) -> int | None:
+        return self.config.trainer.seed + self.global_steps if shuffle else None
+
+    def sync_weights(self) -> dict[str, float]:
+        """Gives the engines the policy's weights, stamped with the number of the step that made them.
+
+        Also after a step that left the policy alone (critic warm-up), so that the stamp says which step it serves.
+        """
+        metrics = self.workers.sync_weights(version=self.global_steps)
+        self.policy_version = self.global_steps
+        return metrics
+
+    # ------------------------------------------------------------------ validation
+
+    def validate(self) -> dict[str, float]:
+        """Samples an answer (``val_kwargs.n`` of them) to every validation prompt; returns ``val/...`` metrics.
+
+        The score is the reward function's own (the reward model's where there is none), without weights and penalties.
+        Samples that the function left out are counted in ``val/<source>/skipped`` and in nothing else.
+        """
+        if self.val_dataset is None:
+            return {}
+        with self.phase("testing"):
+            size = self.config.data.val_batch_size or len(self.val_dataset)
+            scored = [
+                self._validate_batch(self.val_dataset.batch(range(start, min(start + size, len(self.val_dataset)))))
+                for start in range(0, len(self.val_dataset), size)
+            ]
+        batch = DataProto.concat(scored)
+        kept = batch.pop(batch_keys=["kept"]).batch["kept"]
+        skipped = count_left_out(batch.non_tensor_batch["data_source"].tolist(), kept.tolist())
+        if skipped:
+            self.reporter.console.note(
+                f"validation: the reward function left out {int((~kept).sum())} of {len(kept)} samples"
+            )
+        return self.reporter.validation(self.global_steps, batch.select_idxs(kept)) | skipped
+
+    def _validate_batch(self, prompts: DataProto) -> DataProto:
+        rows = prompt_batch(prompts, self.config.actor_rollout_ref.rollout, step=self.global_steps, validate=True)
+        batch = self._with_model_scores(self._sample(rows, {}))
+        combined = self.rewards.collect(batch, {})
+        batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])
+        batch.batch["kept"] = combined.kept
+        return batch
+
+    def validate_only(self) -> None:
+        """Validates a policy that has no step left to make, and says so."""
+        self.reporter.console.note(
+            f"no step left: at step {self.global_steps}, trainer.total_training_steps={self.total_training_steps}; "
+            + ("nothing to validate on" if self.val_dataset is None else "validating once")
+        )
+        metrics = self.validate()
+        if self.global_steps > self.total_training_steps:  # a step that the reporter does not know as the last one
+            self.reporter.console.validation(self.global_steps, metrics)
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
+
+        Its seconds are told on the terminal: the step's record is written already, and the next one's is not theirs.
+        """
+        started = perf_counter()
+        folder = self.checkpoints.begin(self.global_steps)
+        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
+        with worker_phase("save_checkpoint"):
+            self.workers.save(folder, contents)
+        if "hf_model" in contents:
+            self.tokenizer.save_pretrained(folder / "hf")
+        state = {
+            "step": self.global_steps,
+            "data_position": self.data_position.to_dict(),
+            "kl_coef": self.kl_ctrl.value,
+        }
+        final = self.checkpoints.commit(self.global_steps, state)
+        self.reporter.console.note(f"saved {final} in {perf_counter() - started:.1f} s")
+
+    def restore(self) -> None:
+        """Continues from the checkpoint that ``trainer.resume_mode`` names, if any, and says so."""
+        trainer = self.config.trainer
+        path = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        if path is None:
+            return
+        state = load_state(path)
+        self.workers.load(path)
+        self.global_steps = state["step"]
+        self.data_position = type(self.data_position).from_dict(state["data_position"])
+        self._restore_kl_coef(state["kl_coef"])
+        self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
+
+    def _restore_kl_coef(self, saved: float) -> None:
+        """An adaptive coefficient is a state and goes on; a fixed one is a setting, and the configuration's counts."""
+        if isinstance(self.kl_ctrl, AdaptiveKLController):
+            self.kl_ctrl.value = saved
+        elif self.kl_ctrl.value != saved:
+            now = self.kl_ctrl.value
+            self.reporter.console.note(f"algorithm.kl_ctrl.kl_coef is {now:g} from here on; it was {saved:g}")
+
+    # ------------------------------------------------------------------ small things
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times a phase as ``timing_s/<name>`` and shows it while it lasts."""
+        return self.reporter.phase(name)
+
+    def is_due(self, every: int, also_last: bool = False) -> bool:
+        """Whether something that happens every ``every`` steps (never, if not positive) happens after this one."""
+        last = self.global_steps == self.total_training_steps
+        return (every > 0 and self.global_steps % every == 0) or (also_last and last)

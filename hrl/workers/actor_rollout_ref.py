@@ -1,0 +1,340 @@
+"""The policy's worker: trains it, samples from it, scores with it, in whichever combination its role asks for.
+
+``role`` is a name of the parts that live in this process:
+
+- ``actor_rollout``: the hybrid engine. The trained model and a generation engine share the rank's device; weights pass
+  by memory handles.
+- ``actor`` and ``rollout``: the two halves on different resource pools; weights pass by broadcast.
+- ``ref``: a frozen copy that only scores.
+
+The worker holds no algorithm: the driver says which rows run where (``RankPlan``), ``Policy`` does the arithmetic and
+``RolloutHost`` the sampling.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from hrl.data.tokenizer import load_tokenizer
+from hrl.protocol import DataProto
+from hrl.reward.keys import sample_keys
+from hrl.single_controller.base import Worker
+from hrl.single_controller.base.decorator import Dispatch, Execute, register
+from hrl.workers.rollout.base import RolloutError
+from hrl.workers.runtime import Runtime, join_world, peak_memory, release_cached_memory
+
+if TYPE_CHECKING:
+    from hrl.batching import RankPlan
+    from hrl.workers.policy import Policy
+    from hrl.workers.rollout.host import RolloutHost
+    from hrl.workers.weight_broadcast import WeightBroadcast
+    from hrl.workers.weight_sync.base import SyncReport
+    from hrl.workers.weight_sync.manifest import Manifest
+
+logger = logging.getLogger(__name__)
+
+ROLES = ("actor_rollout", "actor", "rollout", "ref")
+ENGINE_ROLES = ("actor_rollout", "rollout")
+
+#: What a model needs to see of a row.
+ROW_COLUMNS = ("prompts", "responses", "attention_mask", "response_mask", "uid")
+UPDATE_COLUMNS = (
+    *ROW_COLUMNS,
+    "advantages",
+    "old_log_probs",
+    "ref_log_prob",
+    "rollout_log_probs",
+    "rollout_is_weights",
+    "selected_tokens",
+)
+PROMPT_COLUMNS = ("prompts", "attention_mask", "uid", "sample_index")
+
+
+class ActorRolloutRefWorker(Worker):
+    """One rank of the actor, the rollout, the reference policy, or of actor and rollout together.
+
+    Args:
+        config: the ``actor_rollout_ref`` part of the configuration.
+        role: one of ``ROLES``.
+        runtime: device, threads, widths and deadlines of this process.
+        model_path: local folder of the model (already resolved by the driver).
+        total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
+
+    Raises:
+        ValueError: ``role`` is unknown.
+    """
+
+    def __init__(
+        self, config: Any, role: str, total_optimizer_steps: int | None = None, *, runtime: Runtime, model_path: str
+    ) -> None:
+        super().__init__()
+        if role not in ROLES:
+            raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}")
+        self.config = config
+        self.role = role
+        self.runtime = runtime
+        self.model_path = model_path
+        self.total_optimizer_steps = total_optimizer_steps
+        self._policy: Policy | None = None
+        self._host: RolloutHost | None = None
+        self._broadcast: WeightBroadcast | None = None
+        self._reward_sink: Any = None
+        self._tokenizer: Any = None
+
+    # ------------------------------------------------------------------ set-up and state
+
+    @property
+    def policy(self) -> Policy:
+        """The trained or frozen model; only in roles that have one."""
+        if self._policy is None:
+            raise RuntimeError(f"role {self.role!r} has no model to train or score with, or init_model was not called")
+        return self._policy
+
+    @property
+    def host(self) -> RolloutHost:
+        """The engine; only on the rank that drives it."""
+        if self._host is None:
+            raise RuntimeError(f"rank {self.rank} of role {self.role!r} drives no engine")
+        return self._host
+
+    @property
+    def drives_engine(self) -> bool:
+        """Whether this is the first of the ranks that form one tensor-parallel engine."""
+        return self.role in ENGINE_ROLES and self.rank % self.config.rollout.tensor_model_parallel_size == 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the parts of this role.
+
+        On a CPU vLLM starts, in its own process, while the policy loads. On a GPU it starts after, so that it sees the
+        memory left; and so does an engine in this process, since transformers cannot load two models at once.
+        """
+        self.device = join_world(self.runtime)
+        visible_devices = self._engine_devices() if self.role in ENGINE_ROLES else None
+        if self.drives_engine:
+            self._host = self._build_host(visible_devices)
+            if self.device.type == "cpu" and self._host.engine.own_process:
+                # Both import transformers, whose modules import each other in circles: two threads that do so at once
+                # can meet a half-initialised one. So everything is imported here, before there are two.
+                for module in ("hrl.workers.policy", "vllm.v1.engine.async_llm", "vllm.engine.arg_utils"):
+                    importlib.import_module(module)
+                self._host.begin_start()
+        if self.role != "rollout":
+            self._policy = self._build_policy()
+        release_cached_memory(self.device)
+        if self._host is not None:
+            self._host.start(timeout_s=self.runtime.init_timeout_s)
+
+    def _build_policy(self) -> Policy:
+        from hrl.workers.policy import Policy
+
+        trained = self.role != "ref"
+        return Policy(
+            self.config.model.model_copy(update={"path": self.model_path}),
+            self.config.actor if trained else None,
+            self.config.actor.fsdp_config if trained else self.config.ref.fsdp_config,
+            device=self.device,
+            total_steps=self.total_optimizer_steps if trained else None,
+        )
+
+    def _engine_devices(self) -> str | None:
+        """The GPUs of the ranks that form this rank's engine, as CUDA_VISIBLE_DEVICES names them; every rank calls it.
+
+        Raises:
+            RolloutError: the ranks of an engine are on several nodes.
+        """
+        size = self.config.rollout.tensor_model_parallel_size
+        if self.device.type == "cpu" or size == 1:
+            return None
+        places: list[Any] = [None] * self.world_size
+        dist.all_gather_object(places, (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")))
+        first = self.rank - self.rank % size
+        members = places[first : first + size]
+        if len({node for node, _ in members}) > 1:
+            raise RolloutError(
+                f"ranks {first} to {first + size - 1} form one engine (rollout.tensor_model_parallel_size={size}), but "
+                f"are on the nodes {sorted({node for node, _ in members})}: take a size that divides a node's GPUs"
+            )
+        return ",".join(dict.fromkeys(device for _, visible in members for device in (visible or "").split(",")))
+
+    def _build_host(self, visible_devices: str | None) -> RolloutHost:
+        from transformers import AutoConfig
+
+        from hrl.workers.rollout.host import RolloutHost, TokenInfo
+
+        runtime, model = self.runtime, self.config.model
+        embedded = AutoConfig.from_pretrained(
+            self.model_path, trust_remote_code=model.trust_remote_code, **model.override_config
+        )
+        # Models pad their embedding beyond the tokenizer, and a sampler can draw what is there.
+        vocab_size = max(runtime.vocab_size, embedded.get_text_config().vocab_size)
+        return RolloutHost(
+            self.config.rollout,
+            self.model_path,
+            TokenInfo(runtime.pad_token_id, runtime.stop_token_ids, vocab_size),
+            max_prompt_length=runtime.max_prompt_length,
+            max_response_length=runtime.max_response_length,
+            device=self.device,
+            name=f"rollout rank {self.rank}",
+            num_threads=runtime.num_threads,
+            trust_remote_code=model.trust_remote_code,
+            override_config=model.override_config,
+            visible_devices=visible_devices,
+        )
+
+    def close(self) -> None:
+        """Ends the engine and its processes."""
+        if self._broadcast is not None:
+            self._broadcast.close()
+        if self._host is not None:
+            self._host.shutdown()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str, hf_folder: str | None) -> None:
+        """Writes the sharded state to ``folder`` and, if named, weights for transformers and vLLM to ``hf_folder``."""
+        self.policy.save(Path(folder), self.config.actor.checkpoint.save_contents)
+        if hf_folder is not None:
+            self.policy.export_hf(Path(hf_folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Loads what ``save_checkpoint`` wrote."""
+        self.policy.load(Path(folder), self.config.actor.checkpoint.load_contents)
+
+    # ------------------------------------------------------------------ scoring and training
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
+    def compute_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """Log-probs ``old_log_probs (B, R)`` of the sampled tokens, no gradient."""
+        return self.policy.compute_log_prob(batch, plan)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
+    def compute_ref_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """Log-probs ``ref_log_prob (B, R)`` of the sampled tokens under the reference policy, no gradient."""
+        return self.policy.compute_log_prob(batch, plan).rename("old_log_probs", "ref_log_prob")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=UPDATE_COLUMNS)
+    def update_actor(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """Runs every optimizer step of the plan and returns its metrics."""
+        metrics = self.policy.update(batch, plan)
+        return DataProto(meta_info={"metrics": metrics | {"perf/max_memory_gib": peak_memory(self.device)}})
+
+    # ------------------------------------------------------------------ sampling
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=PROMPT_COLUMNS)
+    def generate_sequences(self, batch: DataProto, plan: Any = None) -> DataProto:
+        """Samples one response per row.
+
+        Each finished sample goes to the reward service at once, so that rewards are computed while the rest of the
+        batch is still being generated.
+        """
+        if len(batch) == 0:  # a tensor-parallel peer of the rank that drives the engine
+            return DataProto()
+        return self.host.generate_sequences(
+            batch, on_sample=self._reward_hook(batch), timeout_s=self.runtime.collective_timeout_s
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_reward_sink(self, sink: Any) -> None:
+        """Names the Ray actor that finished samples are sent to (``None``: nobody)."""
+        self._reward_sink = sink
+        self._tokenizer = load_tokenizer(
+            self.config.model.tokenizer_path or self.model_path, trust_remote_code=self.config.model.trust_remote_code
+        )
+
+    def _reward_hook(self, batch: DataProto) -> Callable[[int, list[int], str], None] | None:
+        if self._reward_sink is None:
+            return None
+        reward_round, keys = batch.meta_info["reward_round"], sample_keys(batch)
+
+        def send(row: int, token_ids: list[int], finish_reason: str) -> None:
+            text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            self._reward_sink.submit.remote(reward_round, keys[row], text)
+
+        return send
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep_rollout(self) -> None:
+        """Gives the engine's device memory to the trainer it shares the device with.
+
+        Nothing on a CPU, where vLLM cannot sleep, and nothing on a pool of the engine's own.
+        """
+        if self._host is not None and self.role == "actor_rollout":
+            self._host.sleep()
+
+    # ------------------------------------------------------------------ weights, by handles within this process
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Hands the policy's weights to the engine of this process as ``version`` and gets it ready to sample.
+
+        The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need.
+        """
+        release_cached_memory(self.device)
+        dtype = getattr(torch, self.config.rollout.dtype)
+        weights = self.policy.iter_full_params(dtype)
+        if self._host is None:  # a tensor-parallel peer: only takes part in gathering
+            for _ in weights:
+                pass
+            return {}
+        try:
+            self._host.wake(("weights",))
+        except RolloutError:
+            for _ in weights:  # the other ranks are gathering already
+                pass
+            raise
+        report = self._host.push_weights(version, self.policy.param_specs(dtype), weights)
+        self._host.wake(("kv_cache",))
+        return sync_metrics(report)
+
+    # ------------------------------------------------------------------ weights, by broadcast between pools
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def open_weight_broadcast(self, num_receivers: int, address: str) -> tuple[Manifest, dict[str, Any]]:
+        """Trainer rank 0, which engines reach at ``address``, opens the group; returns what they need to join it."""
+        from hrl.workers.weight_broadcast import WeightBroadcast
+
+        rollout = self.config.rollout
+        self._broadcast = WeightBroadcast(
+            self.policy.param_specs(getattr(torch, rollout.dtype)),
+            num_receivers,
+            device=self.device,
+            bucket_bytes=rollout.weight_sync.bucket_mb << 20,
+            timeout_s=rollout.weight_sync.timeout_s,
+            address=address,
+        )
+        return self._broadcast.manifest, self._broadcast.handle
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Broadcasts the policy's weights; every trainer rank gathers, rank 0 sends."""
+        weights = self.policy.iter_full_params(getattr(torch, self.config.rollout.dtype))
+        if self._broadcast is None:
+            for _ in weights:
+                pass
+            return {}
+        return sync_metrics(self._broadcast.push(version, weights))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+    def receive_weights(self, version: int, manifest: Manifest, handle: dict[str, Any]) -> None:
+        """Every engine takes the weights that trainer rank 0 broadcasts. Ranks of an engine are consecutive."""
+        if self._host is not None:
+            self._host.receive_weights(version, manifest, handle | {"first_rank": 1 + self.rank})
+
+
+def sync_metrics(report: SyncReport) -> dict[str, float]:
+    """What a step shows of its weight sync."""
+    return {
+        "weight_sync/seconds": report.seconds,
+        "weight_sync/bytes": float(report.nbytes),
+        "weight_sync/tensors": float(report.tensors),
+    }

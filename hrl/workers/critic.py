@@ -1,0 +1,68 @@
+"""The critic's worker: a value per response token, and the update that teaches it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hrl.protocol import DataProto
+from hrl.single_controller.base import Worker
+from hrl.single_controller.base.decorator import Dispatch, register
+from hrl.workers.actor_rollout_ref import ROW_COLUMNS
+from hrl.workers.runtime import Runtime, join_world
+
+if TYPE_CHECKING:
+    from hrl.batching import RankPlan
+
+
+class CriticWorker(Worker):
+    """One rank of the critic.
+
+    Args:
+        config: the ``critic`` part of the configuration.
+        runtime: device, threads, widths and deadlines of this process.
+        model_path: local folder of the model the critic starts from.
+        total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
+    """
+
+    def __init__(
+        self, config: Any, total_optimizer_steps: int | None = None, *, runtime: Runtime, model_path: str
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.runtime = runtime
+        self.model_path = model_path
+        self.total_optimizer_steps = total_optimizer_steps
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the backbone with a scalar head, its optimizer and schedule."""
+        from hrl.workers.value_model import ValueModel
+
+        self.value_model = ValueModel(
+            self.config.model.model_copy(update={"path": self.model_path}),
+            self.config,
+            self.config.model.fsdp_config,
+            device=join_world(self.runtime),
+            total_steps=self.total_optimizer_steps,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
+    def compute_values(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """``values (B, R)``: the value of the state before each response token."""
+        return self.value_model.compute_values(batch, plan)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, "values", "returns"))
+    def update_critic(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """Runs every optimizer step of the plan and returns its metrics."""
+        return DataProto(meta_info={"metrics": self.value_model.update(batch, plan)})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        """Writes the sharded state below ``folder``."""
+        self.value_model.save(Path(folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Loads what ``save_checkpoint`` wrote."""
+        self.value_model.load(Path(folder))

@@ -1,0 +1,143 @@
+"""Sharded checkpoint state: torch's distributed checkpoint, stored as safetensors.
+
+torch's default storage keeps its metadata in a pickle. The safetensors storage has the same planner, so that a
+checkpoint of two ranks loads on three, and a folder from anywhere can be read without executing anything.
+
+A folder holds ``shard-*.safetensors`` (every rank's parameters and moments), ``rng-rank-*.safetensors`` and
+``state.json`` (names, shapes, step counts, world size). Writing to a temporary folder and renaming it is the caller's
+part.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+
+from hrl.workers.engine.optim import Optimizer
+
+logger = logging.getLogger(__name__)
+
+CONTENTS = ("model", "optimizer", "extra")
+STATE_FILE = "state.json"
+FORMAT = 2
+
+
+def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> None:
+    """Writes this rank's part of the state.
+
+    Args:
+        folder: created if missing; must be seen by all ranks.
+        module: the sharded module.
+        optimizer: ``None`` for a model that isn't trained.
+        contents: of ``model``, ``optimizer`` (moments and their step count), ``extra`` (position in the learning rate's
+            schedule, RNG); others are somebody else's.
+    """
+    tensors = _tensors(module, optimizer, contents)
+    folder.mkdir(parents=True, exist_ok=True)
+    if tensors:
+        dcp.save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+    if "extra" in contents:
+        save_file(_rng_state(), _rng_file(folder))
+    if dist.get_rank() == 0:
+        state = {
+            "format": FORMAT,
+            "contents": [c for c in CONTENTS if c in contents],
+            "world_size": dist.get_world_size(),
+            "schedule_steps": optimizer.steps_taken if optimizer is not None else 0,
+            "moment_steps": optimizer.moment_steps if optimizer is not None else 0,
+            "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
+        }
+        (folder / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
+    dist.barrier()
+
+
+def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> None:
+    """Loads what ``save_state`` wrote, on any number of ranks; strict about names and shapes both ways.
+
+    The RNG of the ranks is restored where their number is the same, otherwise it is left alone and that is logged.
+
+    Raises:
+        FileNotFoundError: no checkpoint in ``folder``.
+        ValueError: it lacks what is asked for, or was written by another model.
+    """
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} holds no checkpoint of this model ({STATE_FILE} is missing)")
+    state = json.loads(path.read_text())
+    wanted = [c for c in CONTENTS if c in contents and (c != "optimizer" or optimizer is not None)]
+    lacking = [c for c in wanted if c not in state["contents"]]
+    if state["format"] != FORMAT or lacking:
+        raise ValueError(f"{folder} (format {state['format']}) holds {state['contents']}, but {wanted} was asked for")
+    tensors = _tensors(module, optimizer, wanted)
+    _compare(folder, {k: tuple(v) for k, v in state["tensors"].items()}, tensors, wanted)
+    with torch.no_grad():
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
+    if optimizer is not None and "optimizer" in wanted:
+        optimizer.set_moment_steps(state["moment_steps"])
+    if "extra" in wanted:
+        if optimizer is not None:
+            optimizer.steps_taken = state["schedule_steps"]
+        if state["world_size"] == dist.get_world_size():
+            _set_rng_state(load_file(_rng_file(folder)))
+        else:
+            logger.warning(
+                "checkpoint of %d ranks loaded on %d: weights and moments resharded, RNG states not restored",
+                state["world_size"],
+                dist.get_world_size(),
+            )
+    dist.barrier()
+
+
+def _tensors(module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> dict[str, Any]:
+    tensors: dict[str, Tensor] = {}
+    if "model" in contents:
+        tensors.update({f"model.{name}": parameter.detach() for name, parameter in module.named_parameters()})
+    if "optimizer" in contents and optimizer is not None:
+        for parameter, name in optimizer.names.items():
+            moments = optimizer.adamw.state[parameter]
+            tensors[f"exp_avg.{name}"] = moments["exp_avg"]
+            tensors[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+    return tensors
+
+
+def _compare(folder: Path, saved: dict[str, tuple[int, ...]], mine: dict[str, Tensor], wanted: list[str]) -> None:
+    prefixes = {"model": ("model.",), "optimizer": ("exp_avg.", "exp_avg_sq."), "extra": ()}
+    asked = tuple(prefix for part in wanted for prefix in prefixes[part])
+    saved = {name: shape for name, shape in saved.items() if name.startswith(asked)} if asked else {}
+    wrong = sorted(
+        name for name in saved.keys() | mine.keys() if name not in mine or saved.get(name) != tuple(mine[name].shape)
+    )
+    if wrong:
+        name = wrong[0]
+        here = tuple(mine[name].shape) if name in mine else "absent"
+        raise ValueError(
+            f"{folder} was written by another model: {len(wrong)} tensors differ, first {name} "
+            f"(saved {saved.get(name, 'absent')}, here {here})"
+        )
+
+
+def _rng_file(folder: Path) -> Path:
+    return folder / f"rng-rank-{dist.get_rank():05d}.safetensors"
+
+
+def _rng_state() -> dict[str, Tensor]:
+    state = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _set_rng_state(state: dict[str, Tensor]) -> None:
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

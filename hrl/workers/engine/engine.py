@@ -1,0 +1,287 @@
+"""The engine: a sharded module with its optimizer, where it lives, and the order of collectives in an update."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.metrics import Metric
+from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
+from hrl.workers.engine.flops import ModelFlops, peak_flops
+from hrl.workers.engine.loading import Loaded, dtype_of
+from hrl.workers.engine.optim import Optimizer, StepReport
+from hrl.workers.engine.packing import PackedMicroBatch, Rows, Wanted, pack
+from hrl.workers.engine.sharding import build_mesh, build_sharded
+from hrl.workers.engine.weights import ParamSpec, export_hf, iter_full_params, param_specs
+
+
+class Engine:
+    """Runs packed micro-batches through one sharded model.
+
+    Args:
+        load: ``load(meta)`` gives the transformers model, with or without storage.
+        wrap: from the transformers model to the module whose ``forward`` is run.
+        share_prefix: compute equal prompts of a micro-batch once.
+        train: ``optim`` and ``grad_clip``; ``None`` for a model that isn't trained.
+        fsdp: the sharding's configuration.
+        device: of this rank.
+        total_steps: length of the run in optimizer steps.
+    """
+
+    def __init__(
+        self,
+        load: Callable[[bool], Loaded],
+        wrap: Callable[[Any], nn.Module],
+        *,
+        share_prefix: bool,
+        train: Any | None,
+        fsdp: Any,
+        device: torch.device,
+        total_steps: int | None,
+    ) -> None:
+        self.device = device
+        self.share_prefix = share_prefix
+        self.mesh = build_mesh(device, fsdp.fsdp_size)
+        self.module, loaded = build_sharded(load, wrap, fsdp, self.mesh, device)
+        self.source_config = loaded.source_config
+        self.flops = ModelFlops.of(loaded.model.config)
+        self.optimizer: Optimizer | None = None
+        if train is None:
+            self.module.requires_grad_(False)
+            self.module.eval()
+        else:
+            self.optimizer = Optimizer(self.module, train.optim, train.grad_clip, total_steps)
+        movable = device.type != "cpu"
+        self._param_offload = movable and fsdp.param_offload
+        self._optimizer_offload = movable and train is not None and fsdp.optimizer_offload
+        self.offload()
+
+    # ------------------------------------------------------------------ running
+
+    def pack(self, rows: Rows, picked: tuple[int, ...], wanted: Wanted = "next") -> PackedMicroBatch:
+        """Packs local rows for this engine."""
+        return pack(rows, picked, share_prefix=self.share_prefix, wanted=wanted, device=self.device)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        rows: Rows,
+        plan: RankPlan | None,
+        run: Callable[[PackedMicroBatch], tuple[Tensor, ...]],
+        *,
+        num_outputs: int,
+        wanted: Wanted = "next",
+    ) -> list[Tensor]:
+        """Runs every row once, without gradients.
+
+        Args:
+            rows: this rank's rows.
+            plan: exactly one mini-batch; ``None`` runs all rows in one micro-batch.
+            run: from a packed micro-batch to ``(N,)`` results.
+            num_outputs: how many results ``run`` gives.
+            wanted: which hidden states it needs.
+
+        Returns:
+            Float32 columns on the CPU: ``(B, R)``, or ``(B,)`` for ``wanted="last"``; zero where nothing was asked.
+        """
+        count, width = rows.responses.shape
+        columns = [torch.zeros(count, 1 if wanted == "last" else width) for _ in range(num_outputs)]
+        with self.resident(optimizer=False):
+            for picked in forward_micro_batches(plan, count):
+                packed = self.pack(rows, picked, wanted)
+                for column, flat in zip(columns, run(packed), strict=True):
+                    result = packed.unpack(flat).float().cpu()
+                    if not packed.is_empty:
+                        column[list(picked), : result.shape[1]] = result
+            self._release_gathered()
+        return [column.squeeze(1) if wanted == "last" else column for column in columns]
+
+    def update(self, plan: RankPlan, loss_of: Callable[[MiniBatchPlan, tuple[int, ...]], Tensor]) -> list[StepReport]:
+        """Every optimizer step of the plan.
+
+        Args:
+            plan: this rank's part of the mini-batches.
+            loss_of: from a mini-batch and a micro-batch's rows to what ``step`` wants of them.
+        """
+        with self.resident(optimizer=True):
+            return [self.step(mini_batch, partial(loss_of, mini_batch)) for mini_batch in plan.mini_batches]
+
+    def step(self, micro_batches: MiniBatchPlan, loss_of: Callable[[tuple[int, ...]], Tensor]) -> StepReport:
+        """One optimizer step: forward and backward of every micro-batch, then the update.
+
+        Args:
+            micro_batches: this rank's part of the mini-batch.
+            loss_of: from a micro-batch's rows to its share of the mini-batch's loss, divided by the global counts.
+        """
+        assert self.optimizer is not None, "this engine was built without a training configuration"
+        self.optimizer.zero_grad()
+        total = torch.zeros((), device=self.device)
+        last = len(micro_batches.micro_batches) - 1
+        for index, picked in enumerate(micro_batches.micro_batches):
+            self._keep_gathered(index != last)
+            loss = loss_of(picked)
+            loss.backward()
+            total += loss.detach()
+        return self.optimizer.step(total, fill_missing=last < 0)
+
+    def _keep_gathered(self, keep: bool) -> None:
+        """With one rank, the cast parameters stay until the weights change; with several they would cost memory."""
+        if self.mesh.size() == 1 and isinstance(self.module, FSDPModule):
+            self.module.set_reshard_after_backward(not keep)
+
+    def _release_gathered(self) -> None:
+        """Drops the cast copies that a forward without backward leaves behind: they would outlive the weights."""
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                unit.reshard()
+
+    # ------------------------------------------------------------------ where it lives
+
+    @contextlib.contextmanager
+    def resident(self, *, optimizer: bool) -> Iterator[None]:
+        """Everything that the block needs is on the device inside it, and offloaded afterwards where configured."""
+        self.onload(optimizer=optimizer)
+        try:
+            yield
+        finally:
+            self.offload()
+
+    def onload(self, *, optimizer: bool = True) -> None:
+        """Brings offloaded parameters (and moments) to the device."""
+        if self._param_offload:
+            self.module.to(self.device)
+        if self._optimizer_offload and optimizer and self.optimizer is not None:
+            self.optimizer.to(self.device)
+
+    def offload(self) -> None:
+        """Takes parameters and moments to host memory, where the configuration says so."""
+        if self._param_offload:
+            self.module.to("cpu")
+        if self._optimizer_offload and self.optimizer is not None:
+            self.optimizer.to(torch.device("cpu"))
+        if self._param_offload or self._optimizer_offload:
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------------ state
+
+    def save(self, folder: Path, contents: Collection[str] = CONTENTS) -> None:
+        """Writes the sharded state; every rank calls it."""
+        with self.resident(optimizer=True):
+            save_state(folder, self.module, self.optimizer, contents)
+
+    def load(self, folder: Path, contents: Collection[str] = CONTENTS) -> None:
+        """Loads what ``save`` wrote, on any number of ranks; every rank calls it."""
+        with self.resident(optimizer=True):
+            load_state(folder, self.module, self.optimizer, contents)
+
+    def export_hf(self, folder: Path) -> None:
+        """Writes a folder that transformers and vLLM load, in the dtype of the folder that was loaded."""
+        with self.resident(optimizer=False):
+            dtype = self.source_config.dtype or torch.bfloat16
+            export_hf(self.module, self.source_config, folder, dtype_of(dtype) if isinstance(dtype, str) else dtype)
+
+    def param_specs(self, dtype: torch.dtype) -> list[ParamSpec]:
+        """Name, dtype and shape of every full parameter, in the order of ``iter_full_params``."""
+        return param_specs(self.module, dtype)
+
+    def iter_full_params(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+        """``(name, full tensor)`` of every parameter, in a fixed order; a collective per item."""
+        with self.resident(optimizer=False):
+            yield from iter_full_params(self.module, dtype)
+
+
+def forward_micro_batches(plan: RankPlan | None, num_rows: int) -> tuple[tuple[int, ...], ...]:
+    """The micro-batches of a plain forward.
+
+    Raises:
+        ValueError: the plan has not exactly one mini-batch, or does not cover every row once.
+    """
+    if plan is None:
+        return (tuple(range(num_rows)),)
+    if len(plan.mini_batches) != 1:
+        raise ValueError(f"a forward's plan has one mini-batch, this one has {len(plan.mini_batches)}")
+    micro_batches = plan.mini_batches[0].micro_batches
+    if sorted(row for picked in micro_batches for row in picked) != list(range(num_rows)):
+        raise ValueError(f"a forward's plan must cover each of the {num_rows} rows of this rank once")
+    return micro_batches
+
+
+def require_plan(plan: RankPlan | None) -> RankPlan:
+    """An update needs the global counts, which only the driver knows.
+
+    Raises:
+        ValueError: there is no plan.
+    """
+    if plan is None:
+        raise ValueError("an update needs a plan with the counts of the whole mini-batch: see hrl.batching.plan_update")
+    return plan
+
+
+#: ``torch.quantile`` takes no more numbers than this.
+QUANTILE_LIMIT = 1 << 24
+
+
+class Meter:
+    """Collects (sum, count) pairs and the work done during one update."""
+
+    def __init__(self, engine: Engine, world_size: int) -> None:
+        self.engine = engine
+        self.world_size = world_size
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._distances: dict[str, list[Tensor]] = {}
+        self._flops = 0.0
+        self._start = time.perf_counter()
+
+    def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
+        """Adds to a mean over tokens or rows."""
+        total = total.detach()
+        old = self._sums.get(name)
+        count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+        self._sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
+
+    def add_share(self, name: str, share: Tensor, num_mini_batches: int) -> None:
+        """Adds a share of a mini-batch's loss: summed over micro-batches and ranks, averaged over mini-batches."""
+        self.add(name, share, 0.0)
+        total, _ = self._sums[name]
+        self._sums[name] = (total, torch.full_like(total, num_mini_batches / self.world_size))
+
+    def add_distances(self, name: str, distances: Tensor) -> None:
+        """Collects distances ``(n,)``, of which ``name_mean``, ``name_p99`` and ``name_max`` are reported."""
+        self._distances.setdefault(name, []).append(distances)
+
+    def add_work(self, packed: PackedMicroBatch, *, with_head: bool) -> None:
+        """Counts the FLOPs of one forward and backward."""
+        if not packed.is_empty:
+            head_tokens = packed.labels.numel() if with_head else 0
+            self._flops += self.engine.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
+
+    def metrics(self, prefix: str, reports: list[StepReport]) -> dict[str, Metric]:
+        """Everything under ``prefix/``, with ``perf/mfu/<prefix>``."""
+        elapsed_s = time.perf_counter() - self._start
+        metrics = {name: Metric.mean(float(total), float(count)) for name, (total, count) in self._sums.items()}
+        for name, parts in self._distances.items():
+            distances = torch.cat(parts).double()
+            if distances.numel() > 0:
+                metrics[f"{name}_mean"] = Metric.mean(float(distances.sum()), distances.numel())
+                # Over several ranks the largest of their 99th percentiles, which is not below that of all tokens.
+                metrics[f"{name}_p99"] = Metric.max(float(torch.quantile(distances[:QUANTILE_LIMIT], 0.99)))
+                metrics[f"{name}_max"] = Metric.max(float(distances.max()))
+        applied = [report for report in reports if report.applied]
+        metrics[f"{prefix}/grad_norm"] = Metric.mean(sum(r.grad_norm for r in applied), len(applied))
+        if reports:
+            metrics[f"{prefix}/lr"] = Metric.last(reports[-1].lr)
+        # Every rank skips the same steps; each reports its part of the sum.
+        metrics[f"{prefix}/skipped_steps"] = Metric.total((len(reports) - len(applied)) / self.world_size)
+        peak = peak_flops(self.engine.device)
+        if peak is not None and self._flops > 0:
+            metrics[f"perf/mfu/{prefix}"] = Metric.mean(self._flops / elapsed_s / peak, 1.0)
+        return metrics

@@ -1,0 +1,214 @@
+"""AdamW, its schedule, the global gradient norm, and what happens to a step that is not finite."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
+
+
+class NonFiniteStepError(RuntimeError):
+    """Several optimizer steps in a row had a loss or gradient that is not a finite number."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Learning rate as a function of the number of optimizer steps taken.
+
+    Attributes:
+        peak: the rate after the warm-up.
+        kind: ``constant``, ``cosine`` or ``linear``.
+        warmup_steps: steps of linear warm-up; the first step already has ``peak / warmup_steps``.
+        total_steps: where cosine and linear end.
+        min_ratio: their end, as a share of ``peak``.
+    """
+
+    peak: float
+    kind: str
+    warmup_steps: int
+    total_steps: int | None
+    min_ratio: float
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "cosine", "linear"):
+            raise ValueError(f"optim.lr_scheduler_type={self.kind!r} is not constant, cosine or linear")
+        if self.kind != "constant" and self.total_steps is None:
+            raise ValueError(f"optim.lr_scheduler_type={self.kind} needs optim.total_training_steps")
+
+    @classmethod
+    def of(cls, optim: Any, total_steps: int | None) -> Schedule:
+        """From ``optim.*``; ``total_steps`` is the length of the run in optimizer steps, where it sets none itself."""
+        total = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
+        warmup = optim.lr_warmup_steps
+        if warmup < 0:
+            if optim.lr_warmup_steps_ratio > 0 and total is None:
+                raise ValueError("optim.lr_warmup_steps_ratio needs optim.total_training_steps")
+            warmup = int(optim.lr_warmup_steps_ratio * (total or 0))
+        return cls(optim.lr, optim.lr_scheduler_type, warmup, total, optim.min_lr_ratio)
+
+    def lr(self, steps_taken: int) -> float:
+        """The rate of the next step."""
+        if steps_taken < self.warmup_steps:
+            return self.peak * (steps_taken + 1) / self.warmup_steps
+        if self.kind == "constant" or self.total_steps is None:
+            return self.peak
+        span = max(1, self.total_steps - self.warmup_steps)
+        progress = min(1.0, (steps_taken - self.warmup_steps) / span)
+        shape = 1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+        return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * shape)
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one optimizer step did.
+
+    Attributes:
+        grad_norm: global norm before clipping; not finite if the step was skipped for that reason.
+        lr: the rate the step was (or would have been) taken with.
+        applied: False if loss or gradient were not finite.
+    """
+
+    grad_norm: float
+    lr: float
+    applied: bool
+
+
+class Optimizer:
+    """AdamW over sharded parameters.
+
+    Args:
+        module: the sharded module.
+        optim: ``lr``, ``betas``, ``weight_decay`` and the schedule's keys.
+        grad_clip: largest global gradient norm.
+        total_steps: length of the run in optimizer steps.
+        max_skipped: so many skipped steps in a row are an error.
+
+    Attributes:
+        steps_taken: position in the schedule.
+    """
+
+    def __init__(
+        self, module: nn.Module, optim: Any, grad_clip: float, total_steps: int | None, max_skipped: int = 3
+    ) -> None:
+        self.schedule = Schedule.of(optim, total_steps)
+        self.grad_clip = grad_clip
+        self.max_skipped = max_skipped
+        self.steps_taken = 0
+        self._skipped_in_a_row = 0
+        self.names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
+        self.parameters: list[nn.Parameter] = list(self.names)
+        self.adamw = torch.optim.AdamW(
+            self.parameters, lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
+        )
+        self._allocate_moments()
+
+    def _allocate_moments(self) -> None:
+        """Makes AdamW's state now, so that a checkpoint has the same keys before and after the first step."""
+        for parameter in self.parameters:
+            self.adamw.state[parameter] = {
+                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                "exp_avg": torch.zeros_like(parameter),
+                "exp_avg_sq": torch.zeros_like(parameter),
+            }
+
+    def zero_grad(self) -> None:
+        """Frees all gradients."""
+        self.adamw.zero_grad(set_to_none=True)
+
+    def step(self, loss: Tensor, *, fill_missing: bool = False) -> StepReport:
+        """Clips and applies the gradients, unless something is not finite on any rank.
+
+        Args:
+            loss: scalar, this rank's share of the mini-batch's loss.
+            fill_missing: no row of the mini-batch ran, because none can move a weight: step with zero gradients.
+
+        Raises:
+            NonFiniteStepError: ``max_skipped`` steps in a row were skipped.
+        """
+        if fill_missing:
+            for parameter in self.parameters:
+                parameter.grad = torch.zeros_like(parameter)
+        grads = [_local(p.grad) for p in self.parameters if p.grad is not None]
+        norm, finite = global_norm(grads, loss, self.parameters[0])
+        lr = self.schedule.lr(self.steps_taken)
+        if not finite:
+            self._skip(norm, float(loss))
+            return StepReport(norm, lr, applied=False)
+        self._skipped_in_a_row = 0
+        if norm > self.grad_clip:
+            torch._foreach_mul_(grads, self.grad_clip / (norm + 1e-6))
+        for group in self.adamw.param_groups:
+            group["lr"] = lr
+        self.adamw.step()
+        self.zero_grad()
+        self.steps_taken += 1
+        return StepReport(norm, lr, applied=True)
+
+    def _skip(self, norm: float, loss: float) -> None:
+        self.zero_grad()
+        self._skipped_in_a_row += 1
+        logger.warning(
+            "optimizer step %d not applied: gradient norm %s, this rank's loss %s (%d in a row)",
+            self.steps_taken + 1,
+            norm,
+            loss,
+            self._skipped_in_a_row,
+        )
+        if self._skipped_in_a_row >= self.max_skipped:
+            raise NonFiniteStepError(
+                f"{self._skipped_in_a_row} optimizer steps in a row had a loss or gradient that is not finite "
+                f"(gradient norm {norm}): lower the learning rate, or look at the batch's rewards and log-probs"
+            )
+
+    @property
+    def moment_steps(self) -> int:
+        """Steps that the moments have seen, from which AdamW corrects their bias."""
+        return int(self.adamw.state[self.parameters[0]]["step"])
+
+    def set_moment_steps(self, steps: int) -> None:
+        """The moments come from a checkpoint and have seen ``steps`` steps."""
+        for state in self.adamw.state.values():
+            state["step"].fill_(steps)
+
+    def to(self, device: torch.device) -> None:
+        """Moves the moments."""
+        for state in self.adamw.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                state[key] = state[key].to(device)
+            state["step"] = state["step"].to(device)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple[float, bool]:
+    """Norm of the gradient over all ranks, and whether it and every rank's loss are finite. One collective.
+
+    Args:
+        grads: this rank's shards.
+        loss: this rank's loss.
+        example: a parameter; its mesh says which ranks hold the other shards.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=loss.device)
+    if grads:
+        squares = torch.stack(torch._foreach_norm(list(grads))).double().square().sum()
+    if not isinstance(example, DTensor) or example.device_mesh.size() == 1:
+        norm = float(squares.sqrt())
+        return norm, math.isfinite(norm) and bool(torch.isfinite(loss))
+    bad = (~torch.isfinite(loss.detach())).double().reshape(())
+    total = torch.stack([squares, bad])
+    dist.all_reduce(total)
+    # With replicas of shards every shard was counted once per replica.
+    replicas = example.device_mesh.size() // example.device_mesh["shard"].size()
+    norm = float((total[0] / replicas).sqrt())
+    return norm, math.isfinite(norm) and float(total[1]) == 0.0

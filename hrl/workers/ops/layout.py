@@ -1,0 +1,222 @@
+"""Which token of a packed row attends to which.
+
+A packed row holds many sequences without padding. It is described by *segments*: a run of consecutive query tokens that
+attends causally to itself and, before that, to an optional *prefix*, another run of the same row. A prompt with two
+sampled responses that share it is packed as::
+
+    row       p0 p1 p2 | a0 a1 | b0
+    segment   0        | 1     | 2
+    prefix    -        | p0-p2 | p0-p2
+    position  0  1  2  | 3  4  | 3
+
+so that the prompt is computed once. A plain sequence is one segment without a prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+#: Queries per block on a CPU: a causal block needs the keys up to its last query only.
+MAX_BLOCK_QUERIES = 128
+#: Query × key pairs of one stacked block on a CPU (times the heads: scores held at once).
+MAX_BLOCK_PAIRS = 1 << 19
+#: A stack may waste at most this share of its pairs on padding.
+MAX_PADDING_SHARE = 0.25
+#: Position of a key that is not there: later than every query.
+ABSENT = 1 << 40
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query runs of similar size, stacked with padding so that they run as one batched product.
+
+    Attributes:
+        query_index: ``(N, Q)`` int64 tokens of the row; padding repeats token 0.
+        key_index: ``(N, K)`` int64 tokens of the row; padding repeats token 0.
+        query_position: ``(N, Q)`` int64 positions in the sequence; padding is later than every key.
+        key_position: ``(N, K)`` int64; padding is ``ABSENT``.
+        out_source: ``(n,)`` int64 flat positions in ``(N, Q)`` that hold real queries.
+        out_target: ``(n,)`` int64 the tokens of the row these are.
+    """
+
+    query_index: Tensor
+    key_index: Tensor
+    query_position: Tensor
+    key_position: Tensor
+    out_source: Tensor
+    out_target: Tensor
+
+    def to(self, device: torch.device) -> Block:
+        """The same block on ``device``."""
+        return Block(*(getattr(self, f.name).to(device) for f in fields(self)))
+
+    def visible(self, window: int | None) -> Tensor:
+        """``(N, Q, K)`` bool: key at or before the query and, with a sliding window, fewer than ``window`` back."""
+        query, key = self.query_position[:, :, None], self.key_position[:, None, :]
+        mask = key <= query
+        if window is not None:
+            # A padded query has no key within any window; let it see all, so that its softmax is defined (and unused).
+            mask &= (key > query - window) | (query >= ABSENT - 1)
+        return mask
+
+
+@dataclass(frozen=True)
+class VarlenIndex:
+    """The same segments as variable-length attention kernels want them.
+
+    Queries stay where they are in the row. Keys are gathered: prefix and segment of each query run, one after the
+    other. The causal mask of these kernels is aligned to the last query and the last key, which a prefix needs.
+    """
+
+    query_offsets: Tensor  # (S + 1,) int32
+    key_offsets: Tensor  # (S + 1,) int32
+    key_index: Tensor | None  # (sum of key lengths,) int64; None: keys are the queries
+    max_query: int
+    max_key: int
+
+
+@dataclass(frozen=True)
+class AttentionLayout:
+    """Segments of one packed row, in order and without gaps.
+
+    Attributes:
+        length: ``(S,)`` int64 tokens of each segment; segment s + 1 starts where s ends.
+        prefix_start: ``(S,)`` int64 first token of the prefix (any value when its length is 0).
+        prefix_length: ``(S,)`` int64 tokens of the prefix; the positions of the segment start there.
+    """
+
+    length: np.ndarray
+    prefix_start: np.ndarray
+    prefix_length: np.ndarray
+    _cache: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not len(self.length) or (self.length < 1).any():
+            raise ValueError(f"a packed row needs at least one segment and no empty ones, got lengths {self.length}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the row."""
+        return int(self.length.sum())
+
+    @property
+    def start(self) -> np.ndarray:
+        """``(S,)`` first token of each segment."""
+        return np.cumsum(self.length) - self.length
+
+    @property
+    def num_pairs(self) -> int:
+        """Query–key pairs that attend to each other: what attention costs, per head and layer."""
+        length, prefix = self.length.astype(np.int64), self.prefix_length.astype(np.int64)
+        return int((length * prefix + length * (length + 1) // 2).sum())
+
+    def position_ids(self) -> np.ndarray:
+        """``(T,)`` int64 position of every token in its own sequence."""
+        return np.concatenate(
+            [np.arange(p, p + n) for p, n in zip(self.prefix_length.tolist(), self.length.tolist(), strict=True)]
+        )
+
+    def blocks(self, device: torch.device) -> list[Block]:
+        """The stacked blocks for devices without variable-length kernels; made once, used by every layer."""
+        if "blocks" not in self._cache:
+            self._cache["blocks"] = [block.to(device) for block in _stack_blocks(_query_runs(self))]
+        return self._cache["blocks"]  # type: ignore[return-value]
+
+    def varlen(self, device: torch.device) -> VarlenIndex:
+        """Offsets and key index for variable-length kernels; made once, used by every layer."""
+        if "varlen" not in self._cache:
+            self._cache["varlen"] = _varlen_index(self, device)
+        return self._cache["varlen"]  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class _QueryRun:
+    """At most ``MAX_BLOCK_QUERIES`` consecutive queries of a segment with the keys they can see."""
+
+    start: int
+    length: int
+    first_position: int
+    keys: np.ndarray
+
+
+def _query_runs(layout: AttentionLayout) -> list[_QueryRun]:
+    runs = []
+    for start, length, prefix_start, prefix in zip(
+        layout.start.tolist(),
+        layout.length.tolist(),
+        layout.prefix_start.tolist(),
+        layout.prefix_length.tolist(),
+        strict=True,
+    ):
+        keys = np.concatenate([np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)])
+        for offset in range(0, length, MAX_BLOCK_QUERIES):
+            count = min(MAX_BLOCK_QUERIES, length - offset)
+            runs.append(_QueryRun(start + offset, count, prefix + offset, keys[: prefix + offset + count]))
+    return runs
+
+
+def _stack_blocks(runs: list[_QueryRun]) -> list[Block]:
+    """Groups runs of similar shape, largest first, within the limits on padding and on size."""
+    ordered = sorted(runs, key=lambda run: (len(run.keys), run.length), reverse=True)
+    blocks: list[Block] = []
+    stack: list[_QueryRun] = []
+    queries = keys = used = 0
+    for run in ordered:
+        wide, long = max(queries, run.length), max(keys, len(run.keys))
+        pairs = wide * long * (len(stack) + 1)
+        used_with = used + run.length * len(run.keys)
+        if stack and (pairs > MAX_BLOCK_PAIRS or used_with < (1 - MAX_PADDING_SHARE) * pairs):
+            blocks.append(_pad(stack, queries, keys))
+            stack, wide, long, used_with = [], run.length, len(run.keys), run.length * len(run.keys)
+        stack.append(run)
+        queries, keys, used = wide, long, used_with
+    blocks.append(_pad(stack, queries, keys))
+    return blocks
+
+
+def _pad(stack: list[_QueryRun], queries: int, keys: int) -> Block:
+    query_index = np.zeros((len(stack), queries), np.int64)
+    key_index = np.zeros((len(stack), keys), np.int64)
+    query_position = np.full((len(stack), queries), ABSENT - 1, np.int64)
+    key_position = np.full((len(stack), keys), ABSENT, np.int64)
+    real = np.zeros((len(stack), queries), bool)
+    for row, run in enumerate(stack):
+        query_index[row, : run.length] = np.arange(run.start, run.start + run.length)
+        query_position[row, : run.length] = np.arange(run.first_position, run.first_position + run.length)
+        key_index[row, : len(run.keys)] = run.keys
+        key_position[row, : len(run.keys)] = np.arange(len(run.keys))
+        real[row, : run.length] = True
+    source = np.flatnonzero(real.reshape(-1))
+    return Block(
+        *map(
+            torch.from_numpy,
+            (query_index, key_index, query_position, key_position, source, query_index.reshape(-1)[source]),
+        )
+    )
+
+
+def _varlen_index(layout: AttentionLayout, device: torch.device) -> VarlenIndex:
+    key_length = layout.prefix_length + layout.length
+    key_index = None
+    if layout.prefix_length.any():
+        parts = []
+        for start, length, prefix_start, prefix in zip(
+            layout.start, layout.length, layout.prefix_start, layout.prefix_length, strict=True
+        ):
+            parts += [np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)]
+        key_index = torch.from_numpy(np.concatenate(parts)).to(device)
+    return VarlenIndex(
+        query_offsets=_offsets(layout.length, device),
+        key_offsets=_offsets(key_length, device),
+        key_index=key_index,
+        max_query=int(layout.length.max()),
+        max_key=int(key_length.max()),
+    )
+
+
+def _offsets(lengths: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)

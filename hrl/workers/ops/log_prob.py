@@ -1,0 +1,201 @@
+"""The one place where hidden states become log-probs and entropies.
+
+The logits of a batch, ``(T, V)``, are its largest tensor by far, and nobody wants them. They are computed here tile by
+tile (tokens × vocabulary), folded into a running log-sum-exp, and computed once more in the backward pass, so that the
+peak memory depends on the tile and not on ``T`` times ``V``.
+
+With logits ``z``, ``p = softmax(z)`` and entropy ``H = -sum(p log p)``:
+
+- ``d log p(y) / d z = onehot(y) - p``
+- ``d H / d z = -p (log p + H)``
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+#: Logits held at once. A few megabytes keep a CPU tile inside the last-level cache.
+CPU_CHUNK = 1 << 22
+CUDA_CHUNK = 1 << 27
+#: Tokens per tile at most: long tiles keep the products with the head's weight efficient.
+MAX_TILE_TOKENS = 4096
+
+
+def default_chunk(device: torch.device) -> int:
+    """The number of logits to hold at once on ``device``."""
+    return CPU_CHUNK if device.type == "cpu" else CUDA_CHUNK
+
+
+def log_prob_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    temperature: float,
+    *,
+    chunk: int,
+    with_entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-probs of ``labels`` and, where asked, entropies, under ``softmax(hidden @ weight.T / temperature)``.
+
+    Args:
+        hidden: ``(T, H)`` last hidden states, response positions only.
+        weight: ``(V, H)`` weight of the language-model head.
+        labels: ``(T,)`` int64, the token that was sampled from each position.
+        temperature: of the sampler, positive. The distribution is the one that was sampled from.
+        chunk: logits held at once (tokens × vocabulary entries of one tile).
+        with_entropy: whether entropies are wanted. They cost one more pass over the tile.
+
+    Returns:
+        ``log_prob (T,)`` and ``entropy (T,)`` or ``None``, float32 (float64 for float64 inputs), with gradients.
+
+    Raises:
+        ValueError: the temperature is not positive, or shapes don't fit.
+    """
+    if not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}: greedy samples have no log-prob")
+    if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1] or labels.shape != hidden.shape[:1]:
+        raise ValueError(
+            f"hidden (T, H), weight (V, H), labels (T,) don't fit: {tuple(hidden.shape)}, {tuple(weight.shape)}, "
+            f"{tuple(labels.shape)}"
+        )
+    log_prob, entropy = _LogProb.apply(hidden, weight, labels, float(temperature), int(chunk), with_entropy)
+    return log_prob, entropy if with_entropy else None
+
+
+def _tiles(tokens: int, vocabulary: int, chunk: int) -> tuple[list[slice], list[slice]]:
+    """Cuts tokens and vocabulary so that one tile holds at most ``chunk`` logits (and at least one)."""
+    rows = max(1, min(tokens, MAX_TILE_TOKENS, chunk))
+    columns = max(1, min(vocabulary, chunk // rows))
+    return list(_slices(tokens, rows)), list(_slices(vocabulary, columns))
+
+
+def _slices(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))
+
+
+def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
+    """Logits of one tile over the temperature, ``(t, v)``, in the accumulation type."""
+    if hidden.is_cuda and hidden.dtype != dtype:
+        logits = torch.mm(hidden, weight.t(), out_dtype=dtype)
+    else:
+        logits = torch.mm(hidden, weight.t()).to(dtype)
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+class _LogProb(torch.autograd.Function):
+    """Online log-sum-exp over vocabulary tiles; recomputes the tiles to go backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, with_entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], chunk)
+        normaliser = hidden.new_empty(hidden.shape[0], dtype=dtype)
+        label_logit = torch.full_like(normaliser, torch.nan)  # a label outside the vocabulary stays NaN, never a number
+        mean_logit = torch.empty_like(normaliser) if with_entropy else None
+        for rows in row_tiles:
+            top = normaliser.new_full((rows.stop - rows.start,), -torch.inf)
+            mass = torch.zeros_like(top)  # sum of exp(z - top)
+            first_moment = torch.zeros_like(top)  # sum of exp(z - top) * z
+            for columns in vocab_tiles:
+                logits = _scaled_logits(hidden[rows], weight[columns], temperature, dtype)
+                _pick_labels(logits, labels[rows], columns, label_logit[rows])
+                new_top = torch.maximum(top, logits.amax(1))
+                shrink = torch.exp(top - new_top)
+                if with_entropy:
+                    exponentials = torch.exp(logits - new_top[:, None])
+                    first_moment.mul_(shrink).add_(torch.linalg.vecdot(exponentials, logits))
+                else:
+                    exponentials = logits.sub_(new_top[:, None]).exp_()
+                mass.mul_(shrink).add_(exponentials.sum(1))
+                top = new_top
+            normaliser[rows] = top + mass.log()
+            if mean_logit is not None:
+                mean_logit[rows] = first_moment / mass
+        entropy = normaliser - mean_logit if mean_logit is not None else torch.empty_like(normaliser)
+        ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
+        ctx.temperature, ctx.chunk, ctx.accumulation_dtype = temperature, chunk, dtype
+        return label_logit - normaliser, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        grad_log_prob, grad_entropy = grads
+        hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
+        if grad_log_prob is None and grad_entropy is None:
+            return None, None, None, None, None, None
+        want_hidden, want_weight = ctx.needs_input_grad[:2]
+        row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], ctx.chunk)
+        dtype = ctx.accumulation_dtype
+        grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if want_hidden else None
+        grad_weight = torch.empty_like(weight) if want_weight else None
+        for columns in vocab_tiles:
+            grad_columns: Tensor | None = None
+            for rows in row_tiles:
+                logits = _scaled_logits(hidden[rows], weight[columns], ctx.temperature, dtype)
+                grad_logits = _grad_of_logits(
+                    logits,
+                    normaliser[rows],
+                    entropy[rows],
+                    labels[rows],
+                    columns,
+                    None if grad_log_prob is None else grad_log_prob[rows],
+                    None if grad_entropy is None else grad_entropy[rows],
+                )
+                if ctx.temperature != 1.0:
+                    grad_logits.div_(ctx.temperature)
+                grad_logits = grad_logits.to(hidden.dtype)
+                if grad_hidden is not None:
+                    grad_hidden[rows] += torch.mm(grad_logits, weight[columns])
+                if grad_weight is not None:
+                    part = torch.mm(grad_logits.t(), hidden[rows])
+                    # One row tile is the common case; several are summed in the accumulation type.
+                    grad_columns = part if grad_columns is None else grad_columns.to(dtype).add_(part)
+            if grad_weight is not None and grad_columns is not None:
+                grad_weight[columns] = grad_columns
+        return (
+            None if grad_hidden is None else grad_hidden.to(hidden.dtype),
+            grad_weight,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def _pick_labels(logits: Tensor, labels: Tensor, columns: slice, out: Tensor) -> None:
+    """Writes the logits of the labels that fall into this vocabulary tile to ``out (t,)``."""
+    local = labels - columns.start
+    inside = (local >= 0) & (local < logits.shape[1])
+    picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
+    torch.where(inside, picked, out, out=out)
+
+
+def _grad_of_logits(
+    logits: Tensor,
+    normaliser: Tensor,
+    entropy: Tensor,
+    labels: Tensor,
+    columns: slice,
+    grad_log_prob: Tensor | None,
+    grad_entropy: Tensor | None,
+) -> Tensor:
+    """Gradient of one tile's scaled logits, ``(t, v)``; may overwrite ``logits``."""
+    log_p = logits.sub_(normaliser[:, None])
+    entropy_part = None
+    if grad_entropy is not None:
+        entropy_part = torch.exp(log_p).mul_(log_p + entropy[:, None]).mul_(-grad_entropy[:, None])
+    if grad_log_prob is None:
+        assert entropy_part is not None  # the caller returned early when both gradients are absent
+        return entropy_part
+    grad = log_p.exp_().mul_(-grad_log_prob[:, None])
+    local = labels - columns.start
+    inside = (local >= 0) & (local < grad.shape[1])
+    grad.scatter_add_(1, local.clamp(0, grad.shape[1] - 1)[:, None], torch.where(inside, grad_log_prob, 0.0)[:, None])
+    return grad if entropy_part is None else grad.add_(entropy_part)

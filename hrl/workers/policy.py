@@ -1,0 +1,184 @@
+"""The policy: log-probs of what was sampled, and the update that moves them.
+
+A ``Policy`` is an actor (with a training configuration) or a frozen reference (without). It needs an initialised
+``torch.distributed`` world, of one rank or many, and knows nothing of Ray or of the sampler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hrl.algos.aggregation import Counts, aggregate
+from hrl.algos.kl import check_kl_loss_type, kl_penalty
+from hrl.algos.policy_losses import PolicyLossInput, policy_loss
+from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.metrics import Metric
+from hrl.protocol import DataProto
+from hrl.workers.engine.engine import Engine, Meter, require_plan
+from hrl.workers.engine.loading import dtype_of, load_causal_lm
+from hrl.workers.engine.model import EngineModel
+from hrl.workers.engine.modules import PackedCausalLM
+from hrl.workers.engine.packing import PackedMicroBatch, Rows
+
+#: Columns a loss may read beside the mask, where the batch has them.
+OPTIONAL_COLUMNS = ("rollout_is_weights", "selected_tokens")
+
+
+class Policy(EngineModel):
+    """A sharded causal language model that scores and learns from sampled responses.
+
+    Args:
+        model: ``path`` (a local folder), ``share_prefix``, ``enable_gradient_checkpointing``, ``override_config``,
+            ``trust_remote_code``.
+        train: the ``actor`` configuration; ``None`` for a frozen reference.
+        fsdp: the sharding's configuration.
+        device: of this rank.
+        total_steps: length of the run in optimizer steps, for schedules that need it.
+    """
+
+    def __init__(
+        self, model: Any, train: Any | None, fsdp: Any, *, device: torch.device, total_steps: int | None
+    ) -> None:
+        dtype = dtype_of(fsdp.model_dtype)
+        if train is not None and train.use_kl_loss:
+            check_kl_loss_type(train.kl_loss_type)
+        self.config: Any = train
+        self.engine = Engine(
+            lambda meta: load_causal_lm(model, dtype, meta=meta),
+            PackedCausalLM,
+            share_prefix=model.share_prefix,
+            train=train,
+            fsdp=fsdp,
+            device=device,
+            total_steps=total_steps,
+        )
+
+    # ------------------------------------------------------------------ scoring
+
+    def compute_log_prob(self, batch: DataProto, plan: RankPlan | None, *, with_entropy: bool = False) -> DataProto:
+        """Log-probs of the trained response tokens under the current weights, without gradients.
+
+        Args:
+            batch: ``prompts``, ``responses``, ``attention_mask``, ``response_mask`` and ``meta_info["temperature"]``.
+            plan: one mini-batch that covers every row; ``None`` runs all rows at once.
+            with_entropy: also the entropy of each token's distribution.
+
+        Returns:
+            ``old_log_probs (B, R)`` and, where asked, ``entropys (B, R)``, float32, zero outside ``response_mask``.
+        """
+        temperature = _temperature(batch)
+
+        def run(packed: PackedMicroBatch) -> tuple[Tensor, ...]:
+            log_prob, entropy = self.engine.module(packed, temperature, with_entropy)
+            return (log_prob,) if entropy is None else (log_prob, entropy)
+
+        names = ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",)
+        columns = self.engine.forward(Rows.of(batch), plan, run, num_outputs=len(names))
+        return DataProto.from_dict(tensors=dict(zip(names, columns, strict=True)))
+
+    # ------------------------------------------------------------------ learning
+
+    def update(self, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
+        """Runs every optimizer step of the plan.
+
+        Args:
+            batch: the columns of ``compute_log_prob`` and ``advantages``; ``old_log_probs`` unless
+                ``meta_info["on_policy"]``; ``ref_log_prob`` where the KL loss is on.
+            plan: mini-batches with the counts of all ranks.
+
+        Returns:
+            Metrics under verl's names, ``actor/...``.
+
+        Raises:
+            ValueError: no plan, or old log-probs are missing where the policy moves before they are used.
+            NonFiniteStepError: several steps in a row were not finite.
+        """
+        plan = require_plan(plan)
+        _check_columns(batch, plan, self.config)
+        rows, meter = Rows.of(batch), Meter(self.engine, dist.get_world_size())
+
+        def loss_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
+            return self._loss(batch, rows, picked, mini_batch, meter, len(plan.mini_batches))
+
+        return meter.metrics("actor", self.engine.update(plan, loss_of))
+
+    def _loss(
+        self,
+        batch: DataProto,
+        rows: Rows,
+        picked: tuple[int, ...],
+        mini_batch: MiniBatchPlan,
+        meter: Meter,
+        num_mini_batches: int,
+    ) -> Tensor:
+        """One micro-batch's share of the mini-batch's loss."""
+        config = self.config
+        packed = self.engine.pack(rows, picked)
+        flat_log_prob, flat_entropy = self.engine.module(packed, _temperature(batch), True)
+        if packed.is_empty:
+            return flat_log_prob.sum() * 0.0
+        meter.add_work(packed, with_head=True)
+        mask, log_prob, entropy = packed.mask, packed.unpack(flat_log_prob), packed.unpack(flat_entropy)
+
+        def column(name: str) -> Tensor:
+            return batch.batch[name][list(picked), : mask.shape[1]].to(mask.device)
+
+        def share(loss_mat: Tensor) -> Tensor:
+            counts = Counts(mini_batch.num_tokens, mini_batch.num_sequences, mini_batch.num_groups)
+            norm = config.loss_scale_factor or rows.responses.shape[1]
+            return aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm)
+
+        available = batch.batch.keys()
+        result = policy_loss(
+            config.policy_loss.loss_mode,
+            PolicyLossInput(
+                log_prob,
+                column("old_log_probs") if "old_log_probs" in available else log_prob.detach(),
+                column("advantages"),
+                mask,
+                **{name: column(name) for name in OPTIONAL_COLUMNS if name in available},
+            ),
+            config,
+        )
+        if "rollout_log_probs" in available and "old_log_probs" not in available:
+            # On policy nobody else computes log-probs of the weights that sampled.
+            meter.add_distances("rollout/logprob_diff", (log_prob.detach() - column("rollout_log_probs"))[mask].abs())
+        loss = policy_share = share(result.loss_mat)
+        meter.add_share("actor/pg_loss", policy_share, num_mini_batches)
+        for name, (total, count) in result.metrics.items():
+            meter.add(f"actor/{name}", total, count)
+        meter.add("actor/entropy", flat_entropy.sum(), flat_entropy.numel())
+        if config.entropy_coeff != 0:
+            loss = loss - config.entropy_coeff * share(entropy)
+        if config.use_kl_loss:
+            divergence = kl_penalty(log_prob, column("ref_log_prob"), config.kl_loss_type)
+            meter.add("actor/kl_loss", (divergence * mask).sum(), mask.sum())
+            loss = loss + config.kl_loss_coef * share(divergence)
+        return loss
+
+
+def _temperature(batch: DataProto) -> float:
+    if "temperature" not in batch.meta_info:
+        raise ValueError(
+            "meta_info['temperature'] is missing: log-probs are those of the distribution that was sampled"
+        )
+    return float(batch.meta_info["temperature"])
+
+
+def _check_columns(batch: DataProto, plan: RankPlan, config: Any) -> None:
+    wanted = {"advantages"} | ({"ref_log_prob"} if config.use_kl_loss else set())
+    missing = sorted(wanted - set(batch.batch.keys()))
+    if missing:
+        raise ValueError(f"update_actor lacks the columns {missing}; the batch has {sorted(batch.batch.keys())}")
+    if "old_log_probs" in batch.batch.keys():
+        return
+    if batch.meta_info.get("on_policy") is not True or len(plan.mini_batches) != 1:
+        raise ValueError(
+            f"update_actor lacks old_log_probs. They may only be left out for one optimizer step on the weights that "
+            f"sampled (meta_info['on_policy'] is {batch.meta_info.get('on_policy')}, steps in the plan: "
+            f"{len(plan.mini_batches)}); otherwise run compute_log_prob first"
+        )

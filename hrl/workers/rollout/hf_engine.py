@@ -1,0 +1,270 @@
+"""transformers as a rollout engine: slow, simple, and near enough to the trainer to check the other engine against.
+
+Requests that are waiting together are sampled together, in one left-padded batch with a key-value cache. Every sample
+draws from a generator of its own, so what it gets doesn't depend on its neighbours (up to the rounding of matrix
+products of another shape).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from hrl.workers.rollout.base import (
+    INITIAL_VERSION,
+    EngineDeadError,
+    EngineUnusableError,
+    RolloutEngine,
+    SampleOutput,
+    SamplingParams,
+)
+from hrl.workers.weight_sync.base import ReceiverReport, WeightSyncError
+from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.receiver import WeightReceiver
+
+
+class HfModelWriter:
+    """Copies weights into a transformers model's parameters."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        # Tied parameters appear once, under the name that the trainer gives them too.
+        self._parameters = dict(model.named_parameters())
+        self._written: set[str] = set()
+
+    def begin(self) -> None:
+        self._written = set()
+
+    @torch.no_grad()
+    def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            parameter = self._parameters.get(name)
+            if parameter is None:
+                raise WeightSyncError(f"the model has no parameter {name!r}")
+            if parameter.shape != tensor.shape:
+                raise WeightSyncError(
+                    f"{name!r} is {tuple(parameter.shape)} in the model, received {tuple(tensor.shape)}"
+                )
+            parameter.copy_(tensor)
+            self._written.add(name)
+
+    def finish(self) -> None:
+        missing = sorted(self._parameters.keys() - self._written)
+        if missing:
+            raise WeightSyncError(f"the trainer sent nothing for {', '.join(missing[:8])}")
+
+    def cancel(self) -> None:
+        """What was written stays; the receiver counts the model as broken until the next complete set."""
+
+    def read_back(self, name: str) -> Tensor | None:
+        return self._parameters[name].detach()
+
+
+@dataclass
+class _Request:
+    prompt_ids: list[int]
+    sampling: SamplingParams
+    done: asyncio.Future[tuple[list[int], list[float]]]
+
+
+class HfEngine(RolloutEngine):
+    """One transformers model, sampled from in a thread.
+
+    Args:
+        model_path: local folder.
+        stop_token_ids: end a response.
+        dtype: of the weights.
+        device: of the model.
+        max_num_seqs: largest batch.
+        trust_remote_code: allow code from the model's folder.
+        override_config: fields of the model's configuration to replace.
+    """
+
+    own_process = False
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        stop_token_ids: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        max_num_seqs: int,
+        trust_remote_code: bool = False,
+        override_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._override_config = dict(override_config or {})
+        self._model_path = model_path
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._dtype = dtype
+        self._device = device
+        self._max_num_seqs = max_num_seqs
+        self._trust_remote_code = trust_remote_code
+        self._model: PreTrainedModel | None = None
+        self._receiver: WeightReceiver | None = None
+        self._thread = ThreadPoolExecutor(1, "hf-engine")
+        self._waiting: list[_Request] = []
+        self._runner: asyncio.Task[None] | None = None
+        self._unusable: str | None = None
+        self._next_version = INITIAL_VERSION
+        self.policy_version = INITIAL_VERSION
+
+    async def start(self) -> None:
+        self._model = await self._in_thread(self._load)
+        self._receiver = WeightReceiver(HfModelWriter(self._model), "transformers engine")
+
+    async def shutdown(self) -> None:
+        if self._runner is not None:
+            self._runner.cancel()
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._model, self._receiver = None, None
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        self._usable_model()
+        request = _Request(prompt_ids, sampling, asyncio.get_running_loop().create_future())
+        self._waiting.append(request)
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run_waiting())
+        tokens, log_probs = await request.done
+        stopped = bool(tokens) and tokens[-1] in self._stop_token_ids and not sampling.ignore_eos
+        return SampleOutput(tokens, log_probs, "stop" if stopped else "length", self.policy_version)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        return await self._in_thread(self._score, self._usable_model(), token_ids)
+
+    async def weights_begin(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
+        if self._waiting or (self._runner is not None and not self._runner.done()):
+            raise WeightSyncError("requests are in flight; a weight sync needs an idle engine")
+        self._next_version = version
+        await self._in_thread(self._running_receiver().begin, manifest, handle, version)
+
+    async def weights_load(self, index: int) -> None:
+        await self._in_thread(self._running_receiver().load, index)
+
+    async def weights_commit(self) -> list[ReceiverReport]:
+        self._unusable = "its last weight sync did not finish"
+        report = await self._in_thread(self._running_receiver().commit)
+        self.policy_version, self._unusable = self._next_version, None
+        return [ReceiverReport(**report)]
+
+    async def weights_abort(self, reason: str) -> None:
+        intact = await self._in_thread(self._running_receiver().abort)
+        self._unusable = None if intact else f"a weight sync was aborted ({reason})"
+
+    def _load(self) -> PreTrainedModel:
+        model = AutoModelForCausalLM.from_pretrained(
+            self._model_path,
+            dtype=self._dtype,
+            trust_remote_code=self._trust_remote_code,
+            config=AutoConfig.from_pretrained(
+                self._model_path, trust_remote_code=self._trust_remote_code, **self._override_config
+            ),
+        )
+        return model.to(self._device).eval()
+
+    async def _run_waiting(self) -> None:
+        await asyncio.sleep(0)  # let the other requests of the wave arrive
+        while self._waiting:
+            batch, self._waiting = self._waiting[: self._max_num_seqs], self._waiting[self._max_num_seqs :]
+            try:
+                outputs = await self._in_thread(self._sample, self._usable_model(), batch)
+            except (RuntimeError, ValueError) as error:
+                for request in batch:
+                    if not request.done.done():
+                        request.done.set_exception(error)
+                continue
+            for request, output in zip(batch, outputs, strict=True):
+                if not request.done.done():
+                    request.done.set_result(output)
+
+    @torch.inference_mode()
+    def _sample(self, model: PreTrainedModel, batch: Sequence[_Request]) -> list[tuple[list[int], list[float]]]:
+        width = max(len(request.prompt_ids) for request in batch)
+        ids = torch.zeros(len(batch), width, dtype=torch.int64, device=self._device)
+        mask = torch.zeros_like(ids)
+        for row, request in enumerate(batch):
+            ids[row, width - len(request.prompt_ids) :] = torch.tensor(request.prompt_ids, device=self._device)
+            mask[row, width - len(request.prompt_ids) :] = 1
+        generators = [torch.Generator().manual_seed(request.sampling.seed) for request in batch]
+        outputs: list[tuple[list[int], list[float]]] = [([], []) for _ in batch]
+        running = [request.sampling.max_tokens > 0 for request in batch]
+        positions = (mask.cumsum(1) - 1).clamp_(min=0)
+        cache = None
+        while any(running):
+            result = model(
+                input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True
+            )
+            cache = result.past_key_values
+            logits = result.logits[:, -1].float()
+            next_ids = torch.zeros(len(batch), 1, dtype=torch.int64)
+            for row, request in enumerate(batch):
+                if not running[row]:
+                    continue
+                token, log_prob = draw(logits[row].cpu(), request.sampling, generators[row])
+                next_ids[row] = token
+                outputs[row][0].append(token)
+                outputs[row][1].append(log_prob)
+                stopped = token in self._stop_token_ids and not request.sampling.ignore_eos
+                running[row] = not stopped and len(outputs[row][0]) < request.sampling.max_tokens
+            ids = next_ids.to(self._device)
+            mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
+            positions = positions[:, -1:] + 1
+        return outputs
+
+    @torch.inference_mode()
+    def _score(self, model: PreTrainedModel, token_ids: list[int]) -> list[float]:
+        ids = torch.tensor([token_ids], device=self._device)
+        log_probs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+        return log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+    async def _in_thread(self, function, *args):  # type: ignore[no-untyped-def]
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
+
+    def _usable_model(self) -> PreTrainedModel:
+        if self._model is None:
+            raise EngineDeadError("the transformers engine is not running")
+        if self._unusable is not None:
+            raise EngineUnusableError(f"transformers engine: {self._unusable}; sync weights before sampling")
+        return self._model
+
+    def _running_receiver(self) -> WeightReceiver:
+        if self._receiver is None:
+            raise EngineDeadError("the transformers engine is not running")
+        return self._receiver
+
+
+def draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
+    """One token from logits ``(V,)`` and its log-prob under the distribution it was drawn from."""
+    if sampling.temperature == 0.0:
+        log_probs = logits.log_softmax(-1)
+        token = int(log_probs.argmax())
+        return token, float(log_probs[token])
+    log_probs = truncate((logits / sampling.temperature).log_softmax(-1), sampling.top_k, sampling.top_p)
+    # The race of exponential clocks: the first to ring is distributed as the probabilities.
+    noise = torch.empty_like(log_probs).exponential_(generator=generator)
+    token = int((log_probs - noise.log()).argmax())
+    return token, float(log_probs[token])
+
+
+def truncate(log_probs: Tensor, top_k: int, top_p: float) -> Tensor:
+    """Log-probs ``(V,)`` after top-k and top-p, normalised again; what is cut off has -inf.
+
+    The nucleus is the smallest set of most likely tokens whose probability reaches `top_p`.
+    """
+    keep = torch.ones_like(log_probs, dtype=torch.bool)
+    if 0 < top_k < log_probs.numel():
+        keep &= log_probs >= log_probs.topk(top_k).values[-1]
+    if top_p < 1.0:
+        kept = log_probs.masked_fill(~keep, -torch.inf).log_softmax(-1)
+        ordered, order = kept.sort(descending=True)
+        before = ordered.exp().cumsum(0) - ordered.exp()
+        keep[order[before >= top_p]] = False
+    if bool(keep.all()):
+        return log_probs
+    return log_probs.masked_fill(~keep, -torch.inf).log_softmax(-1)

@@ -1,0 +1,193 @@
+"""An engine without a model, for tests of everything around an engine: it answers as told, and misbehaves as told."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hrl.workers.rollout.base import (
+    INITIAL_VERSION,
+    EngineDeadError,
+    EngineUnusableError,
+    RolloutEngine,
+    SampleOutput,
+    SamplingParams,
+)
+from hrl.workers.weight_sync.base import ReceiverReport, WeightSyncError
+from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.receiver import WeightReceiver
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the engine does. The default behaves well.
+
+    Attributes:
+        responses: token ids to answer with, chosen by the seed; empty makes up random tokens from the seed.
+        start_s: how long a start takes.
+        delay_s: how long a request takes.
+        hang_after: requests from this number on are never answered.
+        die_after: from this number on the engine is dead.
+        die_by_signal: dying means SIGKILL to this process.
+        empty_every: every so-manieth response is empty.
+        extra_tokens: every response is so much longer than asked for.
+        missing_log_probs: log-probs left out at the end of every response.
+        log_prob: of every token; None is uniform over the vocabulary.
+        stale_version: answers carry the version before the one that is served.
+        drop_tensor: name of a tensor that a sync doesn't write.
+        corrupt_tensor: name of a tensor that a sync writes wrongly.
+        sync_hang: a sync stops at its first bucket.
+        sync_die: the engine is dead from a sync's first bucket on.
+    """
+
+    responses: Sequence[Sequence[int]] = ()
+    start_s: float = 0.0
+    delay_s: float = 0.0
+    hang_after: int | None = None
+    die_after: int | None = None
+    die_by_signal: bool = False
+    empty_every: int | None = None
+    extra_tokens: int = 0
+    missing_log_probs: int = 0
+    log_prob: float | None = None
+    stale_version: bool = False
+    drop_tensor: str | None = None
+    corrupt_tensor: str | None = None
+    sync_hang: bool = False
+    sync_die: bool = False
+
+
+class DictWriter:
+    """Weights in a dictionary; the receiving end of tests."""
+
+    def __init__(self, script: Script) -> None:
+        self.weights: dict[str, Tensor] = {}
+        self._script = script
+        self._expected: set[str] | None = None
+        self._written: set[str] = set()
+
+    def begin(self) -> None:
+        self._written = set()
+
+    def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            if self._expected is not None and name not in self._expected:
+                raise WeightSyncError(f"the model has no parameter {name!r}")
+            if name == self._script.drop_tensor:
+                continue
+            self._written.add(name)
+            self.weights[name] = tensor + 1 if name == self._script.corrupt_tensor else tensor.clone()
+
+    def finish(self) -> None:
+        dropped = {self._script.drop_tensor} if self._script.drop_tensor is not None else set()
+        missing = sorted((self._expected or self._written | dropped) - self._written)
+        if missing:
+            raise WeightSyncError(f"the trainer sent nothing for {', '.join(missing)}")
+        self._expected = set(self._written)
+
+    def cancel(self) -> None:
+        """What was written stays."""
+
+    def read_back(self, name: str) -> Tensor | None:
+        return self.weights.get(name)
+
+
+class ScriptedEngine(RolloutEngine):
+    """Follows a `Script`."""
+
+    own_process = False
+
+    def __init__(self, script: Script, *, stop_token_ids: Sequence[int], vocab_size: int) -> None:
+        self._script = script
+        self._stop_token_ids = tuple(stop_token_ids)
+        self._vocab_size = vocab_size
+        self._requests = 0
+        self._dead = False
+        self._unusable: str | None = None
+        self._next_version = INITIAL_VERSION
+        self.writer = DictWriter(script)
+        self._receiver = WeightReceiver(self.writer, "scripted engine")
+        self.policy_version = INITIAL_VERSION
+
+    async def start(self) -> None:
+        await asyncio.sleep(self._script.start_s)
+
+    async def shutdown(self) -> None:
+        self._dead = True
+
+    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        script = self._script
+        self._check()
+        self._requests += 1
+        number = self._requests
+        if script.die_after is not None and number > script.die_after:
+            self._die()
+        if script.hang_after is not None and number > script.hang_after:
+            await asyncio.Event().wait()
+        await asyncio.sleep(script.delay_s)
+        tokens = self._tokens(sampling)
+        if script.empty_every is not None and number % script.empty_every == 0:
+            tokens = []
+        stopped = bool(tokens) and tokens[-1] in self._stop_token_ids
+        tokens += [0] * script.extra_tokens
+        log_prob = -math.log(self._vocab_size) if script.log_prob is None else script.log_prob
+        log_probs = [log_prob] * (len(tokens) - script.missing_log_probs)
+        version = self.policy_version - int(script.stale_version)
+        return SampleOutput(tokens, log_probs, "stop" if stopped else "length", version)
+
+    async def score(self, token_ids: list[int]) -> list[float]:
+        self._check()
+        return [-math.log(self._vocab_size)] * (len(token_ids) - 1)
+
+    async def weights_begin(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
+        self._check(for_weights=True)
+        self._next_version = version
+        self._receiver.begin(manifest, handle, version)
+
+    async def weights_load(self, index: int) -> None:
+        self._check(for_weights=True)
+        if self._script.sync_die:
+            self._die()
+        if self._script.sync_hang:
+            await asyncio.Event().wait()
+        self._receiver.load(index)
+
+    async def weights_commit(self) -> list[ReceiverReport]:
+        self._unusable = "its last weight sync did not finish"
+        report = self._receiver.commit()
+        self.policy_version, self._unusable = self._next_version, None
+        return [ReceiverReport(**report)]
+
+    async def weights_abort(self, reason: str) -> None:
+        self._unusable = None if self._receiver.abort() else f"a weight sync was aborted ({reason})"
+
+    def _tokens(self, sampling: SamplingParams) -> list[int]:
+        if self._script.responses:
+            return list(self._script.responses[sampling.seed % len(self._script.responses)])[: sampling.max_tokens]
+        rng = np.random.default_rng(sampling.seed)
+        length = int(rng.integers(1, sampling.max_tokens + 1))
+        tokens = rng.integers(0, self._vocab_size, length).tolist()
+        stops = [index for index, token in enumerate(tokens) if token in self._stop_token_ids]
+        tokens = tokens[: stops[0] + 1] if stops else tokens
+        if length < sampling.max_tokens and self._stop_token_ids and not stops:
+            tokens[-1] = self._stop_token_ids[0]
+        return tokens
+
+    def _check(self, for_weights: bool = False) -> None:
+        if self._dead:
+            raise EngineDeadError("the scripted engine is dead")
+        if self._unusable is not None and not for_weights:
+            raise EngineUnusableError(f"scripted engine: {self._unusable}; sync weights before sampling")
+
+    def _die(self) -> None:
+        if self._script.die_by_signal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._dead = True
+        raise EngineDeadError("the scripted engine has died, as its script says")

@@ -1,0 +1,118 @@
+"""What a worker process needs to know about the machine it runs on, and how it joins the others.
+
+Every role of a process shares one ``torch.distributed`` world, so joining is idempotent: the first role to initialise
+joins, the others find the world there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import resource
+from dataclasses import dataclass
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hrl.metrics import Metric
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """The settings of a worker process that are not the model's.
+
+    Attributes:
+        device: ``"cpu"`` or ``"cuda"``, already decided by the driver (never ``"auto"``).
+        num_threads: torch threads of a CPU rank. Ray sets ``OMP_NUM_THREADS=1`` in a one-CPU actor, which would leave
+            the other cores idle, so the rank sets its own.
+        seed: the run's seed; every rank derives its own generator state from it.
+        init_timeout_s: how long the start of an engine may take.
+        collective_timeout_s: how long a rank waits for the others in one collective before it gives up with an error.
+        max_prompt_length: P, the width of the prompt columns, in tokens.
+        max_response_length: R, the width of the response columns, in tokens.
+        pad_token_id: fills prompts and responses; never read as a mask.
+        stop_token_ids: a response ends with the first of these.
+        vocab_size: token ids are below it.
+    """
+
+    device: str
+    num_threads: int
+    seed: int
+    init_timeout_s: float
+    collective_timeout_s: float
+    max_prompt_length: int
+    max_response_length: int
+    pad_token_id: int
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int
+
+
+def local_device(runtime: Runtime) -> torch.device:
+    """The device of this rank.
+
+    Ray narrows ``CUDA_VISIBLE_DEVICES`` to the devices of one actor, so a rank usually sees its own GPU as number 0;
+    where it does not (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``), ``LOCAL_RANK`` says which one is meant.
+    """
+    if runtime.device == "cpu":
+        return torch.device("cpu")
+    visible = torch.cuda.device_count()
+    if visible == 0:
+        raise RuntimeError("trainer.device=cuda, but this process sees no CUDA device: check CUDA_VISIBLE_DEVICES")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if visible > 1 else 0)
+
+
+def join_world(runtime: Runtime) -> torch.device:
+    """Sets threads, seeds and device of this process and joins the ``torch.distributed`` world of its group.
+
+    Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, which the worker group sets.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        torch.distributed.DistStoreError: the other ranks did not arrive within ``collective_timeout_s``.
+    """
+    device = local_device(runtime)
+    torch.set_num_threads(runtime.num_threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            timeout=timedelta(seconds=runtime.collective_timeout_s),
+            device_id=None if device.type == "cpu" else device,
+        )
+        seed_everything(runtime.seed + dist.get_rank())
+        logger.info("rank %d of %d joined on %s", dist.get_rank(), dist.get_world_size(), device)
+    return device
+
+
+def seed_everything(seed: int) -> None:
+    """Seeds Python's, numpy's and torch's global generators (dropout and the like; sampling has its own seeds)."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def release_cached_memory(device: torch.device) -> None:
+    """Gives the memory that torch's allocator holds for later back to the device, on every rank before any goes on.
+
+    An engine in another process of the same GPU can only take what the trainer does not keep.
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        dist.barrier()
+
+
+def peak_memory(device: torch.device) -> Metric:
+    """The most memory a rank has held, in GiB: of the CUDA allocator on a GPU, of the resident set on a CPU."""
+    if device.type == "cuda":
+        peak_bytes = torch.cuda.max_memory_allocated(device)
+    else:
+        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Metric.max(peak_bytes / 2**30)

@@ -1,0 +1,121 @@
+"""A scalar head over the same backbone: the critic of PPO, or a reward model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hrl.algos.aggregation import Counts, aggregate
+from hrl.algos.value_loss import value_loss
+from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.metrics import Metric
+from hrl.protocol import DataProto
+from hrl.workers.engine.engine import Engine, Meter, require_plan
+from hrl.workers.engine.loading import dtype_of, load_scalar_model
+from hrl.workers.engine.model import EngineModel
+from hrl.workers.engine.modules import PackedScalarModel
+from hrl.workers.engine.packing import PackedMicroBatch, Rows
+
+
+class ValueModel(EngineModel):
+    """A sharded model with one number per token.
+
+    A critic may start from a causal language model; its head then starts at zero, so that the first values are 0
+    everywhere. A reward model (``train=None``) must bring its own head.
+
+    Args:
+        model: ``path`` (a local folder), ``share_prefix``, ``enable_gradient_checkpointing``, ``override_config``,
+            ``trust_remote_code``.
+        train: the ``critic`` configuration; ``None`` for a frozen reward model.
+        fsdp: the sharding's configuration.
+        device: of this rank.
+        total_steps: length of the run in optimizer steps, for schedules that need it.
+    """
+
+    def __init__(
+        self, model: Any, train: Any | None, fsdp: Any, *, device: torch.device, total_steps: int | None
+    ) -> None:
+        dtype = dtype_of(fsdp.model_dtype)
+        self.config: Any = train
+        self.engine = Engine(
+            lambda meta: load_scalar_model(model, dtype, meta=meta, head_required=train is None),
+            PackedScalarModel,
+            share_prefix=model.share_prefix,
+            train=train,
+            fsdp=fsdp,
+            device=device,
+            total_steps=total_steps,
+        )
+
+    def compute_values(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """``values (B, R)`` float32: the value of the state *before* each trained response token, zero elsewhere.
+
+        So ``values[:, 0]`` is read from the prompt's last token, before anything was sampled.
+        """
+        (values,) = self.engine.forward(Rows.of(batch), plan, self._run, num_outputs=1)
+        return DataProto.from_dict(tensors={"values": values})
+
+    def compute_scores(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """``rm_scores (B,)`` float32: the head's number at the last token of prompt and response."""
+        (scores,) = self.engine.forward(Rows.of(batch), plan, self._run, num_outputs=1, wanted="last")
+        return DataProto.from_dict(tensors={"rm_scores": scores})
+
+    def _run(self, packed: PackedMicroBatch) -> tuple[Tensor]:
+        return (self.engine.module(packed),)
+
+    def update(self, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
+        """Runs every optimizer step of the plan on the clipped value loss.
+
+        Args:
+            batch: the rows' columns, ``values`` and ``returns``.
+            plan: mini-batches with the counts of all ranks.
+
+        Returns:
+            Metrics under verl's names, ``critic/...``.
+
+        Raises:
+            ValueError: no plan, or a column is missing.
+            NonFiniteStepError: several steps in a row were not finite.
+        """
+        plan = require_plan(plan)
+        missing = sorted({"values", "returns"} - set(batch.batch.keys()))
+        if missing:
+            raise ValueError(f"update_critic lacks the columns {missing}; the batch has {sorted(batch.batch.keys())}")
+        rows, meter = Rows.of(batch), Meter(self.engine, dist.get_world_size())
+
+        def loss_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
+            return self._loss(batch, rows, picked, mini_batch, meter, len(plan.mini_batches))
+
+        return meter.metrics("critic", self.engine.update(plan, loss_of))
+
+    def _loss(
+        self,
+        batch: DataProto,
+        rows: Rows,
+        picked: tuple[int, ...],
+        mini_batch: MiniBatchPlan,
+        meter: Meter,
+        num_mini_batches: int,
+    ) -> Tensor:
+        """One micro-batch's share of the mini-batch's loss."""
+        config = self.config
+        packed = self.engine.pack(rows, picked)
+        flat = self.engine.module(packed)
+        if packed.is_empty:
+            return flat.sum() * 0.0
+        meter.add_work(packed, with_head=False)
+        mask = packed.mask
+        values, returns = (
+            batch.batch[name][list(picked), : mask.shape[1]].to(mask.device) for name in ("values", "returns")
+        )
+        loss_mat, metrics = value_loss(packed.unpack(flat), values, returns, mask, config.cliprange_value)
+        counts = Counts(mini_batch.num_tokens, mini_batch.num_sequences, mini_batch.num_groups)
+        norm = config.loss_scale_factor or rows.responses.shape[1]
+        loss = aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm)
+        meter.add_share("critic/vf_loss", loss, num_mini_batches)
+        for name, (total, count) in metrics.items():
+            meter.add(f"critic/{name}", total, count)
+        return loss

@@ -1,0 +1,210 @@
+"""Weights by a collective broadcast: from one trainer rank to every process of every engine, wherever they run.
+
+The process group is built on a TCP store of its own and never becomes torch's default group, so it cannot clash with
+the trainer's world or with an engine's tensor-parallel one. Rank 0 is the sender; ``gloo`` on CPU, ``nccl`` on GPUs.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+from collections import deque
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hrl.workers.weight_sync.base import SenderTransport
+from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import Manifest
+
+KIND = "broadcast"
+_DEPTH = 2
+_PREFIX = "hrl_weights"
+
+
+class BroadcastSender(SenderTransport):
+    """The sending rank. The constructor opens the store; the group forms when `connect` meets all receivers.
+
+    Args:
+        manifest: what will be sent.
+        num_receivers: processes that will join, over all engines (engines × tensor-parallel size).
+        device: of the buffers; decides between gloo and nccl.
+        timeout_s: of joining and of every broadcast.
+        address: that receivers reach this process by.
+    """
+
+    depth = _DEPTH
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        num_receivers: int,
+        *,
+        device: torch.device,
+        timeout_s: float,
+        address: str = "127.0.0.1",
+    ) -> None:
+        self._manifest = manifest
+        self._address = address
+        self._backend = "nccl" if device.type == "cuda" else "gloo"
+        self._timeout_s = timeout_s
+        self._num_receivers = num_receivers
+        self._store = _serve(address, timeout_s)
+        self._group: dist.ProcessGroup | None = None
+        self._closed = False
+        size = manifest.largest_bucket_bytes
+        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(_DEPTH)]
+        self._works: deque[dist.Work] = deque()
+
+    def handle(self, first_rank: int = 1) -> dict[str, Any]:
+        """The handle of the engine whose processes are ranks `first_rank`, `first_rank` + 1 and so on."""
+        return {
+            "kind": KIND,
+            "backend": self._backend,
+            "address": self._address,
+            "port": self._store.port,
+            "world_size": 1 + self._num_receivers,
+            "first_rank": first_rank,
+            "timeout_s": self._timeout_s,
+        }
+
+    def connect(self) -> None:
+        """Forms the group, once; waits for every receiver to attach."""
+        if self._closed:
+            raise WeightSyncError("the weight broadcast was aborted or closed; open a new one")
+        if self._group is None:
+            device, world_size = self._buffers[0].device, self._num_receivers + 1
+            self._group = _join(self._store, self._backend, 0, world_size, self._timeout_s, self._address, device)
+
+    def buffer(self, index: int) -> Tensor:
+        self.connect()
+        while len(self._works) >= _DEPTH:
+            self._finish(self._works.popleft())
+        return self._buffers[index % _DEPTH][: self._manifest.buckets[index].nbytes]
+
+    def publish(self, index: int) -> None:
+        data = self._buffers[index % _DEPTH][: self._manifest.buckets[index].nbytes]
+        self._works.append(_broadcast(self._group, data))
+
+    def flush(self) -> None:
+        while self._works:
+            self._finish(self._works.popleft())
+
+    def abort(self) -> None:
+        """Takes the group down: receivers that wait in a broadcast get an error now, not at their deadline."""
+        self._works.clear()
+        self._closed = True
+        group, self._group = self._group, None
+        if group is not None:
+            group.abort()
+
+    def close(self) -> None:
+        self.abort()
+        self._buffers = []
+
+    def _finish(self, work: dist.Work) -> None:
+        _wait(work, self._timeout_s, "the sender")
+
+
+class BroadcastReader:
+    """One receiving process.
+
+    On CPU every bucket has a place of its own and the model is written at the commit. On a GPU that memory would be a
+    second copy of the model, so buckets pass through one buffer and are written as they come.
+    """
+
+    def __init__(self, manifest: Manifest, handle: Mapping[str, Any], rank_in_engine: int) -> None:
+        self._manifest = manifest
+        self._timeout_s = float(handle["timeout_s"])
+        self.staged = handle["backend"] == "gloo"
+        device = torch.device("cpu") if self.staged else torch.device("cuda", torch.cuda.current_device())
+        self._starts, total = manifest.offsets()
+        if not self.staged:
+            self._starts, total = (0,) * len(manifest.buckets), manifest.largest_bucket_bytes
+        self._data = torch.zeros(total, dtype=torch.uint8, device=device)
+        rank = handle["first_rank"] + rank_in_engine
+        self._who = f"receiver {rank} of {handle['world_size'] - 1}"
+        timeout = timedelta(seconds=self._timeout_s)
+        store = dist.TCPStore(handle["address"], handle["port"], None, is_master=False, timeout=timeout)
+        self._group = _join(
+            store, handle["backend"], rank, handle["world_size"], self._timeout_s, handle["address"], device
+        )
+
+    def bucket(self, index: int) -> Tensor:
+        """Takes part in the broadcast of bucket `index`."""
+        start = self._starts[index]
+        data = self._data[start : start + self._manifest.buckets[index].nbytes]
+        _wait(_broadcast(self._group, data), self._timeout_s, self._who)
+        return data
+
+
+def _serve(address: str, timeout_s: float) -> dist.TCPStore:
+    """A store that listens on `address` alone: left to itself, torch's listens on every interface."""
+    listener = socket.create_server((address, 0))
+    port = listener.getsockname()[1]
+    # The server must not wait for clients here: they hear of its port only after this.
+    return dist.TCPStore(
+        address,
+        port,
+        None,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _join(
+    store: dist.Store, backend: str, rank: int, world_size: int, timeout_s: float, address: str, device: torch.device
+) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=timeout_s)
+    prefixed = dist.PrefixStore(_PREFIX, store)
+    try:
+        if backend == "nccl":
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = timeout
+            torch.cuda.set_device(device)
+            return dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+        gloo = dist.ProcessGroupGloo._Options()
+        gloo._timeout = timeout
+        gloo._devices = [_gloo_device(address)]
+        return dist.ProcessGroupGloo(prefixed, rank, world_size, gloo)
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: {error}"
+        ) from error
+
+
+def _gloo_device(address: str) -> Any:
+    """Loopback if the sender is there; otherwise the interface that GLOO_SOCKET_IFNAME or the host name says."""
+    try:
+        loopback = address == "localhost" or ipaddress.ip_address(address).is_loopback
+    except ValueError:  # a host name
+        loopback = False
+    if loopback:
+        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    interface = os.environ.get("GLOO_SOCKET_IFNAME")
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def _broadcast(group: dist.ProcessGroup | None, data: Tensor) -> dist.Work:
+    if group is None:
+        raise WeightSyncError("the weight broadcast is closed")
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    options.rootTensor = 0
+    return group.broadcast([data], options)
+
+
+def _wait(work: dist.Work, timeout_s: float, who: str) -> None:
+    try:
+        work.wait(timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise WeightSyncError(f"weight broadcast failed at {who}: {error}") from error

@@ -1,0 +1,255 @@
+"""What travels in a weight sync, and how its bytes lie: tensors in buckets, every bucket sealed with checksums.
+
+A bucket is one flat run of bytes::
+
+    | tensor 0 | pad | tensor 1 | pad | ... | seal: magic, version, bucket, checksum 0, checksum 1, ... |
+
+The seal travels with the data, so a receiver can tell on its own, whatever the transport, that the bucket is the right
+one, of the right version, and that each tensor arrived as it was written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hrl.workers.weight_sync.errors import WeightSyncError
+
+ALIGNMENT_BYTES = 256
+"""Tensors start at multiples of this: any dtype can be viewed there, and copies are vectorised."""
+
+_WORD_BYTES = 8
+_SEAL_MAGIC = 0x68726C5F73796E63  # "hrl_sync"
+_SEAL_WORDS = 3
+
+_ROW_WORDS = 8192
+_ROWS_AT_ONCE = 32
+_COLUMN_FACTOR = 0x1E3779B97F4A7C15  # any large odd numbers
+_ROW_FACTOR = 0x42B2AE3D27D4EB4F
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor and its place in its bucket.
+
+    Attributes:
+        name: as transformers (and so the checkpoint) calls it.
+        dtype: name of the torch dtype on the wire, e.g. ``"bfloat16"``.
+        shape: of the full tensor.
+        offset: first byte in the bucket.
+        nbytes: without padding.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def view(self, bucket: Tensor) -> Tensor:
+        """The tensor as a view of the bucket's bytes ``(nbytes,) uint8``."""
+        return bucket[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype)).view(self.shape)
+
+    def words(self, bucket: Tensor) -> Tensor:
+        """The tensor's bytes, padding included, as int64 words."""
+        return bucket[self.offset : self.offset + _round_up(self.nbytes, _WORD_BYTES)].view(torch.int64)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Tensors that travel together.
+
+    Attributes:
+        tensors: in the order of writing.
+        payload_bytes: bytes before the seal.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    payload_bytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Payload and seal."""
+        return self.payload_bytes + _WORD_BYTES * (_SEAL_WORDS + len(self.tensors))
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Every tensor of the model, in buckets. Equal on both sides and from step to step."""
+
+    buckets: tuple[Bucket, ...]
+
+    @classmethod
+    def build(cls, specs: Iterable[tuple[str, torch.dtype, Sequence[int]]], bucket_bytes: int) -> Manifest:
+        """Lays tensors out in their given order.
+
+        Args:
+            specs: (name, dtype, shape) of every tensor, in the order in which the trainer will yield them.
+            bucket_bytes: size at which a bucket is closed. A tensor above it gets a bucket of its own.
+
+        Raises:
+            WeightSyncError: a name stands twice, or there is no tensor.
+        """
+        buckets: list[Bucket] = []
+        tensors: list[TensorSpec] = []
+        seen: set[str] = set()
+        end = 0
+        for name, dtype, shape in specs:
+            if name in seen:
+                raise WeightSyncError(f"tensor {name!r} stands twice in the list of weights")
+            seen.add(name)
+            nbytes = math.prod(shape) * dtype.itemsize
+            if tensors and end + nbytes > bucket_bytes:
+                buckets.append(Bucket(tuple(tensors), end))
+                tensors, end = [], 0
+            tensors.append(TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape), end, nbytes))
+            end = _round_up(end + nbytes, ALIGNMENT_BYTES)
+        if not tensors:
+            raise WeightSyncError("the list of weights is empty")
+        buckets.append(Bucket(tuple(tensors), end))
+        return cls(tuple(buckets))
+
+    @property
+    def tensors(self) -> tuple[TensorSpec, ...]:
+        """All tensors in order."""
+        return tuple(spec for bucket in self.buckets for spec in bucket.tensors)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, without padding and seals."""
+        return sum(spec.nbytes for spec in self.tensors)
+
+    @property
+    def largest_bucket_bytes(self) -> int:
+        """What a transport's buffer must hold."""
+        return max(bucket.nbytes for bucket in self.buckets)
+
+    def offsets(self) -> tuple[tuple[int, ...], int]:
+        """First byte of every bucket, and the size, when all buckets lie one after another."""
+        starts, end = [], 0
+        for bucket in self.buckets:
+            starts.append(end)
+            end = _round_up(end + bucket.nbytes, ALIGNMENT_BYTES)
+        return tuple(starts), end
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal for equal manifests."""
+        return hashlib.sha256(json.dumps(self.to_plain(), sort_keys=True).encode()).hexdigest()
+
+    def to_plain(self) -> dict[str, Any]:
+        """Lists, strings and integers only; ``from_plain`` turns it back."""
+        return asdict(self)
+
+    @classmethod
+    def from_plain(cls, plain: Mapping[str, Any]) -> Manifest:
+        """Turns ``to_plain`` back, also after JSON or msgpack made lists of its tuples."""
+        return cls(
+            tuple(
+                Bucket(
+                    tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in bucket["tensors"]),
+                    bucket["payload_bytes"],
+                )
+                for bucket in plain["buckets"]
+            )
+        )
+
+    def difference(self, other: Manifest) -> list[str]:
+        """What `other` lacks, has too much or has differently, one sentence a tensor."""
+        mine, theirs = ({spec.name: (spec.dtype, spec.shape) for spec in m.tensors} for m in (self, other))
+        found = [f"{name!r} is missing" for name in mine.keys() - theirs.keys()]
+        found += [f"{name!r} is extra" for name in theirs.keys() - mine.keys()]
+        found += [
+            f"{name!r} is {theirs[name][0]} {theirs[name][1]} instead of {mine[name][0]} {mine[name][1]}"
+            for name in mine.keys() & theirs.keys()
+            if mine[name] != theirs[name]
+        ]
+        return sorted(found)
+
+
+def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
+    """Writes checksums, bucket number and version behind the payload.
+
+    Args:
+        data: ``(bucket.nbytes,) uint8``, payload in place.
+        bucket: what it holds.
+        index: its number in the manifest.
+        version: policy version of the weights.
+    """
+    checksums = torch.stack([checksum(spec.words(data)) for spec in bucket.tensors])
+    head = torch.tensor([_SEAL_MAGIC, version, index], dtype=torch.int64)
+    words = _seal_words(data, bucket)
+    words[:_SEAL_WORDS].copy_(head)
+    words[_SEAL_WORDS:].copy_(checksums)
+
+
+def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[tuple[str, Tensor]]:
+    """The (name, tensor) pairs of a bucket, as views of `data`, after its seal was checked.
+
+    Raises:
+        WeightSyncError: not this bucket, not this version, or bytes that changed on the way; names the tensors.
+    """
+    words = _seal_words(data, bucket).tolist()
+    if words[0] != _SEAL_MAGIC:
+        raise WeightSyncError(f"bucket {index} was not written: there is no seal behind its payload")
+    if words[1:_SEAL_WORDS] != [version, index]:
+        raise WeightSyncError(
+            f"expected bucket {index} of version {version}, found bucket {words[2]} of version {words[1]}"
+        )
+    found = torch.stack([checksum(spec.words(data)) for spec in bucket.tensors]).tolist()
+    broken = [
+        spec.name for spec, want, got in zip(bucket.tensors, words[_SEAL_WORDS:], found, strict=True) if want != got
+    ]
+    if broken:
+        names = ", ".join(map(repr, broken))
+        raise WeightSyncError(f"checksum of {names} differs from the sender's: corrupted on the way")
+    return [(spec.name, spec.view(data)) for spec in bucket.tensors]
+
+
+def checksum(words: Tensor) -> Tensor:
+    """A checksum of int64 words ``(N,)`` that runs at the speed of memory on CPU and GPU; a 0-dim int64 tensor.
+
+    Words are laid out as a matrix; the checksum is the sum of every word times a weight of its column plus a weight of
+    its row, modulo 2**64. Column weights are odd and row weights even, so every weight is odd and invertible: any
+    change of a single word changes the checksum, and moved words do, unless their weights agree.
+    """
+    whole, tail = divmod(words.numel(), _ROW_WORDS)
+    column_weights = _column_weights(words.device)
+    row_weights = _row_weights(whole + 1, words.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    matrix = words[: whole * _ROW_WORDS].view(whole, _ROW_WORDS)
+    # On a CPU the two sums share one pass over memory: the second finds its rows in the cache.
+    step = max(whole, 1) if words.is_cuda else _ROWS_AT_ONCE
+    for start in range(0, whole, step):
+        block = matrix[start : start + step]
+        total += (block.sum(0) * column_weights).sum()
+        total += (block.sum(1) * row_weights[start : start + block.shape[0]]).sum()
+    if tail:
+        last = words[whole * _ROW_WORDS :]
+        total += (last * column_weights[:tail]).sum() + last.sum() * row_weights[whole]
+    return total
+
+
+@cache
+def _column_weights(device: torch.device) -> Tensor:
+    return torch.arange(1, 1 + 2 * _ROW_WORDS, 2, dtype=torch.int64, device=device) * _COLUMN_FACTOR
+
+
+def _row_weights(count: int, device: torch.device) -> Tensor:
+    return torch.arange(2, 2 + 2 * count, 2, dtype=torch.int64, device=device) * _ROW_FACTOR
+
+
+def _seal_words(data: Tensor, bucket: Bucket) -> Tensor:
+    return data[bucket.payload_bytes : bucket.nbytes].view(torch.int64)
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,191 @@
+"""The receiving half of a weight sync, in the process that holds the sampler's weights."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hrl.workers.weight_sync import broadcast, cuda_ipc, shared_memory
+from hrl.workers.weight_sync.base import ReceiverReport
+from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import Manifest, open_sealed
+
+
+class ModelWriter(Protocol):
+    """Writes weights into a model that goes on living: vLLM's layers, a transformers model, a dictionary."""
+
+    def begin(self) -> None:
+        """Gets ready for a complete set of weights."""
+
+    def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Takes some of the weights. The tensors are views of a buffer that may change after the call.
+
+        Raises:
+            WeightSyncError: a tensor that the model doesn't have.
+        """
+
+    def finish(self) -> None:
+        """Puts everything written into effect.
+
+        Raises:
+            WeightSyncError: a parameter was not written; names it.
+        """
+
+    def cancel(self) -> None:
+        """Drops what was begun, leaving a mixture of old and new weights that must not be sampled from."""
+
+    def read_back(self, name: str) -> Tensor | None:
+        """The parameter as the model now has it; None, or another shape, where it is fused, sharded or packed."""
+
+
+class BucketReader(Protocol):
+    """The receiver's end of a transport."""
+
+    staged: bool
+    """Buckets stay readable until the commit, so that nothing is written before everything was verified."""
+
+    def bucket(self, index: int) -> Tensor:
+        """Bytes of a published bucket, ``(bucket.nbytes,) uint8``."""
+
+
+class WeightReceiver:
+    """Receives syncs into one model.
+
+    With a staged transport the old weights stay in place until every bucket was verified, so an abort leaves the old
+    version served. With a streaming one they are overwritten bucket by bucket; after an abort the model is a mixture,
+    `intact` turns false, and only the next good sync makes it usable again.
+
+    Args:
+        writer: access to the model.
+        name: for reports and errors.
+        rank_in_engine: of a tensor-parallel engine's processes.
+    """
+
+    def __init__(self, writer: ModelWriter, name: str, rank_in_engine: int = 0) -> None:
+        self._writer = writer
+        self._name = f"{name} (pid {os.getpid()})"
+        self._rank_in_engine = rank_in_engine
+        self._reader: BucketReader | None = None
+        self._attached: tuple[str, str] | None = None
+        self._known_good: Manifest | None = None
+        self._manifest: Manifest | None = None
+        self._version = 0
+        self.served_version = 0
+        self._pending: list[tuple[str, Tensor]] = []
+        self._loaded: list[int] = []
+        self._writing = False
+        self.intact = True
+
+    def begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
+        """Attaches to the sender.
+
+        Raises:
+            WeightSyncError: a sync is already under way, or other tensors than in the last good sync.
+        """
+        if self._manifest is not None:
+            raise WeightSyncError(f"{self._name}: a sync to version {self._version} is already under way")
+        found = self._known_good.difference(manifest) if self._known_good is not None else []
+        if found:
+            raise WeightSyncError(
+                f"{self._name}: the weights differ from those of the last good sync: {'; '.join(found)}"
+            )
+        self._attach(manifest, handle)
+        self._manifest, self._version = manifest, version
+        self._pending, self._loaded = [], []
+
+    def load(self, index: int) -> None:
+        """Takes and verifies one published bucket.
+
+        Raises:
+            WeightSyncError: a bucket out of order, or one whose seal doesn't fit its bytes; names the tensors.
+        """
+        manifest, reader = self._under_way()
+        if index != len(self._loaded):
+            raise WeightSyncError(f"{self._name}: expected bucket {len(self._loaded)}, was told to load {index}")
+        weights = open_sealed(reader.bucket(index), manifest.buckets[index], index, self._version)
+        if reader.staged:
+            self._pending += weights
+        else:
+            self._write(weights)
+        self._loaded.append(index)
+
+    def commit(self) -> dict[str, Any]:
+        """Puts the new weights into effect.
+
+        Returns:
+            A ``ReceiverReport`` as a dictionary.
+
+        Raises:
+            WeightSyncError: a bucket is missing, the model lacks a tensor, or it reads back differently.
+        """
+        manifest, _ = self._under_way()
+        if len(self._loaded) != len(manifest.buckets):
+            raise WeightSyncError(f"{self._name}: {len(self._loaded)} of {len(manifest.buckets)} buckets have arrived")
+        if self._pending:
+            self._write(self._pending)
+        self._writer.finish()
+        read_back = self._read_back() if self._pending else 0
+        report = ReceiverReport(self._name, self._version, len(manifest.tensors), manifest.nbytes, read_back)
+        self._known_good, self._manifest, self._pending = manifest, None, []
+        self._writing, self.intact, self.served_version = False, True, self._version
+        return asdict(report)
+
+    def abort(self) -> bool:
+        """Forgets the sync under way, if any. Returns whether the weights are wholly those of `served_version`."""
+        if self._writing:
+            self._writer.cancel()
+            self.intact, self._writing = False, False
+        self._manifest, self._pending, self._loaded = None, [], []
+        return self.intact
+
+    def detach(self) -> None:
+        """Lets go of the sender's memory or process group."""
+        self._reader, self._attached = None, None
+
+    def _under_way(self) -> tuple[Manifest, BucketReader]:
+        if self._manifest is None or self._reader is None:
+            raise WeightSyncError(f"{self._name}: no sync is under way")
+        return self._manifest, self._reader
+
+    def _attach(self, manifest: Manifest, handle: Mapping[str, Any]) -> None:
+        key = (manifest.fingerprint, repr(sorted(handle.items())))
+        if self._attached == key:
+            return
+        self.detach()
+        self._reader = attach(manifest, handle, self._rank_in_engine)
+        self._attached = key
+
+    def _write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        if not self._writing:
+            self._writing = True
+            self._writer.begin()
+        self._writer.write(weights)
+
+    def _read_back(self) -> int:
+        count = 0
+        for name, sent in self._pending:
+            written = self._writer.read_back(name)
+            if written is None or (written.dtype, written.shape) != (sent.dtype, sent.shape):
+                continue
+            if not torch.equal(written, sent.to(written.device)):
+                raise WeightSyncError(f"{self._name}: {name!r} reads back differently from what was sent")
+            count += 1
+        return count
+
+
+def attach(manifest: Manifest, handle: Mapping[str, Any], rank_in_engine: int) -> BucketReader:
+    """The receiver's end of the transport that `handle` describes."""
+    match handle["kind"]:
+        case shared_memory.KIND:
+            return shared_memory.SharedMemoryReader(manifest, handle)
+        case cuda_ipc.KIND:
+            return cuda_ipc.CudaIpcReader(manifest, handle)
+        case broadcast.KIND:
+            return broadcast.BroadcastReader(manifest, handle, rank_in_engine)
+        case other:
+            raise WeightSyncError(f"unknown weight transport {other!r}")

@@ -1,0 +1,305 @@
+import math
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hrl.algos.advantages import (
+    ADVANTAGE_ESTIMATORS,
+    GROUP_EPSILON,
+    AdvantageConfig,
+    AdvantageInput,
+    compute_advantages,
+    estimator_traits,
+    register_adv_est,
+)
+from hrl.algos.groups import group_codes
+from hrl.algos.reward_placement import place_scores
+from tests.algos.batches import MASK_WITH_EVERYTHING, advantage_input
+
+CONFIG = AdvantageConfig(gamma=0.9, lam=0.8, gdpo_reward_weights=(1.0, 0.5, 2.0))
+GROUPS = group_codes(["a", "b", "a", "b", "a", "c", "c", "b"])
+EVERY_ESTIMATOR = pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
+BY_GROUP = pytest.mark.parametrize(
+    "name", sorted(name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.min_group_size > 1)
+)
+WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
+
+
+def columns_of(inp: AdvantageInput) -> dict[str, Tensor]:
+    """The `(B, R)` columns that are there."""
+    columns = {field.name: getattr(inp, field.name) for field in fields(inp)}
+    return {name: c for name, c in columns.items() if c is not None and c.shape == inp.response_mask.shape}
+
+
+def outcome(scores: list[float], uids: list[str], name: str, config: AdvantageConfig = CONFIG) -> list[float]:
+    """Advantage of each of several one-token responses."""
+    mask = torch.ones(len(scores), 1, dtype=torch.int64)
+    rewards = place_scores(torch.tensor(scores, dtype=torch.float64), mask)
+    advantages, _ = compute_advantages(name, AdvantageInput(rewards, mask, group_ids=group_codes(uids)), config)
+    return advantages[:, 0].tolist()
+
+
+@EVERY_ESTIMATOR
+def test_outputs_are_zero_outside_the_mask_and_finite(name: str) -> None:
+    inp = advantage_input(MASK_WITH_EVERYTHING, GROUPS)
+    for output in compute_advantages(name, inp, CONFIG):
+        assert torch.isfinite(output).all()
+        assert (output[inp.response_mask == 0] == 0).all()
+        assert output.dtype == inp.token_level_rewards.dtype
+
+
+@EVERY_ESTIMATOR
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_inserted_masked_tokens_change_nothing(name: str, data: st.DataObject) -> None:
+    inp = advantage_input(MASK_WITH_EVERYTHING, GROUPS)
+    places = data.draw(st.lists(st.integers(0, inp.response_mask.shape[1]), min_size=1, max_size=4))
+    garbage = data.draw(st.sampled_from([1e6, -3.0, 0.5]))
+
+    def widen(column: Tensor, fill: float) -> Tensor:
+        for place in places:
+            filler = torch.full_like(column[:, :1], fill)
+            column = torch.cat([column[:, :place], filler, column[:, place:]], dim=1)
+        return column
+
+    wide_mask = widen(inp.response_mask, 0)
+    wide = {key: widen(column, garbage) for key, column in columns_of(inp).items()} | {"response_mask": wide_mask}
+    plain, widened = compute_advantages(name, inp, CONFIG), compute_advantages(name, replace(inp, **wide), CONFIG)
+    for before, after in zip(plain, widened, strict=True):
+        torch.testing.assert_close(after[wide_mask.bool()], before[inp.response_mask.bool()], rtol=1e-12, atol=1e-12)
+
+
+@EVERY_ESTIMATOR
+def test_values_at_masked_tokens_are_ignored_even_if_not_finite(name: str) -> None:
+    inp = advantage_input(MASK_WITH_EVERYTHING, GROUPS)
+    masked = inp.response_mask == 0
+    columns = {
+        key: column.masked_fill(masked, math.nan)
+        for key, column in columns_of(inp).items()
+        if key not in ("response_mask", "token_level_rewards")
+    }
+    for before, after in zip(
+        compute_advantages(name, inp, CONFIG), compute_advantages(name, replace(inp, **columns), CONFIG), strict=True
+    ):
+        torch.testing.assert_close(after, before, rtol=0, atol=0)
+
+
+@EVERY_ESTIMATOR
+def test_order_of_rows_and_names_of_groups_do_not_matter(name: str) -> None:
+    inp = advantage_input(MASK_WITH_EVERYTHING, GROUPS)
+    order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
+    rows = {field.name: getattr(inp, field.name) for field in fields(inp)}
+    shuffled = AdvantageInput(**{key: column if column is None else column[order] for key, column in rows.items()})
+    shuffled = replace(shuffled, group_ids=group_codes([["zz", "y", "x"][code] for code in GROUPS[order]]))
+    for before, after in zip(
+        compute_advantages(name, inp, CONFIG), compute_advantages(name, shuffled, CONFIG), strict=True
+    ):
+        torch.testing.assert_close(after, before[order], rtol=1e-12, atol=1e-12)
+
+
+@EVERY_ESTIMATOR
+def test_an_empty_response_does_not_move_its_group(name: str) -> None:
+    """Row 2 of the mask has no trained token; leaving it out or giving it any reward changes nothing."""
+    inp = advantage_input(MASK_WITH_EVERYTHING, GROUPS)
+    kept = torch.tensor([0, 1, 3, 4, 5, 6, 7])
+    rows = {field.name: getattr(inp, field.name) for field in fields(inp)}
+    without = AdvantageInput(**{key: column if column is None else column[kept] for key, column in rows.items()})
+    parts = inp.reward_parts.clone()
+    parts[2] = 1e3
+    rewards = inp.token_level_rewards.clone()
+    rewards[2, 3] = 1e3
+    loud = replace(inp, token_level_rewards=rewards, reward_parts=parts, reward_baselines=inp.reward_baselines)
+    for smaller, larger in zip(
+        compute_advantages(name, without, CONFIG), compute_advantages(name, loud, CONFIG), strict=True
+    ):
+        torch.testing.assert_close(larger[kept], smaller, rtol=1e-12, atol=1e-12)
+        assert (larger[2] == 0).all()
+
+
+@EVERY_ESTIMATOR
+def test_a_batch_of_empty_responses_gives_zeros(name: str) -> None:
+    inp = advantage_input(torch.zeros(4, 3, dtype=torch.int64), group_codes("aabb"))
+    for output in compute_advantages(name, inp, CONFIG):
+        assert (output == 0).all()
+
+
+@EVERY_ESTIMATOR
+def test_a_single_trained_token_is_defined(name: str) -> None:
+    mask = torch.zeros(2, 3, dtype=torch.int64)
+    mask[1, 2] = 1
+    advantages, _ = compute_advantages(name, advantage_input(mask, group_codes("ab")), CONFIG)
+    assert torch.isfinite(advantages).all()
+    if name in WHITENED:
+        assert (advantages == 0).all()
+
+
+@BY_GROUP
+@pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e4])
+def test_equal_rewards_give_advantage_exactly_zero(name: str, reward: float) -> None:
+    mask = torch.ones(6, 2, dtype=torch.int64)
+    rewards = place_scores(torch.full((6,), reward, dtype=torch.float32), mask)
+    inp = replace(
+        advantage_input(mask, group_codes("aaabbb")),
+        token_level_rewards=rewards,
+        reward_parts=torch.full((6, 3), reward),
+    )
+    advantages, _ = compute_advantages(name, inp, CONFIG)
+    if name == "optimal_token_baseline":  # a weighted mean of equal numbers, which is exact to rounding only
+        assert advantages.abs().max() <= 1e-6 * reward
+    else:
+        assert (advantages == 0).all()
+
+
+@BY_GROUP
+def test_a_response_alone_in_its_group_teaches_nothing(name: str) -> None:
+    mask = torch.ones(3, 2, dtype=torch.int64)
+    inp = advantage_input(mask, group_codes(["a", "b", "c"]))
+    advantages, _ = compute_advantages(name, inp, CONFIG)
+    assert (advantages == 0).all()
+
+
+@EVERY_ESTIMATOR
+def test_a_missing_column_is_named(name: str) -> None:
+    entry = estimator_traits(name)
+    inp = advantage_input(MASK_WITH_EVERYTHING, GROUPS)
+    needed = {
+        "values": entry.needs_critic,
+        "reward_baselines": entry.needs_baseline,
+        "old_log_probs": entry.needs_old_log_probs,
+        "group_ids": entry.min_group_size > 1,
+    }
+    for column, needs in needed.items():
+        without = replace(inp, **{column: None})
+        if needs:
+            with pytest.raises(ValueError, match=column):
+                compute_advantages(name, without, CONFIG)
+        else:
+            compute_advantages(name, without, CONFIG)
+
+
+def test_grpo_by_hand() -> None:
+    ragged = ["a", "b", "a", "b", "b"]
+    std = math.sqrt(((1 - 2) ** 2 + (2 - 2) ** 2 + (3 - 2) ** 2) / 2)
+    expected = [0.5 / (math.sqrt(0.5) + GROUP_EPSILON), -1 / (std + GROUP_EPSILON), None, 0.0, None]
+    got = outcome([1.0, 1.0, 0.0, 2.0, 3.0], ragged, "grpo")
+    assert got[0] == pytest.approx(expected[0])
+    assert got[1] == pytest.approx(expected[1])
+    assert got[3] == 0.0
+    dr_grpo = outcome([1.0, 1.0, 0.0, 2.0, 3.0], ragged, "grpo", AdvantageConfig(norm_adv_by_std_in_grpo=False))
+    assert dr_grpo == pytest.approx([0.5, -1.0, -0.5, 0.0, 1.0])
+
+
+def test_rloo_by_hand() -> None:
+    assert outcome([1.0, 2.0, 6.0], ["a"] * 3, "rloo") == pytest.approx([1 - 4.0, 2 - 3.5, 6 - 1.5])
+
+
+def test_passk_by_hand() -> None:
+    plain = AdvantageConfig(norm_adv_by_std_in_grpo=False)
+    got = outcome([1.0, 4.0, 2.5, 3.0, 3.0, 0.0], ["a", "a", "a", "b", "b", "b"], "grpo_passk", plain)
+    assert got == pytest.approx([0.0, 1.5, 0.0, 0.0, 0.0, 0.0])
+
+
+def test_gpg_scales_by_the_rows_that_teach() -> None:
+    """Two of three groups have spread, so 6 / 4. verl scales by rows of nonzero score, here 6 / 4 too but by luck."""
+    uids = ["a", "a", "b", "b", "c", "c"]
+    assert outcome([1.0, 0.0, 1.0, 0.0, 1.0, 1.0], uids, "gpg") == pytest.approx([0.75, -0.75, 0.75, -0.75, 0.0, 0.0])
+    shifted = outcome([0.0, -1.0, 0.0, -1.0, 0.0, 0.0], uids, "gpg")
+    verl_shifted = 6 / 2 * 0.5
+    assert shifted[0] == pytest.approx(0.75)
+    assert verl_shifted == 1.5
+
+
+def test_opo_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
+    inp = AdvantageInput(place_scores(torch.tensor([1.0, 5.0]), mask), mask, group_ids=group_codes("aa"))
+    advantages, _ = compute_advantages("opo", inp, CONFIG)
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0, -1.0, -1.0], [3.0, 0.0, 0.0]]))
+
+
+def test_reinforce_plus_plus_returns_skip_masked_tokens() -> None:
+    mask = torch.tensor([[1, 1, 0, 0, 1]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 2.0]])
+    inp = AdvantageInput(rewards, mask)
+    advantages, returns = compute_advantages("reinforce_plus_plus", inp, AdvantageConfig(gamma=0.5))
+    assert returns.tolist() == [[0.5, 1.0, 0.0, 0.0, 2.0]]
+    trained = advantages[mask.bool()]
+    assert trained.mean().item() == pytest.approx(0.0, abs=1e-6)
+    assert trained.std().item() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_remax_by_hand() -> None:
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    inp = AdvantageInput(torch.tensor([[1.0, 2.0, 0.0], [0.0] * 3]), mask, reward_baselines=torch.tensor([0.5, 9.0]))
+    advantages, returns = compute_advantages("remax", inp, CONFIG)
+    assert advantages.tolist() == [[2.5, 1.5, 0.0], [0.0, 0.0, 0.0]]
+    assert returns.tolist() == [[3.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_gdpo_gives_rewards_of_any_scale_the_same_say() -> None:
+    mask = torch.ones(4, 1, dtype=torch.int64)
+    parts = torch.tensor([[0.0, 1.0], [1.0, 0.0], [2.0, 0.0], [3.0, 1.0]], dtype=torch.float64)
+    inp = AdvantageInput(parts.sum(1, keepdim=True), mask, group_ids=group_codes("aaaa"), reward_parts=parts)
+    same = AdvantageConfig()
+    small, _ = compute_advantages("gdpo", inp, same)
+    scaled = replace(inp, reward_parts=parts * torch.tensor([1000.0, 1.0]))
+    large, _ = compute_advantages("gdpo", scaled, same)
+    torch.testing.assert_close(large, small, rtol=1e-5, atol=1e-5)
+    with pytest.raises(ValueError, match="3 entries for 2"):
+        compute_advantages("gdpo", inp, CONFIG)
+
+
+def test_optimal_token_baseline_by_hand() -> None:
+    """Energies (1 - p)^2 are 1/4 and 9/16 a token; the longer row has no rival at its second token."""
+    mask = torch.tensor([[1, 1], [1, 0]])
+    old = torch.tensor([[0.5, 0.5], [0.25, 0.25]], dtype=torch.float64)
+    inp = AdvantageInput(
+        torch.tensor([[1.0, 2.0], [1.0, 0.0]], dtype=torch.float64),
+        mask,
+        group_ids=group_codes("aa"),
+        old_log_probs=old.log(),
+        sum_pi_squared=old.square(),
+    )
+    advantages, returns = compute_advantages("optimal_token_baseline", inp, CONFIG)
+    baseline = (0.25 * 3.0 + 0.5625 * 1.0) / (0.25 + 0.5625)
+    torch.testing.assert_close(
+        advantages, torch.tensor([[3.0 - baseline, 2.0], [1.0 - baseline, 0.0]], dtype=torch.float64)
+    )
+    assert returns.tolist() == [[3.0, 2.0], [1.0, 0.0]]
+
+
+def test_a_reward_that_is_not_finite_names_its_row() -> None:
+    inp = advantage_input(MASK_WITH_EVERYTHING, GROUPS)
+    inp.token_level_rewards[3, 1] = math.inf
+    with pytest.raises(ValueError, match="row 3"):
+        compute_advantages("grpo", inp, CONFIG)
+
+
+def test_large_finite_rewards_are_not_mistaken_for_infinite_ones() -> None:
+    mask = torch.ones(2, 2, dtype=torch.int64)
+    inp = AdvantageInput(torch.full((2, 2), 3e38), mask, group_ids=group_codes("aa"))
+    assert (compute_advantages("grpo", inp, CONFIG)[0] == 0).all()
+
+
+def test_unknown_names_and_wrong_shapes_are_refused() -> None:
+    inp = advantage_input(MASK_WITH_EVERYTHING, GROUPS)
+    with pytest.raises(ValueError, match=r"'grop'.*grpo"):
+        compute_advantages("grop", inp, CONFIG)
+    with pytest.raises(ValueError, match=r"values has shape \(8, 2\)"):
+        compute_advantages("gae", replace(inp, values=inp.values[:, :2]), CONFIG)
+
+
+def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hrl.algos.advantages.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
+
+    def mine(inp: AdvantageInput, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
+        return inp.token_level_rewards, inp.token_level_rewards
+
+    register_adv_est("mine", min_group_size=4)(mine)
+    register_adv_est("mine", min_group_size=4)(mine)
+    assert estimator_traits("mine").min_group_size == 4
+    with pytest.raises(ValueError, match="'gae' is already registered"):
+        register_adv_est("gae")(mine)

@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+import torch
+
+from hrl.algos.groups import count_groups_without_spread, group_codes, group_statistics
+
+
+@pytest.mark.parametrize(
+    "uids",
+    [
+        ["b", "a", "b", "c"],
+        np.array(["b", "a", "b", "c"], dtype=object),
+        torch.tensor([7, 3, 7, 9]),
+    ],
+)
+def test_codes_count_up_in_order_of_appearance(uids) -> None:
+    codes = group_codes(uids)
+    assert codes.dtype == torch.int64
+    assert codes.tolist() == [0, 1, 0, 2]
+
+
+def test_statistics_of_ragged_groups() -> None:
+    scores = torch.tensor([1.0, 5.0, 3.0, 9.0, 5.0, 100.0])
+    ids = group_codes(["a", "b", "a", "c", "b", "a"])
+    counted = torch.tensor([True, True, True, True, True, False])
+    stats = group_statistics(scores, ids, counted)
+    assert stats.size.tolist() == [2, 2, 2, 1, 2, 2]
+    assert stats.mean.tolist() == [2.0, 5.0, 2.0, 9.0, 5.0, 2.0]
+    assert stats.std.tolist() == pytest.approx([2**0.5, 0.0, 2**0.5, 0.0, 0.0, 2**0.5])
+    assert stats.has_spread.tolist() == [True, False, True, False, False, True]
+    assert count_groups_without_spread(scores, ids, counted) == 2
+
+
+def test_rounding_is_no_spread() -> None:
+    """The mean of three times 0.1 is not 0.1 in binary; a spread taken from deviations would not be 0."""
+    stats = group_statistics(torch.full((3,), 0.1), group_codes("aaa"), torch.ones(3, dtype=torch.bool))
+    assert not stats.has_spread.any()
+
+
+def test_no_rows_and_nothing_counted() -> None:
+    nothing = torch.zeros(0)
+    assert group_statistics(nothing, group_codes([]), nothing.bool()).size.shape == (0,)
+    stats = group_statistics(torch.ones(2), group_codes("ab"), torch.zeros(2, dtype=torch.bool))
+    assert stats.mean.tolist() == [0.0, 0.0]
+    assert not stats.has_spread.any()
+
+
+def test_lengths_must_agree() -> None:
+    with pytest.raises(ValueError, match="group ids"):
+        group_statistics(torch.ones(3), group_codes("ab"), torch.ones(3, dtype=torch.bool))

@@ -1,0 +1,44 @@
+import math
+
+import pytest
+import torch
+
+from hrl.algos.masked import TrainedTokens, keep, sum_and_count, whiten
+from tests.algos.batches import MASK_WITH_EVERYTHING, Batch
+
+
+def test_whitened_entries_have_mean_zero_and_unbiased_variance_one() -> None:
+    batch = Batch.random()
+    white = whiten(1e6 + batch.values, batch.mask)
+    inside = white[batch.mask.bool()]
+    assert inside.mean().item() == pytest.approx(0.0, abs=1e-8)
+    assert inside.var().item() == pytest.approx(1.0, rel=1e-6)
+    assert (white[~batch.mask.bool()] == 0).all()
+
+
+def test_whitening_without_spread() -> None:
+    assert (whiten(torch.full((2, 2), 7.0), torch.zeros(2, 2)) == 0).all()
+    assert (whiten(torch.full((2, 2), 7.0), torch.tensor([[1, 0], [0, 0]])) == 0).all()
+    assert (whiten(torch.full((2, 2), 7.0), torch.ones(2, 2)) == 0).all()
+
+
+def test_packing_draws_the_docstring() -> None:
+    tokens = TrainedTokens.of(torch.tensor([[1, 0, 1, 1], [0, 1, 0, 0]]))
+    packed = tokens.pack(torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 6.0, 7.0, 8.0]]))
+    assert packed.tolist() == [[1.0, 3.0, 4.0], [6.0, 0.0, 0.0]]
+    assert tokens.unpack(packed).tolist() == [[1.0, 0.0, 3.0, 4.0], [0.0, 6.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("mask", [MASK_WITH_EVERYTHING, torch.arange(6) < torch.tensor([[3], [0], [5]])])
+def test_packing_there_and_back_keeps_trained_tokens(mask: torch.Tensor) -> None:
+    matrix = torch.arange(mask.numel(), dtype=torch.float64).view(mask.shape) + 1.0
+    tokens = TrainedTokens.of(mask)
+    assert tokens.pack(matrix).shape == (len(mask), int(mask.sum(dim=1).max()))
+    assert torch.equal(tokens.unpack(tokens.pack(matrix)), matrix * mask)
+
+
+def test_nothing_outside_the_mask_is_read() -> None:
+    matrix = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
+    mask = torch.tensor([[1, 0], [0, 1]])
+    assert keep(matrix, mask).tolist() == [[1.0, 0.0], [0.0, 2.0]]
+    assert [number.item() for number in sum_and_count(matrix, mask)] == [3.0, 2]

@@ -1,0 +1,259 @@
+import math
+from copy import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hrl.algos.aggregation import aggregate
+from hrl.algos.policy_losses import (
+    POLICY_LOSSES,
+    ZERO_AT_ZERO_ADVANTAGE,
+    PolicyLossInput,
+    PolicyLossOutput,
+    policy_loss,
+    register_policy_loss,
+)
+from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
+from tests.algos.batches import ACTOR, Batch
+
+EVERY_LOSS = pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
+
+
+def loss_input(batch: Batch, name: str = "vanilla", log_prob: Tensor | None = None) -> PolicyLossInput:
+    selected = None
+    if name in TOKEN_SELECTORS:
+        generator = torch.Generator().manual_seed(0)
+        selected = select_tokens(name, batch.old_log_prob, batch.advantages, batch.mask, ACTOR, generator)
+    leaf = batch.log_prob.clone().requires_grad_() if log_prob is None else log_prob
+    return PolicyLossInput(leaf, batch.old_log_prob, batch.advantages, batch.mask, selected_tokens=selected)
+
+
+def one_token(name: str, ratio: float, advantage: float, **settings: Any) -> tuple[float, float]:
+    """Loss and gradient of a single token of old probability 1/4."""
+    config = copy(ACTOR)
+    config.__dict__.update(settings)
+    old = torch.tensor([[math.log(0.25)]], dtype=torch.float64)
+    new = (old + math.log(ratio)).requires_grad_()
+    inp = PolicyLossInput(new, old, torch.tensor([[advantage]], dtype=torch.float64), torch.ones(1, 1))
+    loss = policy_loss(name, inp, config).loss_mat.sum()
+    loss.backward()
+    assert new.grad is not None
+    return loss.item(), new.grad.item()
+
+
+@EVERY_LOSS
+def test_inserted_masked_tokens_change_nothing(name: str) -> None:
+    batch = Batch.random(seed=8)
+    inp = loss_input(batch, name)
+    wide_mask = torch.cat([torch.zeros(8, 1), batch.mask[:, :3], torch.zeros(8, 2), batch.mask[:, 3:]], dim=1)
+
+    def widen(column: Tensor | None, fill: float) -> Tensor | None:
+        if column is None:
+            return None
+        filler = torch.full_like(column[:, :1], fill)
+        return torch.cat([filler, column[:, :3], filler, filler, column[:, 3:]], dim=1)
+
+    wide = PolicyLossInput(
+        log_prob=widen(inp.log_prob, -7.0),
+        old_log_prob=widen(inp.old_log_prob, -0.1),
+        advantages=widen(inp.advantages, 3.0),
+        response_mask=wide_mask,
+        selected_tokens=widen(inp.selected_tokens, 0),
+    )
+    before, after = policy_loss(name, inp, ACTOR), policy_loss(name, wide, ACTOR)
+    torch.testing.assert_close(
+        after.loss_mat[wide_mask.bool()], before.loss_mat[batch.mask.bool()], rtol=1e-12, atol=1e-12
+    )
+    assert after.loss_mat[~wide_mask.bool()].abs().sum() == 0
+    for key, (total, count) in before.metrics.items():
+        assert after.metrics[key][0].item() == pytest.approx(total.item(), abs=1e-12)
+        assert after.metrics[key][1].item() == count.item() == batch.mask.sum().item()
+
+
+@EVERY_LOSS
+def test_rubbish_outside_the_mask_does_not_reach_the_gradient(name: str) -> None:
+    batch = Batch.random(seed=9)
+    outside = ~batch.mask.bool()
+    log_prob = batch.log_prob.masked_fill(outside, -900.0).requires_grad_()
+    dirty = replace(
+        batch,
+        old_log_prob=batch.old_log_prob.masked_fill(outside, 900.0),
+        advantages=batch.advantages.masked_fill(outside, 1e30),
+    )
+    output = policy_loss(name, loss_input(dirty, name, log_prob), ACTOR)
+    aggregate(output.loss_mat, batch.mask, "token-mean").backward()
+    assert log_prob.grad is not None
+    assert torch.isfinite(log_prob.grad).all()
+    assert (log_prob.grad[outside] == 0).all()
+    assert log_prob.grad.abs().max() > 0
+
+
+@EVERY_LOSS
+def test_extreme_ratios_give_finite_gradients(name: str) -> None:
+    log_prob = torch.tensor([[-0.01, -800.0, -0.01, -800.0]], requires_grad=True)
+    old = torch.tensor([[-800.0, -0.01, -800.0, -0.01]])
+    inp = PolicyLossInput(log_prob, old, torch.tensor([[1.0, 1.0, -1.0, -1.0]]), torch.ones(1, 4))
+    inp = replace(inp, selected_tokens=torch.tensor([[True, False, False, True]]))
+    policy_loss(name, inp, ACTOR).loss_mat.sum().backward()
+    assert log_prob.grad is not None
+    assert torch.isfinite(log_prob.grad).all()
+
+
+@EVERY_LOSS
+def test_on_policy_every_loss_is_the_policy_gradient(name: str) -> None:
+    """At ratio 1 with one advantage per row the gradient of each is that of -A log p, and the drift exactly 0."""
+    batch = Batch.random(seed=10)
+    row_advantages = batch.advantages[:, :1].expand(batch.mask.shape).contiguous()
+    log_prob = batch.old_log_prob.clone().requires_grad_()
+    inp = PolicyLossInput(log_prob, log_prob.detach(), row_advantages, batch.mask)
+    inp = replace(inp, selected_tokens=torch.zeros_like(batch.mask, dtype=torch.bool))
+    output = policy_loss(name, inp, ACTOR)
+    assert output.metrics["ppo_kl"][0].item() == 0.0
+    for key in ("pg_clipfrac", "pg_clipfrac_lower"):
+        if key in output.metrics:
+            assert output.metrics[key][0].item() == 0.0
+    aggregate(output.loss_mat, batch.mask, "seq-mean-token-sum").backward()
+    rows = batch.mask.any(dim=1).sum()
+    torch.testing.assert_close(log_prob.grad, -row_advantages * batch.mask / rows, rtol=1e-12, atol=1e-15)
+
+
+@EVERY_LOSS
+def test_exactly_the_losses_that_declare_it_have_no_gradient_at_zero_advantage(name: str) -> None:
+    """The trainer does not run such rows; it may spare only what would not have moved a weight."""
+    moved = False
+    for seed, spread in enumerate((1e-3, 0.1, 1.0, 10.0, 100.0)):
+        batch = Batch.random(seed=seed)
+        batch = replace(batch, log_prob=batch.old_log_prob + spread * batch.returns)
+        inp = loss_input(batch, name)
+        still = replace(inp, advantages=torch.zeros_like(inp.advantages), rollout_is_weights=batch.weights)
+        policy_loss(name, still, ACTOR).loss_mat.sum().backward()
+        assert inp.log_prob.grad is not None
+        moved |= bool((inp.log_prob.grad != 0).any())
+    assert moved == (name not in ZERO_AT_ZERO_ADVANTAGE)
+
+
+@EVERY_LOSS
+def test_correction_weights_scale_the_loss(name: str) -> None:
+    batch = Batch.random(seed=11)
+    inp = loss_input(batch, name)
+    doubled = replace(inp, rollout_is_weights=torch.full_like(batch.weights, 2.0))
+    torch.testing.assert_close(
+        policy_loss(name, doubled, ACTOR).loss_mat, 2.0 * policy_loss(name, inp, ACTOR).loss_mat, rtol=1e-12, atol=0
+    )
+
+
+def test_vanilla_clips_each_side_by_its_own_range() -> None:
+    bounds = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3, "clip_ratio_c": 3.0}
+    assert one_token("vanilla", 1.2, 2.0, **bounds) == (pytest.approx(-2.4), pytest.approx(-2.4))
+    assert one_token("vanilla", 1.4, 2.0, **bounds) == (pytest.approx(-2.6), 0.0)
+    assert one_token("vanilla", 0.8, -2.0, **bounds) == (pytest.approx(1.8), 0.0)
+    assert one_token("vanilla", 2.0, -2.0, **bounds) == (pytest.approx(4.0), pytest.approx(4.0))
+    assert one_token("vanilla", 5.0, -2.0, **bounds) == (pytest.approx(6.0), 0.0)
+
+
+def test_clip_ratio_stands_in_for_a_missing_side() -> None:
+    bounds = {"clip_ratio": 0.5, "clip_ratio_low": None, "clip_ratio_high": None, "clip_ratio_c": 3.0}
+    assert one_token("vanilla", 1.8, 1.0, **bounds)[0] == pytest.approx(-1.5)
+    assert one_token("vanilla", 0.2, -1.0, **bounds)[0] == pytest.approx(0.5)
+
+
+def test_gspo_clips_by_the_geometric_mean() -> None:
+    """Ratios 2 and 1/2: their geometric mean is 1, so nothing is clipped though both tokens are far outside."""
+    old = torch.zeros(1, 2, dtype=torch.float64)
+    new = torch.tensor([[math.log(2.0), -math.log(2.0)]], dtype=torch.float64, requires_grad=True)
+    output = policy_loss("gspo", PolicyLossInput(new, old, torch.ones(1, 2), torch.ones(1, 2)), ACTOR)
+    output.loss_mat.sum().backward()
+    assert output.loss_mat.tolist() == [[-1.0, -1.0]]
+    assert output.metrics["pg_clipfrac"][0].item() == 0
+    assert new.grad is not None
+    assert new.grad.tolist() == [[-1.0, -1.0]]
+
+
+def test_geo_mean_is_one_number_per_sequence() -> None:
+    config = copy(ACTOR)
+    config.clip_ratio_low = config.clip_ratio_high = 1.0
+    old = torch.zeros(1, 3, dtype=torch.float64)
+    new = torch.tensor([[0.4, -0.2, 9.9]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0]])
+    output = policy_loss("geo_mean", PolicyLossInput(new, old, torch.full((1, 3), 2.0), mask), config)
+    expected = -2.0 * math.exp(0.1)
+    assert output.loss_mat[0].tolist() == pytest.approx([expected, expected, 0.0])
+
+
+def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
+    assert one_token("cispo", 5.0, 2.0, clip_ratio_high=0.3)[1] == pytest.approx(-1.3 * 2.0)
+
+
+def test_sapo_by_hand() -> None:
+    tau = 1.05
+    value, gradient = one_token("sapo", 2.0, -3.0, tau_neg=tau)
+    gate = 1 / (1 + math.exp(-tau))
+    assert value == pytest.approx(3.0 * gate * 4 / tau)
+    assert gradient == pytest.approx(3.0 * 4 * gate * (1 - gate) * 2.0)
+
+
+def test_dppo_drops_what_moved_too_far_the_way_the_advantage_pulls() -> None:
+    thresholds = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.1, "clip_ratio_c": 20.0}
+    assert one_token("dppo_tv", 1.6, 1.0, **thresholds)[1] == 0.0  # 0.25 -> 0.40
+    assert one_token("dppo_tv", 1.3, 1.0, **thresholds)[1] == pytest.approx(-1.3)
+    assert one_token("dppo_tv", 0.4, 1.0, **thresholds)[1] == pytest.approx(-0.4)
+    assert one_token("dppo_tv", 0.4, -1.0, **thresholds)[1] == 0.0  # 0.25 -> 0.10
+    divergence = 0.25 * math.log(0.25 / 0.4) + 0.75 * math.log(0.75 / 0.6)
+    for threshold, gradient in ((divergence - 1e-6, 0.0), (divergence + 1e-6, -1.6)):
+        got = one_token("dppo_kl", 1.6, 1.0, clip_ratio_low=0.0, clip_ratio_high=threshold, clip_ratio_c=20.0)
+        assert got[1] == pytest.approx(gradient)
+
+
+def test_dro_by_hand() -> None:
+    value, gradient = one_token("dro", 2.0, 3.0)
+    beta, log_ratio, log_prob = ACTOR.policy_loss.dro_beta, math.log(2.0), math.log(0.5)
+    assert value == pytest.approx(-3.0 * log_prob + 0.5 * beta * log_ratio**2)
+    assert gradient == pytest.approx(-3.0 + beta * log_ratio)
+
+
+def test_selected_tokens_of_covariance_losses() -> None:
+    batch = Batch.random(seed=12)
+    mask = batch.mask.bool()
+    everything = replace(loss_input(batch), selected_tokens=mask)
+    nothing = replace(loss_input(batch), selected_tokens=torch.zeros_like(mask))
+    penalty = policy_loss("kl_cov", everything, ACTOR).loss_mat - policy_loss("kl_cov", nothing, ACTOR).loss_mat
+    distance = (batch.log_prob - batch.old_log_prob).abs() * batch.mask
+    torch.testing.assert_close(penalty, ACTOR.policy_loss.ppo_kl_coef * distance, rtol=1e-9, atol=1e-12)
+    policy_loss("clip_cov", everything, ACTOR).loss_mat.sum().backward()
+    assert (everything.log_prob.grad == 0).all()
+
+
+@pytest.mark.parametrize("name", sorted(TOKEN_SELECTORS))
+def test_a_choice_over_a_micro_batch_is_never_made_silently(name: str) -> None:
+    with pytest.raises(ValueError, match="selected_tokens"):
+        policy_loss(name, loss_input(Batch.random()), ACTOR)
+
+
+def test_bad_settings_and_shapes_are_refused() -> None:
+    with pytest.raises(ValueError, match="clip_ratio_c must be above 1"):
+        one_token("vanilla", 1.0, 1.0, clip_ratio_c=1.0)
+    with pytest.raises(ValueError, match="dro_beta"):
+        policy = copy(ACTOR.policy_loss)
+        policy.dro_beta = None
+        one_token("dro", 1.0, 1.0, policy_loss=policy)
+    batch = Batch.random()
+    with pytest.raises(ValueError, match=r"'vanila'.*vanilla"):
+        policy_loss("vanila", loss_input(batch), ACTOR)
+    with pytest.raises(ValueError, match="advantages has shape"):
+        policy_loss("vanilla", replace(loss_input(batch), advantages=batch.advantages[:, 1:]), ACTOR)
+
+
+def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hrl.algos.policy_losses.POLICY_LOSSES", dict(POLICY_LOSSES))
+
+    def mine(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+        return PolicyLossOutput(-inp.log_prob, {})
+
+    register_policy_loss("mine")(mine)
+    register_policy_loss("mine")(mine)
+    assert "mine" not in ZERO_AT_ZERO_ADVANTAGE  # nobody has said so
+    with pytest.raises(ValueError, match="'vanilla' is already registered"):
+        register_policy_loss("vanilla")(mine)

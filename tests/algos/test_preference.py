@@ -1,0 +1,117 @@
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from hrl.algos.preference import (
+    PAIR_LOSSES,
+    REFERENCE_FREE_LOSSES,
+    PairInput,
+    PairOptions,
+    mean_over_pairs,
+    preference_loss,
+    reward_model_loss,
+    sequence_log_prob,
+    sft_loss,
+)
+
+
+def vector(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+PAIR = PairInput(vector(-1.0, -4.0), vector(-2.0, -1.0), vector(-1.5, -3.0), vector(-1.0, -2.0))
+"""Margins 0.5 - (-1) = 1.5 and -1 - 1 = -2."""
+
+
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "expected"),
+    [
+        ("sigmoid", PairOptions(beta=0.5), [-log_sigmoid(0.75), -log_sigmoid(-1.0)]),
+        (
+            "sigmoid",
+            PairOptions(beta=0.5, label_smoothing=0.1),
+            [
+                -0.9 * log_sigmoid(0.75) - 0.1 * log_sigmoid(-0.75),
+                -0.9 * log_sigmoid(-1.0) - 0.1 * log_sigmoid(1.0),
+            ],
+        ),
+        ("ipo", PairOptions(beta=0.5), [0.25, 9.0]),
+        ("hinge", PairOptions(beta=0.5), [0.25, 2.0]),
+    ],
+)
+def test_by_hand(name: str, options: PairOptions, expected: list[float]) -> None:
+    losses, metrics = preference_loss(name, PAIR, options)
+    assert losses.tolist() == pytest.approx(expected)
+    assert [number.item() for number in metrics["accuracy"]] == [1.0, 2.0]
+    assert metrics["rewards_margin"][0].item() == pytest.approx(options.beta * -0.5)
+
+
+def test_simpo_has_a_margin_and_no_reference() -> None:
+    free = PairInput(PAIR.chosen, PAIR.rejected)
+    losses, _ = preference_loss("simpo", free, PairOptions(beta=2.0, target_margin=0.5))
+    assert losses.tolist() == pytest.approx([-log_sigmoid(1.5), -log_sigmoid(-6.5)])
+    with pytest.raises(ValueError, match="no reference"):
+        preference_loss("simpo", PAIR, PairOptions())
+
+
+@pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - REFERENCE_FREE_LOSSES))
+def test_without_a_reference_it_is_a_uniform_one(name: str) -> None:
+    free, _ = preference_loss(name, PairInput(PAIR.chosen, PAIR.rejected), PairOptions())
+    zeros = torch.zeros_like(PAIR.chosen)
+    uniform, _ = preference_loss(name, PairInput(PAIR.chosen, PAIR.rejected, zeros, zeros), PairOptions())
+    torch.testing.assert_close(free, uniform)
+
+
+@pytest.mark.parametrize("name", sorted(PAIR_LOSSES))
+def test_every_loss_pulls_chosen_up_and_rejected_down(name: str) -> None:
+    chosen, rejected = vector(-3.0).requires_grad_(), vector(-3.0).requires_grad_()
+    preference_loss(name, PairInput(chosen, rejected), PairOptions())[0].sum().backward()
+    assert chosen.grad is not None
+    assert rejected.grad is not None
+    assert chosen.grad.item() < 0 < rejected.grad.item()
+    assert chosen.grad.item() == pytest.approx(-rejected.grad.item())
+
+
+def test_far_apart_pairs_stay_finite() -> None:
+    chosen = vector(-5000.0).requires_grad_()
+    losses, _ = preference_loss("sigmoid", PairInput(chosen, vector(0.0)), PairOptions(beta=1.0))
+    losses.sum().backward()
+    assert losses.item() == pytest.approx(5000.0)
+    assert chosen.grad is not None
+    assert chosen.grad.item() == pytest.approx(-1.0)
+
+
+def test_reward_model_loss() -> None:
+    losses, metrics = reward_model_loss(vector(2.0, 0.0), vector(1.0, 0.5), target_margin=vector(0.0, 1.0))
+    assert losses.tolist() == pytest.approx([-log_sigmoid(1.0), -log_sigmoid(-1.5)])
+    assert [number.item() for number in metrics["accuracy"]] == [1.0, 2.0]
+
+
+def test_log_probs_of_sequences_and_tokens() -> None:
+    log_prob = torch.tensor([[-1.0, -2.0, math.nan], [-5.0, -5.0, -5.0]])
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    assert sequence_log_prob(log_prob, mask).tolist() == [-3.0, 0.0]
+    assert sequence_log_prob(log_prob, mask, mean=True).tolist() == [-1.5, 0.0]
+    assert sft_loss(log_prob, mask).tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+def test_pairs_are_divided_by_those_of_the_whole_mini_batch() -> None:
+    assert mean_over_pairs(vector(1.0, 2.0), num_pairs=6).item() == 0.5
+    assert mean_over_pairs(vector(), num_pairs=0).item() == 0.0
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"'dpo'.*sigmoid"):
+        preference_loss("dpo", PAIR, PairOptions())
+    with pytest.raises(ValueError, match="both chosen and rejected"):
+        preference_loss("sigmoid", PairInput(PAIR.chosen, PAIR.rejected, PAIR.ref_chosen), PairOptions())
+    with pytest.raises(ValueError, match="beta"):
+        PairOptions(beta=0.0)
+    with pytest.raises(ValueError, match="label_smoothing"):
+        PairOptions(label_smoothing=0.5)

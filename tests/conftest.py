@@ -1,0 +1,35 @@
+"""Fixtures that several packages' tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+RAY_NUM_CPUS = 16  # logical: a test's pools may ask for up to so many processes, whatever the machine has
+
+
+@pytest.fixture(scope="session")
+def ray_session() -> Iterator[None]:
+    """A local Ray cluster of this test session, started when the first test asks for it and ended with the session."""
+    from hrl.single_controller.ray import ray_cluster
+
+    # Workers import the test modules that define their classes; pytest has put those folders on this process's path.
+    root = Path(__file__).parent.parent
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+    with ray_cluster("local", num_cpus=RAY_NUM_CPUS, object_store_bytes=200 << 20):
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips the tests marked `gpu` where there is no CUDA device."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if not marked:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,173 @@
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from hrl.data.dataset import DatasetError, RLHFDataset
+
+OVERHEAD = len("<") + len("user\n") + len("<") + len("\n") + len("<") + len("assistant\n")  # template tokens per prompt
+
+
+def test_a_prompt_is_left_padded_and_its_positions_start_at_zero(tokenizer, config, make_row):
+    dataset = RLHFDataset([make_row("abc")], tokenizer, config)
+    item = dataset[0]
+    length = OVERHEAD + 3
+    assert item["attention_mask"].tolist() == [0] * (40 - length) + [1] * length
+    assert item["position_ids"].tolist() == [0] * (40 - length) + list(range(length))
+    assert item["input_ids"][:-length].tolist() == [tokenizer.pad_token_id] * (40 - length)
+    text = "<|start|>user\nabc<|end|>\n<|start|>assistant\n"
+    assert tokenizer.decode(item["raw_prompt_ids"]) == text
+    assert item["input_ids"][-length:].tolist() == item["raw_prompt_ids"]
+    assert item["raw_prompt"] == [{"role": "user", "content": "abc"}]
+
+
+def test_tokens_equal_the_tokenizers_own_chat_encoding(tokenizer, config, make_row):
+    chat = [{"role": "system", "content": "é"}, {"role": "user", "content": "7 + 5"}]
+    config.max_prompt_length = 100
+    dataset = RLHFDataset([make_row(chat)], tokenizer, config)
+    expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert dataset[0]["raw_prompt_ids"] == expected
+
+
+def test_a_batch_holds_its_rows_in_the_order_asked_for(tokenizer, config, make_row):
+    dataset = RLHFDataset([make_row("a" * (n + 1), extra_info={"n": n}) for n in range(5)], tokenizer, config)
+    batch = dataset.batch([3, 0, 3])
+    assert [info["n"] for info in batch.non_tensor_batch["extra_info"]] == [3, 0, 3]
+    assert batch.non_tensor_batch["index"].tolist() == [3, 0, 3]
+    assert batch.batch["attention_mask"].sum(1).tolist() == [OVERHEAD + 4, OVERHEAD + 1, OVERHEAD + 4]
+    assert torch.equal(batch.batch["prompts"][0], dataset[3]["input_ids"])
+    assert batch.batch["prompts"].dtype == torch.int64
+
+
+def test_parquet_jsonl_and_list_give_the_same_data(tmp_path, tokenizer, config, make_row):
+    rows = [make_row([{"role": "user", "content": f"q{n}"}], extra_info={"n": n}) for n in range(3)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\n")
+    sources = [rows, str(tmp_path / "rows.parquet"), [str(tmp_path / "rows.jsonl")]]
+    seen = [[RLHFDataset(source, tokenizer, config)[n] for n in range(3)] for source in sources]
+    for other in seen[1:]:
+        for item, same in zip(seen[0], other, strict=True):
+            assert item["raw_prompt_ids"] == same["raw_prompt_ids"]
+            assert (item["extra_info"], item["reward_model"]) == (same["extra_info"], same["reward_model"])
+
+
+def test_several_files_are_read_one_after_the_other(tmp_path, tokenizer, config, make_row):
+    for name in "ab":
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(make_row(name)) + "\n")
+    dataset = RLHFDataset([str(tmp_path / "b.jsonl"), str(tmp_path / "a.jsonl")], tokenizer, config)
+    assert [dataset[n]["raw_prompt"][0]["content"] for n in range(2)] == ["b", "a"]
+
+
+BAD = {
+    "no prompt": ({"prompt": None}, "'prompt' is missing or null"),
+    "empty prompt": ({"prompt": ""}, "empty string"),
+    "number as prompt": ({"prompt": 7}, "'prompt' is 7"),
+    "no content": ({"prompt": [{"role": "user"}]}, "'content' of message 0"),
+    "data source": ({"data_source": None}, "'data_source'"),
+    "null extra_info": ({"extra_info": None}, "'extra_info' is missing or null"),
+    "reward_model is text": ({"reward_model": "5"}, "'reward_model' is '5'"),
+}
+
+
+@pytest.mark.parametrize("changes, message", BAD.values(), ids=BAD)
+def test_a_bad_row_is_refused_with_file_and_row(tmp_path, tokenizer, config, make_row, changes, message):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(json.dumps(r) for r in (make_row(), make_row(**changes))))
+    with pytest.raises(DatasetError) as error:
+        RLHFDataset(str(file), tokenizer, config)
+    assert f"{file} line 2" in str(error.value)
+    assert message in str(error.value)
+
+
+def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, tokenizer, config, make_row):
+    file = tmp_path / "rows.jsonl"
+    good = json.dumps(make_row()).encode()
+    file.write_bytes(b"\n".join([good, b'{"prompt": "\xff"}', b"{oops", b"[1]", good]))
+    config.bad_rows = "skip"
+    dataset = RLHFDataset(str(file), tokenizer, config)
+    assert (dataset.counts.read, dataset.counts.bad, dataset.counts.kept) == (5, 3, 2)
+
+
+def test_text_that_is_not_utf8_in_parquet_names_the_row(tmp_path, tokenizer, config):
+    broken = pa.array([b"ok", b"\xff\xfe"], pa.binary()).view(pa.string())
+    table = pa.table({"prompt": broken, "data_source": ["s", "s"]})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(DatasetError, match="rows.parquet row 1: holds text that is not UTF-8"):
+        RLHFDataset(str(tmp_path / "rows.parquet"), tokenizer, config)
+
+
+def test_a_parquet_file_that_is_none_is_named(tmp_path, tokenizer, config):
+    (tmp_path / "rows.parquet").write_text("hello")
+    with pytest.raises(DatasetError, match="rows.parquet is not a readable Parquet file"):
+        RLHFDataset(str(tmp_path / "rows.parquet"), tokenizer, config)
+
+
+def test_overlong_prompts_are_refused_dropped_or_cut_as_configured(tokenizer, config, make_row):
+    rows = [make_row("a"), make_row("b" * 100), make_row("c")]
+    with pytest.raises(DatasetError, match=r"row 1 of the list \(\d+ tokens\).*data.truncation"):
+        RLHFDataset(rows, tokenizer, config)
+
+    config.filter_overlong_prompts = True
+    dropped = RLHFDataset(rows, tokenizer, config)
+    assert (len(dropped), dropped.counts.too_long) == (2, 1)
+    config.filter_overlong_prompts = False
+
+    config.truncation = "left"
+    ids = RLHFDataset(rows, tokenizer, config)[1]["raw_prompt_ids"]
+    assert (len(ids), tokenizer.decode(ids)[-10:]) == (40, "assistant\n")
+    config.truncation = "right"
+    cut = RLHFDataset(rows, tokenizer, config)
+    assert tokenizer.decode(cut[1]["raw_prompt_ids"]).startswith("<|start|>user\nbbb")
+    assert (cut.counts.truncated, cut.counts.kept) == (1, 3)
+
+
+def test_data_with_nothing_left_says_what_became_of_it(tokenizer, config, make_row):
+    config.filter_overlong_prompts = True
+    with pytest.raises(DatasetError, match="2 rows read, 0 bad, 2 too long, 0 truncated, 0 kept"):
+        RLHFDataset([make_row("b" * 100)] * 2, tokenizer, config)
+    with pytest.raises(DatasetError, match="0 rows read"):
+        RLHFDataset([], tokenizer, config)
+
+
+def test_too_few_rows_for_a_batch_are_refused_with_the_counts(tokenizer, config, make_row):
+    dataset = RLHFDataset([make_row()] * 3, tokenizer, config)
+    dataset.require_rows(3, "one batch")
+    with pytest.raises(DatasetError, match="3 kept, 4 needed"):
+        dataset.require_rows(4, "one batch (data.train_batch_size)")
+
+
+def test_max_samples_limits_the_usable_rows(tokenizer, config, make_row):
+    assert len(RLHFDataset([make_row()] * 5, tokenizer, config, max_samples=2)) == 2
+
+
+def test_a_missing_file_and_an_unknown_kind_are_named(tmp_path, tokenizer, config):
+    with pytest.raises(DatasetError, match="does not exist"):
+        RLHFDataset(str(tmp_path / "no.parquet"), tokenizer, config)
+    (tmp_path / "rows.pkl").write_bytes(b"\x80")
+    with pytest.raises(DatasetError, match="neither .parquet nor .jsonl"):
+        RLHFDataset(str(tmp_path / "rows.pkl"), tokenizer, config)
+
+
+def test_a_chat_that_the_template_refuses_is_a_bad_row(tokenizer_with, config, make_row):
+    strict = tokenizer_with("{{ raise_exception('no system role') }}")
+    with pytest.raises(DatasetError, match="row 0 of the list: can't be rendered: no system role"):
+        RLHFDataset([make_row()], strict, config)
+
+
+def test_a_base_model_takes_a_string_as_it_is_and_refuses_a_chat(tokenizer_with, config, make_row):
+    base = tokenizer_with(None)
+    dataset = RLHFDataset([make_row("once upon")], base, config)
+    assert base.decode(dataset[0]["raw_prompt_ids"]) == "once upon"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DatasetError, match="no chat template"):
+        RLHFDataset([make_row(chat)], base, config)
+
+
+def test_padding_is_known_from_lengths_even_when_pad_is_the_end_token(tokenizer_with, config, make_row):
+    shared = tokenizer_with(pad_token="<|end|>")
+    item = RLHFDataset([make_row("x")], shared, config)[0]
+    assert int(item["attention_mask"].sum()) == OVERHEAD + 1
+    assert np.count_nonzero(item["input_ids"].numpy() == shared.eos_token_id) > 40 - OVERHEAD - 1

@@ -1,0 +1,66 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hrl.data.sampler import EpochOrder, Position
+
+
+@given(st.integers(1, 200), st.integers(0, 2**31), st.integers(0, 50))
+def test_an_epoch_deals_every_row_once(rows, seed, epoch):
+    assert sorted(EpochOrder(rows, seed).epoch(epoch).tolist()) == list(range(rows))
+
+
+def test_the_order_is_the_same_on_every_machine():
+    order = EpochOrder(8, seed=1)
+    assert order.epoch(0).tolist() == [2, 5, 1, 4, 6, 0, 3, 7]
+    assert order.epoch(1).tolist() == [4, 2, 0, 7, 1, 3, 6, 5]
+
+
+def test_epochs_and_seeds_have_different_orders():
+    orders = {tuple(EpochOrder(50, seed).epoch(epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+@given(st.integers(1, 40), st.data())
+def test_going_on_from_a_saved_position_equals_never_having_stopped(rows, data):
+    order = EpochOrder(rows, seed=9)
+    batch = data.draw(st.integers(1, rows))
+    straight, position, resumed = [], order.start(), None
+    stop = data.draw(st.integers(0, 7))
+    for step in range(8):
+        if step == stop:
+            resumed = Position.from_dict(position.to_dict())
+        dealt, position = order.next(position, batch)
+        straight.append(dealt)
+    again = []
+    for _ in range(stop, 8):
+        dealt, resumed = order.next(resumed, batch)
+        again.append(dealt)
+    assert again == straight[stop:]
+
+
+def test_the_end_of_an_epoch_is_followed_by_the_next_ones_order():
+    order = EpochOrder(10, seed=0)
+    _, position = order.next(Position(0, 5), 5)
+    assert position == Position(0, 10)
+    dealt, position = order.next(position, 5)
+    assert (dealt, position) == (order.epoch(1)[:5].tolist(), Position(1, 5))
+
+
+def test_rows_that_fill_no_batch_are_not_dealt():
+    order = EpochOrder(10, seed=0)
+    dealt, _ = order.next(Position(0, 8), 4)
+    assert dealt == order.epoch(1)[:4].tolist()
+
+
+def test_without_shuffling_rows_come_in_their_order():
+    assert EpochOrder(5, seed=7, shuffle=False).epoch(3).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_cannot_be_dealt_is_refused():
+    with pytest.raises(ValueError, match="batch of 6 rows can't be drawn from a data set of 5 rows"):
+        EpochOrder(5, seed=0).next(Position(), 6)
+    with pytest.raises(ValueError, match="belongs to another"):
+        EpochOrder(5, seed=0).next(Position(0, 9), 2)
+    with pytest.raises(ValueError, match="epoch and offset"):
+        Position.from_dict({"epoch": 1, "offset": -1})

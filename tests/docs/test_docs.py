@@ -1,0 +1,73 @@
+"""The documents say what is true: links lead somewhere, commands compose, code runs."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from hrl.trainer.config import compose_cli
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ENTRIES = (["python", "-m", "hrl.trainer.main_ppo"], ["hrl", "check"])
+
+
+def blocks(document, language):
+    return [code for found, code in FENCE.findall(document.read_text()) if found == language]
+
+
+def launch_lines():
+    for document in DOCUMENTS:
+        for code in blocks(document, "bash"):
+            for line in code.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                for entry in ENTRIES:
+                    if words[: len(entry)] == entry:
+                        yield pytest.param(words[len(entry) :], id=f"{document.name}: {line[:70]}")
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_relative_link_leads_to_a_file(document):
+    links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("arguments", list(launch_lines()))
+def test_every_launch_line_composes(arguments):
+    compose_cli(arguments)
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_python_block_is_python(document):
+    for code in blocks(document, "python"):
+        compile(code, str(document), "exec")
+
+
+def test_the_reward_function_of_the_readme_works():
+    code = next(code for code in blocks(ROOT / "README.md", "python") if "compute_score" in code)
+    namespace = {}
+    exec(code, namespace)  # noqa: S102 (our own README)
+    assert len(code.splitlines()) <= 10
+    assert namespace["compute_score"]("s", "It is 12", "12") == {"score": 1.1, "right": 1.0, "brief": 1.0}
+    assert namespace["compute_score"]("s", "no idea, sorry, really not", "12")["score"] == 0.0
+
+
+def test_make_targets_named_in_the_documents_exist():
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    named = {
+        name for document in DOCUMENTS for name in re.findall(r"^make ([a-z-]+)", document.read_text(), re.MULTILINE)
+    }
+    assert named
+    assert named <= targets
+
+
+def test_the_lock_files_are_plain_pins_and_the_cpu_one_brings_no_gpu_package():
+    for name in ("cpu", "gpu"):
+        lines = (ROOT / "requirements" / f"{name}.lock").read_text().splitlines()
+        assert all(re.fullmatch(r"[A-Za-z0-9._-]+==[A-Za-z0-9.+!-]+", line) for line in lines)
+        assert len({line.split("==")[0].lower().replace("_", "-") for line in lines}) == len(lines)
+        if name == "cpu":
+            assert not [line for line in lines if line.startswith(("nvidia", "triton", "torchvision", "torchaudio"))]

@@ -1,0 +1,141 @@
+import time
+
+import pytest
+
+from hrl.reward.function import RewardSpec
+from hrl.reward.loop import RewardError, RewardLoop, RewardRow
+
+FUNCTION = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "raise":
+        raise ZeroDivisionError("by the user")
+    if solution_str == "nan":
+        return float("nan")
+    if solution_str == "skip":
+        return None
+    if solution_str == "stuck":
+        time.sleep(1000)
+    time.sleep(float(extra_info.get("sleep_s", 0.0)))
+    return {"score": float(solution_str), "right": solution_str == ground_truth, "pred": solution_str}
+"""
+
+
+@pytest.fixture(scope="module")
+def function_file(tmp_path_factory):
+    file = tmp_path_factory.mktemp("reward") / "mine.py"
+    file.write_text(FUNCTION)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def strict(function_file):
+    with RewardLoop(RewardSpec(function_file), num_workers=2, timeout_s=2.0) as loop:
+        yield loop
+
+
+@pytest.fixture(scope="module")
+def lenient(function_file):
+    spec = RewardSpec(function_file)
+    with RewardLoop(spec, num_workers=2, timeout_s=1.0, on_error="skip", max_failed_share=0.5) as loop:
+        yield loop
+
+
+def rows(number, **extra_info):
+    return [RewardRow(("g", index), "s", "1", extra_info) for index in range(number)]
+
+
+def run(loop, texts, step=1):
+    loop.begin(step, rows(len(texts)))
+    for index, text in enumerate(texts):
+        loop.submit(step, ("g", index), text)
+    return loop.collect(step, deadline_s=20)
+
+
+def test_results_come_in_the_order_of_the_rows_whatever_finishes_first(strict):
+    strict.begin(4, [RewardRow(i, "s", "1", {"sleep_s": 0.2 if i == 0 else 0.0}) for i in range(6)])
+    for index in (3, 0, 5, 1, 4, 2):
+        strict.submit(4, index, str(index))
+    batch = strict.collect(4, deadline_s=20)
+    assert batch.scores == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+    assert batch.columns() == {"right": [0.0, 1.0, 0.0, 0.0, 0.0, 0.0], "pred": list("012345")}
+    assert batch.metrics["reward/right/mean"].result() == pytest.approx(1 / 6)
+    assert "reward/pred/mean" not in batch.metrics
+
+
+def test_samples_are_scored_while_others_are_still_to_come(strict):
+    strict.begin(1, [RewardRow(0, "s", "1", {"sleep_s": 0.8}), RewardRow(1, "s", "1", {})])
+    strict.submit(1, 0, "1")
+    time.sleep(1.0)
+    started = time.monotonic()
+    strict.submit(1, 1, "1")
+    assert strict.collect(1, deadline_s=20).scores == [1.0, 1.0]
+    assert time.monotonic() - started < 0.7
+
+
+@pytest.mark.parametrize(
+    "bad, message", [("raise", "ZeroDivisionError: by the user"), ("nan", "returned nan"), ("stuck", "killed")]
+)
+def test_one_failure_stops_a_strict_step_naming_function_and_sample(strict, bad, message):
+    with pytest.raises(RewardError) as error:
+        run(strict, ["1", bad, "1"])
+    text = str(error.value)
+    assert "compute_score in" in text
+    assert "mine.py failed on 1 of 3 samples of step 1 (reward.on_error=raise)" in text
+    assert "sample g/1 (data source 's')" in text
+    assert message in text
+
+
+def test_a_failure_is_told_before_the_last_sample_comes(strict):
+    strict.begin(1, rows(2))
+    strict.submit(1, ("g", 0), "raise")
+    with pytest.raises(RewardError, match="by the user"):
+        strict.collect(1, deadline_s=20)
+
+
+def test_a_lenient_step_leaves_failures_out_and_counts_them(lenient):
+    batch = run(lenient, ["1", "raise", "2", "stuck", "nan", "skip", "3", "4"])
+    assert batch.scores == [1.0, None, 2.0, None, None, None, 3.0, 4.0]
+    counts = {
+        name: batch.metrics[f"reward/num_{name}"].result() for name in ("errors", "timeouts", "crashes", "skipped")
+    }
+    assert counts == {"errors": 2, "timeouts": 1, "crashes": 0, "skipped": 1}
+    assert [result.error is None for result in batch.results] == [True, False, True, False, False, True, True, True]
+
+
+def test_too_many_failures_stop_a_lenient_step_with_the_first_traceback(lenient):
+    with pytest.raises(RewardError, match=r"failed on \d of 4 samples.*skip allows 2.*\n(?s:.*)by the user"):
+        run(lenient, ["raise", "raise", "raise", "1"])
+
+
+def test_samples_that_never_come_are_named_at_the_deadline(strict):
+    strict.begin(1, rows(3))
+    strict.submit(1, ("g", 0), "1")
+    with pytest.raises(RewardError, match="2 samples were never submitted.*the first: g/1"):
+        strict.collect(1, deadline_s=0.2)
+
+
+def test_a_step_after_a_failed_one_is_untouched(strict):
+    with pytest.raises(RewardError):
+        run(strict, ["raise", *["1"] * 20], step=7)
+    assert run(strict, ["2", "3"], step=8).scores == [2.0, 3.0]
+
+
+def test_wrong_keys_and_steps_are_refused(strict):
+    with pytest.raises(ValueError, match="two samples of step 1 have the key"):
+        strict.begin(1, rows(1) + rows(1))
+    strict.begin(2, rows(1))
+    with pytest.raises(KeyError, match="was not announced"):
+        strict.submit(2, ("g", 9), "1")
+    with pytest.raises(KeyError, match="step 3 was not begun"):
+        strict.submit(3, ("g", 0), "1")
+    strict.submit(2, ("g", 0), "1")
+    with pytest.raises(ValueError, match="submitted twice"):
+        strict.submit(2, ("g", 0), "1")
+    assert strict.collect(2, deadline_s=10).scores == [1.0]
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(ValueError, match="on_error is 'zero'"):
+        RewardLoop(RewardSpec(), num_workers=1, timeout_s=1.0, on_error="zero")

@@ -1,0 +1,90 @@
+import ast
+import inspect
+import sys
+import warnings
+
+import pytest
+
+from hrl.reward.reasoning_gym import (
+    GRAMMARS,
+    compute_score,
+    extract_answer,
+    is_arithmetic,
+    is_formula,
+    is_literal_or_words,
+)
+
+warnings.filterwarnings("ignore", category=SyntaxWarning)
+reasoning_gym = pytest.importorskip("reasoning_gym")
+
+EVALUATES_ONLY_ITS_OWN = {
+    "basic_arithmetic": "eval of the problem it made",
+    "bitwise_arithmetic": "eval of the problem it made",
+    "number_sorting": "eval of the right answer",
+    "codeio": "exec of the program it asks about",
+    "propositional_logic": "parse_expr is a parser of its own",
+}
+ATTACKS = [
+    "__import__('os')._exit(3)",
+    "().__class__",
+    "exit()",
+    "[print(1)]",
+    "x.__class__",
+    "lambda: 1",
+    "open('/x')",
+]
+
+
+def test_every_scorer_that_could_evaluate_an_answer_is_behind_a_grammar():
+    from reasoning_gym.factory import DATASETS
+
+    evaluating = set()
+    for name, (dataset, _) in DATASETS.items():
+        tree = ast.parse(inspect.getsource(sys.modules[dataset.__module__]))
+        called = {getattr(c.func, "id", getattr(c.func, "attr", "")) for c in ast.walk(tree) if isinstance(c, ast.Call)}
+        if called & {"eval", "exec", "parse_expr", "sympify", "lambdify", "parse_latex", "__import__"}:
+            evaluating.add(name)
+    assert evaluating == set(GRAMMARS) | set(EVALUATES_ONLY_ITS_OWN)
+
+
+@pytest.mark.parametrize("attack", ATTACKS)
+def test_no_grammar_lets_code_through(attack):
+    assert not any(grammar(attack) for grammar in (is_arithmetic, is_formula, is_literal_or_words))
+
+
+@pytest.mark.parametrize("tower", ["9**9**9", "2**(3**99)", "x**100", "(9)**999"])
+def test_tall_powers_are_no_answer(tower):
+    assert not is_formula(tower)
+    assert not is_arithmetic(tower)
+
+
+def test_ordinary_answers_pass():
+    assert is_arithmetic("(3 + 5) * 2/8 - 1")
+    assert is_formula("3*x**2/2 + sin(2*x)*exp(-x) - 0.5*sqrt(x) + C")
+    assert is_literal_or_words('["A", "B"]')
+    assert is_literal_or_words("0 1\n1 0")
+
+
+def _entry(name):
+    return reasoning_gym.create_dataset(name, size=1, seed=3)[0]
+
+
+@pytest.mark.parametrize(
+    "name", ["chain_sum", "countdown", "spiral_matrix", "simple_integration", "prime_factorization"]
+)
+def test_the_right_answer_scores_1_and_nonsense_does_not(name):
+    entry, info = _entry(name), {"parameters": {"size": 1, "seed": 3}}
+    source = f"reasoning_gym/{name}"
+    assert compute_score(source, f"<answer>{entry['answer']}</answer>", entry, info) == 1.0
+    for nonsense in ("", entry["answer"], "<answer></answer>", "<answer>foo 12</answer>", "<answer>exit()</answer>"):
+        assert compute_score(source, nonsense, entry, info) <= 0.05
+
+
+def test_the_last_answer_counts():
+    assert extract_answer("<answer>1</answer> no <answer> 2 </answer>") == "2"
+    assert extract_answer("2") is None
+
+
+def test_rows_made_elsewhere_are_refused():
+    with pytest.raises(ValueError, match="has no 'parameters'"):
+        compute_score("reasoning_gym/chain_sum", "", {}, {})

@@ -1,0 +1,98 @@
+"""Whole runs, started as a user starts them, with nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+RUN_TIMEOUT_S = 400.0
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """What a run left behind."""
+
+    folder: Path
+    returncode: int
+    output: str
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The records of metrics.jsonl."""
+        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def samples(self, step: int) -> list[dict[str, Any]]:
+        """The rollouts of a step."""
+        return [json.loads(line) for line in (self.folder / "rollouts" / f"step_{step}.jsonl").read_text().splitlines()]
+
+
+class Runner:
+    """Starts ``python -m hrl.trainer.main_ppo`` (or a script) and checks that nothing of it stays."""
+
+    def __init__(self, model: Path, reward_model: Path, reward: Path) -> None:
+        self.model = model
+        self.reward_model = reward_model
+        self.reward = reward
+
+    def start(self, folder: Path, *overrides: str, script: str | None = None) -> subprocess.Popen[str]:
+        program = [sys.executable, script] if script else [sys.executable, "-m", "hrl.trainer.main_ppo"]
+        arguments = [
+            f"trainer.default_local_dir={folder}",
+            f"actor_rollout_ref.model.path={self.model}",
+            f"reward.custom_reward_function.path={self.reward}",
+            "actor_rollout_ref.rollout.kv_cache_gib=0.25",
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.rollout.n=4",
+            "data.max_response_length=8",
+            *overrides,
+        ]
+        return subprocess.Popen(
+            [*program, *arguments],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "NO_COLOR": "1"},
+        )
+
+    def finish(self, process: subprocess.Popen[str], folder: Path, timeout_s: float = RUN_TIMEOUT_S) -> FinishedRun:
+        """Waits for the run and asserts that no process of it outlives it."""
+        family: dict[int, psutil.Process] = {}
+        deadline = time.monotonic() + timeout_s
+        while process.poll() is None:
+            family |= {child.pid: child for child in descendants(process.pid)}
+            if time.monotonic() > deadline:
+                os.killpg(process.pid, signal.SIGKILL)
+                output, _ = process.communicate()
+                pytest.fail(f"the run did not end within {timeout_s:g} s:\n{output}")
+            time.sleep(0.5)
+        output, _ = process.communicate()
+        left = psutil.wait_procs(list(family.values()), timeout=15)[1]
+        assert not left, f"left running: {[child.as_dict(['pid', 'name', 'cmdline']) for child in left]}"
+        return FinishedRun(folder, process.returncode, output)
+
+    def __call__(self, folder: Path, *overrides: str, script: str | None = None) -> FinishedRun:
+        run = self.finish(self.start(folder, *overrides, script=script), folder)
+        assert run.returncode == 0, run.output
+        return run
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """The processes below ``pid`` right now."""
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []

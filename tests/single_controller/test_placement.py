@@ -1,0 +1,91 @@
+"""Ranks over several nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hrl.single_controller.base.worker import RankEnv
+from hrl.single_controller.ray.processes import _rank_environs
+from hrl.single_controller.ray.rank_process import ProcessInfo
+from hrl.single_controller.ray.resource_pool import _certainly_missing
+
+ROOT = Path(__file__).parents[2]
+
+TWO_NODES = """
+import json, ray
+from ray.cluster_utils import Cluster
+from hrl.single_controller.base import Dispatch, PlacementError, Worker, register
+from hrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ray_cluster
+
+class Place(Worker):
+    @register(Dispatch.ONE_TO_ALL)
+    def place(self):
+        return ray.get_runtime_context().get_node_id(), self.rank_env.as_environ()
+
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+try:
+    cluster.add_node(num_cpus=1)
+    with ray_cluster(cluster.address):
+        try:
+            RayResourcePool([2], use_gpu=False).get_placement_groups()
+        except PlacementError as error:
+            print("refused", error, flush=True)
+        pool = RayResourcePool([1, 1], use_gpu=False)
+        group = RayWorkerGroup(pool, RayClassWithInitArgs(Place))
+        slots = [[slot.node_ip, slot.node_id] for slot in pool.slots()]
+        print("placed", json.dumps([slots, group.place()]), flush=True)
+        group.shutdown()
+finally:
+    cluster.shutdown()
+"""
+
+
+def test_a_pool_over_two_nodes_has_one_placement_group_on_each(tmp_path: Path) -> None:
+    script = tmp_path / "two_nodes.py"
+    script.write_text(TWO_NODES)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environ, capture_output=True, text=True, timeout=150, check=False
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = dict(line.split(" ", 1) for line in done.stdout.splitlines() if line.startswith(("refused", "placed")))
+    assert "one node must have 2 CPU and the best of 2 node(s) has 1" in lines["refused"]
+    slots, places = json.loads(lines["placed"])
+    assert [node for node, _ in places] == [node for _, node in slots], "rank i runs in slot i"
+    assert len({node for node, _ in places}) == 2
+    for rank, (_, variables) in enumerate(places):
+        assert (variables["RANK"], variables["LOCAL_RANK"], variables["LOCAL_WORLD_SIZE"]) == (str(rank), "0", "1")
+        assert variables["WORLD_SIZE"] == "2" and variables["MASTER_ADDR"] == slots[0][0]
+
+
+def test_local_ranks_count_within_a_node() -> None:
+    infos = [ProcessInfo(pid, node, f"10.0.0.{node}") for pid, node in enumerate("11122")]
+    environs = [RankEnv.from_environ(variables) for variables in _rank_environs(infos, 1234)]
+    assert [environ.local_rank for environ in environs] == [0, 1, 2, 0, 1]
+    assert [environ.local_world_size for environ in environs] == [3, 3, 3, 2, 2]
+    assert [environ.rank for environ in environs] == [0, 1, 2, 3, 4]
+    assert {(environ.master_addr, environ.master_port) for environ in environs} == {("10.0.0.1", 1234)}
+
+
+def test_a_group_on_one_node_stays_on_loopback() -> None:
+    infos = [ProcessInfo(1, "a", "10.0.0.1"), ProcessInfo(2, "a", "10.0.0.1")]
+    assert {variables["MASTER_ADDR"] for variables in _rank_environs(infos, 1234)} == {"127.0.0.1"}
+
+
+def test_a_rank_outside_a_group_says_so() -> None:
+    with pytest.raises(RuntimeError, match="RANK, WORLD_SIZE.*inside a worker group"):
+        RankEnv.from_environ({})
+
+
+def test_only_what_can_never_fit_is_refused_at_once() -> None:
+    nodes = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0}]
+    assert _certainly_missing([{"CPU": 4, "GPU": 4}], nodes) is None
+    assert _certainly_missing([{"CPU": 8}, {"CPU": 8}], nodes) is None
+    assert "8 GPU in all and the cluster has 4" in str(_certainly_missing([{"CPU": 4, "GPU": 4}] * 2, nodes))
+    assert "one node must have 9 CPU" in str(_certainly_missing([{"CPU": 9}], nodes))

@@ -1,0 +1,130 @@
+"""The console script: what `hrl check` and `hrl env` say, and their exit status."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from hrl import cli
+
+HEADINGS = ["Configuration", "Differs from the default", "Units", "Placement", "Arithmetic", "Memory, roughly"]
+
+
+@pytest.fixture(autouse=True)
+def no_cached_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("HRL_CACHE", str(tmp_path))
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def test_check_reports_and_starts_nothing(capsys):
+    assert cli.main(["check", "recipe=ppo", "placement=pairs"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line in HEADINGS] == HEADINGS
+    text = "\n".join(lines)
+    assert "pool policy   1 process with actor, ref" in text
+    assert "8 prompts × 8 samples = 64 sequences" in text
+    assert "skipped  the model's config.json is not on this machine yet" in text
+    assert lines[-1] == "The configuration is valid. Nothing was started."
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_check_fits_the_terminal(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    cli.main(["check"])
+    text = capsys.readouterr().out
+    assert max(map(len, text[text.index("Differs") :].splitlines())) <= columns
+
+
+def test_check_lists_all_problems_with_status_2(capsys):
+    assert cli.main(["check", "algorithm.adv_estimatr=grpo", "trainer.total_epoch=3"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("2 problems in the configuration:")
+
+
+def test_check_as_json(capsys):
+    assert cli.main(["check", "--json", "trainer.seed=3"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["valid"] is True
+    assert report["config"]["trainer"]["seed"] == 3
+    assert report["differs_from_default"]["trainer.seed"] == {"value": 3, "default": 1}
+    assert set(report) == {
+        "valid", "config", "differs_from_default", "placement", "arithmetic", "units", "memory", "warnings",
+    }  # fmt: skip
+
+
+def test_problems_as_json(capsys):
+    assert cli.main(["check", "trainer.sed=3", "--json"]) == 2
+    assert json.loads(capsys.readouterr().out) == {
+        "valid": False,
+        "problems": [
+            {"key": "trainer.sed", "what": "is not a key of hrl.", "hint": "Did you mean trainer.seed?"},
+        ],
+    }
+
+
+def test_memory_is_estimated_from_a_folder_that_is_there(capsys, tmp_path):
+    facts = {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 1000,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    assert cli.main(["check", "--json", f"actor_rollout_ref.model.path={tmp_path}"]) == 0
+    assert set(json.loads(capsys.readouterr().out)["memory"]) >= {"model", "actor_rollout, per process"}
+
+
+def test_a_converted_bundled_model_is_found(tmp_path):
+    folder = tmp_path / "models" / "smollm2-135m-instruct-0123"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text('{"hidden_size": 576}')
+    assert cli.local_model_facts("bundled:smollm2-135m-instruct") == {"hidden_size": 576}
+    assert cli.local_model_facts("some/model") is None
+
+
+def test_env_names_versions_and_no_folder(capsys, monkeypatch):
+    assert cli.main(["env", "--json"]) == 0
+    text = capsys.readouterr().out
+    facts = json.loads(text)
+    assert {"python", "torch", "ray", "cores", "memory", "gpus"} <= set(facts)
+    assert "/" not in text
+
+
+def test_help_lists_the_subcommands(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(name in text for name in ("check", "env", "demo"))
+
+
+def test_check_help_explains_overrides(capsys):
+    assert cli.main(["check", "--help"]) == 0
+    assert "usage: hrl check" in capsys.readouterr().out
+
+
+def test_an_unknown_subcommand_is_refused(capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["chek"])
+    assert ended.value.code == 2
+
+
+def test_demo_is_a_run_with_the_same_arguments(monkeypatch):
+    from hrl.trainer import main_ppo
+
+    seen = []
+    monkeypatch.setattr(main_ppo, "main", lambda argv: seen.append(argv) or 0)
+    assert cli.main(["demo", "trainer.seed=3"]) == 0
+    assert seen == [["trainer.seed=3"]]
+
+
+def test_check_imports_neither_torch_nor_ray():
+    code = (
+        "import sys; from hrl.cli import main; main(['check', '--json']); "
+        "sys.exit(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)) != [])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60, check=False)
+    assert done.returncode == 0

@@ -1,0 +1,94 @@
+"""The schema itself: small, closed, documented, and every constant name equal to its registry."""
+
+import copy
+import pickle
+import subprocess
+import sys
+
+import pytest
+from pydantic import ValidationError
+
+from hrl.trainer.config import PPOTrainerConfig, load_config
+from hrl.trainer.config.compat import FIXED, MUST_EQUAL, REFUSED, RENAMED, lookup
+from hrl.trainer.config.derived import DERIVED
+from hrl.trainer.config.keys import leaves, sections
+from hrl.trainer.config.names import ESTIMATORS, KL_KINDS, POLICY_LOSSES
+
+
+def test_there_are_fewer_than_200_keys():
+    assert len(leaves()) < 200
+
+
+def test_every_key_has_a_sentence_that_ends():
+    unfinished = [key for key, leaf in leaves().items() if not leaf.help.endswith((".", "`."))]
+    assert unfinished == []
+
+
+def test_a_validated_configuration_is_immutable_and_can_be_copied():
+    config = load_config({"trainer": {"seed": 7}})
+    with pytest.raises(ValidationError, match="frozen"):
+        config.trainer.seed = 8  # type: ignore[misc]
+    assert copy.deepcopy(config) == config
+
+
+def test_no_key_is_both_in_the_schema_and_in_a_table_of_exceptions():
+    for table in (RENAMED, FIXED, REFUSED, MUST_EQUAL):
+        assert [key for key in leaves() if lookup(table, key)] == []
+
+
+def test_every_renaming_ends_at_a_key_that_is_understood():
+    for old, new in RENAMED.items():
+        target = new.removesuffix(".*")
+        understood = target in leaves() or target in sections() or lookup(FIXED, new) or lookup(REFUSED, new)
+        assert understood or new in MUST_EQUAL, old
+
+
+def test_derived_defaults_belong_to_keys_of_the_schema_and_say_so():
+    assert set(DERIVED) <= set(leaves())
+    assert [key for key in DERIVED if "Default: " not in leaves()[key].help] == []
+    assert [key for key, leaf in leaves().items() if "Default: " in leaf.help and key not in DERIVED] == []
+
+
+def test_an_untouched_schema_is_what_an_empty_tree_loads():
+    config = load_config({"actor_rollout_ref": {"rollout": {"n": 1}}, "algorithm": {"adv_estimator": "gae"}})
+    assert config.data == PPOTrainerConfig().data
+    assert config.trainer == PPOTrainerConfig().trainer
+
+
+def test_names_known_without_torch_equal_the_registries():
+    from hrl.algos.advantages import ADVANTAGE_ESTIMATORS
+    from hrl.algos.aggregation import AGGREGATION_MODES
+    from hrl.algos.kl import KL_ESTIMATORS
+    from hrl.algos.policy_losses import POLICY_LOSSES as REGISTERED_LOSSES
+
+    registered = {name: (entry.needs_critic, entry.min_group_size) for name, entry in ADVANTAGE_ESTIMATORS.items()}
+    assert {name: tuple(needs) for name, needs in ESTIMATORS.items()} == registered
+    assert set(REGISTERED_LOSSES) == POLICY_LOSSES
+    assert set(KL_ESTIMATORS) == KL_KINDS
+    modes = leaves()["actor_rollout_ref.actor.loss_agg_mode"].field.annotation.__args__
+    assert set(AGGREGATION_MODES) == set(modes)
+
+
+def test_an_estimator_of_the_user_is_found_through_the_registry(monkeypatch):
+    from hrl.algos import advantages
+
+    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
+    advantages.register_adv_est("my_own", min_group_size=3)(lambda inp, config: (inp, inp))
+    assert load_config({"algorithm": {"adv_estimator": "my_own"}}).actor_rollout_ref.rollout.n == 8
+
+
+def test_composing_imports_neither_torch_nor_ray():
+    code = (
+        "import sys; from hrl.trainer.config import compose_cli; compose_cli([]); "
+        "sys.exit(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)) != [])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_unpickling_a_configuration_needs_no_hydra():
+    code = (
+        "import pickle, sys; config = pickle.loads(sys.stdin.buffer.read()); "
+        "sys.exit('hydra' in sys.modules or config.trainer.seed != 9)"
+    )
+    data = pickle.dumps(load_config({"trainer": {"seed": 9}}))
+    assert subprocess.run([sys.executable, "-c", code], input=data, timeout=60, check=False).returncode == 0

@@ -1,0 +1,271 @@
+"""The door: verl's names and signatures in front of `hrl.algos`."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from hrl.algos import advantages, policy_losses
+from hrl.algos.advantages import AdvantageConfig, compute_advantages
+from hrl.algos.aggregation import AGGREGATION_MODES, Counts, aggregate
+from hrl.algos.groups import group_codes
+from hrl.algos.policy_losses import PolicyLossInput, policy_loss
+from hrl.trainer.ppo import core_algos, verl_advantages, verl_losses
+from tests.algos.batches import ACTOR, Batch, advantage_input
+
+UIDS = np.array(["p", "q", "p", "q", "p", "r", "r", "q"], dtype=object)
+BATCH = Batch.random(seed=20)
+INPUT = advantage_input(BATCH.mask, group_codes(UIDS))
+VERL_ACTOR = OmegaConf.create(
+    {
+        **{key: value for key, value in vars(ACTOR).items() if key != "policy_loss"},
+        "policy_loss": vars(ACTOR.policy_loss),
+        "global_batch_info": {"dp_size": 2, "batch_num_tokens": 50, "global_batch_size": 16, "loss_scale_factor": 6},
+    }
+)
+
+
+@pytest.fixture(autouse=True)
+def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is gone after it."""
+    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
+    monkeypatch.setattr(policy_losses, "POLICY_LOSSES", dict(policy_losses.POLICY_LOSSES))
+    monkeypatch.setattr(verl_advantages, "_ESTIMATOR_FNS", dict(verl_advantages._ESTIMATOR_FNS))
+    monkeypatch.setattr(verl_losses, "_POLICY_LOSS_FNS", dict(verl_losses._POLICY_LOSS_FNS))
+
+
+SIGNATURES = {
+    "compute_gae_advantage_return": "token_level_rewards values response_mask gamma lam",
+    "compute_grpo_outcome_advantage": "token_level_rewards response_mask index epsilon norm_adv_by_std_in_grpo config",
+    "compute_rloo_outcome_advantage": "token_level_rewards response_mask index epsilon config kwargs",
+    "compute_opo_outcome_advantage": "token_level_rewards response_mask index epsilon config kwargs",
+    "compute_reinforce_plus_plus_outcome_advantage": "token_level_rewards response_mask config kwargs",
+    "compute_remax_outcome_advantage": "token_level_rewards reward_baselines response_mask config kwargs",
+    "compute_gpg_outcome_advantage": "token_level_rewards response_mask index epsilon f_norm alpha config kwargs",
+    "compute_rewards": "token_level_scores old_log_prob ref_log_prob kl_ratio",
+    "agg_loss": "loss_mat loss_mask loss_agg_mode dp_size batch_num_tokens global_batch_size loss_scale_factor",
+    "compute_policy_loss": (
+        "old_log_prob log_prob advantages response_mask cliprange cliprange_low cliprange_high clip_ratio_c "
+        "loss_agg_mode"
+    ),
+    "compute_policy_loss_vanilla": (
+        "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights"
+    ),
+    "compute_value_loss": (
+        "vpreds returns values response_mask cliprange_value loss_agg_mode dp_size batch_num_tokens "
+        "global_batch_size loss_scale_factor"
+    ),
+}
+
+
+@pytest.mark.parametrize(("name", "parameters"), SIGNATURES.items())
+def test_signatures_are_verls(name: str, parameters: str) -> None:
+    assert " ".join(inspect.signature(getattr(core_algos, name)).parameters) == parameters
+
+
+def test_everything_that_is_promised_is_there() -> None:
+    for name in core_algos.__all__:
+        assert hasattr(core_algos, name)
+
+
+@pytest.mark.parametrize("name", sorted(advantages.ADVANTAGE_ESTIMATORS))
+def test_estimators_give_what_the_algorithm_gives(name: str) -> None:
+    columns: dict[str, Any] = {
+        "token_level_rewards": INPUT.token_level_rewards,
+        "response_mask": INPUT.response_mask,
+        "values": INPUT.values,
+        "gamma": 0.9,
+        "lam": 0.8,
+        "index": UIDS,
+        "config": OmegaConf.create({"gamma": 0.9, "gdpo_reward_keys": ["a", "b", "c"]}),
+        "reward_baselines": INPUT.reward_baselines,
+        "old_log_probs": INPUT.old_log_probs,
+        "sum_pi_squared": INPUT.sum_pi_squared,
+        "non_tensor_batch": dict(zip("abc", INPUT.reward_parts.T.numpy(), strict=True)),
+    }
+    function = core_algos.get_adv_estimator_fn(core_algos.AdvantageEstimator(name))
+    wanted = [key for key in inspect.signature(function).parameters if key in columns]
+    got = function(**{key: columns[key] for key in wanted})
+    expected = compute_advantages(name, INPUT, AdvantageConfig(gamma=0.9, lam=0.8))
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_every_name_of_the_enumeration_resolves() -> None:
+    for name in core_algos.AdvantageEstimator:
+        assert callable(core_algos.get_adv_estimator_fn(name))
+        assert callable(core_algos.get_adv_estimator_fn(name.value))
+    with pytest.raises(ValueError, match=r"'nope'.*grpo"):
+        core_algos.get_adv_estimator_fn("nope")
+
+
+def test_arguments_that_would_be_ignored_are_refused() -> None:
+    rewards, mask = INPUT.token_level_rewards, INPUT.response_mask
+    with pytest.raises(ValueError, match="epsilon"):
+        core_algos.compute_grpo_outcome_advantage(rewards, mask, UIDS, epsilon=1e-3)
+    with pytest.raises(ValueError, match="handle_zero_tail"):
+        core_algos.compute_optimal_token_baseline_advantage(
+            rewards, mask, UIDS, INPUT.old_log_probs, INPUT.sum_pi_squared, handle_zero_tail=False
+        )
+    with pytest.raises(ValueError, match=r"\['style'\]"):
+        core_algos.compute_gdpo_outcome_advantage(
+            rewards, mask, UIDS, config=SimpleNamespace(gdpo_reward_keys=["style"]), non_tensor_batch={}
+        )
+
+
+def test_an_estimator_in_verls_form_is_known_to_the_trainer() -> None:
+    @core_algos.register_adv_est("centred")
+    def centred(token_level_rewards, response_mask, index, config=None, **kwargs):
+        assert index.tolist() == group_codes(UIDS).tolist()
+        advantages_ = (token_level_rewards.sum(-1, keepdim=True) - config.gamma) * response_mask
+        return advantages_, advantages_
+
+    assert core_algos.register_adv_est("centred")(centred) is centred
+    assert core_algos.get_adv_estimator_fn("centred") is centred
+    got, _ = compute_advantages("centred", INPUT, AdvantageConfig(gamma=0.5))
+    scores = INPUT.token_level_rewards.sum(-1, keepdim=True)
+    torch.testing.assert_close(got, (scores - 0.5) * BATCH.mask)
+    with pytest.raises(ValueError, match="'gae' is already registered"):
+        core_algos.register_adv_est("gae")(centred)
+
+
+@pytest.mark.parametrize("mode", sorted(AGGREGATION_MODES))
+def test_agg_loss_over_ranks_and_alone(mode: str) -> None:
+    norm = BATCH.mask.shape[1]
+    alone = core_algos.agg_loss(BATCH.values, BATCH.mask, mode)
+    torch.testing.assert_close(alone, aggregate(BATCH.values, BATCH.mask, mode, norm=norm))
+    shared = core_algos.agg_loss(BATCH.values, BATCH.mask, mode, 4, 100, 30, 7.0)
+    torch.testing.assert_close(shared, 4 * aggregate(BATCH.values, BATCH.mask, mode, Counts(100, 30), 7.0))
+    if mode != "token-sum":
+        with pytest.raises(ValueError, match="2 ranks"):
+            core_algos.agg_loss(BATCH.values, BATCH.mask, mode, dp_size=2)
+
+
+@pytest.mark.parametrize("name", sorted(set(policy_losses.POLICY_LOSSES) - {"clip_cov", "kl_cov"}))
+def test_losses_give_what_the_algorithm_gives(name: str) -> None:
+    loss, metrics = core_algos.get_policy_loss_fn(name)(
+        BATCH.old_log_prob,
+        BATCH.log_prob,
+        BATCH.advantages,
+        BATCH.mask,
+        loss_agg_mode="token-mean",
+        config=VERL_ACTOR,
+        rollout_is_weights=BATCH.weights,
+    )
+    inp = PolicyLossInput(BATCH.log_prob, BATCH.old_log_prob, BATCH.advantages, BATCH.mask, BATCH.weights)
+    output = policy_loss(name, inp, ACTOR)
+    torch.testing.assert_close(loss, 2 * aggregate(output.loss_mat, BATCH.mask, "token-mean", Counts(50, 16)))
+    total, count = output.metrics["ppo_kl"]
+    assert metrics["actor/ppo_kl"] == pytest.approx((total / count).item())
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+def test_covariance_losses_choose_within_what_they_are_given(name: str) -> None:
+    log_prob = BATCH.log_prob.clone().requires_grad_()
+    loss, _ = core_algos.get_policy_loss_fn(name)(
+        BATCH.old_log_prob, log_prob, BATCH.advantages, BATCH.mask, config=VERL_ACTOR
+    )
+    loss.backward()
+    assert log_prob.grad is not None
+    assert torch.isfinite(log_prob.grad).all()
+
+
+def test_settings_that_are_left_out_are_verls() -> None:
+    config = SimpleNamespace(clip_ratio=0.2)
+    explicit = SimpleNamespace(clip_ratio=0.2, clip_ratio_low=None, clip_ratio_high=None, clip_ratio_c=3.0)
+    loss, _ = core_algos.compute_policy_loss_vanilla(
+        BATCH.old_log_prob, BATCH.log_prob, BATCH.advantages, BATCH.mask, config=config
+    )
+    inp = PolicyLossInput(BATCH.log_prob, BATCH.old_log_prob, BATCH.advantages, BATCH.mask)
+    torch.testing.assert_close(
+        loss, aggregate(policy_loss("vanilla", inp, explicit).loss_mat, BATCH.mask, "token-mean")
+    )
+
+
+def test_compute_policy_loss_takes_settings_as_arguments() -> None:
+    columns = (BATCH.old_log_prob, BATCH.log_prob, BATCH.advantages, BATCH.mask)
+    loss, clipped, drift, floored = core_algos.compute_policy_loss(*columns, cliprange=0.2)
+    config = SimpleNamespace(clip_ratio=0.2)
+    expected, metrics = core_algos.compute_policy_loss_vanilla(*columns, config=config)
+    assert loss.item() == expected.item()
+    assert [clipped.item(), drift.item(), floored.item()] == [
+        metrics[f"actor/{key}"] for key in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower")
+    ]
+    with pytest.raises(ValueError, match="cliprange"):
+        core_algos.compute_policy_loss(*columns, cliprange_low=0.2)
+
+
+def test_value_and_entropy_losses() -> None:
+    ones = torch.ones(1, 2)
+    loss, clipfrac = core_algos.compute_value_loss(
+        2 * ones, returns=0 * ones, values=ones, response_mask=ones, cliprange_value=0.5
+    )
+    assert (loss.item(), clipfrac.item()) == (2.0, 0.0)
+    logits = torch.tensor([[[0.0, 0.0, -torch.inf], [9.0, 0.0, 0.0]]])
+    entropy = core_algos.compute_entropy_loss(logits, torch.tensor([[1, 0]]))
+    assert entropy.item() == pytest.approx(np.log(2.0))
+
+
+def test_rewards_with_a_penalty() -> None:
+    rewards = core_algos.compute_rewards(torch.tensor([1.0]), torch.tensor([-1.0]), torch.tensor([-3.0]), 0.1)
+    assert rewards.item() == pytest.approx(0.8)
+
+
+def verl_style_loss(old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, config, rollout_is_weights=None):
+    """REINFORCE with a bound taken from the configuration, written as a verl user would write it."""
+    loss_mat = -(advantages * log_prob).clamp(max=config.clip_ratio + config.get("unheard_of", 1.0))
+    loss = core_algos.agg_loss(
+        loss_mat=loss_mat, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
+    )
+    return loss, {"actor/bound": 0.25}
+
+
+@pytest.mark.parametrize("mode", sorted(AGGREGATION_MODES))
+def test_a_loss_in_verls_form_is_as_invariant_as_our_own(mode: str) -> None:
+    core_algos.register_policy_loss("mine")(verl_style_loss)
+    assert core_algos.get_policy_loss_fn("mine") is verl_style_loss
+    counts = Counts.of(BATCH.mask)
+
+    def share(rows: torch.Tensor) -> torch.Tensor:
+        piece = BATCH.rows(rows)
+        output = policy_loss(
+            "mine", PolicyLossInput(piece.log_prob, piece.old_log_prob, piece.advantages, piece.mask), ACTOR
+        )
+        total, count = output.metrics["bound"]
+        assert total.item() == pytest.approx(0.25 * count.item())
+        return aggregate(output.loss_mat, piece.mask, mode, counts, norm=6.0)
+
+    whole = share(torch.arange(8))
+    pieces = sum(share(rows) for rows in torch.arange(8).tensor_split(3))
+    torch.testing.assert_close(pieces, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_a_loss_that_reduces_by_itself_is_refused() -> None:
+    core_algos.register_policy_loss("hasty")(lambda **columns: (columns["log_prob"].mean(), {}))
+    inp = PolicyLossInput(BATCH.log_prob, BATCH.old_log_prob, BATCH.advantages, BATCH.mask)
+    with pytest.raises(ValueError, match=r"'hasty' reduced its tokens.*agg_loss"):
+        policy_loss("hasty", inp, ACTOR)
+    with pytest.raises(ValueError, match="'vanilla' is already registered"):
+        core_algos.register_policy_loss("vanilla")(verl_style_loss)
+
+
+def test_the_portable_case_of_reinforce_plus_plus() -> None:
+    mask = torch.tensor([[1.0, 1.0, 0.0, 0.0, 1.0]])
+    rewards = torch.tensor([[0.0, 0.0, 0.0, 0.0, 2.0]])
+    _, returns = core_algos.compute_reinforce_plus_plus_outcome_advantage(
+        rewards, mask, config=SimpleNamespace(gamma=0.5)
+    )
+    assert returns.tolist() == [[0.5, 1.0, 0.0, 0.0, 2.0]]
+
+
+def test_values_at_masked_tokens_do_not_move_gae() -> None:
+    columns = (INPUT.token_level_rewards, INPUT.values, INPUT.response_mask)
+    moved = INPUT.values + 100.0 * (1 - BATCH.mask)
+    before = core_algos.compute_gae_advantage_return(*columns, gamma=0.99, lam=0.9)
+    after = core_algos.compute_gae_advantage_return(columns[0], moved, columns[2], gamma=0.99, lam=0.9)
+    for mine, theirs in zip(after, before, strict=True):
+        assert torch.equal(mine, theirs)

@@ -1,0 +1,114 @@
+"""The driver's steps between a score and an update, with numbers worked out by hand."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from hrl.algos.kl import AdaptiveKLController, FixedKLController
+from hrl.protocol import DataProto
+from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
+from hrl.trainer.ppo.generation import PolicyVersionError, check_policy_version, prompt_batch, sampler_drift
+from hrl.trainer.ppo.planning import plan_generation
+
+
+def batch(**tensors: torch.Tensor) -> DataProto:
+    rows = len(next(iter(tensors.values())))
+    return DataProto.from_dict(
+        tensors=tensors, non_tensors={"uid": np.array([str(row // 2) for row in range(rows)], dtype=object)}
+    )
+
+
+def test_kl_penalty_is_taken_off_every_trained_token() -> None:
+    data = batch(
+        token_level_scores=torch.tensor([[0.0, 1.0, 0.0], [2.0, 0.0, 0.0]]),
+        old_log_probs=torch.tensor([[-1.0, -2.0, 0.0], [-3.0, 0.0, 0.0]]),
+        ref_log_prob=torch.tensor([[-1.5, -1.0, 9.0], [-3.5, 0.0, 0.0]]),
+        response_mask=torch.tensor([[1, 1, 0], [1, 0, 0]]),
+    )
+    data, metrics = apply_kl_penalty(data, FixedKLController(0.1), "kl")
+    # k1 per token: [0.5, -1.0], [0.5]; reward = score - 0.1 * k1
+    torch.testing.assert_close(data.batch["token_level_rewards"], torch.tensor([[-0.05, 1.1, 0.0], [1.95, 0.0, 0.0]]))
+    # mean over sequences of the mean per token: ((0.5 - 1.0) / 2 + 0.5) / 2
+    assert metrics == {"actor/reward_kl_penalty": pytest.approx(0.125), "actor/reward_kl_penalty_coeff": 0.1}
+
+
+def test_the_adaptive_controller_moves_after_the_step_it_was_measured_on() -> None:
+    ones = torch.ones(2, 1)
+    data = batch(token_level_scores=ones, old_log_probs=ones, ref_log_prob=ones - 0.5, response_mask=ones.long())
+    controller = AdaptiveKLController(0.2, target_kl=0.1, horizon=100)
+    _, metrics = apply_kl_penalty(data, controller, "kl")
+    assert metrics["actor/reward_kl_penalty_coeff"] == 0.2
+    assert controller.value == pytest.approx(0.2 * (1 + 0.2 * 2 / 100))  # error clipped to +0.2, two sequences
+
+
+def test_grpo_advantages_by_uid_and_rows_without_advantage() -> None:
+    data = batch(
+        token_level_rewards=torch.tensor([[0.0, 1.0], [0.0, 0.0], [1.0, 0.0], [0.0, 1.0]]),
+        response_mask=torch.tensor([[1, 1], [1, 1], [1, 0], [1, 1]]),
+    )
+    data = compute_advantage(data, "grpo", norm_adv_by_std_in_grpo=False)
+    # group 0 scores 1 and 0, mean 0.5; group 1 scores 1 and 1: no spread
+    assert data.batch["advantages"].tolist() == [[0.5, 0.5], [-0.5, -0.5], [0.0, 0.0], [0.0, 0.0]]
+    assert rows_without_advantage(data).tolist() == [False, False, True, True]
+
+
+def test_an_advantage_outside_the_mask_moves_nothing() -> None:
+    data = batch(advantages=torch.tensor([[0.0, 3.0], [1.0, 0.0]]), response_mask=torch.tensor([[1, 0], [1, 0]]))
+    assert rows_without_advantage(data).tolist() == [True, False]
+
+
+def test_prompts_of_different_batches_are_different_groups_and_samples_of_one_prompt_are_one() -> None:
+    settings = SimpleNamespace(n=2, temperature=1.0, val_kwargs=SimpleNamespace(n=2, do_sample=False, temperature=0.0))
+
+    def uids(indices: list[int], step: int, validate: bool) -> list[str]:
+        prompts = DataProto.from_dict(
+            tensors={"prompts": torch.zeros(len(indices), 3)},
+            non_tensors={"index": np.array(indices, dtype=object)},
+        )
+        rows = prompt_batch(prompts, settings, step=step, validate=validate)
+        assert rows.non_tensor_batch["sample_index"].tolist() == [0, 1] * len(indices)
+        return rows.non_tensor_batch["uid"].tolist()
+
+    first, second = uids([0, 1], 3, True), uids([2, 3], 3, True)
+    assert first[0] == first[1] != first[2]
+    assert len({*first, *second}) == 4
+    assert uids([0, 1], 3, True) == first
+    assert not {*uids([0, 1], 4, True), *uids([0, 1], 3, False)} & set(first)
+
+
+def test_sampler_drift_counts_trained_tokens_only() -> None:
+    data = batch(
+        old_log_probs=torch.tensor([[-1.0, -2.0], [-1.0, 5.0]]),
+        rollout_log_probs=torch.tensor([[-1.1, -2.3], [-1.0, 0.0]]),
+        response_mask=torch.tensor([[1, 1], [1, 0]]),
+    )
+    drift = sampler_drift(data)
+    assert drift["rollout/logprob_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.0) / 3, abs=1e-6)
+    assert drift["rollout/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
+
+
+def test_a_batch_of_another_policy_version_is_refused_naming_both() -> None:
+    data = DataProto(meta_info={"policy_version": 3})
+    check_policy_version(data, 3)
+    with pytest.raises(PolicyVersionError, match=r"version 3.*version 4"):
+        check_policy_version(data, 4)
+    with pytest.raises(PolicyVersionError, match="version None"):
+        check_policy_version(DataProto(), 0)
+
+
+@pytest.mark.parametrize(("world_size", "tensor_parallel"), [(1, 1), (2, 1), (4, 2), (3, 1)])
+def test_generation_plan_keeps_groups_whole_and_drives_engines_by_their_first_rank(
+    world_size: int, tensor_parallel: int
+) -> None:
+    uids = np.array([f"g{row // 3}" for row in range(21)], dtype=object)  # 7 groups of 3
+    plan = plan_generation(uids, world_size, tensor_parallel)
+    assert sorted(row for rows in plan.rows for row in rows) == list(range(21))
+    owner = {uid: {rank for rank, rows in enumerate(plan.rows) if uid in uids[list(rows)]} for uid in set(uids)}
+    assert all(len(ranks) == 1 for ranks in owner.values())
+    sizes = [len(rows) for rank, rows in enumerate(plan.rows) if rank % tensor_parallel == 0]
+    assert max(sizes) - min(sizes) <= 3
+    assert all(not rows for rank, rows in enumerate(plan.rows) if rank % tensor_parallel)

@@ -1,0 +1,157 @@
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from hrl.protocol import DataProto
+from hrl.trainer.ppo import metrics as m
+
+
+def make_batch(**overrides):
+    """Three rows, P=3, R=4: prompt lengths 2, 3, 1; response lengths 2, 4, 0; row 1 has a tool token."""
+    attention = torch.tensor([[0, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0, 0]])
+    response_mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 1], [0, 0, 0, 0]])
+    columns = {
+        "attention_mask": attention,
+        "responses": torch.zeros(3, 4, dtype=torch.int64),
+        "response_mask": response_mask,
+        "token_level_scores": torch.tensor([[0.0, 1.0, 0, 0], [0, 0, 0, 3.0], [0, 0, 0, 0]]),
+        "token_level_rewards": torch.tensor([[0.0, 0.5, 0, 0], [0, 0, 0, 2.5], [0, 0, 0, 0]]),
+        # 99 stands where nothing may look.
+        "advantages": torch.tensor([[1.0, 2.0, 99, 99], [3.0, 99, 4.0, 5.0], [99.0, 99, 99, 99]]),
+        "returns": torch.tensor([[1.0, 2.0, 99, 99], [3.0, 99, 4.0, 5.0], [99.0, 99, 99, 99]]),
+        "values": torch.tensor([[1.0, 2.0, 99, 99], [3.0, 99, 4.0, 5.0], [99.0, 99, 99, 99]]),
+    } | overrides.pop("columns", {})
+    non_tensors = {
+        "uid": np.array(["a", "b", "b"], dtype=object),
+        "finish_reason": np.array(["stop", "stop", "abort"], dtype=object),
+    } | overrides
+    return DataProto.from_dict(tensors=columns, non_tensors=non_tensors)
+
+
+def test_lengths_come_from_the_attention_mask_and_clipping_from_the_sampler():
+    out = m.compute_data_metrics(make_batch())
+    assert (out["prompt_length/mean"], out["prompt_length/max"], out["prompt_length/min"]) == (2.0, 3.0, 1.0)
+    assert (out["response_length/mean"], out["response_length/max"], out["response_length/min"]) == (2.0, 4.0, 0.0)
+    assert out["response_length/clip_ratio"] == 0.0  # row 1 fills its columns, but ended by itself
+    assert out["response/aborted_ratio"] == pytest.approx(1 / 3)
+    cut = make_batch(finish_reason=np.array(["stop", "length", "abort"], dtype=object))
+    assert m.compute_data_metrics(cut)["response_length/clip_ratio"] == pytest.approx(1 / 3)
+
+
+def test_empty_responses_are_outside_of_score_and_reward_statistics():
+    out = m.compute_data_metrics(make_batch())
+    assert (out["critic/score/mean"], out["critic/score/max"], out["critic/score/min"]) == (2.0, 3.0, 1.0)
+    assert (out["reward/mean"], out["reward/std"]) == (2.0, 1.0)
+    assert out["critic/rewards/mean"] == 1.5
+
+
+def test_responses_that_the_reward_function_left_out_are_in_no_score_statistics():
+    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])  # row 1 has an answer, and no score
+    out = m.compute_data_metrics(make_batch(columns={"response_mask": mask}))
+    assert (out["reward/mean"], out["reward/std"], out["critic/score/max"], out["critic/rewards/max"]) == (1, 0, 1, 0.5)
+    assert out["response/aborted_ratio"] == pytest.approx(1 / 3)
+    one_group = make_batch(columns={"response_mask": mask}, uid=np.array(["a", "a", "b"], dtype=object))
+    assert m.compute_data_metrics(one_group)["rollout/zero_variance_groups"] == 2
+
+
+def test_left_out_validation_samples_are_counted_by_source():
+    assert m.count_left_out(["a", "b", "b", "c"], [True, False, False, True]) == {"val/b/skipped": 2.0}
+
+
+def test_masked_tokens_are_not_there():
+    out = m.compute_data_metrics(make_batch())
+    assert (out["critic/advantages/mean"], out["critic/advantages/max"]) == (3.0, 5.0)
+    assert out["critic/values/max"] == 5.0
+    assert out["critic/vf_explained_var"] == 1.0  # values equal returns wherever a token is trained
+
+
+def test_explained_variance_is_zero_for_a_constant_critic():
+    values = torch.full((3, 4), 3.0)
+    assert m.compute_data_metrics(make_batch(columns={"values": values}))["critic/vf_explained_var"] == pytest.approx(
+        0.0
+    )
+
+
+def test_a_group_without_spread_is_counted_once_and_empty_rows_do_not_give_it_spread():
+    assert m.compute_data_metrics(make_batch())["rollout/zero_variance_groups"] == 2
+    both = make_batch(uid=np.array(["a", "a", "a"], dtype=object))
+    assert m.compute_data_metrics(both)["rollout/zero_variance_groups"] == 0
+
+
+def test_without_critic_no_value_is_needed():
+    batch = make_batch()
+    batch.pop(batch_keys=["values"])
+    assert not any("values" in name or "vf_" in name for name in m.compute_data_metrics(batch, use_critic=False))
+
+
+def test_a_batch_of_empty_responses_gives_counts_and_no_nan():
+    nothing = {"attention_mask": torch.tensor([[1, 1, 1, 0, 0, 0, 0]] * 3), "response_mask": torch.zeros(3, 4)}
+    out = m.compute_data_metrics(make_batch(columns=nothing))
+    assert out["response/aborted_ratio"] == 1.0
+    assert "reward/mean" not in out
+    assert all(np.isfinite(value) for value in out.values())
+
+
+def test_generation_time_is_per_response_token_and_the_rest_per_token():
+    out = m.compute_timing_metrics(make_batch(), {"gen": 0.6, "update_actor": 1.2, "reward": 9.0, "step": 3.0})
+    assert out["timing_s/reward"] == 9.0
+    assert out["timing_per_token_ms/gen"] == pytest.approx(600 / 6)
+    assert out["timing_per_token_ms/update_actor"] == pytest.approx(1200 / 12)
+    assert "timing_per_token_ms/reward" not in out
+
+
+def test_throughput_is_per_device():
+    out = m.compute_throughput_metrics(make_batch(), {"step": 3.0}, n_gpus=2)
+    assert out == {"perf/total_num_tokens": 12.0, "perf/time_per_step": 3.0, "perf/throughput": 2.0}
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_best_and_worst_equal_the_enumeration_of_all_draws(k):
+    scores = np.array([0.0, 1.0, 0.25])
+    draws = list(itertools.product(scores, repeat=k))
+    assert m.best_at_k(scores, k) == pytest.approx(np.mean([max(d) for d in draws]))
+    assert m.worst_at_k(scores, k) == pytest.approx(np.mean([min(d) for d in draws]))
+
+
+@pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 2), (5, 2, 3), (3, 0, 2), (3, 3, 2), (4, 3, 2)])
+def test_pass_at_k_equals_the_enumeration_of_all_subsets(n, correct, k):
+    subsets = list(itertools.combinations([1] * correct + [0] * (n - correct), k))
+    assert m.pass_at_k(n, correct, k) == pytest.approx(np.mean([max(s) for s in subsets]))
+
+
+def test_majority_takes_the_score_of_the_most_frequent_answer():
+    rng = np.random.default_rng(0)
+    unanimous = m.maj_at_k(["7", "7", "7", "7"], np.ones(4), 4, rng)
+    assert unanimous == 1.0
+    # A vote of one is a draw: its expectation is the mean, 0.75; three votes out of four amplify the majority.
+    one = m.maj_at_k(["7", "7", "7", "9"], np.array([1.0, 1, 1, 0]), 1, rng)
+    five = m.maj_at_k(["7", "7", "7", "9"], np.array([1.0, 1, 1, 0]), 5, rng)
+    assert one == pytest.approx(0.75, abs=0.05)
+    assert five == pytest.approx(0.896, abs=0.04)  # P(at least 3 of 5) with p = 0.75
+
+
+def test_validation_averages_over_prompts_and_reports_how_many():
+    out = m.compute_validation_metrics(
+        ["add", "add", "add", "add", "mul"], ["p", "p", "q", "q", "r"], [1.0, 0.0, 1.0, 1.0, 0.0]
+    )
+    assert out["val/add/mean@2"] == 0.75
+    assert out["val/add/best@2"] == pytest.approx((0.75 + 1.0) / 2)
+    assert out["val/add/pass@2"] == 1.0
+    assert (out["val/add/n"], out["val/mul/n"], out["val/mul/mean@1"]) == (2, 1, 0.0)
+    assert "val/add/maj@2" not in out
+
+
+def test_validation_leaves_the_global_generators_alone_and_repeats_itself():
+    arguments = (["s"] * 4, ["p"] * 4, [1.0, 0.0, 0.0, 1.0], ["1", "2", "2", "1"])
+    np.random.seed(3)
+    before = np.random.get_state()[1].copy()
+    first = m.compute_validation_metrics(*arguments)
+    assert np.array_equal(np.random.get_state()[1], before)
+    assert first == m.compute_validation_metrics(*arguments)
+
+
+def test_validation_refuses_a_score_that_is_no_number():
+    with pytest.raises(ValueError, match="sample 1 .*'add'.*nan"):
+        m.compute_validation_metrics(["add", "add"], ["p", "q"], [1.0, float("nan")])

@@ -1,0 +1,89 @@
+"""Which folder a run continues, and what it says when it takes one back to an earlier step."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from rich.console import Console
+
+from hrl.trainer.checkpoint import CheckpointError, CheckpointStore
+from hrl.trainer.config import compose_cli
+from hrl.trainer.console import RunConsole
+from hrl.trainer.run import open_run_folder, phases_of
+from hrl.trainer.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
+
+
+def earlier_run(path: Path, steps: int = 3) -> CheckpointStore:
+    folder = RunFolder(path)
+    folder.metrics_file.write_text("".join(json_line({"step": step}) for step in range(1, steps + 1)))
+    folder.close()
+    store = CheckpointStore(folder.checkpoints)
+    for step in range(1, steps + 1):
+        store.begin(step)
+        store.commit(step, {"step": step})
+    return store
+
+
+def opened(path: Path, resume_from: Path | None = None) -> SimpleNamespace:
+    mode = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={resume_from}"] if resume_from else []
+    config = compose_cli([f"trainer.default_local_dir={path}", *mode])
+    shown = io.StringIO()
+    folder = open_run_folder(config, RunConsole(9, [], Console(file=shown, width=400, color_system=None)))
+    folder.close()
+    log = [record["step"] for record in read_jsonl(folder.metrics_file)] if folder.metrics_file.exists() else None
+    return SimpleNamespace(folder=folder, log=log, shown=shown.getvalue())
+
+
+def test_the_newest_checkpoint_continues_the_log(tmp_path: Path) -> None:
+    earlier_run(tmp_path)
+    run = opened(tmp_path)
+    assert run.log == [1, 2, 3]
+    assert run.shown == ""
+
+
+def test_an_older_checkpoint_of_the_folder_takes_log_and_checkpoints_back(tmp_path: Path) -> None:
+    store = earlier_run(tmp_path)
+    run = opened(tmp_path, store.path(1))
+    assert run.log == [1]
+    assert store.steps() == [1]
+    assert f"checkpoints of steps after 1, which are made again, are now in {store.folder}/superseded/1" in run.shown
+
+
+def test_a_checkpoint_of_another_run_leaves_that_run_alone_and_starts_a_new_log(tmp_path: Path) -> None:
+    other = earlier_run(tmp_path / "other")
+    mine = RunFolder(tmp_path / "mine")
+    mine.metrics_file.write_text(json_line({"step": 1}))
+    mine.close()
+    assert opened(tmp_path / "mine", other.path(2)).log is None
+    assert read_jsonl(tmp_path / "mine/earlier/1/metrics.jsonl") == [{"step": 1}]
+    assert other.steps() == [1, 2, 3]
+    earlier_run(tmp_path / "third")
+    with pytest.raises(RunFolderError, match="holds checkpoints of an earlier run"):
+        opened(tmp_path / "third", other.path(2))
+
+
+def test_a_checkpoint_that_cannot_be_read_leaves_the_folder_as_it_is(tmp_path: Path) -> None:
+    store = earlier_run(tmp_path)
+    (store.path(2) / "state.json").write_text("{")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        opened(tmp_path, store.path(2))
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 3
+    assert store.steps() == [1, 2, 3]
+
+
+def test_a_run_killed_in_its_first_save_starts_afresh_and_says_so(tmp_path: Path) -> None:
+    rest = CheckpointStore(tmp_path / "checkpoints").begin(1)
+    (tmp_path / "metrics.jsonl").write_text(json_line({"step": 1}))
+    run = opened(tmp_path)
+    assert run.log is None
+    assert f"ignoring {rest}, left by an interrupted save" in run.shown
+
+
+def test_the_phase_bar_has_the_old_log_probs_where_the_run_computes_them() -> None:
+    batches = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
+    assert "old_log_prob" not in phases_of(compose_cli(batches))
+    twice = phases_of(compose_cli([*batches, "actor_rollout_ref.actor.ppo_epochs=2"]))
+    assert twice[:3] == ["gen", "reward", "old_log_prob"]

@@ -1,0 +1,115 @@
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from hrl.trainer.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
+
+HOLD_THE_LOCK = """
+import sys
+from hrl.trainer.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+sys.stdout.write("held\\n"); sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_process(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_in_the_same_folder_is_refused_by_the_owners_pid(tmp_path, other_process):
+    with pytest.raises(RunFolderError, match=f"process {other_process.pid} .*trainer.default_local_dir"):
+        RunFolder(tmp_path)
+
+
+def test_the_lock_goes_with_a_killed_process(tmp_path, other_process):
+    other_process.kill()
+    other_process.wait()
+    RunFolder(tmp_path).close()
+
+
+def test_outputs_of_an_earlier_run_are_moved_aside_and_kept(tmp_path):
+    for text in ("first", "second", "third"):
+        folder = RunFolder(tmp_path)
+        assert not folder.metrics_file.exists()
+        folder.metrics_file.write_text(text)
+        folder.write_rollouts(1, [{"text": text}])
+        folder.close()
+    assert (tmp_path / "earlier/1/metrics.jsonl").read_text() == "first"
+    assert (tmp_path / "earlier/2/metrics.jsonl").read_text() == "second"
+    assert read_jsonl(tmp_path / "earlier/2/rollouts/step_1.jsonl") == [{"text": "second"}]
+    assert (tmp_path / "metrics.jsonl").read_text() == "third"
+
+
+def test_a_resumed_run_goes_on_writing(tmp_path):
+    first = RunFolder(tmp_path)
+    first.metrics_file.write_text("kept")
+    first.close()
+    second = RunFolder(tmp_path, resume=True)
+    assert second.metrics_file.read_text() == "kept"
+    second.close()
+
+
+def test_a_folder_with_checkpoints_is_not_started_over(tmp_path):
+    (tmp_path / "checkpoints/step_5").mkdir(parents=True)
+    with pytest.raises(RunFolderError, match="resume_mode=auto"):
+        RunFolder(tmp_path)
+    RunFolder(tmp_path, resume=True).close()  # and the refusal let go of the lock
+
+
+def test_rewinding_forgets_later_steps_and_a_torn_line(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.metrics_file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    for step in (1, 2, 3, 10):
+        folder.write_rollouts(step, [{"step": step}])
+        folder.write_rollouts(step, [{"step": step}], kind="val")
+    folder.rewind(2)
+    assert read_jsonl(folder.metrics_file) == [{"step": 1}, {"step": 2}]
+    assert sorted(file.name for file in folder.rollouts.iterdir()) == [
+        "step_1.jsonl",
+        "step_2.jsonl",
+        "val_step_1.jsonl",
+        "val_step_2.jsonl",
+    ]
+    folder.close()
+
+
+def test_a_broken_line_inside_of_a_file_is_named(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2"):
+        read_jsonl(file)
+
+
+def test_lines_are_strict_json_whatever_stands_in_the_record():
+    record = {"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": [float("inf")], "e": "line\nbreak é"}
+    line = json_line(record)
+    assert line.count("\n") == 1
+    parsed = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert parsed == {"a": 0.5, "b": [0, 1], "c": None, "d": [None], "e": "line\nbreak é"}
+
+
+def test_config_and_environment_are_written_and_no_secret_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "canary-3141")
+    folder = RunFolder(tmp_path)
+    folder.write_config({"trainer": {"seed": 1}, "text": "größer"})
+    folder.write_environment()
+    folder.close()
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"trainer": {"seed": 1}, "text": "größer"}
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert {"hrl", "git", "python", "packages", "cpu_count"} <= environment.keys()
+    assert environment["packages"]["torch"].startswith("2.")
+    assert all("canary" not in file.read_text() for file in tmp_path.iterdir())
+    assert os.environ["WANDB_API_KEY"]  # it was there to be leaked

@@ -1,0 +1,147 @@
+"""What the spawned ranks of the tests run. Functions only: a spawned process imports this module."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.protocol import DataProto
+from hrl.workers.engine.optim import StepReport
+from hrl.workers.policy import Policy
+from hrl.workers.value_model import ValueModel
+from tests.workers.engine.tiny import (
+    actor_config,
+    critic_config,
+    fsdp_config,
+    make_batch,
+    model_config,
+    optim_config,
+    plan_rows,
+)
+
+CPU = torch.device("cpu")
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A plain copy of a possibly sharded tensor."""
+    return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
+
+
+def gradients(model: Policy | ValueModel, batch: Any, plan: Any) -> dict[str, torch.Tensor]:
+    """Full gradients of the plan's only mini-batch, as they are before clipping; the weights stay."""
+    optimizer, found = model.engine.optimizer, {}
+    apply = optimizer.step
+
+    def look(loss: torch.Tensor, *, fill_missing: bool = False) -> StepReport:
+        for parameter, name in optimizer.names.items():
+            found[name] = full(parameter.grad)
+        optimizer.zero_grad()
+        return StepReport(0.0, 0.0, applied=True)
+
+    optimizer.step = look
+    model.update(batch, plan)
+    optimizer.step = apply
+    return found
+
+
+def parameters(model: Policy | ValueModel) -> dict[str, torch.Tensor]:
+    """Full parameters."""
+    return {name: full(p.detach()) for name, p in model.engine.module.named_parameters()}
+
+
+def policy_of(
+    path: Path, dtype: str = "float64", *, share_prefix: bool = True, checkpointing: bool = False, **actor: Any
+):
+    """A trained policy."""
+    model = model_config(path, share_prefix=share_prefix, enable_gradient_checkpointing=checkpointing)
+    return Policy(model, actor_config(**actor), fsdp_config(dtype), device=CPU, total_steps=10)
+
+
+def partition_gradients(rank: int, path: Path, world_size: int, dtype: str) -> dict[str, Any]:
+    """Gradients for every cut, with and without shared prompts, on this number of ranks."""
+    actor = {"entropy_coeff": 0.05, "use_kl_loss": True, "loss_agg_mode": "seq-mean-token-mean"}
+    batch, found = make_batch(), {}
+    for share_prefix in (True, False):
+        policy = policy_of(path, dtype, share_prefix=share_prefix, **actor)
+        for micro_batches, empty in ((1, False), (2, False), (3, True)):
+            plan = plan_rows(batch, world_size, micro_batches, empty=empty)
+            mine = batch.select_idxs(list(plan.rows[rank]))
+            name = f"actor ranks={world_size} micro={micro_batches} empty={empty} shared={share_prefix}"
+            found[name] = gradients(policy, mine, plan.ranks[rank])
+    critic = ValueModel(model_config(path), critic_config(), fsdp_config(dtype), device=CPU, total_steps=10)
+    set_head(critic)
+    for micro_batches in (1, 3):
+        plan = plan_rows(batch, world_size, micro_batches, empty=True)
+        mine = batch.select_idxs(list(plan.rows[rank]))
+        found[f"critic ranks={world_size} micro={micro_batches}"] = gradients(critic, mine, plan.ranks[rank])
+    return found
+
+
+def set_head(critic: ValueModel) -> None:
+    """Gives a fresh head some weights: at zero it passes no gradient to the backbone."""
+    with torch.no_grad():
+        critic.engine.module.model.score.weight.fill_(0.1)
+
+
+def one_sided_gradients(rank: int, path: Path, world_size: int) -> dict[str, torch.Tensor]:
+    """All trained rows on rank 0; the other rank has no row at all and only joins the collectives."""
+    batch = make_batch()
+    mini_batch = plan_rows(batch, 1, 2).ranks[0].mini_batches[0]
+    mine = batch.select_idxs(list(range(len(batch))) if rank == 0 else [])
+    cuts = mini_batch.micro_batches if rank == 0 else ((),) * len(mini_batch.micro_batches)
+    plan = RankPlan((MiniBatchPlan(cuts, mini_batch.num_tokens, mini_batch.num_sequences, mini_batch.num_groups),))
+    return gradients(policy_of(path, share_prefix=True), mine, plan)
+
+
+def train_and_save(rank: int, path: Path, folder: Path, world_size: int) -> dict[str, Any]:
+    """Two steps, save and export, two more steps: parameters after each half, and what else a resume must give."""
+    policy, mine, plan = _resumable(rank, path, world_size)
+    for _ in range(2):
+        policy.update(mine, plan)
+    torch.manual_seed(100 + rank)
+    policy.save(folder / "state")
+    policy.export_hf(folder / "hf")
+    saved = parameters(policy)
+    return {"saved": saved} | _continue(policy, mine, plan)
+
+
+def load_and_train(rank: int, path: Path, folder: Path, world_size: int) -> dict[str, Any]:
+    """A fresh policy resumes from ``folder`` and takes two more steps."""
+    policy, mine, plan = _resumable(rank, path, world_size)
+    policy.load(folder / "state")
+    return {"saved": parameters(policy)} | _continue(policy, mine, plan)
+
+
+def _resumable(rank: int, path: Path, world_size: int) -> tuple[Policy, DataProto, RankPlan]:
+    batch = make_batch()
+    plan = plan_rows(batch, world_size, 2)
+    policy = policy_of(path, optim=optim_config(lr_warmup_steps=6))
+    return policy, batch.select_idxs(list(plan.rows[rank])), plan.ranks[rank]
+
+
+def _continue(policy: Policy, batch: DataProto, plan: RankPlan) -> dict[str, Any]:
+    random = torch.rand(1)
+    rates = [policy.update(batch, plan)["actor/lr"].result() for _ in range(2)]
+    return {"after": parameters(policy), "rates": rates, "random": random}
+
+
+def everything_on_two_ranks(rank: int, path: Path, single: Path, double: Path) -> dict[str, Any]:
+    """All that the tests want to know of two ranks, in one start of two processes."""
+    policy = policy_of(path, "float32")
+    rounded = dict(policy.iter_full_params(torch.bfloat16))
+    return {
+        "float64": partition_gradients(rank, path, 2, "float64"),
+        "float32": partition_gradients(rank, path, 2, "float32"),
+        "one_sided": one_sided_gradients(rank, path, 2),
+        "specs_match": all(
+            (spec.dtype, spec.shape) == (rounded[spec.name].dtype, tuple(rounded[spec.name].shape))
+            for spec in policy.param_specs(torch.bfloat16)
+        ),
+        "full": rounded,
+        "straight": train_and_save(rank, path, double, 2),
+        "resumed": load_and_train(rank, path, double, 2),
+        "from_one_rank": load_and_train(rank, path, single, 2),
+    }

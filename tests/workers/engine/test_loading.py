@@ -1,0 +1,99 @@
+"""What is loaded, what is refused, and how much arithmetic it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from hrl.workers.engine.flops import ModelFlops, peak_flops
+from hrl.workers.engine.loading import _refuse_unpackable, dtype_of, load_causal_lm, load_scalar_model
+from tests.workers.engine.tiny import SHAPE, model_config, save_llama
+
+FLOAT32 = torch.float32
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def save_classifier(folder, num_labels: int):
+    torch.manual_seed(3)
+    LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=num_labels, pad_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+def test_the_parameters_have_the_wanted_dtype(llama):
+    assert load_causal_lm(model_config(llama), torch.float64).model.dtype == torch.float64
+
+
+def test_the_structure_alone_has_no_storage(llama):
+    loaded = load_causal_lm(model_config(llama), FLOAT32, meta=True)
+    assert all(p.is_meta for p in loaded.model.parameters())
+
+
+def test_a_causal_model_gets_a_value_head_of_zeros(llama):
+    loaded = load_scalar_model(model_config(llama), FLOAT32)
+    assert loaded.fresh_head and not loaded.model.score.weight.any()
+
+
+def test_a_classifier_keeps_its_head(tmp_path):
+    loaded = load_scalar_model(model_config(save_classifier(tmp_path, 1)), FLOAT32, head_required=True)
+    assert not loaded.fresh_head and loaded.model.score.weight.any()
+
+
+def test_a_reward_model_without_a_head_is_refused(llama):
+    with pytest.raises(ValueError, match="no scalar head"):
+        load_scalar_model(model_config(llama), FLOAT32, head_required=True)
+
+
+def test_a_classifier_of_several_labels_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="3 labels"):
+        load_scalar_model(model_config(save_classifier(tmp_path, 3)), FLOAT32)
+
+
+def test_config_fields_can_be_overridden_and_unknown_ones_are_named(llama):
+    config = model_config(llama, override_config={"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    assert load_causal_lm(config, FLOAT32).model.config.rope_parameters["rope_theta"] == 5e5
+    with pytest.raises(ValueError, match="max_positions"):
+        load_causal_lm(model_config(llama, override_config={"max_positions": 3}), FLOAT32)
+
+
+@pytest.mark.parametrize("change", [{"logit_scale": 0.5}, {"layer_types": ["mamba"] * 2}])
+def test_what_packed_training_would_compute_wrongly_is_refused(tmp_path, change):
+    config = LlamaConfig(**SHAPE)
+    model = LlamaForCausalLM(config)
+    for key, value in change.items():
+        setattr(model.config, key, value)
+    with pytest.raises(ValueError, match="logit_scale|mamba"):
+        _refuse_unpackable(model, str(tmp_path))
+
+
+def test_weights_that_are_not_safetensors_are_refused(llama, tmp_path):
+    for file in llama.iterdir():
+        if file.suffix == ".json":
+            (tmp_path / file.name).write_text(file.read_text())
+    torch.save({}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(OSError, match="safetensors"):
+        load_causal_lm(model_config(tmp_path), FLOAT32)
+
+
+def test_dtypes_by_name():
+    assert dtype_of("bf16") is dtype_of("bfloat16") is torch.bfloat16
+    with pytest.raises(ValueError, match="float8"):
+        dtype_of("float8")
+
+
+def test_flops_by_hand():
+    flops = ModelFlops.of(LlamaConfig(**SHAPE))
+    attention = 32 * 8 * (2 * 4 + 2 * 2)  # q and o of 4 heads, k and v of 2
+    assert flops.per_token == 2 * 2 * (attention + 3 * 32 * 48)
+    assert flops.per_pair == 2 * 2 * 2 * 4 * 8  # two products, two layers, four heads of eight
+    assert flops.per_head_token == 2 * 32 * 61
+    assert flops.update(10, 5, 3) == 3 * flops.forward(10, 5, 3)
+
+
+def test_the_peak_of_a_cpu_is_measured_once():
+    peak = peak_flops(torch.device("cpu"))
+    assert peak is not None and peak > 1e8 and peak_flops(torch.device("cpu")) == peak

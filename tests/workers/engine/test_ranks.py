@@ -1,0 +1,135 @@
+"""One rank and two ranks are the same model: gradients, full parameters, checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.workers.engine.ranks import (
+    everything_on_two_ranks,
+    load_and_train,
+    one_sided_gradients,
+    partition_gradients,
+    policy_of,
+    train_and_save,
+)
+from tests.workers.engine.tiny import run_ranks, save_llama, world_of_one
+
+TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("ranks")
+    return {"model": save_llama(root / "model"), "single": root / "single", "double": root / "double", "root": root}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one(folders) -> Iterator[dict[str, Any]]:
+    """What one rank computes; its world stays for the tests."""
+    with world_of_one():
+        yield {
+            **{dtype: partition_gradients(0, folders["model"], 1, dtype) for dtype in TOLERANCE},
+            "straight": train_and_save(0, folders["model"], folders["single"], 1),
+        }
+
+
+@pytest.fixture(scope="module")
+def two(folders, one) -> list[dict[str, Any]]:
+    """What each of two ranks computes."""
+    arguments = folders["model"], folders["single"], folders["double"]
+    return run_ranks(2, folders["root"] / "two", everything_on_two_ranks, *arguments)
+
+
+def distance(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
+    """Norm of the difference over the norm."""
+    assert mine.keys() == theirs.keys()
+    difference = torch.stack([(mine[name] - theirs[name]).norm() for name in mine]).norm()
+    return float(difference / torch.stack([value.norm() for value in theirs.values()]).norm())
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("model", ["actor", "critic"])
+def test_gradients_do_not_depend_on_ranks_micro_batches_or_sharing(one, two, model, dtype):
+    runs = {name: grads for name, grads in (one[dtype] | two[0][dtype]).items() if name.startswith(model)}
+    first = next(iter(runs.values()))
+    distances = {name: distance(grads, first) for name, grads in runs.items()}
+    assert len(runs) == {"actor": 12, "critic": 4}[model]
+    assert max(distances.values()) <= TOLERANCE[dtype], distances
+    assert all(grad.abs().max() > 0 for grad in first.values())
+
+
+def test_a_rank_without_rows_changes_nothing(folders, two):
+    alone = one_sided_gradients(0, folders["model"], 1)
+    assert distance(two[0]["one_sided"], alone) <= 1e-12
+
+
+def test_full_parameters_are_the_files_with_tied_ones_once(folders, two):
+    want = AutoModelForCausalLM.from_pretrained(folders["model"], dtype=torch.bfloat16).state_dict()
+    for rank in two:
+        assert rank["specs_match"]
+        assert list(rank["full"]) == [name for name in want if name != "lm_head.weight"]
+        for name, tensor in rank["full"].items():
+            assert torch.equal(tensor, want[name]), name
+
+
+def test_one_rank_gives_the_same_parameters_in_the_same_order(folders, two):
+    policy = policy_of(folders["model"], "float32")
+    mine = dict(policy.iter_full_params(torch.bfloat16))
+    assert list(mine) == list(two[0]["full"]) == [spec.name for spec in policy.param_specs(torch.bfloat16)]
+    assert all(torch.equal(mine[name], two[0]["full"][name]) for name in mine)
+
+
+def test_a_resumed_run_is_bit_identical(folders, one, two):
+    pairs = [(one["straight"], load_and_train(0, folders["model"], folders["single"], 1))]
+    pairs += [(rank["straight"], rank["resumed"]) for rank in two]
+    for straight, resumed in pairs:
+        assert resumed["rates"] == straight["rates"] == pytest.approx([3e-3 / 6, 4e-3 / 6])
+        assert torch.equal(resumed["random"], straight["random"])
+        for half in ("saved", "after"):
+            assert all(torch.equal(resumed[half][name], straight[half][name]) for name in straight[half])
+
+
+def test_ranks_have_their_own_random_state(two):
+    assert not torch.equal(two[0]["straight"]["random"], two[1]["straight"]["random"])
+
+
+def test_another_number_of_ranks_loads_the_same_state(folders, one, two):
+    fewer = load_and_train(0, folders["model"], folders["double"], 1)
+    for straight, resumed in ((one["straight"], two[1]["from_one_rank"]), (two[0]["straight"], fewer)):
+        assert all(torch.equal(resumed["saved"][name], straight["saved"][name]) for name in straight["saved"])
+        assert distance(resumed["after"], straight["after"]) <= 1e-9
+
+
+def test_checkpoints_hold_no_pickle(folders, two):
+    files = [f for root in ("single", "double") for f in (folders[root] / "state").iterdir()]
+    assert {f.suffix for f in files} == {".safetensors", ".json"}
+
+
+def test_the_export_is_a_folder_that_transformers_loads(folders, two):
+    for root, trained in (("single", None), ("double", two[0]["straight"]["saved"])):
+        model = AutoModelForCausalLM.from_pretrained(folders[root] / "hf", dtype="auto")
+        assert model.dtype == torch.float32 and model.config.architectures == ["LlamaForCausalLM"]
+        for name, tensor in (trained or {}).items():
+            torch.testing.assert_close(model.get_parameter(name.removeprefix("model.")), tensor.float())
+
+
+@pytest.mark.parametrize("other, message", [("untied", "lm_head.weight"), ("missing", "holds no checkpoint")])
+def test_a_checkpoint_of_another_model_is_refused(folders, tmp_path, other, message):
+    path = save_llama(tmp_path / "other", tied=False) if other == "untied" else folders["model"]
+    source = folders["single"] / "state" if other == "untied" else tmp_path
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        policy_of(path).load(source)
+
+
+def test_contents_that_were_not_saved_are_refused(folders, tmp_path):
+    policy = policy_of(folders["model"])
+    policy.save(tmp_path / "weights", ["model"])
+    with pytest.raises(ValueError, match=r"holds \['model'\], but .*optimizer"):
+        policy.load(tmp_path / "weights")
+    policy.load(tmp_path / "weights", ["model"])

@@ -1,0 +1,119 @@
+"""Log-probs and entropies against a log-softmax over all logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hrl.workers.ops.log_prob import log_prob_and_entropy
+
+
+def plain(hidden, weight, labels, temperature):
+    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
+    return log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(tokens: int, width: int, vocabulary: int, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(tokens * vocabulary)
+    hidden = torch.randn(tokens, width, generator=generator, dtype=dtype).requires_grad_()
+    weight = torch.randn(vocabulary, width, generator=generator, dtype=dtype).requires_grad_()
+    return hidden, weight, torch.randint(vocabulary, (tokens,), generator=generator)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 9),
+    vocabulary=st.integers(2, 23),
+    chunk=st.integers(1, 200),
+    temperature=st.sampled_from([0.3, 1.0, 1.7]),
+    weights=st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5])),
+)
+def test_values_and_gradients_for_any_tiling(tokens, vocabulary, chunk, temperature, weights):
+    hidden, weight, labels = inputs(tokens, 5, vocabulary)
+    scale = torch.linspace(-1.0, 2.0, tokens, dtype=torch.float64)
+
+    def total(log_prob, entropy):
+        return weights[0] * (scale * log_prob).sum() + weights[1] * (scale.flip(0) * entropy).sum()
+
+    want = plain(hidden, weight, labels, temperature)
+    got = log_prob_and_entropy(hidden, weight, labels, temperature, chunk=chunk, with_entropy=True)
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
+    want_grads = torch.autograd.grad(total(*want), (hidden, weight))
+    got_grads = torch.autograd.grad(total(*got), (hidden, weight))
+    for mine, theirs in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
+
+
+def test_a_hand_computed_case():
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0], [2.0]]) * torch.log(torch.tensor(2.0))
+    log_prob, entropy = log_prob_and_entropy(hidden, weight, torch.tensor([1]), 1.0, chunk=2, with_entropy=True)
+    assert log_prob.item() == pytest.approx(torch.log(torch.tensor(2 / 7)).item())  # probabilities 1/7, 2/7, 4/7
+    want = -sum(p * torch.log(torch.tensor(p)).item() for p in (1 / 7, 2 / 7, 4 / 7))
+    assert entropy.item() == pytest.approx(want, rel=1e-6)
+
+
+def test_entropy_is_only_there_when_asked_for():
+    hidden, weight, labels = inputs(3, 4, 7)
+    log_prob, entropy = log_prob_and_entropy(hidden, weight, labels, 1.0, chunk=64, with_entropy=False)
+    assert entropy is None
+    torch.testing.assert_close(log_prob, plain(hidden, weight, labels, 1.0)[0])
+
+
+def test_huge_logits_do_not_overflow():
+    hidden, weight, labels = inputs(4, 4, 9, torch.float32)
+    big = (hidden.detach() * 1e3).requires_grad_()
+    log_prob, entropy = log_prob_and_entropy(big, weight, labels, 1.0, chunk=8, with_entropy=True)
+    torch.testing.assert_close(log_prob, plain(big, weight, labels, 1.0)[0], rtol=1e-4, atol=1e-2)
+    (log_prob.sum() + entropy.sum()).backward()
+    assert torch.isfinite(big.grad).all() and torch.isfinite(entropy).all()
+
+
+def test_bfloat16_accumulates_in_float32():
+    hidden, weight, labels = (t.detach() if t.is_floating_point() else t for t in inputs(50, 32, 500, torch.float32))
+    low = [t.bfloat16().requires_grad_() for t in (hidden, 0.1 * weight)]
+    log_prob, _ = log_prob_and_entropy(*low, labels, 1.0, chunk=1000, with_entropy=False)
+    want, _ = plain(*(t.detach().float() for t in low), labels, 1.0)
+    assert log_prob.dtype == torch.float32
+    assert (log_prob - want).abs().max() < 0.02
+    log_prob.sum().backward()
+    assert low[0].grad.dtype == low[1].grad.dtype == torch.bfloat16
+
+
+def test_a_label_outside_the_vocabulary_is_no_number():
+    hidden, weight, _ = inputs(2, 4, 7)
+    log_prob, _ = log_prob_and_entropy(hidden, weight, torch.tensor([3, 7]), 1.0, chunk=64, with_entropy=False)
+    assert torch.isfinite(log_prob[0]) and torch.isnan(log_prob[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
+def test_the_temperature_must_be_positive(temperature):
+    with pytest.raises(ValueError, match="temperature"):
+        log_prob_and_entropy(*inputs(2, 4, 7), temperature, chunk=64, with_entropy=False)
+
+
+def test_shapes_must_fit():
+    hidden, weight, labels = inputs(2, 4, 7)
+    with pytest.raises(ValueError, match="don't fit"):
+        log_prob_and_entropy(hidden, weight[:, :3], labels, 1.0, chunk=64, with_entropy=False)
+
+
+def test_the_largest_tensor_is_a_tile(monkeypatch):
+    hidden, weight, labels = inputs(64, 8, 1000, torch.float32)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, torch.Tensor) and tensor.untyped_storage() is not None:
+                    largest = max(largest, tensor.untyped_storage().nbytes() // tensor.element_size())
+            return out
+
+    with Watch():
+        log_prob, entropy = log_prob_and_entropy(hidden, weight, labels, 1.0, chunk=2048, with_entropy=True)
+        (log_prob.sum() + entropy.sum()).backward()
+    assert largest <= max(2048, weight.numel())

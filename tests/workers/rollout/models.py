@@ -1,0 +1,81 @@
+"""Models that engines are tested with, and what transformers says about them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from hrl.protocol import DataProto
+
+VOCAB = 128
+
+
+def save_tiny_llama(folder: Path, *, tied: bool = True) -> Path:
+    """A random two-layer Llama in fp32 whose distributions are far from uniform."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=tied,
+        initializer_range=0.3,
+        eos_token_id=1,
+        bos_token_id=None,
+        pad_token_id=0,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The model as transformers has it."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def response_log_probs(model: PreTrainedModel, out: DataProto, temperature: float) -> Tensor:
+    """Log-probs ``(B, R)`` of the responses, by one forward over whole rows."""
+    batch = out.batch
+    logits = model(
+        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=batch["position_ids"]
+    ).logits
+    width = batch["prompts"].shape[1]
+    log_probs = (logits[:, width - 1 : -1].float() / temperature).log_softmax(-1)
+    return log_probs.gather(-1, batch["responses"][..., None])[..., 0]
+
+
+@torch.no_grad()
+def token_log_probs(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
+    """Log-probs ``(T - 1,)`` of tokens 1, 2, …"""
+    ids = torch.tensor(token_ids)
+    return model(input_ids=ids[None]).logits[0, :-1].float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+
+
+def specs(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """What a trainer of this model announces."""
+    return [(name, dtype, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+
+
+def parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """What a trainer of this model sends."""
+    return ((name, parameter.detach()) for name, parameter in model.named_parameters())
+
+
+@torch.no_grad()
+def perturb(model: PreTrainedModel, amount: float, only: str = "") -> PreTrainedModel:
+    """Multiplies weights whose name contains `only` with 1 ± `amount`, in place; bf16-representable afterwards."""
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        if only in name:
+            parameter.copy_((parameter * (1 + amount * noise)).bfloat16())
+    return model

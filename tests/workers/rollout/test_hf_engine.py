@@ -1,0 +1,142 @@
+"""The transformers engine on a tiny model: exact log-probs, exact seeds, truncation, weights."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hrl.workers.rollout.base import SamplingParams
+from hrl.workers.rollout.hf_engine import draw, truncate
+from hrl.workers.rollout.host import RolloutHost, TokenInfo
+from tests.workers.rollout import models
+from tests.workers.rollout.settings import prompt_batch, rollout_config
+
+PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
+R = 12
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return models.save_tiny_llama(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def host(folder) -> Iterator[RolloutHost]:
+    with RolloutHost(
+        rollout_config("hf", dtype="float32", max_num_seqs=7),
+        str(folder),
+        TokenInfo(0, (1,), models.VOCAB),
+        max_prompt_length=4,
+        max_response_length=R,
+        device=torch.device("cpu"),
+    ) as host:
+        yield host
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+def test_log_probs_are_those_of_a_forward_at_the_sampling_temperature(host, folder, temperature):
+    out = host.generate_sequences(prompt_batch(PROMPTS, n=4, width=4, temperature=temperature))
+
+    expected = models.response_log_probs(models.load(folder), out, temperature)
+    mask = out.batch["response_mask"].bool()
+    torch.testing.assert_close(out.batch["rollout_log_probs"][mask], expected[mask], atol=1e-4, rtol=0)
+    assert (out.batch["rollout_log_probs"][~mask] == 0).all()
+    ends = [row[: int(length)].tolist() for row, length in zip(out.batch["responses"], mask.sum(1), strict=True)]
+    for tokens, reason in zip(ends, out.non_tensor_batch["finish_reason"], strict=True):
+        assert 1 not in tokens[:-1]
+        assert reason == ("stop" if tokens[-1] == 1 else "length") and (reason == "stop" or len(tokens) == R)
+
+
+def test_greedy_takes_the_most_likely_token_and_reports_its_raw_log_prob(host, folder):
+    out = host.generate_sequences(prompt_batch(PROMPTS, n=1, width=4, validate=True))
+
+    model, width = models.load(folder), 4
+    with torch.no_grad():
+        logits = model(
+            input_ids=out.batch["input_ids"],
+            attention_mask=out.batch["attention_mask"],
+            position_ids=out.batch["position_ids"],
+        ).logits[:, width - 1 : -1]
+    mask = out.batch["response_mask"].bool()
+    assert torch.equal(logits.argmax(-1)[mask], out.batch["responses"][mask])
+    expected = logits.log_softmax(-1).max(-1).values
+    torch.testing.assert_close(out.batch["rollout_log_probs"][mask], expected[mask], atol=1e-4, rtol=0)
+
+
+def test_samples_do_not_depend_on_their_order_or_company(host):
+    batch = prompt_batch(PROMPTS, n=4, width=4)
+    whole = host.generate_sequences(batch).batch["responses"]
+    order = torch.arange(11, -1, -1)
+
+    assert torch.equal(host.generate_sequences(batch[order]).batch["responses"], whole[order])
+    assert torch.equal(host.generate_sequences(batch[4:6]).batch["responses"], whole[4:6])
+    assert len({tuple(row) for row in whole.tolist()}) == 12
+
+
+def test_score_is_the_log_prob_at_temperature_one(host, folder):
+    tokens = [5, 9, 100, 3, 3, 77]
+
+    expected = models.token_log_probs(models.load(folder), tokens)
+
+    torch.testing.assert_close(torch.tensor(host.score(tokens)), expected, atol=1e-4, rtol=0)
+
+
+def test_pushed_weights_are_the_ones_sampled_from(host, folder):
+    tokens = [5, 9, 100, 3, 3, 77]
+    changed = models.perturb(models.load(folder), 0.5)
+    expected = models.token_log_probs(changed, tokens)
+    before = torch.tensor(host.score(tokens))
+
+    report = host.push_weights(1, models.specs(changed, torch.float32), models.parameters(changed))
+
+    assert (before - expected).abs().mean() > 0.1
+    torch.testing.assert_close(torch.tensor(host.score(tokens)), expected, atol=1e-4, rtol=0)
+    assert report.receivers[0].read_back == report.tensors == len(models.specs(changed, torch.float32))
+    original = models.load(folder)
+    host.push_weights(2, models.specs(original, torch.float32), models.parameters(original))
+    torch.testing.assert_close(torch.tensor(host.score(tokens)), before, atol=1e-5, rtol=0)
+
+
+def test_drawn_tokens_follow_the_distribution():
+    logits = torch.tensor([0.0, math.log(2.0), math.log(5.0)])
+    generator = torch.Generator().manual_seed(0)
+
+    drawn = [draw(logits, SamplingParams(temperature=1.0), generator) for _ in range(4000)]
+
+    for token, probability in enumerate((1 / 8, 2 / 8, 5 / 8)):
+        share = sum(t == token for t, _ in drawn) / len(drawn)
+        assert abs(share - probability) < 4 * math.sqrt(probability * (1 - probability) / len(drawn))
+    assert all(math.isclose(lp, math.log((1, 2, 5)[t] / 8), abs_tol=1e-5) for t, lp in drawn)
+
+
+def test_truncation_by_hand():
+    log_probs = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+
+    for top_k, top_p, expected in [
+        (-1, 1.0, [0.5, 0.3, 0.15, 0.05]),
+        (2, 1.0, [0.625, 0.375, 0.0, 0.0]),
+        (-1, 0.45, [1.0, 0.0, 0.0, 0.0]),
+        (-1, 0.6, [0.625, 0.375, 0.0, 0.0]),
+        (3, 0.85, [10 / 19, 6 / 19, 3 / 19, 0.0]),
+    ]:
+        torch.testing.assert_close(truncate(log_probs, top_k, top_p).exp(), torch.tensor(expected), atol=1e-6, rtol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 10**6), top_k=st.integers(-1, 20), top_p=st.floats(0.01, 1.0))
+def test_truncation_keeps_the_most_likely_tokens_and_their_proportions(seed, top_k, top_p):
+    log_probs = torch.randn(16, generator=torch.Generator().manual_seed(seed)).mul(3).log_softmax(-1)
+
+    cut = truncate(log_probs, top_k, top_p)
+
+    kept = cut.isfinite()
+    assert kept[log_probs.argmax()] and math.isclose(float(cut.exp().sum()), 1.0, abs_tol=1e-5)
+    assert not (~kept).any() or log_probs[kept].min() >= log_probs[~kept].max()
+    assert top_k <= 0 or int(kept.sum()) <= max(top_k, 1)
+    shift = (cut - log_probs)[kept]
+    torch.testing.assert_close(shift, shift[:1].expand_as(shift), atol=1e-4, rtol=0)

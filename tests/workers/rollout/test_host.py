@@ -1,0 +1,246 @@
+"""The host with a scripted engine: columns, seeds, lies, deadlines."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, sample_seed
+from hrl.workers.rollout.host import RolloutHost, TokenInfo
+from hrl.workers.rollout.scripted import ScriptedEngine
+from hrl.workers.weight_sync.errors import WeightSyncError
+from tests.workers.rollout.settings import prompt_batch, rollout_config
+
+VOCAB, STOP, PAD = 50, 7, 7
+R = 6
+SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(5)]
+
+
+@contextmanager
+def scripted(script: dict[str, Any] | None = None, name: str = "scripted", **changes: Any) -> Iterator[RolloutHost]:
+    config = rollout_config(name, engine_kwargs={"scripted": script or {}}, **changes)
+    host = RolloutHost(
+        config,
+        "no-model",
+        TokenInfo(PAD, (STOP,), VOCAB),
+        max_prompt_length=5,
+        max_response_length=R,
+        device=torch.device("cpu"),
+    )
+    with host:
+        yield host
+
+
+def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(name, torch.randn(shape, generator=generator)) for name, _, shape in SPECS]
+
+
+def test_the_columns_of_two_known_responses():
+    batch = prompt_batch([[1, 2, 3], [4]], n=1, width=4)
+    with scripted({"responses": [[10, 11, STOP]]}) as host:
+        out = host.generate_sequences(batch)
+
+    assert out.batch["prompts"].tolist() == [[0, 1, 2, 3], [0, 0, 0, 4]]
+    assert out.batch["responses"].tolist() == [[10, 11, STOP, PAD, PAD, PAD]] * 2
+    assert out.batch["input_ids"][1].tolist() == [0, 0, 0, 4, 10, 11, STOP, PAD, PAD, PAD]
+    assert out.batch["attention_mask"][0].tolist() == [0, 1, 1, 1, 1, 1, 1, 0, 0, 0]
+    assert out.batch["position_ids"][0].tolist() == [0, 0, 1, 2, 3, 4, 5, 5, 5, 5]
+    assert out.batch["response_mask"].tolist() == [[1, 1, 1, 0, 0, 0]] * 2  # the stop token counts although pad == eos
+    expected = torch.tensor([[-math.log(VOCAB)] * 3 + [0.0] * 3] * 2)
+    assert torch.equal(out.batch["rollout_log_probs"], expected)
+    assert {key: value.dtype for key, value in out.batch.items()} == {
+        **dict.fromkeys(("prompts", "responses", "input_ids", "attention_mask", "position_ids"), torch.int64),
+        "response_mask": torch.int64,
+        "rollout_log_probs": torch.float32,
+    }
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop"]
+    assert out.non_tensor_batch["uid"].tolist() == ["group-0", "group-1"]
+    assert (out.meta_info["temperature"], out.meta_info["policy_version"], out.meta_info["step"]) == (1.0, 0, 1)
+
+
+def test_a_response_without_a_stop_token_ends_at_the_limit_and_is_counted():
+    with scripted({"responses": [[10] * 99]}) as host:
+        out = host.generate_sequences(prompt_batch([[1]], n=3, width=2))
+
+    assert out.batch["response_mask"].sum(1).tolist() == [R] * 3
+    assert out.non_tensor_batch["finish_reason"].tolist() == ["length"] * 3
+    assert out.meta_info["metrics"]["rollout/truncated_responses"].result() == 3
+
+
+def test_an_empty_response_is_a_row_without_trained_tokens_and_counted():
+    with scripted({"empty_every": 2}) as host:
+        out = host.generate_sequences(prompt_batch([[1]], n=4, width=2))
+
+    assert sorted(out.batch["response_mask"].sum(1).eq(0).tolist()) == [False, False, True, True]
+    assert out.meta_info["metrics"]["rollout/empty_responses"].result() == 2
+
+
+def test_samples_depend_on_what_they_are_and_not_on_where_they_are_drawn():
+    batch = prompt_batch([[1], [2], [3]], n=4, width=2)
+    order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    with scripted() as host:
+        whole = host.generate_sequences(batch).batch["responses"]
+        with scripted({"delay_s": 0.01}) as other:
+            shuffled = other.generate_sequences(batch[order]).batch["responses"]
+            half = other.generate_sequences(batch[6:]).batch["responses"]
+        next_step = host.generate_sequences(prompt_batch([[1], [2], [3]], n=4, width=2, step=2)).batch["responses"]
+
+    assert torch.equal(shuffled, whole[order]) and torch.equal(half, whole[6:])
+    assert len({tuple(row) for row in whole.tolist()}) == 12
+    assert not (next_step == whole).all(1).any()
+
+
+def test_the_seed_is_stable_across_processes_and_distinct():
+    assert sample_seed(1, 2, "a", 3) == sample_seed(1, 2, "a", 3) == 109891797
+    seeds = {sample_seed(s, t, u, i) for s in range(3) for t in range(10) for u in ("a", "b") for i in range(8)}
+    assert len(seeds) == 3 * 10 * 2 * 8
+
+
+def test_validation_takes_its_own_sampling_and_seeds():
+    seen = []
+
+    class Recorder(ScriptedEngine):
+        async def generate(self, prompt_ids, sampling, request_id):
+            seen.append(sampling)
+            return await super().generate(prompt_ids, sampling, request_id)
+
+    sampled = SimpleNamespace(n=1, do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
+    for val_kwargs in (None, sampled):
+        with scripted(**({"val_kwargs": val_kwargs} if val_kwargs else {})) as host:
+            host.engine.__class__ = Recorder
+            train = host.generate_sequences(prompt_batch([[1]], n=1, width=2, temperature=0.8))
+            val = host.generate_sequences(prompt_batch([[1]], n=1, width=2, validate=True))
+        assert train.meta_info["temperature"] == 0.8 and val.meta_info["temperature"] == seen[-1].temperature
+
+    train, greedy, _, val = seen
+    assert (train.temperature, greedy.temperature) == (0.8, 0.0)
+    assert (val.temperature, val.top_p, val.top_k, val.max_tokens) == (0.6, 0.9, 20, R)
+    assert val.seed != train.seed
+
+
+def test_every_sample_is_heard_of_before_the_batch_is_done():
+    heard = {}
+    with scripted({"delay_s": 0.01}) as host:
+        out = host.generate_sequences(
+            prompt_batch([[1], [2]], n=3, width=2), lambda row, ids, why: heard.update({row: ids})
+        )
+
+    lengths = out.batch["response_mask"].sum(1).tolist()
+    assert heard == {row: out.batch["responses"][row, : lengths[row]].tolist() for row in range(6)}
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        ({"extra_tokens": R}, "at most 6 were asked for"),
+        ({"missing_log_probs": 1}, "tokens with"),
+        ({"log_prob": float("nan")}, "log-prob that is not a finite number"),
+        ({"log_prob": 0.5}, "log-prob that is not a finite number"),
+        ({"responses": [[VOCAB]]}, "outside the vocabulary of 50"),
+        ({"responses": [[-1]]}, "outside the vocabulary of 50"),
+        ({"stale_version": True}, "policy version -1, although version 0 is served"),
+    ],
+)
+def test_a_lying_engine_is_found_out_and_the_sample_named(script, message):
+    with scripted(script) as host, pytest.raises(RolloutError, match=message) as caught:
+        host.generate_sequences(prompt_batch([[1]], n=1, width=2))
+
+    assert "row 0 (uid group-0, sample 0)" in str(caught.value)
+
+
+def test_a_hanging_engine_ends_at_the_deadline():
+    started = time.monotonic()
+    with scripted({"hang_after": 2}) as host:
+        with pytest.raises(RolloutError, match=r"rollout: sampling 4 rows took longer than 0\.3 s"):
+            host.generate_sequences(prompt_batch([[1]], n=4, width=2), timeout_s=0.3)
+        assert host.generate_sequences  # still there to be shut down
+
+    assert time.monotonic() - started < 3
+
+
+def test_a_dead_engine_says_so():
+    with scripted({"die_after": 2}) as host:
+        with pytest.raises(EngineDeadError):
+            host.generate_sequences(prompt_batch([[1]], n=4, width=2))
+        with pytest.raises(EngineDeadError):
+            host.generate_sequences(prompt_batch([[1]], n=1, width=2))
+
+
+def test_a_start_that_takes_too_long_is_an_error_and_leaves_no_thread():
+    before = threading.active_count()
+    with pytest.raises(RolloutError, match=r"did not start within 0\.2 s"):
+        host = RolloutHost(
+            rollout_config("scripted", engine_kwargs={"scripted": {"start_s": 60}}),
+            "no-model",
+            TokenInfo(PAD, (STOP,), VOCAB),
+            max_prompt_length=5,
+            max_response_length=R,
+            device=torch.device("cpu"),
+        )
+        host.start(timeout_s=0.2)
+
+    assert threading.active_count() == before
+
+
+def test_an_empty_prompt_and_a_batch_without_a_step_are_refused():
+    batch = prompt_batch([[1], [2]], n=1, width=2)
+    with scripted() as host:
+        del batch.meta_info["step"]
+        with pytest.raises(RolloutError, match="lacks 'step'"):
+            host.generate_sequences(batch)
+        batch.meta_info["step"] = 0
+        batch.batch["attention_mask"][1] = 0
+        with pytest.raises(RolloutError, match="row 1 has an empty prompt"):
+            host.generate_sequences(batch)
+
+
+def test_a_pushed_version_is_stamped_on_every_batch_after_it():
+    with scripted() as host:
+        for version in (1, 2):
+            report = host.push_weights(version, SPECS, weights(version))
+            out = host.generate_sequences(prompt_batch([[1]], n=2, width=2))
+            assert report.version == out.meta_info["policy_version"] == host.policy_version == version
+        assert torch.equal(host.engine.writer.weights["layers.3.weight"], weights(2)[3][1].bfloat16())
+
+
+def test_after_a_failed_commit_the_engine_refuses_to_sample_until_a_good_sync():
+    with scripted({"drop_tensor": "layers.1.weight"}) as host:
+        with pytest.raises(WeightSyncError, match=r"layers\.1\.weight"):
+            host.push_weights(1, SPECS, weights(1))
+        with pytest.raises(EngineUnusableError, match="sync weights before sampling"):
+            host.generate_sequences(prompt_batch([[1]], n=2, width=2))
+        assert host.policy_version == 0
+
+        host.engine.writer._script = type(host.engine.writer._script)()
+        host.push_weights(2, SPECS, weights(2))
+
+        assert host.generate_sequences(prompt_batch([[1]], n=2, width=2)).meta_info["policy_version"] == 2
+
+
+@pytest.mark.parametrize("fault", ["sync_hang", "sync_die"])
+def test_an_engine_that_hangs_or_dies_in_a_sync_ends_it_in_time(fault):
+    started = time.monotonic()
+    sync = SimpleNamespace(bucket_mb=32, timeout_s=0.5)
+    with scripted({fault: True}, weight_sync=sync) as host:
+        with pytest.raises((WeightSyncError, EngineDeadError)):
+            host.push_weights(1, SPECS, weights(1))
+        assert host.policy_version == 0
+
+    assert time.monotonic() - started < 5
+
+
+def test_an_unknown_engine_is_refused():
+    with (
+        pytest.raises(ValueError, match="unknown rollout engine 'sglang'; known: vllm, hf, scripted"),
+        scripted(name="sglang"),
+    ):
+        pass

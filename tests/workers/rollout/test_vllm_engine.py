@@ -1,0 +1,376 @@
+"""The real vLLM engine with a real small model: seeds, log-probs, shared prompts, weights, life and death."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, SamplingParams
+from hrl.workers.rollout.host import RolloutHost, TokenInfo
+from hrl.workers.weight_sync.base import WeightSync
+from hrl.workers.weight_sync.broadcast import BroadcastSender
+from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import Manifest
+from tests.workers.rollout import models
+from tests.workers.rollout.settings import prompt_batch, rollout_config
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+STOP, VOCAB, P, R = 2, 49152, 64, 24
+N = 8
+
+
+def make_host(folder: Path | str, **changes) -> RolloutHost:
+    return RolloutHost(
+        rollout_config("vllm", **changes),
+        str(folder),
+        TokenInfo(STOP, (STOP,), VOCAB),
+        max_prompt_length=P,
+        max_response_length=R,
+        device=torch.device("cpu"),
+    )
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    from hrl.data.model_source import resolve_model
+
+    return resolve_model("bundled:smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="module")
+def prompts(folder) -> list[list[int]]:
+    from hrl.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": f"What is {a} + {b}? Answer with the final number only."}],
+            add_generation_prompt=True,
+            return_dict=False,
+        )
+        for a, b in ((2, 3), (4, 5), (7, 8), (9, 6))
+    ]
+
+
+@pytest.fixture(scope="module")
+def host(folder) -> Iterator[RolloutHost]:
+    with make_host(folder) as host:
+        yield host
+
+
+@pytest.fixture(scope="module")
+def sampled(host, prompts):
+    return host.generate_sequences(prompt_batch(prompts, n=N, width=P))
+
+
+def lives(pid: int) -> bool:
+    """Whether a process is there and not just waiting to be buried."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def shared_memory_of(pids: list[int]) -> set[str]:
+    """Names in /dev/shm that these processes have mapped."""
+    lines = [line for pid in pids for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+    return {line.split("/dev/shm/")[1].split()[0] for line in lines if "/dev/shm/" in line}
+
+
+def score_error(host: RolloutHost, model, tokens: list[int]) -> float:
+    return float((torch.tensor(host.score(tokens)) - models.token_log_probs(model, tokens)).abs().mean())
+
+
+def test_the_same_seeds_give_the_same_tokens_in_any_order_and_all_samples_differ(host, prompts, sampled):
+    batch = prompt_batch(prompts, n=N, width=P)
+    order = torch.arange(len(batch) - 1, -1, -1)
+
+    again = host.generate_sequences(batch[order])
+
+    assert torch.equal(again.batch["responses"], sampled.batch["responses"][order])
+    torch.testing.assert_close(again.batch["rollout_log_probs"], sampled.batch["rollout_log_probs"][order])
+    assert len({tuple(row) for row in sampled.batch["responses"].tolist()}) > 0.9 * len(batch)
+    for row in range(len(batch)):
+        tokens = sampled.batch["responses"][row][sampled.batch["response_mask"][row].bool()].tolist()
+        assert STOP not in tokens[:-1]
+        assert sampled.non_tensor_batch["finish_reason"][row] == ("stop" if tokens[-1] == STOP else "length")
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_log_probs_differ_from_transformers_by_no_more_than_bf16_does_from_fp32(host, folder, prompts, temperature):
+    out = host.generate_sequences(prompt_batch(prompts, n=3, width=P, temperature=temperature))
+    mask = out.batch["response_mask"].bool()
+    ours = out.batch["rollout_log_probs"][mask]
+    exact = models.response_log_probs(models.load(folder), out, temperature)[mask]
+    bf16 = models.response_log_probs(models.load(folder, torch.bfloat16), out, temperature)[mask]
+    wrong_temperature = models.response_log_probs(models.load(folder), out, 1.6 - temperature)[mask]
+
+    error = (ours - exact).abs().mean()
+
+    assert error < 1.5 * (bf16 - exact).abs().mean() + 0.005
+    assert abs((ours - exact).mean()) < 0.02  # no bias
+    assert error < 0.3 * (ours - wrong_temperature).abs().mean()
+
+
+def test_greedy_reports_the_raw_log_prob_of_the_most_likely_token(host, folder, prompts):
+    out = host.generate_sequences(prompt_batch(prompts, n=1, width=P, validate=True))
+    mask = out.batch["response_mask"].bool()
+
+    exact = models.response_log_probs(models.load(folder), out, 1.0)[mask]
+
+    assert (out.batch["rollout_log_probs"][mask] - exact).abs().mean() < 0.05
+    assert exact.mean() > -0.7  # likely tokens
+    again = host.generate_sequences(prompt_batch(prompts, n=1, width=P, validate=True, step=9))
+    assert torch.equal(again.batch["responses"], out.batch["responses"])  # no seed in it
+
+
+def test_the_samples_of_a_prompt_share_its_whole_blocks_already_in_their_first_wave(host, prompts):
+    engine = host.engine
+    fresh = [token + 1000 for token in prompts[0]]  # not in the cache yet
+
+    async def wave() -> list[int]:
+        params = [engine._vllm_params(SamplingParams(max_tokens=1, seed=seed)) for seed in range(N)]
+        outputs = await asyncio.gather(*(engine._request(fresh, p, f"share-{i}") for i, p in enumerate(params)))
+        return [output.num_cached_tokens for output in outputs]
+
+    cached = host._control(wave(), "sampling", 60)
+
+    assert len(fresh) > 32
+    assert sorted(cached) == [0] + [32 * (len(fresh) // 32)] * (N - 1)
+
+
+def test_pushed_weights_are_the_ones_sampled_from_and_can_be_taken_back(host, folder, prompts, sampled):
+    tokens = sampled.batch["input_ids"][0][sampled.batch["attention_mask"][0].bool()].tolist()
+    original = models.load(folder)
+    changed = models.perturb(models.load(folder), 0.1)
+    noise = score_error(host, original, tokens)
+    assert score_error(host, changed, tokens) > 1
+
+    report = host.push_weights(1, models.specs(changed, torch.bfloat16), models.parameters(changed))
+
+    assert report.nbytes == 2 * sum(parameter.numel() for parameter in changed.parameters())
+    assert report.receivers[0].read_back > 0
+    assert score_error(host, changed, tokens) < max(3 * noise, 0.1)
+    assert score_error(host, original, tokens) > 1
+    host.push_weights(2, models.specs(original, torch.bfloat16), models.parameters(original))
+    assert score_error(host, original, tokens) == pytest.approx(noise, abs=1e-6)
+    again = host.generate_sequences(prompt_batch(prompts, n=N, width=P))
+    assert torch.equal(again.batch["responses"], sampled.batch["responses"])
+    assert again.meta_info["policy_version"] == 2
+
+
+def test_weights_broadcast_from_elsewhere_are_the_ones_sampled_from(host, folder, sampled):
+    tokens = sampled.batch["input_ids"][0][sampled.batch["attention_mask"][0].bool()].tolist()
+    original = models.load(folder)
+    changed = models.perturb(models.load(folder), 0.1)
+    noise = score_error(host, original, tokens)
+    manifest = Manifest.build(models.specs(original, torch.bfloat16), 64 << 20)
+    sender = BroadcastSender(manifest, 1, device=torch.device("cpu"), timeout_s=60)
+    sync = WeightSync(manifest, sender, timeout_s=60)
+
+    with ThreadPoolExecutor(1) as pool:
+        for version, model in ((21, changed), (22, original)):
+            received = pool.submit(host.receive_weights, version, manifest, sender.handle())
+            report = sync.push(version, models.parameters(model))
+            assert received.result(60)[0].nbytes == report.nbytes
+            assert score_error(host, model, tokens) < max(3 * noise, 0.1)
+            assert host.policy_version == version
+    sync.close()
+    assert len(manifest.buckets) > 3
+
+
+def test_the_output_head_follows_its_tied_embedding(host, folder, sampled):
+    tokens = sampled.batch["input_ids"][0][sampled.batch["attention_mask"][0].bool()].tolist()
+    original = models.load(folder)
+    assert original.config.tie_word_embeddings
+    changed = models.perturb(models.load(folder), 0.3, only="embed_tokens")
+
+    host.push_weights(3, models.specs(changed, torch.bfloat16), models.parameters(changed))
+    with_new_head = score_error(host, changed, tokens)
+    host.push_weights(4, models.specs(original, torch.bfloat16), models.parameters(original))
+
+    stale_head = models.load(folder)
+    stale_head.model.embed_tokens.weight = torch.nn.Parameter(changed.model.embed_tokens.weight.detach().clone())
+    stale_head.lm_head.weight = torch.nn.Parameter(original.lm_head.weight.detach().clone())
+    a_stale_head_would_be_off_by = (
+        (models.token_log_probs(stale_head, tokens) - models.token_log_probs(changed, tokens)).abs().mean()
+    )
+    assert with_new_head < 0.2 * a_stale_head_would_be_off_by
+
+
+@pytest.mark.parametrize("fault", ["missing", "extra", "renamed", "corrupted"])
+def test_a_bad_sync_is_named_and_the_old_version_goes_on_being_served(
+    host, folder, prompts, sampled, fault, monkeypatch
+):
+    original = models.load(folder)
+    specs = models.specs(original, torch.bfloat16)
+    host.push_weights(5, specs, models.parameters(original))
+    sent = list(models.parameters(models.perturb(models.load(folder), 0.1)))
+    transport = host._sync._transport
+    message = {
+        "missing": r"end before 'model\.norm\.weight'",
+        "extra": "'lm_head.bias', which is not in the manifest",
+        "renamed": r"'layers\.3\.x' where 'model",
+        "corrupted": r"checksum of 'model\.layers\.7\.mlp\.up_proj\.weight'",
+    }[fault]
+    if fault == "missing":
+        sent = sent[:-1]
+    elif fault == "extra":
+        sent.append(("lm_head.bias", torch.zeros(3)))
+    elif fault == "renamed":
+        sent[20] = ("layers.3.x", sent[20][1])
+    else:
+        spec = next(spec for spec in host._sync.manifest.tensors if spec.name == "model.layers.7.mlp.up_proj.weight")
+        monkeypatch.setattr(transport, "publish", lambda index: transport.buffer(index)[spec.offset].bitwise_xor_(1))
+
+    with pytest.raises(WeightSyncError, match=message):
+        host.push_weights(6, specs, iter(sent))
+
+    again = host.generate_sequences(prompt_batch(prompts, n=N, width=P))
+    assert again.meta_info["policy_version"] == 5
+    assert torch.equal(again.batch["responses"], sampled.batch["responses"])
+
+
+def test_a_model_with_another_set_of_tensors_is_refused_by_name(host, folder):
+    original = models.load(folder)
+    host.push_weights(7, models.specs(original, torch.bfloat16), models.parameters(original))
+    host._sync.close()
+    host._sync = None
+
+    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' is missing"):
+        host.push_weights(8, models.specs(original, torch.bfloat16)[:-1], list(models.parameters(original))[:-1])
+
+    host._sync = None
+    host.push_weights(9, models.specs(original, torch.bfloat16), models.parameters(original))
+
+
+def test_an_idle_engine_uses_no_cpu(host):
+    engine = psutil.Process(host.engine.processes[0]["pid"])
+    time.sleep(1.5)
+    before = sum(engine.cpu_times()[:2])
+    time.sleep(2.0)
+
+    assert sum(engine.cpu_times()[:2]) - before < 0.2
+
+
+def test_one_process_is_the_whole_engine_and_uses_every_core(host):
+    children = [c for c in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(c.cmdline())]
+
+    assert [child.pid for child in children] == [host.engine.processes[0]["pid"]]
+    assert host.engine.processes[0]["threads"] == len(os.sched_getaffinity(0))
+
+
+def test_two_tensor_parallel_processes_in_fp32_match_transformers_closely_and_die_together(tmp_path):
+    """fp32 leaves no rounding to hide behind: what is reported is the log-prob at the sampling temperature."""
+    folder = models.save_tiny_llama(tmp_path, tied=False)
+    host = RolloutHost(
+        rollout_config("vllm", dtype="float32", tensor_model_parallel_size=2, kv_cache_gib=0.1),
+        str(folder),
+        TokenInfo(0, (1,), models.VOCAB),
+        max_prompt_length=8,
+        max_response_length=R,
+        device=torch.device("cpu"),
+    )
+    with host:
+        pids = [process["pid"] for process in host.engine.processes]
+        assert len(set(pids)) == 2
+        changed = models.load(folder)
+        for version in (0, 1):
+            out = host.generate_sequences(prompt_batch([[5, 6, 7], [8]], n=4, width=8, temperature=0.7))
+            mask = out.batch["response_mask"].bool()
+            expected = models.response_log_probs(changed, out, 0.7)
+            assert out.meta_info["policy_version"] == version
+            assert (out.batch["rollout_log_probs"] - expected)[mask].abs().mean() < 1e-3
+            if version == 0:
+                changed = models.perturb(changed, 0.5)
+                report = host.push_weights(1, models.specs(changed, torch.float32), models.parameters(changed))
+                assert len(report.receivers) == 2
+
+        os.kill(pids[1], signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(EngineDeadError, match=f"pid {pids[0]}, {pids[1]}"):
+            while time.monotonic() - started < 60:
+                host.generate_sequences(prompt_batch([[5, 6, 7]], n=4, width=8), timeout_s=60)
+        assert time.monotonic() - started < 30
+        with pytest.raises((EngineDeadError, RolloutError, WeightSyncError)):
+            host.push_weights(2, models.specs(changed, torch.float32), models.parameters(changed))
+
+    assert not any(lives(pid) for pid in pids)
+
+
+def test_a_model_that_does_not_load_is_an_error_that_leaves_nothing(tmp_path):
+    folder = models.save_tiny_llama(tmp_path)
+    (folder / "model.safetensors").write_bytes(b"torn")
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+
+    with pytest.raises(RolloutError, match=r"the vLLM engine for .* did not start"):
+        make_host(folder).start()
+
+    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
+    assert [child for child in left if "resource_tracker" not in " ".join(child.cmdline())] == []
+
+
+def own_an_engine(folder: str) -> None:
+    """The body of a process that will be killed."""
+    host = make_host(folder, tensor_model_parallel_size=2, kv_cache_gib=0.1)
+    host.start()
+    model = models.load(folder)
+    host.push_weights(1, models.specs(model, torch.bfloat16), models.parameters(model))
+    sys.stdout.write(f"pids {' '.join(str(process['pid']) for process in host.engine.processes)}\n")
+    sys.stdout.flush()
+    time.sleep(600)
+
+
+def test_engine_processes_and_memory_go_with_an_owner_that_is_killed(tmp_path):
+    folder = models.save_tiny_llama(tmp_path)
+    code = f"from tests.workers.rollout.test_vllm_engine import own_an_engine; own_an_engine({str(folder)!r})"
+    root = Path(__file__).parents[3]
+    with subprocess.Popen([sys.executable, "-c", code], cwd=root, stdout=subprocess.PIPE, text=True) as owner:
+        lines = iter(owner.stdout.readline, "")
+        line = next((line for line in lines if line.startswith("pids ")), None)
+        assert line is not None, "the engine did not start"
+        pids = [int(pid) for pid in line.split()[1:]]
+        segments = shared_memory_of([*pids, owner.pid])
+        assert len(pids) == 2 and segments
+
+        owner.kill()
+
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline and (any(map(lives, pids)) or segments & set(os.listdir("/dev/shm"))):
+        time.sleep(0.1)
+    assert not any(map(lives, pids))
+    assert not segments & set(os.listdir("/dev/shm"))
+
+
+def test_a_half_written_engine_refuses_to_sample_until_a_good_sync(host, folder, prompts, monkeypatch):
+    """Against the odds of the staged transport: the commit itself fails, after some layers were written."""
+    original = models.load(folder)
+    specs = models.specs(original, torch.bfloat16)
+    short = [spec for spec in specs if spec[0] != "model.layers.5.self_attn.k_proj.weight"]
+    weights = [(name, tensor) for name, tensor in models.parameters(original) if name in {spec[0] for spec in short}]
+    # The engine process would compare with its last good sync: make it forget that one.
+    host._control(host.engine._call("hrl_join"), "joining again", 60)
+    host._sync = None
+
+    with pytest.raises(WeightSyncError, match=r"layers\.5\.self_attn\.qkv_proj|layers\.5\.self_attn\.k_proj"):
+        host.push_weights(10, short, iter(weights))
+    with pytest.raises(EngineUnusableError, match="sync weights before sampling"):
+        host.generate_sequences(prompt_batch(prompts, n=1, width=P))
+
+    host._sync = None
+    host.push_weights(11, specs, models.parameters(original))
+    out = host.generate_sequences(prompt_batch(prompts, n=1, width=P))
+    assert out.meta_info["policy_version"] == 11

@@ -1,0 +1,317 @@
+"""The policy against the definition: plain forwards of one unpadded row at a time, in float64."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hrl.algos.aggregation import Counts, aggregate
+from hrl.algos.kl import kl_penalty
+from hrl.algos.policy_losses import PolicyLossInput, policy_loss
+from hrl.batching import MiniBatchPlan, RankPlan, plan_update
+from hrl.workers.engine.optim import NonFiniteStepError
+from hrl.workers.policy import Policy
+from tests.workers.engine.ranks import CPU, gradients, parameters, policy_of
+from tests.workers.engine.tiny import (
+    actor_config,
+    fsdp_config,
+    make_batch,
+    model_config,
+    plain_log_probs,
+    plan_rows,
+    save_llama,
+    save_qwen2,
+    world_of_one,
+)
+
+#: transformers computes its norms in float32 whatever the model's dtype, so two orders of summation differ by this.
+NORM_ERROR = {"rtol": 2e-5, "atol": 2e-6}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def qwen2(tmp_path_factory) -> Path:
+    return save_qwen2(tmp_path_factory.mktemp("qwen2"), window=4)
+
+
+def plain_model(path: Path):
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+
+
+def one_plan(batch, micro_batches: int = 1) -> RankPlan:
+    return plan_rows(batch, 1, micro_batches).ranks[0]
+
+
+# ---------------------------------------------------------------------------------------------- log-probs
+
+
+@pytest.mark.parametrize("share_prefix", [True, False], ids=["shared", "separate"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_log_probs_equal_plain_forwards(family, temperature, share_prefix, request):
+    path = request.getfixturevalue(family)
+    policy = policy_of(path, share_prefix=share_prefix)
+    batch = make_batch(temperature=temperature)
+    got = policy.compute_log_prob(batch, one_plan(batch, 2), with_entropy=True)
+    with torch.no_grad():
+        want = plain_log_probs(plain_model(path), batch, temperature)
+    torch.testing.assert_close(got.batch["old_log_probs"], want.float(), **NORM_ERROR)
+    assert (got.batch["old_log_probs"][batch.batch["response_mask"] == 0] == 0).all()
+    assert got.batch["entropys"].dtype == torch.float32
+
+
+def test_no_plan_runs_all_rows_at_once(llama):
+    policy, batch = policy_of(llama), make_batch()
+    planned = policy.compute_log_prob(batch, one_plan(batch, 3)).batch["old_log_probs"]
+    torch.testing.assert_close(policy.compute_log_prob(batch, None).batch["old_log_probs"], planned, **NORM_ERROR)
+
+
+def test_a_reference_without_training_has_no_gradients_and_no_optimizer(llama):
+    policy = Policy(model_config(llama), None, fsdp_config(), device=CPU, total_steps=None)
+    assert policy.engine.optimizer is None
+    assert not any(p.requires_grad for p in policy.engine.module.parameters())
+    batch = make_batch()
+    want = policy_of(llama).compute_log_prob(batch, None).batch["old_log_probs"]
+    assert torch.equal(policy.compute_log_prob(batch, None).batch["old_log_probs"], want)
+
+
+def test_log_probs_follow_the_weights_after_an_update(llama):
+    policy, batch = policy_of(llama), make_batch()
+    before = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    policy.update(batch, one_plan(batch))
+    after = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    assert (before - after).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(
+    "column, row, value, message",
+    [
+        ("attention_mask", (3, slice(0, 9)), 0, "row 3 .* its prompt is empty"),
+        ("attention_mask", (2, 8), 0, "row 2 .* not left-padded"),
+        ("attention_mask", (4, 9), 0, "row 4 .* not right-padded"),
+        ("response_mask", (0, 5), 1, "row 0 .* beyond the response's length"),
+    ],
+)
+def test_bad_masks_name_the_row(llama, column, row, value, message):
+    policy, batch = policy_of(llama), make_batch()
+    batch.batch[column][row] = value
+    with pytest.raises(ValueError, match=message):
+        policy.compute_log_prob(batch, None)
+
+
+def test_a_missing_temperature_is_an_error(llama):
+    policy, batch = policy_of(llama), make_batch()
+    del batch.meta_info["temperature"]
+    with pytest.raises(ValueError, match="temperature"):
+        policy.compute_log_prob(batch, None)
+
+
+# ---------------------------------------------------------------------------------------------- gradients
+
+
+def plain_gradients(path: Path, batch, config) -> dict[str, torch.Tensor]:
+    """Gradients of the whole mini-batch's loss, computed the slow way."""
+    model = plain_model(path)
+    mask = batch.batch["response_mask"].bool()
+    temperature = batch.meta_info["temperature"]
+    log_prob = plain_log_probs(model, batch, temperature)
+    inputs = PolicyLossInput(log_prob, batch.batch["old_log_probs"], batch.batch["advantages"], mask)
+    counts = Counts.of(mask)
+    loss_mat = policy_loss(config.policy_loss.loss_mode, inputs, config).loss_mat
+    loss = aggregate(loss_mat, mask, config.loss_agg_mode, counts, 7.0)
+    if config.use_kl_loss:
+        penalty = kl_penalty(log_prob, batch.batch["ref_log_prob"], config.kl_loss_type)
+        loss = loss + config.kl_loss_coef * aggregate(penalty, mask, config.loss_agg_mode, counts, 7.0)
+    loss.backward()
+    return {f"model.{name}": p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
+def test_gradients_equal_those_of_plain_forwards(family, mode, request):
+    path = request.getfixturevalue(family)
+    options = {"loss_agg_mode": mode, "use_kl_loss": True}
+    batch = make_batch(temperature=0.8)
+    got = gradients(policy_of(path, **options), batch, one_plan(batch, 2))
+    want = plain_gradients(path, batch, actor_config(**options))
+    assert got.keys() == want.keys()
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_gradient_checkpointing_changes_no_number(llama):
+    batch = make_batch()
+    options = {"entropy_coeff": 0.1}
+    plain = gradients(policy_of(llama, **options), batch, one_plan(batch, 2))
+    recomputed = gradients(policy_of(llama, checkpointing=True, **options), batch, one_plan(batch, 2))
+    for name in plain:
+        assert torch.equal(plain[name], recomputed[name]), name
+
+
+# ---------------------------------------------------------------------------------------------- updates
+
+
+def test_on_policy_ratio_is_exactly_one(llama):
+    policy, batch = policy_of(llama, "float32"), make_batch()
+    batch = batch.select(["prompts", "responses", "attention_mask", "response_mask", "advantages"])
+    batch.meta_info["on_policy"] = True
+    metrics = policy.update(batch, one_plan(batch, 2))
+    assert metrics["actor/ppo_kl"].result() == 0.0
+    assert metrics["actor/pg_clipfrac"].result() == 0.0
+    mask = batch.batch["response_mask"].bool()
+    assert metrics["actor/pg_loss"].result() == pytest.approx(-float(batch.batch["advantages"][mask].mean()), rel=1e-6)
+
+
+def test_old_log_probs_may_only_be_left_out_for_one_step_on_policy(llama):
+    policy, batch = policy_of(llama), make_batch()
+    batch.pop(batch_keys=["old_log_probs"])
+    with pytest.raises(ValueError, match="lacks old_log_probs"):
+        policy.update(batch, one_plan(batch))
+    batch.meta_info["on_policy"] = True
+    with pytest.raises(ValueError, match="steps in the plan: 2"):
+        policy.update(batch, RankPlan(one_plan(batch).mini_batches * 2))
+
+
+def test_metrics_carry_verls_names_and_their_counts(llama):
+    policy, batch = policy_of(llama, use_kl_loss=True), make_batch()
+    metrics = policy.update(batch, one_plan(batch, 3))
+    tokens = int(batch.batch["response_mask"].sum())
+    for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/entropy", "actor/kl_loss"):
+        assert metrics[name].count == tokens, name
+    assert metrics["actor/lr"].result() == 1e-3
+    assert metrics["actor/skipped_steps"].result() == 0
+    assert metrics["actor/grad_norm"].result() > 0
+    assert metrics["perf/mfu/actor"].result() > 0
+
+
+def test_pg_loss_is_the_mean_over_mini_batches_of_whole_losses(llama):
+    policy, batch = policy_of(llama), make_batch()
+    first = policy.update(batch, one_plan(batch, 2))["actor/pg_loss"]
+    fresh = policy_of(llama)
+    plans = one_plan(batch, 2).mini_batches * 2
+    both = fresh.update(batch, RankPlan(plans))["actor/pg_loss"]
+    second = policy.update(batch, one_plan(batch, 2))["actor/pg_loss"]
+    assert both.result() == pytest.approx((first.result() + second.result()) / 2, rel=1e-9)
+
+
+def test_rows_left_out_by_the_plan_count_in_the_divisor(llama):
+    batch = make_batch()
+    batch.batch["advantages"][4:8] = 0.0
+    lengths = batch.batch["attention_mask"][:, :9].sum(1), batch.batch["attention_mask"][:, 9:].sum(1)
+    options = {
+        "world_size": 1,
+        "mini_batch_rows": 12,
+        "epochs": 1,
+        "max_tokens": 64,
+        "group_ids": batch.non_tensor_batch["uid"],
+        "share_prefix": True,
+    }
+    trained = batch.batch["response_mask"].sum(1).numpy()
+    everything = plan_update(lengths[0].numpy(), lengths[1].numpy(), trained, **options)
+    skip = (batch.batch["advantages"] == 0).all(1).numpy()
+    some = plan_update(lengths[0].numpy(), lengths[1].numpy(), trained, skip=skip, **options)
+    policy = policy_of(llama)
+    with_all = gradients(policy, batch.select_idxs(list(everything.rows[0])), everything.ranks[0])
+    with_some = gradients(policy, batch.select_idxs(list(some.rows[0])), some.ranks[0])
+    for name in with_all:
+        torch.testing.assert_close(with_some[name], with_all[name], rtol=1e-4, atol=1e-7)
+
+
+def test_a_mini_batch_of_which_no_row_runs_is_still_a_step(llama):
+    policy, batch = policy_of(llama), make_batch()
+    before = parameters(policy)
+    metrics = policy.update(batch, RankPlan((MiniBatchPlan((), 40, 11, 3),)))
+    assert metrics["actor/grad_norm"].result() == 0.0
+    decayed = {name: value * (1 - 1e-3 * 0.01) for name, value in before.items()}
+    for name, value in parameters(policy).items():
+        torch.testing.assert_close(value, decayed[name], rtol=1e-12, atol=0)
+
+
+def test_non_finite_steps_are_not_applied_and_stop_after_three(llama):
+    policy, batch = policy_of(llama), make_batch()
+    before = parameters(policy)
+    batch.batch["advantages"][5, 0] = float("nan")
+    plan = one_plan(batch, 2)
+    for _ in range(2):
+        assert policy.update(batch, plan)["actor/skipped_steps"].result() == 1
+    for name, value in parameters(policy).items():
+        assert torch.equal(value, before[name])
+    with pytest.raises(NonFiniteStepError, match="3 optimizer steps in a row"):
+        policy.update(batch, plan)
+
+
+def test_moments_come_with_the_optimizer_and_the_schedule_with_the_extras(llama, tmp_path):
+    batch = make_batch()
+    saved = policy_of(llama)
+    for _ in range(2):
+        saved.update(batch, one_plan(batch))
+    saved.save(tmp_path)
+    for contents, steps in ({("model", "optimizer"): (2, 0), ("model", "extra"): (0, 2)}).items():
+        resumed = policy_of(llama)
+        resumed.load(tmp_path, contents)
+        assert (resumed.engine.optimizer.moment_steps, resumed.engine.optimizer.steps_taken) == steps
+
+
+def test_an_export_is_configured_as_the_model_that_was_trained(llama, tmp_path):
+    model = model_config(llama, override_config={"max_position_embeddings": 64, "rms_norm_eps": 1e-5})
+    Policy(model, None, fsdp_config(), device=CPU, total_steps=None).export_hf(tmp_path)
+    exported, own = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, llama))
+    changed = {key: exported[key] for key in own if exported.get(key) != own[key]}
+    assert changed == {"max_position_embeddings": 64, "rms_norm_eps": 1e-5}
+
+
+def test_a_finite_step_starts_the_count_again(llama):
+    policy, good, bad = policy_of(llama), make_batch(), make_batch()
+    bad.batch["advantages"][5, 0] = float("inf")
+    for _ in range(2):
+        for batch in (bad, bad, good):
+            policy.update(batch, one_plan(batch))
+    assert policy.engine.optimizer.steps_taken == 2
+
+
+def test_missing_columns_and_plans_are_named(llama):
+    policy, batch = policy_of(llama, use_kl_loss=True), make_batch()
+    with pytest.raises(ValueError, match="plan_update"):
+        policy.update(batch, None)
+    batch.pop(batch_keys=["ref_log_prob"])
+    with pytest.raises(ValueError, match="ref_log_prob"):
+        policy.update(batch, one_plan(batch))
+
+
+def test_k1_as_a_loss_is_refused(llama):
+    with pytest.raises(ValueError, match="kl"):
+        policy_of(llama, use_kl_loss=True, kl_loss_type="kl")
+
+
+def test_bfloat16_compute_keeps_float32_master_weights(llama):
+    policy = Policy(
+        model_config(llama),
+        actor_config(),
+        fsdp_config("bfloat16", model_dtype="fp32"),
+        device=CPU,
+        total_steps=1,
+    )
+    batch = make_batch()
+    batch.batch["old_log_probs"] = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    with torch.no_grad():
+        want = plain_log_probs(plain_model(llama), batch, 1.0)
+    mask = batch.batch["response_mask"].bool()
+    assert (batch.batch["old_log_probs"] - want)[mask].abs().mean() < 0.1
+    metrics = policy.update(batch, one_plan(batch))
+    assert metrics["actor/ppo_kl"].result() == pytest.approx(0.0, abs=1e-2)
+    assert {p.dtype for p in policy.engine.module.parameters()} == {torch.float32}

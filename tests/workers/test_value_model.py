@@ -1,0 +1,135 @@
+"""Values and scores against plain forwards; the critic's update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+
+from hrl.algos.aggregation import Counts, aggregate
+from hrl.algos.value_loss import value_loss
+from hrl.workers.engine.packing import Rows
+from hrl.workers.value_model import ValueModel
+from tests.workers.engine.ranks import CPU, gradients, parameters
+from tests.workers.engine.tiny import (
+    RESPONSE_WIDTH,
+    SHAPE,
+    critic_config,
+    fsdp_config,
+    make_batch,
+    model_config,
+    plan_rows,
+    save_llama,
+    trim,
+    world_of_one,
+)
+
+NORM_ERROR = {"rtol": 2e-5, "atol": 2e-6}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+@pytest.fixture(scope="module")
+def classifier(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("classifier")
+    torch.manual_seed(5)
+    LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1, pad_token_id=0)).save_pretrained(folder)
+    return folder
+
+
+def critic_of(path, **changes) -> ValueModel:
+    return ValueModel(model_config(path), critic_config(**changes), fsdp_config(), device=CPU, total_steps=10)
+
+
+def plain_head_outputs(path, batch, *, grad: bool = False):
+    """``(B, R)`` values before each trained token, and ``(B,)`` scores at the last token, row by row."""
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float64, attn_implementation="eager")
+    values, scores = torch.zeros(len(batch), RESPONSE_WIDTH, dtype=torch.float64), []
+    with torch.set_grad_enabled(grad):
+        for row in range(len(batch)):
+            tokens, prompt_length, columns = trim(batch, row)
+            outputs = model.score(model.model(tokens).last_hidden_state)[0, :, 0]
+            for column in columns.tolist():
+                values[row, column] = outputs[prompt_length + column - 1]
+            scores.append(outputs[-1])
+    return model, values, torch.stack(scores)
+
+
+def test_values_stand_before_each_token_and_scores_at_the_last(classifier):
+    batch = make_batch()
+    model = ValueModel(model_config(classifier), None, fsdp_config(), device=CPU, total_steps=None)
+    plan = plan_rows(batch, 1, 3).ranks[0]
+    _, values, scores = plain_head_outputs(classifier, batch)
+    torch.testing.assert_close(model.compute_values(batch, plan).batch["values"], values.float(), **NORM_ERROR)
+    torch.testing.assert_close(model.compute_scores(batch, plan).batch["rm_scores"], scores.float(), **NORM_ERROR)
+
+
+def test_gradients_equal_those_of_plain_forwards(classifier):
+    batch = make_batch()
+    mask = batch.batch["response_mask"].bool()
+    model, values, _ = plain_head_outputs(classifier, batch, grad=True)
+    loss_mat, _ = value_loss(values, batch.batch["values"], batch.batch["returns"], mask, 0.5)
+    aggregate(loss_mat, mask, "seq-mean-token-sum", Counts.of(mask)).backward()
+    got = gradients(critic_of(classifier, loss_agg_mode="seq-mean-token-sum"), batch, plan_rows(batch, 1, 2).ranks[0])
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(got[f"model.{name}"], parameter.grad, rtol=1e-4, atol=5e-6)
+
+
+def test_a_critic_from_a_causal_model_starts_at_zero_and_learns(tmp_path):
+    critic = critic_of(save_llama(tmp_path / "llama"))
+    batch = make_batch()
+    assert not critic.compute_values(batch, None).batch["values"].any()
+    batch.batch["values"] = torch.zeros(len(batch), RESPONSE_WIDTH)
+    batch.batch["returns"] = torch.full((len(batch), RESPONSE_WIDTH), 0.4)
+    losses = [critic.update(batch, plan_rows(batch, 1, 2).ranks[0])["critic/vf_loss"].result() for _ in range(12)]
+    assert losses[0] == pytest.approx(0.5 * 0.4**2, rel=1e-6)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_prompts_are_packed_as_the_configuration_says(classifier):
+    batch, tokens = make_batch(), {}
+    _, values, _ = plain_head_outputs(classifier, batch)
+    for shared in (True, False):
+        config = model_config(classifier, share_prefix=shared)
+        model = ValueModel(config, None, fsdp_config(), device=CPU, total_steps=None)
+        tokens[shared] = model.engine.pack(Rows.of(batch), tuple(range(len(batch)))).input_ids.numel()
+        torch.testing.assert_close(model.compute_values(batch, None).batch["values"], values.float(), **NORM_ERROR)
+    assert tokens[True] < tokens[False]
+
+
+def test_metrics_carry_verls_names(classifier):
+    batch = make_batch()
+    metrics = critic_of(classifier).update(batch, plan_rows(batch, 1, 2).ranks[0])
+    assert {"critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr"} <= set(
+        metrics
+    )
+    assert metrics["critic/vpred_mean"].count == int(batch.batch["response_mask"].sum())
+
+
+def test_a_critic_is_saved_loaded_and_exported(classifier, tmp_path):
+    critic, batch = critic_of(classifier), make_batch()
+    critic.update(batch, plan_rows(batch, 1, 1).ranks[0])
+    critic.save(tmp_path / "state")
+    critic.export_hf(tmp_path / "hf")
+    resumed = critic_of(classifier)
+    resumed.load(tmp_path / "state")
+    for name, value in parameters(critic).items():
+        assert torch.equal(parameters(resumed)[name], value)
+    scores = ValueModel(model_config(tmp_path / "hf"), None, fsdp_config(), device=CPU, total_steps=None)
+    want = critic.compute_scores(batch, None).batch["rm_scores"]
+    torch.testing.assert_close(scores.compute_scores(batch, None).batch["rm_scores"], want, rtol=1e-4, atol=1e-5)
+
+
+def test_missing_columns_and_plans_are_named(classifier):
+    critic, batch = critic_of(classifier), make_batch()
+    with pytest.raises(ValueError, match="plan_update"):
+        critic.update(batch, None)
+    batch.pop(batch_keys=["returns"])
+    with pytest.raises(ValueError, match="returns"):
+        critic.update(batch, plan_rows(batch, 1, 1).ranks[0])

@@ -1,0 +1,107 @@
+"""The broadcast: one sender, several receivers (here in threads), no default process group."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from hrl.workers.rollout.scripted import DictWriter, Script
+from hrl.workers.weight_sync.base import WeightSync
+from hrl.workers.weight_sync.broadcast import BroadcastSender
+from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.receiver import WeightReceiver
+
+SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)]
+MANIFEST = Manifest.build(SPECS, 3000)
+
+
+def weights(version: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(version)
+    return [(name, torch.randn(shape, generator=generator)) for name, _, shape in SPECS]
+
+
+def receive(manifest: dict, handle: dict, versions: list[int], rank_in_engine: int, answers) -> None:
+    """The body of a receiver."""
+    receiver_manifest = Manifest.from_plain(manifest)
+    writer = DictWriter(Script())
+    receiver = WeightReceiver(writer, "test", rank_in_engine)
+    try:
+        for version in versions:
+            receiver.begin(receiver_manifest, handle, version)
+            for index in range(len(receiver_manifest.buckets)):
+                receiver.load(index)
+            receiver.commit()
+        right = all(torch.equal(writer.weights[name], sent.bfloat16()) for name, sent in weights(versions[-1]))
+        answers.put((rank_in_engine, right, dist.is_initialized()))
+    except WeightSyncError as error:
+        answers.put((rank_in_engine, str(error), dist.is_initialized()))
+
+
+def start_receiver(sender: BroadcastSender, first: int, rank: int, versions: list[int], answers) -> threading.Thread:
+    args = (MANIFEST.to_plain(), sender.handle(first), versions, rank, answers)
+    thread = threading.Thread(target=receive, args=args, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_two_engines_one_of_two_processes_all_get_every_version():
+    answers: queue.Queue = queue.Queue()
+    sender = BroadcastSender(MANIFEST, 3, device=torch.device("cpu"), timeout_s=60)
+    threads = [start_receiver(sender, first, rank, [1, 2], answers) for first, rank in ((1, 0), (2, 0), (2, 1))]
+    sync = WeightSync(MANIFEST, sender, timeout_s=60)
+
+    for version in (1, 2):
+        assert sync.push(version, weights(version)).tensors == len(SPECS)
+    results = [answers.get(timeout=60) for _ in threads]
+
+    assert sorted(results) == [(0, True, False), (0, True, False), (1, True, False)]
+    assert not dist.is_initialized()
+    for thread in threads:
+        thread.join(10)
+    sync.close()
+
+
+def test_a_receiver_that_never_comes_is_an_error_in_time():
+    sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=1)
+    started = time.monotonic()
+
+    with pytest.raises(WeightSyncError, match="rank 0 of 2 could not join the weight broadcast within 1 s"):
+        WeightSync(MANIFEST, sender, timeout_s=5).push(1, weights(1))
+
+    assert time.monotonic() - started < 10
+    sender.close()
+
+
+def test_receivers_hear_of_an_aborted_broadcast_before_their_deadline():
+    answers: queue.Queue = queue.Queue()
+    sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=120)
+    receiver = start_receiver(sender, 1, 0, [1], answers)
+    sync = WeightSync(MANIFEST, sender, timeout_s=120)
+    renamed = [*weights(1)[:-1], ("other", torch.zeros(33, 17))]
+
+    with pytest.raises(WeightSyncError, match="'other' where 'layers.5.weight' was expected"):
+        sync.push(1, renamed)
+    started = time.monotonic()
+    _, answer, _ = answers.get(timeout=60)
+
+    assert time.monotonic() - started < 30
+    assert "weight broadcast failed at receiver 1 of 1" in answer
+    with pytest.raises(WeightSyncError, match="open a new one"):
+        sync.push(2, weights(2))
+    receiver.join(10)
+
+
+def test_the_store_listens_on_its_own_address_only():
+    sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=5)
+
+    listening = [c for c in psutil.Process().net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+
+    assert [c.laddr.ip for c in listening if c.laddr.port == sender.handle()["port"]] == ["127.0.0.1"]
+    sender.close()

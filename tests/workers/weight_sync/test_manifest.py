@@ -1,0 +1,148 @@
+"""Buckets: where tensors lie, and what a seal notices."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import ALIGNMENT_BYTES, Manifest, checksum, open_sealed, seal
+
+SPECS = [
+    ("embed", torch.bfloat16, (7, 5)),
+    ("norm", torch.float32, (5,)),
+    ("scalar", torch.bfloat16, ()),
+    ("proj", torch.bfloat16, (300, 5)),
+    ("bias", torch.float32, (3,)),
+]
+
+
+def sealed_buckets(manifest: Manifest, version: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        spec.name: torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype))
+        for spec in manifest.tensors
+    }
+    data = []
+    for index, bucket in enumerate(manifest.buckets):
+        raw = torch.zeros(bucket.nbytes, dtype=torch.uint8)
+        for spec in bucket.tensors:
+            spec.view(raw).copy_(weights[spec.name])
+        seal(raw, bucket, index, version)
+        data.append(raw)
+    return data, weights
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=12),
+    bucket_bytes=st.integers(1, 4096),
+)
+def test_tensors_keep_their_order_do_not_overlap_and_fill_buckets_up_to_the_limit(shapes, bucket_bytes):
+    specs = [(f"t{i}", torch.bfloat16 if i % 2 else torch.float32, tuple(shape)) for i, shape in enumerate(shapes)]
+
+    manifest = Manifest.build(specs, bucket_bytes)
+
+    assert [(t.name, getattr(torch, t.dtype), t.shape) for t in manifest.tensors] == specs
+    for bucket in manifest.buckets:
+        ends = [0]
+        for spec in bucket.tensors:
+            assert spec.offset % ALIGNMENT_BYTES == 0 and spec.offset >= ends[-1]
+            ends.append(spec.offset + spec.nbytes)
+        assert ends[-1] <= bucket.payload_bytes
+        assert ends[-1] <= bucket_bytes or len(bucket.tensors) == 1
+    starts, total = manifest.offsets()
+    for start, bucket, following in zip(starts, manifest.buckets, (*starts[1:], total), strict=True):
+        assert start + bucket.nbytes <= following
+
+
+def test_a_manifest_survives_json():
+    manifest = Manifest.build(SPECS, 64)
+
+    again = Manifest.from_plain(json.loads(json.dumps(manifest.to_plain())))
+
+    assert again == manifest and again.fingerprint == manifest.fingerprint
+
+
+def test_a_name_twice_and_an_empty_list_are_refused():
+    with pytest.raises(WeightSyncError, match="'norm' stands twice"):
+        Manifest.build([*SPECS, SPECS[1]], 64)
+    with pytest.raises(WeightSyncError, match="empty"):
+        Manifest.build([], 64)
+
+
+def test_the_difference_of_two_manifests_names_missing_extra_and_changed_tensors():
+    mine = Manifest.build(SPECS, 64)
+    theirs = Manifest.build([SPECS[0], ("norm", torch.float32, (6,)), *SPECS[2:4], ("head", torch.bfloat16, (2,))], 64)
+
+    assert mine.difference(theirs) == [
+        "'bias' is missing",
+        "'head' is extra",
+        "'norm' is float32 (6,) instead of float32 (5,)",
+    ]
+
+
+def test_a_sealed_bucket_gives_back_exactly_what_was_written():
+    manifest = Manifest.build(SPECS, 200)
+    data, weights = sealed_buckets(manifest, version=3)
+
+    opened = [pair for i, raw in enumerate(data) for pair in open_sealed(raw, manifest.buckets[i], i, 3)]
+
+    assert len(manifest.buckets) > 1
+    assert [name for name, _ in opened] == [name for name, _, _ in SPECS]
+    for name, tensor in opened:
+        assert torch.equal(tensor, weights[name]) and tensor.dtype == weights[name].dtype
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in SPECS])
+def test_one_flipped_bit_names_the_tensor(name):
+    manifest = Manifest.build(SPECS, 1 << 20)
+    (raw,), _ = sealed_buckets(manifest, version=1)
+    spec = next(spec for spec in manifest.tensors if spec.name == name)
+
+    for byte in (0, spec.nbytes - 1):
+        raw[spec.offset + byte] ^= 0x80
+        with pytest.raises(WeightSyncError, match=f"'{name}'"):
+            open_sealed(raw, manifest.buckets[0], 0, 1)
+        raw[spec.offset + byte] ^= 0x80
+    open_sealed(raw, manifest.buckets[0], 0, 1)
+
+
+def test_another_version_another_bucket_and_an_unwritten_one_are_refused():
+    manifest = Manifest.build(SPECS, 200)
+    data, _ = sealed_buckets(manifest, version=3)
+
+    with pytest.raises(WeightSyncError, match="bucket 0 of version 4, found bucket 0 of version 3"):
+        open_sealed(data[0], manifest.buckets[0], 0, 4)
+    with pytest.raises(WeightSyncError, match="expected bucket 1 of version 3, found bucket 0"):
+        open_sealed(data[0], manifest.buckets[0], 1, 3)
+    with pytest.raises(WeightSyncError, match="was not written"):
+        open_sealed(torch.zeros_like(data[0]), manifest.buckets[0], 0, 3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(size=st.integers(1, 300_000), position=st.integers(0), bit=st.integers(0, 63), seed=st.integers(0, 2**31))
+def test_the_checksum_changes_with_any_single_bit(size, position, bit, seed):
+    words = torch.randint(-(2**63), 2**63 - 1, (size,), generator=torch.Generator().manual_seed(seed))
+    before = int(checksum(words))
+
+    words[position % size] ^= -(2**63) if bit == 63 else 1 << bit
+
+    assert int(checksum(words)) != before
+
+
+def test_the_checksum_sees_swapped_words_rows_and_a_transposed_matrix():
+    words = torch.arange(8192 * 6, dtype=torch.int64) ** 3
+    matrix = words.view(6, 8192)
+    original = int(checksum(words))
+
+    swapped = words.clone()
+    swapped[[3, 40_000]] = swapped[[40_000, 3]]
+
+    assert int(checksum(swapped)) != original
+    assert int(checksum(matrix.flip(0).contiguous().view(-1))) != original
+    assert int(checksum(matrix.t().contiguous().view(-1))) != original

@@ -1,0 +1,308 @@
+"""A whole sync into a dictionary: what arrives, what is noticed, what is served afterwards."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from hrl.workers.rollout.scripted import DictWriter, Script
+from hrl.workers.weight_sync.base import ReceiverReport, SenderTransport, WeightSync
+from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.receiver import BucketReader, WeightReceiver
+from hrl.workers.weight_sync.shared_memory import SharedMemoryReader, SharedMemorySender
+
+SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(9)] + [("norm", torch.float32, (5,))]
+MANIFEST = Manifest.build(SPECS, 3000)
+
+
+def weights(version: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(version)
+    return [(name, torch.randn(shape, generator=generator)) for name, _, shape in SPECS]
+
+
+def done(function, *args) -> Future:
+    future: Future = Future()
+    try:
+        future.set_result(function(*args))
+    except RuntimeError as error:
+        future.set_exception(error)
+    return future
+
+
+class Target:
+    """A receiver in this thread."""
+
+    def __init__(self, script: Script | None = None) -> None:
+        self.writer = DictWriter(script or Script())
+        self.receiver = WeightReceiver(self.writer, "test")
+        self.aborted: list[str] = []
+
+    def weights_begin(self, manifest, handle, version):
+        return done(self.receiver.begin, manifest, handle, version)
+
+    def weights_load(self, index):
+        return done(self.receiver.load, index)
+
+    def weights_commit(self):
+        return done(lambda: [ReceiverReport(**self.receiver.commit())])
+
+    def weights_abort(self, reason):
+        self.aborted.append(reason)
+        return done(self.receiver.abort)
+
+    def assert_serves(self, version: int) -> None:
+        assert self.receiver.intact and self.receiver.served_version == version
+        for (name, sent), (_, dtype, _) in zip(weights(version), SPECS, strict=True):
+            assert torch.equal(self.writer.weights[name], sent.to(dtype)), name
+
+
+class StreamingSender(SenderTransport):
+    """Two buffers in this process, as GPU transports have them: what was loaded is overwritten."""
+
+    depth = 2
+    readers: ClassVar[dict[int, StreamingSender]] = {}
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.buffers = [torch.zeros(manifest.largest_bucket_bytes, dtype=torch.uint8) for _ in range(2)]
+        self.readers[id(self)] = self
+
+    def handle(self):
+        return {"kind": "streaming", "id": id(self)}
+
+    def buffer(self, index):
+        return self.buffers[index % 2][: self.manifest.buckets[index].nbytes]
+
+    def publish(self, index):
+        pass
+
+    def close(self):
+        self.buffers = []
+
+
+class StreamingReader(BucketReader):
+    staged = False
+
+    def __init__(self, handle) -> None:
+        self.bucket = StreamingSender.readers[handle["id"]].buffer
+
+
+@pytest.fixture(params=["staged", "streaming"])
+def sender(request, monkeypatch):
+    if request.param == "streaming":
+        monkeypatch.setattr(
+            "hrl.workers.weight_sync.receiver.attach", lambda manifest, handle, rank: StreamingReader(handle)
+        )
+        transport: SenderTransport = StreamingSender(MANIFEST)
+    else:
+        transport = SharedMemorySender(MANIFEST)
+    yield transport
+    transport.close()
+
+
+def test_every_sync_delivers_all_tensors_cast_to_their_wire_dtype(sender):
+    target = Target()
+    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
+
+    for version in (1, 2, 5):
+        report = sync.push(version, weights(version))
+
+        assert (report.version, report.tensors, report.nbytes) == (version, len(SPECS), MANIFEST.nbytes)
+        assert report.receivers[0].version == version
+        target.assert_serves(version)
+    assert len(MANIFEST.buckets) > 3
+
+
+def test_a_missing_an_extra_and_a_renamed_tensor_are_named_and_the_old_version_stays_when_staged():
+    target = Target()
+    sync = WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [target], timeout_s=10)
+    sync.push(1, weights(1))
+    new = weights(2)
+
+    with pytest.raises(WeightSyncError, match="end before 'norm'"):
+        sync.push(2, new[:-1])
+    with pytest.raises(WeightSyncError, match="'surplus', which is not in the manifest"):
+        sync.push(2, [*new, ("surplus", torch.zeros(1))])
+    with pytest.raises(WeightSyncError, match="'layer.4' where 'layers.4.weight' was expected"):
+        sync.push(2, [*new[:4], ("layer.4", new[4][1]), *new[5:]])
+    with pytest.raises(WeightSyncError, match=r"'layers.3.weight' has shape \(17, 33\)"):
+        sync.push(2, [*new[:3], ("layers.3.weight", new[3][1].T), *new[4:]])
+
+    assert len(target.aborted) == 4
+    target.assert_serves(1)
+    sync.push(2, new)
+    target.assert_serves(2)
+
+
+@pytest.mark.parametrize("bucket", [0, 2])
+def test_a_corrupted_tensor_is_named_and_never_served(sender, bucket, monkeypatch):
+    target = Target()
+    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
+    sync.push(1, weights(1))
+    publish = sender.publish
+
+    def corrupt(index):
+        if index == bucket:
+            spec = MANIFEST.buckets[index].tensors[1]
+            sender.buffer(index)[spec.offset + 7] ^= 1
+        publish(index)
+
+    monkeypatch.setattr(sender, "publish", corrupt)
+    with pytest.raises(WeightSyncError, match=f"'{MANIFEST.buckets[bucket].tensors[1].name}'.*corrupted"):
+        sync.push(2, weights(2))
+
+    # Staged buckets are written only when all are good; streamed ones before the bad one were written.
+    if isinstance(sender, SharedMemorySender) or bucket == 0:
+        target.assert_serves(1)
+    else:
+        assert not target.receiver.intact
+    monkeypatch.undo()
+    if isinstance(sender, SharedMemorySender):
+        sync.push(3, weights(3))
+        target.assert_serves(3)
+
+
+def test_a_good_sync_heals_a_model_that_an_aborted_one_left_mixed(monkeypatch):
+    monkeypatch.setattr(
+        "hrl.workers.weight_sync.receiver.attach", lambda manifest, handle, rank: StreamingReader(handle)
+    )
+    target = Target()
+    sync = WeightSync(MANIFEST, StreamingSender(MANIFEST), [target], timeout_s=10)
+    with pytest.raises(WeightSyncError):
+        sync.push(1, weights(1)[:-1])
+    assert not target.receiver.intact
+
+    sync.push(1, weights(1))
+
+    target.assert_serves(1)
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (Script(drop_tensor="layers.2.weight"), "sent nothing for layers.2.weight"),
+        (Script(corrupt_tensor="layers.2.weight"), "'layers.2.weight' reads back differently"),
+    ],
+)
+def test_a_receiver_that_drops_or_changes_a_tensor_is_found_out(script, message):
+    target = Target(script)
+    sync = WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [target], timeout_s=10)
+
+    with pytest.raises(WeightSyncError, match=message):
+        sync.push(1, weights(1))
+
+    assert not target.receiver.intact
+
+
+def test_weights_of_another_model_are_refused_before_anything_is_written():
+    target = Target()
+    WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [target], timeout_s=10).push(1, weights(1))
+    other = Manifest.build([*SPECS[:-1], ("head", torch.float32, (5,))], 3000)
+
+    with pytest.raises(WeightSyncError, match="'head' is extra; 'norm' is missing"):
+        WeightSync(other, SharedMemorySender(other), [target], timeout_s=10).push(2, weights(2))
+
+    target.assert_serves(1)
+
+
+def test_the_iterator_runs_to_its_end_also_when_the_sync_fails():
+    seen = []
+
+    def source():
+        for name, tensor in weights(1):
+            seen.append(name)
+            yield ("wrong" if name == "layers.1.weight" else name), tensor
+
+    with pytest.raises(WeightSyncError, match="'wrong'"):
+        WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [Target()], timeout_s=10).push(1, source())
+
+    assert seen == [name for name, _, _ in SPECS]
+
+
+def test_a_receiver_that_does_not_answer_is_aborted_at_the_deadline():
+    class Stuck(Target):
+        def weights_load(self, index):
+            return Future() if index == 1 else super().weights_load(index)
+
+    target = Stuck()
+    started = time.monotonic()
+
+    with pytest.raises(WeightSyncError, match=r"version 1 took longer than 0.3 s .*loading bucket 1 of"):
+        WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [target], timeout_s=0.3).push(1, weights(1))
+
+    assert time.monotonic() - started < 2
+    assert target.aborted and target.receiver.served_version == 0
+
+
+def test_a_receiver_that_reports_less_than_was_sent_is_not_believed():
+    class Liar(Target):
+        def weights_commit(self):
+            report = super().weights_commit().result()[0]
+            return done(lambda: [ReceiverReport(report.receiver, report.version, report.tensors - 1, report.nbytes, 0)])
+
+    with pytest.raises(WeightSyncError, match=f"{len(SPECS) - 1} tensors"):
+        WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [Liar()], timeout_s=10).push(1, weights(1))
+
+
+def test_a_second_sync_during_the_first_is_refused():
+    receiver, sender = Target().receiver, SharedMemorySender(MANIFEST)
+    receiver.begin(MANIFEST, sender.handle(), 1)
+
+    with pytest.raises(WeightSyncError, match="already under way"):
+        receiver.begin(MANIFEST, sender.handle(), 2)
+
+
+def test_shared_memory_has_no_name_and_goes_with_its_last_user():
+    gc.collect()
+    names, descriptors = set(os.listdir("/dev/shm")), len(os.listdir("/proc/self/fd"))
+    sender = SharedMemorySender(MANIFEST)
+    reader = SharedMemoryReader(MANIFEST, sender.handle())
+    sender.buffer(0)[:4] = torch.tensor([1, 2, 3, 4], dtype=torch.uint8)
+
+    assert reader.bucket(0)[:4].tolist() == [1, 2, 3, 4]
+    assert set(os.listdir("/dev/shm")) == names
+    handle = sender.handle()
+    sender.close()
+    assert reader.bucket(0)[:4].tolist() == [1, 2, 3, 4]
+    del reader
+    gc.collect()
+
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert "hrl-weights" not in Path("/proc/self/maps").read_text()
+    with pytest.raises(WeightSyncError, match="cannot open|not the memory"):
+        SharedMemoryReader(MANIFEST, handle)
+
+
+def test_a_descriptor_that_was_reused_is_not_taken_for_the_senders_memory(tmp_path):
+    sender = SharedMemorySender(MANIFEST)
+    other = SharedMemorySender(MANIFEST)
+    handle = {**sender.handle(), "fd": other.handle()["fd"]}
+
+    with pytest.raises(WeightSyncError, match="not the memory that was announced"):
+        SharedMemoryReader(MANIFEST, handle)
+
+
+def test_handles_and_manifests_are_plain_data():
+    def plain(value) -> bool:
+        if isinstance(value, dict):
+            return all(isinstance(key, str) and plain(item) for key, item in value.items())
+        if isinstance(value, list | tuple):
+            return all(map(plain, value))
+        return isinstance(value, int | float | str | bytes)
+
+    assert plain(SharedMemorySender(MANIFEST).handle()) and plain(MANIFEST.to_plain())
+
+
+def test_threads_are_not_left_behind():
+    before = threading.active_count()
+    WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [Target()], timeout_s=10).push(1, weights(1))
+    assert threading.active_count() == before
