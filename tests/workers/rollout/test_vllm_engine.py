@@ -66,7 +66,13 @@ def prompts(folder) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def host(folder) -> Iterator[RolloutHost]:
+def others() -> frozenset[int]:
+    """Children of this process that no engine of this module started: a whole Ray cluster, for instance."""
+    return children()
+
+
+@pytest.fixture(scope="module")
+def host(folder, others) -> Iterator[RolloutHost]:
     with make_host(folder) as host:
         yield host
 
@@ -82,6 +88,18 @@ def lives(pid: int) -> bool:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def children() -> frozenset[int]:
+    """Pids of this process's children."""
+    return frozenset(child.pid for child in psutil.Process().children())
+
+
+def engine_processes(others: frozenset[int]) -> set[int]:
+    """Pids of this process's children that are not among `others`, and of everything below them."""
+    started = [child for child in psutil.Process().children() if child.pid not in others]
+    family = {process for child in started for process in (child, *child.children(recursive=True))}
+    return {process.pid for process in family if "resource_tracker" not in " ".join(process.cmdline())}
 
 
 def shared_memory_of(pids: list[int]) -> set[str]:
@@ -266,16 +284,15 @@ def test_an_idle_engine_uses_no_cpu(host):
     assert sum(engine.cpu_times()[:2]) - before < 0.2
 
 
-def test_one_process_is_the_whole_engine_and_uses_every_core(host):
-    children = [c for c in psutil.Process().children(recursive=True) if "resource_tracker" not in " ".join(c.cmdline())]
-
-    assert [child.pid for child in children] == [host.engine.processes[0]["pid"]]
+def test_one_process_is_the_whole_engine_and_uses_every_core(host, others):
+    assert engine_processes(others) == {host.engine.processes[0]["pid"]}
     assert host.engine.processes[0]["threads"] == len(os.sched_getaffinity(0))
 
 
 def test_two_tensor_parallel_processes_in_fp32_match_transformers_closely_and_die_together(tmp_path):
     """fp32 leaves no rounding to hide behind: what is reported is the log-prob at the sampling temperature."""
     folder = models.save_tiny_llama(tmp_path, tied=False)
+    others = children()
     host = RolloutHost(
         rollout_config("vllm", dtype="float32", tensor_model_parallel_size=2, kv_cache_gib=0.1),
         str(folder),
@@ -286,7 +303,7 @@ def test_two_tensor_parallel_processes_in_fp32_match_transformers_closely_and_di
     )
     with host:
         pids = [process["pid"] for process in host.engine.processes]
-        assert len(set(pids)) == 2
+        assert len(set(pids)) == 2 and engine_processes(others) > set(pids)
         changed = models.load(folder)
         for version in (0, 1):
             out = host.generate_sequences(prompt_batch([[5, 6, 7], [8]], n=4, width=8, temperature=0.7))
@@ -314,13 +331,12 @@ def test_two_tensor_parallel_processes_in_fp32_match_transformers_closely_and_di
 def test_a_model_that_does_not_load_is_an_error_that_leaves_nothing(tmp_path):
     folder = models.save_tiny_llama(tmp_path)
     (folder / "model.safetensors").write_bytes(b"torn")
-    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    others = children()
 
     with pytest.raises(RolloutError, match=r"the vLLM engine for .* did not start"):
         make_host(folder).start()
 
-    left = [child for child in psutil.Process().children(recursive=True) if child.pid not in before]
-    assert [child for child in left if "resource_tracker" not in " ".join(child.cmdline())] == []
+    assert engine_processes(others) == set()
 
 
 def own_an_engine(folder: str) -> None:
