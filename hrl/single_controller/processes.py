@@ -11,6 +11,7 @@ Three layers, each covering what the one before it can't:
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -33,7 +34,8 @@ def die_with_parent(parent_pid: int | None = None, sig: signal.Signals = signal.
 
     Args:
         parent_pid: the expected parent. If this process has another one by now, the parent died before the call could
-            take effect, and the process ends at once. None skips that check.
+            take effect, and the process ends at once. None is the process that `multiprocessing` started this one for
+            (by spawn or fork); elsewhere there is no check.
         sig: the signal to receive.
 
     Raises:
@@ -43,6 +45,9 @@ def die_with_parent(parent_pid: int | None = None, sig: signal.Signals = signal.
         return
     if _LIBC.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    starter = multiprocessing.parent_process()
+    if parent_pid is None and starter is not None:
+        parent_pid = starter.pid
     if parent_pid is not None and os.getppid() != parent_pid:
         os.kill(os.getpid(), sig)
 

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from hrl.batching import RankPlan
     from hrl.workers.policy import Policy
     from hrl.workers.rollout.host import RolloutHost
-    from hrl.workers.weight_broadcast import WeightBroadcast
     from hrl.workers.weight_sync.base import SyncReport
+    from hrl.workers.weight_sync.broadcast import WeightBroadcast
     from hrl.workers.weight_sync.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -301,7 +301,7 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def open_weight_broadcast(self, num_receivers: int, address: str) -> tuple[Manifest, dict[str, Any]]:
         """Trainer rank 0, which engines reach at ``address``, opens the group; returns what they need to join it."""
-        from hrl.workers.weight_broadcast import WeightBroadcast
+        from hrl.workers.weight_sync.broadcast import WeightBroadcast
 
         rollout = self.config.rollout
         self._broadcast = WeightBroadcast(

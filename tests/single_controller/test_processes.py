@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import time
 from multiprocessing import shared_memory
+from multiprocessing.connection import Connection
 from pathlib import Path
 
+import psutil
 import pytest
 
+from hrl.single_controller.processes import die_with_parent
 from tests.single_controller.process_table import descendants, still_alive
 
 ROOT = Path(__file__).parents[2]
@@ -99,6 +104,40 @@ def test_a_killed_parent_takes_its_group_and_its_shared_memory_along(tmp_path: P
     assert not remaining, [children[pid] for pid in remaining]
     with pytest.raises(FileNotFoundError):
         shared_memory.SharedMemory(name=segment)
+
+
+def _child(pids: Connection, wait_for_end_of: int | None) -> None:
+    while wait_for_end_of is not None and psutil.pid_exists(wait_for_end_of):
+        time.sleep(0.02)
+    die_with_parent()
+    pids.send(os.getpid())
+    time.sleep(60)
+
+
+def _parent(pids: Connection, late: bool) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=_child, args=(pids, os.getpid() if late else None))
+    child.start()
+    pids.send(child.pid)
+    child.join()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "after the parent's death"])
+def test_a_child_of_multiprocessing_dies_with_a_parent_that_gets_sigkill(late: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    parent = context.Process(target=_parent, args=(writer, late))
+    parent.start()
+    writer.close()
+    assert reader.poll(60)
+    child = reader.recv()
+    assert late or (reader.poll(60) and reader.recv() == child)
+
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join(10)
+
+    assert not still_alive([child], within_s=30 if late else 5)
+    with pytest.raises(EOFError):  # nobody is left who could have said more
+        reader.recv()
 
 
 @pytest.mark.parametrize("end", ["sigkill", "exception"])

@@ -1,35 +1,11 @@
-"""Engine processes don't outlive the process they work for, not even when it gets SIGKILL."""
+"""A hold on processes that a library started for us: their end is waited for, and brought about if need be."""
 
 from __future__ import annotations
 
-import ctypes
-import multiprocessing
 import os
 import select
 import signal
 import weakref
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent() -> None:
-    """Asks the kernel for SIGKILL when this process's parent dies.
-
-    To be called in a child of `multiprocessing`. "Parent" is, to the kernel, the thread that started the child, which
-    therefore has to live as long as the child is wanted.
-
-    Raises:
-        OSError: the kernel refused.
-        RuntimeError: not a child of multiprocessing.
-    """
-    parent = multiprocessing.parent_process()
-    if parent is None:
-        raise RuntimeError("die_with_parent() is for processes started by multiprocessing")
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent.pid:  # it died before we asked
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class ProcessLife:

@@ -10,7 +10,7 @@ import ipaddress
 import os
 import socket
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,13 +18,53 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hrl.workers.weight_sync.base import SenderTransport
+from hrl.workers.weight_sync.base import SenderTransport, SyncReport, WeightSync
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 
 KIND = "broadcast"
 _DEPTH = 2
 _PREFIX = "hrl_weights"
+
+
+class WeightBroadcast:
+    """The trainer's end of a sync to engines on other pools: its rank 0, in the group of all engine processes.
+
+    Args:
+        specs: (name, dtype, shape) of every full parameter, in the order in which they will come.
+        num_receivers: processes of all engines together.
+        device: of the buffers; decides between gloo and nccl.
+        bucket_bytes: size of the two buffers.
+        timeout_s: of joining and of every sync.
+        address: that engines reach this process by.
+    """
+
+    def __init__(
+        self,
+        specs: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+        num_receivers: int,
+        *,
+        device: torch.device,
+        bucket_bytes: int,
+        timeout_s: float,
+        address: str,
+    ) -> None:
+        self.manifest = Manifest.build(specs, bucket_bytes)
+        sender = BroadcastSender(self.manifest, num_receivers, device=device, timeout_s=timeout_s, address=address)
+        self.handle: dict[str, Any] = sender.handle()
+        self._sync = WeightSync(self.manifest, sender, timeout_s=timeout_s)
+
+    def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
+        """One sync. The group forms at the first one, when every engine has joined.
+
+        Raises:
+            WeightSyncError: see ``WeightSync.push``.
+        """
+        return self._sync.push(version, weights)
+
+    def close(self) -> None:
+        """Gives the buffers back."""
+        self._sync.close()
 
 
 class BroadcastSender(SenderTransport):
