@@ -76,6 +76,7 @@ class RewardBatch:
 
 @dataclass
 class _Step:
+    title: str
     rows: dict[Hashable, RewardRow]
     submitted: dict[Hashable, Future[RewardOutcome]] = field(default_factory=dict)
     outcomes: dict[Hashable, RewardOutcome] = field(default_factory=dict)
@@ -112,6 +113,7 @@ class RewardLoop:
         self._pool = RewardPool(spec, num_workers=num_workers, timeout_s=timeout_s)
         self._changed = threading.Condition()
         self._steps: dict[int, _Step] = {}
+        self._refused: list[str] = []
 
     def start(self) -> None:
         """Starts the processes.
@@ -121,40 +123,54 @@ class RewardLoop:
         """
         self._pool.start()
 
-    def begin(self, step: int, rows: Sequence[RewardRow]) -> None:
+    def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
         """Announces the samples of a step; whatever is left of another step is dropped.
+
+        Args:
+            step: names the samples in the calls to come; never used twice.
+            rows: the samples.
+            title: what messages call them, where that is not the step's number.
 
         Raises:
             ValueError: two rows with the same key.
         """
+        title = title or f"step {step}"
         by_key: dict[Hashable, RewardRow] = {}
         for row in rows:
             if by_key.setdefault(row.key, row) is not row:
-                raise ValueError(f"two samples of step {step} have the key {row.key!r}")
+                raise ValueError(f"two samples of {title} have the key {row.key!r}")
         with self._changed:
             for old in [number for number in self._steps if number != step]:
                 self._drop(old)
-            self._steps[step] = _Step(by_key)
+            self._steps[step] = _Step(title, by_key)
 
     def submit(self, step: int, key: Hashable, solution_str: str) -> None:
         """Hands over a finished sample; it is scored at once.
 
         Raises:
             KeyError: the sample wasn't announced.
-            ValueError: it came before.
+            ValueError: it came before, or its ground truth or extra info is no plain data.
+            RuntimeError: the processes have ended.
         """
         with self._changed:
             state = self._step(step)
             if key not in state.rows:
-                raise KeyError(f"sample {key!r} was not announced for step {step}")
+                raise KeyError(f"sample {_show(key)} was not announced for {state.title}")
             if key in state.submitted:
-                raise ValueError(f"sample {key!r} of step {step} was submitted twice")
+                raise ValueError(f"sample {_show(key)} of {state.title} was submitted twice")
             row = state.rows[key]
-            name = f"sample {_show(key)} of step {step} (data source {row.data_source!r})"
+            name = f"sample {_show(key)} of {state.title} (data source {row.data_source!r})"
             sample = RewardSample(name, row.data_source, solution_str, row.ground_truth, row.extra_info)
             future = self._pool.submit(sample)
             state.submitted[key] = future
         future.add_done_callback(functools.partial(self._note, state, key))
+
+    def refuse(self, step: int, key: Hashable, reason: str) -> None:
+        """Makes the next `collect` raise: for a `submit` that failed where nobody waits for it."""
+        with self._changed:
+            title = self._steps[step].title if step in self._steps else f"step {step}"
+            self._refused.append(f"{_show(key)} of {title}: {reason}")
+            self._changed.notify_all()
 
     def collect(self, step: int, deadline_s: float) -> RewardBatch:
         """Waits until every announced sample is scored.
@@ -164,18 +180,19 @@ class RewardLoop:
             deadline_s: the longest to wait; samples that were never submitted are found out then.
 
         Raises:
-            RewardError: a failure that the policy doesn't allow, or the deadline; no reward of the step is given then.
+            RewardError: a failure that the policy doesn't allow, a sample that was refused since the last call, or the
+                deadline; no reward of the step is given then.
         """
         end = time.monotonic() + deadline_s
         with self._changed:
             state = self._step(step)
             try:
                 while len(state.outcomes) < len(state.rows):
-                    self._check_failures(step, state)
+                    self._check_failures(state)
                     in_time = self._changed.wait(max(0.0, end - time.monotonic()))
                     if not in_time and len(state.outcomes) < len(state.rows):
-                        raise RewardError(_describe_late(step, state, deadline_s))
-                self._check_failures(step, state)
+                        raise RewardError(_describe_late(state, deadline_s))
+                self._check_failures(state)
                 outcomes = [state.outcomes[key] for key in state.rows]
             finally:
                 self._drop(step)
@@ -215,7 +232,12 @@ class RewardLoop:
             if state.failed or len(state.outcomes) == len(state.rows):
                 self._changed.notify_all()
 
-    def _check_failures(self, step: int, state: _Step) -> None:
+    def _check_failures(self, state: _Step) -> None:
+        refused, self._refused = self._refused, []
+        if refused:
+            raise RewardError(
+                f"{self._spec.title} could not be given {len(refused)} sample(s). The first, {refused[0]}"
+            )
         allowed = 0 if self._on_error == "raise" else int(self._max_failed_share * len(state.rows))
         if len(state.failed) <= allowed:
             return
@@ -223,17 +245,17 @@ class RewardLoop:
         first = state.outcomes[key]
         policy = "reward.on_error=raise" if self._on_error == "raise" else f"reward.on_error=skip allows {allowed}"
         which = f"sample {_show(key)} (data source {state.rows[key].data_source!r})"
+        share = f"{len(state.failed)} of {len(state.rows)} samples of {state.title}"
         raise RewardError(
-            f"{self._spec.title} failed on {len(state.failed)} of {len(state.rows)} samples of step {step} ({policy}). "
-            f"The first, {which}, {first.status}: {first.error}"
+            f"{self._spec.title} failed on {share} ({policy}). The first, {which}, {first.status}: {first.error}"
         )
 
 
-def _describe_late(step: int, state: _Step, deadline_s: float) -> str:
+def _describe_late(state: _Step, deadline_s: float) -> str:
     missing = [key for key in state.rows if key not in state.submitted]
     running = [key for key in state.submitted if key not in state.outcomes]
     return (
-        f"rewards of step {step} were not complete after {deadline_s:g} s: {len(missing)} samples were never "
+        f"rewards of {state.title} were not complete after {deadline_s:g} s: {len(missing)} samples were never "
         f"submitted, {len(running)} not yet scored (the first: {_show((missing or running)[0])})"
     )
 

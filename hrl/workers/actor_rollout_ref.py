@@ -26,10 +26,10 @@ import torch.distributed as dist
 
 from hrl.data.tokenizer import load_tokenizer
 from hrl.protocol import DataProto
-from hrl.reward.keys import sample_keys
 from hrl.single_controller.base import Worker
 from hrl.single_controller.base.decorator import Dispatch, Execute, register
 from hrl.workers.rollout.base import RolloutError
+from hrl.workers.rollout.columns import sample_keys
 from hrl.workers.runtime import Runtime, join_world, peak_memory, release_cached_memory
 
 if TYPE_CHECKING:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayError
 
 from hrl.single_controller.base.errors import WorkerDiedError, WorkerError, WorkerTimeoutError, current_phase
 from hrl.single_controller.ray import transport
+from hrl.single_controller.ray.errors import cause_of, death_reason, is_death, without_colours
 
 _DEATH_NOTICE_S = 2.0
 
@@ -63,7 +63,7 @@ class PendingCalls:
         except RayError as error:
             del self._open[ref]
             self._fail()
-            raise self._translated(rank, error) from _cause(error)
+            raise self._translated(rank, error) from cause_of(error)
         del self._open[ref]
         self._results[rank] = transport.unpack_result(result)
 
@@ -76,15 +76,17 @@ class PendingCalls:
         return WorkerTimeoutError(ranks, self._method, self._phase, waiting_s)
 
     def _translated(self, rank: int, error: RayError) -> WorkerError:
-        if _is_death(error):
+        if is_death(error):
             return self._died(rank, error)
         # When a process dies in a collective, its peers raise "connection closed" before the cluster knows of the
         # death. The death is the cause, so give its notice a moment to arrive.
         death = self._death_of_another()
         if death is not None:
             return death
-        cause = _cause(error)
-        return WorkerError(rank, self._method, self._phase, f"{type(cause).__name__}: {cause}", _plain(str(error)))
+        cause = cause_of(error)
+        return WorkerError(
+            rank, self._method, self._phase, f"{type(cause).__name__}: {cause}", without_colours(str(error))
+        )
 
     def _death_of_another(self) -> WorkerDiedError | None:
         deadline = time.monotonic() + _DEATH_NOTICE_S
@@ -97,31 +99,9 @@ class PendingCalls:
             try:
                 ray.get(ready[0], timeout=1.0)
             except RayError as error:
-                if _is_death(error):
+                if is_death(error):
                     return self._died(rank, error)
         return None
 
     def _died(self, rank: int, error: RayError) -> WorkerDiedError:
-        return WorkerDiedError(rank, self._method, self._phase, self._pids.get(rank, -1), _reason(error))
-
-
-def _cause(error: RayError) -> BaseException:
-    """The exception that the rank raised; Ray's own where it did not get as far as raising one."""
-    return error.cause if isinstance(error, RayTaskError) else error
-
-
-def _plain(text: str) -> str:
-    return re.sub(r"\x1b\[[0-9;]*m", "", text)
-
-
-def _is_death(error: RayError) -> bool:
-    return isinstance(error, RayActorError | OutOfMemoryError)
-
-
-def _reason(error: RayError) -> str:
-    """What Ray knows about the end of a process, in one line."""
-    lines = [line.strip() for line in _plain(str(error)).splitlines() if line.strip()]
-    if isinstance(error, ActorDiedError):  # the head only repeats names that the WorkerDiedError has
-        keys = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
-        lines = [line for line in lines if not line.startswith(keys) and line != ActorDiedError.BASE_ERROR_MSG]
-    return " ".join(lines).partition(" Some common causes include")[0]  # what follows is general advice
+        return WorkerDiedError(rank, self._method, self._phase, self._pids.get(rank, -1), death_reason(error))

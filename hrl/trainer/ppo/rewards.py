@@ -1,50 +1,25 @@
 """The driver's view of rewards: samples go to a service as they finish, and come back as one score per row.
 
-The service is a Ray actor that owns the pool of reward processes. The rollout workers send it every sample as it
-finishes, so that rewards are computed while the rest is still generated.
+The rollout workers send every sample to a Ray actor as it finishes, so that rewards are computed while the rest is
+still generated.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import ray
 import torch
-from ray.exceptions import GetTimeoutError, RayTaskError
 
 from hrl.metrics import reduce_metrics
 from hrl.protocol import DataProto
+from hrl.reward.actor import RewardActor
 from hrl.reward.combine import CombinedScores, Weighting, combine_scores
 from hrl.reward.function import RewardSpec
-from hrl.reward.keys import sample_keys
-from hrl.reward.loop import RewardBatch, RewardError, RewardLoop, RewardRow
+from hrl.reward.loop import RewardRow
 from hrl.trainer.ppo.lengths import lengths_of
-
-_START_TIMEOUT_S = 120.0
-
-
-class _RewardActor:
-    """A ``RewardLoop`` that many workers can reach."""
-
-    def __init__(self, spec: RewardSpec, num_workers: int, timeout_s: float, on_error: Any) -> None:
-        self._loop = RewardLoop(spec, num_workers=num_workers, timeout_s=timeout_s, on_error=on_error)
-
-    def start(self) -> None:
-        self._loop.start()
-
-    def begin(self, step: int, rows: list[RewardRow]) -> None:
-        self._loop.begin(step, rows)
-
-    def submit(self, step: int, key: Hashable, text: str) -> None:
-        self._loop.submit(step, key, text)
-
-    def collect(self, step: int, deadline_s: float) -> RewardBatch:
-        return self._loop.collect(step, deadline_s)
-
-    def close(self) -> None:
-        self._loop.shutdown()
+from hrl.workers.rollout.columns import sample_keys
 
 
 class RewardService:
@@ -72,27 +47,34 @@ class RewardService:
         )
         custom = reward.custom_reward_function
         self._round = 0
-        self.sink: Any = None
+        self._loop: RewardActor | None = None
         if reward.function_weight != 0:  # otherwise the reward model alone decides
-            spec = RewardSpec(custom.path, custom.name, custom.reward_kwargs, data_sources)
-            self.sink = ray.remote(num_cpus=0, max_concurrency=8)(_RewardActor).remote(
-                spec, reward.num_workers, reward.timeout_s, reward.on_error
+            # Ray's processes need not run in this one's folder.
+            path = None if custom.path is None else str(Path(custom.path).expanduser().resolve())
+            spec = RewardSpec(path, custom.name, custom.reward_kwargs, data_sources)
+            self._loop = RewardActor(
+                spec, num_workers=reward.num_workers, timeout_s=reward.timeout_s, on_error=reward.on_error
             )
 
+    @property
+    def sink(self) -> Any:
+        """The Ray actor that workers send finished samples to; ``None`` where the reward model alone decides."""
+        return None if self._loop is None else self._loop.handle
+
     def __enter__(self) -> Self:
-        if self.sink is not None:
-            self._call(self.sink.start, _START_TIMEOUT_S)
+        if self._loop is not None:
+            self._loop.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.sink is not None:
-            ray.kill(self.sink)
+        if self._loop is not None:
+            self._loop.shutdown()
 
     def begin(self, rows: DataProto) -> None:
         """Announces the samples of a batch and marks its rows, so that the workers stream them here."""
         self._round += 1
         rows.meta_info["reward_round"] = self._round
-        if self.sink is None:
+        if self._loop is None:
             return
         columns = rows.non_tensor_batch
         announced = [
@@ -101,7 +83,8 @@ class RewardService:
                 sample_keys(rows), columns["data_source"], columns["reward_model"], columns["extra_info"], strict=True
             )
         ]
-        self._call(self.sink.begin, _START_TIMEOUT_S, self._round, announced)
+        step, validates = rows.meta_info["step"], rows.meta_info["validate"]
+        self._loop.begin(self._round, announced, f"the validation after step {step}" if validates else f"step {step}")
 
     def collect(self, batch: DataProto, metrics: dict[str, float]) -> CombinedScores:
         """The scores of the announced batch: ``scores`` to train on, ``plain`` to validate by.
@@ -119,8 +102,8 @@ class RewardService:
         """
         function_scores: list[float | None] | None = None
         parts: list[dict[str, Any]] = [{} for _ in range(len(batch))]
-        if self.sink is not None:
-            scored = self._call(self.sink.collect, self._deadline_s + 10.0, self._round, self._deadline_s)
+        if self._loop is not None:
+            scored = self._loop.collect(self._round, self._deadline_s)
             metrics |= reduce_metrics(scored.metrics)
             function_scores, parts = scored.scores, [dict(result.parts) for result in scored.results]
         model_scores = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
@@ -144,12 +127,3 @@ class RewardService:
                 part["reward_model"] = float(model_scores[row])
             if self._log_overlong:
                 part["overlong"] = float(overlong[row])
-
-    def _call(self, method: Any, timeout_s: float, *args: Any) -> Any:
-        try:
-            return ray.get(method.remote(*args), timeout=timeout_s)
-        except RayTaskError as error:
-            # The cause is the service's own error, which names function and sample; Ray's wrapping says nothing more.
-            raise error.cause if isinstance(error.cause, Exception) else RewardError(str(error)) from None
-        except GetTimeoutError as error:
-            raise RewardError(f"the reward service did not answer within {timeout_s:g} s") from error

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hrl.protocol import DataProto
 from hrl.workers.rollout.base import RolloutError, SampleOutput
 
 LOG_PROB_TOLERANCE = 1e-3
@@ -27,6 +28,12 @@ class SampleName:
 
     def __str__(self) -> str:
         return f"row {self.row} (uid {self.uid}, sample {self.sample_index})"
+
+
+def sample_keys(rows: DataProto) -> list[tuple[str, int]]:
+    """What names each row within its batch, the same for whoever announces, samples or rewards it: (group, number)."""
+    columns = rows.non_tensor_batch
+    return [(str(uid), int(index)) for uid, index in zip(columns["uid"], columns["sample_index"], strict=True)]
 
 
 def prompt_tokens(prompts: Tensor, attention_mask: Tensor) -> list[list[int]]:

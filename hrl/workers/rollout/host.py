@@ -17,7 +17,7 @@ from torch import Tensor
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
 from hrl.workers.rollout.base import RolloutEngine, RolloutError, SampleOutput, SamplingParams, sample_seed
-from hrl.workers.rollout.columns import SampleName, check_output, prompt_tokens, response_columns
+from hrl.workers.rollout.columns import SampleName, check_output, prompt_tokens, response_columns, sample_keys
 from hrl.workers.rollout.factory import build_engine
 from hrl.workers.rollout.loop_thread import LoopThread
 from hrl.workers.rollout.vllm_engine import default_num_threads, engine_process_ids, kill_engine_processes
@@ -188,12 +188,7 @@ class RolloutHost:
         width = prompts.shape[1]
         prompt_mask = batch.batch["attention_mask"][:, :width]
         sampling = self._sampling(batch.meta_info)
-        names = [
-            SampleName(row, str(uid), int(index))
-            for row, (uid, index) in enumerate(
-                zip(batch.non_tensor_batch["uid"], batch.non_tensor_batch["sample_index"], strict=True)
-            )
-        ]
+        names = [SampleName(row, *key) for row, key in enumerate(sample_keys(batch))]
         work = self._generate_all(prompt_tokens(prompts, prompt_mask), names, sampling, batch.meta_info, on_sample)
         try:
             outputs = self._running().run(work, timeout_s=timeout_s, what=f"{self.name}: sampling {len(names)} rows")

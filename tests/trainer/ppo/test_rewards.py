@@ -1,8 +1,9 @@
-"""What the reward service gives the driver, with a service that is no Ray actor."""
+"""What the reward service gives the driver, with a loop that is no Ray actor."""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,16 +11,39 @@ import pytest
 import torch
 
 from hrl.protocol import DataProto
-from hrl.reward.loop import RewardBatch, RewardResult
+from hrl.reward.function import RewardSpec
+from hrl.reward.loop import RewardBatch, RewardResult, RewardRow
 from hrl.trainer.config import compose_cli
 from hrl.trainer.ppo.rewards import RewardService
 
 
-class LocalService(RewardService):
-    """Calls the sink in this process."""
+class Loop:
+    """Gives every announced batch the same scores, and notes how it was called."""
 
-    def _call(self, method: Any, timeout_s: float, *args: Any) -> Any:
-        return method(*args)
+    handle = "the actor"
+
+    def __init__(self, spec: RewardSpec, **settings: Any) -> None:
+        self.spec, self.settings = spec, settings
+        self.announced: list[tuple[int, Sequence[RewardRow], str | None]] = []
+
+    def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
+        self.announced.append((step, rows, title))
+
+    def collect(self, step: int, deadline_s: float) -> RewardBatch:
+        return RewardBatch(tuple(RewardResult(score, {}) for score in (1.0, None, 0.0)), {})
+
+
+@pytest.fixture
+def loops(monkeypatch: pytest.MonkeyPatch) -> list[Loop]:
+    """The loops that services start."""
+    made: list[Loop] = []
+
+    def make(*args: Any, **settings: Any) -> Loop:
+        made.append(Loop(*args, **settings))
+        return made[-1]
+
+    monkeypatch.setattr("hrl.trainer.ppo.rewards.RewardActor", make)
+    return made
 
 
 def sampled(**columns: torch.Tensor) -> DataProto:
@@ -36,7 +60,7 @@ def sampled(**columns: torch.Tensor) -> DataProto:
 
 
 def test_a_reward_model_alone_gives_both_scores() -> None:
-    service = LocalService(
+    service = RewardService(
         compose_cli(
             [
                 "reward.function_weight=0",
@@ -47,6 +71,7 @@ def test_a_reward_model_alone_gives_both_scores() -> None:
         ),
         (),
     )
+    assert service.sink is None
     batch = sampled(rm_scores=torch.tensor([1.0, 2.0, 4.0]))
     combined = service.collect(batch, {})
     assert combined.scores.tolist() == [0.5, 1.0, 2.0]
@@ -54,17 +79,45 @@ def test_a_reward_model_alone_gives_both_scores() -> None:
     assert [part["reward_model"] for part in batch.non_tensor_batch["reward_parts"]] == [1.0, 2.0, 4.0]
 
 
-def test_a_left_out_row_trains_nothing_and_the_plain_score_has_no_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
-    scored = RewardBatch(tuple(RewardResult(score, {}) for score in (1.0, None, 0.0)), {})
-    sink = SimpleNamespace(collect=lambda step, deadline_s: scored)
-    monkeypatch.setattr(
-        "hrl.trainer.ppo.rewards.ray.remote", lambda **_: lambda _: SimpleNamespace(remote=lambda *_: sink)
-    )
+def test_a_left_out_row_trains_nothing_and_the_plain_score_has_no_penalty(loops: list[Loop]) -> None:
     overlong = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2", "data.max_response_length=2"]
-    service = LocalService(compose_cli(["reward.function_weight=2.0", *overlong]), ())
+    service = RewardService(compose_cli(["reward.function_weight=2.0", *overlong]), ())
     batch = sampled()
     combined = service.collect(batch, {})
     assert combined.scores.tolist() == [1.0, 0.0, -1.0]
     assert combined.plain.tolist() == [1.0, 0.0, 0.0]
     assert combined.kept.tolist() == [True, False, True]
     assert batch.batch["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+def test_samples_are_announced_by_their_keys_and_called_by_the_step_they_belong_to(loops: list[Loop]) -> None:
+    service = RewardService(compose_cli([]), ("sums",))
+    rows = DataProto.from_dict(
+        non_tensors={
+            "uid": np.array(["a", "b"], dtype=object),
+            "sample_index": np.array([0, 1], dtype=object),
+            "data_source": np.array(["sums", "sums"], dtype=object),
+            "reward_model": np.array([{"ground_truth": "3"}, {"style": "rule"}], dtype=object),
+            "extra_info": np.array([{"level": 1}, None], dtype=object),
+        },
+        meta_info={"step": 4, "validate": True},
+    )
+    service.begin(rows)
+    rows.meta_info["validate"] = False
+    service.begin(rows)
+    (_, announced, validation), (_, _, training) = loops[0].announced
+    assert list(announced) == [
+        RewardRow(("a", 0), "sums", "3", {"level": 1}),
+        RewardRow(("b", 1), "sums", None, {}),
+    ]
+    assert (validation, training) == ("the validation after step 4", "step 4")
+    assert rows.meta_info["reward_round"] == 2, "rounds count on, so that a late sample of the first is told apart"
+    assert service.sink == "the actor"
+
+
+def test_the_function_is_named_by_where_it_lies_not_from_where_the_run_was_started(
+    loops: list[Loop], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    RewardService(compose_cli(["reward.custom_reward_function.path=mine.py"]), ())
+    assert loops[0].spec.path == str(tmp_path / "mine.py")
