@@ -81,12 +81,12 @@ def preflight(config: PPOTrainerConfig) -> Preflight:
     critic_path = resolve_model(config.critic.model.path) if config.needs_critic else None
     # A critic in the policy's own folder reads what the policy reads, whichever tokenizer that is.
     if critic_path is not None and critic_path != model_path:
-        _check_same_vocabulary(tokenizer, "critic", critic_path, config.critic.model.trust_remote_code)
+        _check_same_vocabulary(tokenizer, "critic", critic_path, model.trust_remote_code)
     reward_model = config.reward.reward_model
     wanted = reward_model.model_path if config.needs_reward_model else None
     reward_model_path = None if wanted is None else resolve_model(wanted)
     if reward_model_path is not None:
-        _check_same_vocabulary(tokenizer, "reward model", reward_model_path, reward_model.model.trust_remote_code)
+        _check_same_vocabulary(tokenizer, "reward model", reward_model_path, model.trust_remote_code)
     return Preflight(
         model_path=model_path,
         critic_path=critic_path,

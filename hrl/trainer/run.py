@@ -157,6 +157,8 @@ def train(config: Any, ready: Preflight, reporter: RunReporter, trainer_cls: typ
         pad_token_id=ready.ids.pad,
         stop_token_ids=ready.ids.stop,
         vocab_size=ready.ids.vocab_size,
+        share_prefix=config.actor_rollout_ref.model.share_prefix,
+        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
     )
     policy_path = str(ready.model_path)
     paths = dict.fromkeys(Role, policy_path) | {

@@ -37,10 +37,11 @@ class CriticWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the backbone with a scalar head, its optimizer and schedule."""
+        from hrl.workers.engine.loading import ModelSource
         from hrl.workers.value_model import ValueModel
 
         self.value_model = ValueModel(
-            self.config.model.model_copy(update={"path": self.model_path}),
+            ModelSource.of(self.config.model, self.model_path, self.runtime),
             self.config,
             self.config.model.fsdp_config,
             device=join_world(self.runtime),

@@ -32,10 +32,11 @@ class RewardModelWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the classifier, frozen."""
+        from hrl.workers.engine.loading import ModelSource
         from hrl.workers.value_model import ValueModel
 
         self.value_model = ValueModel(
-            self.config.model.model_copy(update={"path": self.model_path}),
+            ModelSource.of(self.config.model, self.model_path, self.runtime),
             None,
             self.config.model.fsdp_config,
             device=join_world(self.runtime),

@@ -38,6 +38,8 @@ class Runtime:
         pad_token_id: fills prompts and responses; never read as a mask.
         stop_token_ids: a response ends with the first of these.
         vocab_size: token ids are below it.
+        share_prefix: equal prompts of a micro-batch are computed once, by every model alike: one plan serves them all.
+        trust_remote_code: model folders may run code; one switch for all roles.
     """
 
     device: str
@@ -50,6 +52,8 @@ class Runtime:
     pad_token_id: int
     stop_token_ids: tuple[int, ...]
     vocab_size: int
+    share_prefix: bool
+    trust_remote_code: bool
 
 
 def local_device(runtime: Runtime) -> torch.device:

@@ -113,8 +113,7 @@ class ValueModel(EngineModel):
         )
         loss_mat, metrics = value_loss(packed.unpack(flat), values, returns, mask, config.cliprange_value)
         counts = Counts(mini_batch.num_tokens, mini_batch.num_sequences, mini_batch.num_groups)
-        norm = config.loss_scale_factor or rows.responses.shape[1]
-        loss = aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm)
+        loss = aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm=rows.responses.shape[1])
         meter.add_share("critic/vf_loss", loss, num_mini_batches)
         for name, (total, count) in metrics.items():
             meter.add(f"critic/{name}", total, count)

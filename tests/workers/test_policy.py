@@ -90,6 +90,18 @@ def test_a_reference_without_training_has_no_gradients_and_no_optimizer(llama):
     assert torch.equal(policy.compute_log_prob(batch, None).batch["old_log_probs"], want)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_frozen_model_loses_nothing_by_being_stored_in_the_dtype_it_computes_in(family, request):
+    path, batch = request.getfixturevalue(family), make_batch()
+    got = [
+        Policy(model_config(path), None, fsdp_config("bfloat16", model_dtype=stored), device=CPU, total_steps=None)
+        .compute_log_prob(batch, None)
+        .batch["old_log_probs"]
+        for stored in ("float32", "bfloat16")
+    ]
+    assert torch.equal(*got)
+
+
 def test_log_probs_follow_the_weights_after_an_update(llama):
     policy, batch = policy_of(llama), make_batch()
     before = policy.compute_log_prob(batch, None).batch["old_log_probs"]

@@ -11,6 +11,7 @@ _RM = "reward.reward_model"
 _TRAINED = (_ACTOR, "critic")
 _SCORED = (_ACTOR, _REF, "critic")
 _MODELS = (_MODEL, "critic.model", f"{_RM}.model")
+_FROZEN = (f"{_REF}.fsdp_config", f"{_RM}.model.fsdp_config")
 _SHARDED = (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config", f"{_RM}.model.fsdp_config")
 
 
@@ -33,13 +34,13 @@ RENAMED: dict[str, str] = {
     "reward.reward_model.model.path": "reward.reward_model.model_path",
     "reward.reward_model.fsdp_config.*": "reward.reward_model.model.fsdp_config.*",
     "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
-    "reward_model.use_dynamic_bsz": "reward.reward_model.use_dynamic_bsz",
     "reward_model.forward_max_token_len_per_gpu": "reward.reward_model.max_token_len_per_gpu",
     **{
         f"reward_model.{name}": f"reward.reward_model.{name}"
         for name in ("enable_resource_pool", "n_gpus_per_node", "nnodes", "strategy", "micro_batch_size")
     },
     "reward_model.num_workers": "reward.num_workers",
+    "reward_model.use_dynamic_bsz": "reward.reward_model.use_dynamic_bsz",
     "reward_model.reward_manager": "reward.reward_manager.name",
     "reward_model.reward_kwargs.overlong_buffer_cfg.*": "reward.overlong_buffer.*",
     "reward_model.reward_kwargs.*": "reward.reward_kwargs.*",
@@ -70,6 +71,9 @@ MUST_EQUAL: dict[str, str] = {
     f"{_ACTOR}.rollout_n": f"{_ROLLOUT}.n",
     f"{_REF}.rollout_n": f"{_ROLLOUT}.n",
     "critic.rollout_n": f"{_ROLLOUT}.n",
+    "critic.shuffle": f"{_ACTOR}.shuffle",
+    "critic.model.trust_remote_code": f"{_MODEL}.trust_remote_code",
+    f"{_RM}.model.trust_remote_code": f"{_MODEL}.trust_remote_code",
 }
 """A second spelling of a value that has one key here; accepted when it agrees with it."""
 
@@ -131,6 +135,16 @@ FIXED: dict[str, Fixed] = {
     **_fixed("the model runs uncompiled; remove the key.", [False], _each((*_SCORED, *_SHARDED), "use_torch_compile")),
     **_fixed("set param_offload and optimizer_offload instead.", [False], _each(_SHARDED, "offload_policy")),
     **_fixed("FSDP2 always keeps the original parameters; remove the key.", [True], _each(_SHARDED, "use_orig_params")),
+    **_fixed(
+        "a model that is only evaluated frees what it gathered; remove the key.",
+        [True],
+        [f"{owner}.reshard_after_forward" for owner in _FROZEN],
+    ),
+    **_fixed(
+        "a model that is only evaluated is stored in the dtype it computes in (fsdp_config.dtype); remove the key.",
+        ["fp32", "bf16"],
+        [f"{owner}.model_dtype" for owner in _FROZEN],
+    ),
     **_fixed("FSDP2 prefetches by itself; remove the key.", [False], _each(_SHARDED, "forward_prefetch")),
     **_fixed("the optimizer is AdamW.", ["AdamW"], _each(_TRAINED, "optim.optimizer")),
     **_fixed("the optimizer is torch's AdamW.", ["torch.optim"], _each(_TRAINED, "optim.optimizer_impl")),
@@ -145,6 +159,11 @@ FIXED: dict[str, Fixed] = {
     ),
     **_fixed("entropy is always measured; remove the key.", [True], [f"{_ACTOR}.calculate_entropy"]),
     **_fixed(f"set {_MODEL}.share_prefix.", [True], [f"{_ACTOR}.use_prefix_grouper"]),
+    **_fixed(
+        "the critic's seq-mean-token-sum-norm divides by data.max_response_length; remove the key.",
+        [None],
+        ["critic.loss_scale_factor"],
+    ),
     # Sampling.
     **_fixed("requests are always asynchronous; use async or remove the key.", ["async"], [f"{_ROLLOUT}.mode"]),
     **_fixed("set tensor_model_parallel_size; every group of that many processes gets an engine.", [1], _PARALLEL),
@@ -245,6 +264,8 @@ REFUSED: dict[str, str] = {
     "data.image_patch_size": _TEXT_ONLY,
     "data.mm_processor_kwargs.*": _TEXT_ONLY,
     "data.return_multi_modal_inputs": _TEXT_ONLY,
+    "reward.reward_model.use_dynamic_bsz": "set reward.reward_model.micro_batch_size_per_gpu; null fills micro-batches "
+    "up to max_token_len_per_gpu.",
     "data.gen_batch_size": "dynamic sampling comes later; set data.train_batch_size.",
     "data.dataloader_num_workers": "rows are tokenised once at load; remove the key.",
     "data.tokenizer": "set actor_rollout_ref.model.tokenizer_path.",

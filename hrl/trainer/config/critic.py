@@ -11,10 +11,6 @@ class CriticModelConfig(BackboneConfig):
 
     path: str = "bundled:smollm2-135m-instruct"
     """A local folder or hub id of a causal model or a sequence classifier. Default: `actor_rollout_ref.model.path`."""
-    trust_remote_code: bool = False
-    """Let transformers run code from that folder. Default: `actor_rollout_ref.model.trust_remote_code`."""
-    share_prefix: bool = True
-    """Compute a group's prompt once; as the policy. Default: `actor_rollout_ref.model.share_prefix`."""
     fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig)
 
 
@@ -35,15 +31,11 @@ class CriticConfig(Section):
     """Sequences in one micro-batch, with `use_dynamic_bsz=false`. Default: the actor's."""
     forward_max_token_len_per_gpu: PositiveInt = 16384
     """Token budget of one micro-batch when values are computed. Default: `critic.ppo_max_token_len_per_gpu`."""
-    shuffle: bool = False
-    """Draw the mini-batches in a new order each epoch. Default: the actor's."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
     cliprange_value: NonNegativeFloat = 0.5
     """How far a value may move from its old value before the loss is clipped."""
     loss_agg_mode: AggregationMode = "token-mean"
     """How token losses become one number. Default: the actor's."""
-    loss_scale_factor: PositiveFloat | None = None
-    """Constant divisor of `seq-mean-token-sum-norm`. Default: the actor's."""
     model: CriticModelConfig = Field(default_factory=CriticModelConfig)
     optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5))

@@ -8,8 +8,6 @@ from hrl.trainer.config.names import estimator_needs
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 DEFAULT_GROUP_SIZE = 8
-SYNC_MARGIN_S = 60.0
-"""Time that the workers have to report an aborted weight sync before the driver gives up on them."""
 
 
 class _Values:
@@ -51,17 +49,16 @@ def _group_size(get: _Values) -> int:
     return DEFAULT_GROUP_SIZE if grouped else 1
 
 
+def _actor_rows(get: _Values) -> Any:
+    return None if get(f"{_ACTOR}.use_dynamic_bsz") else get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
+
+
 def _default_pools(get: _Values) -> dict[str, Any]:
     return {"global": get("trainer.n_gpus_per_node")}
 
 
 def _run_folder(get: _Values) -> str:
     return f"outputs/{get('trainer.project_name')}/{get('trainer.experiment_name')}"
-
-
-def _sync_deadline(get: _Values) -> Any:
-    workers_s = get(f"{_ROLLOUT}.weight_sync.timeout_s")
-    return workers_s + SYNC_MARGIN_S if isinstance(workers_s, int | float) else workers_s
 
 
 def _load_contents(get: _Values) -> Any:
@@ -100,19 +97,11 @@ DERIVED: dict[str, Callable[[_Values], Any]] = {
     "critic.ppo_micro_batch_size_per_gpu": _same_as(_ACTOR_ROWS),
     "critic.ppo_mini_batch_size": _same_as(f"{_ACTOR}.ppo_mini_batch_size"),
     "critic.ppo_epochs": _same_as(f"{_ACTOR}.ppo_epochs"),
-    "critic.shuffle": _same_as(f"{_ACTOR}.shuffle"),
     "critic.loss_agg_mode": _same_as(f"{_ACTOR}.loss_agg_mode"),
-    "critic.loss_scale_factor": _same_as(f"{_ACTOR}.loss_scale_factor"),
     "critic.model.path": _same_as(f"{_MODEL}.path"),
-    "critic.model.trust_remote_code": _same_as(f"{_MODEL}.trust_remote_code"),
-    "critic.model.share_prefix": _same_as(f"{_MODEL}.share_prefix"),
-    "reward.reward_model.model.trust_remote_code": _same_as(f"{_MODEL}.trust_remote_code"),
-    "reward.reward_model.model.share_prefix": _same_as(f"{_MODEL}.share_prefix"),
-    "reward.reward_model.use_dynamic_bsz": _dynamic_unless("reward.reward_model.micro_batch_size_per_gpu"),
     "reward.reward_model.max_token_len_per_gpu": _same_as(_ACTOR_BUDGET),
-    "reward.reward_model.micro_batch_size_per_gpu": _same_as(_ACTOR_ROWS),
+    "reward.reward_model.micro_batch_size_per_gpu": _actor_rows,
     "trainer.default_local_dir": _run_folder,
-    "trainer.timeouts.sync_s": _sync_deadline,
     "trainer.resource_pools": _default_pools,
 }
 """Key → its default as a function of other keys, in an order in which sources come first."""

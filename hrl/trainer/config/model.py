@@ -1,6 +1,6 @@
 """Blocks shared by every model that is trained or scored: weights, optimizer, sharding, checkpoints."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat
 
@@ -19,37 +19,48 @@ class BackboneConfig(Section):
     """Fields of the model's config.json to replace, e.g. `{max_position_embeddings: 32768}`."""
     enable_gradient_checkpointing: bool = True
     """Recompute activations in the backward pass: about a third more compute, far less memory."""
-    trust_remote_code: bool = False
-    """Let transformers and vLLM run code from the model folder; the switch for tokenizer, critic and reference too."""
-    share_prefix: bool = True
-    """Compute the prompt of a group once for all of its samples when they share a micro-batch."""
 
 
 class ModelConfig(BackboneConfig):
     """The policy: the transformer that is trained and sampled from."""
 
+    trust_remote_code: bool = False
+    """Let transformers and vLLM run code from model folders; one switch for the models of all roles."""
+    share_prefix: bool = True
+    """Compute the prompt of a group once for all of its samples when they share a micro-batch, in every model."""
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; null uses the model's own."""
 
 
-class ForwardShardingConfig(Section):
-    """FSDP2 settings of a model that is only evaluated."""
+class _ShardingConfig(Section):
+    """What FSDP2 has to know of every model."""
 
     param_offload: bool = False
     """Keep the parameters in host memory while the model is idle."""
     fsdp_size: MinusOneOrMore = -1
     """Processes that share one sharded copy; -1 uses all processes of the pool."""
-    model_dtype: Literal["fp32", "bf16"] = "fp32"
-    """Dtype of the stored parameters (for a trained model: of the master weights)."""
     dtype: DType = "bfloat16"
     """Dtype of the matrix products; gradients are reduced in fp32."""
-    reshard_after_forward: bool = True
-    """Free gathered parameters between the forward and the backward pass."""
 
 
-class FsdpConfig(ForwardShardingConfig):
+class ForwardShardingConfig(_ShardingConfig):
+    """FSDP2 settings of a model that is only evaluated."""
+
+    reshard_after_forward: ClassVar[bool] = True  # no backward pass will want them again
+
+    @property
+    def model_dtype(self) -> str:
+        """Dtype of the stored parameters: nothing but the matrix products reads them."""
+        return self.dtype
+
+
+class FsdpConfig(_ShardingConfig):
     """FSDP2 settings of a model that is trained."""
 
+    model_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the master weights."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between the forward and the backward pass."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory between updates."""
 

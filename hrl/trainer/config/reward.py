@@ -26,10 +26,6 @@ class RewardBackboneConfig(Section):
 
     override_config: dict[str, Any] = Field(default_factory=dict)
     """Fields of the classifier's config.json to replace."""
-    trust_remote_code: bool = False
-    """Let transformers run code from its folder. Default: `actor_rollout_ref.model.trust_remote_code`."""
-    share_prefix: bool = True
-    """Compute a group's prompt once; as the policy. Default: `actor_rollout_ref.model.share_prefix`."""
     fsdp_config: ForwardShardingConfig = Field(default_factory=ForwardShardingConfig)
 
 
@@ -42,13 +38,16 @@ class RewardModelConfig(Section):
     """Folder or hub id of a sequence classifier with one label."""
     weight: float = 1.0
     """Weight of the model's score in the sum."""
-    use_dynamic_bsz: bool = True
-    """Pack micro-batches up to a token budget. Default: true, unless `micro_batch_size_per_gpu` is set."""
     max_token_len_per_gpu: PositiveInt = 16384
     """Token budget of one micro-batch. Default: `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`."""
     micro_batch_size_per_gpu: PositiveInt | None = None
-    """Sequences in one micro-batch, with `use_dynamic_bsz=false`. Default: the actor's."""
+    """Sequences in one micro-batch; null fills it up to the token budget. Default: as the actor."""
     model: RewardBackboneConfig = Field(default_factory=RewardBackboneConfig)
+
+    @property
+    def use_dynamic_bsz(self) -> bool:
+        """Whether micro-batches are filled up to a token budget."""
+        return self.micro_batch_size_per_gpu is None
 
 
 class OverlongBufferConfig(Section):

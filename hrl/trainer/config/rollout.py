@@ -7,6 +7,9 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from hrl.trainer.config.base import Fraction, MinusOneOrMore, Section
 from hrl.trainer.config.model import DType
 
+SYNC_MARGIN_S = 60.0
+"""Time that the workers have to report an aborted weight sync before the driver gives up on them."""
+
 
 class ValKwargsConfig(Section):
     """`rollout.val_kwargs`: sampling of the validation prompts."""
@@ -29,7 +32,12 @@ class WeightSyncConfig(Section):
     bucket_mb: PositiveInt = 256
     """Size of one transfer buffer in MiB; two are kept."""
     timeout_s: PositiveFloat = 300.0
-    """Seconds a sync may take before it is aborted."""
+    """Seconds a sync may take before the workers abort it."""
+
+    @property
+    def driver_timeout_s(self) -> float:
+        """How long the driver waits: the workers, who know why a sync is late, report it first."""
+        return self.timeout_s + SYNC_MARGIN_S
 
 
 class RolloutConfig(Section):

@@ -154,24 +154,10 @@ def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]
         yield Problem(key, what, f"Set it to at least {row}.", _RESPONSE)
 
 
-def all_models_share_prompts_or_none(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """One plan counts the tokens of a micro-batch for every model that runs it."""
-    key, shared = f"{_MODEL}.share_prefix", config.actor_rollout_ref.model.share_prefix
-    reward_model = config.reward.reward_model.model
-    others = [
-        ("critic.model", config.critic.model.share_prefix, config.needs_critic),
-        ("reward.reward_model.model", reward_model.share_prefix, config.needs_reward_model),
-    ]
-    for owner, own, built in others:
-        if built and own != shared:
-            what = f"is {str(own).lower()}, but micro-batches are sized for the policy's {key}."
-            yield Problem(f"{owner}.share_prefix", what, f"Set {key} alone.", (key,))
-
-
 def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Without dynamic packing the number of rows must be given."""
     actor, ref, rollout = (getattr(config.actor_rollout_ref, name) for name in ("actor", "ref", "rollout"))
-    critic, model = config.critic, config.reward.reward_model
+    critic = config.critic
     rows = "log_prob_micro_batch_size_per_gpu"
     flag = "log_prob_use_dynamic_bsz"
     needed = [
@@ -179,7 +165,6 @@ def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Proble
         (_ROLLOUT, flag, rows, rollout, actor.use_dynamic_bsz),
         (_REF, flag, rows, ref, actor.use_dynamic_bsz and config.needs_reference),
         ("critic", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", critic, config.needs_critic),
-        ("reward.reward_model", "use_dynamic_bsz", "micro_batch_size_per_gpu", model, config.needs_reward_model),
     ]
     for owner, flag_name, rows_name, section, wanted in needed:
         if wanted and not getattr(section, flag_name) and getattr(section, rows_name) is None:
@@ -213,15 +198,6 @@ def gradients_have_their_range(config: PPOTrainerConfig) -> Iterator[Problem]:
         if sharding.dtype == "float16":
             what = "is float16, in which small gradients become zero: the loss isn't scaled."
             yield Problem(f"{owner}.fsdp_config.dtype", what, "Set it to bfloat16.")
-
-
-def workers_give_up_a_sync_before_the_driver(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """A sync that takes too long is aborted by the workers, which know why; the driver only sees that they are late."""
-    workers_s, driver_s = config.actor_rollout_ref.rollout.weight_sync.timeout_s, config.trainer.timeouts.sync_s
-    if driver_s <= workers_s:
-        key = f"{_ROLLOUT}.weight_sync.timeout_s"
-        what = f"is {driver_s:g} seconds, but the workers abort a sync themselves only after {key}={workers_s:g}."
-        yield Problem("trainer.timeouts.sync_s", what, f"Set it above {workers_s:g}, or remove it.", (key,))
 
 
 def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -320,11 +296,9 @@ RULES: tuple[Rule, ...] = (
     training_samples_come_from_the_policy,
     validation_sampling_makes_sense,
     one_row_fits_the_token_budget,
-    all_models_share_prompts_or_none,
     fixed_micro_batches_have_a_size,
     engine_holds_whole_sequences,
     gradients_have_their_range,
-    workers_give_up_a_sync_before_the_driver,
     roles_have_pools,
     something_scores,
     custom_class_is_complete,

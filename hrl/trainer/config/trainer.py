@@ -16,9 +16,6 @@ class TimeoutsConfig(Section):
     """Start of the workers, with model loading and engine start."""
     call_s: PositiveFloat = 1800.0
     """One phase of a step on the workers."""
-    sync_s: PositiveFloat = 360.0
-    """Handing the new weights to every engine; more than `rollout.weight_sync.timeout_s`, after which the workers abort
-    by themselves. Default: a minute more."""
 
 
 class TrainerConfig(Section):

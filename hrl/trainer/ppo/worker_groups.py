@@ -95,6 +95,7 @@ def build_worker_groups(
         rm=groups.get(Role.RewardModel.value),
         processes=started,
         timeouts=timeouts,
+        sync_timeout_s=config.actor_rollout_ref.rollout.weight_sync.driver_timeout_s,
     )
 
 
@@ -113,7 +114,8 @@ class WorkerGroups:
 
     Attributes:
         processes: the groups by process, one per pool.
-        timeouts: seconds for initialisation (``init_s``), a phase (``call_s``) and a weight sync (``sync_s``).
+        timeouts: seconds for initialisation (``init_s``) and a phase (``call_s``).
+        sync_timeout_s: for a weight sync.
     """
 
     actor: Any
@@ -123,6 +125,7 @@ class WorkerGroups:
     rm: Any
     processes: list[Any]
     timeouts: Any
+    sync_timeout_s: float
     _weight_group: tuple[Any, ...] = ()
 
     @property
@@ -146,7 +149,7 @@ class WorkerGroups:
 
         On separate pools there is one group of trainer rank 0 and all processes of all engines.
         """
-        actor, rollout = (group.with_timeout(self.timeouts.sync_s) for group in (self.actor, self.rollout))
+        actor, rollout = (group.with_timeout(self.sync_timeout_s) for group in (self.actor, self.rollout))
         if self.merged:
             return actor.sync_weights(version)[0]
         receiving = rollout.receive_weights(version, *self._weight_group)

@@ -7,8 +7,9 @@ Loading executes nothing from the model folder: weights are read from safetensor
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -22,6 +23,9 @@ from transformers import (
 
 from hrl.workers.ops.attention import ATTENTION_NAME
 from hrl.workers.ops.rms_norm import use_fused_rms_norms
+
+if TYPE_CHECKING:
+    from hrl.workers.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +53,36 @@ def dtype_of(name: str) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
     return DTYPES[name]
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Which model a role beside the policy loads, and how.
+
+    Attributes:
+        path: a local folder.
+        override_config: fields of its config.json to replace.
+        enable_gradient_checkpointing: recompute activations in the backward pass.
+        share_prefix: compute equal prompts of a micro-batch once.
+        trust_remote_code: its folder may run code.
+    """
+
+    path: str
+    override_config: Mapping[str, Any]
+    enable_gradient_checkpointing: bool
+    share_prefix: bool
+    trust_remote_code: bool
+
+    @classmethod
+    def of(cls, section: Any, path: str, runtime: Runtime) -> ModelSource:
+        """From the role's ``model`` section, the folder that the driver found, and what holds for every role."""
+        return cls(
+            path,
+            section.override_config,
+            section.enable_gradient_checkpointing,
+            runtime.share_prefix,
+            runtime.trust_remote_code,
+        )
 
 
 @dataclass(frozen=True)

@@ -172,15 +172,37 @@ def test_a_checkpoint_holds_a_model_folder_that_is_not_read_on_resume():
     assert checkpoint.load_contents == ["model", "optimizer", "extra"]
 
 
-def test_every_model_shares_prompts_as_the_policy_does():
-    given = {"actor_rollout_ref.model.share_prefix": False}
-    assert value(given, "critic.model.share_prefix") is False
-    assert value(given, "reward.reward_model.model.share_prefix") is False
+def test_remote_code_and_shuffling_have_one_switch():
+    policy = "actor_rollout_ref.model.trust_remote_code"
+    validate({policy: True, "critic.model.trust_remote_code": True, f"{ACTOR}.shuffle": True, "critic.shuffle": True})
+    assert "critic.shuffle is True, but actor_rollout_ref.actor.shuffle is False" in str(
+        problems_of_keys({"critic.shuffle": True})["critic.shuffle"]
+    )
+    assert policy in str(problems_of_keys({"critic.model.trust_remote_code": True})["critic.model.trust_remote_code"])
+
+
+def test_a_reward_models_micro_batches_are_packed_where_the_actors_are():
+    def rows(**given):
+        model = validate({key.replace("__", "."): row for key, row in given.items()}).reward.reward_model
+        return model.use_dynamic_bsz, model.micro_batch_size_per_gpu
+
+    assert rows() == (True, None)
+    assert rows(reward__reward_model__micro_batch_size_per_gpu=4) == (False, 4)
+    assert rows(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=2) == (False, 2)
+
+
+def test_a_frozen_model_is_stored_in_the_dtype_it_computes_in():
+    config = validate({f"{REF}.fsdp_config.dtype": "float32", f"{REF}.fsdp_config.model_dtype": "bf16"})
+    frozen, trained = config.actor_rollout_ref.ref.fsdp_config, config.actor_rollout_ref.actor.fsdp_config
+    assert (frozen.model_dtype, trained.model_dtype) == ("float32", "fp32")
 
 
 def test_the_driver_waits_longer_for_a_sync_than_the_workers():
-    assert value({}, "trainer.timeouts.sync_s") == 360.0
-    assert value({f"{ROLLOUT}.weight_sync.timeout_s": 1000}, "trainer.timeouts.sync_s") == 1060.0
+    def waits(**given):
+        return validate({f"{ROLLOUT}.weight_sync.{key}": value for key, value in given.items()})
+
+    assert waits().actor_rollout_ref.rollout.weight_sync.driver_timeout_s == 360.0
+    assert waits(timeout_s=1000).actor_rollout_ref.rollout.weight_sync.driver_timeout_s == 1060.0
 
 
 def test_loading_what_was_resolved_changes_nothing():

@@ -116,7 +116,6 @@ def critic_config(**changes: Any) -> SimpleNamespace:
         "grad_clip": 1.0,
         "cliprange_value": 0.5,
         "loss_agg_mode": "token-mean",
-        "loss_scale_factor": None,
     }
     return SimpleNamespace(**(base | changes))
 
