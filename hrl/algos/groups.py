@@ -6,7 +6,7 @@ part in its group's statistics.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -74,3 +74,16 @@ def count_groups_without_spread(scores: Tensor, group_ids: Tensor, counted: Tens
     """How many groups cannot teach: all their counted scores are equal, or fewer than two count."""
     stats = group_statistics(scores, group_ids, counted)
     return int(group_ids[~stats.has_spread].unique().numel())
+
+
+def groups_with_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
+    """Rows of the groups in which at least two counted scores differ.
+
+    DAPO's dynamic sampling, ``0 < |{correct answers}| < G`` (arXiv:2503.14476, equation 11), for scores of any kind.
+    """
+    return group_statistics(scores, group_ids, counted).has_spread
+
+
+GROUP_FILTERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"spread": groups_with_spread}
+"""Which groups are worth training on: from scores, group codes and counted rows ``(B,)`` to the rows to keep ``(B,)``
+bool. A filter keeps or drops whole groups."""

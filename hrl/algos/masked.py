@@ -41,6 +41,28 @@ def broadcast_rows(row_values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tens
     return torch.where(mask.bool(), row_values.to(dtype).unsqueeze(-1), 0.0)
 
 
+def pad_segments(flat: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """A packed column as rows: everything in this package takes packed input through here. Differentiable.
+
+    ``flat [a b c d]``, ``lengths [3 0 1]`` becomes ``[a b c] [0 0 0] [d 0 0]`` with mask ``111 000 100``.
+
+    Args:
+        flat: ``(N,)``, the trained tokens of all rows behind one another.
+        lengths: ``(B,)`` int64, how many of them each row has; they add up to N.
+
+    Returns:
+        Matrix and mask, both ``(B, longest)``.
+
+    Raises:
+        ValueError: The lengths don't add up to N.
+    """
+    if int(lengths.sum()) != len(flat):
+        raise ValueError(f"the lengths add up to {int(lengths.sum())} tokens, the packed column has {len(flat)}")
+    width = int(lengths.max()) if len(lengths) else 0
+    mask = torch.arange(width, device=flat.device) < lengths.to(flat.device).unsqueeze(-1)
+    return flat.new_zeros(mask.shape).masked_scatter(mask, flat), mask
+
+
 def whiten(matrix: Tensor, mask: Tensor) -> Tensor:
     """Shift and scale the masked entries to mean 0 and (unbiased) variance 1; 0 outside the mask.
 

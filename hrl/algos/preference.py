@@ -2,7 +2,10 @@
 
 Pairwise losses take one number per response and give one loss per pair ``(N,)``; the caller sums them and divides by
 the pairs of the whole mini-batch (:func:`mean_over_pairs`), so they too are the same for every cut into micro-batches.
-``c`` is the chosen response of a pair, ``r`` the rejected one.
+
+In the formulas ``c`` and ``r`` belong to the chosen and the rejected response of a pair: their log-ratios of policy to
+reference, or their plain log-probs where there is no reference. For :data:`MEAN_LOG_PROB_LOSSES` log-probs are means
+over a response's tokens, for the others sums.
 """
 
 from __future__ import annotations
@@ -77,23 +80,34 @@ def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _sigmoid(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
-    """DPO, arXiv:2305.18290 equation 7; with label smoothing, conservative DPO."""
+    """``-log sigmoid(beta (c - r))`` (DPO, arXiv:2305.18290 equation 7); smoothed labels give conservative DPO."""
     return _smoothed(options.beta * (chosen - rejected), options.label_smoothing)
 
 
 def _ipo(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
-    """IPO, arXiv:2310.12036 equation 17. The log-probs should be means over tokens."""
+    """``(c - r - 1 / (2 beta))^2`` (IPO, arXiv:2310.12036 equation 17)."""
     return (chosen - rejected - 0.5 / options.beta).square()
 
 
 def _hinge(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
-    """SLiC, arXiv:2305.10425."""
+    """``max(0, 1 - beta (c - r))`` (SLiC-HF, arXiv:2305.10425, section 2.2, with the reference of DPO)."""
     return torch.relu(1.0 - options.beta * (chosen - rejected))
 
 
 def _simpo(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
-    """SimPO, arXiv:2405.14734 equation 6. Without a reference; the log-probs must be means over tokens."""
+    """``-log sigmoid(beta (c - r) - gamma)`` (SimPO, arXiv:2405.14734 equation 6)."""
     return _smoothed(options.beta * (chosen - rejected) - options.target_margin, options.label_smoothing)
+
+
+def _log_odds(mean_log_prob: Tensor) -> Tensor:
+    """``log p - log(1 - p)`` of a response's mean token probability; capped where p rounds to 1."""
+    below_zero = mean_log_prob.clamp(max=-torch.finfo(mean_log_prob.dtype).eps)
+    return mean_log_prob - torch.log(-torch.expm1(below_zero))
+
+
+def _orpo(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
+    """``-c - beta log sigmoid(log odds(c) - log odds(r))`` (ORPO, arXiv:2403.07691 equations 6 and 7)."""
+    return -chosen + options.beta * _smoothed(_log_odds(chosen) - _log_odds(rejected), options.label_smoothing)
 
 
 PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor, PairOptions], Tensor]] = {
@@ -101,13 +115,14 @@ PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor, PairOptions], Tensor]] = {
     "ipo": _ipo,
     "hinge": _hinge,
     "simpo": _simpo,
+    "orpo": _orpo,
 }
-"""From margins of chosen and rejected ``(N,)`` to a loss per pair ``(N,)``. ``ipo`` and ``simpo`` want means."""
+"""From margins of chosen and rejected ``(N,)`` to a loss per pair ``(N,)``."""
 
-MEAN_LOG_PROB_LOSSES = frozenset({"ipo", "simpo"})
+MEAN_LOG_PROB_LOSSES = frozenset({"ipo", "simpo", "orpo"})
 """Losses whose log-probs are means over a response's tokens instead of sums."""
 
-REFERENCE_FREE_LOSSES = frozenset({"simpo"})
+REFERENCE_FREE_LOSSES = frozenset({"simpo", "orpo"})
 """Losses that have no reference."""
 
 
@@ -152,28 +167,70 @@ def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Te
     )
 
 
+def _bradley_terry(lead: Tensor) -> Tensor:
+    """``-log sigmoid(s_c - s_r)`` (arXiv:2203.02155 equation 1; with a margin, arXiv:2307.09288 equation 2)."""
+    return -logsigmoid(lead)
+
+
+REWARD_MODEL_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"bradley_terry": _bradley_terry}
+"""From the chosen score less the rejected one (less a margin) ``(N,)`` to a loss per pair ``(N,)``."""
+
+
 def reward_model_loss(
-    chosen_scores: Tensor, rejected_scores: Tensor, target_margin: Tensor | None = None
+    chosen_scores: Tensor,
+    rejected_scores: Tensor,
+    target_margin: Tensor | None = None,
+    *,
+    name: str = "bradley_terry",
 ) -> tuple[Tensor, Metrics]:
-    """Bradley-Terry loss of a reward model, ``-log sigmoid(s_c - s_r - margin)`` (arXiv:2203.02155 equation 1).
+    """Loss per pair of a reward model.
 
     Args:
         chosen_scores: ``(N,)``.
         rejected_scores: ``(N,)``.
-        target_margin: Lead that each chosen response must have ``(N,)`` (Llama 2, arXiv:2307.09288 equation 2).
+        target_margin: Lead that each chosen response must have ``(N,)``; None for any lead.
+        name: A key of :data:`REWARD_MODEL_LOSSES`.
 
     Returns:
         Losses ``(N,)``, and metrics as (sum, count): ``accuracy``, ``score_margin``.
+
+    Raises:
+        ValueError: Unknown name.
     """
+    if name not in REWARD_MODEL_LOSSES:
+        raise ValueError(f"unknown reward model loss {name!r}; choose one of {sorted(REWARD_MODEL_LOSSES)}")
     lead = chosen_scores - rejected_scores
-    losses = -logsigmoid(lead if target_margin is None else lead - target_margin)
+    losses = REWARD_MODEL_LOSSES[name](lead if target_margin is None else lead - target_margin)
     return losses, _per_pair(accuracy=(lead > 0).to(lead.dtype), score_margin=lead)
 
 
-def sft_loss(log_prob: Tensor, mask: Tensor) -> Tensor:
-    """Negative log-likelihood per token ``(B, R)``, for :func:`hrl.algos.aggregation.aggregate`."""
+def _nll(log_prob: Tensor) -> Tensor:
+    """``-log p``, the negative log-likelihood: cross entropy with the data."""
+    return -log_prob
+
+
+SFT_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"nll": _nll}
+"""From log-probs of the data's tokens to a loss per token, same shape."""
+
+
+def sft_loss(log_prob: Tensor, mask: Tensor, *, name: str = "nll") -> Tensor:
+    """Loss per token of supervised learning, for :func:`hrl.algos.aggregation.aggregate`.
+
+    Args:
+        log_prob: Log-probs of the data's tokens ``(B, R)``; has the gradient.
+        mask: ``(B, R)``, 1 on trained tokens.
+        name: A key of :data:`SFT_LOSSES`.
+
+    Returns:
+        ``(B, R)``, 0 outside the mask.
+
+    Raises:
+        ValueError: Unknown name; shapes that differ.
+    """
+    if name not in SFT_LOSSES:
+        raise ValueError(f"unknown supervised loss {name!r}; choose one of {sorted(SFT_LOSSES)}")
     check_shapes(mask, log_prob=log_prob)
-    return -keep(log_prob, mask)
+    return keep(SFT_LOSSES[name](keep(log_prob, mask)), mask)
 
 
 def mean_over_pairs(losses: Tensor, num_pairs: int) -> Tensor:

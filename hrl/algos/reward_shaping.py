@@ -1,9 +1,12 @@
-"""What may happen to rewards between the judge and the learner."""
+"""What may happen to rewards between the judge and the learner.
+
+Judges are added up (:func:`combine_rewards`), then any of :data:`REWARD_SHAPERS` may follow.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -71,3 +74,40 @@ class RunningNormalizer:
     def normalise(self, rewards: Tensor, *, centre: bool = False) -> Tensor:
         """``rewards / std``, or ``(rewards - mean) / std``."""
         return (rewards - self.mean if centre else rewards) / self.std
+
+    def state_dict(self) -> dict[str, float]:
+        """The three numbers, for a checkpoint."""
+        return {"count": self.count, "mean": self.mean, "deviation": self.deviation}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from what :meth:`state_dict` gave.
+
+        Raises:
+            ValueError: Not exactly these three numbers.
+        """
+        if state.keys() != self.state_dict().keys():
+            raise ValueError(f"a reward normaliser's state holds {sorted(self.state_dict())}, got {sorted(state)}")
+        self.count, self.mean, self.deviation = int(state["count"]), float(state["mean"]), float(state["deviation"])
+
+
+def _clip(rewards: Tensor, seen: RunningNormalizer, limit: float) -> Tensor:
+    """``clip(s, -limit, limit)`` (Mnih et al. 2015, with limit 1)."""
+    return clip_rewards(rewards, limit)
+
+
+def _scale(rewards: Tensor, seen: RunningNormalizer, limit: float) -> Tensor:
+    """``s / std``, by the spread of the whole run (arXiv:2005.12729, "reward scaling"); signs and zeros stay."""
+    return seen.normalise(rewards)
+
+
+def _standardise(rewards: Tensor, seen: RunningNormalizer, limit: float) -> Tensor:
+    """``(s - mean) / std``, by mean and spread of the whole run: a reward model's arbitrary zero and unit drop out."""
+    return seen.normalise(rewards, centre=True)
+
+
+REWARD_SHAPERS: dict[str, Callable[[Tensor, RunningNormalizer, float], Tensor]] = {
+    "clip": _clip,
+    "scale": _scale,
+    "standardise": _standardise,
+}
+"""From rewards ``(B,)``, what was seen of them in the run (these included) and a limit to rewards ``(B,)``."""

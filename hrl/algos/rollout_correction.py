@@ -12,6 +12,7 @@ tokens, ``(B, R)``, and runs once over the whole batch:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -67,23 +68,53 @@ def _of_sequence(per_row: Tensor, mask: Tensor) -> Tensor:
     return per_row.unsqueeze(-1).expand(mask.shape)
 
 
+def _token_ratio(log_ratio: Tensor) -> Tensor:
+    """``p_trainer / p_sampler`` of each token."""
+    return log_ratio.exp()
+
+
+def _sequence_ratio(log_ratio: Tensor) -> Tensor:
+    """The product of the row's token ratios, at each of its tokens."""
+    whole = log_ratio.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return whole.exp().expand(log_ratio.shape)
+
+
+def _mean_over_tokens(weights: Tensor, mask: Tensor) -> Tensor:
+    return weights[mask.bool()].mean()
+
+
+def _mean_over_sequences(weights: Tensor, mask: Tensor) -> Tensor:
+    return weights.amax(dim=-1)[rows_with_tokens(mask)].mean()
+
+
+IMPORTANCE_LEVELS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "token": (_token_ratio, _mean_over_tokens),
+    "sequence": (_sequence_ratio, _mean_over_sequences),
+}
+"""Where ratios are taken: from log-ratios ``(B, R)``, 0 outside the mask, to ratios ``(B, R)``; and, from weights
+``(B, R)`` and the mask, the mean weight over what a ratio belongs to."""
+
+
 def importance_weights(
     log_ratio: Tensor,
     mask: Tensor,
-    level: Literal["token", "sequence"],
+    level: str,
     accepted: Interval,
     *,
     normalise: bool = False,
 ) -> Tensor:
     """Weights ``p_trainer / p_sampler`` for the loss of each token.
 
-    With an upper bound alone, larger ratios are cut down to it (truncated importance sampling). With both bounds,
-    ratios outside become 0 (IcePop, "Every Step Evolves", arXiv:2510.18855).
+    With an upper bound alone ``w = min(ratio, upper)`` (truncated importance sampling, Ionides 2008, "Truncated
+    Importance Sampling", equation 1; between sampler and trainer: Yao et al. 2025, "Your Efficient RL Framework
+    Secretly Brings You Off-Policy RL Training"). With both bounds ``w = ratio`` inside and 0 outside (IcePop, "Every
+    Step Evolves", arXiv:2510.18855).
 
     Args:
         log_ratio: ``(B, R)``.
         mask: Response mask ``(B, R)``.
-        level: ``token``: each token's own ratio. ``sequence``: the product over the row at each of its tokens.
+        level: A key of :data:`IMPORTANCE_LEVELS`. ``token``: each token's own ratio. ``sequence``: the product over the
+            row at each of its tokens.
         accepted: Bounds of the ratio.
         normalise: Divide by the mean weight (over tokens, or over sequences), so that the batch keeps its size.
 
@@ -93,23 +124,18 @@ def importance_weights(
     Raises:
         ValueError: Unknown level.
     """
-    clamped = _clamped(log_ratio, mask)
-    if level == "token":
-        ratios = clamped.exp()
-    elif level == "sequence":
-        ratios = _of_sequence(clamped.sum(dim=-1).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp(), mask)
-    else:
-        raise ValueError(f"importance weights are per 'token' or per 'sequence', not {level!r}")
+    if level not in IMPORTANCE_LEVELS:
+        raise ValueError(f"unknown level {level!r} of importance weights; choose one of {sorted(IMPORTANCE_LEVELS)}")
+    ratio_of, mean_of = IMPORTANCE_LEVELS[level]
+    ratios = ratio_of(_clamped(log_ratio, mask))
     if accepted.lower is None:
         weights = ratios.clamp(max=accepted.upper)
     else:
         weights = torch.where((ratios >= accepted.lower) & (ratios <= accepted.upper), ratios, 0.0)
     weights = keep(weights, mask)
-    if not normalise:
+    if not normalise or not weights.any():
         return weights
-    chosen = weights[mask.bool()] if level == "token" else weights.amax(dim=-1)[rows_with_tokens(mask)]
-    mean = chosen.mean() if len(chosen) else weights.new_ones(())
-    return weights / mean if mean > 0 else weights
+    return weights / mean_of(weights, mask)
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:

@@ -1,35 +1,70 @@
-"""The critic's loss."""
+"""Losses of the critic: one number per token from what it predicts, predicted and should have predicted."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from .masked import check_shapes, keep, sum_and_count
 
+Metrics = dict[str, tuple[Tensor, Tensor]]
+ValueLoss = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+def _clipped(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
+    """``0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)``: leaving the range can only cost.
+
+    The critic of PPO's first implementation; written down in arXiv:2005.12729, "value function clipping".
+    """
+    plain = (vpreds - returns).square()
+    clipped = (torch.clamp(vpreds, values - cliprange, values + cliprange) - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+def _squared(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
+    """``0.5 (v - R)^2``, without a clip (arXiv:1707.06347, equation 9, the term L^VF)."""
+    return 0.5 * (vpreds - returns).square(), torch.zeros_like(returns, dtype=torch.bool)
+
+
+VALUE_LOSSES: dict[str, ValueLoss] = {"clipped": _clipped, "squared": _squared}
+"""From predictions now, predictions then, targets ``(B, R)`` and the clip range to the loss of every token and to the
+tokens that the clip holds. How tokens become one number is the aggregation's business."""
+
 
 def value_loss(
-    vpreds: Tensor, values: Tensor, returns: Tensor, response_mask: Tensor, cliprange_value: float
-) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """Clipped squared error of PPO2's critic: ``0.5 * max((v - R)^2, (clip(v, v_old ± c) - R)^2)``.
+    vpreds: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float,
+    *,
+    name: str = "clipped",
+) -> tuple[Tensor, Metrics]:
+    """Run the value loss of that name.
 
     Args:
-        vpreds: Values predicted now ``(B, R)``.
+        vpreds: Values predicted now ``(B, R)``; has the gradient.
         values: Values predicted when the batch was made ``(B, R)``.
         returns: Their targets ``(B, R)``.
-        response_mask: ``(B, R)``.
+        response_mask: ``(B, R)``; what stands outside in the other columns is ignored.
         cliprange_value: How far a prediction may gain by moving from its old value.
+        name: A key of :data:`VALUE_LOSSES`.
 
     Returns:
-        The loss per token ``(B, R)``, and metrics as (sum, count): ``vf_clipfrac``, ``vpred_mean``.
+        The loss per token ``(B, R)``, 0 outside the mask, and metrics as (sum, count): ``vf_clipfrac``, ``vpred_mean``.
+
+    Raises:
+        ValueError: Unknown name; shapes that differ.
     """
+    if name not in VALUE_LOSSES:
+        raise ValueError(f"unknown value loss {name!r}; choose one of {sorted(VALUE_LOSSES)}")
     check_shapes(response_mask, vpreds=vpreds, values=values, returns=returns)
     vpreds, values, returns = (keep(column, response_mask) for column in (vpreds, values, returns))
-    clipped_vpreds = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
-    plain = (vpreds - returns).square()
-    clipped = (clipped_vpreds - returns).square()
+    loss_mat, held = VALUE_LOSSES[name](vpreds, values, returns, cliprange_value)
     metrics = {
-        "vf_clipfrac": sum_and_count((clipped > plain).to(vpreds.dtype), response_mask),
+        "vf_clipfrac": sum_and_count(held.to(vpreds.dtype), response_mask),
         "vpred_mean": sum_and_count(vpreds, response_mask),
     }
-    return 0.5 * torch.maximum(plain, clipped), metrics
+    return keep(loss_mat, response_mask), metrics

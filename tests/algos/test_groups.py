@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from hrl.algos.groups import count_groups_without_spread, group_codes, group_statistics
+from hrl.algos.groups import GROUP_FILTERS, count_groups_without_spread, group_codes, group_statistics
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,15 @@ def test_statistics_of_ragged_groups() -> None:
     assert stats.std.tolist() == pytest.approx([2**0.5, 0.0, 2**0.5, 0.0, 0.0, 2**0.5])
     assert stats.has_spread.tolist() == [True, False, True, False, False, True]
     assert count_groups_without_spread(scores, ids, counted) == 2
+
+
+@pytest.mark.parametrize("name", sorted(GROUP_FILTERS))
+def test_filters_drop_whole_groups_and_those_that_cannot_teach(name: str) -> None:
+    ids = group_codes(["a", "b", "a", "c", "b", "d", "d"])
+    scores = torch.tensor([1.0, 5.0, 3.0, 9.0, 5.0, 1.0, 2.0])
+    counted = torch.tensor([True, True, True, True, True, True, False])  # d's second answer has no tokens
+    kept = GROUP_FILTERS[name](scores, ids, counted)
+    assert kept.tolist() == [True, False, True, False, False, False, False]
 
 
 def test_rounding_is_no_spread() -> None:

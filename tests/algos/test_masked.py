@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hrl.algos.masked import TrainedTokens, keep, sum_and_count, whiten
+from hrl.algos.masked import TrainedTokens, keep, pad_segments, sum_and_count, whiten
 from tests.algos.batches import MASK_WITH_EVERYTHING, Batch
 
 
@@ -35,6 +35,19 @@ def test_packing_there_and_back_keeps_trained_tokens(mask: torch.Tensor) -> None
     tokens = TrainedTokens.of(mask)
     assert tokens.pack(matrix).shape == (len(mask), int(mask.sum(dim=1).max()))
     assert torch.equal(tokens.unpack(tokens.pack(matrix)), matrix * mask)
+
+
+def test_packed_columns_become_rows() -> None:
+    flat = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    matrix, mask = pad_segments(flat, torch.tensor([3, 0, 1]))
+    assert matrix.tolist() == [[1.0, 2.0, 3.0], [0.0, 0.0, 0.0], [4.0, 0.0, 0.0]]
+    assert mask.long().tolist() == [[1, 1, 1], [0, 0, 0], [1, 0, 0]]
+    (matrix * torch.arange(9.0).view(3, 3)).sum().backward()
+    assert flat.grad is not None
+    assert flat.grad.tolist() == [0.0, 1.0, 2.0, 6.0]
+    assert pad_segments(torch.zeros(0), torch.zeros(0, dtype=torch.int64))[0].shape == (0, 0)
+    with pytest.raises(ValueError, match="add up to 3 tokens, the packed column has 4"):
+        pad_segments(flat, torch.tensor([3, 0]))
 
 
 def test_nothing_outside_the_mask_is_read() -> None:

@@ -60,6 +60,23 @@ def test_simpo_has_a_margin_and_no_reference() -> None:
         preference_loss("simpo", PAIR, PairOptions())
 
 
+def test_orpo_by_hand() -> None:
+    """Mean token probabilities 1/2 and 1/4: odds 1 and 1/3, so the log odds ratio is log 3."""
+    free = PairInput(vector(math.log(0.5)), vector(math.log(0.25)))
+    losses, metrics = preference_loss("orpo", free, PairOptions(beta=0.3))
+    assert losses.tolist() == pytest.approx([math.log(2.0) - 0.3 * log_sigmoid(math.log(3.0))])
+    assert [number.item() for number in metrics["accuracy"]] == [1.0, 1.0]
+
+
+def test_orpo_is_finite_at_probability_one() -> None:
+    certain = vector(0.0).requires_grad_()
+    losses, _ = preference_loss("orpo", PairInput(certain, vector(-1.0)), PairOptions())
+    losses.sum().backward()
+    assert torch.isfinite(losses).all()
+    assert certain.grad is not None
+    assert torch.isfinite(certain.grad).all()
+
+
 @pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - REFERENCE_FREE_LOSSES))
 def test_without_a_reference_it_is_a_uniform_one(name: str) -> None:
     free, _ = preference_loss(name, PairInput(PAIR.chosen, PAIR.rejected), PairOptions())
@@ -75,7 +92,8 @@ def test_every_loss_pulls_chosen_up_and_rejected_down(name: str) -> None:
     assert chosen.grad is not None
     assert rejected.grad is not None
     assert chosen.grad.item() < 0 < rejected.grad.item()
-    assert chosen.grad.item() == pytest.approx(-rejected.grad.item())
+    likelihood = 1.0 if name == "orpo" else 0.0  # its first term raises the chosen response for its own sake
+    assert chosen.grad.item() == pytest.approx(-rejected.grad.item() - likelihood)
 
 
 def test_far_apart_pairs_stay_finite() -> None:
@@ -91,6 +109,7 @@ def test_reward_model_loss() -> None:
     losses, metrics = reward_model_loss(vector(2.0, 0.0), vector(1.0, 0.5), target_margin=vector(0.0, 1.0))
     assert losses.tolist() == pytest.approx([-log_sigmoid(1.0), -log_sigmoid(-1.5)])
     assert [number.item() for number in metrics["accuracy"]] == [1.0, 2.0]
+    assert [number.item() for number in metrics["score_margin"]] == [0.5, 2.0]
 
 
 def test_log_probs_of_sequences_and_tokens() -> None:
@@ -109,6 +128,10 @@ def test_pairs_are_divided_by_those_of_the_whole_mini_batch() -> None:
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'dpo'.*sigmoid"):
         preference_loss("dpo", PAIR, PairOptions())
+    with pytest.raises(ValueError, match=r"'bt'.*bradley_terry"):
+        reward_model_loss(PAIR.chosen, PAIR.rejected, name="bt")
+    with pytest.raises(ValueError, match=r"'mle'.*nll"):
+        sft_loss(torch.zeros(1, 1), torch.ones(1, 1), name="mle")
     with pytest.raises(ValueError, match="both chosen and rejected"):
         preference_loss("sigmoid", PairInput(PAIR.chosen, PAIR.rejected, PAIR.ref_chosen), PairOptions())
     with pytest.raises(ValueError, match="beta"):

@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from hrl.algos.reward_shaping import RunningNormalizer, clip_rewards, combine_rewards
+from hrl.algos.reward_shaping import REWARD_SHAPERS, RunningNormalizer, clip_rewards, combine_rewards
 
 
 def test_clip() -> None:
@@ -37,3 +39,31 @@ def test_without_spread_rewards_stay() -> None:
     assert normalizer.normalise(torch.tensor([5.0])).tolist() == [5.0]
     normalizer.update(torch.tensor([2.0, 2.0]))
     assert normalizer.std == 1.0
+
+
+def test_shapers_by_hand() -> None:
+    rewards, seen = torch.tensor([-4.0, 0.0, 4.0, 8.0], dtype=torch.float64), RunningNormalizer()
+    seen.update(rewards)
+    std = math.sqrt((36.0 + 4.0 + 4.0 + 36.0) / 3)
+    expected = {
+        "clip": [-5.0, 0.0, 4.0, 5.0],
+        "scale": [-4.0 / std, 0.0, 4.0 / std, 8.0 / std],
+        "standardise": [-6.0 / std, -2.0 / std, 2.0 / std, 6.0 / std],
+    }
+    assert expected.keys() == REWARD_SHAPERS.keys()
+    for name, shape in REWARD_SHAPERS.items():
+        limited = torch.tensor([-9.0, 0.0, 4.0, 9.0], dtype=torch.float64) if name == "clip" else rewards
+        assert shape(limited, seen, 5.0).tolist() == pytest.approx(expected[name]), name
+
+
+def test_a_restored_normaliser_goes_on_exactly() -> None:
+    generator = torch.Generator().manual_seed(1)
+    straight, saved, resumed = RunningNormalizer(), RunningNormalizer(), RunningNormalizer()
+    for step, batch in enumerate(torch.randn(6, 5, generator=generator)):
+        straight.update(batch)
+        (saved if step < 3 else resumed).update(batch)
+        if step == 2:
+            resumed.load_state_dict(saved.state_dict())
+    assert resumed == straight
+    with pytest.raises(ValueError, match="count"):
+        resumed.load_state_dict({"mean": 0.0})
