@@ -320,8 +320,10 @@ class RunConsole:
         self._line(Text(step_line(step, self.total_steps, metrics, self.width)))
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The table of a validation."""
+        """The table of a validation; nothing where ``metrics`` has none."""
         table = validation_table(metrics, self._first_validation, f"validation after step {step}")
+        if not table.row_count:
+            return
         if not self._first_validation:
             self._first_validation = dict(metrics)
         self._show(table)

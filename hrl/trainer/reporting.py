@@ -19,6 +19,7 @@ from hrl.trainer.ppo.metrics import (
     compute_throughput_metrics,
     compute_timing_metrics,
     compute_validation_metrics,
+    count_left_out,
 )
 from hrl.trainer.reward_curve import write_reward_curve
 from hrl.trainer.rollout_log import rollout_records
@@ -26,6 +27,7 @@ from hrl.trainer.run_folder import RunFolder, read_jsonl, rollouts_file, rollout
 from hrl.trainer.tracking import Generation, Tracking
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
@@ -131,13 +133,25 @@ class RunReporter:
         self._warn(metrics)
         self._tracking.log(metrics, step)
         self.console.step(step, metrics)
+        if step == self.console.total_steps:  # in between, the step's line has the score
+            self.console.validation(step, metrics)
         self.folder.write_rollouts(step, self._records(batch))
 
-    def validation(self, step: int, batch: DataProto) -> dict[str, float]:
-        """Reduces and shows a validation; returns its ``val/...`` metrics.
+    def validation(self, step: int, batch: DataProto, kept: torch.Tensor | None = None) -> dict[str, float]:
+        """Reduces a validation to ``val/...`` metrics and writes its samples.
 
-        Before the first step they are a record of their own in ``metrics.jsonl``, later part of their step's.
+        The metrics are part of their step's record; see ``validation_done`` for a validation outside of a step.
+
+        Args:
+            step: the step it follows.
+            batch: scored samples, B rows.
+            kept: (B,) bool, which samples have a score; all by default. The others are only counted.
         """
+        skipped: dict[str, float] = {}
+        if kept is not None and not kept.all():
+            skipped = count_left_out(batch.non_tensor_batch["data_source"].tolist(), kept.tolist())
+            self.console.note(f"validation: the reward function left out {int((~kept).sum())} of {len(kept)} samples")
+            batch = batch.select_idxs(kept)
         metrics = compute_validation_metrics(
             batch.non_tensor_batch["data_source"].tolist(),
             batch.non_tensor_batch["uid"].tolist(),
@@ -151,12 +165,13 @@ class RunReporter:
             self._tracking.log_generations(
                 [Generation(r["prompt"], r["response"], r["score"]) for r in records[:shown]], step
             )
-        if step in (0, self.console.total_steps):  # in between, the step's line has the score
-            self.console.validation(step, metrics)
-        if step == 0:
-            self._tracking.log(metrics | {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}, step)
-            self._timing.clear()
-        return metrics
+        return metrics | skipped
+
+    def validation_done(self, step: int, metrics: dict[str, float]) -> None:
+        """Reports a validation outside of a step; a record that ``metrics.jsonl`` has of the step takes it up."""
+        self._tracking.log(metrics | {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}, step)
+        self._timing.clear()
+        self.console.validation(step, metrics)
 
     def _records(self, batch: DataProto) -> list[dict[str, Any]]:
         width = batch.batch["prompts"].shape[1]

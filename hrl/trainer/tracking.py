@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hrl.trainer.run_folder import json_line
+from hrl.trainer.metrics_log import MetricsLog
 
 logger = logging.getLogger(__name__)
 
@@ -259,15 +259,18 @@ class Tracking:
     ) -> None:
         wanted = installed_trackers([default_backend] if isinstance(default_backend, str) else default_backend)
         run = RunInfo(project_name, experiment_name, config or {}, Path(run_dir))
-        self._file = open(run.folder / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+        self._log = MetricsLog(run.folder / "metrics.jsonl")
         self._guests = [_Guest(name, lambda make=TRACKERS[name]: make(run)) for name in wanted]  # type: ignore[misc]
 
     def log(self, data: Mapping[str, float], step: int) -> None:
-        """Writes one step. With trackers that failed, ``tracking/failures`` says how often so far."""
+        """Writes one step, or more of the last one. With trackers that failed, ``tracking/failures`` counts them.
+
+        Raises:
+            ValueError: a later step has been written.
+        """
         failures = sum(guest.failures for guest in self._guests)
         record = {**data, "tracking/failures": failures} if failures else dict(data)
-        self._file.write(json_line({"step": step, **record}))
-        self._file.flush()
+        self._log.write(step, record)
         for guest in self._guests:
             guest.call("log", record, step)
 
@@ -278,7 +281,7 @@ class Tracking:
 
     def finish(self, timeout_s: float = _FINISH_TIMEOUT_S) -> None:
         """Ends every tracker, waiting for each at most ``timeout_s``."""
-        self._file.close()
+        self._log.close()
         for guest in self._guests:
             guest.finish(timeout_s)
 

@@ -141,7 +141,7 @@ def test_a_report_that_cannot_be_written_hides_no_failure_and_frees_the_folder(t
 def test_a_resumed_run_compares_with_the_validation_before_it_was_interrupted(tmp_path):
     first = Run(tmp_path)
     with first.reporter as reporter:
-        reporter.validation(0, scored_batch([0.0, 0.0]))
+        reporter.validation_done(0, reporter.validation(0, scored_batch([0.0, 0.0])))
         first.step(1)
     resumed = Run(tmp_path, resume=True)
     with resumed.reporter as reporter:
@@ -150,3 +150,49 @@ def test_a_resumed_run_compares_with_the_validation_before_it_was_interrupted(tm
     assert "before and after: 1 better, 0 worse, 1 as before" in resumed.shown
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == [0, 1, 2]
+
+
+def records_of(path):
+    return read_jsonl(path / "metrics.jsonl")
+
+
+def test_samples_that_were_left_out_of_a_validation_are_counted_in_its_record_and_in_nothing_else(tmp_path):
+    run = Run(tmp_path)
+    with run.reporter as reporter:
+        metrics = reporter.validation(0, scored_batch([1.0, 0.0]), kept=torch.tensor([True, False]))
+        reporter.validation_done(0, metrics)
+    (record,) = records_of(tmp_path)
+    assert record == {"step": 0, "val/sums/mean@1": 1.0, "val/sums/n": 1.0, "val/sums/skipped": 1.0}
+    assert "left out 1 of 2 samples" in run.shown
+    assert len(read_jsonl(tmp_path / "rollouts/val_step_0.jsonl")) == 1
+
+
+def test_a_finished_run_that_validates_again_keeps_one_record_a_step(tmp_path):
+    first = Run(tmp_path)
+    with first.reporter:
+        first.step(1)
+        first.step(2)
+    before = records_of(tmp_path)
+    again = Run(tmp_path, resume=True)
+    with again.reporter as reporter:
+        with reporter.phase("testing"):
+            metrics = reporter.validation(2, scored_batch([1.0, 0.0]))
+        reporter.validation_done(2, metrics)
+    after = records_of(tmp_path)
+    assert [record["step"] for record in after] == [1, 2]
+    assert after[0] == before[0]
+    assert after[1] == before[1] | {
+        "val/sums/mean@1": 0.5,
+        "val/sums/n": 2.0,
+        "timing_s/testing": pytest.approx(0, abs=1),
+    }
+
+
+def test_the_last_step_shows_the_table_of_its_validation_and_the_others_do_not(tmp_path):
+    run = Run(tmp_path)
+    with run.reporter:
+        for step in (1, 2):
+            with run.reporter.phase("step"):
+                metrics = run.reporter.validation(step, scored_batch([1.0, 0.0]))
+            run.reporter.step_done(step, scored_batch([0.0, 1.0]), metrics, use_critic=False)
+    assert "validation after step 1" not in run.shown and run.shown.count("validation after step 2") == 1

@@ -17,7 +17,6 @@ from hrl.single_controller.ray import RayWorkerGroup
 from hrl.trainer.checkpoint import CheckpointStore, load_state
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.generation import check_policy_version, prompt_batch, sampler_drift
-from hrl.trainer.ppo.metrics import count_left_out
 from hrl.trainer.ppo.planning import AllLimits, Planner, plan_generation
 from hrl.trainer.ppo.roles import ResourcePoolManager, Role
 from hrl.trainer.ppo.worker_groups import WorkerGroups, build_worker_groups
@@ -134,7 +133,7 @@ class RayPPOTrainer:
         if self.global_steps >= self.total_training_steps:
             self.validate_only()
         elif self.config.trainer.val_before_train and self.global_steps == 0:
-            self.validate()
+            self.validate_alone()
 
         for batch in self.batches():
             self.global_steps += 1
@@ -327,13 +326,7 @@ class RayPPOTrainer:
                 for start in range(0, len(self.val_dataset), size)
             ]
         batch = DataProto.concat(scored)
-        kept = batch.pop(batch_keys=["kept"]).batch["kept"]
-        skipped = count_left_out(batch.non_tensor_batch["data_source"].tolist(), kept.tolist())
-        if skipped:
-            self.reporter.console.note(
-                f"validation: the reward function left out {int((~kept).sum())} of {len(kept)} samples"
-            )
-        return self.reporter.validation(self.global_steps, batch.select_idxs(kept)) | skipped
+        return self.reporter.validation(self.global_steps, batch, kept=batch.pop(["kept"]).batch["kept"])
 
     def _validate_batch(self, prompts: DataProto) -> DataProto:
         rows = prompt_batch(prompts, self.config.actor_rollout_ref.rollout, step=self.global_steps, validate=True)
@@ -349,9 +342,12 @@ class RayPPOTrainer:
             f"no step left: at step {self.global_steps}, trainer.total_training_steps={self.total_training_steps}; "
             + ("nothing to validate on" if self.val_dataset is None else "validating once")
         )
-        metrics = self.validate()
-        if self.global_steps > self.total_training_steps:  # a step that the reporter does not know as the last one
-            self.reporter.console.validation(self.global_steps, metrics)
+        self.validate_alone()
+
+    def validate_alone(self) -> None:
+        """Validates outside of a step, whose record would hold the metrics: before the first, or where none is left."""
+        if self.val_dataset is not None:
+            self.reporter.validation_done(self.global_steps, self.validate())
 
     # ------------------------------------------------------------------ checkpoints
 

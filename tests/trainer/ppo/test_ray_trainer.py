@@ -198,6 +198,14 @@ def test_a_validation_of_which_everything_was_left_out_says_so(tmp_path: Path) -
     assert driver.trainer.validate() == {"val/sums/skipped": 3.0}
 
 
+def test_what_the_first_validation_left_out_stands_in_its_record(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, steps=1)
+    driver.fit()
+    before, after = read_jsonl(tmp_path / "metrics.jsonl")
+    assert (before["step"], before["val/sums/mean@1"], before["val/sums/skipped"]) == (0, 0.5, 1.0)
+    assert (after["step"], after["val/sums/mean@1"], after["val/sums/skipped"]) == (1, 0.5, 1.0)
+
+
 def test_without_steps_a_run_validates_once(tmp_path: Path) -> None:
     driver = Driver(tmp_path, "trainer.val_before_train=false", steps=0)
     driver.fit()
@@ -208,11 +216,15 @@ def test_without_steps_a_run_validates_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_resumed_run_without_steps_left_validates_once(tmp_path: Path, saved: Path, steps: int) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "reward/mean": 0.25}\n')
     driver = Driver(tmp_path, steps=steps)
     driver.fit()
     assert driver.workers.done == ["load", "generate"]
     assert f"resumed from {saved}: continuing after step 2" in driver.shown
     assert driver.shown.count("validation after step 2") == 1
+    first, second = read_jsonl(tmp_path / "metrics.jsonl")
+    assert first == {"step": 1}
+    assert (second["step"], second["reward/mean"], second["val/sums/mean@1"]) == (2, 0.25, 0.5)
 
 
 def test_a_fixed_kl_coefficient_is_the_configured_one_and_a_change_is_told(tmp_path: Path, saved: Path) -> None:
