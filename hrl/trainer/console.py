@@ -18,6 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hrl.trainer.phases import LABELS, phase_groups
 from hrl.trainer.rollout_log import (
     Sample,
     before_and_after,
@@ -31,22 +32,8 @@ from hrl.trainer.rollout_log import (
 PLAIN_WIDTH = 120  # of a line in a file, which has no width of its own
 _ABSENT = "-"
 
-# Timer names, as they stand in timing_s/, to the label in the bar. Order is the order of a step.
-PHASE_LABELS = {
-    "gen": "gen",
-    "reward": "reward",
-    "old_log_prob": "logp",
-    "ref": "ref",
-    "values": "values",
-    "adv": "adv",
-    "update_critic": "critic",
-    "update_actor": "update",
-    "weight_sync": "sync",
-    "testing": "validate",
-    "save_checkpoint": "save",
-}
 _KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-_UPDATE_PHASES = ("timing_s/update_critic", "timing_s/update_actor")
+_UPDATE_TIMERS = tuple(f"timing_s/{name}" for name in phase_groups()["update"])
 
 
 # ---------------------------------------------------------------------------------------------- the step line
@@ -65,7 +52,7 @@ def _validation_mean(metrics: Mapping[str, float]) -> float | None:
 def _seconds(metrics: Mapping[str, float]) -> str:
     """Seconds of the step, and of its two large parts."""
     gen = metrics.get("timing_s/gen")
-    update = sum(metrics.get(name, 0.0) for name in _UPDATE_PHASES)
+    update = sum(metrics.get(name, 0.0) for name in _UPDATE_TIMERS)
     step = _number(metrics.get("timing_s/step"), "4.1f")
     return f"{step}s gen {_number(gen, '4.1f')} upd {update:4.1f}"
 
@@ -265,14 +252,14 @@ class RunConsole:
 
     Args:
         total_steps: steps of the run; 0 while they are not known, and the attribute can be set later.
-        phases: timer names that a step of this run has, in order (keys of ``PHASE_LABELS``).
+        phases: timer names that a step of this run has, in order (names of ``PHASES``).
         console: where to write; standard output by default.
     """
 
     def __init__(self, total_steps: int, phases: Sequence[str] = (), console: Console | None = None) -> None:
         self._console = console if console is not None else Console(highlight=False)
         self.total_steps = total_steps
-        self._bar = PhaseBar([PHASE_LABELS.get(name, name) for name in phases])
+        self._bar = PhaseBar([LABELS.get(name, name) for name in phases])
         self._live: Live | None = None
         self._first_validation: dict[str, float] = {}
 
@@ -309,7 +296,7 @@ class RunConsole:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Around a phase; ``name`` is the timer's name."""
-        self._bar.begin(PHASE_LABELS.get(name, name))
+        self._bar.begin(LABELS.get(name, name))
         try:
             yield
         finally:

@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 
 import yaml
 
+from hrl.trainer.phases import TITLES
 from hrl.trainer.rollout_log import (
     Sample,
     before_and_after,
@@ -29,20 +30,6 @@ from hrl.trainer.rollout_log import (
 from hrl.trainer.run_folder import RolloutKind, read_jsonl, rollouts_file, rollouts_steps, write_text
 
 _PAIRS_SHOWN = 10
-# Timers in the order of a step; a timer of the user's own is shown after them by its name.
-_PHASES = {
-    "gen": "generation",
-    "reward": "reward",
-    "old_log_prob": "log-probs",
-    "ref": "reference log-probs",
-    "values": "values",
-    "adv": "advantages",
-    "update_critic": "critic update",
-    "update_actor": "policy update",
-    "weight_sync": "weight sync",
-    "testing": "validation",
-    "save_checkpoint": "checkpoint",
-}
 _TIMER = "timing_s/"
 
 Records = Sequence[Mapping[str, Any]]
@@ -161,12 +148,12 @@ def validation_summary(records: Records) -> dict[str, Any] | None:
 def timing_summary(records: Records) -> list[dict[str, Any]]:
     """Median seconds of every phase over the steps that had it, how often it ran, its share of the time measured."""
     timers = {name.removeprefix(_TIMER) for record in records for name in record if name.startswith(_TIMER)}
-    order = [name for name in _PHASES if name in timers] + sorted(timers - set(_PHASES) - {"step"})
+    order = [name for name in TITLES if name in timers] + sorted(timers - set(TITLES) - {"step"})
     seconds = {name: [s for r in records if (s := r.get(_TIMER + name)) is not None] for name in order}
     total = sum(map(sum, seconds.values()))
     return [
         {
-            "phase": _PHASES.get(name, name),
+            "phase": TITLES.get(name, name),
             "median_s": median(values),
             "times": len(values),
             "share": sum(values) / total if total else 0.0,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hrl.trainer.phases import phase_groups
 from hrl.trainer.run_folder import read_jsonl
 
 if TYPE_CHECKING:
@@ -14,15 +15,9 @@ if TYPE_CHECKING:
 
 _INK, _FAINT, _GRID = "#22303c", "#7b8794", "#e3e7eb"
 _REWARD, _VALIDATION = "#2f6db5", "#d1581d"
-# Phases bottom to top, as a step runs them; what no phase covers is "other".
-_PHASES = {
-    "generation": ("gen",),
-    "reward": ("reward",),
-    "log-probs and values": ("old_log_prob", "ref", "values"),
-    "update": ("update_critic", "update_actor"),
-    "weight sync": ("weight_sync",),
-}
-_PHASE_COLOURS = ("#2f6db5", "#8fb8de", "#c9b458", "#d1581d", "#6d4c91", "#c5ccd3")
+# Groups of phases bottom to top, as a step runs them; what no group covers is "other".
+_GROUPS = phase_groups()
+_GROUP_COLOURS = ("#2f6db5", "#8fb8de", "#c9b458", "#d1581d", "#6d4c91", "#c5ccd3")
 _VALIDATION_NAME = re.compile(r"val/(.+)/mean@\d+")
 
 
@@ -36,7 +31,7 @@ def phase_seconds(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]
     """Seconds per step and kind of phase, ``other`` being what no timer covers; kinds that never ran are left out."""
     seconds = {
         kind: [sum(record.get(f"timing_s/{name}") or 0.0 for name in names) for record in records]
-        for kind, names in _PHASES.items()
+        for kind, names in _GROUPS.items()
     }
     totals = [record.get("timing_s/step") or 0.0 for record in records]
     seconds["other"] = [max(0.0, total - sum(parts)) for total, *parts in zip(totals, *seconds.values(), strict=True)]
@@ -95,9 +90,9 @@ def _draw_rewards(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
 def _draw_seconds(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
     steps = [record["step"] for record in records]
     bottom = [0.0] * len(steps)
-    kinds = [*_PHASES, "other"]
+    kinds = [*_GROUPS, "other"]
     for kind, values in phase_seconds(records).items():
-        colour = _PHASE_COLOURS[kinds.index(kind)]
+        colour = _GROUP_COLOURS[kinds.index(kind)]
         axes.bar(steps, values, bottom=bottom, width=0.85, color=colour, label=kind)
         bottom = [below + value for below, value in zip(bottom, values, strict=True)]
     axes.set_ylabel("seconds per step", color=_INK)

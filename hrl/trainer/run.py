@@ -24,6 +24,7 @@ from hrl.trainer.config import resolve_placement
 from hrl.trainer.config.arithmetic import batch_arithmetic, placement_facts
 from hrl.trainer.config.rules import warnings
 from hrl.trainer.console import RunConsole
+from hrl.trainer.phases import PHASES
 from hrl.trainer.ppo.generation import PolicyVersionError
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_old_log_prob
 from hrl.trainer.ppo.rewards import RewardService
@@ -192,6 +193,6 @@ def phases_of(config: Any) -> list[str]:
         "ref": config.needs_reference,
         "values": config.needs_critic,
         "update_critic": config.needs_critic,
+        "testing": False,  # few steps have it; it is drawn when it runs
     }
-    order = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "weight_sync")
-    return [name for name in order if optional.get(name, True)]
+    return [phase.name for phase in PHASES if optional.get(phase.name, True)]

@@ -11,11 +11,9 @@ import torch
 
 from hrl.algos.groups import count_groups_without_spread, group_codes
 from hrl.protocol import DataProto
+from hrl.trainer.phases import PHASES
 from hrl.trainer.ppo.lengths import lengths_of
 
-# Phases that only see the tokens they make; every other phase runs over prompt and response.
-_RESPONSE_ONLY_PHASES = frozenset({"gen"})
-_PER_TOKEN_PHASES = ("gen", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor")
 _BOOTSTRAP_DRAWS = 1000
 
 
@@ -104,12 +102,11 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
     """
     prompt_lens, response_lens = lengths_of(batch)
     response_tokens = float(response_lens.sum())
-    all_tokens = response_tokens + float(prompt_lens.sum())
     metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
-    for name in _PER_TOKEN_PHASES:
-        num_tokens = response_tokens if name in _RESPONSE_ONLY_PHASES else all_tokens
-        if name in timing_raw and num_tokens > 0:
-            metrics[f"timing_per_token_ms/{name}"] = timing_raw[name] * 1000 / num_tokens
+    num_tokens = {"response": response_tokens, "all": response_tokens + float(prompt_lens.sum())}
+    for phase in PHASES:
+        if phase.tokens is not None and phase.name in timing_raw and num_tokens[phase.tokens] > 0:
+            metrics[f"timing_per_token_ms/{phase.name}"] = timing_raw[phase.name] * 1000 / num_tokens[phase.tokens]
     return metrics
 
 

@@ -1,0 +1,50 @@
+"""The phases of a step: their timers' names, and what they are called wherever they are shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A part of a step that is timed as ``timing_s/<name>``.
+
+    Attributes:
+        name: of the timer, as the trainer calls it.
+        label: in the phase bar, where a step has one line.
+        title: in the report.
+        tokens: which tokens it works on, to which ``timing_per_token_ms/<name>`` relates its seconds; None where its
+            time does not follow from tokens.
+        group: the colour it shares in the picture; None leaves it to the others.
+    """
+
+    name: str
+    label: str
+    title: str
+    tokens: Literal["response", "all"] | None = None
+    group: str | None = None
+
+
+PHASES = (
+    Phase("gen", "gen", "generation", tokens="response", group="generation"),
+    Phase("reward", "reward", "reward", group="reward"),
+    Phase("old_log_prob", "logp", "log-probs", tokens="all", group="log-probs and values"),
+    Phase("ref", "ref", "reference log-probs", tokens="all", group="log-probs and values"),
+    Phase("values", "values", "values", tokens="all", group="log-probs and values"),
+    Phase("adv", "adv", "advantages", tokens="all"),
+    Phase("update_critic", "critic", "critic update", tokens="all", group="update"),
+    Phase("update_actor", "update", "policy update", tokens="all", group="update"),
+    Phase("weight_sync", "sync", "weight sync", group="weight sync"),
+    Phase("testing", "validate", "validation"),
+)
+"""In the order of a step. A phase that a subclass of the trainer adds is shown after these by its timer's name."""
+
+LABELS = {phase.name: phase.label for phase in PHASES}
+TITLES = {phase.name: phase.title for phase in PHASES}
+
+
+def phase_groups() -> dict[str, tuple[str, ...]]:
+    """The names of the phases of each group, both in the order of a step."""
+    groups = dict.fromkeys(phase.group for phase in PHASES if phase.group is not None)
+    return {group: tuple(phase.name for phase in PHASES if phase.group == group) for group in groups}
