@@ -161,7 +161,7 @@ def describe_environment() -> dict[str, Any]:
         "git": _git_revision(Path(__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cpu_count": os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)),  # that the run may use; the machine can have more
         "memory_bytes": psutil.virtual_memory().total,
         "packages": versions,
     }

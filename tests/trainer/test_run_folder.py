@@ -103,13 +103,15 @@ def test_lines_are_strict_json_whatever_stands_in_the_record():
 
 def test_config_and_environment_are_written_and_no_secret_is(tmp_path, monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", "canary-3141")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 6})
     folder = RunFolder(tmp_path)
     folder.write_config({"trainer": {"seed": 1}, "text": "größer"})
     folder.write_environment()
     folder.close()
     assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"trainer": {"seed": 1}, "text": "größer"}
     environment = json.loads((tmp_path / "environment.json").read_text())
-    assert {"hrl", "git", "python", "packages", "cpu_count"} <= environment.keys()
+    assert {"hrl", "git", "python", "packages", "cores"} <= environment.keys()
+    assert environment["cores"] == 3, "those that the run may use, not those of the machine"
     assert environment["packages"]["torch"].startswith("2.")
     assert all("canary" not in file.read_text() for file in tmp_path.iterdir())
     assert os.environ["WANDB_API_KEY"]  # it was there to be leaked
