@@ -182,7 +182,11 @@ def compute_advantages(name: str, inp: AdvantageInput, config: Any) -> tuple[Ten
 
 @register_adv_est("gae", needs_critic=True)
 def gae_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """PPO's advantages from a critic, whitened over the batch (arXiv:1506.02438, arXiv:1707.06347)."""
+    """``A_t = sum_l (gamma lam)^l delta_{t+l}``, ``delta_t = r_t + gamma V_{t+1} - V_t``, whitened over the batch.
+
+    Generalised advantage estimation, arXiv:1506.02438 equation 16, as PPO uses it (arXiv:1707.06347 equations 11, 12).
+    Returns are ``A_t + V_t`` before whitening.
+    """
     return gae(inp.token_level_rewards, inp.need("values"), inp.response_mask, config.gamma, config.lam)
 
 
@@ -196,9 +200,10 @@ def _normalised_in_group(scores: Tensor, inp: AdvantageInput, divide_by_std: boo
 
 @register_adv_est("grpo", min_group_size=2)
 def grpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Score minus the group's mean, over its standard deviation (arXiv:2402.03300, section 4.1.2).
+    """``A_i = (s_i - mean(s)) / (std(s) + 1e-6)`` over the group (GRPO, arXiv:2402.03300 section 4.1.2).
 
-    Without ``norm_adv_by_std_in_grpo`` it is Dr.GRPO's: the difference alone (arXiv:2503.20783).
+    The standard deviation is the unbiased one. Without ``norm_adv_by_std_in_grpo`` it is Dr.GRPO's: the difference
+    alone (arXiv:2503.20783 section 3.2).
     """
     advantages = inp.spread(_normalised_in_group(inp.scores(), inp, config.norm_adv_by_std_in_grpo))
     return advantages, advantages
@@ -206,7 +211,10 @@ def grpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("rloo", min_group_size=2)
 def rloo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Score minus the mean score of the *other* responses of the group (arXiv:2402.14740)."""
+    """``A_i = s_i - mean of s_j over the group's other responses`` (RLOO, arXiv:2402.14740).
+
+    Equal to ``n / (n - 1) (s_i - mean(s))`` for a group of n, which is how it is computed.
+    """
     scores = inp.scores()
     stats = group_statistics(scores, inp.need("group_ids"), rows_with_tokens(inp.response_mask))
     left_out = (scores - stats.mean) * stats.size / (stats.size - 1).clamp(min=1)
@@ -216,16 +224,20 @@ def rloo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("reinforce_plus_plus")
 def reinforce_plus_plus_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Discounted reward-to-go, whitened over the batch (REINFORCE++, arXiv:2501.03262)."""
+    """``A_t = whiten(sum_l gamma^l r_{t+l})`` over the whole batch (REINFORCE++, arXiv:2501.03262).
+
+    Returns are the sums before whitening.
+    """
     returns = reward_to_go(inp.token_level_rewards, inp.response_mask, config.gamma)
     return whiten(returns, inp.response_mask), returns
 
 
 @register_adv_est("reinforce_plus_plus_baseline", min_group_size=2)
 def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Score minus the group's mean, whitened over the tokens of the batch (arXiv:2501.03262).
+    """``A_i = whiten(s_i - mean(s))``: group mean, batch spread (REINFORCE++-baseline, arXiv:2501.03262).
 
-    Groups without spread enter the whitening as 0; the batch's mean is then taken from them as from all others.
+    The whitening is over the trained tokens of the batch, so long responses weigh more in its mean and spread. Groups
+    without spread enter it as 0; the batch's mean is then taken from them as from all others.
     """
     centred = inp.spread(_normalised_in_group(inp.scores(), inp, divide_by_std=False))
     advantages = whiten(centred, inp.response_mask)
@@ -234,14 +246,20 @@ def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> 
 
 @register_adv_est("remax", needs_baseline=True)
 def remax_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Reward-to-go minus the reward of the greedy response (ReMax, arXiv:2310.10505)."""
+    """``A_t = sum_l r_{t+l} - s(greedy response to the same prompt)`` (ReMax, arXiv:2310.10505).
+
+    Returns are the rewards to go.
+    """
     returns = reward_to_go(inp.token_level_rewards, inp.response_mask, gamma=1.0)
     return returns - inp.spread(inp.need("reward_baselines")), returns
 
 
 @register_adv_est("opo", min_group_size=2)
 def opo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Score minus the group's length-weighted mean: the baseline of least variance (OPO, arXiv:2505.23585)."""
+    """``A_i = s_i - sum_j l_j s_j / sum_j l_j`` with lengths ``l`` in trained tokens (OPO, arXiv:2505.23585).
+
+    The baseline of least variance where the squared norm of a response's gradient grows with its length.
+    """
     scores, group_ids = inp.scores(), inp.need("group_ids")
     lengths = inp.response_mask.bool().sum(dim=-1).double()
     baseline = group_sum(lengths * scores, group_ids) / group_sum(lengths, group_ids).clamp(min=1)
@@ -252,7 +270,7 @@ def opo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("grpo_passk", min_group_size=2)
 def grpo_passk_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Only the group's best response learns, from its lead over the second best (arXiv:2503.19595).
+    """``A_best = s_best - s_second best`` of the group, 0 for all others (pass@k training, arXiv:2503.19595).
 
     With ``norm_adv_by_std_in_grpo`` the lead is divided by the group's standard deviation. A tie for the best is a lead
     of 0.
@@ -277,9 +295,9 @@ def grpo_passk_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tens
 
 @register_adv_est("gpg", min_group_size=2)
 def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Score minus the group's mean, scaled up for the rows that cannot teach (GPG, arXiv:2504.02546).
+    """``A_i = B / (B - M) (s_i - mean(s))`` (GPG, arXiv:2504.02546).
 
-    The scale is ``B / (B - M)``, where M of the B rows stand in groups without spread and have no gradient.
+    M of the B counted rows stand in groups without spread and have no gradient; the others make up for them.
     """
     scores, counted = inp.scores(), rows_with_tokens(inp.response_mask)
     stats = group_statistics(scores, inp.need("group_ids"), counted)
@@ -290,9 +308,10 @@ def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("gdpo", min_group_size=2)
 def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Several rewards, each normalised in its group, then added up and whitened (GDPO, arXiv:2601.05242).
+    """``A_i = whiten(sum_k w_k (s_ik - mean_k) / (std_k + 1e-6))``, group statistics per reward k (arXiv:2601.05242).
 
-    Adding rewards first would let the one of largest scale hide the others.
+    GDPO: several rewards, each normalised in its group, then added up and whitened over the batch's tokens. Adding
+    rewards first would let the one of largest scale hide the others.
     """
     parts = inp.need("reward_parts")
     weights = getattr(config, "gdpo_reward_weights", None) or [1.0] * parts.shape[1]
@@ -307,7 +326,7 @@ def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("optimal_token_baseline", min_group_size=2, needs_old_log_probs=True)
 def optimal_token_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Reward-to-go minus, at the t-th trained token, the group's mean weighted by gradient energy.
+    """``A_it = R_it - B_t``, reward to go minus the group's mean weighted by gradient energy (arXiv:2602.07078).
 
     ``B_t = sum_i W_it G_it / sum_i W_it`` over the group's responses that have a t-th trained token, where
     ``W_it = sum_{j <= t} 1 - 2 p_ij + sum_v p_v^2`` estimates the squared norm of the log-prob's gradient up to t,

@@ -38,22 +38,27 @@ class Counts:
 
 
 def _token_mean(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    """``sum_it l_it / T``: every token weighs the same (DAPO, arXiv:2503.14476 equation 12)."""
     return row_sums.sum() / max(counts.tokens, 1.0)
 
 
 def _token_sum(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    """``sum_it l_it``: no divisor; the step grows with the batch."""
     return row_sums.sum()
 
 
 def _seq_mean_token_sum(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    """``sum_it l_it / S``: the likelihood of whole responses (REINFORCE, RLOO, arXiv:2402.14740)."""
     return row_sums.sum() / max(counts.sequences, 1.0)
 
 
 def _seq_mean_token_mean(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    """``sum_i (sum_t l_it / |y_i|) / S``: every response weighs the same (GRPO, arXiv:2402.03300 equation 3)."""
     return (row_sums / row_tokens.clamp(min=1)).sum() / max(counts.sequences, 1.0)
 
 
 def _seq_mean_token_sum_norm(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
+    """``sum_it l_it / S / norm``: no length bias, a constant divisor (Dr.GRPO, arXiv:2503.20783 section 3.2)."""
     if norm is None or norm <= 0:
         raise ValueError(
             f"loss_agg_mode='seq-mean-token-sum-norm' divides by a constant and got {norm}; set loss_scale_factor to "
@@ -71,7 +76,8 @@ AGGREGATION_MODES: dict[str, Aggregation] = {
     "seq-mean-token-mean": _seq_mean_token_mean,
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
 }
-"""From per-row sums ``(B,)``, per-row token counts ``(B,)``, global counts and a constant to a scalar."""
+"""From per-row sums ``(B,)``, per-row token counts ``(B,)``, global counts and a constant to a scalar. In the formulas
+T and S are tokens and sequences of the whole mini-batch over all ranks."""
 
 
 def aggregate(

@@ -35,21 +35,29 @@ def _exp(exponent: Tensor) -> Tensor:
 
 
 def _k1(difference: Tensor) -> Tensor:
+    """``d``: unbiased, of high variance (http://joschu.net/blog/kl-approx.html, k1)."""
     return difference
 
 
+def _abs(difference: Tensor) -> Tensor:
+    """``|d|``: how far apart, whichever way; no estimate of a KL (verl's ``abs``)."""
+    return difference.abs()
+
+
 def _k2(difference: Tensor) -> Tensor:
+    """``d^2 / 2``: biased in value, right in its gradient (http://joschu.net/blog/kl-approx.html, k2)."""
     return 0.5 * difference.square()
 
 
 def _k3(difference: Tensor) -> Tensor:
+    """``e^-d + d - 1``: unbiased, never negative (http://joschu.net/blog/kl-approx.html, k3; GRPO's equation 4)."""
     return _exp(-difference) + difference - 1.0
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": _k1,
     "kl": _k1,
-    "abs": torch.abs,
+    "abs": _abs,
     "k2": _k2,
     "mse": _k2,
     "k3": _k3,

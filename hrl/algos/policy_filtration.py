@@ -19,12 +19,12 @@ def _pow(scores: Tensor, power: float) -> Tensor:
 
 
 def _max_min(scores: Tensor, power: float) -> Tensor:
-    """1 for the best and the worst score of the batch, 0 for all others (the paper's best-worst)."""
+    """``1`` for the best and the worst score of the batch, ``0`` for all others (the paper's best-worst)."""
     return ((scores == scores.max()) | (scores == scores.min())).to(scores.dtype)
 
 
 def _max_random(scores: Tensor, power: float) -> Tensor:
-    """0.4 for the best score of the batch, 0.1 for all others (the paper's best-random)."""
+    """``0.4`` for the best score of the batch, ``0.1`` for all others (the paper's best-random)."""
     return torch.where(scores == scores.max(), 0.4, 0.1).to(scores.dtype)
 
 

@@ -166,9 +166,10 @@ def vanilla(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("gspo", zero_at_zero_advantage=True)
 def gspo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """Clips one ratio per sequence, the geometric mean of its tokens' (GSPO-token, arXiv:2507.18071).
+    """``max(-A s, -A clip(s, 1 - low, 1 + high))``, ``s`` the geometric mean of the sequence's ratios.
 
-    The value of the ratio is the sequence's; its gradient goes through each token's own log-prob.
+    GSPO, arXiv:2507.18071 equations 5 and 7, in the form GSPO-token (section 4.3): the value of the ratio is the
+    sequence's, its gradient goes through each token's own log-prob.
     """
     low, high = clip_bounds(config)
     log_ratio = inp.log_ratio()
@@ -183,7 +184,10 @@ def gspo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("cispo", zero_at_zero_advantage=True)
 def cispo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """REINFORCE weighted by a clipped ratio, so that no token loses its gradient (CISPO, arXiv:2506.13585)."""
+    """``-sg(clip(r, 1 - low, 1 + high)) A log p``: no token loses its gradient (CISPO, arXiv:2506.13585 section 3.1).
+
+    ``sg`` stops the gradient; what is clipped is the weight of a token and not its update.
+    """
     low, high = clip_bounds(config)
     ratio = inp.ratio().detach()
     weight = ratio.clamp(1.0 - low, 1.0 + high)
@@ -199,7 +203,7 @@ def gpg(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("sapo", zero_at_zero_advantage=True)
 def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """A soft gate instead of a clip (SAPO, arXiv:2511.20347): ``-A (4 / tau) sigmoid(tau (r - 1))``.
+    """``-A (4 / tau) sigmoid(tau (r - 1))``, a soft gate instead of a clip (SAPO, arXiv:2511.20347).
 
     ``tau`` is ``tau_pos`` for positive advantages and ``tau_neg`` for the others.
     """
@@ -210,7 +214,7 @@ def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("geo_mean", zero_at_zero_advantage=True)
 def geo_mean(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """The geometric mean of a sequence's clipped ratios (GMPO, arXiv:2507.20673).
+    """``-A (prod_t clipped r_t)^(1 / |y|)``, the geometric mean of a sequence's ratios (GMPO, arXiv:2507.20673).
 
     Log-ratios are clipped to ``[-low, high]`` against the advantage's sign; the sequence's loss stands at each of its
     tokens, so ``seq-mean-token-mean`` is the paper's mean over sequences. Correction weights enter as their geometric
@@ -247,9 +251,10 @@ def _trust_region(inp: PolicyLossInput, config: Any, inside: Tensor) -> PolicyLo
 
 @register_policy_loss("dppo_tv", zero_at_zero_advantage=True)
 def dppo_tv(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """Drops tokens whose probability has already moved too far the way the advantage pulls (DPPO, arXiv:2602.04879).
+    """``-sg(min(r, c)) A log p`` where ``|p - p_old|`` is within bounds, else 0 (DPPO, arXiv:2602.04879, binary TV).
 
-    Distance is ``|p - p_old|``; the clip ratios are its thresholds, ``clip_ratio_c`` truncates the weight.
+    Only tokens that have already moved too far the way the advantage pulls are dropped: ``p - p_old > high`` for
+    ``A > 0``, ``p_old - p > low`` otherwise. ``c`` is ``clip_ratio_c``.
     """
     low, high = clip_bounds(config)
     moved = inp.log_prob.detach().exp() - inp.old_log_prob.exp()
@@ -259,7 +264,7 @@ def dppo_tv(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("dppo_kl", zero_at_zero_advantage=True)
 def dppo_kl(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """As :func:`dppo_tv` with the KL between the two-outcome distributions "this token or another" as distance."""
+    """As :func:`dppo_tv` with ``KL(p_old || p)`` of "this token or another" as distance (arXiv:2602.04879)."""
     low, high = clip_bounds(config)
     log_prob, old_log_prob = inp.log_prob.detach(), inp.old_log_prob
     new, old = log_prob.exp(), old_log_prob.exp()
@@ -293,7 +298,11 @@ def _selected(inp: PolicyLossInput) -> Tensor:
 
 @register_policy_loss("clip_cov", zero_at_zero_advantage=True)
 def clip_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """PPO's clipped surrogate without the gradient of a few tokens of high covariance (arXiv:2505.22617)."""
+    """PPO's clipped surrogate, 0 at a few tokens drawn by covariance (Clip-Cov, arXiv:2505.22617 section 4).
+
+    ``max(-A r, -A clip(r, 1 - low, 1 + high))`` at all other tokens. Which tokens is decided over the whole batch, see
+    :mod:`hrl.algos.token_selection`.
+    """
     low, high = clip_bounds(config)
     ratio = inp.ratio()
     plain = -inp.advantages * ratio
@@ -305,7 +314,10 @@ def clip_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("kl_cov")
 def kl_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-A r``, plus ``ppo_kl_coef |log r|`` on the tokens of highest covariance (arXiv:2505.22617)."""
+    """``-A r``, plus ``ppo_kl_coef |log r|`` on the tokens of highest covariance (KL-Cov, arXiv:2505.22617 section 4).
+
+    Which tokens is decided over the whole batch, see :mod:`hrl.algos.token_selection`.
+    """
     log_ratio = inp.log_ratio()
     penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs() * _selected(inp)
     return _output(inp, -inp.advantages * inp.ratio() + penalty, ppo_kl=log_ratio.abs())

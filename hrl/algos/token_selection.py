@@ -38,7 +38,7 @@ def _mark(trained: Tensor, chosen: Tensor) -> Tensor:
 def _select_clip_cov(
     log_probs: Tensor, advantages: Tensor, trained: Tensor, config: Any, generator: torch.Generator | None
 ) -> Tensor:
-    """A random ``clip_cov_ratio`` of all tokens among those of covariance within the bounds."""
+    """A random ``clip_cov_ratio`` of all tokens among those of covariance within the bounds (Clip-Cov)."""
     ratio = config.policy_loss.clip_cov_ratio
     lower = config.policy_loss.clip_cov_lb
     upper = config.policy_loss.clip_cov_ub
@@ -54,7 +54,7 @@ def _select_clip_cov(
 def _select_kl_cov(
     log_probs: Tensor, advantages: Tensor, trained: Tensor, config: Any, generator: torch.Generator | None
 ) -> Tensor:
-    """The ``kl_cov_ratio`` of all tokens with the highest covariance, at least one."""
+    """The ``kl_cov_ratio`` of all tokens with the highest covariance, at least one (KL-Cov)."""
     ratio = config.policy_loss.kl_cov_ratio
     if not 0 < ratio <= 1:
         raise ValueError(f"actor.policy_loss.kl_cov_ratio must be above 0 and at most 1, got {ratio}")

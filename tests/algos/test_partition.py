@@ -1,132 +1,218 @@
-"""The gradient of a mini-batch does not depend on how it is cut: every registered loss x every aggregation."""
+"""The gradient of a mini-batch does not depend on how it is cut: every registered loss x every aggregation.
+
+Losses are found by their registries, so a new one is tested by existing. `tests/workers/test_partition.py` repeats this
+over real models and ranks.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hrl.algos.aggregation import AGGREGATION_MODES, Counts, aggregate
 from hrl.algos.kl import KL_ESTIMATORS, kl_penalty
+from hrl.algos.masked import pad_segments
 from hrl.algos.policy_losses import POLICY_LOSSES, PolicyLossInput, policy_loss
 from hrl.algos.preference import (
+    MEAN_LOG_PROB_LOSSES,
     PAIR_LOSSES,
     REFERENCE_FREE_LOSSES,
+    REWARD_MODEL_LOSSES,
+    SFT_LOSSES,
     PairInput,
     PairOptions,
     mean_over_pairs,
     preference_loss,
     reward_model_loss,
+    sequence_log_prob,
     sft_loss,
 )
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
-from hrl.algos.value_loss import value_loss
+from hrl.algos.value_loss import VALUE_LOSSES, value_loss
 from tests.algos.batches import ACTOR, Batch
 
-CUTS = (1, 2, 3, 8)
-KL_KINDS = sorted({*KL_ESTIMATORS, *(f"{kind}+" for kind in KL_ESTIMATORS)})
+CUTS = (2, 3, 8)
+NORM = 6.0
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
+BOTH_PRECISIONS = pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["f64", "f32"])
+
 LossOf = Callable[[Batch, Tensor], Tensor]
 """From the columns of some rows and the tensor that carries the gradient to a loss per token."""
 
 
-def gradient(batch: Batch, leaf: Tensor, loss_of: LossOf, mode: str, pieces: int) -> tuple[Tensor, Tensor]:
-    """Loss and gradient accumulated over micro-batches of shuffled rows, each cut to its own padding."""
-    counts = Counts.of(batch.mask)
-    parameter = leaf.clone().requires_grad_()
-    order = torch.randperm(len(leaf), generator=torch.Generator().manual_seed(pieces))
-    total = torch.zeros((), dtype=leaf.dtype)
-    for rows in order.tensor_split(pieces):
-        piece = batch.rows(rows).without_trailing_padding()
-        loss_mat = loss_of(piece, parameter[rows][:, : piece.mask.shape[1]])
-        loss = aggregate(loss_mat, piece.mask, mode, counts, norm=6.0)
-        loss.backward()
-        total += loss.detach()
-    assert parameter.grad is not None
-    return total, parameter.grad
+# ------------------------------------------------------------------------------------------- what is cut
 
 
-def assert_invariant(batch: Batch, leaf: Tensor, loss_of: LossOf, mode: str) -> None:
-    tolerance = 1e-12 if leaf.dtype == torch.float64 else 1e-6
-    whole_loss, whole_gradient = gradient(batch, leaf, loss_of, mode, 1)
-    assert whole_gradient.abs().max() > 0
-    assert (whole_gradient[~batch.mask.bool()] == 0).all()
-    for pieces in CUTS[1:]:
-        loss, grad = gradient(batch, leaf, loss_of, mode, pieces)
-        scale = whole_gradient.abs().max().item()
-        torch.testing.assert_close(loss, whole_loss, rtol=tolerance, atol=tolerance)
-        torch.testing.assert_close(grad, whole_gradient, rtol=tolerance, atol=tolerance * scale)
+def of_policy(name: str, weighted: bool, piece: Batch, log_prob: Tensor) -> Tensor:
+    selected = piece.values > 0 if name in TOKEN_SELECTORS else None
+    weights = piece.weights if weighted else None
+    inp = PolicyLossInput(log_prob, piece.old_log_prob, piece.advantages, piece.mask, weights, selected)
+    return policy_loss(name, inp, ACTOR).loss_mat
 
 
-def selection_as_column(name: str, batch: Batch) -> Batch:
-    """For losses that choose tokens over the whole batch: the choice travels in the otherwise unused `values`."""
+def of_value(name: str, piece: Batch, vpreds: Tensor) -> Tensor:
+    return value_loss(vpreds, piece.values, piece.returns, piece.mask, cliprange_value=0.3, name=name)[0]
+
+
+def of_kl(kind: str, piece: Batch, log_prob: Tensor) -> Tensor:
+    return kl_penalty(log_prob, piece.old_log_prob, kind)
+
+
+def of_entropy(piece: Batch, logit: Tensor) -> Tensor:
+    """Of a token and its alternative, whose logit is 0."""
+    log_p = torch.log_softmax(torch.stack([logit, torch.zeros_like(logit)], dim=-1), dim=-1)
+    return -(log_p.exp() * log_p).sum(dim=-1)
+
+
+def of_sft(name: str, piece: Batch, log_prob: Tensor) -> Tensor:
+    return sft_loss(log_prob, piece.mask, name=name)
+
+
+LOSSES: dict[str, LossOf] = (
+    {f"policy {name}": partial(of_policy, name, False) for name in POLICY_LOSSES}
+    | {f"policy {name} weighted": partial(of_policy, name, True) for name in POLICY_LOSSES}
+    | {f"value {name}": partial(of_value, name) for name in VALUE_LOSSES}
+    | {f"kl {kind}{plus}": partial(of_kl, kind + plus) for kind in KL_ESTIMATORS for plus in ("", "+")}
+    | {f"sft {name}": partial(of_sft, name) for name in SFT_LOSSES}
+    | {"entropy": of_entropy}
+)
+
+
+def prepared(name: str, batch: Batch) -> Batch:
+    """Losses that choose tokens do so over the whole batch; their choice travels as a column (here ``values``)."""
+    loss = name.removeprefix("policy ").removesuffix(" weighted")
+    if loss not in TOKEN_SELECTORS:
+        return batch
     generator = torch.Generator().manual_seed(1)
-    chosen = select_tokens(name, batch.old_log_prob, batch.advantages, batch.mask, ACTOR, generator)
-    assert 0 < chosen.sum() < batch.mask.sum()
-    return replace(batch, values=chosen)
+    chosen = select_tokens(loss, batch.old_log_prob, batch.advantages, batch.mask, ACTOR, generator)
+    return replace(batch, values=chosen.to(batch.values.dtype))
 
 
-@pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["f64", "f32"])
-@pytest.mark.parametrize("mode", sorted(AGGREGATION_MODES))
-@pytest.mark.parametrize("name", sorted(POLICY_LOSSES))
-def test_policy_loss(name: str, mode: str, dtype: torch.dtype, weighted: bool) -> None:
+# ------------------------------------------------------------------------------------------- how it is cut
+
+
+def losses_and_gradients(loss_mat: Tensor, leaf: Tensor, mask: Tensor, counts: Counts) -> dict[str, tuple]:
+    """Per aggregation mode this piece's loss, and its gradient with respect to the leaf."""
+    found = {}
+    for mode in AGGREGATION_MODES:
+        loss = aggregate(loss_mat, mask, mode, counts, NORM)
+        found[mode] = (loss.detach(), torch.autograd.grad(loss, leaf, retain_graph=True)[0])
+    return found
+
+
+def over_pieces(batch: Batch, leaf: Tensor, loss_of: LossOf, pieces: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """Accumulated over micro-batches of shuffled rows, each cut to its own padding."""
+    counts = Counts.of(batch.mask)
+    order = torch.randperm(len(leaf), generator=torch.Generator().manual_seed(pieces))
+    totals = {mode: (leaf.new_zeros(()), torch.zeros_like(leaf)) for mode in AGGREGATION_MODES}
+    for rows in order.tensor_split(pieces):
+        if not len(rows):
+            continue
+        piece = batch.rows(rows).without_trailing_padding()
+        width = piece.mask.shape[1]
+        part = leaf[rows, :width].clone().requires_grad_()
+        found = losses_and_gradients(loss_of(piece, part), part, piece.mask, counts)
+        for mode, (loss, gradient) in found.items():
+            totals[mode][0].add_(loss)
+            totals[mode][1][rows, :width] += gradient
+    return totals
+
+
+def packed(batch: Batch, leaf: Tensor, loss_of: LossOf) -> dict[str, tuple[Tensor, Tensor]]:
+    """From columns without any padding: trained tokens behind one another."""
+    trained, lengths = batch.mask.bool(), batch.mask.sum(dim=1)
+    flat = leaf[trained].clone().requires_grad_()
+    matrix, mask = pad_segments(flat, lengths)
+    columns = {
+        name: pad_segments(getattr(batch, name)[trained], lengths)[0]
+        for name in ("log_prob", "old_log_prob", "advantages", "values", "returns", "weights")
+    }
+    found = losses_and_gradients(loss_of(Batch(**columns, mask=mask), matrix), flat, mask, Counts.of(mask))
+    return {
+        mode: (loss, torch.zeros_like(leaf).masked_scatter(trained, gradient))
+        for mode, (loss, gradient) in found.items()
+    }
+
+
+def assert_invariant(name: str, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+    loss_of, batch = LOSSES[name], prepared(name, batch)
+    leaf, tolerance = batch.log_prob, TOLERANCE[batch.log_prob.dtype]
+    whole = over_pieces(batch, leaf, loss_of, 1)
+    others = {f"{pieces} micro-batches": over_pieces(batch, leaf, loss_of, pieces) for pieces in CUTS}
+    others["packed"] = packed(batch, leaf, loss_of)
+    for cut, found in others.items():
+        for mode, (loss, gradient) in found.items():
+            expected_loss, expected = whole[mode]
+            scale = max(float(expected.abs().max()), float(expected_loss.abs()))
+            error = max(float((gradient - expected).abs().max()), float((loss - expected_loss).abs()))
+            assert error <= tolerance * scale, f"{name}, {mode}, {cut}: off by {error / scale:.1e}"
+    return whole
+
+
+@BOTH_PRECISIONS
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_does_not_depend_on_the_cut(name: str, dtype: torch.dtype) -> None:
     batch = Batch.random(seed=3, dtype=dtype)
-    if name in TOKEN_SELECTORS:
-        batch = selection_as_column(name, batch)
-
-    def loss_of(piece: Batch, log_prob: Tensor) -> Tensor:
-        selected = piece.values if name in TOKEN_SELECTORS else None
-        weights = piece.weights if weighted else None
-        inp = PolicyLossInput(log_prob, piece.old_log_prob, piece.advantages, piece.mask, weights, selected)
-        return policy_loss(name, inp, ACTOR).loss_mat
-
-    assert_invariant(batch, batch.log_prob, loss_of, mode)
+    for mode, (_, gradient) in assert_invariant(name, batch).items():
+        assert gradient.abs().max() > 0, mode
+        assert (gradient[~batch.mask.bool()] == 0).all(), mode
 
 
-@pytest.mark.parametrize("mode", sorted(AGGREGATION_MODES))
-def test_value_loss(mode: str) -> None:
-    batch = Batch.random(seed=4)
-
-    def loss_of(piece: Batch, vpreds: Tensor) -> Tensor:
-        return value_loss(vpreds, piece.values, piece.returns, piece.mask, cliprange_value=0.3)[0]
-
-    assert_invariant(batch, batch.log_prob, loss_of, mode)
+@pytest.mark.parametrize("name", LOSSES)
+@settings(max_examples=2, deadline=None)
+@given(rows=st.integers(1, 9), width=st.integers(1, 7), seed=st.integers(0, 1 << 16))
+def test_on_random_ragged_batches(name: str, rows: int, width: int, seed: int) -> None:
+    mask = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < 0.6
+    assert_invariant(name, Batch.random(seed=seed, mask=mask.long()))
 
 
-@pytest.mark.parametrize("mode", sorted(AGGREGATION_MODES))
-@pytest.mark.parametrize("kind", KL_KINDS)
-def test_kl_loss(kind: str, mode: str) -> None:
-    batch = Batch.random(seed=5)
-    assert_invariant(batch, batch.log_prob, lambda piece, x: kl_penalty(x, piece.old_log_prob, kind), mode)
+# ------------------------------------------------------------------------------------------- pairs
 
 
-@pytest.mark.parametrize("mode", sorted(AGGREGATION_MODES))
-def test_sft_and_entropy_losses(mode: str) -> None:
-    batch = Batch.random(seed=6)
-    assert_invariant(batch, batch.log_prob, lambda piece, x: sft_loss(x, piece.mask), mode)
-    assert_invariant(batch, batch.log_prob, lambda piece, x: -x.exp() * x, mode)
+def of_pairs(name: str, chosen: Tensor, rejected: Tensor, reference: tuple[Tensor, Tensor]) -> Tensor:
+    free = name in REFERENCE_FREE_LOSSES
+    return preference_loss(name, PairInput(chosen, rejected, *((None, None) if free else reference)), PairOptions())[0]
 
 
-@pytest.mark.parametrize("name", [*sorted(PAIR_LOSSES), "reward_model"])
-def test_pair_losses(name: str) -> None:
-    generator = torch.Generator().manual_seed(7)
-    policy, reference = torch.randn(2, 2, 8, generator=generator, dtype=torch.float64)
+def of_scores(name: str, chosen: Tensor, rejected: Tensor, reference: tuple[Tensor, Tensor]) -> Tensor:
+    return reward_model_loss(chosen, rejected, name=name)[0]
 
-    def gradient_over(pieces: int) -> Tensor:
-        parameter = policy.clone().requires_grad_()
-        for rows in torch.arange(8).tensor_split(pieces):
-            chosen, rejected = parameter[:, rows]
-            if name == "reward_model":
-                losses, _ = reward_model_loss(chosen, rejected)
-            else:
-                references = (None, None) if name in REFERENCE_FREE_LOSSES else reference[:, rows]
-                losses, _ = preference_loss(name, PairInput(chosen, rejected, *references), PairOptions(beta=0.5))
-            mean_over_pairs(losses, num_pairs=8).backward()
-        assert parameter.grad is not None
-        return parameter.grad
 
-    whole = gradient_over(1)
-    assert whole.abs().max() > 0
-    for pieces in CUTS[1:]:
-        torch.testing.assert_close(gradient_over(pieces), whole, rtol=1e-12, atol=1e-12)
+PAIRS = {f"preference {name}": partial(of_pairs, name) for name in PAIR_LOSSES} | {
+    f"reward model {name}": partial(of_scores, name) for name in REWARD_MODEL_LOSSES
+}
+
+
+@BOTH_PRECISIONS
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_loss_of_pairs_does_not_depend_on_the_cut(name: str, dtype: torch.dtype) -> None:
+    """Rows 2i and 2i + 1 are a pair; the gradient goes through their tokens' log-probs."""
+    mask = (torch.arange(6) < torch.tensor([[4], [6], [1], [3], [0], [2], [5], [5], [2], [1]])).long()
+    batch = Batch.random(seed=7, mask=mask, dtype=dtype)
+    mean = name.removeprefix("preference ") in MEAN_LOG_PROB_LOSSES
+
+    def gradient(pieces: int, order: Tensor) -> Tensor:
+        log_prob = batch.log_prob.clone().requires_grad_()
+        for pairs in order.tensor_split(pieces):
+            rows = torch.stack([2 * pairs, 2 * pairs + 1], dim=1).flatten()
+            ours, theirs = (
+                sequence_log_prob(column[rows], mask[rows], mean=mean) for column in (log_prob, batch.old_log_prob)
+            )
+            losses = PAIRS[name](ours[::2], ours[1::2], (theirs[::2], theirs[1::2]))
+            mean_over_pairs(losses, num_pairs=5).backward()
+        assert log_prob.grad is not None
+        return log_prob.grad
+
+    whole = gradient(1, torch.arange(5))
+    scale = float(whole.abs().max())
+    assert scale > 0
+    for pieces in CUTS:
+        error = float((gradient(pieces, torch.tensor([3, 0, 4, 2, 1])) - whole).abs().max())
+        assert error <= TOLERANCE[dtype] * scale, pieces
