@@ -6,57 +6,26 @@ tokens, ``(B, R)``, and runs once over the whole batch:
 
 * *weights* (truncated importance sampling, IcePop) multiply the loss of a token;
 * *rejection* takes tokens or whole sequences out of the response mask;
-* *metrics* say how large the mismatch is and how much of the batch is left.
+* *metrics* say how large the mismatch is and how much of the batch is left. They are (sum, count) pairs, so that they
+  are the same for every cut of a batch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .masked import check_shapes, keep, rows_with_tokens
+from .masked import check_shapes, keep, rows_with_tokens, sum_and_count
+from .ratio_bounds import REJECTION_RULES, Divergence, Interval, parse_rejections, rejection_bounds
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are taken within ±20 before exponentiation."""
 
-
-@dataclass(frozen=True)
-class Interval:
-    """Which ratios are accepted. ``lower`` None means no lower bound.
-
-    Raises:
-        ValueError: The bounds are not ``0 < lower <= upper``.
-    """
-
-    upper: float
-    lower: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.upper < math.inf or (self.lower is not None and not 0 < self.lower <= self.upper):
-            raise ValueError(
-                f"bounds of a probability ratio must be 0 < lower <= upper, got {self.lower}, {self.upper}"
-            )
-
-    @classmethod
-    def parse(cls, text: str | float) -> Interval:
-        """From ``2.0``, ``"2.0"`` (an upper bound) or ``"0.5_5.0"`` (lower and upper).
-
-        Raises:
-            ValueError: Not of these forms.
-        """
-        parts = str(text).split("_")
-        try:
-            bounds = [float(part) for part in parts]
-        except ValueError:
-            bounds = []
-        if len(bounds) not in (1, 2):
-            raise ValueError(f"{text!r} is no interval of ratios; write an upper bound '2.0' or both as '0.5_5.0'")
-        return cls(upper=bounds[-1], lower=bounds[0] if len(bounds) == 2 else None)
+Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 def _clamped(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -145,24 +114,6 @@ def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
     return float(chosen.sum()) ** 2 / (len(chosen) * squares) if squares > 0 else 0.0
 
 
-Divergence = Literal["k1", "k2", "k3"]
-Scope = Literal["token", "seq_sum", "seq_mean", "seq_max"]
-
-REJECTION_RULES: dict[str, tuple[Scope, Divergence]] = {
-    "token_k1": ("token", "k1"),
-    "token_k2": ("token", "k2"),
-    "token_k3": ("token", "k3"),
-    "seq_sum_k1": ("seq_sum", "k1"),
-    "seq_sum_k2": ("seq_sum", "k2"),
-    "seq_sum_k3": ("seq_sum", "k3"),
-    "seq_mean_k1": ("seq_mean", "k1"),
-    "seq_mean_k2": ("seq_mean", "k2"),
-    "seq_mean_k3": ("seq_mean", "k3"),
-    "seq_max_k2": ("seq_max", "k2"),
-    "seq_max_k3": ("seq_max", "k3"),
-}
-
-
 def _divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
     """Estimators of KL(sampler || trainer) at tokens drawn from the sampler."""
     if kind == "k1":
@@ -180,8 +131,7 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | 
         mask: Response mask ``(B, R)``.
         rule: A key of :data:`REJECTION_RULES`: where the divergence is taken (each token; sum, mean or maximum over the
             row, which then stays or goes as a whole) and which estimate of it.
-        threshold: For k2 and k3 the largest divergence. For k1, whose sign matters, bounds of the ratio
-            ``p_sampler / p_trainer`` as ``"0.5_2.0"``; one number stands for itself and its inverse.
+        threshold: As :func:`hrl.algos.ratio_bounds.rejection_bounds` takes it.
 
     Returns:
         ``(B, R)`` in the mask's dtype.
@@ -189,12 +139,8 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | 
     Raises:
         ValueError: Unknown rule, or a threshold that does not fit it.
     """
-    if rule not in REJECTION_RULES:
-        raise ValueError(f"unknown rejection rule {rule!r}; choose one of {sorted(REJECTION_RULES)}")
+    bounds = rejection_bounds(rule, threshold)
     scope, kind = REJECTION_RULES[rule]
-    bounds = Interval.parse(threshold)
-    if kind != "k1" and bounds.lower is not None:
-        raise ValueError(f"{rule} takes one upper bound, got {threshold!r}")
     statistic = _divergence(_clamped(log_ratio, mask), kind)
     if scope == "seq_sum":
         statistic = _of_sequence(keep(statistic, mask).sum(dim=-1), mask)
@@ -203,37 +149,105 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | 
         statistic = _of_sequence(keep(statistic, mask).sum(dim=-1) / tokens, mask)
     elif scope == "seq_max":
         statistic = _of_sequence(keep(statistic, mask).amax(dim=-1), mask)
-    if kind == "k1":
-        lower = bounds.lower if bounds.lower is not None else 1.0 / bounds.upper
-        accepted = (statistic >= math.log(lower)) & (statistic <= math.log(bounds.upper))
+    if bounds.lower is not None:
+        accepted = (statistic >= math.log(bounds.lower)) & (statistic <= math.log(bounds.upper))
     else:
         accepted = statistic <= bounds.upper
     return (mask.bool() & accepted).to(mask.dtype)
 
 
-def mismatch_metrics(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> dict[str, float]:
-    """How far the trainer's log-probs are from the sampler's, over the trained tokens of a whole batch.
+def correct(log_ratio: Tensor, mask: Tensor, settings: Any) -> tuple[Tensor | None, Tensor, Metrics]:
+    """Weights and rejection together, as ``algorithm.rollout_correction`` describes them.
+
+    Args:
+        log_ratio: ``(B, R)``.
+        mask: Response mask ``(B, R)``.
+        settings: Has ``rollout_is`` (a key of :data:`IMPORTANCE_LEVELS` or None), ``rollout_is_threshold``,
+            ``rollout_is_batch_normalize``, ``rollout_rs`` and ``rollout_rs_threshold``
+            (:func:`hrl.algos.ratio_bounds.parse_rejections`).
 
     Returns:
-        Empty without trained tokens, else: mean, 99th percentile and maximum of ``|log p_trainer - log p_sampler|``
-        (``logprob_diff_*``), two estimates of KL(sampler || trainer) (``kl_k1``, ``kl_k3``), the chi-squared divergence
-        (``chi2``) and the effective sample size of the uncorrected batch (``eff_sample_size``).
+        Weights ``(B, R)`` or None; the mask without what was rejected; and metrics: ``rollout_is_mean``,
+        ``rollout_is_mean_square`` (:func:`effective_share` makes the effective sample size of the two),
+        ``rollout_is_ratio_fraction_high`` and ``_low`` (tokens whose ratio is out of bounds), and for rejection
+        ``rollout_rs_masked_fraction`` of the tokens and ``rollout_rs_seq_masked_fraction`` of the sequences that lost
+        any, also for each rule.
+    """
+    weights: Tensor | None = None
+    metrics: Metrics = {}
+    if settings.rollout_is is not None:
+        accepted = Interval.parse(settings.rollout_is_threshold)
+        normalise = settings.rollout_is_batch_normalize
+        weights = importance_weights(log_ratio, mask, settings.rollout_is, accepted, normalise=normalise)
+        ratios = IMPORTANCE_LEVELS[settings.rollout_is][0](_clamped(log_ratio, mask))
+        low = 1.0 / accepted.upper if accepted.lower is None else accepted.lower
+        metrics |= {
+            "rollout_is_mean": sum_and_count(weights, mask),
+            "rollout_is_mean_square": sum_and_count(weights.square(), mask),
+            "rollout_is_ratio_fraction_high": _share(ratios > accepted.upper, mask),
+            "rollout_is_ratio_fraction_low": _share(ratios < low, mask),
+        }
+    kept = mask
+    rules = parse_rejections(settings.rollout_rs, settings.rollout_rs_threshold)
+    for rule, threshold in rules:
+        kept_by_rule = rejection_mask(log_ratio, mask, rule, threshold)
+        kept = kept * kept_by_rule
+        if len(rules) > 1:
+            metrics |= _rejected(f"rollout_rs_{rule}_", kept_by_rule, mask)
+    if rules:
+        metrics |= _rejected("rollout_rs_", kept, mask)
+    return weights, kept, metrics
+
+
+def _share(chosen: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    return sum_and_count(chosen.double(), mask)
+
+
+def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> Metrics:
+    gone = mask.bool() & ~kept.bool()
+    rows = rows_with_tokens(mask)
+    return {
+        f"{prefix}masked_fraction": _share(gone, mask),
+        f"{prefix}seq_masked_fraction": (gone.any(dim=-1).sum().double(), rows.sum()),
+    }
+
+
+def effective_share(mean: float, mean_square: float) -> float:
+    """The effective sample size ``(sum w)^2 / (n sum w^2)`` from the weights' mean and mean square; 0 if all are 0."""
+    return mean**2 / mean_square if mean_square > 0 else 0.0
+
+
+def mismatch(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> Metrics:
+    """How far the trainer's log-probs are from the sampler's, over the trained tokens.
+
+    Returns:
+        Means over tokens: ``kl`` and ``k3_kl``, two estimates of KL(sampler || trainer); ``ratio`` of trainer to
+        sampler; ``chi2_token``, the chi-squared divergence, which is the mean squared ratio less 1, so that
+        ``effective_share(ratio, chi2_token + 1)`` is the effective sample size of the uncorrected batch. Means over
+        sequences: ``training_ppl``, ``rollout_ppl`` (perplexity, ``exp`` of minus the mean log-prob), ``ppl_ratio`` of
+        the two, its logarithm ``log_ppl_diff`` and the magnitude of that, ``log_ppl_abs_diff``.
     """
     check_shapes(mask, trainer_log_prob=trainer_log_prob, sampler_log_prob=sampler_log_prob)
-    trained = mask.bool()
-    log_ratio = (trainer_log_prob.detach() - sampler_log_prob.detach())[trained].double()
-    if not len(log_ratio):
-        return {}
-    distance = log_ratio.abs()
-    clamped = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    trainer, sampler = (keep(column.detach(), mask).double() for column in (trainer_log_prob, sampler_log_prob))
+    clamped = (trainer - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = clamped.exp()
-    rank = min(len(distance), math.ceil(0.99 * len(distance)))
-    return {
-        "logprob_diff_mean": float(distance.mean()),
-        "logprob_diff_p99": float(distance.kthvalue(rank).values),
-        "logprob_diff_max": float(distance.max()),
-        "kl_k1": float(-clamped.mean()),
-        "kl_k3": float((ratio - 1.0 - clamped).mean()),
-        "chi2": float(ratio.square().mean() - 1.0),
-        "eff_sample_size": float(ratio.sum() ** 2 / (len(ratio) * ratio.square().sum())),
+    of_tokens = {
+        "kl": -clamped,
+        "k3_kl": ratio - 1.0 - clamped,
+        "ratio": ratio,
+        "chi2_token": ratio.square() - 1.0,
+    }
+    rows = rows_with_tokens(mask)
+    tokens = mask.bool().sum(dim=-1)[rows]
+    trainer_mean, sampler_mean = (column.sum(dim=-1)[rows] / tokens for column in (trainer, sampler))
+    difference = (sampler_mean - trainer_mean).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    of_sequences = {
+        "training_ppl": (-trainer_mean).clamp(max=MAX_LOG_RATIO).exp(),
+        "rollout_ppl": (-sampler_mean).clamp(max=MAX_LOG_RATIO).exp(),
+        "ppl_ratio": difference.exp(),
+        "log_ppl_diff": difference,
+        "log_ppl_abs_diff": difference.abs(),
+    }
+    return {name: sum_and_count(value, mask) for name, value in of_tokens.items()} | {
+        name: (value.sum(), rows.sum()) for name, value in of_sequences.items()
     }

@@ -1,14 +1,17 @@
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from hrl.algos.ratio_bounds import REJECTION_RULES, Interval, parse_rejections
 from hrl.algos.rollout_correction import (
-    REJECTION_RULES,
-    Interval,
+    correct,
     effective_sample_size,
+    effective_share,
     importance_weights,
-    mismatch_metrics,
+    mismatch,
     rejection_mask,
 )
 from tests.algos.batches import Batch
@@ -92,19 +95,82 @@ def test_equal_probabilities_are_never_rejected(rule: str) -> None:
     assert torch.equal(rejection_mask(torch.zeros_like(batch.values), batch.mask, rule, 1.0), batch.mask)
 
 
-def test_mismatch_metrics_by_hand() -> None:
-    trainer = torch.tensor([[0.0, math.log(2.0), 7.0]], dtype=torch.float64)
-    metrics = mismatch_metrics(trainer, torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[1, 1, 0]]))
-    assert metrics == {
-        "logprob_diff_mean": pytest.approx(math.log(2.0) / 2),
-        "logprob_diff_p99": pytest.approx(math.log(2.0)),
-        "logprob_diff_max": pytest.approx(math.log(2.0)),
-        "kl_k1": pytest.approx(-math.log(2.0) / 2),
-        "kl_k3": pytest.approx((1.0 - math.log(2.0)) / 2),
-        "chi2": pytest.approx((1.0 + 4.0) / 2 - 1.0),
-        "eff_sample_size": pytest.approx(9.0 / (2 * 5.0)),
+def means(metrics: dict[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, float]:
+    return {name: float(total / count) for name, (total, count) in metrics.items()}
+
+
+def test_mismatch_by_hand() -> None:
+    log2 = math.log(2.0)
+    trainer = torch.tensor([[0.0, log2, 7.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
+    got = means(mismatch(trainer, torch.zeros_like(trainer), mask))
+    assert got == {
+        "kl": pytest.approx(-log2 / 2),
+        "k3_kl": pytest.approx((1.0 - log2) / 2),
+        "ratio": pytest.approx((1.0 + 2.0) / 2),
+        "chi2_token": pytest.approx((1.0 + 4.0) / 2 - 1.0),
+        "training_ppl": pytest.approx(2**-0.5),
+        "rollout_ppl": pytest.approx(1.0),
+        "ppl_ratio": pytest.approx(2**-0.5),
+        "log_ppl_diff": pytest.approx(-log2 / 2),
+        "log_ppl_abs_diff": pytest.approx(log2 / 2),
     }
-    assert mismatch_metrics(trainer, trainer, torch.zeros(1, 3)) == {}
+    assert effective_share(got["ratio"], got["chi2_token"] + 1.0) == pytest.approx(9.0 / (2 * 5.0))
+    assert {float(count) for _, count in mismatch(trainer, trainer, mask * 0).values()} == {0.0}
+
+
+def settings(**changes: Any) -> SimpleNamespace:
+    base: dict[str, Any] = {
+        "rollout_is": None,
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": False,
+        "rollout_rs": None,
+        "rollout_rs_threshold": None,
+    }
+    return SimpleNamespace(**base | changes)
+
+
+def test_without_settings_nothing_is_corrected() -> None:
+    weights, kept, metrics = correct(LOG_RATIO, MASK, settings())
+    assert weights is None and kept is MASK and metrics == {}
+
+
+def test_weights_and_their_effective_sample_size() -> None:
+    weights, kept, metrics = correct(RATIOS.log(), ONES, settings(rollout_is="token", rollout_is_threshold="0.5_5.0"))
+    torch.testing.assert_close(weights, torch.tensor([[0.0, 0.8, 0.0]], dtype=torch.float64))
+    assert torch.equal(kept, ONES)  # IcePop gives tokens no weight, it does not take them out of the batch
+    got = means(metrics)
+    assert got["rollout_is_ratio_fraction_high"] == got["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 3)
+    share = effective_share(got["rollout_is_mean"], got["rollout_is_mean_square"])
+    assert share == pytest.approx(effective_sample_size(weights, ONES)) == pytest.approx(1 / 3)
+
+
+def test_a_token_stays_where_every_rule_keeps_it() -> None:
+    chosen = settings(rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold="0.5_3.0,0.4")
+    _, kept, metrics = correct(LOG_RATIO, MASK, chosen)
+    assert kept.tolist() == [[1, 1, 1], [0, 0, 0], [1, 1, 0]]
+    assert means(metrics) == {
+        "rollout_rs_token_k1_masked_fraction": pytest.approx(1 / 8),
+        "rollout_rs_token_k1_seq_masked_fraction": pytest.approx(1 / 3),
+        "rollout_rs_seq_max_k2_masked_fraction": pytest.approx(3 / 8),
+        "rollout_rs_seq_max_k2_seq_masked_fraction": pytest.approx(1 / 3),
+        "rollout_rs_masked_fraction": pytest.approx(3 / 8),
+        "rollout_rs_seq_masked_fraction": pytest.approx(1 / 3),
+    }
+
+
+def test_metrics_do_not_depend_on_how_a_batch_is_cut() -> None:
+    batch = Batch.random()
+    chosen = settings(rollout_is="sequence", rollout_rs="seq_mean_k3", rollout_rs_threshold=0.05)
+
+    def all_metrics(rows: slice) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        new, old, mask = batch.log_prob[rows], batch.old_log_prob[rows], batch.mask[rows]
+        return correct(new - old, mask, chosen)[2] | mismatch(new, old, mask)
+
+    whole = all_metrics(slice(None))
+    parts = [all_metrics(slice(start, start + 3)) for start in (0, 3, 6)]
+    joined = {name: tuple(sum(part[name][i] for part in parts) for i in (0, 1)) for name in whole}
+    assert means(joined) == pytest.approx(means(whole))
 
 
 def test_intervals() -> None:
@@ -122,3 +188,12 @@ def test_bad_rules_are_refused() -> None:
         rejection_mask(LOG_RATIO, MASK, "token_k3", "0.1_1.0")
     with pytest.raises(ValueError, match="'row'"):
         importance_weights(LOG_RATIO, MASK, "row", Interval(1.0))
+
+
+def test_rules_and_thresholds_as_they_are_written() -> None:
+    assert parse_rejections(None, None) == ()
+    assert parse_rejections("token_k1, seq_max_k3", "0.5_2.0,0.1") == (("token_k1", "0.5_2.0"), ("seq_max_k3", "0.1"))
+    assert parse_rejections("token_k2,seq_sum_k2,token_k2", 0.3) == (("token_k2", "0.3"), ("seq_sum_k2", "0.3"))
+    for rules, thresholds in (("token_k1", None), ("token_k1,token_k2", "1,2,3"), ("token_k3", "0.1_1.0"), ("k", 1)):
+        with pytest.raises(ValueError, match=r"threshold|one upper bound|unknown"):
+            parse_rejections(rules, thresholds)

@@ -1,0 +1,58 @@
+"""Learning straight from the sampler's log-probs, without a forward pass for the trainer's own (bypass mode).
+
+There are two policies then instead of three: the one that sampled and the one in training. The ratio of the clipped
+losses is taken against the sampler, so clipping bounds staleness and mismatch together; REINFORCE takes the ratio as a
+weight (Liu et al. 2025, "When Speed Kills Stability", the bypass modes).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from .policy_losses import PolicyLossInput, PolicyLossOutput, policy_loss
+from .rollout_correction import correct
+
+REINFORCE = "gpg"
+"""The policy loss ``-A log p``, which importance weights make REINFORCE under the sampler's distribution."""
+
+LOSS_TYPES = ("ppo_clip", "reinforce")
+
+
+def bypass_loss_name(loss_mode: str, correction: Any) -> str:
+    """The policy loss that is run: the configured one, or REINFORCE."""
+    return REINFORCE if correction.loss_type == "reinforce" else loss_mode
+
+
+def bypass_loss(
+    loss_mode: str, inp: PolicyLossInput, config: Any, correction: Any
+) -> tuple[PolicyLossOutput, Tensor, dict[str, tuple[Tensor, Tensor]]]:
+    """A policy loss against the sampler's log-probs.
+
+    Weights and rejection are decided here, from the policy in training, and not before the update: nobody else has its
+    log-probs. What is rejected has no loss and still counts in the divisor, which was fixed before the batch was cut.
+    A normalisation of the weights would need the whole batch; given one row or a part of it, it is of that part.
+
+    Args:
+        loss_mode: A key of :data:`hrl.algos.policy_losses.POLICY_LOSSES`.
+        inp: One micro-batch, with the sampler's log-probs as ``old_log_prob``.
+        config: The ``actor`` part of the configuration.
+        correction: ``algorithm.rollout_correction``: ``loss_type`` (one of :data:`LOSS_TYPES`), and what
+            :func:`hrl.algos.rollout_correction.correct` reads. Weights are for ``reinforce`` alone: the clipped losses
+            have the ratio inside.
+
+    Returns:
+        The loss per token and its metrics; the response mask without what was rejected; metrics of the correction.
+
+    Raises:
+        ValueError: Unknown loss type.
+    """
+    if correction.loss_type not in LOSS_TYPES:
+        raise ValueError(f"unknown loss_type {correction.loss_type!r} of bypass mode; choose one of {LOSS_TYPES}")
+    weights, kept, metrics = correct(inp.log_prob.detach() - inp.old_log_prob, inp.response_mask, correction)
+    effective = replace(
+        inp, response_mask=kept, rollout_is_weights=weights if correction.loss_type == "reinforce" else None
+    )
+    return policy_loss(bypass_loss_name(loss_mode, correction), effective, config), kept, metrics
