@@ -100,7 +100,9 @@ class Estimator:
         min_group_size: The fewest responses per prompt that make sense. Above 1, ``group_ids`` are needed.
         needs_critic: Reads ``values``.
         needs_baseline: Reads ``reward_baselines``.
+        needs_parts: Reads ``reward_parts``.
         needs_old_log_probs: Reads ``old_log_probs``.
+        needs_sum_pi_squared: Reads ``sum_pi_squared``.
     """
 
     name: str
@@ -108,7 +110,9 @@ class Estimator:
     min_group_size: int = 1
     needs_critic: bool = False
     needs_baseline: bool = False
+    needs_parts: bool = False
     needs_old_log_probs: bool = False
+    needs_sum_pi_squared: bool = False
 
     def __call__(self, inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
         """Run the function."""
@@ -122,13 +126,12 @@ def register_adv_est(
     name: str,
     *,
     min_group_size: int = 1,
-    needs_critic: bool = False,
-    needs_baseline: bool = False,
-    needs_old_log_probs: bool = False,
+    **needs: bool,
 ) -> Callable[[EstimatorFn], EstimatorFn]:
-    """Register an estimator, with what it needs (see :class:`Estimator`).
+    """Register an estimator, with what it needs (see :class:`Estimator`): ``needs_critic=True`` and so on.
 
     Raises:
+        TypeError: There is no such need.
         ValueError: The name is taken by another function.
     """
 
@@ -136,9 +139,7 @@ def register_adv_est(
         known = ADVANTAGE_ESTIMATORS.get(name)
         if known is not None and known.function is not function:
             raise ValueError(f"advantage estimator {name!r} is already registered as {known.function}")
-        ADVANTAGE_ESTIMATORS[name] = Estimator(
-            name, function, min_group_size, needs_critic, needs_baseline, needs_old_log_probs
-        )
+        ADVANTAGE_ESTIMATORS[name] = Estimator(name, function, min_group_size, **needs)
         return function
 
     return decorator
@@ -306,7 +307,7 @@ def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_adv_est("gdpo", min_group_size=2)
+@register_adv_est("gdpo", min_group_size=2, needs_parts=True)
 def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     """``A_i = whiten(sum_k w_k (s_ik - mean_k) / (std_k + 1e-6))``, group statistics per reward k (arXiv:2601.05242).
 
@@ -324,7 +325,7 @@ def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_adv_est("optimal_token_baseline", min_group_size=2, needs_old_log_probs=True)
+@register_adv_est("optimal_token_baseline", min_group_size=2, needs_old_log_probs=True, needs_sum_pi_squared=True)
 def optimal_token_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     """``A_it = R_it - B_t``, reward to go minus the group's mean weighted by gradient energy (arXiv:2602.07078).
 

@@ -169,7 +169,9 @@ def test_a_missing_column_is_named(name: str) -> None:
     needed = {
         "values": entry.needs_critic,
         "reward_baselines": entry.needs_baseline,
+        "reward_parts": entry.needs_parts,
         "old_log_probs": entry.needs_old_log_probs,
+        "sum_pi_squared": entry.needs_sum_pi_squared,
         "group_ids": entry.min_group_size > 1,
     }
     for column, needs in needed.items():

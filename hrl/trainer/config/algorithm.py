@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from hrl.trainer.config.base import Section, UnitInterval
+from hrl.trainer.config.base import Section, StrList, UnitInterval
 
 
 class KlCtrlConfig(Section):
@@ -18,6 +18,48 @@ class KlCtrlConfig(Section):
     """Adaptive: sequences over which the weight adapts."""
     target_kl: PositiveFloat = 0.1
     """Adaptive: the KL divergence to hold."""
+
+
+class PfPpoConfig(Section):
+    """`algorithm.pf_ppo`: which samples policy filtration trains on more often."""
+
+    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
+    """Weight of a sample: |score|^`weight_pow`; the best and the worst score alone; or the best four times as much."""
+    weight_pow: NonNegativeFloat = 2.0
+    """`pow`: the exponent."""
+
+
+class FilterGroupsConfig(Section):
+    """`algorithm.filter_groups`: DAPO's dynamic sampling."""
+
+    enable: bool = False
+    """Train only on groups whose samples differ; further prompts are sampled in the same step until the batch is full.
+    An epoch then lasts fewer steps, the run as many as before."""
+    metric: str = "reward"
+    """What has to differ: reward (the whole score), or a number that the reward function returns, e.g. acc."""
+    max_num_gen_batches: PositiveInt = 10
+    """Batches of `data.train_batch_size` prompts sampled in one step at most; then the run stops and says why."""
+
+
+class RolloutCorrectionConfig(Section):
+    """`algorithm.rollout_correction`: for a sampler whose probabilities differ from the trainer's."""
+
+    rollout_is: Literal["token", "sequence"] | None = None
+    """Weigh losses by the ratio of trainer to sampler, per token or as the product over a sequence; null is off."""
+    rollout_is_threshold: float | str = 2.0
+    """Larger ratios are cut down to this; "0.5_5.0" gives ratios outside of both bounds no weight (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: str | None = None
+    """Leave out tokens or sequences that both disagree on, by rules such as token_k1 or "token_k1,seq_max_k3"
+    (token, seq_sum, seq_mean or seq_max, of k1, k2 or k3)."""
+    rollout_rs_threshold: float | str | None = None
+    """Largest divergence that stays, one for all rules or "0.1,0.5"; k1 takes bounds of the ratio, "0.5_2.0"."""
+    bypass_mode: bool = False
+    """Take the sampler's log-probs for the old ones, without a forward pass. Where both differ by more than
+    `rollout.logprob_diff_alarm` on average, the next step computes them again."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """In bypass mode: the configured policy loss with its ratio taken to the sampler, or REINFORCE weighed by it."""
 
 
 class AlgorithmConfig(Section):
@@ -38,3 +80,12 @@ class AlgorithmConfig(Section):
     kl_penalty: str = "kl"
     """Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig)
+    gdpo_reward_keys: StrList = Field(default_factory=list)
+    """gdpo: the numbers that the reward function returns, each normalised in its group by itself."""
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: one weight for each of them; null weighs them equally."""
+    use_pf_ppo: bool = False
+    """Draw the samples to train on again, those with decided scores more often (PF-PPO)."""
+    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig)
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)

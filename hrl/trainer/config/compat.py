@@ -146,6 +146,11 @@ FIXED: dict[str, Fixed] = {
         [f"{owner}.model_dtype" for owner in _FROZEN],
     ),
     **_fixed("FSDP2 prefetches by itself; remove the key.", [False], _each(_SHARDED, "forward_prefetch")),
+    **_fixed(
+        "schedules run over the length of the run; set trainer.total_training_steps or total_epochs.",
+        [-1, None],
+        _each(_TRAINED, "optim.total_training_steps"),
+    ),
     **_fixed("the optimizer is AdamW.", ["AdamW"], _each(_TRAINED, "optim.optimizer")),
     **_fixed("the optimizer is torch's AdamW.", ["torch.optim"], _each(_TRAINED, "optim.optimizer_impl")),
     **_fixed(
@@ -186,11 +191,11 @@ FIXED: dict[str, Fixed] = {
     **_fixed("the chat always travels with its row (raw_prompt); remove the key.", [True], ["data.return_raw_chat"]),
     **_fixed("validation keeps the order of the file.", [False], ["data.validation_shuffle"]),
     **_fixed("prompts are filtered in one process; remove the key.", [1], ["data.filter_overlong_prompts_workers"]),
-    **_fixed("it isn't there; reweigh rows in a subclass of the trainer.", [False], ["algorithm.use_pf_ppo"]),
+    **_fixed("one batch is sampled after the other.", [1], ["algorithm.filter_groups.max_inflight_gen_batches"]),
     **_fixed(
-        "dynamic sampling comes later; groups without spread are counted (rollout/zero_variance_groups).",
-        [False],
-        ["algorithm.filter_groups.enable"],
+        "it is computed exactly when algorithm.adv_estimator reads it; remove the key.",
+        [True],
+        [f"{_ACTOR}.calculate_sum_pi_squared"],
     ),
     **_fixed(
         "rewards run concurrently anyway; use naive, with reward.overlong_buffer for DAPO's penalty.",
@@ -266,7 +271,8 @@ REFUSED: dict[str, str] = {
     "data.return_multi_modal_inputs": _TEXT_ONLY,
     "reward.reward_model.use_dynamic_bsz": "set reward.reward_model.micro_batch_size_per_gpu; null fills micro-batches "
     "up to max_token_len_per_gpu.",
-    "data.gen_batch_size": "dynamic sampling comes later; set data.train_batch_size.",
+    "data.gen_batch_size": "with algorithm.filter_groups every sampled batch has data.train_batch_size prompts; "
+    "remove the key.",
     "data.dataloader_num_workers": "rows are tokenised once at load; remove the key.",
     "data.tokenizer": "set actor_rollout_ref.model.tokenizer_path.",
     "data.sampler.*": "rows come in the order of (seed, epoch); subclass the trainer for another one.",
@@ -274,9 +280,7 @@ REFUSED: dict[str, str] = {
     "data.return_full_prompt": "rollouts/step_N.jsonl holds the prompts; remove the key.",
     "data.tool_config_path": _LATER_ROLLOUT,
     "data.function_tool_path": _LATER_ROLLOUT,
-    "algorithm.pf_ppo.*": "preference-feedback PPO isn't there; remove the key.",
-    "algorithm.filter_groups.*": "dynamic sampling comes later; remove the key.",
-    "algorithm.rollout_correction.*": "correction comes later; watch rollout/logprob_diff_mean and remove the key.",
+    f"{_ACTOR}.tis_imp_ratio_cap": "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold.",
     "trainer.esi_redundant_time": "set trainer.save_freq; a run resumes from its newest checkpoint.",
     "trainer.checkpoint_callback_class": "subclass the trainer.",
     "trainer.use_v1": "there is one trainer; remove the key.",

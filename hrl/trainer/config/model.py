@@ -84,8 +84,6 @@ class OptimConfig(Section):
     """Shape of the learning rate after the warm-up."""
     min_lr_ratio: UnitInterval = 0.0
     """Where cosine and linear end, as a share of `lr`."""
-    total_training_steps: MinusOneOrMore = -1
-    """Length of the schedule in optimizer steps; -1 uses the length of the run."""
 
 
 class CheckpointConfig(Section):

@@ -32,17 +32,12 @@ ESTIMATORS: dict[str, EstimatorNeeds] = {
 POLICY_LOSSES = frozenset(
     ["vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro"],
 )
-LATER: dict[str, str] = {
-    "remax": "rewards of a greedy sample per prompt",
-    "gdpo": "the parts of a reward as columns",
-    "optimal_token_baseline": "the squared norms of the token distributions",
-    "clip_cov": "tokens chosen over the whole batch",
-    "kl_cov": "tokens chosen over the whole batch",
-}
-"""Estimators and losses whose maths is there while the trainer doesn't gather their inputs yet → those inputs."""
 
 KL_KINDS = frozenset(["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"])
-LOGGERS = frozenset(["console", "file", "tensorboard", "wandb", "mlflow", "swanlab", "trackio"])
+JSON_CONSOLE = "console-json"
+WITHOUT_TRACKER = ("console", JSON_CONSOLE, "file")
+"""Entries of `trainer.logger` that no tracker stands behind: a run is shown and logged in any case."""
+LOGGERS = frozenset([*WITHOUT_TRACKER, "tensorboard", "wandb", "mlflow", "swanlab", "trackio"])
 
 
 def _registry(module: str, attribute: str) -> dict[str, object]:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterator
 
+from hrl.trainer.config.algorithm_rules import ALGORITHM_RULES
 from hrl.trainer.config.errors import Problem
 from hrl.trainer.config.keys import nearest
 from hrl.trainer.config.names import (
+    JSON_CONSOLE,
     KL_KINDS,
-    LATER,
     LOGGERS,
     estimator_needs,
     known_estimators,
@@ -20,7 +21,6 @@ Rule = Callable[[PPOTrainerConfig], Iterator[Problem]]
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
-_OTHERS = "Choose another, or provide them in a subclass of the trainer and register it under a name of your own."
 _RESPONSE = ("data.max_prompt_length", "data.max_response_length")
 
 
@@ -37,15 +37,19 @@ def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield _unknown(_ESTIMATOR, algorithm.adv_estimator, known_estimators())
     if actor.policy_loss.loss_mode not in known_policy_losses():
         yield _unknown(_LOSS, actor.policy_loss.loss_mode, known_policy_losses())
-    for key, name in ((_ESTIMATOR, algorithm.adv_estimator), (_LOSS, actor.policy_loss.loss_mode)):
-        if name in LATER:
-            yield Problem(key, f"is {name}, which needs {LATER[name]} that the trainer doesn't provide yet.", _OTHERS)
     for key, kind in ((f"{_ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
         if kind.removesuffix("+") not in KL_KINDS:
             yield _unknown(key, kind, KL_KINDS)
     for name in config.trainer.logger:
         if name not in LOGGERS:
             yield _unknown("trainer.logger", name, LOGGERS)
+
+
+def one_console_writes(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Standard output is for people or for programs."""
+    if {"console", JSON_CONSOLE} <= set(config.trainer.logger):
+        what = f"names console and {JSON_CONSOLE}, which both write to standard output."
+        yield Problem("trainer.logger", what, "Name one of them; metrics.jsonl is written in any case.")
 
 
 def mini_batches_divide_the_batch(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -280,15 +284,9 @@ def checkpoints_can_be_resumed(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem(key, what, "Add model, or set trainer.save_freq=-1.", ("trainer.save_freq",))
 
 
-def dro_has_its_constant(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """`dro` has no published default for beta."""
-    loss = config.actor_rollout_ref.actor.policy_loss
-    if loss.loss_mode == "dro" and loss.dro_beta is None:
-        yield Problem(f"{_ACTOR}.policy_loss.dro_beta", "needs a value, because loss_mode is dro.")
-
-
 RULES: tuple[Rule, ...] = (
     names_are_registered,
+    one_console_writes,
     mini_batches_divide_the_batch,
     groups_are_large_enough,
     critic_fits_the_estimator,
@@ -305,7 +303,7 @@ RULES: tuple[Rule, ...] = (
     validation_has_rows,
     resume_names_its_folder,
     checkpoints_can_be_resumed,
-    dro_has_its_constant,
+    *ALGORITHM_RULES,
 )
 
 

@@ -42,18 +42,17 @@ class Schedule:
         if self.kind not in ("constant", "cosine", "linear"):
             raise ValueError(f"optim.lr_scheduler_type={self.kind!r} is not constant, cosine or linear")
         if self.kind != "constant" and self.total_steps is None:
-            raise ValueError(f"optim.lr_scheduler_type={self.kind} needs optim.total_training_steps")
+            raise ValueError(f"optim.lr_scheduler_type={self.kind} needs the length of the run")
 
     @classmethod
     def of(cls, optim: Any, total_steps: int | None) -> Schedule:
-        """From ``optim.*``; ``total_steps`` is the length of the run in optimizer steps, where it sets none itself."""
-        total = optim.total_training_steps if optim.total_training_steps > 0 else total_steps
+        """From ``optim.*``; ``total_steps`` is the length of the run in optimizer steps."""
         warmup = optim.lr_warmup_steps
         if warmup < 0:
-            if optim.lr_warmup_steps_ratio > 0 and total is None:
-                raise ValueError("optim.lr_warmup_steps_ratio needs optim.total_training_steps")
-            warmup = int(optim.lr_warmup_steps_ratio * (total or 0))
-        return cls(optim.lr, optim.lr_scheduler_type, warmup, total, optim.min_lr_ratio)
+            if optim.lr_warmup_steps_ratio > 0 and total_steps is None:
+                raise ValueError("optim.lr_warmup_steps_ratio needs the length of the run")
+            warmup = int(optim.lr_warmup_steps_ratio * (total_steps or 0))
+        return cls(optim.lr, optim.lr_scheduler_type, warmup, total_steps, optim.min_lr_ratio)
 
     def lr(self, steps_taken: int) -> float:
         """The rate of the next step."""

@@ -10,6 +10,10 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 ROLLOUT = "actor_rollout_ref.rollout"
 
+CORRECTION = "algorithm.rollout_correction"
+GDPO = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["a", "b"]}
+BYPASS = {f"{CORRECTION}.bypass_mode": True}
+
 CASES = [
     (
         {"data.train_batch_size": 12, f"{ACTOR}.ppo_mini_batch_size": 5},
@@ -71,8 +75,6 @@ CASES = [
         "Nearest that do: 2 and 4.",
     ),
     ({f"{ACTOR}.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4}, f"{ACTOR}.fsdp_config.fsdp_size is 3"),
-    ({"algorithm.adv_estimator": "remax"}, "which needs rewards of a greedy sample per prompt that the trainer"),
-    ({f"{ACTOR}.policy_loss.loss_mode": "kl_cov"}, "which needs tokens chosen over the whole batch"),
     ({"trainer.role_pools": {"actr": "global"}}, "trainer.role_pools.actr is not a role. Did you mean actor?"),
     ({"trainer.role_pools": {"ref": "other"}}, "trainer.role_pools.ref names the pool 'other'"),
     ({"trainer.role_pools": {"actor_rollout": "global", "actor": "global"}}, "beside actor or rollout"),
@@ -90,6 +92,39 @@ CASES = [
         "Add model, or set trainer.save_freq=-1.",
     ),
     ({f"{ACTOR}.policy_loss.loss_mode": "dro"}, f"{ACTOR}.policy_loss.dro_beta needs a value"),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "kl_cov", f"{ACTOR}.policy_loss.kl_cov_ratio": 0.0},
+        f"{ACTOR}.policy_loss.kl_cov_ratio is 0, which is no share of the tokens.",
+    ),
+    ({f"{ACTOR}.policy_loss.clip_cov_lb": 6.0}, f"{ACTOR}.policy_loss.clip_cov_lb is 6, not below clip_cov_ub=5."),
+    ({"algorithm.adv_estimator": "gdpo"}, "algorithm.gdpo_reward_keys needs the names of the rewards"),
+    ({"algorithm.gdpo_reward_keys": ["a"]}, "algorithm.gdpo_reward_keys is not read by grpo. Set algorithm.adv_est"),
+    (GDPO | {"algorithm.gdpo_reward_keys": ["a", "a"]}, "names a reward twice"),
+    (GDPO | {"algorithm.gdpo_reward_weights": [1.0]}, "has 1 weights for 2 rewards."),
+    (GDPO | {"algorithm.use_kl_in_reward": True}, "which hold no KL"),
+    (
+        {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.filter_groups.enable": True, f"{ROLLOUT}.n": 1},
+        f"{ROLLOUT}.n is 1, so that no group could ever have different rewards.",
+    ),
+    ({"algorithm.filter_groups.max_num_gen_batches": 0}, "max_num_gen_batches is 0, must be more than 0."),
+    ({f"{CORRECTION}.rollout_is_threshold": "a_b"}, f"{CORRECTION}.rollout_is_threshold can't be read: 'a_b' is no"),
+    ({f"{CORRECTION}.rollout_is_threshold": 0.55}, "all of them would be cut down"),  # 0.5_5 as YAML reads it
+    ({f"{CORRECTION}.rollout_rs": "token_k1"}, "rollout_rs_threshold needs a value, because rollout_rs is token_k1."),
+    (
+        {f"{CORRECTION}.rollout_rs": "token_k9", f"{CORRECTION}.rollout_rs_threshold": 2.0},
+        f"{CORRECTION}.rollout_rs can't be read: unknown rejection rule 'token_k9'",
+    ),
+    ({f"{CORRECTION}.loss_type": "reinforce"}, f"{CORRECTION}.loss_type is reinforce, which only bypass mode reads."),
+    (
+        BYPASS | {"algorithm.adv_estimator": "optimal_token_baseline"},
+        "needs the forward pass that it spares. Set it to false.",
+    ),
+    (BYPASS | {f"{CORRECTION}.rollout_is": "token"}, "has that ratio inside already"),
+    (
+        BYPASS | {f"{CORRECTION}.loss_type": "reinforce", f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+        f"would take the place of {ACTOR}.policy_loss.loss_mode=gspo.",
+    ),
+    (BYPASS | {f"{CORRECTION}.rollout_is_batch_normalize": True}, "and not the whole batch before"),
 ]
 
 
@@ -98,6 +133,12 @@ def test_what_cannot_work_is_refused(given, sentence):
     with pytest.raises(ConfigError) as caught:
         validate(given)
     assert sentence in str(caught.value)
+
+
+def test_standard_output_is_for_people_or_for_programs():
+    with pytest.raises(ConfigError, match="names console and console-json, which both write to standard output"):
+        validate({"trainer.logger": ["console", "console-json"]})
+    assert validate({"trainer.logger": ["console-json", "wandb"]}).trainer.logger == ["console-json", "wandb"]
 
 
 def test_every_rule_is_named_for_what_it_enforces_and_documented():
@@ -145,6 +186,14 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
     assert warnings(config) == [
         f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice."
     ]
+
+
+def test_corrections_of_every_kind_are_possible():
+    weights = {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"}
+    rules = {f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k3", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}
+    validate(weights | rules)
+    validate(BYPASS | rules)
+    validate(BYPASS | weights | {f"{CORRECTION}.loss_type": "reinforce"})
 
 
 def test_remote_code_is_pointed_out():
