@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -28,6 +27,7 @@ from hrl.trainer.rollout_log import (
     readable,
     sample_facts,
 )
+from hrl.trainer.run_folder import RolloutKind
 
 PLAIN_WIDTH = 120  # of a line in a file, which has no width of its own
 _ABSENT = "-"
@@ -196,7 +196,7 @@ def rollout_table(records: Sequence[Sample], title: str) -> Table:
 def samples_table(samples: Sequence[tuple[str, Sample]], title: str) -> Table:
     """Labelled samples with score, advantage, length, stop reason and the parts of the reward."""
     table = Table(title=title, title_justify="left", show_lines=True, expand=True)
-    for heading, ratio in (("", None), ("prompt", 2), ("response", 3), ("reward", 2)):
+    for heading, ratio in (("", None), ("prompt", 3), ("response", 4), ("reward", 3)):
         table.add_column(heading, ratio=ratio, overflow="fold")
     for label, record in samples:
         facts = [f"{name}: {value}" for name, value in sample_facts(record)]
@@ -315,9 +315,10 @@ class RunConsole:
             self._first_validation = dict(metrics)
         self._show(table)
 
-    def rollouts(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Best, median and worst sample of a step."""
-        self._show(rollout_table(records, f"samples of step {step}"))
+    def rollouts(self, step: int, records: Sequence[Sample], kind: RolloutKind = "train") -> None:
+        """Best, median and worst of the samples of a step, or of the validation after it."""
+        of = "step" if kind == "train" else "the validation after step"
+        self._show(rollout_table(records, f"samples of {of} {step}"))
 
     def before_and_after(self, first: Sequence[Sample], last: Sequence[Sample], limit: int = 5) -> None:
         """What the first and the last validation answered to the same prompts, the largest changes first."""

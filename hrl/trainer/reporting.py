@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from hrl.protocol import DataProto
 from hrl.single_controller.base import phase as worker_phase
-from hrl.trainer.console import RunConsole
+from hrl.trainer.display import Display
 from hrl.trainer.html_report import Outcome, write_html_report
 from hrl.trainer.ppo.metrics import (
     compute_data_metrics,
@@ -39,7 +39,7 @@ class RunReporter:
     Args:
         config: the whole configuration.
         folder: the run's folder, locked.
-        console: the terminal.
+        console: where the run is shown.
         tokenizer: turns samples into text for people.
         num_devices: processes of the run, for throughput per device.
     """
@@ -48,7 +48,7 @@ class RunReporter:
         self,
         config: Any,
         folder: RunFolder,
-        console: RunConsole,
+        console: Display,
         tokenizer: PreTrainedTokenizerBase,
         num_devices: int,
     ) -> None:
@@ -135,7 +135,11 @@ class RunReporter:
         self.console.step(step, metrics)
         if step == self.console.total_steps:  # in between, the step's line has the score
             self.console.validation(step, metrics)
-        self.folder.write_rollouts(step, self._records(batch))
+        records = self._records(batch)
+        self.folder.write_rollouts(step, records)
+        every = self.config.trainer.log_rollouts_freq
+        if every > 0 and step % every == 0:
+            self.console.rollouts(step, records)
 
     def validation(self, step: int, batch: DataProto, kept: torch.Tensor | None = None) -> dict[str, float]:
         """Reduces a validation to ``val/...`` metrics and writes its samples.
@@ -161,7 +165,7 @@ class RunReporter:
         self.folder.write_rollouts(step, records, kind="val")
         shown = self.config.trainer.log_val_generations
         if shown:
-            self.console.rollouts(step, records)
+            self.console.rollouts(step, records, kind="val")
             self._tracking.log_generations(
                 [Generation(r["prompt"], r["response"], r["score"]) for r in records[:shown]], step
             )

@@ -32,9 +32,9 @@ def rollout_records(
         reward_parts: what each reward was made of (B,).
 
     Returns:
-        Per row: ``prompt`` as the model sees it, ``question`` (the chat's last message), ``response``, ``score``,
-        ``reward_parts``, ``advantage`` (mean over trained tokens), ``response_length``, ``finish_reason``, ``uid``,
-        ``ground_truth``, ...; a run leaves out what it does not have.
+        Per row: ``prompt`` as the model sees it, ``question`` (the chat's last message), ``response``, ``score`` (None
+        where the reward function left the response out), ``reward_parts``, ``advantage`` (mean over trained tokens),
+        ``response_length``, ``finish_reason``, ``uid``, ``ground_truth``, ...; a run leaves out what it does not have.
 
     Raises:
         ValueError: the texts don't match the batch in number.
@@ -43,9 +43,12 @@ def rollout_records(
         raise ValueError(f"{len(batch)} rows, but {len(prompts)} prompts and {len(responses)} responses")
     columns = batch.batch
     trained = columns["response_mask"].bool()
-    numbers: dict[str, list[float]] = {"response_length": lengths_of(batch)[1].tolist()}
+    lengths = lengths_of(batch)[1]
+    numbers: dict[str, list[float | None]] = {"response_length": lengths.tolist()}
     if "token_level_scores" in columns:
-        numbers["score"] = columns["token_level_scores"].sum(-1).tolist()
+        left_out = ~trained.any(-1) & (lengths > 0)
+        scores = columns["token_level_scores"].sum(-1)
+        numbers["score"] = [None if out else score for out, score in zip(left_out, scores.tolist(), strict=True)]
     if "advantages" in columns:
         summed = (columns["advantages"] * trained).sum(-1)
         numbers["advantage"] = (summed / trained.sum(-1).clamp(min=1)).tolist()

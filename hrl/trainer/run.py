@@ -22,8 +22,11 @@ from hrl.trainer.checkpoint import CheckpointError, CheckpointStore, load_state
 from hrl.trainer.cluster import available_cores, choose_device, run_cluster
 from hrl.trainer.config import resolve_placement
 from hrl.trainer.config.arithmetic import batch_arithmetic, placement_facts
+from hrl.trainer.config.names import JSON_CONSOLE
 from hrl.trainer.config.rules import warnings
 from hrl.trainer.console import RunConsole
+from hrl.trainer.display import Display
+from hrl.trainer.json_console import JsonConsole
 from hrl.trainer.phases import PHASES
 from hrl.trainer.ppo.generation import PolicyVersionError
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_old_log_prob
@@ -100,7 +103,7 @@ def _resume_hint(config: PPOTrainerConfig) -> str:
 
 def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
     ready = preflight(config)
-    console = RunConsole(ready.total_training_steps, phases=phases_of(config))
+    console = display_of(config, ready.total_training_steps)
     facts = [*batch_arithmetic(config, train_rows=len(ready.train_dataset)), *placement_facts(config)]
     console.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
     for warning in warnings(config):
@@ -116,7 +119,14 @@ def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
         train(config, ready, reporter, trainer_cls)
 
 
-def open_run_folder(config: PPOTrainerConfig, console: RunConsole) -> RunFolder:
+def display_of(config: PPOTrainerConfig, total_steps: int) -> Display:
+    """Where the run is shown: lines for people, unless ``trainer.logger`` asks for JSON."""
+    if JSON_CONSOLE in config.trainer.logger:
+        return JsonConsole(total_steps)
+    return RunConsole(total_steps, phases=phases_of(config))
+
+
+def open_run_folder(config: PPOTrainerConfig, console: Display) -> RunFolder:
     """Locks the run folder and takes it back to where the run begins, before its log is opened for appending.
 
     Only a checkpoint that lies in the folder continues what the folder holds; one of another run starts a new log here.

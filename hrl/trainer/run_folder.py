@@ -167,9 +167,9 @@ def describe_environment() -> dict[str, Any]:
     }
 
 
-def json_line(record: Mapping[str, Any]) -> str:
+def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
     """One record as one line of strict JSON. JSON has no NaN or infinity: such numbers become null."""
-    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False) + "\n"
+    return json.dumps(_plain(record), ensure_ascii=ascii_only, allow_nan=False) + "\n"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:

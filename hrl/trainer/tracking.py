@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from hrl.trainer.config.names import WITHOUT_TRACKER
 from hrl.trainer.metrics_log import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -175,8 +176,6 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
     "swanlab": SwanlabTracker,
     "trackio": TrackioTracker,
 }
-# The console draws for itself and metrics.jsonl is always written: both may be named and need nothing here.
-_BUILT_IN = ("console", "file")
 
 
 class _Guest:
@@ -240,7 +239,7 @@ class Tracking:
     Args:
         project_name: project in the trackers.
         experiment_name: name of the run in the trackers.
-        default_backend: tracker names, one or several; ``console`` and ``file`` are accepted and need nothing.
+        default_backend: tracker names, one or several; those of ``WITHOUT_TRACKER`` need nothing.
         config: the resolved configuration, for the trackers.
         run_dir: the run folder.
 
@@ -292,7 +291,7 @@ def installed_trackers(names: Sequence[str]) -> list[str]:
     Raises:
         ValueError: a tracker is unknown, or its package is not installed; names the extra to install.
     """
-    wanted = [name for name in dict.fromkeys(names) if name not in _BUILT_IN]
+    wanted = [name for name in dict.fromkeys(names) if name not in WITHOUT_TRACKER]
     for name in wanted:
         _check_available(name)
     return wanted
@@ -300,8 +299,8 @@ def installed_trackers(names: Sequence[str]) -> list[str]:
 
 def _check_available(name: str) -> None:
     if name not in TRACKERS:
-        near = difflib.get_close_matches(name, [*_BUILT_IN, *TRACKERS], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join([*_BUILT_IN, *TRACKERS])}"
+        near = difflib.get_close_matches(name, [*WITHOUT_TRACKER, *TRACKERS], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join([*WITHOUT_TRACKER, *TRACKERS])}"
         raise ValueError(f"trainer.logger: there is no tracker {name!r}; {hint}")
     if importlib.util.find_spec(name) is None:
         raise ValueError(f"trainer.logger: {name} is not installed; install it with: pip install 'hrl[{name}]'")

@@ -1,11 +1,13 @@
 import io
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
 from hrl.trainer.console import PhaseBar, RunConsole, printable, rollout_table, step_line, validation_table
+from hrl.trainer.phases import PHASES
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -103,13 +105,6 @@ def test_a_terminal_gets_the_bar_and_its_cursor_back_when_a_phase_fails():
         pass  # and the next step can draw again
 
 
-def test_no_color_is_obeyed(monkeypatch):
-    monkeypatch.setenv("NO_COLOR", "1")
-    file = io.StringIO()
-    RunConsole(30, console=Console(file=file, force_terminal=True, width=80)).banner("hrl", {"model": "small"})
-    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", file.getvalue())
-
-
 RECORDS = [
     {
         "prompt": f"What is {i}+1?",
@@ -123,6 +118,51 @@ RECORDS = [
     }
     for i, score in enumerate([0.2, 1.0, 0.0, 0.5, 0.3])
 ]
+
+
+def show_a_run(console):
+    """Everything that a run shows."""
+    console.banner("hrl 1.0", {"model": "small", "batch": "8 prompts × 8 samples = 64 sequences"})
+    console.note("warning: trainer.save_freq is off")
+    console.validation(0, {"val/addition/mean@1": 0.688, "val/addition/n": 16.0})
+    for step in (1, 30):
+        with console.step_phases(step), console.phase("gen"):
+            pass
+        console.step(step, METRICS)
+    console.rollouts(30, RECORDS)
+    console.validation(30, METRICS)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_run_as_it_is_shown(width, monkeypatch):
+    monkeypatch.setattr("hrl.trainer.console.Live", lambda *_, **__: nullcontext())  # the bar comes and goes
+    console, file = make_console(terminal=True, width=width)
+    show_a_run(console)
+    shown = file.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown == (SNAPSHOTS / f"run_{width}.txt").read_text()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_phase_bar_keeps_to_one_line(width):
+    bar = PhaseBar([phase.label for phase in PHASES], clock=lambda: 1.0)
+    bar.begin_step("step 12/30")
+    bar.begin("gen")
+    (line,) = render(Group(bar), width).splitlines()  # as Live draws it
+    assert line.startswith("step 12/30  ▸ gen 0.0s  · reward") and len(line) <= width
+
+
+@pytest.mark.parametrize("no_color", [None, "1"])
+def test_no_color_is_obeyed(monkeypatch, no_color):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80, color_system="truecolor", highlight=False)
+    show_a_run(RunConsole(30, ["gen"], console))
+    styles = re.findall(r"\x1b\[([0-9;]*)m", file.getvalue())
+    coloured = [style for style in styles if re.search(r"(^|;)([349][0-7]|10[0-7]|[34]8;)", style)]
+    assert bool(coloured) == (no_color is None)
 
 
 def render(renderable, width=80):

@@ -51,11 +51,11 @@ def scored_batch(scores, answers=((1, 2), (3, 4))):
 class Run:
     """A reporter and what it writes to the terminal."""
 
-    def __init__(self, path, *, resume=False):
+    def __init__(self, path, *overrides, resume=False):
         self.path = path
         self.file = io.StringIO()
         console = RunConsole(2, ["gen"], Console(file=self.file, width=120, color_system=None))
-        config = compose_cli([f"trainer.default_local_dir={path}"])
+        config = compose_cli([f"trainer.default_local_dir={path}", *overrides])
         self.reporter = RunReporter(config, RunFolder(path, resume=resume), console, Words(), num_devices=1)
 
     @property
@@ -196,3 +196,13 @@ def test_the_last_step_shows_the_table_of_its_validation_and_the_others_do_not(t
                 metrics = run.reporter.validation(step, scored_batch([1.0, 0.0]))
             run.reporter.step_done(step, scored_batch([0.0, 1.0]), metrics, use_critic=False)
     assert "validation after step 1" not in run.shown and run.shown.count("validation after step 2") == 1
+
+
+@pytest.mark.parametrize(("freq", "shown_at"), [(1, [1, 2]), (2, [2]), (10, []), (0, []), (-1, [])])
+def test_samples_are_shown_every_so_many_steps(tmp_path, freq, shown_at):
+    run = Run(tmp_path, f"trainer.log_rollouts_freq={freq}")
+    with run.reporter:
+        run.step(1)
+        run.step(2)
+    assert [step for step in (1, 2) if f"samples of step {step}" in run.shown] == shown_at
+    assert ("ended by: length" in run.shown) == bool(shown_at)

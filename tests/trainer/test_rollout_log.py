@@ -48,6 +48,14 @@ def test_a_record_says_what_happened_to_its_row(batch):
         "ground_truth": "7",
     }
     assert (second["response_length"], second["advantage"], second["ground_truth"]) == (0, 0.0, None)
+    assert second["score"] == 0.0, "an empty response has its score"
+
+
+def test_a_response_that_the_reward_function_left_out_has_no_score(batch):
+    batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
+    records = rollout_records(batch, ["3+4", "5+5"], ["7", ""], [{}, {}])
+    assert [record["score"] for record in records] == [None, 0.0]
+    assert [label for label, _ in best_median_worst(records)] == ["best"], "it is not shown as the worst"
 
 
 def test_texts_that_do_not_match_the_batch_are_refused(batch):

@@ -50,6 +50,7 @@ UNITS: dict[str, str] = {
     "trainer.critic_warmup": "steps",
     "trainer.total_training_steps": "steps",
     "trainer.total_epochs": "passes over the training rows",
+    "trainer.log_rollouts_freq": "steps between tables of samples",
     "trainer.log_val_generations": "samples",
     "trainer.max_ckpt_to_keep": "checkpoints",
 }

@@ -40,7 +40,8 @@ class TrainerConfig(Section):
     experiment_name: Label = "ppo"
     """Name of this run in the trackers, and the second part of the run folder."""
     logger: StrList = Field(default_factory=lambda: ["console"])
-    """Trackers: console, tensorboard, wandb, mlflow, swanlab, trackio; metrics.jsonl is always written."""
+    """console, or console-json for one JSON object a line on standard output; and trackers: tensorboard, wandb, mlflow,
+    swanlab, trackio. metrics.jsonl is always written."""
     default_local_dir: str = "outputs/hrl/ppo"
     """Run folder. Default: outputs/<project_name>/<experiment_name>."""
     val_before_train: bool = True
@@ -59,6 +60,8 @@ class TrainerConfig(Section):
     """Checkpoint folder, with `resume_mode=resume_path`."""
     critic_warmup: NonNegativeInt = 0
     """First steps in which only the critic learns."""
+    log_rollouts_freq: MinusOneOrMore = 10
+    """Show best, median and worst sample every so many steps; -1 or 0 is never. All of them are in rollouts/."""
     log_val_generations: NonNegativeInt = 0
     """Validation samples sent to the trackers each time."""
     resource_pools: Pools = Field(default_factory=lambda: {"global": [1]})
