@@ -56,7 +56,7 @@ UPDATE_COLUMNS = (
     "rollout_is_weights",
     "selected_tokens",
 )
-PROMPT_COLUMNS = ("prompts", "attention_mask", "uid", "sample_index")
+PROMPT_COLUMNS = ("prompts", "attention_mask", "uid", "sample_index", "greedy")
 
 
 class ActorRolloutRefWorker(Worker):
@@ -214,8 +214,12 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def compute_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Log-probs ``old_log_probs (B, R)`` of the sampled tokens, no gradient."""
-        return self.policy.compute_log_prob(batch, plan)
+        """Log-probs ``old_log_probs (B, R)`` of the sampled tokens, no gradient.
+
+        With ``meta_info["with_sum_pi_squared"]`` also ``sum_pi_squared (B, R)``.
+        """
+        with_squares = batch.meta_info.get("with_sum_pi_squared", False)
+        return self.policy.compute_log_prob(batch, plan, with_sum_pi_squared=with_squares)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def compute_ref_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:

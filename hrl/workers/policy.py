@@ -6,6 +6,7 @@ A ``Policy`` is an actor (with a training configuration) or a frozen reference (
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hrl.algos.aggregation import Counts, aggregate
+from hrl.algos.bypass import bypass_loss
 from hrl.algos.kl import check_kl_loss_type, kl_penalty
-from hrl.algos.policy_losses import PolicyLossInput, policy_loss
+from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput, policy_loss
+from hrl.algos.rollout_correction import mismatch
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
@@ -26,6 +29,27 @@ from hrl.workers.engine.packing import PackedMicroBatch, Rows
 
 #: Columns a loss may read beside the mask, where the batch has them.
 OPTIONAL_COLUMNS = ("rollout_is_weights", "selected_tokens")
+
+
+@dataclass(frozen=True)
+class _Update:
+    """What the micro-batches of one update share.
+
+    Attributes:
+        batch: the columns.
+        rows: its tokens.
+        meter: collects metrics.
+        num_mini_batches: optimizer steps of the update.
+        steps_before: optimizer steps taken before it.
+        bypass: ``algorithm.rollout_correction`` in bypass mode, where the sampler's log-probs are the old ones.
+    """
+
+    batch: DataProto
+    rows: Rows
+    meter: Meter
+    num_mini_batches: int
+    steps_before: int
+    bypass: Any | None
 
 
 class Policy(EngineModel):
@@ -57,26 +81,41 @@ class Policy(EngineModel):
             total_steps=total_steps,
         )
 
+    @property
+    def steps_taken(self) -> int:
+        """Optimizer steps that moved the weights; 0 for a reference."""
+        return 0 if self.engine.optimizer is None else self.engine.optimizer.steps_taken
+
     # ------------------------------------------------------------------ scoring
 
-    def compute_log_prob(self, batch: DataProto, plan: RankPlan | None, *, with_entropy: bool = False) -> DataProto:
+    def compute_log_prob(
+        self,
+        batch: DataProto,
+        plan: RankPlan | None,
+        *,
+        with_entropy: bool = False,
+        with_sum_pi_squared: bool = False,
+    ) -> DataProto:
         """Log-probs of the trained response tokens under the current weights, without gradients.
 
         Args:
             batch: ``prompts``, ``responses``, ``attention_mask``, ``response_mask`` and ``meta_info["temperature"]``.
             plan: one mini-batch that covers every row; ``None`` runs all rows at once.
             with_entropy: also the entropy of each token's distribution.
+            with_sum_pi_squared: also the sum of its squared probabilities.
 
         Returns:
-            ``old_log_probs (B, R)`` and, where asked, ``entropys (B, R)``, float32, zero outside ``response_mask``.
+            ``old_log_probs (B, R)`` and, where asked, ``entropys (B, R)`` and ``sum_pi_squared (B, R)``, float32, zero
+            outside ``response_mask``.
         """
         temperature = _temperature(batch)
 
         def run(packed: PackedMicroBatch) -> tuple[Tensor, ...]:
-            log_prob, entropy = self.engine.module(packed, temperature, with_entropy)
-            return (log_prob,) if entropy is None else (log_prob, entropy)
+            statistics = self.engine.module(packed, temperature, with_entropy, with_sum_pi_squared)
+            return tuple(column for column in statistics if column is not None)
 
-        names = ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",)
+        wanted = {"old_log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_sum_pi_squared}
+        names = [name for name, is_wanted in wanted.items() if is_wanted]
         columns = self.engine.forward(Rows.of(batch), plan, run, num_outputs=len(names))
         return DataProto.from_dict(tensors=dict(zip(names, columns, strict=True)))
 
@@ -87,7 +126,9 @@ class Policy(EngineModel):
 
         Args:
             batch: the columns of ``compute_log_prob`` and ``advantages``; ``old_log_probs`` unless
-                ``meta_info["on_policy"]``; ``ref_log_prob`` where the KL loss is on.
+                ``meta_info["on_policy"]``, or ``rollout_log_probs`` with ``meta_info["bypass"]``; ``ref_log_prob``
+                where the KL loss is on. With ``rollout_log_probs`` the update measures how far sampler and trainer are
+                apart, until its first step moves the weights.
             plan: mini-batches with the counts of all ranks.
 
         Returns:
@@ -99,59 +140,54 @@ class Policy(EngineModel):
         """
         plan = require_plan(plan)
         _check_columns(batch, plan, self.config)
-        rows, meter = Rows.of(batch), Meter(self.engine, dist.get_world_size())
+        update = _Update(
+            batch,
+            Rows.of(batch),
+            Meter(self.engine, dist.get_world_size()),
+            len(plan.mini_batches),
+            self.steps_taken,
+            batch.meta_info.get("bypass"),
+        )
 
         def loss_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
-            return self._loss(batch, rows, picked, mini_batch, meter, len(plan.mini_batches))
+            return self._loss(update, picked, mini_batch)
 
-        return meter.metrics("actor", self.engine.update(plan, loss_of))
+        return update.meter.metrics("actor", self.engine.update(plan, loss_of))
 
-    def _loss(
-        self,
-        batch: DataProto,
-        rows: Rows,
-        picked: tuple[int, ...],
-        mini_batch: MiniBatchPlan,
-        meter: Meter,
-        num_mini_batches: int,
-    ) -> Tensor:
+    def _loss(self, update: _Update, picked: tuple[int, ...], mini_batch: MiniBatchPlan) -> Tensor:
         """One micro-batch's share of the mini-batch's loss."""
-        config = self.config
-        packed = self.engine.pack(rows, picked)
-        flat_log_prob, flat_entropy = self.engine.module(packed, _temperature(batch), True)
+        config, batch, meter = self.config, update.batch, update.meter
+        packed = self.engine.pack(update.rows, picked)
+        flat = self.engine.module(packed, _temperature(batch), True)
         if packed.is_empty:
-            return flat_log_prob.sum() * 0.0
+            return flat.log_prob.sum() * 0.0
         meter.add_work(packed, with_head=True)
-        mask, log_prob, entropy = packed.mask, packed.unpack(flat_log_prob), packed.unpack(flat_entropy)
+        mask, log_prob, entropy = packed.mask, packed.unpack(flat.log_prob), packed.unpack(flat.entropy)
 
         def column(name: str) -> Tensor:
             return batch.batch[name][list(picked), : mask.shape[1]].to(mask.device)
 
         def share(loss_mat: Tensor) -> Tensor:
             counts = Counts(mini_batch.num_tokens, mini_batch.num_sequences, mini_batch.num_groups)
-            norm = config.loss_scale_factor or rows.responses.shape[1]
+            norm = config.loss_scale_factor or update.rows.responses.shape[1]
             return aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm)
 
         available = batch.batch.keys()
-        result = policy_loss(
-            config.policy_loss.loss_mode,
-            PolicyLossInput(
-                log_prob,
-                column("old_log_probs") if "old_log_probs" in available else log_prob.detach(),
-                column("advantages"),
-                mask,
-                **{name: column(name) for name in OPTIONAL_COLUMNS if name in available},
-            ),
-            config,
+        if "rollout_log_probs" in available and self.steps_taken == update.steps_before:
+            _measure_mismatch(meter, log_prob, column("rollout_log_probs"), mask)
+        if update.bypass is not None:
+            old_log_prob = column("rollout_log_probs")
+        else:
+            old_log_prob = column("old_log_probs") if "old_log_probs" in available else log_prob.detach()
+        optional = {name: column(name) for name in OPTIONAL_COLUMNS if name in available}
+        result = self._policy_loss(
+            PolicyLossInput(log_prob, old_log_prob, column("advantages"), mask, **optional), update
         )
-        if "rollout_log_probs" in available and "old_log_probs" not in available:
-            # On policy nobody else computes log-probs of the weights that sampled.
-            meter.add_distances("rollout/logprob_diff", (log_prob.detach() - column("rollout_log_probs"))[mask].abs())
         loss = policy_share = share(result.loss_mat)
-        meter.add_share("actor/pg_loss", policy_share, num_mini_batches)
+        meter.add_share("actor/pg_loss", policy_share, update.num_mini_batches)
         for name, (total, count) in result.metrics.items():
             meter.add(f"actor/{name}", total, count)
-        meter.add("actor/entropy", flat_entropy.sum(), flat_entropy.numel())
+        meter.add("actor/entropy", flat.entropy.sum(), flat.entropy.numel())
         if config.entropy_coeff != 0:
             loss = loss - config.entropy_coeff * share(entropy)
         if config.use_kl_loss:
@@ -159,6 +195,21 @@ class Policy(EngineModel):
             meter.add("actor/kl_loss", (divergence * mask).sum(), mask.sum())
             loss = loss + config.kl_loss_coef * share(divergence)
         return loss
+
+    def _policy_loss(self, inp: PolicyLossInput, update: _Update) -> PolicyLossOutput:
+        loss_mode = self.config.policy_loss.loss_mode
+        if update.bypass is None:
+            return policy_loss(loss_mode, inp, self.config)
+        result, _, correction = bypass_loss(loss_mode, inp, self.config, update.bypass)
+        for name, (total, count) in correction.items():
+            update.meter.add(f"rollout_corr/{name}", total, count)
+        return result
+
+
+def _measure_mismatch(meter: Meter, log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> None:
+    meter.add_distances("rollout/logprob_diff", (log_prob.detach() - sampler_log_prob)[mask].abs())
+    for name, (total, count) in mismatch(log_prob, sampler_log_prob, mask).items():
+        meter.add(f"rollout_corr/{name}", total, count)
 
 
 def _temperature(batch: DataProto) -> float:
@@ -174,7 +225,9 @@ def _check_columns(batch: DataProto, plan: RankPlan, config: Any) -> None:
     missing = sorted(wanted - set(batch.batch.keys()))
     if missing:
         raise ValueError(f"update_actor lacks the columns {missing}; the batch has {sorted(batch.batch.keys())}")
-    if "old_log_probs" in batch.batch.keys():
+    if batch.meta_info.get("bypass") is not None and "rollout_log_probs" not in batch.batch.keys():
+        raise ValueError("update_actor lacks rollout_log_probs, which bypass mode takes for the old log-probs")
+    if "old_log_probs" in batch.batch.keys() or batch.meta_info.get("bypass") is not None:
         return
     if batch.meta_info.get("on_policy") is not True or len(plan.mini_batches) != 1:
         raise ValueError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from tests.workers.engine.tiny import (
     plan_rows,
     save_llama,
     save_qwen2,
+    trim,
     world_of_one,
 )
 
@@ -73,6 +75,18 @@ def test_log_probs_equal_plain_forwards(family, temperature, share_prefix, reque
     torch.testing.assert_close(got.batch["old_log_probs"], want.float(), **NORM_ERROR)
     assert (got.batch["old_log_probs"][batch.batch["response_mask"] == 0] == 0).all()
     assert got.batch["entropys"].dtype == torch.float32
+
+
+def test_sums_of_squared_probabilities_are_those_of_the_sampled_distributions(llama):
+    batch = make_batch(temperature=0.7)
+    got = policy_of(llama).compute_log_prob(batch, one_plan(batch, 2), with_sum_pi_squared=True).batch
+    assert set(got.keys()) == {"old_log_probs", "sum_pi_squared"}
+    tokens, prompt_length, columns = trim(batch, 5)
+    with torch.no_grad():
+        probabilities = (plain_model(llama)(tokens).logits[0] / 0.7).softmax(-1)
+    want = probabilities[prompt_length + columns - 1].square().sum(-1)
+    torch.testing.assert_close(got["sum_pi_squared"][5, columns], want.float(), **NORM_ERROR)
+    assert (got["sum_pi_squared"][batch.batch["response_mask"] == 0] == 0).all()
 
 
 def test_no_plan_runs_all_rows_at_once(llama):
@@ -197,6 +211,58 @@ def test_old_log_probs_may_only_be_left_out_for_one_step_on_policy(llama):
     batch.meta_info["on_policy"] = True
     with pytest.raises(ValueError, match="steps in the plan: 2"):
         policy.update(batch, RankPlan(one_plan(batch).mini_batches * 2))
+
+
+def bypass(**changes) -> SimpleNamespace:
+    base = {
+        "loss_type": "ppo_clip",
+        "rollout_is": None,
+        "rollout_is_threshold": 2.0,
+        "rollout_is_batch_normalize": False,
+    }
+    return SimpleNamespace(**(base | {"rollout_rs": None, "rollout_rs_threshold": None} | changes))
+
+
+def test_in_bypass_mode_the_samplers_log_probs_are_the_old_ones(llama):
+    batch = make_batch()
+    want = gradients(policy_of(llama), batch, one_plan(batch, 2))
+    batch.rename("old_log_probs", "rollout_log_probs").meta_info["bypass"] = bypass()
+    got = gradients(policy_of(llama), batch, one_plan(batch, 2))
+    assert all(torch.equal(got[name], want[name]) for name in want)
+    batch.pop(batch_keys=["rollout_log_probs"])
+    with pytest.raises(ValueError, match="lacks rollout_log_probs"):
+        policy_of(llama).update(batch, one_plan(batch))
+
+
+def test_bypass_mode_rejects_by_the_policy_in_training_for_any_cut(llama):
+    batch = make_batch()
+    policy, trained = policy_of(llama), batch.batch["response_mask"].bool()
+    now = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    # Sampler and trainer agree everywhere but on row 4, which a rule for sequences leaves out.
+    batch.batch["rollout_log_probs"] = torch.where(trained, now + 0.01, 0.0)
+    batch.batch["rollout_log_probs"][4] += 1.0
+    batch.meta_info["bypass"] = bypass(rollout_rs="seq_mean_k2", rollout_rs_threshold=0.1)
+    whole = gradients(policy, batch, one_plan(batch, 1))
+    for name, cut in gradients(policy, batch, one_plan(batch, 3)).items():
+        torch.testing.assert_close(cut, whole[name], rtol=1e-4, atol=1e-7)
+    metrics = policy.update(batch, one_plan(batch, 3))
+    share = float(trained[4].sum() / trained.sum())
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"].result() == pytest.approx(share)
+    batch.batch["advantages"][4] = 0.0
+    without = gradients(policy_of(llama), batch, one_plan(batch, 1))
+    for name in whole:
+        torch.testing.assert_close(whole[name], without[name], rtol=1e-4, atol=1e-7)
+
+
+def test_the_mismatch_is_measured_until_the_weights_move(llama):
+    policy, batch = policy_of(llama), make_batch()
+    mask = batch.batch["response_mask"].bool()
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
+    before = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    want = (before - batch.batch["rollout_log_probs"])[mask].abs().mean()
+    metrics = policy.update(batch, RankPlan(one_plan(batch, 2).mini_batches * 3))
+    assert metrics["rollout/logprob_diff_mean"].result() == pytest.approx(float(want), rel=1e-5)
+    assert metrics["rollout/logprob_diff_mean"].count == metrics["rollout_corr/kl"].count == int(mask.sum())
 
 
 def test_metrics_carry_verls_names_and_their_counts(llama):

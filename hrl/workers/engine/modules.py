@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hrl.workers.engine.packing import PackedMicroBatch
-from hrl.workers.ops.log_prob import default_chunk, log_prob_and_entropy
+from hrl.workers.ops.log_prob import TokenStatistics, default_chunk, token_statistics
 
 
 class _PackedModel(nn.Module):
@@ -28,16 +28,19 @@ class _PackedModel(nn.Module):
 class PackedCausalLM(_PackedModel):
     """Log-probs of the tokens that were sampled."""
 
-    def forward(self, packed: PackedMicroBatch, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Log-probs ``(N,)`` and entropies ``(N,)`` or ``None``, float32."""
+    def forward(
+        self, packed: PackedMicroBatch, temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False
+    ) -> TokenStatistics:
+        """Log-probs ``(N,)`` and what else is asked for, float32."""
         hidden = self.hidden_states(packed)
-        return log_prob_and_entropy(
+        return token_statistics(
             hidden,
             self.model.get_output_embeddings().weight,
             packed.labels,
             temperature,
             chunk=default_chunk(hidden.device),
             with_entropy=with_entropy,
+            with_sum_pi_squared=with_sum_pi_squared,
         )
 
 

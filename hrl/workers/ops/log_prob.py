@@ -1,4 +1,4 @@
-"""The one place where hidden states become log-probs and entropies.
+"""The one place where hidden states become log-probs, entropies and whatever else is asked of a token's distribution.
 
 The logits of a batch, ``(T, V)``, are its largest tensor by far, and nobody wants them. They are computed here tile by
 tile (tokens × vocabulary), folded into a running log-sum-exp, and computed once more in the backward pass, so that the
@@ -8,12 +8,14 @@ With logits ``z``, ``p = softmax(z)`` and entropy ``H = -sum(p log p)``:
 
 - ``d log p(y) / d z = onehot(y) - p``
 - ``d H / d z = -p (log p + H)``
+
+The collision probability ``sum(p^2)`` is a number for advantage estimators and has no gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +32,21 @@ def default_chunk(device: torch.device) -> int:
     return CPU_CHUNK if device.type == "cpu" else CUDA_CHUNK
 
 
-def log_prob_and_entropy(
+class TokenStatistics(NamedTuple):
+    """What the model says of each sampled token, ``(T,)`` each; ``None`` where it was not asked for.
+
+    Attributes:
+        log_prob: of the token, with gradient.
+        entropy: of the distribution it was sampled from, with gradient.
+        sum_pi_squared: sum of that distribution's squared probabilities, without gradient.
+    """
+
+    log_prob: Tensor
+    entropy: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+
+
+def token_statistics(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -38,8 +54,9 @@ def log_prob_and_entropy(
     *,
     chunk: int,
     with_entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probs of ``labels`` and, where asked, entropies, under ``softmax(hidden @ weight.T / temperature)``.
+    with_sum_pi_squared: bool = False,
+) -> TokenStatistics:
+    """Log-probs of ``labels``, and more where asked, under ``softmax(hidden @ weight.T / temperature)``.
 
     Args:
         hidden: ``(T, H)`` last hidden states, response positions only.
@@ -48,9 +65,10 @@ def log_prob_and_entropy(
         temperature: of the sampler, positive. The distribution is the one that was sampled from.
         chunk: logits held at once (tokens × vocabulary entries of one tile).
         with_entropy: whether entropies are wanted. They cost one more pass over the tile.
+        with_sum_pi_squared: whether sums of squared probabilities are wanted. They cost as much.
 
     Returns:
-        ``log_prob (T,)`` and ``entropy (T,)`` or ``None``, float32 (float64 for float64 inputs), with gradients.
+        Float32 (float64 for float64 inputs).
 
     Raises:
         ValueError: the temperature is not positive, or shapes don't fit.
@@ -62,8 +80,10 @@ def log_prob_and_entropy(
             f"hidden (T, H), weight (V, H), labels (T,) don't fit: {tuple(hidden.shape)}, {tuple(weight.shape)}, "
             f"{tuple(labels.shape)}"
         )
-    log_prob, entropy = _LogProb.apply(hidden, weight, labels, float(temperature), int(chunk), with_entropy)
-    return log_prob, entropy if with_entropy else None
+    log_prob, entropy, sum_pi_squared = _LogProb.apply(
+        hidden, weight, labels, float(temperature), int(chunk), with_entropy, with_sum_pi_squared
+    )
+    return TokenStatistics(log_prob, entropy if with_entropy else None, sum_pi_squared if with_sum_pi_squared else None)
 
 
 def _tiles(tokens: int, vocabulary: int, chunk: int) -> tuple[list[slice], list[slice]]:
@@ -92,18 +112,27 @@ class _LogProb(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, temperature: float, chunk: int, with_entropy: bool
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        temperature: float,
+        chunk: int,
+        with_entropy: bool,
+        with_sum_pi_squared: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], chunk)
         normaliser = hidden.new_empty(hidden.shape[0], dtype=dtype)
         label_logit = torch.full_like(normaliser, torch.nan)  # a label outside the vocabulary stays NaN, never a number
         mean_logit = torch.empty_like(normaliser) if with_entropy else None
+        sum_pi_squared = torch.empty_like(normaliser)
         for rows in row_tiles:
             top = normaliser.new_full((rows.stop - rows.start,), -torch.inf)
             mass = torch.zeros_like(top)  # sum of exp(z - top)
             first_moment = torch.zeros_like(top)  # sum of exp(z - top) * z
+            squared_mass = torch.zeros_like(top)  # sum of exp(z - top)^2
             for columns in vocab_tiles:
                 logits = _scaled_logits(hidden[rows], weight[columns], temperature, dtype)
                 _pick_labels(logits, labels[rows], columns, label_logit[rows])
@@ -115,21 +144,25 @@ class _LogProb(torch.autograd.Function):
                 else:
                     exponentials = logits.sub_(new_top[:, None]).exp_()
                 mass.mul_(shrink).add_(exponentials.sum(1))
+                if with_sum_pi_squared:
+                    squared_mass.mul_(shrink.square()).add_(torch.linalg.vecdot(exponentials, exponentials))
                 top = new_top
             normaliser[rows] = top + mass.log()
             if mean_logit is not None:
                 mean_logit[rows] = first_moment / mass
+            sum_pi_squared[rows] = squared_mass / mass.square()
         entropy = normaliser - mean_logit if mean_logit is not None else torch.empty_like(normaliser)
         ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
         ctx.temperature, ctx.chunk, ctx.accumulation_dtype = temperature, chunk, dtype
-        return label_logit - normaliser, entropy
+        ctx.mark_non_differentiable(sum_pi_squared)
+        return label_logit - normaliser, entropy, sum_pi_squared
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        grad_log_prob, grad_entropy = grads
+        grad_log_prob, grad_entropy, _ = grads
         hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
         if grad_log_prob is None and grad_entropy is None:
-            return None, None, None, None, None, None
+            return (None,) * 7
         want_hidden, want_weight = ctx.needs_input_grad[:2]
         row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], ctx.chunk)
         dtype = ctx.accumulation_dtype
@@ -162,6 +195,7 @@ class _LogProb(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
+            None,
             None,
             None,
             None,

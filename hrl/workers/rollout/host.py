@@ -7,7 +7,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -173,7 +173,8 @@ class RolloutHost:
 
         Args:
             batch: `prompts` (or `input_ids`) ``(B, P)`` left-padded and `attention_mask` ``(B, P)``; non-tensor `uid`
-                and `sample_index`; meta_info `step`, `validate` and, optionally, `temperature`.
+                and `sample_index`, and optionally `greedy`, which marks rows that take the most likely tokens;
+                meta_info `step`, `validate` and, optionally, `temperature`.
             on_sample: hears of every sample as it ends, so that rewards can be computed meanwhile.
             timeout_s: for the whole batch.
 
@@ -189,7 +190,9 @@ class RolloutHost:
         prompt_mask = batch.batch["attention_mask"][:, :width]
         sampling = self._sampling(batch.meta_info)
         names = [SampleName(row, *key) for row, key in enumerate(sample_keys(batch))]
-        work = self._generate_all(prompt_tokens(prompts, prompt_mask), names, sampling, batch.meta_info, on_sample)
+        is_greedy = batch.non_tensor_batch.get("greedy", np.zeros(len(names), dtype=object))
+        samplings = [replace(sampling, temperature=0.0) if greedy else sampling for greedy in is_greedy]
+        work = self._generate_all(prompt_tokens(prompts, prompt_mask), names, samplings, batch.meta_info, on_sample)
         try:
             outputs = self._running().run(work, timeout_s=timeout_s, what=f"{self.name}: sampling {len(names)} rows")
         except TimeoutError as error:
@@ -296,7 +299,7 @@ class RolloutHost:
         self,
         prompts: list[list[int]],
         names: list[SampleName],
-        sampling: SamplingParams,
+        samplings: list[SamplingParams],
         meta: Mapping[str, Any],
         on_sample: OnSample | None,
     ) -> list[SampleOutput]:
@@ -307,8 +310,8 @@ class RolloutHost:
         self._requests += 1
         wave = self._requests
 
-        async def one(prompt: list[int], name: SampleName) -> SampleOutput:
-            params = _seeded(sampling, sample_seed(run_seed, step, name.uid, name.sample_index))
+        async def one(prompt: list[int], name: SampleName, sampling: SamplingParams) -> SampleOutput:
+            params = replace(sampling, seed=sample_seed(run_seed, step, name.uid, name.sample_index))
             output = await self.engine.generate(prompt, params, f"{wave}-{name.row}")
             check_output(
                 output, name, max_tokens=params.max_tokens, vocab_size=self._tokens.vocab_size, version=version
@@ -319,7 +322,7 @@ class RolloutHost:
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(prompt, name)) for prompt, name in zip(prompts, names, strict=True)]
+                tasks = [group.create_task(one(*row)) for row in zip(prompts, names, samplings, strict=True)]
         except ExceptionGroup as failures:  # the first one is the cause; the others were cancelled or failed of it
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -355,7 +358,3 @@ def sample_metrics(outputs: Sequence[SampleOutput]) -> dict[str, Metric]:
         "rollout/aborted_responses": Metric.total(sum(output.finish_reason == "abort" for output in outputs)),
         "rollout/truncated_responses": Metric.total(sum(output.finish_reason == "length" for output in outputs)),
     }
-
-
-def _seeded(sampling: SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(sampling.temperature, sampling.top_p, sampling.top_k, sampling.max_tokens, seed)

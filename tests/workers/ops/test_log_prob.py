@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.workers.ops.log_prob import log_prob_and_entropy
+from hrl.workers.ops.log_prob import token_statistics
 
 
 def plain(hidden, weight, labels, temperature):
@@ -38,7 +38,12 @@ def test_values_and_gradients_for_any_tiling(tokens, vocabulary, chunk, temperat
         return weights[0] * (scale * log_prob).sum() + weights[1] * (scale.flip(0) * entropy).sum()
 
     want = plain(hidden, weight, labels, temperature)
-    got = log_prob_and_entropy(hidden, weight, labels, temperature, chunk=chunk, with_entropy=True)
+    *got, squares = token_statistics(
+        hidden, weight, labels, temperature, chunk=chunk, with_entropy=True, with_sum_pi_squared=True
+    )
+    probabilities = (hidden @ weight.t() / temperature).softmax(-1)
+    torch.testing.assert_close(squares, probabilities.square().sum(-1), rtol=1e-11, atol=1e-11)
+    assert not squares.requires_grad
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
     want_grads = torch.autograd.grad(total(*want), (hidden, weight))
@@ -49,7 +54,7 @@ def test_values_and_gradients_for_any_tiling(tokens, vocabulary, chunk, temperat
 
 def test_a_hand_computed_case():
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0], [2.0]]) * torch.log(torch.tensor(2.0))
-    log_prob, entropy = log_prob_and_entropy(hidden, weight, torch.tensor([1]), 1.0, chunk=2, with_entropy=True)
+    log_prob, entropy, _ = token_statistics(hidden, weight, torch.tensor([1]), 1.0, chunk=2, with_entropy=True)
     assert log_prob.item() == pytest.approx(torch.log(torch.tensor(2 / 7)).item())  # probabilities 1/7, 2/7, 4/7
     want = -sum(p * torch.log(torch.tensor(p)).item() for p in (1 / 7, 2 / 7, 4 / 7))
     assert entropy.item() == pytest.approx(want, rel=1e-6)
@@ -57,15 +62,15 @@ def test_a_hand_computed_case():
 
 def test_entropy_is_only_there_when_asked_for():
     hidden, weight, labels = inputs(3, 4, 7)
-    log_prob, entropy = log_prob_and_entropy(hidden, weight, labels, 1.0, chunk=64, with_entropy=False)
-    assert entropy is None
+    log_prob, entropy, squares = token_statistics(hidden, weight, labels, 1.0, chunk=64, with_entropy=False)
+    assert entropy is None and squares is None
     torch.testing.assert_close(log_prob, plain(hidden, weight, labels, 1.0)[0])
 
 
 def test_huge_logits_do_not_overflow():
     hidden, weight, labels = inputs(4, 4, 9, torch.float32)
     big = (hidden.detach() * 1e3).requires_grad_()
-    log_prob, entropy = log_prob_and_entropy(big, weight, labels, 1.0, chunk=8, with_entropy=True)
+    log_prob, entropy, _ = token_statistics(big, weight, labels, 1.0, chunk=8, with_entropy=True)
     torch.testing.assert_close(log_prob, plain(big, weight, labels, 1.0)[0], rtol=1e-4, atol=1e-2)
     (log_prob.sum() + entropy.sum()).backward()
     assert torch.isfinite(big.grad).all() and torch.isfinite(entropy).all()
@@ -74,7 +79,7 @@ def test_huge_logits_do_not_overflow():
 def test_bfloat16_accumulates_in_float32():
     hidden, weight, labels = (t.detach() if t.is_floating_point() else t for t in inputs(50, 32, 500, torch.float32))
     low = [t.bfloat16().requires_grad_() for t in (hidden, 0.1 * weight)]
-    log_prob, _ = log_prob_and_entropy(*low, labels, 1.0, chunk=1000, with_entropy=False)
+    log_prob, _, _ = token_statistics(*low, labels, 1.0, chunk=1000, with_entropy=False)
     want, _ = plain(*(t.detach().float() for t in low), labels, 1.0)
     assert log_prob.dtype == torch.float32
     assert (log_prob - want).abs().max() < 0.02
@@ -84,20 +89,20 @@ def test_bfloat16_accumulates_in_float32():
 
 def test_a_label_outside_the_vocabulary_is_no_number():
     hidden, weight, _ = inputs(2, 4, 7)
-    log_prob, _ = log_prob_and_entropy(hidden, weight, torch.tensor([3, 7]), 1.0, chunk=64, with_entropy=False)
+    log_prob, _, _ = token_statistics(hidden, weight, torch.tensor([3, 7]), 1.0, chunk=64, with_entropy=False)
     assert torch.isfinite(log_prob[0]) and torch.isnan(log_prob[1])
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_the_temperature_must_be_positive(temperature):
     with pytest.raises(ValueError, match="temperature"):
-        log_prob_and_entropy(*inputs(2, 4, 7), temperature, chunk=64, with_entropy=False)
+        token_statistics(*inputs(2, 4, 7), temperature, chunk=64, with_entropy=False)
 
 
 def test_shapes_must_fit():
     hidden, weight, labels = inputs(2, 4, 7)
     with pytest.raises(ValueError, match="don't fit"):
-        log_prob_and_entropy(hidden, weight[:, :3], labels, 1.0, chunk=64, with_entropy=False)
+        token_statistics(hidden, weight[:, :3], labels, 1.0, chunk=64, with_entropy=False)
 
 
 def test_the_largest_tensor_is_a_tile(monkeypatch):
@@ -114,6 +119,6 @@ def test_the_largest_tensor_is_a_tile(monkeypatch):
             return out
 
     with Watch():
-        log_prob, entropy = log_prob_and_entropy(hidden, weight, labels, 1.0, chunk=2048, with_entropy=True)
+        log_prob, entropy, _ = token_statistics(hidden, weight, labels, 1.0, chunk=2048, with_entropy=True)
         (log_prob.sum() + entropy.sum()).backward()
     assert largest <= max(2048, weight.numel())

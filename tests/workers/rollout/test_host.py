@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -103,6 +104,23 @@ def test_the_seed_is_stable_across_processes_and_distinct():
     assert sample_seed(1, 2, "a", 3) == sample_seed(1, 2, "a", 3) == 109891797
     seeds = {sample_seed(s, t, u, i) for s in range(3) for t in range(10) for u in ("a", "b") for i in range(8)}
     assert len(seeds) == 3 * 10 * 2 * 8
+
+
+def test_rows_marked_greedy_take_the_most_likely_tokens_beside_sampled_ones():
+    seen = []
+
+    class Recorder(ScriptedEngine):
+        async def generate(self, prompt_ids, sampling, request_id):
+            seen.append((prompt_ids, sampling.temperature))
+            return await super().generate(prompt_ids, sampling, request_id)
+
+    batch = prompt_batch([[1], [2], [3]], n=1, width=2)
+    batch.non_tensor_batch["greedy"] = np.array([False, True, False], dtype=object)
+    with scripted() as host:
+        host.engine.__class__ = Recorder
+        out = host.generate_sequences(batch)
+    assert sorted(seen) == [([1], 1.0), ([2], 0.0), ([3], 1.0)]
+    assert out.meta_info["temperature"] == 1.0
 
 
 def test_validation_takes_its_own_sampling_and_seeds():
