@@ -124,9 +124,9 @@ class RunReporter:
 
     # ------------------------------------------------------------------ when it is over
 
-    def step_done(self, step: int, batch: DataProto, metrics: dict[str, float], *, use_critic: bool) -> None:
+    def step_done(self, step: int, batch: DataProto, metrics: dict[str, float]) -> None:
         """Reports a finished step: its line, its metrics, its samples."""
-        metrics |= compute_data_metrics(batch, use_critic=use_critic)
+        metrics |= compute_data_metrics(batch, use_critic="values" in batch.batch.keys())
         metrics |= compute_timing_metrics(batch, self._timing)
         metrics |= compute_throughput_metrics(batch, self._timing, self.num_devices)
         self._timing.clear()

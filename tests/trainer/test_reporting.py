@@ -69,7 +69,7 @@ class Run:
     def step(self, step):
         with self.reporter.step(step), self.reporter.phase("step"), self.reporter.phase("gen"):
             pass
-        self.reporter.step_done(step, scored_batch([0.0, 1.0]), {}, use_critic=False)
+        self.reporter.step_done(step, scored_batch([0.0, 1.0]), {})
 
 
 def test_a_run_leaves_picture_report_and_samples_and_names_them(tmp_path):
@@ -194,7 +194,7 @@ def test_the_last_step_shows_the_table_of_its_validation_and_the_others_do_not(t
         for step in (1, 2):
             with run.reporter.phase("step"):
                 metrics = run.reporter.validation(step, scored_batch([1.0, 0.0]))
-            run.reporter.step_done(step, scored_batch([0.0, 1.0]), metrics, use_critic=False)
+            run.reporter.step_done(step, scored_batch([0.0, 1.0]), metrics)
     assert "validation after step 1" not in run.shown and run.shown.count("validation after step 2") == 1
 
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
-from time import perf_counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from hrl.algos.kl import AdaptiveKLController, get_kl_controller
@@ -12,14 +10,13 @@ from hrl.algos.policy_losses import ZERO_AT_ZERO_ADVANTAGE
 from hrl.algos.reward_placement import place_scores
 from hrl.metrics import reduce_metrics
 from hrl.protocol import DataProto
-from hrl.single_controller.base import phase as worker_phase
 from hrl.single_controller.ray import RayWorkerGroup
-from hrl.trainer.checkpoint import CheckpointStore, load_state
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.generation import check_policy_version, prompt_batch, sampler_drift
 from hrl.trainer.ppo.planning import AllLimits, Planner, plan_generation
 from hrl.trainer.ppo.roles import ResourcePoolManager, Role
 from hrl.trainer.ppo.worker_groups import WorkerGroups, build_worker_groups
+from hrl.trainer.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,11 +42,12 @@ def needs_old_log_prob(config: Any) -> bool:
     return not is_on_policy(config) or config.algorithm.use_kl_in_reward
 
 
-class RayPPOTrainer:
+class RayPPOTrainer(TrainingLoop[WorkerGroups]):
     """Trains a policy with PPO, GRPO, or any registered advantage estimator and policy loss.
 
-    The loop is ``fit``. Each phase is a method with the batch in and the batch out, so that a subclass changes one
-    phase and inherits the rest; ``on_batch_scored`` and ``on_step_end`` are hooks that do nothing here.
+    The algorithm is ``train_step``, which ``fit`` calls for every batch of prompts. Each of its phases is a method with
+    the batch in and the batch out, so that a subclass changes one phase and inherits the rest; ``on_batch_scored`` and
+    ``on_step_end`` are hooks that do nothing here.
 
     Args:
         config: the validated configuration.
@@ -76,17 +74,18 @@ class RayPPOTrainer:
         reporter: RunReporter,
         total_training_steps: int,
     ) -> None:
-        self.config = config
-        self.tokenizer = tokenizer
+        super().__init__(
+            config,
+            tokenizer,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            reporter=reporter,
+            total_training_steps=total_training_steps,
+        )
         self.role_worker_mapping = role_worker_mapping
         self.resource_pool_manager = resource_pool_manager
         self.ray_worker_group_cls = ray_worker_group_cls
-        self.train_dataset = train_dataset
-        self.val_dataset = val_dataset
         self.rewards = rewards
-        self.reporter = reporter
-        self.total_training_steps = total_training_steps
-        self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)
 
         self.planner = Planner(share_prefix=config.actor_rollout_ref.model.share_prefix)
         self.limits = AllLimits.of(config)
@@ -96,22 +95,7 @@ class RayPPOTrainer:
         self.use_rm = config.needs_reward_model
         self.on_policy = is_on_policy(config)
         self.needs_old_log_prob = needs_old_log_prob(config)
-        self._workers: WorkerGroups | None = None
-        self.global_steps = 0
         self.policy_version = -1
-        self.data_position = train_dataset.order.start()
-
-    @property
-    def workers(self) -> WorkerGroups:
-        """The worker groups, once ``init_workers`` has started them."""
-        if self._workers is None:
-            raise RuntimeError("call init_workers() before the workers are used")
-        return self._workers
-
-    def shutdown(self) -> None:
-        """Ends every process that ``init_workers`` started."""
-        if self._workers is not None:
-            self._workers.shutdown()
 
     def init_workers(self) -> None:
         """Starts the processes of every pool and loads the models of every role into them."""
@@ -123,55 +107,38 @@ class RayPPOTrainer:
 
     # ------------------------------------------------------------------ the algorithm
 
-    def fit(self) -> None:
-        """Trains to ``total_training_steps``, from the newest checkpoint if there is one.
-
-        Where no step is left, it validates once.
-        """
-        self.restore()
+    def begin(self) -> None:
+        """The engines get the weights that the run starts with."""
         self.sync_weights()
-        if self.global_steps >= self.total_training_steps:
-            self.validate_only()
-        elif self.config.trainer.val_before_train and self.global_steps == 0:
-            self.validate_alone()
 
-        for batch in self.batches():
-            self.global_steps += 1
-            metrics: dict[str, float] = {}
-            with self.reporter.step(self.global_steps):
-                with self.phase("step"):
-                    with self.phase("gen"):
-                        batch = self.generate(batch, metrics)
-                        self.workers.rollout.sleep_rollout()
-                    with self.phase("reward"):
-                        batch = self.compute_reward(batch, metrics)
-                    batch = self.on_batch_scored(batch, metrics)
-                    if self.needs_old_log_prob:
-                        with self.phase("old_log_prob"):
-                            batch = self.compute_old_log_prob(batch, metrics)
-                    if self.use_reference_policy:
-                        with self.phase("ref"):
-                            batch = self.compute_ref_log_prob(batch)
-                    if self.use_critic:
-                        with self.phase("values"):
-                            batch = self.compute_values(batch)
-                    with self.phase("adv"):
-                        batch = self.compute_advantage(batch, metrics)
-                    if self.use_critic:
-                        with self.phase("update_critic"):
-                            self.update_critic(batch, metrics)
-                    if self.global_steps > self.config.trainer.critic_warmup:
-                        with self.phase("update_actor"):
-                            self.update_actor(batch, metrics)
-                    with self.phase("weight_sync"):
-                        metrics |= self.sync_weights()
-                if self.is_due(self.config.trainer.test_freq, self.config.trainer.val_after_train):
-                    metrics |= self.validate()
-                self.on_step_end(batch, metrics)
-            self.reporter.step_done(self.global_steps, batch, metrics, use_critic=self.use_critic)
-            # After the step's log: a checkpoint then never stands for a step that the log lacks.
-            if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0):
-                self.save()
+    def train_step(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """One step of the algorithm, phase by phase, on a batch of prompts."""
+        with self.phase("gen"):
+            batch = self.generate(batch, metrics)
+            self.workers.rollout.sleep_rollout()
+        with self.phase("reward"):
+            batch = self.compute_reward(batch, metrics)
+        batch = self.on_batch_scored(batch, metrics)
+        if self.needs_old_log_prob:
+            with self.phase("old_log_prob"):
+                batch = self.compute_old_log_prob(batch, metrics)
+        if self.use_reference_policy:
+            with self.phase("ref"):
+                batch = self.compute_ref_log_prob(batch)
+        if self.use_critic:
+            with self.phase("values"):
+                batch = self.compute_values(batch)
+        with self.phase("adv"):
+            batch = self.compute_advantage(batch, metrics)
+        if self.use_critic:
+            with self.phase("update_critic"):
+                self.update_critic(batch, metrics)
+        if self.global_steps > self.config.trainer.critic_warmup:
+            with self.phase("update_actor"):
+                self.update_actor(batch, metrics)
+        with self.phase("weight_sync"):
+            metrics |= self.sync_weights()
+        return batch
 
     # ------------------------------------------------------------------ hooks
 
@@ -179,18 +146,7 @@ class RayPPOTrainer:
         """Called when every row has its reward and before anything is learnt from it: filter or reshape here."""
         return batch
 
-    def on_step_end(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        """Called before a step's metrics are reported."""
-
     # ------------------------------------------------------------------ phases
-
-    def batches(self) -> Iterator[DataProto]:
-        """The remaining batches of prompts, one row per prompt, from the current position in the data."""
-        while self.global_steps < self.total_training_steps:
-            indices, self.data_position = self.train_dataset.order.next(
-                self.data_position, self.config.data.train_batch_size
-            )
-            yield self.train_dataset.batch(indices)
 
     def generate(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Samples ``rollout.n`` responses per prompt; finished ones are scored while the others are still generated."""
@@ -336,53 +292,17 @@ class RayPPOTrainer:
         batch.batch["kept"] = combined.kept
         return batch
 
-    def validate_only(self) -> None:
-        """Validates a policy that has no step left to make, and says so."""
-        self.reporter.console.note(
-            f"no step left: at step {self.global_steps}, trainer.total_training_steps={self.total_training_steps}; "
-            + ("nothing to validate on" if self.val_dataset is None else "validating once")
-        )
-        self.validate_alone()
-
-    def validate_alone(self) -> None:
-        """Validates outside of a step, whose record would hold the metrics: before the first, or where none is left."""
-        if self.val_dataset is not None:
-            self.reporter.validation_done(self.global_steps, self.validate())
-
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self) -> None:
-        """Writes a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
+    @property
+    def save_contents(self) -> Sequence[str]:
+        return self.config.actor_rollout_ref.actor.checkpoint.save_contents
 
-        Its seconds are told on the terminal: the step's record is written already, and the next one's is not theirs.
-        """
-        started = perf_counter()
-        folder = self.checkpoints.begin(self.global_steps)
-        contents = self.config.actor_rollout_ref.actor.checkpoint.save_contents
-        with worker_phase("save_checkpoint"):
-            self.workers.save(folder, contents)
-        if "hf_model" in contents:
-            self.tokenizer.save_pretrained(folder / "hf")
-        state = {
-            "step": self.global_steps,
-            "data_position": self.data_position.to_dict(),
-            "kl_coef": self.kl_ctrl.value,
-        }
-        final = self.checkpoints.commit(self.global_steps, state)
-        self.reporter.console.note(f"saved {final} in {perf_counter() - started:.1f} s")
+    def state(self) -> dict[str, Any]:
+        return {"kl_coef": self.kl_ctrl.value}
 
-    def restore(self) -> None:
-        """Continues from the checkpoint that ``trainer.resume_mode`` names, if any, and says so."""
-        trainer = self.config.trainer
-        path = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
-        if path is None:
-            return
-        state = load_state(path)
-        self.workers.load(path)
-        self.global_steps = state["step"]
-        self.data_position = type(self.data_position).from_dict(state["data_position"])
+    def load_state(self, state: dict[str, Any]) -> None:
         self._restore_kl_coef(state["kl_coef"])
-        self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
 
     def _restore_kl_coef(self, saved: float) -> None:
         """An adaptive coefficient is a state and goes on; a fixed one is a setting, and the configuration's counts."""
@@ -391,14 +311,3 @@ class RayPPOTrainer:
         elif self.kl_ctrl.value != saved:
             now = self.kl_ctrl.value
             self.reporter.console.note(f"algorithm.kl_ctrl.kl_coef is {now:g} from here on; it was {saved:g}")
-
-    # ------------------------------------------------------------------ small things
-
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Times a phase as ``timing_s/<name>`` and shows it while it lasts."""
-        return self.reporter.phase(name)
-
-    def is_due(self, every: int, also_last: bool = False) -> bool:
-        """Whether something that happens every ``every`` steps (never, if not positive) happens after this one."""
-        last = self.global_steps == self.total_training_steps
-        return (every > 0 and self.global_steps % every == 0) or (also_last and last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,7 +164,7 @@ class WorkerGroups:
         receiving.get()
         return sent
 
-    def save(self, folder: Path, contents: list[str]) -> None:
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the state of the trained roles below ``folder``."""
         self.actor.save_checkpoint(str(folder / "actor"), str(folder / "hf") if "hf_model" in contents else None)
         if self.critic is not None:
