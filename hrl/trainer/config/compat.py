@@ -3,7 +3,8 @@
 Every table is data: a dotted key, or a prefix that ends in `.*`. `docs/configuration.md` prints them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
@@ -295,7 +296,7 @@ REFUSED: dict[str, str] = {
 """Key or prefix → what to do instead."""
 
 
-def lookup(table: dict[str, Any], key: str) -> tuple[str, Any] | None:
+def lookup(table: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
     """The entry for `key`: itself, or the longest prefix pattern `a.b.*` above it.
 
     Returns:
@@ -311,10 +312,20 @@ def lookup(table: dict[str, Any], key: str) -> tuple[str, Any] | None:
     return None
 
 
-def present_name(key: str) -> str:
+def present_name(key: str, renamed: Mapping[str, str] = RENAMED) -> str:
     """The name of `key` in hrl; `key` itself when it was never renamed."""
-    entry = lookup(RENAMED, key)
+    entry = lookup(renamed, key)
     if entry is None:
         return key
     pattern, target = entry
     return target.removesuffix("*") + key.removeprefix(pattern.removesuffix("*"))
+
+
+@dataclass(frozen=True)
+class Spellings:
+    """What becomes of keys that are no fields of a schema; each table is as its namesake above."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    must_equal: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Fixed] = field(default_factory=dict)
+    refused: Mapping[str, str] = field(default_factory=dict)

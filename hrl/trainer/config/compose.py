@@ -18,12 +18,14 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hrl.trainer.config.base import Section
 from hrl.trainer.config.derived import with_derived_defaults
 from hrl.trainer.config.errors import ConfigError, Problem
 from hrl.trainer.config.folder import config_folder
 from hrl.trainer.config.help import run_help
 from hrl.trainer.config.keys import flatten, leaves, nearest, unflatten
-from hrl.trainer.config.load import validate
+from hrl.trainer.config.kinds import PPO, C, RunKind
+from hrl.trainer.config.load import validate_kind
 from hrl.trainer.config.overrides import apply_override, read_override
 from hrl.trainer.config.schema import PPOTrainerConfig
 
@@ -74,12 +76,17 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError([Problem("the command line", f"can't be read: {message}.", "See --help.")])
 
 
-def compose_cli(argv: Sequence[str], *, config_name: str = "ppo_trainer") -> PPOTrainerConfig:
+def compose_cli(argv: Sequence[str]) -> PPOTrainerConfig:
+    """Compose and validate what the command line of a PPO run asks for; see `compose_kind`."""
+    return compose_kind(PPO, argv)
+
+
+def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
     """Compose and validate what a command line asks for.
 
     Args:
+        kind: of the run; it names the primary YAML file unless `--config-name` names another.
         argv: `key=value` overrides, `--config-path DIR`, `--config-name NAME`, `--config-dir DIR`, `--cfg`, `--help`.
-        config_name: the primary YAML file unless `--config-name` names another.
 
     Returns:
         The validated configuration.
@@ -88,17 +95,17 @@ def compose_cli(argv: Sequence[str], *, config_name: str = "ppo_trainer") -> PPO
         ConfigError: lists every problem at once.
         SystemExit: after `--help` or `--cfg` has been answered.
     """
-    options = parse_options(argv, config_name)
+    options = parse_options(argv, kind.config_name)
     if options.help:
-        _answer(run_help())
-    composition = compose_tree(options)
-    config = validate(composition.values, tuple(composition.problems))
+        _answer(run_help(kind=kind))
+    composition = compose_tree(options, kind)
+    config = validate_kind(kind, composition.values, tuple(composition.problems))
     if options.cfg:
         _answer(to_yaml(config))
     return config
 
 
-def to_yaml(config: PPOTrainerConfig) -> str:
+def to_yaml(config: Section) -> str:
     """The whole configuration as YAML, every default filled in; composing it again gives the same configuration."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
 
@@ -109,7 +116,7 @@ def _answer(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def parse_options(argv: Sequence[str], config_name: str = "ppo_trainer") -> Options:
+def parse_options(argv: Sequence[str], config_name: str) -> Options:
     """Take a command line apart; `--config-path` is relative to the working folder.
 
     Raises:
@@ -132,7 +139,7 @@ def parse_options(argv: Sequence[str], config_name: str = "ppo_trainer") -> Opti
     )
 
 
-def compose_tree(options: Options) -> Composition:
+def compose_tree(options: Options, kind: RunKind[Section]) -> Composition:
     """Compose the YAML files and put the overrides on top; collects problems instead of stopping."""
     composition = Composition()
     choices: list[str] = []
@@ -149,9 +156,9 @@ def compose_tree(options: Options) -> Composition:
             values.append(override)
     tree = _compose_files(options, choices, composition.problems)
     for override in values:
-        problem = apply_override(tree, override)
+        problem = apply_override(tree, override, kind.schema)
         composition.problems += [problem] if problem else []
-    composition.values = _resolve(tree, composition.problems)
+    composition.values = _resolve(tree, kind, composition.problems)
     return composition
 
 
@@ -194,13 +201,14 @@ def _compose_files(options: Options, choices: list[str], problems: list[Problem]
     return tree
 
 
-def _resolve(tree: DictConfig, problems: list[Problem]) -> dict[str, Any]:
+def _resolve(tree: DictConfig, kind: RunKind[Section], problems: list[Problem]) -> dict[str, Any]:
     """Flatten the tree and resolve interpolations; they may also refer to keys that stand at their default."""
-    values = dict(flatten(OmegaConf.to_container(tree, resolve=False)))  # type: ignore[arg-type]
+    values = dict(flatten(OmegaConf.to_container(tree, resolve=False), kind.schema))  # type: ignore[arg-type]
     open_values = {key: value for key, value in values.items() if "${" in str(value)}
     if open_values:
-        defaults = {key: leaf.default for key, leaf in leaves().items()}
-        whole = OmegaConf.create(unflatten({**defaults, **with_derived_defaults(values)}))
+        defaults = {key: leaf.default for key, leaf in leaves(kind.schema).items()}
+        derived = with_derived_defaults(values, kind.derived, kind.schema)
+        whole = OmegaConf.create(unflatten({**defaults, **derived}))
     for key in open_values:
         try:
             value = OmegaConf.select(whole, key)

@@ -3,33 +3,39 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hrl.trainer.config.base import Section
 from hrl.trainer.config.keys import leaves
 from hrl.trainer.config.names import estimator_needs
+from hrl.trainer.config.schema import PPOTrainerConfig
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 DEFAULT_GROUP_SIZE = 8
 
 
-class _Values:
+class Values:
     """What is set so far, with the schema's plain defaults underneath."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
+    def __init__(self, given: Mapping[str, Any], root: type[Section]) -> None:
         self.given = given
         self.values = dict(given)
+        self.root = root
 
     def __call__(self, key: str) -> Any:
-        return self.values.get(key, leaves()[key].default)
+        return self.values.get(key, leaves(self.root)[key].default)
 
 
-def _actor_dynamic(get: _Values) -> bool:
+Derive = Callable[[Values], Any]
+
+
+def _actor_dynamic(get: Values) -> bool:
     return get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu") is None
 
 
-def _dynamic_unless(rows_key: str) -> Callable[[_Values], Any]:
+def _dynamic_unless(rows_key: str) -> Derive:
     """Follow the actor where its flag was written; else pack dynamically unless a number of rows was given."""
     flag = f"{_ACTOR}.use_dynamic_bsz"
 
-    def derive(get: _Values) -> Any:
+    def derive(get: Values) -> Any:
         if flag in get.given or rows_key not in get.given:
             return get(flag)
         return get.given[rows_key] is None
@@ -37,90 +43,103 @@ def _dynamic_unless(rows_key: str) -> Callable[[_Values], Any]:
     return derive
 
 
-def _estimator(get: _Values) -> str:
+def _estimator(get: Values) -> str:
     """PPO's launch scripts set the critic and leave the estimator at verl's default, gae."""
     mentions_critic = any(key.startswith("critic.") and value not in (None, False) for key, value in get.given.items())
     return "gae" if mentions_critic else "grpo"
 
 
-def _group_size(get: _Values) -> int:
+def _group_size(get: Values) -> int:
     estimator = get("algorithm.adv_estimator")
     grouped = isinstance(estimator, str) and estimator_needs(estimator).min_group_size > 1
     return DEFAULT_GROUP_SIZE if grouped else 1
 
 
-def _actor_rows(get: _Values) -> Any:
+def _actor_rows(get: Values) -> Any:
     return None if get(f"{_ACTOR}.use_dynamic_bsz") else get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
 
 
-def _default_pools(get: _Values) -> dict[str, Any]:
+def _default_pools(get: Values) -> dict[str, Any]:
     return {"global": get("trainer.n_gpus_per_node")}
 
 
-def _run_folder(get: _Values) -> str:
+def run_folder(get: Values) -> str:
+    """The folder of the project and the experiment."""
     return f"outputs/{get('trainer.project_name')}/{get('trainer.experiment_name')}"
 
 
-def _load_contents(get: _Values) -> Any:
-    saved = get(f"{_ACTOR}.checkpoint.save_contents")
-    return [part for part in saved if part != "hf_model"] or ["model"] if isinstance(saved, list) else saved
+def load_contents(checkpoint: str) -> Derive:
+    """The saved parts that a run continues from; `checkpoint` is the section's key."""
+
+    def derive(get: Values) -> Any:
+        saved = get(f"{checkpoint}.save_contents")
+        return [part for part in saved if part != "hf_model"] or ["model"] if isinstance(saved, list) else saved
+
+    return derive
 
 
-def _same_as(source: str) -> Callable[[_Values], Any]:
+def same_as(source: str) -> Derive:
+    """The value of another key."""
     return lambda get: get(source)
 
 
 _ACTOR_BUDGET = f"{_ACTOR}.ppo_max_token_len_per_gpu"
 _ACTOR_ROWS = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
 
-DERIVED: dict[str, Callable[[_Values], Any]] = {
+DERIVED: dict[str, Derive] = {
     f"{_ACTOR}.use_dynamic_bsz": _actor_dynamic,
-    f"{_ACTOR}.clip_ratio_low": _same_as(f"{_ACTOR}.clip_ratio"),
-    f"{_ACTOR}.clip_ratio_high": _same_as(f"{_ACTOR}.clip_ratio"),
-    f"{_ACTOR}.checkpoint.load_contents": _load_contents,
+    f"{_ACTOR}.clip_ratio_low": same_as(f"{_ACTOR}.clip_ratio"),
+    f"{_ACTOR}.clip_ratio_high": same_as(f"{_ACTOR}.clip_ratio"),
+    f"{_ACTOR}.checkpoint.load_contents": load_contents(f"{_ACTOR}.checkpoint"),
     "algorithm.adv_estimator": _estimator,
     f"{_ROLLOUT}.n": _group_size,
-    f"{_ROLLOUT}.seed": _same_as("trainer.seed"),
-    "data.seed": _same_as("trainer.seed"),
+    f"{_ROLLOUT}.seed": same_as("trainer.seed"),
+    "data.seed": same_as("trainer.seed"),
     **{
         f"{owner}.{name}": rule
         for owner in (_REF, _ROLLOUT)
         for name, rule in {
             "log_prob_use_dynamic_bsz": _dynamic_unless(f"{owner}.log_prob_micro_batch_size_per_gpu"),
-            "log_prob_max_token_len_per_gpu": _same_as(_ACTOR_BUDGET),
-            "log_prob_micro_batch_size_per_gpu": _same_as(_ACTOR_ROWS),
+            "log_prob_max_token_len_per_gpu": same_as(_ACTOR_BUDGET),
+            "log_prob_micro_batch_size_per_gpu": same_as(_ACTOR_ROWS),
         }.items()
     },
     "critic.use_dynamic_bsz": _dynamic_unless("critic.ppo_micro_batch_size_per_gpu"),
-    "critic.ppo_max_token_len_per_gpu": _same_as(_ACTOR_BUDGET),
-    "critic.forward_max_token_len_per_gpu": _same_as("critic.ppo_max_token_len_per_gpu"),
-    "critic.ppo_micro_batch_size_per_gpu": _same_as(_ACTOR_ROWS),
-    "critic.ppo_mini_batch_size": _same_as(f"{_ACTOR}.ppo_mini_batch_size"),
-    "critic.ppo_epochs": _same_as(f"{_ACTOR}.ppo_epochs"),
-    "critic.loss_agg_mode": _same_as(f"{_ACTOR}.loss_agg_mode"),
-    "critic.model.path": _same_as(f"{_MODEL}.path"),
-    "reward.reward_model.max_token_len_per_gpu": _same_as(_ACTOR_BUDGET),
+    "critic.ppo_max_token_len_per_gpu": same_as(_ACTOR_BUDGET),
+    "critic.forward_max_token_len_per_gpu": same_as("critic.ppo_max_token_len_per_gpu"),
+    "critic.ppo_micro_batch_size_per_gpu": same_as(_ACTOR_ROWS),
+    "critic.ppo_mini_batch_size": same_as(f"{_ACTOR}.ppo_mini_batch_size"),
+    "critic.ppo_epochs": same_as(f"{_ACTOR}.ppo_epochs"),
+    "critic.loss_agg_mode": same_as(f"{_ACTOR}.loss_agg_mode"),
+    "critic.model.path": same_as(f"{_MODEL}.path"),
+    "reward.reward_model.max_token_len_per_gpu": same_as(_ACTOR_BUDGET),
     "reward.reward_model.micro_batch_size_per_gpu": _actor_rows,
-    "trainer.default_local_dir": _run_folder,
+    "trainer.default_local_dir": run_folder,
     "trainer.resource_pools": _default_pools,
 }
 """Key → its default as a function of other keys, in an order in which sources come first."""
 
 
-def with_derived_defaults(given: Mapping[str, Any]) -> dict[str, Any]:
+def with_derived_defaults(
+    given: Mapping[str, Any],
+    derived: Mapping[str, Derive] = DERIVED,
+    root: type[Section] = PPOTrainerConfig,
+) -> dict[str, Any]:
     """Fill in every derived default that was not given.
 
     Args:
         given: dotted key → value, as the user wrote it; may hold wrong types, which validation reports later.
+        derived: key → its default, sources first.
+        root: the schema.
 
     Returns:
         `given` with the derived keys added, and pools written as one number spread over `trainer.nnodes` machines.
     """
-    values = _Values(given)
-    for key, derive in DERIVED.items():
+    values = Values(given, root)
+    for key, derive in derived.items():
         if key not in given:
             values.values[key] = derive(values)
-    pools, nodes = values("trainer.resource_pools"), values("trainer.nnodes")
+    pools, nodes = values.values.get("trainer.resource_pools"), values("trainer.nnodes")
     if isinstance(pools, dict) and isinstance(nodes, int):
         values.values["trainer.resource_pools"] = {
             pool: [size] * max(nodes, 1) if isinstance(size, int) else size for pool, size in pools.items()

@@ -1,76 +1,52 @@
 """The text of `--help`: how to say what to run, and the keys people set most."""
 
+from hrl.trainer.config.base import Section
 from hrl.trainer.config.folder import config_folder
 from hrl.trainer.config.keys import leaves
+from hrl.trainer.config.kinds import PPO, RunKind
 
-MOST_USED = (
-    "actor_rollout_ref.model.path",
-    "data.train_files",
-    "data.val_files",
-    "data.train_batch_size",
-    "data.max_prompt_length",
-    "data.max_response_length",
-    "algorithm.adv_estimator",
-    "actor_rollout_ref.rollout.name",
-    "actor_rollout_ref.rollout.n",
-    "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "actor_rollout_ref.rollout.gpu_memory_utilization",
-    "actor_rollout_ref.actor.optim.lr",
-    "actor_rollout_ref.actor.ppo_mini_batch_size",
-    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-    "actor_rollout_ref.actor.use_kl_loss",
-    "algorithm.use_kl_in_reward",
-    "critic.optim.lr",
-    "reward.custom_reward_function.path",
-    "trainer.total_epochs",
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
-    "trainer.test_freq",
-    "trainer.save_freq",
-    "trainer.logger",
-    "trainer.project_name",
-    "trainer.experiment_name",
-)
 _WIDTH = 100
 
 
-def run_help(program: str = "python -m hrl.trainer.main_ppo") -> str:
-    """Usage, groups, most used keys and examples."""
-    groups = [
-        f"  {folder.name + '=':<12}{', '.join(sorted(path.stem for path in folder.glob('*.yaml')))}"
-        for folder in sorted(path for path in config_folder().iterdir() if path.is_dir())
-    ]
-    keys = [line for key in MOST_USED for line in _key_lines(key)]
+def run_help(program: str | None = None, kind: RunKind[Section] = PPO) -> str:
+    """Usage, groups, most used keys and examples.
+
+    Args:
+        program: what is asked for help; the kind's own program by default.
+        kind: of the run.
+    """
+    program = program or kind.program
+    groups = [f"  {group + '=':<12}{', '.join(_choices(group))}" for group in kind.help.groups]
     return "\n".join(
         [
-            f"usage: {program} [group=choice ...] [key=value ...]",
+            f"usage: {program} {'[group=choice ...] ' if groups else ''}[key=value ...]",
             "",
-            "Without arguments this runs the quickstart: GRPO on a small model that learns to add.",
+            kind.help.summary,
             "",
-            "groups:",
-            *groups,
-            "",
+            *(["groups:", *groups, ""] if groups else []),
             "options:",
-            "  --config-path, -cp DIR    folder of your own YAML file (its defaults list may name ppo_trainer)",
-            "  --config-name, -cn NAME   its name; ppo_trainer unless given",
+            f"  --config-path, -cp DIR    folder of your own YAML file (its defaults list may name {kind.config_name})",
+            f"  --config-name, -cn NAME   its name; {kind.config_name} unless given",
             "  --config-dir, -cd DIR     one more folder to look for groups in",
             "  --cfg, -c                 print the resolved configuration and stop",
             "  --help, -h                this text",
             "",
-            "most used keys (all of them: docs/configuration.md):",
-            *keys,
+            f"most used keys (all of them: {kind.help.page}):",
+            *(line for key in kind.help.most_used for line in _key_lines(key, kind)),
             "",
             "examples:",
-            f"  {program} recipe=ppo",
-            f"  {program} actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \\",
-            "      data.train_files=train.parquet data.val_files=val.parquet trainer.n_gpus_per_node=8",
-            "  hrl check recipe=ppo placement=separate    what a run would do, without starting it",
+            *(f"  {program} {example}" for example in kind.help.examples),
+            f"  {kind.check} {kind.help.check}    what a run would do, without starting it",
         ]
     )
 
 
-def _key_lines(key: str) -> list[str]:
-    first_sentence = leaves()[key].help.split(". ")[0].split("; ")[0].rstrip(".")
+def _choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
+def _key_lines(key: str, kind: RunKind[Section]) -> list[str]:
+    first_sentence = leaves(kind.schema)[key].help.split(". ")[0].split("; ")[0].rstrip(".")
     room = _WIDTH - 6
     text = first_sentence if len(first_sentence) <= room else first_sentence[: room - 1].rstrip() + "…"
     return [f"  {key}", f"      {text}"]

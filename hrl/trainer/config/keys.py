@@ -1,6 +1,9 @@
-"""The schema as a flat table of dotted keys, and the nearest right name for a wrong one."""
+"""A schema as a flat table of dotted keys, and the nearest right name for a wrong one.
 
-from collections.abc import Iterable, Iterator
+`root` is the class of a whole configuration, by default that of a PPO run.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
@@ -34,26 +37,28 @@ def _walk(section: Section, prefix: str) -> Iterator[Leaf]:
 
 
 @cache
-def leaves() -> dict[str, Leaf]:
+def leaves(root: type[Section] = PPOTrainerConfig) -> dict[str, Leaf]:
     """Every key of the schema with its field and plain default, in the order of the schema."""
-    return {leaf.key: leaf for leaf in _walk(PPOTrainerConfig(), "")}
+    return {leaf.key: leaf for leaf in _walk(root(), "")}
 
 
 @cache
-def sections() -> frozenset[str]:
+def sections(root: type[Section] = PPOTrainerConfig) -> frozenset[str]:
     """Every dotted prefix of a key, such as `actor_rollout_ref` and `actor_rollout_ref.actor`."""
-    parts = (key.split(".") for key in leaves())
+    parts = (key.split(".") for key in leaves(root))
     return frozenset(".".join(names[:depth]) for names in parts for depth in range(1, len(names)))
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(
+    tree: dict[str, Any], root: type[Section] = PPOTrainerConfig, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) for the values of a nested dict; a schema key that holds a dict stays whole."""
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and key not in leaves() and (value or key not in sections()):
+        if isinstance(value, dict) and key not in leaves(root) and (value or key not in sections(root)):
             if value:
-                yield from flatten(value, f"{key}.")
-        elif not (value is None and key in sections()):
+                yield from flatten(value, root, f"{key}.")
+        elif not (value is None and key in sections(root)):
             yield key, value
 
 
@@ -78,14 +83,15 @@ def nearest(name: str, choices: Iterable[str], count: int = 1, cutoff: float = 0
     return get_close_matches(name, sorted(choices), n=count, cutoff=cutoff)
 
 
-def nearest_keys(key: str, aliases: dict[str, str]) -> list[str]:
+def nearest_keys(key: str, aliases: Mapping[str, str], root: type[Section] = PPOTrainerConfig) -> list[str]:
     """Right names that `key` may have meant: a sibling, the same name in another section, or a similar path.
 
     Args:
         key: the unknown dotted key.
         aliases: accepted older spellings and what they became; a misspelt alias suggests its present name.
+        root: the schema.
     """
-    known = {**{name: name for name in leaves()}, **aliases}
+    known = {**{name: name for name in leaves(root)}, **aliases}
     parent, _, name = key.rpartition(".")
     siblings = {known_key.rpartition(".")[2]: known_key for known_key in known if known_key.startswith(f"{parent}.")}
     close = nearest(name, siblings, cutoff=0.75)

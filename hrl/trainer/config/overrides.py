@@ -6,6 +6,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hrl.trainer.config.base import Section
 from hrl.trainer.config.errors import Problem
 from hrl.trainer.config.keys import leaves
 
@@ -44,14 +45,14 @@ def _quoting(key: str, value: str) -> str:
     return f"Quote the value: '{key}=\"{value}\"'." if '"' not in value and "'" not in value else "Check its quotes."
 
 
-def apply_override(tree: DictConfig, override: Override) -> Problem | None:
+def apply_override(tree: DictConfig, override: Override, root: type[Section]) -> Problem | None:
     """Set or remove one key; `+` and `++` mean what no prefix means. A key that holds a dict is replaced whole."""
     key = override.key_or_group
     try:
         if override.type is OverrideType.DEL:
             _remove(tree, key)
         else:
-            OmegaConf.update(tree, key, override.value(), merge=key not in leaves(), force_add=True)
+            OmegaConf.update(tree, key, override.value(), merge=key not in leaves(root), force_add=True)
     except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
         return Problem(key, f"can't be set: {str(error).splitlines()[0]}.")
     return None
