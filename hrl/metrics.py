@@ -120,6 +120,29 @@ def reduce_metrics(metrics: Mapping[str, Metric | Sequence[Metric | float] | flo
     return reduced
 
 
+class StepMetrics(dict[str, float]):
+    """The numbers of a step by name. What is observed more than once is merged by its kind; assignment replaces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._observed: dict[str, Metric] = {}
+
+    def observe(self, metrics: Mapping[str, Metric | Sequence[Metric]]) -> None:
+        """Takes metrics in. A name that saw nothing yet is absent rather than NaN.
+
+        Raises:
+            ValueError: Two observations of a name are of different kinds.
+        """
+        for name, value in metrics.items():
+            earlier = [self._observed[name]] if name in self._observed else []
+            merged = _merge_all(name, [*earlier, *([value] if isinstance(value, Metric) else value)])
+            if merged is None:
+                continue
+            self._observed[name] = merged
+            if not merged.is_empty:
+                self[name] = merged.result()
+
+
 def _merge_all(name: str, values: Sequence[Metric | float]) -> Metric | None:
     """Merge the observations of one name, or return None when there are none."""
     kinds = {value.kind if isinstance(value, Metric) else "plain number" for value in values}

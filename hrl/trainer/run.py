@@ -28,8 +28,10 @@ from hrl.trainer.console import RunConsole
 from hrl.trainer.display import Display
 from hrl.trainer.json_console import JsonConsole
 from hrl.trainer.phases import PHASES
+from hrl.trainer.ppo.dynamic_sampling import DynamicSamplingError
 from hrl.trainer.ppo.generation import PolicyVersionError
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_old_log_prob
+from hrl.trainer.ppo.reward_parts import RewardPartError
 from hrl.trainer.ppo.rewards import RewardService
 from hrl.trainer.ppo.roles import Role, pool_manager_of
 from hrl.trainer.ppo.worker_groups import worker_mapping
@@ -51,12 +53,14 @@ EXPLAINED = (
     ChatTemplateError,
     CheckpointError,
     DatasetError,
+    DynamicSamplingError,
     ModelSourceError,
     PlacementError,
     PolicyVersionError,
     PreflightError,
     RewardError,
     RewardFunctionError,
+    RewardPartError,
     RunFolderError,
     WorkerError,
 )

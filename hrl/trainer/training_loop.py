@@ -12,6 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.single_controller.base import phase as worker_phase
 from hrl.trainer.checkpoint import CheckpointStore, load_state
@@ -85,7 +86,7 @@ class TrainingLoop(ABC, Generic[W]):
         """Called once, when a checkpoint was loaded or there is none, before anything is validated or learnt."""
 
     @abstractmethod
-    def train_step(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Learns from one batch, in timed phases; returns the batch as it is to be reported."""
 
     @abstractmethod
@@ -123,7 +124,7 @@ class TrainingLoop(ABC, Generic[W]):
 
         for batch in self.batches():
             self.global_steps += 1
-            metrics: dict[str, float] = {}
+            metrics = StepMetrics()
             with self.reporter.step(self.global_steps):
                 with self.phase("step"):
                     batch = self.train_step(batch, metrics)
@@ -138,10 +139,14 @@ class TrainingLoop(ABC, Generic[W]):
     def batches(self) -> Iterator[DataProto]:
         """The remaining batches of training rows, from the current position in the data."""
         while self.global_steps < self.total_training_steps:
-            indices, self.data_position = self.train_dataset.order.next(
-                self.data_position, self.config.data.train_batch_size
-            )
-            yield self.train_dataset.batch(indices)
+            yield self.next_batch()
+
+    def next_batch(self) -> DataProto:
+        """The batch at the current position in the data, which moves on."""
+        indices, self.data_position = self.train_dataset.order.next(
+            self.data_position, self.config.data.train_batch_size
+        )
+        return self.train_dataset.batch(indices)
 
     def validate_only(self) -> None:
         """Validates a model that has no step left to make, and says so."""

@@ -13,6 +13,7 @@ from hrl.algos.advantages import AdvantageConfig, AdvantageInput, compute_advant
 from hrl.algos.groups import group_codes
 from hrl.algos.kl import KLController, penalise_rewards
 from hrl.protocol import DataProto
+from hrl.trainer.ppo.reward_parts import reward_columns
 
 
 def apply_kl_penalty(
@@ -64,23 +65,26 @@ def compute_advantage(
         num_repeat: accepted as in verl and not needed: groups are told by ``uid``.
         norm_adv_by_std_in_grpo: divide by the group's standard deviation (GRPO) or not (Dr.GRPO).
         config: the ``algorithm`` part of the configuration, for estimators with settings of their own; replaces the
-            three numbers above.
+            three numbers above. Its ``gdpo_reward_keys`` name the parts of the reward that gdpo reads.
 
     Raises:
         ValueError: there is no such estimator, it needs a column that the batch lacks, or a reward is not finite.
     """
-    columns = data.batch
+    columns, settings = data.batch, config
+    if settings is None:
+        settings = AdvantageConfig(gamma, lam, norm_adv_by_std_in_grpo)
+    part_names = getattr(settings, "gdpo_reward_keys", None)
     inputs = AdvantageInput(
         token_level_rewards=columns["token_level_rewards"],
         response_mask=columns["response_mask"],
         group_ids=group_codes(data.non_tensor_batch["uid"]),
+        reward_parts=reward_columns(data, part_names, "algorithm.gdpo_reward_keys") if part_names else None,
         **{
             name: columns[name]
             for name in ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
             if name in columns.keys()
         },
     )
-    settings = config if config is not None else AdvantageConfig(gamma, lam, norm_adv_by_std_in_grpo)
     columns["advantages"], columns["returns"] = compute_advantages(adv_estimator, inputs, settings)
     return data
 

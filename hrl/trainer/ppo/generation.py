@@ -14,7 +14,15 @@ class PolicyVersionError(RuntimeError):
     """A batch was sampled from other weights than the ones it would train."""
 
 
-def prompt_batch(prompts: DataProto, rollout: Any, *, step: int, validate: bool = False) -> DataProto:
+def prompt_batch(
+    prompts: DataProto,
+    rollout: Any,
+    *,
+    step: int,
+    validate: bool = False,
+    wave: int = 0,
+    with_greedy: bool = False,
+) -> DataProto:
     """Repeats every prompt once per sample and stamps the rows with group, sample number and sampling settings.
 
     Args:
@@ -22,6 +30,9 @@ def prompt_batch(prompts: DataProto, rollout: Any, *, step: int, validate: bool 
         rollout: the ``rollout`` part of the configuration.
         step: the trainer's step, which sampling seeds derive from.
         validate: use ``val_kwargs`` in place of the training settings.
+        wave: how many batches were sampled in this step before. A prompt that comes again, because a small data set
+            begins anew, is another group with other samples.
+        with_greedy: behind all samples, one row per prompt that takes the most likely tokens (``greedy``).
 
     Returns:
         ``n`` consecutive rows per prompt, with non-tensor ``uid`` (B,) and ``sample_index`` (B,).
@@ -30,15 +41,22 @@ def prompt_batch(prompts: DataProto, rollout: Any, *, step: int, validate: bool 
     greedy = validate and not settings.do_sample
     # Derived, not random: the same run draws the same samples when it is started again. From the number in the data
     # set, not in the batch: the prompts of a validation in several batches stay apart.
+    again = f"/{wave}" if wave else ""
     prompts.non_tensor_batch["uid"] = np.array(
         [
-            str(uuid.uuid5(uuid.NAMESPACE_OID, f"{step}/{validate}/{index}"))
+            str(uuid.uuid5(uuid.NAMESPACE_OID, f"{step}/{validate}/{index}{again}"))
             for index in prompts.non_tensor_batch["index"]
         ],
         dtype=object,
     )
     rows = prompts.repeat(settings.n, interleave=True)
     rows.non_tensor_batch["sample_index"] = np.array([i % settings.n for i in range(len(rows))], dtype=object)
+    if with_greedy:
+        baselines = prompts.select()
+        baselines.non_tensor_batch["sample_index"] = np.full(len(prompts), settings.n, dtype=object)
+        for part, is_greedy in ((rows, False), (baselines, True)):
+            part.non_tensor_batch["greedy"] = np.full(len(part), is_greedy, dtype=object)
+        rows = DataProto.concat([rows, baselines])
     rows.meta_info |= {
         "step": step,
         "validate": validate,
@@ -59,18 +77,3 @@ def check_policy_version(batch: DataProto, expected: int) -> None:
             f"this batch was sampled from policy version {found}, but the policy is at version {expected}: "
             "the last weight sync did not reach the engine"
         )
-
-
-def sampler_drift(batch: DataProto) -> dict[str, float]:
-    """How far the trainer's log-probs of the sampled tokens are from the sampler's: mean, p99 and maximum of |diff|."""
-    if "rollout_log_probs" not in batch.batch:
-        return {}
-    mask = batch.batch["response_mask"].bool()
-    difference = (batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"])[mask].abs()
-    if difference.numel() == 0:
-        return {}
-    return {
-        "rollout/logprob_diff_mean": float(difference.mean()),
-        "rollout/logprob_diff_p99": float(np.quantile(difference.numpy(), 0.99)),
-        "rollout/logprob_diff_max": float(difference.max()),
-    }

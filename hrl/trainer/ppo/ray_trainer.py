@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from hrl.algos.advantages import estimator_traits
+from hrl.algos.bypass import bypass_loss_name
 from hrl.algos.kl import AdaptiveKLController, get_kl_controller
 from hrl.algos.policy_losses import ZERO_AT_ZERO_ADVANTAGE
 from hrl.algos.reward_placement import place_scores
-from hrl.metrics import reduce_metrics
+from hrl.algos.token_selection import TOKEN_SELECTORS
+from hrl.metrics import StepMetrics, reduce_metrics
 from hrl.protocol import DataProto
 from hrl.single_controller.ray import RayWorkerGroup
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
-from hrl.trainer.ppo.generation import check_policy_version, prompt_batch, sampler_drift
+from hrl.trainer.ppo.baselines import take_baselines
+from hrl.trainer.ppo.dynamic_sampling import GroupFilter
+from hrl.trainer.ppo.generation import check_policy_version, prompt_batch
 from hrl.trainer.ppo.planning import AllLimits, Planner, plan_generation
 from hrl.trainer.ppo.roles import ResourcePoolManager, Role
+from hrl.trainer.ppo.sampler_mismatch import DriftGate, correct_for_sampler, corrects, sampler_drift, with_sample_sizes
+from hrl.trainer.ppo.selection import draw_by_score, mark_tokens, step_generator
 from hrl.trainer.ppo.worker_groups import WorkerGroups, build_worker_groups
 from hrl.trainer.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerBase
 
     from hrl.data.dataset import RLHFDataset
@@ -39,7 +47,15 @@ def is_on_policy(config: Any) -> bool:
 
 def needs_old_log_prob(config: Any) -> bool:
     """Whether a run has the phase that computes ``old_log_probs``: something reads them before or in the update."""
-    return not is_on_policy(config) or config.algorithm.use_kl_in_reward
+    algorithm = config.algorithm
+    return (
+        not is_on_policy(config)
+        or algorithm.use_kl_in_reward
+        or algorithm.rollout_correction.bypass_mode
+        or corrects(algorithm.rollout_correction)
+        or estimator_traits(algorithm.adv_estimator).needs_old_log_probs
+        or config.actor_rollout_ref.actor.policy_loss.loss_mode in TOKEN_SELECTORS
+    )
 
 
 class RayPPOTrainer(TrainingLoop[WorkerGroups]):
@@ -95,6 +111,8 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         self.use_rm = config.needs_reward_model
         self.on_policy = is_on_policy(config)
         self.needs_old_log_prob = needs_old_log_prob(config)
+        self.estimator = estimator_traits(config.algorithm.adv_estimator)
+        self.drift_gate = DriftGate(config.actor_rollout_ref.rollout.logprob_diff_alarm)
         self.policy_version = -1
 
     def init_workers(self) -> None:
@@ -111,14 +129,19 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         """The engines get the weights that the run starts with."""
         self.sync_weights()
 
-    def train_step(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """One step of the algorithm, phase by phase, on a batch of prompts."""
+        may_refill = self.config.algorithm.filter_groups.enable
         with self.phase("gen"):
             batch = self.generate(batch, metrics)
-            self.workers.rollout.sleep_rollout()
+            if not may_refill:
+                self.workers.rollout.sleep_rollout()
         with self.phase("reward"):
             batch = self.compute_reward(batch, metrics)
         batch = self.on_batch_scored(batch, metrics)
+        if may_refill:
+            batch = self.refill(batch, metrics)
+            self.workers.rollout.sleep_rollout()
         if self.needs_old_log_prob:
             with self.phase("old_log_prob"):
                 batch = self.compute_old_log_prob(batch, metrics)
@@ -130,30 +153,74 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
                 batch = self.compute_values(batch)
         with self.phase("adv"):
             batch = self.compute_advantage(batch, metrics)
+        learnt = self.rows_to_learn(batch, metrics)
         if self.use_critic:
             with self.phase("update_critic"):
-                self.update_critic(batch, metrics)
+                self.update_critic(learnt, metrics)
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
-                self.update_actor(batch, metrics)
+                self.update_actor(learnt, metrics)
         with self.phase("weight_sync"):
             metrics |= self.sync_weights()
+        self.judge_mismatch(metrics)
         return batch
 
     # ------------------------------------------------------------------ hooks
 
     def on_batch_scored(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Called when every row has its reward and before anything is learnt from it: filter or reshape here."""
+        """Called when every row has its reward and before anything is learnt from it: filter or reshape here.
+
+        With ``algorithm.filter_groups`` it is called for every batch that is sampled, before groups are dropped.
+        """
         return batch
+
+    def rows_to_learn(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """The rows that critic and policy learn from: all of them, or those that ``algorithm.pf_ppo`` draws."""
+        algorithm = self.config.algorithm
+        if not algorithm.use_pf_ppo:
+            return batch
+        drawn, counts = draw_by_score(batch, algorithm.pf_ppo, self._generator("pf_ppo"))
+        metrics |= counts
+        return drawn
 
     # ------------------------------------------------------------------ phases
 
-    def generate(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Samples ``rollout.n`` responses per prompt; finished ones are scored while the others are still generated."""
-        rows = prompt_batch(batch, self.config.actor_rollout_ref.rollout, step=self.global_steps)
+    def generate(self, batch: DataProto, metrics: StepMetrics, wave: int = 0) -> DataProto:
+        """Samples ``rollout.n`` responses per prompt; finished ones are scored while the others are still generated.
+
+        Args:
+            batch: one row per prompt.
+            metrics: receives the engines' counts.
+            wave: how many batches the step has sampled before this one.
+        """
+        rows = prompt_batch(
+            batch,
+            self.config.actor_rollout_ref.rollout,
+            step=self.global_steps,
+            wave=wave,
+            with_greedy=self.estimator.needs_baseline,
+        )
         return self._sample(rows, metrics)
 
-    def _sample(self, rows: DataProto, metrics: dict[str, float]) -> DataProto:
+    def refill(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        """Drops groups without spread and samples further prompts until the batch is full (DAPO's dynamic sampling).
+
+        Raises:
+            DynamicSamplingError: ``algorithm.filter_groups.max_num_gen_batches`` batches did not suffice.
+        """
+        groups = GroupFilter(self.config.algorithm.filter_groups, self.config.data.train_batch_size, self.global_steps)
+        groups.add(batch)
+        while not groups.is_full:
+            with self.phase("gen"):
+                more = self.generate(self.next_batch(), metrics, wave=groups.num_batches)
+            with self.phase("reward"):
+                more = self.compute_reward(more, metrics)
+            groups.add(self.on_batch_scored(more, metrics))
+        batch, counts = groups.full_batch()
+        metrics |= counts
+        return batch
+
+    def _sample(self, rows: DataProto, metrics: StepMetrics) -> DataProto:
         rollout = self.workers.rollout
         plan = plan_generation(
             rows.non_tensor_batch["uid"],
@@ -163,18 +230,24 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         self.rewards.begin(rows)
         sampled = rollout.generate_sequences(rows, plan)
         check_policy_version(sampled, self.policy_version)
-        metrics |= reduce_metrics(sampled.meta_info.pop("metrics"))
+        metrics.observe(sampled.meta_info.pop("metrics"))
+        for sent in (rows, sampled):
+            sent.meta_info.pop("reward_round", None)  # of the call, not of the rows
         # The sampler's columns are prompt and response together; they replace the prompt's own.
         return rows.select(batch_keys=[]).union(sampled)
 
-    def compute_reward(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def compute_reward(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Scores every response: reward functions, reward model, or both combined.
 
-        Adds ``token_level_scores (B, R)``, the score on the last token of the response.
+        Adds ``token_level_scores (B, R)``, the score on the last token of the response. Greedy responses leave the
+        batch; their scores stay as ``reward_baselines (B,)``.
         """
         batch = self._with_model_scores(batch)
         combined = self.rewards.collect(batch, metrics)
         batch.batch["token_level_scores"] = place_scores(combined.scores, batch.batch["response_mask"])
+        if self.estimator.needs_baseline:
+            batch, counts = take_baselines(batch, combined.scores, combined.kept)
+            metrics.observe(counts)
         return batch
 
     def _with_model_scores(self, batch: DataProto) -> DataProto:
@@ -183,12 +256,28 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         plan = self.planner.forward(batch, self.workers.rm.world_size, self.limits.rm)
         return batch.union(self.workers.rm.compute_rm_score(batch, plan))
 
-    def compute_old_log_prob(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Adds ``old_log_probs (B, R)`` of the policy that sampled, as the trainer computes them."""
-        actor = self.workers.actor
+    @property
+    def bypasses(self) -> bool:
+        """Whether the sampler's log-probs are this step's old ones: in bypass mode, unless the drift was too large."""
+        return self.config.algorithm.rollout_correction.bypass_mode and not self.drift_gate.is_closed
+
+    def compute_old_log_prob(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        """Adds ``old_log_probs (B, R)`` of the policy that sampled, as the trainer computes them.
+
+        With ``algorithm.rollout_correction`` also ``rollout_is_weights (B, R)``, and rejected tokens leave the batch.
+        In bypass mode the sampler's own log-probs are taken as they are, and the update does the rest.
+        """
+        if self.bypasses:
+            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+            return batch
+        actor, correction = self.workers.actor, self.config.algorithm.rollout_correction
+        batch.meta_info["with_sum_pi_squared"] = self.estimator.needs_sum_pi_squared
         plan = self.planner.forward(batch, actor.world_size, self.limits.log_prob)
         batch = batch.union(actor.compute_log_prob(batch, plan))
-        metrics |= sampler_drift(batch)
+        metrics.observe(sampler_drift(batch))
+        if corrects(correction):
+            batch, counts = correct_for_sampler(batch, correction)
+            metrics.observe(counts)
         return batch
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -229,15 +318,19 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
             self.limits.update_critic,
             mini_batch_rows=settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
             epochs=settings.ppo_epochs,
-            shuffle_seed=self._shuffle_seed(settings.shuffle),
+            shuffle_seed=self._shuffle_seed(),
         )
         metrics |= reduce_metrics(self.workers.critic.update_critic(batch, plan).meta_info["metrics"])
 
     def update_actor(self, batch: DataProto, metrics: dict[str, float]) -> None:
         """Moves the policy along the advantages. Rows that cannot move it count in the divisor and are not run."""
-        settings = self.config.actor_rollout_ref.actor
+        settings, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
+        metrics |= mark_tokens(batch, settings, self._generator("selected_tokens"))
+        loss = settings.policy_loss.loss_mode
+        if self.bypasses:
+            loss = bypass_loss_name(loss, correction)
         only_policy_loss = not settings.use_kl_loss and settings.entropy_coeff == 0
-        may_skip = only_policy_loss and settings.policy_loss.loss_mode in ZERO_AT_ZERO_ADVANTAGE
+        may_skip = only_policy_loss and loss in ZERO_AT_ZERO_ADVANTAGE
         plan = self.planner.update(
             batch,
             self.workers.actor.world_size,
@@ -245,16 +338,34 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
             mini_batch_rows=settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
             epochs=settings.ppo_epochs,
             skip=rows_without_advantage(batch) if may_skip else None,
-            shuffle_seed=self._shuffle_seed(settings.shuffle),
+            shuffle_seed=self._shuffle_seed(),
         )
-        batch.meta_info["on_policy"] = self.on_policy
-        if self.on_policy:
-            # The one step on the weights that sampled: the update's own log-probs are the old ones, bit for bit.
-            batch = batch.select(batch_keys=[name for name in batch.batch.keys() if name != "old_log_probs"])
+        batch.meta_info |= {"on_policy": self.on_policy, "bypass": correction if self.bypasses else None}
+        kept_back = set()
+        if self.on_policy or self.bypasses:
+            # On the weights that sampled the update's own log-probs are the old ones, bit for bit; in bypass mode the
+            # sampler's are.
+            kept_back.add("old_log_probs")
+        if self.needs_old_log_prob and not self.bypasses:
+            kept_back.add("rollout_log_probs")  # they have been compared already
+        batch = batch.select(batch_keys=[name for name in batch.batch.keys() if name not in kept_back])
         metrics |= reduce_metrics(self.workers.actor.update_actor(batch, plan).meta_info["metrics"])
 
-    def _shuffle_seed(self, shuffle: bool) -> int | None:
+    def judge_mismatch(self, metrics: dict[str, float]) -> None:
+        """Says how far sampler and trainer are apart, and whether the next step may take the sampler's log-probs."""
+        with_sample_sizes(metrics)
+        if self.config.algorithm.rollout_correction.bypass_mode:
+            metrics["rollout_corr/recomputed"] = float(self.drift_gate.is_closed)
+            moved = self.drift_gate.judge(metrics.get("rollout/logprob_diff_mean"))
+            if moved is not None:
+                self.reporter.console.note(moved)
+
+    def _shuffle_seed(self) -> int | None:
+        shuffle = self.config.actor_rollout_ref.actor.shuffle
         return self.config.trainer.seed + self.global_steps if shuffle else None
+
+    def _generator(self, purpose: str) -> torch.Generator:
+        return step_generator(self.config.trainer.seed, self.global_steps, purpose)
 
     def sync_weights(self) -> dict[str, float]:
         """Gives the engines the policy's weights, stamped with the number of the step that made them.
@@ -286,8 +397,8 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
 
     def _validate_batch(self, prompts: DataProto) -> DataProto:
         rows = prompt_batch(prompts, self.config.actor_rollout_ref.rollout, step=self.global_steps, validate=True)
-        batch = self._with_model_scores(self._sample(rows, {}))
-        combined = self.rewards.collect(batch, {})
+        batch = self._with_model_scores(self._sample(rows, StepMetrics()))
+        combined = self.rewards.collect(batch, StepMetrics())
         batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])
         batch.batch["kept"] = combined.kept
         return batch
@@ -299,10 +410,11 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         return self.config.actor_rollout_ref.actor.checkpoint.save_contents
 
     def state(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl_ctrl.value}
+        return {"kl_coef": self.kl_ctrl.value, "drift_gate_closed": self.drift_gate.is_closed}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._restore_kl_coef(state["kl_coef"])
+        self.drift_gate.is_closed = state["drift_gate_closed"]
 
     def _restore_kl_coef(self, saved: float) -> None:
         """An adaptive coefficient is a state and goes on; a fixed one is a setting, and the configuration's counts."""

@@ -12,7 +12,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 
-from hrl.metrics import reduce_metrics
+from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardActor
 from hrl.reward.combine import CombinedScores, Weighting, combine_scores
@@ -86,7 +86,7 @@ class RewardService:
         step, validates = rows.meta_info["step"], rows.meta_info["validate"]
         self._loop.begin(self._round, announced, f"the validation after step {step}" if validates else f"step {step}")
 
-    def collect(self, batch: DataProto, metrics: dict[str, float]) -> CombinedScores:
+    def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
         """The scores of the announced batch: ``scores`` to train on, ``plain`` to validate by.
 
         Rows that a reward function left out (it returned ``None``, or failed with ``reward.on_error=skip``) lose their
@@ -104,7 +104,7 @@ class RewardService:
         parts: list[dict[str, Any]] = [{} for _ in range(len(batch))]
         if self._loop is not None:
             scored = self._loop.collect(self._round, self._deadline_s)
-            metrics |= reduce_metrics(scored.metrics)
+            metrics.observe(scored.metrics)
             function_scores, parts = scored.scores, [dict(result.parts) for result in scored.results]
         model_scores = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
         combined = combine_scores(

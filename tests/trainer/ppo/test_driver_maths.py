@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from hrl.algos.kl import AdaptiveKLController, FixedKLController
+from hrl.metrics import reduce_metrics
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
-from hrl.trainer.ppo.generation import PolicyVersionError, check_policy_version, prompt_batch, sampler_drift
+from hrl.trainer.ppo.generation import PolicyVersionError, check_policy_version, prompt_batch
 from hrl.trainer.ppo.planning import plan_generation
+from hrl.trainer.ppo.sampler_mismatch import sampler_drift
 
 
 def batch(**tensors: torch.Tensor) -> DataProto:
@@ -86,7 +88,7 @@ def test_sampler_drift_counts_trained_tokens_only() -> None:
         rollout_log_probs=torch.tensor([[-1.1, -2.3], [-1.0, 0.0]]),
         response_mask=torch.tensor([[1, 1], [1, 0]]),
     )
-    drift = sampler_drift(data)
+    drift = reduce_metrics(sampler_drift(data))
     assert drift["rollout/logprob_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.0) / 3, abs=1e-6)
     assert drift["rollout/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
 

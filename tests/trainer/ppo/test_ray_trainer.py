@@ -2,167 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
-from hrl.data.sampler import EpochOrder
-from hrl.protocol import DataProto
-from hrl.reward.combine import CombinedScores, Weighting, combine_scores
-from hrl.trainer.config import compose_cli
-from hrl.trainer.console import RunConsole
-from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
-from hrl.trainer.reporting import RunReporter
-from hrl.trainer.run_folder import RunFolder, read_jsonl
+from hrl.trainer.run_folder import read_jsonl
+from tests.trainer.ppo.driver import Driver, Prompts
 
 MODEL_ONLY = (
     "reward.function_weight=0",
     "reward.reward_model.enable=true",
     "reward.reward_model.model_path=some/model",
 )
-FUNCTION_SCORES = [1.0, None, 0.0]
-
-
-class Prompts:
-    """Three prompts of two tokens."""
-
-    order = EpochOrder(3, seed=0)
-
-    def __len__(self) -> int:
-        return 3
-
-    def batch(self, indices: Any) -> DataProto:
-        rows = list(indices)
-        return DataProto.from_dict(
-            tensors={"prompts": torch.ones(len(rows), 2, dtype=torch.int64)},
-            non_tensors={
-                "index": np.array(rows, dtype=object),
-                "data_source": np.array(["sums"] * len(rows), dtype=object),
-            },
-        )
-
-
-class Workers:
-    """Every role at once: a response is two tokens, the reward model says 5, and what is done is noted."""
-
-    world_size = 1
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-        self.actor = self.rollout = self.rm = self
-        self.version = 0
-        self.plan: Any = None
-
-    def sync_weights(self, version: int) -> dict[str, float]:
-        self.version = version
-        return {}
-
-    def sleep_rollout(self) -> None:
-        self.done.append("sleep")
-
-    def generate_sequences(self, rows: DataProto, plan: Any) -> DataProto:
-        self.done.append("generate")
-        ones = torch.ones(len(rows), 2, dtype=torch.int64)
-        return DataProto.from_dict(
-            tensors={
-                "prompts": ones,
-                "responses": ones,
-                "attention_mask": torch.ones(len(rows), 4, dtype=torch.int64),
-                "response_mask": ones.clone(),
-            },
-            non_tensors={"finish_reason": np.array(["stop"] * len(rows), dtype=object)},
-            meta_info={"policy_version": self.version, "metrics": {}},
-        )
-
-    def compute_rm_score(self, batch: DataProto, plan: Any) -> DataProto:
-        self.done.append("reward model")
-        return DataProto.from_dict(tensors={"rm_scores": torch.full((len(batch),), 5.0)})
-
-    def update_actor(self, batch: DataProto, plan: Any) -> DataProto:
-        self.done.append("update")
-        self.plan = plan
-        return DataProto(meta_info={"metrics": {}})
-
-    def save(self, folder: Path, contents: list[str]) -> None:
-        (folder / "weights").write_text("w")
-
-    def load(self, folder: Path) -> None:
-        self.done.append("load")
-
-
-class Rewards:
-    """A reward function that leaves every second sample out; weighed with 10."""
-
-    def __init__(self, function_scores: list[float | None] | None) -> None:
-        self.function_scores = function_scores
-
-    def begin(self, rows: DataProto) -> None:
-        pass
-
-    def collect(self, batch: DataProto, metrics: dict[str, float]) -> CombinedScores:
-        model = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
-        combined = combine_scores(
-            self.function_scores, model, torch.full((len(batch),), 2), 2, Weighting(function=10.0)
-        )
-        batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
-        return combined
-
-
-class Words:
-    """A tokenizer."""
-
-    def batch_decode(self, rows: list[list[int]]) -> list[str]:
-        return ["one" for _ in rows]
-
-
-class Driver:
-    """A trainer on stand-ins."""
-
-    def __init__(
-        self, path: Path, *overrides: str, steps: int = 2, scores: list[float | None] | None = FUNCTION_SCORES
-    ) -> None:
-        config = compose_cli(
-            [
-                f"trainer.default_local_dir={path}",
-                "data.train_batch_size=3",
-                "actor_rollout_ref.actor.ppo_mini_batch_size=3",
-                "actor_rollout_ref.rollout.n=1",
-                "algorithm.adv_estimator=reinforce_plus_plus",
-                "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
-                *overrides,
-            ]
-        )
-        self.shown_file = io.StringIO()
-        console = RunConsole(steps, [], Console(file=self.shown_file, width=200, color_system=None))
-        self.folder = RunFolder(path, resume=True)
-        self.workers = Workers()
-        self.trainer = RayPPOTrainer(
-            config,
-            Words(),
-            {},
-            SimpleNamespace(),
-            train_dataset=Prompts(),
-            val_dataset=Prompts(),
-            rewards=Rewards(scores),
-            reporter=RunReporter(config, self.folder, console, Words(), num_devices=1),
-            total_training_steps=steps,
-        )
-        self.trainer._workers = self.workers
-
-    @property
-    def shown(self) -> str:
-        return self.shown_file.getvalue()
-
-    def fit(self) -> None:
-        self.trainer.fit()
-        self.folder.close()
 
 
 @pytest.fixture
@@ -170,7 +24,7 @@ def saved(tmp_path: Path) -> Path:
     """The checkpoint of step 2, made with a KL coefficient of 0.5."""
     checkpoint = tmp_path / "checkpoints" / "step_2"
     checkpoint.mkdir(parents=True)
-    state = {"step": 2, "data_position": {"epoch": 0, "offset": 0}, "kl_coef": 0.5}
+    state = {"step": 2, "data_position": {"epoch": 0, "offset": 0}, "kl_coef": 0.5, "drift_gate_closed": False}
     (checkpoint / "state.json").write_text(json.dumps(state))
     return checkpoint
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardBatch, RewardResult, RewardRow
@@ -73,7 +74,7 @@ def test_a_reward_model_alone_gives_both_scores() -> None:
     )
     assert service.sink is None
     batch = sampled(rm_scores=torch.tensor([1.0, 2.0, 4.0]))
-    combined = service.collect(batch, {})
+    combined = service.collect(batch, StepMetrics())
     assert combined.scores.tolist() == [0.5, 1.0, 2.0]
     assert combined.plain.tolist() == [1.0, 2.0, 4.0]
     assert [part["reward_model"] for part in batch.non_tensor_batch["reward_parts"]] == [1.0, 2.0, 4.0]
@@ -83,7 +84,7 @@ def test_a_left_out_row_trains_nothing_and_the_plain_score_has_no_penalty(loops:
     overlong = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2", "data.max_response_length=2"]
     service = RewardService(compose_cli(["reward.function_weight=2.0", *overlong]), ())
     batch = sampled()
-    combined = service.collect(batch, {})
+    combined = service.collect(batch, StepMetrics())
     assert combined.scores.tolist() == [1.0, 0.0, -1.0]
     assert combined.plain.tolist() == [1.0, 0.0, 0.0]
     assert combined.kept.tolist() == [True, False, True]

@@ -1,0 +1,82 @@
+"""Groups that teach nothing are dropped and others sampled in their place (DAPO, arXiv:2503.14476, section 3.2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from hrl.algos.groups import group_codes, groups_with_spread
+from hrl.protocol import DataProto
+from hrl.trainer.ppo.reward_parts import reward_values
+
+
+class DynamicSamplingError(RuntimeError):
+    """Too few groups have a spread to fill a batch within the bound."""
+
+
+class GroupFilter:
+    """Collects the groups with spread of the batches that one step samples, until there are enough for a batch.
+
+    Args:
+        settings: ``algorithm.filter_groups``.
+        num_groups: groups of a full batch.
+        step: for errors.
+    """
+
+    def __init__(self, settings: Any, num_groups: int, step: int) -> None:
+        self._settings = settings
+        self._wanted = num_groups
+        self._step = step
+        self._kept: list[DataProto] = []
+        self._num_kept = 0
+        self._dropped: Counter[str] = Counter()
+        self.num_batches = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the groups suffice for a batch."""
+        return self._num_kept >= self._wanted
+
+    def add(self, batch: DataProto) -> None:
+        """Takes the groups with spread of a scored batch.
+
+        Raises:
+            ValueError: the metric is no number that every sample has.
+            DynamicSamplingError: the bound is reached and the batch not full.
+        """
+        self.num_batches += 1
+        values = reward_values(batch, self._settings.metric, "algorithm.filter_groups.metric")
+        groups = group_codes(batch.non_tensor_batch["uid"])
+        counted = batch.batch["response_mask"].bool().any(-1)
+        keep = groups_with_spread(values, groups, counted)
+        for group in groups[~keep].unique().tolist():
+            of_group = values[(groups == group) & counted]
+            self._dropped[f"{float(of_group[0]):g}" if len(of_group) else "no score"] += 1
+        self._num_kept += groups[keep].unique().numel()
+        if keep.any():
+            self._kept.append(batch.select_idxs(keep))
+        if not self.is_full and self.num_batches >= self._settings.max_num_gen_batches:
+            raise DynamicSamplingError(self._describe_failure())
+
+    def full_batch(self) -> tuple[DataProto, dict[str, float]]:
+        """The first groups that were kept, as many as a batch has, and what became of the others.
+
+        Groups beyond the batch are not kept for the next step: they would be samples of an older policy.
+        """
+        batch = DataProto.concat(self._kept)
+        batch = batch.select_idxs(group_codes(batch.non_tensor_batch["uid"]) < self._wanted)
+        return batch, {
+            "rollout/filter_groups/gen_batches": float(self.num_batches),
+            "rollout/filter_groups/dropped": float(self._dropped.total()),
+            "rollout/filter_groups/surplus": float(self._num_kept - self._wanted),
+        }
+
+    def _describe_failure(self) -> str:
+        metric, bound = self._settings.metric, self._settings.max_num_gen_batches
+        found = ", ".join(f"{count} groups with {value} everywhere" for value, count in self._dropped.most_common(4))
+        return (
+            f"step {self._step}: {bound} batches of prompts were sampled, and {self._num_kept} of the {self._wanted} "
+            f"groups that a batch needs differ in {metric!r} ({found}). Raise "
+            "algorithm.filter_groups.max_num_gen_batches, take prompts that are neither always nor never solved, "
+            "sample more per prompt (actor_rollout_ref.rollout.n), or set algorithm.filter_groups.enable=false"
+        )

@@ -1,0 +1,120 @@
+"""The sampler's probabilities are not quite the trainer's: how far apart they are, and what is done about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from hrl.algos.reward_placement import place_scores
+from hrl.algos.rollout_correction import correct, effective_share, mismatch
+from hrl.metrics import Metric
+from hrl.protocol import DataProto
+
+PREFIX = "rollout_corr/"
+
+
+def sampler_drift(batch: DataProto) -> dict[str, Metric]:
+    """How far the trainer's log-probs of the sampled tokens are from the sampler's.
+
+    Args:
+        batch: ``old_log_probs`` as the trainer computed them, ``rollout_log_probs`` and ``response_mask``, (B, R) each.
+
+    Returns:
+        Mean, p99 and maximum of the absolute difference as ``rollout/logprob_diff_*``, and the rest as
+        ``rollout_corr/*``; nothing without the sampler's log-probs or without a trained token.
+    """
+    if "rollout_log_probs" not in batch.batch:
+        return {}
+    trainer, sampler, mask = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    difference = (trainer - sampler)[mask.bool()].abs().double()
+    if difference.numel() == 0:
+        return {}
+    return {
+        "rollout/logprob_diff_mean": Metric.mean(difference.sum(), difference.numel()),
+        "rollout/logprob_diff_p99": Metric.max(np.quantile(difference.numpy(), 0.99)),
+        "rollout/logprob_diff_max": Metric.max(difference.max()),
+    } | _metrics(mismatch(trainer, sampler, mask))
+
+
+def corrects(settings: Any) -> bool:
+    """Whether ``algorithm.rollout_correction`` asks for weights or for rejection."""
+    return settings.rollout_is is not None or bool(settings.rollout_rs)
+
+
+def correct_for_sampler(batch: DataProto, settings: Any) -> tuple[DataProto, dict[str, Metric]]:
+    """Weighs and rejects by the ratio of trainer to sampler, once over the whole batch.
+
+    What is rejected leaves ``response_mask``: it trains nothing, and a sequence that leaves whole has no part in its
+    group. A score that stood on a rejected token moves to the last one that is left.
+
+    Args:
+        batch: the columns of ``sampler_drift`` and ``token_level_scores``.
+        settings: ``algorithm.rollout_correction``.
+
+    Returns:
+        The batch, with ``rollout_is_weights (B, R)`` where weights are on; and metrics ``rollout_corr/rollout_*``.
+
+    Raises:
+        ValueError: the sampler gave no log-probs.
+    """
+    columns = batch.batch
+    if "rollout_log_probs" not in columns:
+        raise ValueError("algorithm.rollout_correction needs the sampler's log-probs, and the batch has none")
+    mask = columns["response_mask"]
+    weights, kept, metrics = correct(columns["old_log_probs"] - columns["rollout_log_probs"], mask, settings)
+    if weights is not None:
+        columns["rollout_is_weights"] = weights
+    if not torch.equal(kept, mask):
+        columns["token_level_scores"] = place_scores(columns["token_level_scores"].sum(-1), kept)
+        columns["response_mask"] = kept
+    return batch, _metrics(metrics)
+
+
+def _metrics(sums: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Metric]:
+    return {f"{PREFIX}{name}": Metric.mean(total, count) for name, (total, count) in sums.items()}
+
+
+def with_sample_sizes(metrics: dict[str, float]) -> None:
+    """Adds the effective sample sizes, of the batch as it was sampled and as it is weighed, in place."""
+    ratio, mean = metrics.pop(f"{PREFIX}ratio", None), metrics.get(f"{PREFIX}rollout_is_mean")
+    if ratio is not None:
+        metrics[f"{PREFIX}eff_sample_size"] = effective_share(ratio, metrics[f"{PREFIX}chi2_token"] + 1.0)
+    if mean is not None:
+        square = metrics.pop(f"{PREFIX}rollout_is_mean_square")
+        metrics[f"{PREFIX}rollout_is_eff_sample_size"] = effective_share(mean, square)
+
+
+class DriftGate:
+    """Whether the sampler's log-probs may stand for the trainer's in the next step.
+
+    It judges by the last difference that was measured: in bypass mode by the update itself, which has the trainer's
+    log-probs of the weights that sampled, else by the forward pass that the closed gate brings back. So it is one step
+    late, and opens again when the two agree.
+
+    Args:
+        limit: the largest mean absolute difference of log-probs.
+
+    Attributes:
+        is_closed: log-probs are computed by the trainer.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.limit = limit
+        self.is_closed = False
+
+    def judge(self, drift: float | None) -> str | None:
+        """Takes the step's mean absolute difference, if it was measured; a sentence where the gate moves."""
+        if drift is None or (drift > self.limit) == self.is_closed:
+            return None
+        self.is_closed = not self.is_closed
+        if self.is_closed:
+            return (
+                f"bypass mode: sampler and trainer differ by {drift:.3f} per token, above "
+                f"rollout.logprob_diff_alarm={self.limit:g}: old log-probs are computed again until they agree"
+            )
+        return (
+            f"bypass mode: sampler and trainer differ by {drift:.3f} per token: the sampler's log-probs are taken again"
+        )

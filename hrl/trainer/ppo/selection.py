@@ -1,0 +1,58 @@
+"""Which rows and which tokens of a batch an update treats differently, decided once over the whole batch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+from hrl.algos.policy_filtration import draw_rows
+from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
+from hrl.protocol import DataProto
+
+
+def step_generator(seed: int, step: int, purpose: str) -> torch.Generator:
+    """A generator for one draw of one step, the same when a run is resumed and independent of every other draw."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{purpose}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def draw_by_score(batch: DataProto, settings: Any, generator: torch.Generator) -> tuple[DataProto, dict[str, float]]:
+    """Rows drawn with replacement, those with decided scores more often (PF-PPO, arXiv:2409.06957).
+
+    Args:
+        batch: with advantages; its scores decide.
+        settings: ``algorithm.pf_ppo``.
+        generator: of this draw.
+
+    Returns:
+        As many rows. Each has a ``uid`` of its own: groups have done their part, and mini-batches are cut by rows. And
+        ``pf_ppo/distinct_rows``, the share of the rows that were drawn at all.
+    """
+    scores = batch.batch["token_level_scores"].sum(-1)
+    counted = batch.batch["response_mask"].bool().any(-1)
+    rows = draw_rows(scores, counted, settings.reweight_method, settings.weight_pow, generator=generator)
+    drawn = batch.select_idxs(rows)
+    drawn.non_tensor_batch["uid"] = np.array(
+        [f"{uid}/{place}" for place, uid in enumerate(drawn.non_tensor_batch["uid"])], dtype=object
+    )
+    return drawn, {"pf_ppo/distinct_rows": rows.unique().numel() / max(len(rows), 1)}
+
+
+def mark_tokens(batch: DataProto, actor: Any, generator: torch.Generator) -> dict[str, float]:
+    """Adds ``selected_tokens (B, R)`` for a policy loss that treats some tokens differently; nothing for others.
+
+    Args:
+        batch: ``old_log_probs``, ``advantages`` and ``response_mask``.
+        actor: ``actor_rollout_ref.actor``.
+        generator: of this draw.
+    """
+    name, columns = actor.policy_loss.loss_mode, batch.batch
+    if name not in TOKEN_SELECTORS:
+        return {}
+    mask = columns["response_mask"]
+    chosen = select_tokens(name, columns["old_log_probs"], columns["advantages"], mask, actor, generator)
+    columns["selected_tokens"] = chosen
+    return {"actor/selected_tokens": float(chosen.sum())}

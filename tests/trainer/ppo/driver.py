@@ -1,0 +1,197 @@
+"""A trainer whose workers, rewards and data are stand-ins that give hand-made numbers."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+
+from hrl.data.sampler import EpochOrder
+from hrl.metrics import Metric, StepMetrics
+from hrl.protocol import DataProto
+from hrl.reward.combine import CombinedScores, Weighting, combine_scores
+from hrl.trainer.config import compose_cli
+from hrl.trainer.console import RunConsole
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
+from hrl.trainer.reporting import RunReporter
+from hrl.trainer.run_folder import RunFolder
+
+FUNCTION_SCORES = [1.0, None, 0.0]
+
+
+class Prompts:
+    """Prompts of two tokens."""
+
+    def __init__(self, count: int = 3) -> None:
+        self.order = EpochOrder(count, seed=0)
+
+    def __len__(self) -> int:
+        return self.order.num_rows
+
+    def batch(self, indices: Any) -> DataProto:
+        rows = list(indices)
+        return DataProto.from_dict(
+            tensors={"prompts": torch.ones(len(rows), 2, dtype=torch.int64)},
+            non_tensors={
+                "index": np.array(rows, dtype=object),
+                "data_source": np.array(["sums"] * len(rows), dtype=object),
+                "reward_model": np.array([{}] * len(rows), dtype=object),
+            },
+        )
+
+
+class Workers:
+    """Every role at once: a response is two tokens, the reward model says 5, and what is done is noted.
+
+    Attributes:
+        sampler, trainer: what each takes for the log-prob of every token.
+        sampled, learnt: the batches that were asked for and learnt from.
+        plan: of the last update.
+    """
+
+    world_size = 1
+
+    def __init__(self, sampler: float = -1.0, trainer: float = -1.0) -> None:
+        self.done: list[str] = []
+        self.actor = self.rollout = self.rm = self.critic = self
+        self.version = 0
+        self.sampler, self.trainer = sampler, trainer
+        self.sampled: list[DataProto] = []
+        self.learnt: list[DataProto] = []
+        self.plan: Any = None
+
+    def sync_weights(self, version: int) -> dict[str, float]:
+        self.version = version
+        return {}
+
+    def sleep_rollout(self) -> None:
+        self.done.append("sleep")
+
+    def generate_sequences(self, rows: DataProto, plan: Any) -> DataProto:
+        self.done.append("generate")
+        self.sampled.append(rows)
+        ones = torch.ones(len(rows), 2, dtype=torch.int64)
+        return DataProto.from_dict(
+            tensors={
+                "prompts": ones,
+                "responses": ones,
+                "attention_mask": torch.ones(len(rows), 4, dtype=torch.int64),
+                "response_mask": ones.clone(),
+                "rollout_log_probs": torch.full((len(rows), 2), self.sampler),
+            },
+            non_tensors={"finish_reason": np.array(["stop"] * len(rows), dtype=object)},
+            meta_info={"policy_version": self.version, "metrics": {"rollout/empty_responses": Metric.total(1)}},
+        )
+
+    def compute_log_prob(self, batch: DataProto, plan: Any) -> DataProto:
+        self.done.append("log_prob")
+        columns = {"old_log_probs": torch.full((len(batch), 2), self.trainer) * batch.batch["response_mask"]}
+        if batch.meta_info["with_sum_pi_squared"]:
+            columns["sum_pi_squared"] = torch.full((len(batch), 2), 0.5)
+        return DataProto.from_dict(tensors=columns)
+
+    def compute_rm_score(self, batch: DataProto, plan: Any) -> DataProto:
+        self.done.append("reward model")
+        return DataProto.from_dict(tensors={"rm_scores": torch.full((len(batch),), 5.0)})
+
+    def update_actor(self, batch: DataProto, plan: Any) -> DataProto:
+        self.done.append("update")
+        self.plan = plan
+        self.learnt.append(batch)
+        metrics = {}
+        if "rollout_log_probs" in batch.batch.keys():  # as the policy does: nobody else has compared them
+            metrics["rollout/logprob_diff_mean"] = Metric.mean(abs(self.trainer - self.sampler), 1)
+        return DataProto(meta_info={"metrics": metrics})
+
+    def save(self, folder: Path, contents: list[str]) -> None:
+        (folder / "weights").write_text("w")
+
+    def load(self, folder: Path) -> None:
+        self.done.append("load")
+
+
+class Rewards:
+    """A reward function that gives the samples of a batch these scores, in their order; weighed with 10."""
+
+    def __init__(self, function_scores: list[float | None] | None) -> None:
+        self.function_scores = function_scores
+
+    def begin(self, rows: DataProto) -> None:
+        pass
+
+    def scores_of(self, batch: DataProto) -> list[float | None] | None:
+        return self.function_scores
+
+    def parts_of(self, batch: DataProto) -> list[dict[str, Any]]:
+        return [{} for _ in range(len(batch))]
+
+    def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
+        model = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
+        combined = combine_scores(
+            self.scores_of(batch), model, torch.full((len(batch),), 2), 2, Weighting(function=10.0)
+        )
+        batch.non_tensor_batch["reward_parts"] = np.array(self.parts_of(batch), dtype=object)
+        batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
+        return combined
+
+
+class Words:
+    """A tokenizer."""
+
+    def batch_decode(self, rows: list[list[int]]) -> list[str]:
+        return ["one" for _ in rows]
+
+
+class Driver:
+    """A trainer on stand-ins."""
+
+    def __init__(
+        self,
+        path: Path,
+        *overrides: str,
+        steps: int = 2,
+        scores: list[float | None] | None = FUNCTION_SCORES,
+        prompts: int = 3,
+        workers: Workers | None = None,
+        rewards: Rewards | None = None,
+    ) -> None:
+        config = compose_cli(
+            [
+                f"trainer.default_local_dir={path}",
+                "data.train_batch_size=3",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=3",
+                "actor_rollout_ref.rollout.n=1",
+                "algorithm.adv_estimator=reinforce_plus_plus",
+                "actor_rollout_ref.actor.checkpoint.save_contents=[model]",
+                *overrides,
+            ]
+        )
+        self.shown_file = io.StringIO()
+        console = RunConsole(steps, [], Console(file=self.shown_file, width=200, color_system=None))
+        self.folder = RunFolder(path, resume=True)
+        self.workers = workers or Workers()
+        self.trainer = RayPPOTrainer(
+            config,
+            Words(),
+            {},
+            SimpleNamespace(),
+            train_dataset=Prompts(prompts),
+            val_dataset=Prompts(),
+            rewards=rewards or Rewards(scores),
+            reporter=RunReporter(config, self.folder, console, Words(), num_devices=1),
+            total_training_steps=steps,
+        )
+        self.trainer._workers = self.workers
+
+    @property
+    def shown(self) -> str:
+        return self.shown_file.getvalue()
+
+    def fit(self) -> None:
+        self.trainer.fit()
+        self.folder.close()
