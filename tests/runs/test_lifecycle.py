@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -40,9 +41,12 @@ def test_a_run_leaves_what_it_promises_and_resumes_from_its_checkpoint(runner: R
     start = AutoModelForCausalLM.from_pretrained(runner.model)
     assert not torch.equal(model(**tokens).logits, start(**tokens).logits)  # it has learnt something
 
-    second = runner(folder, *arguments, "trainer.total_training_steps=3")
+    second = runner(folder, *arguments, "trainer.total_training_steps=3", "trainer.logger=console-json")
     assert [record["step"] for record in second.metrics] == [0, 1, 2, 3]
     assert "continuing after step 2" in second.output
+    events = [json.loads(line) for line in second.output.splitlines() if not line.startswith("WARNING")]
+    (step,) = [event for event in events if event["event"] == "step"]
+    assert step.items() >= second.metrics[3].items()
 
 
 @pytest.mark.parametrize(("number", "engine"), [(signal.SIGINT, "vllm"), (signal.SIGTERM, "hf")])
