@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.metrics import Metric, reduce_metrics
+from hrl.metrics import Metric, StepMetrics, reduce_metrics
 
 
 def test_a_mean_is_the_sum_over_everything_divided_by_its_count_not_a_mean_of_means():
@@ -69,3 +69,15 @@ def test_a_metric_that_makes_no_sense_cannot_be_made():
         Metric("median", 1.0)
     with pytest.raises(ValueError, match="count"):
         Metric.mean(1.0, -1)
+
+
+def test_what_a_step_observes_twice_is_merged_by_its_kind() -> None:
+    metrics = StepMetrics()
+    metrics.observe({"length": Metric.mean(6, 2), "cut": [Metric.total(1), Metric.total(2)], "longest": Metric.max(4)})
+    metrics.observe({"length": Metric.mean(1, 1), "cut": Metric.total(4), "longest": Metric.max(3)})
+    metrics.observe({"none": Metric.mean(0, 0), "never": []})
+    assert metrics == {"length": 7 / 3, "cut": 7.0, "longest": 4.0}
+    metrics["length"] = 1.0
+    assert metrics["length"] == 1.0
+    with pytest.raises(ValueError, match="'cut'"):
+        metrics.observe({"cut": Metric.max(1)})
