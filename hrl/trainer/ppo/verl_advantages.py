@@ -13,6 +13,7 @@ from torch import Tensor
 from hrl.algos import advantages as native
 from hrl.algos.advantages import GROUP_EPSILON, AdvantageConfig, AdvantageInput, compute_advantages
 from hrl.algos.groups import group_codes
+from hrl.algos.policy_filtration import draw_rows
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 
@@ -263,6 +264,17 @@ def register_adv_est(name_or_enum: str) -> Callable[[AdvantageFn], AdvantageFn]:
         return function
 
     return decorator
+
+
+def compute_pf_ppo_reweight_data(data: Any, reweight_method: str = "pow", weight_pow: float = 2.0) -> Any:
+    """Rows of a batch (``DataProto``) drawn by their scores; see :func:`hrl.algos.policy_filtration.draw_rows`.
+
+    Draws from torch's global generator, as verl's does. Rows without a trained token are never drawn.
+    """
+    counted = data.batch["response_mask"].bool().any(-1)
+    scores = data.batch["token_level_scores"].sum(-1)
+    rows = draw_rows(scores, counted, reweight_method, weight_pow, generator=torch.default_generator)
+    return data.select_idxs(rows)
 
 
 def get_adv_estimator_fn(name_or_enum: str) -> AdvantageFn:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from hrl.algos import policy_losses as native
 from hrl.algos.aggregation import Counts, aggregate
-from hrl.algos.kl import kl_penalty
+from hrl.algos.bypass import REINFORCE, bypass_loss
+from hrl.algos.kl import kl_penalty as estimate_kl
 from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
@@ -25,7 +26,12 @@ PER_TOKEN = "none"
 
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
     """Scores minus ``kl_ratio`` times the k1 estimate of the KL to the reference, per token."""
-    return token_level_scores - kl_ratio * kl_penalty(old_log_prob, ref_log_prob, "k1")
+    return token_level_scores - kl_ratio * estimate_kl(old_log_prob, ref_log_prob, "k1")
+
+
+def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """The estimate of :func:`hrl.algos.kl.kl_penalty` with its own gradient: ``+`` is left out of the name."""
+    return estimate_kl(logprob, ref_logprob, kl_penalty.removesuffix("+"))
 
 
 def agg_loss(
@@ -141,6 +147,66 @@ compute_policy_loss_geo_mean = _policy_loss_door("geo_mean", "seq-mean-token-mea
 compute_policy_loss_dro = _policy_loss_door("dro")
 compute_policy_loss_cispo = _policy_loss_door("cispo")
 
+
+def compute_policy_loss_reinforce(
+    rollout_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "seq-mean-token-sum",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """``-A log p`` per token, times the weights. ``actor/ppo_kl`` compares with the sampler's log-probs."""
+    settings = _ActorConfig(config, _LOSS_DEFAULTS)
+    inp = PolicyLossInput(log_prob, rollout_log_prob, advantages, response_mask, rollout_is_weights)
+    output = native.policy_loss(REINFORCE, inp, settings)
+    loss = agg_loss(output.loss_mat, response_mask, loss_agg_mode, **settings.get("global_batch_info", {}))
+    return loss, {f"actor/{key}": _mean(metric).item() for key, metric in output.metrics.items()}
+
+
+_CORRECTION_DEFAULTS: dict[str, Any] = {
+    "loss_type": "ppo_clip",
+    "rollout_is": None,
+    "rollout_is_threshold": 2.0,
+    "rollout_is_batch_normalize": False,
+    "rollout_rs": None,
+    "rollout_rs_threshold": None,
+}
+
+
+def compute_policy_loss_bypass_mode(
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Any]]:
+    """See :func:`hrl.algos.bypass.bypass_loss`; ``old_log_prob`` is the sampler's.
+
+    ``config.policy_loss.rollout_correction`` has the keys of ``algorithm.rollout_correction``. What is rejected leaves
+    the divisor too, unless the counts of the whole batch are given. As in verl ``rollout_is_weights`` are not read: the
+    weights are those of the policy in training.
+
+    Raises:
+        ValueError: There is no ``rollout_correction``.
+    """
+    settings = _ActorConfig(config, _LOSS_DEFAULTS)
+    given = settings.policy_loss.get("rollout_correction")
+    if given is None:
+        raise ValueError("bypass mode needs config.policy_loss.rollout_correction")
+    correction = SimpleNamespace(
+        **{name: getattr(given, name, default) for name, default in _CORRECTION_DEFAULTS.items()}
+    )
+    inp = PolicyLossInput(log_prob, old_log_prob, advantages, response_mask)
+    output, kept, corrected = bypass_loss("vanilla", inp, settings, correction)
+    loss = agg_loss(output.loss_mat, kept, loss_agg_mode, **settings.get("global_batch_info", {}))
+    metrics = {f"actor/{key}": _mean(metric).item() for key, metric in output.metrics.items()}
+    return loss, metrics | {f"rollout_corr/{key}": _mean(metric).item() for key, metric in corrected.items()}
+
+
 _POLICY_LOSS_FNS: dict[str, PolicyLossFn] = {
     "vanilla": compute_policy_loss_vanilla,
     "dppo_tv": compute_policy_loss_dppo_tv,
@@ -153,6 +219,7 @@ _POLICY_LOSS_FNS: dict[str, PolicyLossFn] = {
     "geo_mean": compute_policy_loss_geo_mean,
     "dro": compute_policy_loss_dro,
     "cispo": compute_policy_loss_cispo,
+    "bypass_mode": compute_policy_loss_bypass_mode,
 }
 
 

@@ -14,6 +14,7 @@ from hrl.algos.advantages import AdvantageConfig, compute_advantages
 from hrl.algos.aggregation import AGGREGATION_MODES, Counts, aggregate
 from hrl.algos.groups import group_codes
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
+from hrl.protocol import DataProto
 from hrl.trainer.ppo import core_algos, verl_advantages, verl_losses
 from tests.algos.batches import ACTOR, Batch, advantage_input
 
@@ -27,6 +28,8 @@ VERL_ACTOR = OmegaConf.create(
         "global_batch_info": {"dp_size": 2, "batch_num_tokens": 50, "global_batch_size": 16, "loss_scale_factor": 6},
     }
 )
+VERL_ACTOR_ALONE = OmegaConf.merge(VERL_ACTOR, {"global_batch_info": {}})
+del VERL_ACTOR_ALONE["global_batch_info"]
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +58,14 @@ SIGNATURES = {
     "compute_policy_loss_vanilla": (
         "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights"
     ),
+    "compute_policy_loss_bypass_mode": (
+        "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights"
+    ),
+    "compute_policy_loss_reinforce": (
+        "rollout_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights"
+    ),
+    "compute_pf_ppo_reweight_data": "data reweight_method weight_pow",
+    "kl_penalty_forward": "logprob ref_logprob kl_penalty",
     "compute_value_loss": (
         "vpreds returns values response_mask cliprange_value loss_agg_mode dp_size batch_num_tokens "
         "global_batch_size loss_scale_factor"
@@ -269,3 +280,51 @@ def test_values_at_masked_tokens_do_not_move_gae() -> None:
     after = core_algos.compute_gae_advantage_return(columns[0], moved, columns[2], gamma=0.99, lam=0.9)
     for mine, theirs in zip(after, before, strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_reinforce_by_hand() -> None:
+    log_prob, sampler = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, -2.0]])
+    weights, mask = torch.tensor([[0.5, 2.0]]), torch.ones(1, 2)
+    loss, metrics = core_algos.compute_policy_loss_reinforce(
+        sampler, log_prob, torch.tensor([[3.0, 1.0]]), mask, config=VERL_ACTOR_ALONE, rollout_is_weights=weights
+    )
+    assert loss.item() == pytest.approx(3.0 * 1.0 * 0.5 + 1.0 * 2.0 * 2.0)  # the sum over the row's tokens
+    assert metrics["actor/ppo_kl"] == pytest.approx((-0.5 + 0.0) / 2)
+
+
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+def test_bypass_mode_finds_its_settings_in_the_actors_configuration(loss_type: str) -> None:
+    correction = {"loss_type": loss_type, "rollout_is": "token", "rollout_rs": "token_k2", "rollout_rs_threshold": 0.05}
+    config = OmegaConf.merge(VERL_ACTOR_ALONE, {"policy_loss": {"rollout_correction": correction}})
+    function = core_algos.get_policy_loss_fn("bypass_mode")
+    loss, metrics = function(BATCH.old_log_prob, BATCH.log_prob, BATCH.advantages, BATCH.mask, config=config)
+    log_ratio = (BATCH.log_prob - BATCH.old_log_prob) * BATCH.mask
+    kept = BATCH.mask * (0.5 * log_ratio.square() <= 0.05)
+    assert 0 < kept.sum() < BATCH.mask.sum()
+    name, weights = ("gpg", log_ratio.exp().clamp(max=2.0)) if loss_type == "reinforce" else ("vanilla", None)
+    inp = PolicyLossInput(BATCH.log_prob, BATCH.old_log_prob, BATCH.advantages, kept, weights)
+    want = aggregate(policy_loss(name, inp, ACTOR).loss_mat, kept, "token-mean")
+    torch.testing.assert_close(loss, want)
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(1 - float(kept.sum() / BATCH.mask.sum()))
+    with pytest.raises(ValueError, match="rollout_correction"):
+        function(BATCH.old_log_prob, BATCH.log_prob, BATCH.advantages, BATCH.mask, config=VERL_ACTOR_ALONE)
+
+
+def test_reweighting_draws_rows_of_the_batch() -> None:
+    scores = torch.tensor([[0.0, 0.0], [0.0, 3.0], [-2.0, 0.0], [0.0, 9.0]])
+    mask = torch.tensor([[1, 1], [1, 1], [1, 0], [0, 0]])
+    data = DataProto.from_dict(
+        tensors={"token_level_scores": scores, "response_mask": mask},
+        non_tensors={"name": np.array(["zero", "three", "two", "masked"], dtype=object)},
+    )
+    torch.manual_seed(0)
+    drawn = core_algos.compute_pf_ppo_reweight_data(data, "pow", 2.0)
+    assert len(drawn) == 4
+    assert set(drawn.non_tensor_batch["name"]) <= {"three", "two"}
+
+
+def test_the_forward_estimate_of_a_kl_has_its_own_gradient() -> None:
+    logprob = torch.tensor([0.5], requires_grad=True)
+    value = core_algos.kl_penalty_forward(logprob, torch.zeros(1), "kl+")
+    assert value.item() == 0.5
+    assert torch.autograd.grad(value.sum(), logprob)[0].item() == 1.0  # of k1; k2's would be 0.5
