@@ -15,6 +15,7 @@ from hrl.single_controller.base import phase as worker_phase
 from hrl.trainer.display import Display
 from hrl.trainer.html_report import Outcome, write_html_report
 from hrl.trainer.ppo.metrics import (
+    answers_voted_on,
     compute_data_metrics,
     compute_throughput_metrics,
     compute_timing_metrics,
@@ -160,6 +161,7 @@ class RunReporter:
             batch.non_tensor_batch["data_source"].tolist(),
             batch.non_tensor_batch["uid"].tolist(),
             batch.batch["token_level_scores"].sum(-1).tolist(),
+            answers_voted_on(batch.non_tensor_batch.get("reward_parts")),
         )
         records = self._records(batch)
         self.folder.write_rollouts(step, records, kind="val")

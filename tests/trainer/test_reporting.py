@@ -167,6 +167,14 @@ def test_samples_that_were_left_out_of_a_validation_are_counted_in_its_record_an
     assert len(read_jsonl(tmp_path / "rollouts/val_step_0.jsonl")) == 1
 
 
+def test_a_validation_with_answers_has_a_majority_vote(tmp_path):
+    batch = scored_batch([1.0, 1.0])
+    batch.non_tensor_batch["uid"][:] = "a"
+    batch.non_tensor_batch["reward_parts"] = np.array([{"pred": "3"}, {"pred": "3"}], dtype=object)
+    with Run(tmp_path).reporter as reporter:
+        assert reporter.validation(0, batch)["val/sums/maj@2"] == 1.0
+
+
 def test_a_finished_run_that_validates_again_keeps_one_record_a_step(tmp_path):
     first = Run(tmp_path)
     with first.reporter:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from math import comb
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from hrl.algos.groups import count_groups_without_spread, group_codes
+from hrl.algos.sample_metrics import best_at_k, maj_at_k, pass_at_k, worst_at_k
 from hrl.protocol import DataProto
 from hrl.trainer.phases import PHASES
 from hrl.trainer.ppo.lengths import lengths_of
-
-_BOOTSTRAP_DRAWS = 1000
 
 
 def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
@@ -127,67 +125,34 @@ def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     }
 
 
-def best_at_k(scores: np.ndarray, k: int) -> float:
-    """Expected maximum of ``k`` draws with replacement from ``scores`` (n,).
-
-    This is what a bootstrap of best@k converges to: with sorted scores, the maximum is at most the i-th with
-    probability (i/n)^k, so no draw is needed.
-    """
-    ordered = np.sort(scores)
-    reach = (np.arange(len(ordered) + 1) / len(ordered)) ** k
-    return float(np.diff(reach) @ ordered)
-
-
-def worst_at_k(scores: np.ndarray, k: int) -> float:
-    """Expected minimum of ``k`` draws with replacement from ``scores`` (n,)."""
-    return -best_at_k(-scores, k)
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Unbiased probability that one of ``k`` samples is correct (Chen et al. 2021, arXiv:2107.03374, equation 1)."""
-    return 1.0 - comb(num_samples - num_correct, k) / comb(num_samples, k)
-
-
-def maj_at_k(answers: Sequence[Hashable], scores: np.ndarray, k: int, rng: np.random.Generator) -> float:
-    """Bootstrap mean score of the most frequent answer among ``k`` draws with replacement.
-
-    Of equally frequent answers the one that comes first among the samples wins.
-
-    Args:
-        answers: what each sample answered (n,).
-        scores: the score of each sample (n,); samples with the same answer count with their mean.
-        k: draws per vote.
-        rng: the bootstrap's own generator.
-    """
-    codes_of = {answer: code for code, answer in enumerate(dict.fromkeys(answers))}
-    codes = np.array([codes_of[answer] for answer in answers])
-    score_of_answer = np.bincount(codes, weights=scores) / np.bincount(codes)
-    draws = codes[rng.integers(len(codes), size=(_BOOTSTRAP_DRAWS, k))]
-    votes = (draws[:, :, None] == np.arange(len(codes_of))).sum(axis=1)
-    return float(score_of_answer[votes.argmax(axis=1)].mean())
-
-
 def _sample_sizes(num_samples: int) -> list[int]:
     """Powers of two below ``num_samples``, then ``num_samples`` itself: 8 gives 2, 4, 8."""
     sizes = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
     return [*sizes, num_samples] if num_samples > 1 else []
 
 
-def _prompt_metrics(
-    scores: np.ndarray, answers: Sequence[Hashable] | None, correct_at: float, rng: np.random.Generator
-) -> dict[str, float]:
-    """The metrics of one prompt with n samples."""
-    n = len(scores)
-    metrics = {f"mean@{n}": float(scores.mean())}
+def _answer_codes(answers: Sequence[Hashable]) -> list[int]:
+    """Numbers the different answers to one prompt 0, 1, 2, ..."""
+    table = {answer: code for code, answer in enumerate(dict.fromkeys(answers))}
+    return [table[answer] for answer in answers]
+
+
+def _per_prompt(
+    scores: np.ndarray, answers: np.ndarray | None, correct_at: float, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """The metrics of P prompts with n samples each, ``(P,)``, from scores and codes of answers ``(P, n)``."""
+    n = scores.shape[1]
+    metrics = {f"mean@{n}": scores.mean(axis=1)}
     if n > 1:
-        metrics[f"std@{n}"] = float(scores.std())
-    num_correct = int((scores >= correct_at).sum())
-    for k in _sample_sizes(n):
+        metrics[f"std@{n}"] = scores.std(axis=1)
+    sizes, num_correct = _sample_sizes(n), (scores >= correct_at).sum(axis=1)
+    majority = {} if answers is None else maj_at_k(answers, scores, sizes, rng)
+    for k in sizes:
         metrics[f"best@{k}"] = best_at_k(scores, k)
         metrics[f"worst@{k}"] = worst_at_k(scores, k)
-        metrics[f"pass@{k}"] = pass_at_k(n, num_correct, k)
-        if answers is not None:
-            metrics[f"maj@{k}"] = maj_at_k(answers, scores, k, rng)
+        metrics[f"pass@{k}"] = pass_at_k(num_correct, n, k)
+        if k in majority:
+            metrics[f"maj@{k}"] = majority[k]
     return metrics
 
 
@@ -195,6 +160,16 @@ def count_left_out(data_sources: Sequence[str], kept: Sequence[bool]) -> dict[st
     """``val/<source>/skipped`` for every source of whose validation samples the reward function left some out."""
     left_out = Counter(source for source, keep in zip(data_sources, kept, strict=True) if not keep)
     return {f"val/{source}/skipped": float(count) for source, count in left_out.items()}
+
+
+def answers_voted_on(reward_parts: Iterable[Mapping[str, Hashable]] | None) -> list[Hashable] | None:
+    """What each sample answered: the ``pred`` that a reward function returned beside its score, as verl's users do.
+
+    Returns:
+        One answer per sample, or None (no majority vote) where any sample has none.
+    """
+    parts = [] if reward_parts is None else list(reward_parts)
+    return [part["pred"] for part in parts] if parts and all("pred" in part for part in parts) else None
 
 
 def compute_validation_metrics(
@@ -215,7 +190,8 @@ def compute_validation_metrics(
         data_sources: source of each sample (N,).
         uids: prompt of each sample (N,).
         scores: score of each sample (N,), finite.
-        answers: what each sample answered (N,), for the majority vote; None leaves maj@k out.
+        answers: what each sample answered (N,), for the majority vote (a None among them is an answer too); None
+            leaves maj@k out.
         correct_at: a score from here on counts as correct in pass@k.
         seed: seed of the bootstrap's own generator, so that validation moves no other random state.
 
@@ -230,23 +206,28 @@ def compute_validation_metrics(
         raise ValueError(
             f"validation samples disagree in number: {sorted(lengths)} sources, prompts, scores or answers"
         )
-    for row, score in enumerate(scores):
-        if not np.isfinite(score):
-            raise ValueError(f"validation sample {row} (source {data_sources[row]!r}) has the score {score}")
+    values_of = np.asarray(scores, dtype=np.float64)
+    broken = np.flatnonzero(~np.isfinite(values_of))
+    if len(broken):
+        row = int(broken[0])
+        raise ValueError(f"validation sample {row} (source {data_sources[row]!r}) has the score {scores[row]}")
 
     prompts: dict[tuple[str, Hashable], list[int]] = {}
     for row, key in enumerate(zip(data_sources, uids, strict=True)):
         prompts.setdefault(key, []).append(row)
+    alike: dict[tuple[str, int], list[list[int]]] = {}
+    for (source, _), rows in prompts.items():
+        alike.setdefault((source, len(rows)), []).append(rows)
 
     rng = np.random.default_rng(seed)
-    collected: dict[str, list[float]] = {}
-    counts: dict[str, int] = {}
-    for (source, _), rows in prompts.items():
-        counts[source] = counts.get(source, 0) + 1
-        row_answers = [answers[row] for row in rows] if answers is not None else None
-        values = np.array([scores[row] for row in rows], dtype=np.float64)
-        for name, value in _prompt_metrics(values, row_answers, correct_at, rng).items():
-            collected.setdefault(f"val/{source}/{name}", []).append(value)
-    return {name: float(np.mean(values)) for name, values in collected.items()} | {
+    collected: dict[str, list[np.ndarray]] = {}
+    for (source, _), samples in alike.items():
+        codes = None
+        if answers is not None:
+            codes = np.array([_answer_codes([answers[row] for row in rows]) for rows in samples])
+        for name, values in _per_prompt(values_of[np.array(samples)], codes, correct_at, rng).items():
+            collected.setdefault(f"val/{source}/{name}", []).append(values)
+    counts = Counter(source for source, _ in prompts)
+    return {name: float(np.concatenate(values).mean()) for name, values in collected.items()} | {
         f"val/{source}/n": float(count) for source, count in counts.items()
     }

@@ -1,5 +1,3 @@
-import itertools
-
 import numpy as np
 import pytest
 import torch
@@ -107,31 +105,6 @@ def test_throughput_is_per_device():
     assert out == {"perf/total_num_tokens": 12.0, "perf/time_per_step": 3.0, "perf/throughput": 2.0}
 
 
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_best_and_worst_equal_the_enumeration_of_all_draws(k):
-    scores = np.array([0.0, 1.0, 0.25])
-    draws = list(itertools.product(scores, repeat=k))
-    assert m.best_at_k(scores, k) == pytest.approx(np.mean([max(d) for d in draws]))
-    assert m.worst_at_k(scores, k) == pytest.approx(np.mean([min(d) for d in draws]))
-
-
-@pytest.mark.parametrize(("n", "correct", "k"), [(4, 1, 2), (5, 2, 3), (3, 0, 2), (3, 3, 2), (4, 3, 2)])
-def test_pass_at_k_equals_the_enumeration_of_all_subsets(n, correct, k):
-    subsets = list(itertools.combinations([1] * correct + [0] * (n - correct), k))
-    assert m.pass_at_k(n, correct, k) == pytest.approx(np.mean([max(s) for s in subsets]))
-
-
-def test_majority_takes_the_score_of_the_most_frequent_answer():
-    rng = np.random.default_rng(0)
-    unanimous = m.maj_at_k(["7", "7", "7", "7"], np.ones(4), 4, rng)
-    assert unanimous == 1.0
-    # A vote of one is a draw: its expectation is the mean, 0.75; three votes out of four amplify the majority.
-    one = m.maj_at_k(["7", "7", "7", "9"], np.array([1.0, 1, 1, 0]), 1, rng)
-    five = m.maj_at_k(["7", "7", "7", "9"], np.array([1.0, 1, 1, 0]), 5, rng)
-    assert one == pytest.approx(0.75, abs=0.05)
-    assert five == pytest.approx(0.896, abs=0.04)  # P(at least 3 of 5) with p = 0.75
-
-
 def test_validation_averages_over_prompts_and_reports_how_many():
     out = m.compute_validation_metrics(
         ["add", "add", "add", "add", "mul"], ["p", "p", "q", "q", "r"], [1.0, 0.0, 1.0, 1.0, 0.0]
@@ -141,6 +114,34 @@ def test_validation_averages_over_prompts_and_reports_how_many():
     assert out["val/add/pass@2"] == 1.0
     assert (out["val/add/n"], out["val/mul/n"], out["val/mul/mean@1"]) == (2, 1, 0.0)
     assert "val/add/maj@2" not in out
+
+
+def test_validation_of_ragged_prompts_and_several_sources_is_that_of_each_prompt_alone():
+    rng = np.random.default_rng(5)
+    sizes = {("add", "p"): 4, ("add", "q"): 4, ("add", "r"): 2, ("mul", "p"): 3, ("mul", "s"): 1}
+    rows = [key for key, size in sizes.items() for _ in range(size)]
+    rows = [rows[i] for i in rng.permutation(len(rows))]
+    scores = rng.integers(0, 2, len(rows)).astype(float).tolist()
+    whole = m.compute_validation_metrics([s for s, _ in rows], [u for _, u in rows], scores)
+    alone = {}
+    for key in sizes:
+        own = [score for row, score in zip(rows, scores, strict=True) if row == key]
+        for name, value in m.compute_validation_metrics([key[0]] * len(own), ["x"] * len(own), own).items():
+            alone.setdefault(name, []).append(value)
+    expected = {name: sum(values) if name.endswith("/n") else np.mean(values) for name, values in alone.items()}
+    assert whole == pytest.approx(expected)
+
+
+def test_a_majority_is_voted_among_what_the_reward_function_calls_pred():
+    parts = [{"pred": "7"}, {"pred": "7", "brief": 1.0}, {"pred": None}]
+    assert m.answers_voted_on(parts) == ["7", "7", None]
+    assert m.answers_voted_on([*parts, {"brief": 1.0}]) is None
+    assert m.answers_voted_on(None) is None
+    out = m.compute_validation_metrics(["s"] * 3, ["p"] * 3, [1.0, 1.0, 0.0], m.answers_voted_on(parts))
+    # Three draws: P(at least two of the right answer) with p = 2/3 is 20/27.
+    assert out["val/s/maj@3"] == pytest.approx(20 / 27, abs=0.05)
+    # Two draws: both right 4/9, a tie 4/9 that either wins.
+    assert out["val/s/maj@2"] == pytest.approx(4 / 9 + 2 / 9, abs=0.05)
 
 
 def test_validation_leaves_the_global_generators_alone_and_repeats_itself():
