@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hrl.trainer.config import PPOTrainerConfig
+    from hrl.trainer.config.base import Section
+    from hrl.trainer.config.kinds import RunKind
 
+RUN_KINDS = ("ppo", "dpo", "sft", "rm")
 EXIT_OK = 0
 EXIT_CONFIG = 2
 EXIT_USAGE = 2
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if options.command == "check":
-        return check(rest, as_json=options.json, help_wanted=options.help)
+        kind = rest.pop(0) if rest[:1] and rest[0] in RUN_KINDS else "ppo"
+        return check(rest, kind, as_json=options.json, help_wanted=options.help)
     if rest:
         parser.error(f"hrl {options.command} takes no argument {rest[0]!r}")
     if options.command == "rollouts":
@@ -121,30 +124,35 @@ def rollouts(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def check(overrides: Sequence[str], *, as_json: bool = False, help_wanted: bool = False) -> int:
+def check(overrides: Sequence[str], kind_name: str = "ppo", *, as_json: bool = False, help_wanted: bool = False) -> int:
     """`hrl check`: compose and validate exactly as a run would, and report.
 
     Args:
         overrides: `key=value` and `--config-*` arguments, as a run takes them.
+        kind_name: which trainer would run, one of ``RUN_KINDS``.
         as_json: write one JSON object.
         help_wanted: explain the arguments instead.
     """
-    from hrl.trainer.config import ConfigError, compose_cli
+    from hrl.trainer.config import ConfigError
+    from hrl.trainer.config.compose import compose_kind
+    from hrl.trainer.config.kinds import PPO
+    from hrl.trainer.config.offline.kinds import KINDS
 
+    kind = PPO if kind_name == "ppo" else KINDS[kind_name]
     if help_wanted:
         from hrl.trainer.config.help import run_help
 
-        sys.stdout.write(run_help("hrl check [--json]") + "\n")
+        sys.stdout.write(run_help(f"{kind.check} [--json]", kind) + "\n")
         return EXIT_OK
     try:
-        config = compose_cli(overrides)
+        config = compose_kind(kind, overrides)
     except ConfigError as error:
         if as_json:
             _write_json({"valid": False, "problems": [_problem_json(problem) for problem in error.problems]})
         else:
             sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
-    report = check_report(config)
+    report = check_report(config, kind)
     if as_json:
         _write_json({"valid": True, **report})
     else:
@@ -156,24 +164,24 @@ def _problem_json(problem: Any) -> dict[str, str]:
     return {"key": problem.key, "what": problem.what, "hint": problem.hint}
 
 
-def check_report(config: PPOTrainerConfig) -> dict[str, Any]:
+def check_report(config: Section, kind: RunKind[Section]) -> dict[str, Any]:
     """What `hrl check` says, as plain data."""
-    from hrl.trainer.config import arithmetic, memory
-    from hrl.trainer.config.rules import warnings
+    from hrl.trainer.config import memory
+    from hrl.trainer.config.arithmetic import differences
 
-    facts = local_model_facts(config.actor_rollout_ref.model.path)
+    words = kind.words
+    facts = local_model_facts(words.model_path(config))
     size = memory.model_size(facts) if facts is not None else None
     return {
         "config": config.model_dump(),
         "differs_from_default": {
-            key: {"value": value, "default": default}
-            for key, (value, default) in arithmetic.differences(config).items()
+            key: {"value": value, "default": default} for key, (value, default) in differences(config).items()
         },
-        "placement": dict(arithmetic.placement_facts(config)),
-        "arithmetic": dict(arithmetic.batch_arithmetic(config)),
-        "units": dict(arithmetic.units_in_words(config)),
-        "memory": dict(memory.memory_estimate(config, size)) if size is not None else {},
-        "warnings": warnings(config),
+        "placement": dict(words.placement(config)),
+        "arithmetic": dict(words.arithmetic(config)),
+        "units": dict(words.units(config)),
+        "memory": dict(words.memory(config, size)) if size is not None else {},
+        "warnings": words.warnings(config),
     }
 
 
@@ -181,7 +189,7 @@ def local_model_facts(path: str) -> dict[str, Any] | None:
     """The model's config.json if its folder is on this machine already; nothing is fetched or converted.
 
     Args:
-        path: `actor_rollout_ref.model.path`.
+        path: as the configuration names the model.
     """
     folders = [Path(path).expanduser()]
     if path.startswith("bundled:"):
@@ -192,7 +200,7 @@ def local_model_facts(path: str) -> dict[str, Any] | None:
     return json.loads(files[-1].read_text()) if files else None
 
 
-def _show_report(config: PPOTrainerConfig, report: dict[str, Any]) -> None:
+def _show_report(config: Section, report: dict[str, Any]) -> None:
     from rich.syntax import Syntax
 
     from hrl.trainer.config.compose import to_yaml

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from hrl.trainer.config.actor import ActorConfig
+from hrl.trainer.config.base import Section
 from hrl.trainer.config.critic import CriticConfig
 from hrl.trainer.config.keys import leaves
 from hrl.trainer.config.placement import Placement, resolve_placement
@@ -94,7 +95,7 @@ def step_sizes(config: PPOTrainerConfig, learner: ActorConfig | CriticConfig | N
     )
 
 
-def total_steps(config: PPOTrainerConfig, train_rows: int) -> int:
+def total_steps(config: Any, train_rows: int) -> int:
     """Steps of the run over `train_rows` rows; the rows that don't fill an epoch's last batch are left out of it."""
     by_epochs = train_rows // config.data.train_batch_size * config.trainer.total_epochs
     return by_epochs if config.trainer.total_training_steps is None else config.trainer.total_training_steps
@@ -113,9 +114,9 @@ def batch_arithmetic(config: PPOTrainerConfig, *, train_rows: int | None = None)
 def _step_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
     sizes = step_sizes(config)
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
-    counts = f"{_count(sizes.prompts, 'prompt')} × {_count(sizes.samples, 'sample')}"
+    counts = f"{count(sizes.prompts, 'prompt')} × {count(sizes.samples, 'sample')}"
     tokens = f"{prompt:,} prompt + {response:,} response = {prompt + response:,} tokens"
-    yield Fact("one step", f"{counts} = {_count(sizes.sequences, 'sequence')}, each at most {tokens}")
+    yield Fact("one step", f"{counts} = {count(sizes.sequences, 'sequence')}, each at most {tokens}")
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     yield Fact("actor update", _update_sentence(sizes, mini))
     if config.needs_critic:
@@ -126,28 +127,28 @@ def _step_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
 def _update_sentence(sizes: StepSizes, mini_batch_prompts: int) -> str:
     rows = mini_batch_prompts * sizes.samples
     return (
-        f"{_count(sizes.mini_batches, 'mini-batch', 'mini-batches')} of {_count(rows, 'sequence')} "
-        f"({_count(mini_batch_prompts, 'prompt')}) × {_count(sizes.epochs, 'pass', 'passes')} = "
-        f"{_count(sizes.optimizer_steps, 'optimizer step')} per step"
+        f"{count(sizes.mini_batches, 'mini-batch', 'mini-batches')} of {count(rows, 'sequence')} "
+        f"({count(mini_batch_prompts, 'prompt')}) × {count(sizes.epochs, 'pass', 'passes')} = "
+        f"{count(sizes.optimizer_steps, 'optimizer step')} per step"
     )
 
 
 def _length_fact(config: PPOTrainerConfig, train_rows: int | None) -> Fact:
     trainer, sizes = config.trainer, step_sizes(config)
-    epochs = _count(trainer.total_epochs, "epoch")
+    epochs = count(trainer.total_epochs, "epoch")
     if trainer.total_training_steps is not None:
         steps = trainer.total_training_steps
-        text = f"{_count(steps, 'step')} = {_count(steps * sizes.optimizer_steps, 'optimizer step')} of the actor"
+        text = f"{count(steps, 'step')} = {count(steps * sizes.optimizer_steps, 'optimizer step')} of the actor"
     elif train_rows is None:
         text = f"{epochs} of (training rows ÷ {sizes.prompts:,}) steps, counted when the rows have been read"
     else:
         per_epoch, left = divmod(train_rows, sizes.prompts)
         rest = f", {left} left over," if left else ""
         steps = total_steps(config, train_rows)
-        updates = _count(steps * sizes.optimizer_steps, "optimizer step")
+        updates = count(steps * sizes.optimizer_steps, "optimizer step")
         text = (
-            f"{train_rows:,} rows ÷ {_count(sizes.prompts, 'prompt')} = {_count(per_epoch, 'step')} an epoch{rest} × "
-            f"{epochs} = {_count(steps, 'step')} = {updates} of the actor"
+            f"{train_rows:,} rows ÷ {count(sizes.prompts, 'prompt')} = {count(per_epoch, 'step')} an epoch{rest} × "
+            f"{epochs} = {count(steps, 'step')} = {updates} of the actor"
         )
     return Fact("run", text)
 
@@ -169,9 +170,9 @@ def _micro_batch_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
         passes.append(("rm", model.use_dynamic_bsz, model.max_token_len_per_gpu, model.micro_batch_size_per_gpu))
     for role, dynamic, tokens, rows in passes:
         if dynamic:
-            text = f"packed up to {tokens:,} tokens per process ({_count(tokens // row, 'longest sequence')})"
+            text = f"packed up to {tokens:,} tokens per process ({count(tokens // row, 'longest sequence')})"
         else:
-            text = f"{_count(rows or 0, 'sequence')} per process (at most {(rows or 0) * row:,} tokens)"
+            text = f"{count(rows or 0, 'sequence')} per process (at most {(rows or 0) * row:,} tokens)"
         yield Fact(f"micro-batch of {role}", text)
 
 
@@ -182,8 +183,8 @@ def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
     per_engine = -(-step_sizes(config).sequences // engines)
     yield Fact(
         "engines",
-        f"{_count(processes, 'rollout process', 'rollout processes')} ÷ {ranks} per engine = "
-        f"{_count(engines, rollout.name + ' engine')}, about {_count(per_engine, 'sequence')} each, "
+        f"{count(processes, 'rollout process', 'rollout processes')} ÷ {ranks} per engine = "
+        f"{count(engines, rollout.name + ' engine')}, about {count(per_engine, 'sequence')} each, "
         f"{rollout.max_num_seqs:,} at once",
     )
     yield Fact(
@@ -201,7 +202,7 @@ def placement_facts(config: PPOTrainerConfig) -> list[Fact]:
 
 def _pool_sentence(placement: Placement, pool: str) -> str:
     sizes = placement.pools[pool]
-    processes = _count(sum(sizes), "process", "processes")
+    processes = count(sum(sizes), "process", "processes")
     per_machine = " + ".join(map(str, sizes))
     machines = f" ({per_machine} on {len(sizes)} machines)" if len(sizes) > 1 else ""
     roles = ", ".join(placement.roles_on(pool))
@@ -221,7 +222,7 @@ def units_in_words(config: PPOTrainerConfig) -> list[Fact]:
     return [Fact(key, f"{value:,} {UNITS[key]}") for key, value in values.items() if value is not None and value > 0]
 
 
-def value_of(config: PPOTrainerConfig, key: str) -> Any:
+def value_of(config: Section, key: str) -> Any:
     """The value of a dotted key."""
     node: Any = config
     for name in key.split("."):
@@ -229,11 +230,12 @@ def value_of(config: PPOTrainerConfig, key: str) -> Any:
     return node
 
 
-def differences(config: PPOTrainerConfig) -> Mapping[str, tuple[Any, Any]]:
+def differences(config: Section) -> Mapping[str, tuple[Any, Any]]:
     """Keys that differ from the schema's plain default: key → (value, default)."""
-    values = {key: (value_of(config, key), leaf.default) for key, leaf in leaves().items()}
+    values = {key: (value_of(config, key), leaf.default) for key, leaf in leaves(type(config)).items()}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
 
-def _count(number: int, singular: str, plural: str | None = None) -> str:
+def count(number: int, singular: str, plural: str | None = None) -> str:
+    """A number with its noun: `1 step`, `2 steps`."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

@@ -4,10 +4,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from hrl.trainer.config.arithmetic import Fact
+from hrl.trainer.config.model import FsdpConfig
 from hrl.trainer.config.placement import resolve_placement
 from hrl.trainer.config.schema import PPOTrainerConfig
 
-_BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"fp32": 4, "bf16": 2, "float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
+"""`auto` as on a GPU: where a CPU takes float32 instead, memory is not what is short."""
 _GIB = 1 << 30
 
 
@@ -57,18 +59,22 @@ def memory_estimate(config: PPOTrainerConfig, size: ModelSize) -> list[Fact]:
     trained = [(placement.actor, roles.actor.fsdp_config)]
     if config.needs_critic:
         trained.append(("critic", config.critic.model.fsdp_config))
-    for role, fsdp in trained:
-        shards = placement.processes(role) if fsdp.fsdp_size == -1 else fsdp.fsdp_size
-        # Weights, gradients and Adam's two moments, all in the dtype of the stored weights.
-        state = 4 * _BYTES[fsdp.model_dtype] * size.parameters / shards
-        text = f"{_gib(state)} for weights, gradients and optimizer state{_sharded(shards)}"
-        facts.append(Fact(f"{role}, per process", text))
+    facts += [training_state(role, fsdp, size, placement.processes(role)) for role, fsdp in trained]
     if config.needs_reference:
         frozen = roles.ref.fsdp_config
         shards = placement.processes("ref") if frozen.fsdp_size == -1 else frozen.fsdp_size
         weights = _BYTES[frozen.model_dtype] * size.parameters / shards
         facts.append(Fact("ref, per process", f"{_gib(weights)} for weights{_sharded(shards)}"))
     return [*facts, *_engine_facts(config, size)]
+
+
+def training_state(role: str, fsdp: FsdpConfig, size: ModelSize, processes: int) -> Fact:
+    """Bytes per process of a model that is trained by `processes` processes."""
+    shards = processes if fsdp.fsdp_size == -1 else fsdp.fsdp_size
+    # Weights, gradients and Adam's two moments, all in the dtype of the stored weights.
+    state = 4 * _BYTES[fsdp.model_dtype] * size.parameters / shards
+    text = f"{_gib(state)} for weights, gradients and optimizer state{_sharded(shards)}"
+    return Fact(f"{role}, per process", text)
 
 
 def _engine_facts(config: PPOTrainerConfig, size: ModelSize) -> list[Fact]:

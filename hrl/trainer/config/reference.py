@@ -4,7 +4,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Literal, cast
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -56,19 +56,23 @@ def render() -> str:
 
 
 def _sections() -> Iterator[str]:
-    by_parent: dict[str, list[Leaf]] = {}
-    for leaf in leaves().values():
-        by_parent.setdefault(leaf.key.rpartition(".")[0], []).append(leaf)
-    for parent, members in by_parent.items():
+    for parent, members in by_section(leaves().values()).items():
         yield f"## {parent}\n"
-        yield f"{_docstring_of(parent)}\n"
+        yield f"{docstring_of(parent, PPOTrainerConfig)}\n"
         yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
         yield "\n".join(_row(leaf) for leaf in members) + "\n"
 
 
-def _docstring_of(parent: str) -> str:
-    """The class docstring of a section, without the repeated name of the section in front."""
-    node: type[Section] = PPOTrainerConfig
+def by_section(members: Iterable[Leaf]) -> dict[str, list[Leaf]]:
+    """The keys of every section, both in the order of the schema."""
+    found: dict[str, list[Leaf]] = {}
+    for leaf in members:
+        found.setdefault(leaf.key.rpartition(".")[0], []).append(leaf)
+    return found
+
+
+def docstring_of(parent: str, node: type[Section]) -> str:
+    """The class docstring of a section below ``node``, without the repeated name of the section in front."""
     for name in parent.split("."):
         node = cast(type[Section], node.model_fields[name].annotation)
     text = " ".join((node.__doc__ or "").split())
@@ -80,10 +84,11 @@ def _row(leaf: Leaf) -> str:
     name = leaf.key.rpartition(".")[2]
     default = "*follows*" if leaf.key in DERIVED else f"`{json.dumps(leaf.default, ensure_ascii=False)}`"
     unit = f" ({UNITS[leaf.key]})" if leaf.key in UNITS else ""
-    return f"| `{name}` | {_cell(type_in_words(leaf.field) + unit)} | {_cell(default)} | {_cell(leaf.help)} |"
+    return f"| `{name}` | {cell(type_in_words(leaf.field) + unit)} | {cell(default)} | {cell(leaf.help)} |"
 
 
-def _cell(text: str) -> str:
+def cell(text: str) -> str:
+    """Text that stays within its cell of a table."""
     return text.replace("|", "\\|")
 
 
@@ -143,10 +148,10 @@ def _compatibility() -> Iterator[str]:
     yield "| key | accepted | otherwise |\n| --- | --- | --- |"
     for key, fixed in FIXED.items():
         accepted = ", ".join(f"`{json.dumps(value)}`" for value in fixed.accepted)
-        yield f"| `{key}` | {accepted} | {_cell(fixed.advice)} |"
+        yield f"| `{key}` | {accepted} | {cell(fixed.advice)} |"
     yield "\n### What is refused\n"
     yield "| key | what to do instead |\n| --- | --- |"
-    yield "\n".join(f"| `{key}` | {_cell(advice)} |" for key, advice in REFUSED.items()) + "\n"
+    yield "\n".join(f"| `{key}` | {cell(advice)} |" for key, advice in REFUSED.items()) + "\n"
 
 
 if __name__ == "__main__":

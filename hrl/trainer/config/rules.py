@@ -1,6 +1,7 @@
 """Rules that hold between keys. Each is a generator of problems, named for what it enforces."""
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from hrl.trainer.config.algorithm_rules import ALGORITHM_RULES
 from hrl.trainer.config.errors import Problem
@@ -17,6 +18,8 @@ from hrl.trainer.config.placement import placement_problems, resolve_placement
 from hrl.trainer.config.schema import PPOTrainerConfig
 
 Rule = Callable[[PPOTrainerConfig], Iterator[Problem]]
+AnyRun = Any
+"""A configuration with the sections `data` and `trainer`, of a run of any kind."""
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 _ESTIMATOR = "algorithm.adv_estimator"
@@ -31,7 +34,7 @@ def _unknown(key: str, name: str, known: set[str] | frozenset[str]) -> Problem:
 
 
 def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Estimator, losses, KL estimators and trackers exist."""
+    """Estimator, losses and KL estimators exist."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     if algorithm.adv_estimator not in known_estimators():
         yield _unknown(_ESTIMATOR, algorithm.adv_estimator, known_estimators())
@@ -40,12 +43,16 @@ def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
     for key, kind in ((f"{_ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
         if kind.removesuffix("+") not in KL_KINDS:
             yield _unknown(key, kind, KL_KINDS)
+
+
+def trackers_are_known(config: AnyRun) -> Iterator[Problem]:
+    """Every name in `trainer.logger` is one of a tracker or of a console."""
     for name in config.trainer.logger:
         if name not in LOGGERS:
             yield _unknown("trainer.logger", name, LOGGERS)
 
 
-def one_console_writes(config: PPOTrainerConfig) -> Iterator[Problem]:
+def one_console_writes(config: AnyRun) -> Iterator[Problem]:
     """Standard output is for people or for programs."""
     if {"console", JSON_CONSOLE} <= set(config.trainer.logger):
         what = f"names console and {JSON_CONSOLE}, which both write to standard output."
@@ -252,7 +259,7 @@ def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem("data.custom_cls.path", "needs the Python file that defines data.custom_cls.name.")
 
 
-def validation_has_rows(config: PPOTrainerConfig) -> Iterator[Problem]:
+def validation_has_rows(config: AnyRun) -> Iterator[Problem]:
     """Whoever asks for validation names rows for it."""
     trainer = config.trainer
     if config.data.val_files or config.data.val_max_samples == 0:
@@ -266,7 +273,7 @@ def validation_has_rows(config: PPOTrainerConfig) -> Iterator[Problem]:
             yield Problem(f"trainer.{name}", what, "Name validation rows, or set it to false.", ("data.val_files",))
 
 
-def resume_names_its_folder(config: PPOTrainerConfig) -> Iterator[Problem]:
+def resume_names_its_folder(config: AnyRun) -> Iterator[Problem]:
     """A path to resume from is given exactly when it is used."""
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
@@ -286,6 +293,7 @@ def checkpoints_can_be_resumed(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     names_are_registered,
+    trackers_are_known,
     one_console_writes,
     mini_batches_divide_the_batch,
     groups_are_large_enough,

@@ -18,8 +18,8 @@ class TimeoutsConfig(Section):
     """One phase of a step on the workers."""
 
 
-class TrainerConfig(Section):
-    """`trainer.*`: the run itself."""
+class RunConfig(Section):
+    """`trainer.*`: what every run is asked, whatever it trains."""
 
     total_epochs: PositiveInt = 30
     """Passes over the training rows."""
@@ -58,6 +58,15 @@ class TrainerConfig(Section):
     """Continue from the run folder's newest valid checkpoint, start anew, or continue from `resume_from_path`."""
     resume_from_path: str | None = None
     """Checkpoint folder, with `resume_mode=resume_path`."""
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    ray_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `ray.init`. `{address: auto}`, or the environment variable RAY_ADDRESS, joins a running
+    cluster; otherwise the run starts its own."""
+
+
+class TrainerConfig(RunConfig):
+    """`trainer.*`: the run itself."""
+
     critic_warmup: NonNegativeInt = 0
     """First steps in which only the critic learns."""
     log_rollouts_freq: MinusOneOrMore = 10
@@ -69,7 +78,3 @@ class TrainerConfig(Section):
     role_pools: dict[str, str] = Field(default_factory=dict)
     """Role to pool: actor_rollout (or actor and rollout apart), ref, critic, rm. Roles left out join the actor's
     pool."""
-    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
-    ray_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of `ray.init`. `{address: auto}`, or the environment variable RAY_ADDRESS, joins a running
-    cluster; otherwise the run starts its own."""
