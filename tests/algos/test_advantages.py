@@ -16,7 +16,7 @@ from hrl.algos.advantages import (
     estimator_traits,
     register_adv_est,
 )
-from hrl.algos.groups import group_codes
+from hrl.algos.groups import group_codes, group_sum
 from hrl.algos.reward_placement import place_scores
 from tests.algos.batches import MASK_WITH_EVERYTHING, advantage_input
 
@@ -88,17 +88,74 @@ def test_values_at_masked_tokens_are_ignored_even_if_not_finite(name: str) -> No
         torch.testing.assert_close(after, before, rtol=0, atol=0)
 
 
+@st.composite
+def ragged_batches(draw: st.DrawFn) -> AdvantageInput:
+    """Random masks, empty rows among them, in groups of any size; scores are whole numbers, so that ties are real."""
+    rows, width, seed = draw(st.integers(1, 9)), draw(st.integers(1, 5)), draw(st.integers(0, 1 << 16))
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.rand(rows, width, generator=generator) < 0.6).long()
+    uids = torch.randint(0, draw(st.integers(1, 4)), (rows,), generator=generator)
+    scores = torch.randint(-2, 3, (rows,), generator=generator).double()
+    parts = torch.randint(-2, 3, (rows, 3), generator=generator).double()
+    inp = advantage_input(mask, group_codes(uids), seed=seed, reward_parts=parts)
+    return replace(inp, token_level_rewards=place_scores(scores, mask))
+
+
+def rows_of(inp: AdvantageInput, index: Tensor) -> AdvantageInput:
+    """Some rows in some order, with groups numbered anew."""
+    columns = {field.name: getattr(inp, field.name) for field in fields(inp)}
+    picked = {key: column if column is None else column[index] for key, column in columns.items()}
+    return AdvantageInput(**picked | {"group_ids": group_codes(inp.group_ids[index])})
+
+
 @EVERY_ESTIMATOR
-def test_order_of_rows_and_names_of_groups_do_not_matter(name: str) -> None:
-    inp = advantage_input(MASK_WITH_EVERYTHING, GROUPS)
-    order = torch.tensor([5, 2, 7, 0, 3, 6, 1, 4])
-    rows = {field.name: getattr(inp, field.name) for field in fields(inp)}
-    shuffled = AdvantageInput(**{key: column if column is None else column[order] for key, column in rows.items()})
-    shuffled = replace(shuffled, group_ids=group_codes([["zz", "y", "x"][code] for code in GROUPS[order]]))
-    for before, after in zip(
-        compute_advantages(name, inp, CONFIG), compute_advantages(name, shuffled, CONFIG), strict=True
-    ):
-        torch.testing.assert_close(after, before[order], rtol=1e-12, atol=1e-12)
+@settings(max_examples=10, deadline=None)
+@given(inp=ragged_batches(), seed=st.integers(0, 1 << 16))
+def test_ragged_groups_in_any_order_give_each_row_its_own(name: str, inp: AdvantageInput, seed: int) -> None:
+    order = torch.randperm(len(inp.response_mask), generator=torch.Generator().manual_seed(seed))
+    plain, shuffled = (compute_advantages(name, each, CONFIG) for each in (inp, rows_of(inp, order)))
+    for before, after in zip(plain, shuffled, strict=True):
+        assert torch.isfinite(before).all()
+        assert (before[inp.response_mask == 0] == 0).all()
+        torch.testing.assert_close(after, before[order], rtol=1e-11, atol=1e-11)
+
+
+@BY_GROUP
+@settings(max_examples=10, deadline=None)
+@given(inp=ragged_batches(), shifts=st.lists(st.integers(-9, 9), min_size=4, max_size=4))
+def test_a_constant_added_to_all_scores_of_a_group_changes_nothing(
+    name: str, inp: AdvantageInput, shifts: list[int]
+) -> None:
+    if name == "optimal_token_baseline":  # where one response is longer than all others it has no baseline
+        return
+    added = torch.tensor(shifts, dtype=torch.float64)[inp.group_ids]
+    shifted = replace(
+        inp,
+        token_level_rewards=place_scores(inp.scores() + added, inp.response_mask),
+        reward_parts=inp.reward_parts + added.unsqueeze(1),
+    )
+    before, after = (compute_advantages(name, each, CONFIG)[0] for each in (inp, shifted))
+    torch.testing.assert_close(after, before, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "optimal_token_baseline"])
+@settings(max_examples=10, deadline=None)
+@given(inp=ragged_batches())
+def test_a_group_does_not_know_of_the_others(name: str, inp: AdvantageInput) -> None:
+    whole, _ = compute_advantages(name, inp, CONFIG)
+    for group in inp.group_ids.unique():
+        index = (inp.group_ids == group).nonzero(as_tuple=True)[0]
+        alone, _ = compute_advantages(name, rows_of(inp, index), CONFIG)
+        torch.testing.assert_close(whole[index], alone, rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "gpg"])
+@settings(max_examples=10, deadline=None)
+@given(inp=ragged_batches(), divide=st.booleans())
+def test_what_one_response_gains_the_others_of_its_group_lose(name: str, inp: AdvantageInput, divide: bool) -> None:
+    advantages, _ = compute_advantages(name, inp, replace(CONFIG, norm_adv_by_std_in_grpo=divide))
+    of_row = torch.where(inp.response_mask.bool().any(1), advantages.sum(1) / inp.response_mask.sum(1).clamp(min=1), 0)
+    assert group_sum(of_row, inp.group_ids).abs().max() < 1e-9
 
 
 @EVERY_ESTIMATOR

@@ -3,6 +3,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hrl.algos.kl import (
@@ -15,27 +17,27 @@ from hrl.algos.kl import (
     penalise_rewards,
 )
 
-LOGITS = torch.tensor([0.3, -1.2, 2.0, 0.0, -0.4], dtype=torch.float64)
-REFERENCE = torch.log_softmax(torch.tensor([-0.5, 1.0, 0.2, 0.7, -2.0], dtype=torch.float64), dim=0)
+FIVE = st.lists(st.floats(-3.0, 3.0), min_size=5, max_size=5)
+"""Logits of a softmax over five tokens."""
 
 
-def expected(kind: str) -> tuple[Tensor, Tensor]:
+def expected(kind: str, logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     """Expectation over the five tokens, drawn from the policy, of an estimator's value and of its gradient."""
-    logits = LOGITS.clone().requires_grad_()
+    logits = logits.clone().requires_grad_()
     log_probs = torch.log_softmax(logits, dim=0)
-    value = (log_probs.detach().exp() * kl_penalty(log_probs, REFERENCE, kind)).sum()
+    value = (log_probs.detach().exp() * kl_penalty(log_probs, reference, kind)).sum()
     value.backward()
     assert logits.grad is not None
     return value.detach(), logits.grad
 
 
-def exact(divergence: str) -> tuple[Tensor, Tensor]:
-    logits = LOGITS.clone().requires_grad_()
+def exact(divergence: str, logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
+    logits = logits.clone().requires_grad_()
     log_probs = torch.log_softmax(logits, dim=0)
     value = {
-        "policy to reference": (log_probs.exp() * (log_probs - REFERENCE)).sum(),
-        "reference to policy": (REFERENCE.exp() * (REFERENCE - log_probs)).sum(),
-        "l1": (log_probs.exp() - REFERENCE.exp()).abs().sum(),
+        "policy to reference": (log_probs.exp() * (log_probs - reference)).sum(),
+        "reference to policy": (reference.exp() * (reference - log_probs)).sum(),
+        "l1": (log_probs.exp() - reference.exp()).abs().sum(),
         "nothing": (log_probs * 0.0).sum(),
     }[divergence]
     value.backward()
@@ -55,13 +57,30 @@ GRADIENT_OF = {
 
 
 @pytest.mark.parametrize("kind", sorted({*KL_ESTIMATORS, *(f"{kind}+" for kind in KL_ESTIMATORS)}))
-def test_expected_gradient_by_enumeration(kind: str) -> None:
-    torch.testing.assert_close(expected(kind)[1], exact(GRADIENT_OF[kind])[1], rtol=1e-12, atol=1e-14)
+@settings(max_examples=10, deadline=None)
+@given(logits=FIVE, reference=FIVE)
+def test_expected_gradient_by_enumeration(kind: str, logits: list[float], reference: list[float]) -> None:
+    policy = torch.tensor(logits, dtype=torch.float64)
+    other = torch.log_softmax(torch.tensor(reference, dtype=torch.float64), dim=0)
+    if kind == "abs":  # it has a kink where a token is equally likely under both
+        assume(float((torch.log_softmax(policy, dim=0) - other).abs().min()) > 1e-9)
+    got, want = expected(kind, policy, other)[1], exact(GRADIENT_OF[kind], policy, other)[1]
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
 
 
 @pytest.mark.parametrize("kind", ["k1", "k3", "k1+", "k3+"])
-def test_k1_and_k3_are_unbiased(kind: str) -> None:
-    torch.testing.assert_close(expected(kind)[0], exact("policy to reference")[0], rtol=1e-12, atol=0)
+@settings(max_examples=10, deadline=None)
+@given(logits=FIVE, reference=FIVE)
+def test_k1_and_k3_are_unbiased(kind: str, logits: list[float], reference: list[float]) -> None:
+    policy = torch.tensor(logits, dtype=torch.float64)
+    other = torch.log_softmax(torch.tensor(reference, dtype=torch.float64), dim=0)
+    got, want = expected(kind, policy, other)[0], exact("policy to reference", policy, other)[0]
+    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-13)
+
+
+def test_k2_of_the_value_is_half_the_square() -> None:
+    assert kl_penalty(torch.tensor(-1.0), torch.tensor(-4.0), "mse").item() == 4.5
+    assert kl_penalty(torch.tensor(-4.0), torch.tensor(-1.0), "abs").item() == 3.0
 
 
 def test_plus_has_the_value_of_its_kind_and_the_gradient_of_k2() -> None:

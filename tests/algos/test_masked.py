@@ -2,8 +2,10 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from hrl.algos.masked import TrainedTokens, keep, pad_segments, sum_and_count, whiten
+from hrl.algos.masked import WHITEN_EPSILON, TrainedTokens, keep, pad_segments, sum_and_count, whiten
 from tests.algos.batches import MASK_WITH_EVERYTHING, Batch
 
 
@@ -14,6 +16,28 @@ def test_whitened_entries_have_mean_zero_and_unbiased_variance_one() -> None:
     assert inside.mean().item() == pytest.approx(0.0, abs=1e-8)
     assert inside.var().item() == pytest.approx(1.0, rel=1e-6)
     assert (white[~batch.mask.bool()] == 0).all()
+
+
+@settings(deadline=None, max_examples=30)
+@given(rows=st.integers(1, 5), width=st.integers(1, 5), seed=st.integers(0, 1 << 16), shift=st.floats(-1e3, 1e3))
+def test_whitening_sees_trained_tokens_only(rows: int, width: int, seed: int, shift: float) -> None:
+    """Whatever stands outside the mask, wherever masked tokens are inserted, whatever is added to all of them."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.rand(rows, width, generator=generator) < 0.6
+    matrix = torch.randn(rows, width, generator=generator, dtype=torch.float64)
+    white, count = whiten(matrix, mask), int(mask.sum())
+    assert (white[~mask] == 0).all()
+    if count < 2:
+        assert (white == 0).all()
+    else:
+        assert white[mask].mean().item() == pytest.approx(0.0, abs=1e-9)
+        variance = matrix[mask].var().item()
+        assert white[mask].var().item() == pytest.approx(variance / (variance + WHITEN_EPSILON), rel=1e-9)
+    dirty = torch.where(mask, matrix, math.nan)
+    torch.testing.assert_close(whiten(dirty, mask), white, rtol=0, atol=0)
+    wide = torch.cat([torch.full((rows, 1), 1e9), matrix + shift], dim=1)
+    wide_mask = torch.cat([torch.zeros(rows, 1, dtype=torch.bool), mask], dim=1)
+    torch.testing.assert_close(whiten(wide, wide_mask)[:, 1:], white, rtol=1e-6, atol=1e-7)
 
 
 def test_whitening_without_spread() -> None:
