@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hrl.protocol import DataProto
 from hrl.workers.engine.packing import Rows, pack
@@ -75,6 +77,28 @@ def test_the_packed_row_is_no_longer_than_prompts_once_and_responses():
     attention = batch.batch["attention_mask"]
     prompts = sum({tuple(p): len(p) for p in map(np.ndarray.tolist, Rows.of(batch).prompts)}.values())
     assert packed.layout.num_tokens <= prompts + int(attention[:, 9:].sum())
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 999), more=st.integers(1, 6), shared=st.booleans())
+def test_padding_a_prompt_on_the_left_changes_nothing_that_enters_the_model(seed, more, shared):
+    """So no logit either; and positions restart with each sequence, behind a shared prompt at its length."""
+    batch = make_batch(seed=seed)
+    columns = {name: batch.batch[name] for name in ("prompts", "responses", "attention_mask", "response_mask")}
+    left = {name: torch.nn.functional.pad(columns[name], (more, 0)) for name in ("prompts", "attention_mask")}
+    packs = [
+        pack(
+            Rows.of(DataProto.from_dict(tensors=each)), tuple(range(12)), share_prefix=shared, wanted="next", device=CPU
+        )
+        for each in (columns, columns | left)
+    ]
+    for name in ("input_ids", "position_ids", "hidden_index", "labels", "mask"):
+        assert torch.equal(getattr(packs[0], name), getattr(packs[1], name)), name
+    layout = packs[0].layout
+    starts = np.cumsum(layout.length) - layout.length
+    for start, length, prefix in zip(starts, layout.length, layout.prefix_length, strict=True):
+        positions = packs[0].position_ids[0, start : start + length]
+        assert positions.tolist() == list(range(prefix, prefix + length))
 
 
 def test_missing_columns_are_named():
