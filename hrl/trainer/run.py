@@ -35,6 +35,7 @@ from hrl.trainer.ppo.reward_parts import RewardPartError
 from hrl.trainer.ppo.rewards import RewardService
 from hrl.trainer.ppo.roles import Role, pool_manager_of
 from hrl.trainer.ppo.worker_groups import worker_mapping
+from hrl.trainer.precision import with_dtypes
 from hrl.trainer.preflight import Preflight, PreflightError, preflight
 from hrl.trainer.reporting import RunReporter
 from hrl.trainer.run_folder import RunFolder, RunFolderError
@@ -159,6 +160,9 @@ def open_run_folder(config: PPOTrainerConfig, console: Display) -> RunFolder:
 def train(config: Any, ready: Preflight, reporter: RunReporter, trainer_cls: type[RayPPOTrainer]) -> None:
     """Builds the trainer, fits it and ends its workers, on a running Ray."""
     device = choose_device(config.trainer.device)
+    config = with_dtypes(config, device)
+    roles = config.actor_rollout_ref
+    reporter.console.note(f"on {device}: trainer in {roles.actor.fsdp_config.dtype}, engine in {roles.rollout.dtype}")
     manager = pool_manager_of(config, use_gpu=device == "cuda")
     largest_node = max(max(counts) for counts in manager.resource_pool_spec.values())
     runtime = Runtime(

@@ -6,7 +6,8 @@ from pydantic import Field, NonNegativeFloat
 
 from hrl.trainer.config.base import MinusOneOrMore, Section, UnitInterval
 
-DType = Literal["bfloat16", "float16", "float32"]
+DType = Literal["auto", "bfloat16", "float16", "float32"]
+"""`auto` is bfloat16 on GPUs and on CPUs with matrix instructions for it, and float32 on other CPUs."""
 Content = Literal["model", "optimizer", "extra", "hf_model"]
 
 
@@ -39,8 +40,9 @@ class _ShardingConfig(Section):
     """Keep the parameters in host memory while the model is idle."""
     fsdp_size: MinusOneOrMore = -1
     """Processes that share one sharded copy; -1 uses all processes of the pool."""
-    dtype: DType = "bfloat16"
-    """Dtype of the matrix products; gradients are reduced in fp32."""
+    dtype: DType = "auto"
+    """Dtype of the matrix products; gradients are reduced in fp32. `auto` is bfloat16, except on a CPU that has no
+    matrix instructions for it and is faster in float32."""
 
 
 class ForwardShardingConfig(_ShardingConfig):

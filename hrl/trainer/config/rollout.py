@@ -55,8 +55,8 @@ class RolloutConfig(Section):
     """Most likely tokens kept; -1 is off."""
     seed: NonNegativeInt = 1
     """Seed of the samples, combined with step, prompt and sample index. Default: `trainer.seed`."""
-    dtype: DType = "bfloat16"
-    """Dtype of the engine's weights."""
+    dtype: DType = "auto"
+    """Dtype of the engine's weights; `auto` as for the trainer's `fsdp_config.dtype`."""
     tensor_model_parallel_size: PositiveInt = 1
     """Processes that one engine spans."""
     gpu_memory_utilization: Fraction = 0.5

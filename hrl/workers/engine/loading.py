@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from hrl.workers.ops.attention import ATTENTION_NAME
+from hrl.workers.ops.residual import widen_residual
 from hrl.workers.ops.rms_norm import use_fused_rms_norms
 
 if TYPE_CHECKING:
@@ -187,6 +188,7 @@ def _prepare(model: PreTrainedModel, config: Any) -> PreTrainedModel:
             logger.warning("%s: dropout %.2f switched off: the sampler has none", config.path, module.p)
             module.p = 0.0
     use_fused_rms_norms(model)
+    widen_residual(model)
     model.config.use_cache = False
     if config.enable_gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -3,7 +3,8 @@
 transformers' own forward is six tensor operations that keep float32 copies of their input for the backward: on a CPU
 the norms of a small model cost as much as its attention. Here the input and one number per token are kept.
 
-The order of roundings is transformers' (and vLLM's): normalise in float32, round, then scale.
+The order of roundings is transformers' (and vLLM's): normalise in float32, round to the weight's dtype, then scale. So
+the result has the weight's dtype also where the residual stream that comes in is wider.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         hidden: ``(..., H)``.
         weight: ``(H,)``.
         eps: added to the mean square.
+
+    Returns:
+        ``(..., H)`` in the dtype of ``weight``.
     """
     return _RmsNorm.apply(hidden, weight, eps)
 
@@ -33,12 +37,12 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
         scale = torch.empty(len(rows), 1, dtype=_accumulation_dtype(hidden), device=hidden.device)
-        out = torch.empty_like(rows)
+        out = torch.empty_like(rows, dtype=weight.dtype)
         for part in _parts(rows):
             wide = rows[part].to(scale.dtype, copy=True)
             mean_square = torch.linalg.vecdot(wide, wide).div_(wide.shape[1])
             scale[part, 0] = torch.rsqrt(mean_square.add_(eps))
-            torch.mul(wide.mul_(scale[part]).to(hidden.dtype), weight, out=out[part])
+            torch.mul(wide.mul_(scale[part]).to(weight.dtype), weight, out=out[part])
         ctx.save_for_backward(hidden, weight, scale)
         return out.view(hidden.shape)
 

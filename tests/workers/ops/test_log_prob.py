@@ -82,7 +82,7 @@ def test_bfloat16_accumulates_in_float32():
     log_prob, _, _ = token_statistics(*low, labels, 1.0, chunk=1000, with_entropy=False)
     want, _ = plain(*(t.detach().float() for t in low), labels, 1.0)
     assert log_prob.dtype == torch.float32
-    assert (log_prob - want).abs().max() < 0.02
+    assert (log_prob - want).abs().max() < 1e-4  # a product with a bfloat16 result is off by 0.01
     log_prob.sum().backward()
     assert low[0].grad.dtype == low[1].grad.dtype == torch.bfloat16
 
