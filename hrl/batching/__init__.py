@@ -2,7 +2,8 @@
 
 from hrl.batching.balance import balance
 from hrl.batching.packing import pack
+from hrl.batching.pairs import plan_pairs
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.batching.planner import plan_forward, plan_update
 
-__all__ = ["BatchPlan", "MiniBatchPlan", "RankPlan", "balance", "pack", "plan_forward", "plan_update"]
+__all__ = ["BatchPlan", "MiniBatchPlan", "RankPlan", "balance", "pack", "plan_forward", "plan_pairs", "plan_update"]

@@ -34,6 +34,7 @@ from hrl.workers.runtime import Runtime, join_world, peak_memory, release_cached
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
+    from hrl.metrics import Metric
     from hrl.workers.policy import Policy
     from hrl.workers.rollout.host import RolloutHost
     from hrl.workers.weight_sync.base import SyncReport
@@ -56,6 +57,7 @@ UPDATE_COLUMNS = (
     "rollout_is_weights",
     "selected_tokens",
 )
+PAIR_COLUMNS = ("is_chosen", "ref_sequence_log_prob", "margin")
 PROMPT_COLUMNS = ("prompts", "attention_mask", "uid", "sample_index", "greedy")
 
 
@@ -229,7 +231,23 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=UPDATE_COLUMNS)
     def update_actor(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
         """Runs every optimizer step of the plan and returns its metrics."""
-        metrics = self.policy.update(batch, plan)
+        return self._learnt(self.policy.update(batch, plan))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, *PAIR_COLUMNS))
+    def update_preference(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """As ``update_actor``, on pairs of which one answer is preferred; see ``hrl.workers.offline``."""
+        from hrl.workers.offline import update_preference
+
+        return self._learnt(update_preference(self.policy.engine, batch, plan))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
+    def update_supervised(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """As ``update_actor``, on answers to imitate; see ``hrl.workers.offline``."""
+        from hrl.workers.offline import update_supervised
+
+        return self._learnt(update_supervised(self.policy.engine, batch, plan))
+
+    def _learnt(self, metrics: dict[str, Metric]) -> DataProto:
         return DataProto(meta_info={"metrics": metrics | {"perf/max_memory_gib": peak_memory(self.device)}})
 
     # ------------------------------------------------------------------ sampling

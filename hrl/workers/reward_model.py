@@ -1,14 +1,15 @@
-"""The reward model's worker: one score per sampled sequence."""
+"""The reward model's worker: one score per sequence, and the update that teaches it which answers are preferred."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrl.protocol import DataProto
 from hrl.single_controller.base import Worker
 from hrl.single_controller.base.decorator import Dispatch, register
-from hrl.workers.actor_rollout_ref import ROW_COLUMNS
-from hrl.workers.runtime import Runtime, join_world
+from hrl.workers.actor_rollout_ref import PAIR_COLUMNS, ROW_COLUMNS
+from hrl.workers.runtime import Runtime, join_world, peak_memory
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
@@ -18,32 +19,66 @@ class RewardModelWorker(Worker):
     """One rank of the reward model, a sequence classifier with one label that reads the policy's own tokens.
 
     Args:
-        config: the ``reward.reward_model`` part of the configuration.
+        config: the ``reward.reward_model`` part of the configuration; of it the section ``model`` is read.
+        train: ``optim`` and ``grad_clip`` of a reward model that learns; ``None`` for a frozen one.
+        total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
         runtime: device, threads, widths and deadlines of this process.
-        model_path: local folder of the classifier. Its tokenizer must be the policy's, which the preflight checks.
+        model_path: local folder of the classifier; one that learns may start from a causal language model. Its
+            tokenizer must be the policy's, which the preflight checks.
     """
 
-    def __init__(self, config: Any, *, runtime: Runtime, model_path: str) -> None:
+    def __init__(
+        self,
+        config: Any,
+        train: Any | None = None,
+        total_optimizer_steps: int | None = None,
+        *,
+        runtime: Runtime,
+        model_path: str,
+    ) -> None:
         super().__init__()
         self.config = config
+        self.train = train
+        self.total_optimizer_steps = total_optimizer_steps
         self.runtime = runtime
         self.model_path = model_path
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the classifier, frozen."""
+        """Loads the classifier, and its optimizer where it learns."""
         from hrl.workers.engine.loading import ModelSource
         from hrl.workers.value_model import ValueModel
 
+        self.device = join_world(self.runtime)
         self.value_model = ValueModel(
             ModelSource.of(self.config.model, self.model_path, self.runtime),
-            None,
+            self.train,
             self.config.model.fsdp_config,
-            device=join_world(self.runtime),
-            total_steps=None,
+            device=self.device,
+            total_steps=self.total_optimizer_steps,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def compute_rm_score(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
         """``rm_scores (B,)``: the classifier's score of prompt and response at the last token."""
         return self.value_model.compute_scores(batch, plan)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, *PAIR_COLUMNS))
+    def update_reward_model(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
+        """Runs every optimizer step of the plan on pairs and returns its metrics; see ``hrl.workers.offline``."""
+        from hrl.workers.offline import update_reward_model
+
+        metrics = update_reward_model(self.value_model.engine, batch, plan)
+        return DataProto(meta_info={"metrics": metrics | {"perf/max_memory_gib": peak_memory(self.device)}})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str, hf_folder: str | None, contents: list[str]) -> None:
+        """Writes the sharded state to ``folder`` and, if named, the classifier for transformers to ``hf_folder``."""
+        self.value_model.save(Path(folder), contents)
+        if hf_folder is not None:
+            self.value_model.export_classifier(Path(hf_folder), pad_token_id=self.runtime.pad_token_id)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str, contents: list[str]) -> None:
+        """Loads what ``save_checkpoint`` wrote."""
+        self.value_model.load(Path(folder), contents)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,6 +50,20 @@ class ValueModel(EngineModel):
             device=device,
             total_steps=total_steps,
         )
+
+    def export_classifier(self, folder: Path, *, pad_token_id: int) -> None:
+        """Writes a folder that transformers loads as a sequence classifier with one label; every rank calls it.
+
+        Args:
+            folder: created if missing.
+            pad_token_id: for transformers, which takes the last token that is not this one for the sequence's last. It
+                must not be a token that ends answers.
+        """
+        config = self.engine.source_config
+        config.architectures = [type(self.engine.module.model).__name__]
+        config.num_labels = 1
+        config.pad_token_id = pad_token_id
+        self.export_hf(folder)
 
     def compute_values(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
         """``values (B, R)`` float32: the value of the state *before* each trained response token, zero elsewhere.

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,10 +28,12 @@ from transformers.utils.logging import disable_progress_bar
 from hrl.algos.aggregation import AGGREGATION_MODES, Counts
 from hrl.algos.kl import KL_ESTIMATORS
 from hrl.algos.policy_losses import POLICY_LOSSES, PolicyLossInput, PolicyLossOutput
+from hrl.algos.preference import PAIR_LOSSES
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
 from hrl.workers.engine.optim import StepReport
+from hrl.workers.offline import update_preference, update_reward_model, update_supervised
 from hrl.workers.policy import Policy
 from hrl.workers.value_model import ValueModel
 from tests.algos.batches import ACTOR
@@ -39,6 +42,7 @@ from tests.workers.engine.tiny import SHAPE, actor_config, critic_config, fsdp_c
 CPU = torch.device("cpu")
 CUTS = (1, 2, 3, 8)
 EVERY = "every"
+CONSTANT = "seq-mean-token-sum-norm"
 SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 TIMEOUT = timedelta(seconds=120)
 
@@ -94,7 +98,7 @@ def save_small_llama(folder: Path) -> Path:
 def deal(batch: DataProto, world_size: int, micro_batches: int) -> BatchPlan:
     """Pairs of rows (2i, 2i + 1) in a random order dealt to the ranks, and each rank's to its micro-batches."""
     trained = batch.batch["response_mask"]
-    counts = (int(trained.sum()), int(trained.any(1).sum()), 0)
+    counts = (int(trained.sum()), int(trained.any(1).sum()), len(batch) // 2)
     pairs = np.random.default_rng(micro_batches).permutation(len(batch) // 2)
     rows, ranks = [], []
     for rank in range(world_size):
@@ -131,42 +135,74 @@ def actor_with(**changes: Any) -> SimpleNamespace:
     )
 
 
-Subject = Callable[[Models, DataProto], tuple[Policy | ValueModel, DataProto]]
-"""Which model takes a step on which batch."""
+Update = Callable[[DataProto, RankPlan], Any]
+Subject = Callable[[Models, DataProto], tuple[Policy | ValueModel, DataProto, Update]]
+"""Which model takes a step on which batch, and how."""
 
 
 def policy_subject(name: str, mode: str = EVERY) -> Subject:
-    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto]:
+    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
         models.actor.config = actor_with(loss_agg_mode=mode)
         models.actor.config.policy_loss.loss_mode = name
-        return models.actor, batch
+        return models.actor, batch, models.actor.update
 
     return prepare
 
 
 def without_policy_loss(**changes: Any) -> Subject:
-    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto]:
+    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
         models.actor.config = actor_with(**changes)
         models.actor.config.policy_loss.loss_mode = "vanilla"
         still = deepcopy(batch)
         still.batch["advantages"] = torch.zeros_like(still.batch["advantages"])
-        return models.actor, still
+        return models.actor, still, models.actor.update
 
     return prepare
 
 
-def value_subject(models: Models, batch: DataProto) -> tuple[ValueModel, DataProto]:
+def value_subject(models: Models, batch: DataProto) -> tuple[ValueModel, DataProto, Update]:
     models.critic.config = critic_config(loss_agg_mode=EVERY)
-    return models.critic, batch
+    return models.critic, batch, models.critic.update
 
 
-def everything(models: Models, batch: DataProto) -> tuple[Policy, DataProto]:
+def as_pairs(batch: DataProto) -> DataProto:
+    """Rows 2i and 2i + 1 are the chosen and the rejected answer of pair i."""
+    count = len(batch)
+    batch.non_tensor_batch["uid"] = np.array([f"{row // 2}" for row in range(count)], dtype=object)
+    batch.batch["is_chosen"] = torch.arange(count) % 2 == 0
+    batch.batch["ref_sequence_log_prob"] = (batch.batch["ref_log_prob"] * batch.batch["response_mask"]).sum(-1)
+    batch.batch["margin"] = 0.1 * torch.arange(count).double()
+    return batch
+
+
+def pair_subject(name: str) -> Subject:
+    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
+        margin = {"target_margin": 0.3} if name == "simpo" else {}
+        batch.meta_info["preference"] = {"loss_type": name, "beta": 0.4, "label_smoothing": 0.1, **margin}
+        return models.actor, as_pairs(batch), partial(update_preference, models.actor.engine)
+
+    return prepare
+
+
+def supervised_subject(mode: str) -> Subject:
+    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
+        batch.meta_info["loss_agg_mode"] = mode
+        return models.actor, batch, partial(update_supervised, models.actor.engine)
+
+    return prepare
+
+
+def reward_model_subject(models: Models, batch: DataProto) -> tuple[ValueModel, DataProto, Update]:
+    return models.critic, as_pairs(batch), partial(update_reward_model, models.critic.engine)
+
+
+def everything(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
     """All policy losses, all KL estimators and the entropy in one step."""
     models.actor.config = actor_with(
         use_kl_loss=True, kl_loss_type=EVERY, kl_loss_coef=1.0, entropy_coeff=0.3, loss_agg_mode=EVERY
     )
     models.actor.config.policy_loss.loss_mode = EVERY
-    return models.actor, batch
+    return models.actor, batch, models.actor.update
 
 
 WHOLE: dict[str, Subject] = {"everything": everything, "value": value_subject}
@@ -181,6 +217,9 @@ def single() -> dict[str, Subject]:
         | {f"policy vanilla, {mode}": policy_subject("vanilla", mode) for mode in members(AGGREGATION_MODES)}
         | {f"kl {kind}": without_policy_loss(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=1.0) for kind in kinds}
         | {"entropy": without_policy_loss(entropy_coeff=1.0)}
+        | {f"pair {name}": pair_subject(name) for name in members(PAIR_LOSSES)}
+        | {f"supervised, {mode}": supervised_subject(mode) for mode in members(AGGREGATION_MODES) if mode != CONSTANT}
+        | {"reward model": reward_model_subject}
     )
 
 
@@ -201,7 +240,7 @@ def batch_for(name: str, seed: int) -> DataProto:
 # ------------------------------------------------------------------------------------------- gradients
 
 
-def local_gradients(model: Policy | ValueModel, batch: DataProto, plan: RankPlan) -> dict[str, Tensor]:
+def local_gradients(model: Policy | ValueModel, update: Update, batch: DataProto, plan: RankPlan) -> dict[str, Tensor]:
     """This rank's shards of the gradients of the plan's only mini-batch, before clipping; the weights stay."""
     optimizer, found = model.engine.optimizer, {}
     apply = optimizer.step
@@ -214,7 +253,7 @@ def local_gradients(model: Policy | ValueModel, batch: DataProto, plan: RankPlan
 
     optimizer.step = look
     try:
-        model.update(batch, plan)
+        update(batch, plan)
     finally:
         optimizer.step = apply
     return found
@@ -222,9 +261,9 @@ def local_gradients(model: Policy | ValueModel, batch: DataProto, plan: RankPlan
 
 def run(models: Models, name: str, plan_of: Callable[[DataProto], BatchPlan], rank: int) -> dict[str, Tensor]:
     """Gradients of one loss under one plan."""
-    model, batch = (WHOLE | single())[name](models, batch_for(name, seed=0))
+    model, batch, update = (WHOLE | single())[name](models, batch_for(name, seed=0))
     plan = plan_of(batch)
-    return local_gradients(model, batch.select_idxs(list(plan.rows[rank])), plan.ranks[rank])
+    return local_gradients(model, update, batch.select_idxs(list(plan.rows[rank])), plan.ranks[rank])
 
 
 def references(path: Path, dtype: str) -> dict[str, dict[str, Tensor]]:
