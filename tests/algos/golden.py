@@ -162,8 +162,8 @@ for them, so that the scale depends on where 0 lies. Here two groups have the sc
 _PAGE = """\
 # The golden cases, one by one
 
-{cases} cases computed with verl 0.9.1 on a CPU in float64: inputs, parameters, outputs, gradients. hrl's numbers are equal
-in {equal} of {cases}, within {rtol:g} relative and {atol:g} absolute: verl adds 1e-8 to the counts that it divides by.
+{cases} cases computed with verl 0.9.1 on a CPU in float64: inputs, parameters, outputs, gradients. hrl's numbers are
+equal in {equal} of {cases}, within {rtol:g} relative and {atol:g} absolute: verl adds 1e-8 to the counts it divides by.
 `python -m tests.algos.golden` writes this page, and a test compares it with the code.
 
 ## Different on purpose

@@ -27,7 +27,7 @@ from rich.table import Table
 from tests.mutation.mutants import Mutant, all_mutants
 
 ROOT = Path(__file__).parents[2]
-JOBS = max(os.cpu_count() or 1, 1)
+JOBS = os.cpu_count() or 1
 TIMEOUT_S = 180.0
 WANTED = 0.95
 SURVIVED, CAUGHT_IN_TIME = "", "did not end in time"
@@ -36,7 +36,7 @@ SURVIVED, CAUGHT_IN_TIME = "", "did not end in time"
 def copy_of_the_package(folder: Path) -> Path:
     """Code, tests and configuration, without what Python made of them."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for name in ("hrl", "tests", "configs"):
+    for name in ("hrl", "tests", "configs", "docs"):
         shutil.copytree(ROOT / name, folder / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder
