@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -38,9 +39,9 @@ def value_loss(
     values: Tensor,
     returns: Tensor,
     response_mask: Tensor,
-    cliprange_value: float,
+    cliprange_value: float | None,
     *,
-    name: str = "clipped",
+    name: str | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Run the value loss of that name.
 
@@ -49,8 +50,8 @@ def value_loss(
         values: Values predicted when the batch was made ``(B, R)``.
         returns: Their targets ``(B, R)``.
         response_mask: ``(B, R)``; what stands outside in the other columns is ignored.
-        cliprange_value: How far a prediction may gain by moving from its old value.
-        name: A key of :data:`VALUE_LOSSES`.
+        cliprange_value: How far a prediction may gain by moving from its old value; None for no clip.
+        name: A key of :data:`VALUE_LOSSES`; None is ``clipped`` where there is a clip range and ``squared`` without.
 
     Returns:
         The loss per token ``(B, R)``, 0 outside the mask, and metrics as (sum, count): ``vf_clipfrac``, ``vpred_mean``.
@@ -58,11 +59,13 @@ def value_loss(
     Raises:
         ValueError: Unknown name; shapes that differ.
     """
+    clip = math.inf if cliprange_value is None else cliprange_value
+    name = name or ("squared" if cliprange_value is None else "clipped")
     if name not in VALUE_LOSSES:
         raise ValueError(f"unknown value loss {name!r}; choose one of {sorted(VALUE_LOSSES)}")
     check_shapes(response_mask, vpreds=vpreds, values=values, returns=returns)
     vpreds, values, returns = (keep(column, response_mask) for column in (vpreds, values, returns))
-    loss_mat, held = VALUE_LOSSES[name](vpreds, values, returns, cliprange_value)
+    loss_mat, held = VALUE_LOSSES[name](vpreds, values, returns, clip)
     metrics = {
         "vf_clipfrac": sum_and_count(held.to(vpreds.dtype), response_mask),
         "vpred_mean": sum_and_count(vpreds, response_mask),

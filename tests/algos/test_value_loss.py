@@ -27,6 +27,7 @@ def test_without_a_clip_leaving_the_range_pays() -> None:
     loss_mat, metrics = value_loss(vpreds, values, returns, mask, cliprange_value=0.5, name="squared")
     assert loss_mat[0].tolist() == pytest.approx([0.5 * 0.9**2, 0.0])
     assert metrics["vf_clipfrac"][0].item() == 0.0
+    assert torch.equal(value_loss(vpreds, values, returns, mask, cliprange_value=None)[0], loss_mat)
 
 
 def test_unknown_names_are_refused() -> None:

@@ -1,14 +1,23 @@
 """What every section of the schema has in common."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+
+from hrl.trainer.config.names import is_registered_aggregation
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
 MinusOneOrMore = Annotated[int, Field(ge=-1)]
-AggregationMode = Literal[
-    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+
+
+def _built_in_or_registered(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
+    return value if isinstance(value, str) and is_registered_aggregation(value) else built_in(value)
+
+
+AggregationMode = Annotated[
+    Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
+    WrapValidator(_built_in_or_registered),
 ]
 
 

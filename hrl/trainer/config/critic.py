@@ -33,8 +33,8 @@ class CriticConfig(Section):
     """Token budget of one micro-batch when values are computed. Default: `critic.ppo_max_token_len_per_gpu`."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
-    cliprange_value: NonNegativeFloat = 0.5
-    """How far a value may move from its old value before the loss is clipped."""
+    cliprange_value: NonNegativeFloat | None = 0.5
+    """How far a value may move from its old value before the loss is clipped; null is the plain squared error."""
     loss_agg_mode: AggregationMode = "token-mean"
     """How token losses become one number. Default: the actor's."""
     model: CriticModelConfig = Field(default_factory=CriticModelConfig)

@@ -56,6 +56,16 @@ def known_policy_losses() -> set[str]:
     return set(POLICY_LOSSES) | set(_registry("hrl.algos.policy_losses", "POLICY_LOSSES"))
 
 
+def known_kl_kinds() -> set[str]:
+    """Built-in KL estimators and those registered so far, without `+`."""
+    return set(KL_KINDS) | set(_registry("hrl.algos.kl", "KL_ESTIMATORS"))
+
+
+def is_registered_aggregation(name: str) -> bool:
+    """Whether an aggregation of token losses was registered under that name so far."""
+    return name in _registry("hrl.algos.aggregation", "AGGREGATION_MODES")
+
+
 def estimator_needs(name: str) -> EstimatorNeeds:
     """Critic and group size that the estimator `name` asks for; a registered estimator of the user says so itself."""
     if name in ESTIMATORS:

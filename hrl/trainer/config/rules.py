@@ -8,10 +8,10 @@ from hrl.trainer.config.errors import Problem
 from hrl.trainer.config.keys import nearest
 from hrl.trainer.config.names import (
     JSON_CONSOLE,
-    KL_KINDS,
     LOGGERS,
     estimator_needs,
     known_estimators,
+    known_kl_kinds,
     known_policy_losses,
 )
 from hrl.trainer.config.placement import placement_problems, resolve_placement
@@ -41,8 +41,8 @@ def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
     if actor.policy_loss.loss_mode not in known_policy_losses():
         yield _unknown(_LOSS, actor.policy_loss.loss_mode, known_policy_losses())
     for key, kind in ((f"{_ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
-        if kind.removesuffix("+") not in KL_KINDS:
-            yield _unknown(key, kind, KL_KINDS)
+        if kind.removesuffix("+") not in known_kl_kinds():
+            yield _unknown(key, kind, known_kl_kinds())
 
 
 def trackers_are_known(config: AnyRun) -> Iterator[Problem]:

@@ -79,6 +79,15 @@ def test_an_estimator_of_the_user_is_found_through_the_registry(monkeypatch):
     assert load_config({"algorithm": {"adv_estimator": "my_own"}}).actor_rollout_ref.rollout.n == 8
 
 
+def test_a_kl_estimator_and_an_aggregation_of_the_user_are_found_too(monkeypatch):
+    from hrl.algos import aggregation, kl
+
+    monkeypatch.setitem(kl.KL_ESTIMATORS, "quartic", lambda difference: difference**4)
+    monkeypatch.setitem(aggregation.AGGREGATION_MODES, "root-mean", aggregation.AGGREGATION_MODES["token-mean"])
+    actor = {"kl_loss_type": "quartic+", "loss_agg_mode": "root-mean"}
+    assert load_config({"actor_rollout_ref": {"actor": actor}}).actor_rollout_ref.actor.loss_agg_mode == "root-mean"
+
+
 def test_composing_imports_neither_torch_nor_ray():
     code = (
         "import sys; from hrl.trainer.config import compose_cli; compose_cli([]); "
