@@ -55,6 +55,17 @@ def render_prompt(
     return _render(tokenizer, messages, template_kwargs, add_generation_prompt=True)
 
 
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, Any]
+) -> str:
+    """The text of a chat as it stands, with nothing added for an answer to come.
+
+    Raises:
+        jinja2.TemplateError: the template refuses the chat.
+    """
+    return _render(tokenizer, messages, template_kwargs, add_generation_prompt=False)
+
+
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of rendered prompts; special tokens are in the text already, unless there is no chat template."""
     return tokenizer(list(texts), add_special_tokens=tokenizer.chat_template is None)["input_ids"]
@@ -80,14 +91,14 @@ def check_chat_template(
     prompt_ids = encode_texts(tokenizer, [prompt])[0]
     if tokenizer.chat_template is None:
         return _report(tokenizer, prompt_ids, [])
-    chat = _render(tokenizer, messages, kwargs, add_generation_prompt=False)
+    chat = render_chat(tokenizer, messages, kwargs)
     if not prompt.startswith(chat) or prompt == chat:
         raise ChatTemplateError(
             "the chat template's generation prompt does not extend the chat: with add_generation_prompt the text ends "
             f"{prompt[-60:]!r}, without it {chat[-60:]!r}"
         )
     answered = [*messages, {"role": "assistant", "content": _PROBE_ANSWER}]
-    full_ids = encode_texts(tokenizer, [_render(tokenizer, answered, kwargs, add_generation_prompt=False)])[0]
+    full_ids = encode_texts(tokenizer, [render_chat(tokenizer, answered, kwargs)])[0]
     if full_ids[: len(prompt_ids)] != prompt_ids:
         raise ChatTemplateError(_prefix_difference(tokenizer, prompt_ids, full_ids))
     answer_ids = full_ids[len(prompt_ids) :]

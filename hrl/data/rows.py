@@ -65,7 +65,7 @@ def read_rows(source: str | Sequence[Mapping[str, Any]], keys: RowKeys) -> Itera
     Raises:
         DatasetError: the source as a whole can't be read.
     """
-    for origin, raw in _raw_rows(source):
+    for origin, raw in raw_rows(source):
         yield raw if isinstance(raw, BadRow) else check_row(raw, keys, origin)
 
 
@@ -73,44 +73,61 @@ def check_row(raw: object, keys: RowKeys, origin: str) -> Row | BadRow:
     """Turns a raw row into a `Row`, or says what is wrong with it."""
     if not isinstance(raw, Mapping):
         return BadRow(origin, f"is a {type(raw).__name__}, expected an object with the key {keys.prompt!r}")
-    messages = _as_messages(raw.get(keys.prompt), keys.prompt)
+    messages = as_messages(raw.get(keys.prompt), keys.prompt)
     if isinstance(messages, str):
         return BadRow(origin, messages)
     data_source = raw.get(keys.data_source)
     if not isinstance(data_source, str) or not data_source:
-        return BadRow(origin, f"{keys.data_source!r} is {_show(data_source)}, expected a non-empty string")
+        return BadRow(origin, f"{keys.data_source!r} is {show_value(data_source)}, expected a non-empty string")
     plain: dict[str, dict[str, Any]] = {}
     for key in ("reward_model", "extra_info"):
         value = raw.get(key, {})
         if not isinstance(value, Mapping):
-            return BadRow(origin, f"{key!r} is {_show(value)}, expected an object (leave the key out for none)")
+            return BadRow(origin, f"{key!r} is {show_value(value)}, expected an object (leave the key out for none)")
         plain[key] = dict(value)
     return Row(messages, data_source, plain["reward_model"], plain["extra_info"], origin)
 
 
-def _as_messages(prompt: object, key: str) -> list[dict[str, str]] | str:
-    """The prompt as a chat, or a sentence about what is wrong with it."""
+def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, str]] | str:
+    """A chat, or a sentence about what is wrong with it; a string is one message of ``role``."""
     if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}] if prompt else f"{key!r} is an empty string"
+        return [{"role": role, "content": prompt}] if prompt else f"{key!r} is an empty string"
     if not isinstance(prompt, Sequence) or not prompt:
-        return f"{key!r} is {_show(prompt)}, expected a string or a non-empty list of messages"
+        return f"{key!r} is {show_value(prompt)}, expected a string or a non-empty list of messages"
     messages = []
     for position, message in enumerate(prompt):
         if not isinstance(message, Mapping):
-            return f"message {position} of {key!r} is {_show(message)}, expected an object with role and content"
+            return f"message {position} of {key!r} is {show_value(message)}, expected an object with role and content"
         for part in ("role", "content"):
             if not isinstance(message.get(part), str):
-                return f"{part!r} of message {position} of {key!r} is {_show(message.get(part))}, expected a string"
+                return (
+                    f"{part!r} of message {position} of {key!r} is {show_value(message.get(part))}, expected a string"
+                )
         messages.append({name: value for name, value in message.items() if isinstance(value, str)})
     return messages
 
 
-def _show(value: object) -> str:
+def show_value(value: object) -> str:
+    """A value in a message: short, and with its type where it was cut."""
     text = repr(value)
     return "missing or null" if value is None else f"{text[:60]}… ({type(value).__name__})" if len(text) > 60 else text
 
 
-def _raw_rows(source: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
+def source_name(source: str | Sequence[Mapping[str, Any]]) -> str:
+    """What rows of a source are called that do not say themselves: `bundled/<task>`, the file's name, or `list`."""
+    if not isinstance(source, str):
+        return "list"
+    if source.startswith(BUNDLED_PREFIX):
+        return f"bundled/{source.removeprefix(BUNDLED_PREFIX).partition('/')[0]}"
+    return Path(source).stem
+
+
+def raw_rows(source: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
+    """Every row of a source as it stands there, with file and row for messages; see `read_rows`.
+
+    Raises:
+        DatasetError: the source as a whole can't be read.
+    """
     if not isinstance(source, str):
         return ((f"row {index} of the list", row) for index, row in enumerate(source))
     if source.startswith(BUNDLED_PREFIX):

@@ -8,7 +8,11 @@ from typing import Any
 from hrl.data.errors import DatasetError
 from hrl.data.tasks import addition
 
-_TASKS = {"addition": addition.rows}
+_TASKS = {
+    "addition": addition.rows,
+    "addition_pairs": addition.pairs,
+    "addition_answers": addition.answers,
+}
 
 
 def bundled_rows(name: str) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,9 @@
 
 All 81 sums of 1..9 and 1..9. Sixteen are held out for validation, always with their mirror image: whoever has trained
 on 5 + 7 has seen 7 + 5, so eight pairs of different numbers are held out in both orders.
+
+`addition` has prompts with their ground truth, `addition_pairs` the right answer beside wrong ones, `addition_answers`
+the right answer alone.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ DATA_SOURCE = "bundled/addition"
 SPLITS = ("train", "val", "all")
 _HELD_OUT_PAIRS = 8
 _HELD_OUT_SEED = 20_240
+_ERRORS = (-2, -1, 1, 2)
+_ERRORS_OF_TWO = (-1, 1, 2, 3)  # 0 is no answer that anybody would give to 1 + 1
 
 
 def held_out() -> frozenset[tuple[int, int]]:
@@ -27,23 +32,63 @@ def held_out() -> frozenset[tuple[int, int]]:
 
 
 def rows(split: str) -> Iterator[dict[str, Any]]:
-    """The rows of a split: `train` (65), `val` (16) or `all` (81).
+    """The prompts of a split: `train` (65), `val` (16) or `all` (81).
 
     Raises:
         DatasetError: no such split.
     """
+    return (
+        {
+            "data_source": DATA_SOURCE,
+            "prompt": _prompt(a, b),
+            "reward_model": {"style": "rule", "ground_truth": str(a + b)},
+            "extra_info": {"index": index},
+        }
+        for index, (a, b) in enumerate(_sums(split))
+    )
+
+
+def pairs(split: str) -> Iterator[dict[str, Any]]:
+    """Every sum of a split four times, its answer beside a number that is wrong by one or two.
+
+    Raises:
+        DatasetError: as `rows`.
+    """
+    return (
+        {
+            "data_source": f"{DATA_SOURCE}_pairs",
+            "prompt": _prompt(a, b),
+            "chosen": _answer(a + b),
+            "rejected": _answer(a + b + error),
+        }
+        for a, b in _sums(split)
+        for error in (_ERRORS if a + b > 2 else _ERRORS_OF_TWO)
+    )
+
+
+def answers(split: str) -> Iterator[dict[str, Any]]:
+    """Every sum of a split as a chat with its answer.
+
+    Raises:
+        DatasetError: as `rows`.
+    """
+    return (
+        {"data_source": f"{DATA_SOURCE}_answers", "messages": [*_prompt(a, b), *_answer(a + b)]}
+        for a, b in _sums(split)
+    )
+
+
+def _sums(split: str) -> list[tuple[int, int]]:
     if split not in SPLITS:
         raise DatasetError(f"unknown split {split!r} of bundled:addition; there are: {', '.join(SPLITS)}")
     kept_back = held_out()
     sums = [(a, b) for a in range(1, 10) for b in range(1, 10)]
-    chosen = [s for s in sums if split == "all" or (s in kept_back) == (split == "val")]
-    return (_row(a, b, index) for index, (a, b) in enumerate(chosen))
+    return [s for s in sums if split == "all" or (s in kept_back) == (split == "val")]
 
 
-def _row(a: int, b: int, index: int) -> dict[str, Any]:
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [{"role": "user", "content": f"What is {a} + {b}? Answer with the final number only."}],
-        "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-        "extra_info": {"index": index},
-    }
+def _prompt(a: int, b: int) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"What is {a} + {b}? Answer with the final number only."}]
+
+
+def _answer(number: int) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": str(number)}]

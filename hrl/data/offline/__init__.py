@@ -1,0 +1,1 @@
+"""Data sets of answers that are already there: pairs of which one was preferred, and demonstrations."""

@@ -1,0 +1,234 @@
+"""What every data set of answers does: read, check, tokenise and fit its rows once, and serve them from memory."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+
+from hrl.data.chat_template import ChatTemplateError
+from hrl.data.dataset import DatasetCounts
+from hrl.data.errors import DatasetError
+from hrl.data.offline.tokens import Answer, Passage, encode_passages
+from hrl.data.rows import BadRow, raw_rows, source_name
+from hrl.data.sampler import EpochOrder
+from hrl.data.tokenizer import token_ids
+from hrl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+_ROWS_AT_ONCE = 512
+_SHOWN = 5
+
+
+class OfflineDatasetConfig(Protocol):
+    """What a data set reads of the configuration's `data` section; each means what it means there."""
+
+    @property
+    def data_source_key(self) -> str: ...
+
+    @property
+    def max_length(self) -> int: ...
+
+    @property
+    def truncation(self) -> str: ...
+
+    @property
+    def apply_chat_template_kwargs(self) -> Mapping[str, Any]: ...
+
+    @property
+    def bad_rows(self) -> str: ...
+
+    @property
+    def shuffle(self) -> bool: ...
+
+    @property
+    def seed(self) -> int: ...
+
+
+class OfflineDataset(ABC, Generic[R]):
+    """Rows with their tokens.
+
+    Args:
+        data_files: one source or several, see `hrl.data.rows.read_rows`; or a list of rows.
+        tokenizer: of the model that is trained, its chat template renders the rows.
+        config: the `data` section.
+        max_samples: stop after this many usable rows; -1 reads all.
+        stop_ids: tokens that end an answer.
+
+    Attributes:
+        rows: the checked rows that are kept.
+        answers: per row its tokens, one entry per row of a batch.
+        counts: what became of the rows that were read.
+        order: the order of the rows, epoch by epoch.
+
+    Raises:
+        DatasetError: a bad or overlong row where the configuration doesn't say what to do with it, or no row left.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Sequence[str] | Sequence[Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        config: Any,
+        max_samples: int = -1,
+        *,
+        stop_ids: Sequence[int],
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.pad_id = token_ids(tokenizer).pad
+        self.rows: list[R] = []
+        self.answers: list[list[Answer]] = []
+        self._sources: list[str] = []
+        self._stop_ids = stop_ids
+        self._too_long: list[str] = []
+        self._num_truncated = 0
+        bad: list[BadRow] = []
+        usable = self._usable(data_files, bad)
+        usable = islice(usable, max_samples) if max_samples >= 0 else usable
+        while block := list(islice(usable, _ROWS_AT_ONCE)):
+            self._take(block, bad)
+        kept, too_long = len(self.rows), len(self._too_long)
+        self.counts = DatasetCounts(len(bad) + too_long + kept, len(bad), too_long, self._num_truncated, kept)
+        self._report(data_files, bad)
+        self.order = EpochOrder(kept, seed=config.seed, shuffle=config.shuffle)
+
+    # ------------------------------------------------------------------ what a data set is
+
+    @abstractmethod
+    def check(self, raw: Mapping[str, Any]) -> R | str:
+        """A raw row as a checked one, or a sentence about what is wrong with it."""
+
+    @abstractmethod
+    def passages(self, row: R) -> list[list[Passage]]:
+        """The texts of a row, one list of passages per row of a batch."""
+
+    @abstractmethod
+    def batch(self, indices: Iterable[int]) -> DataProto:
+        """The rows of a step."""
+
+    @abstractmethod
+    def first_prompt(self) -> list[dict[str, str]] | None:
+        """A chat that the template can be checked on; None where there is only plain text."""
+
+    # ------------------------------------------------------------------ what all of them do
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def as_proto(self, tensors: dict[str, torch.Tensor], indices: Sequence[int]) -> DataProto:
+        """A batch with the columns that every row has; log-probs are those of the plain distribution."""
+        columns = {
+            "uid": [str(index) for index in indices],
+            "data_source": [self._sources[index] for index in indices],
+            "index": list(indices),
+        }
+        objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
+        return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"temperature": 1.0})
+
+    def in_order(self, size: int) -> Iterator[DataProto]:
+        """The whole data set, in batches of at most `size` rows."""
+        for start in range(0, len(self), size):
+            yield self.batch(range(start, min(start + size, len(self))))
+
+    def require_rows(self, needed: int, purpose: str) -> None:
+        """Refuses a data set that is too small for its purpose; see `RLHFDataset.require_rows`."""
+        if len(self) < needed:
+            raise DatasetError(f"too few rows for {purpose}: {self.counts}, {needed} needed")
+
+    # ------------------------------------------------------------------ reading
+
+    def _usable(self, data_files: Any, bad: list[BadRow]) -> Iterator[tuple[R, str, str]]:
+        """Checked rows with their source and origin; the others go into `bad`."""
+        for origin, raw, name in _read(data_files):
+            if isinstance(raw, BadRow):
+                bad.append(raw)
+                continue
+            if not isinstance(raw, Mapping):
+                bad.append(BadRow(origin, f"is a {type(raw).__name__}, expected an object"))
+                continue
+            row = self.check(raw)
+            if isinstance(row, str):
+                bad.append(BadRow(origin, row))
+            else:
+                yield row, str(raw.get(self.config.data_source_key) or name), origin
+
+    def _take(self, block: list[tuple[R, str, str]], bad: list[BadRow]) -> None:
+        rendered = []
+        for row, source, origin in block:
+            try:
+                rendered.append((row, source, origin, self.passages(row)))
+            except (TemplateError, ChatTemplateError) as error:
+                bad.append(BadRow(origin, str(error)))
+        flat = [passages for *_, texts in rendered for passages in texts]
+        encoded = iter(encode_passages(self.tokenizer, flat, self._stop_ids))
+        for row, source, origin, texts in rendered:
+            found = [next(encoded) for _ in texts]
+            answers = [answer for answer in found if answer is not None]
+            if len(answers) < len(texts):
+                bad.append(BadRow(origin, "has an answer without a token, or no prompt before it"))
+                continue
+            fitted = self._fit(answers)
+            if fitted is None:
+                self._too_long.append(f"{origin} ({max(map(len, answers))} tokens)")
+                continue
+            self._num_truncated += sum(map(len, fitted)) < sum(map(len, answers))
+            self.rows.append(row)
+            self.answers.append(fitted)
+            self._sources.append(source)
+
+    def _fit(self, answers: list[Answer]) -> list[Answer] | None:
+        """What of a row goes into `max_length` tokens as `truncation` says; None if it doesn't.
+
+        Of the answers of a pair the same number of the prompt's tokens is cut, so that they keep one prompt.
+        """
+        limit = self.config.max_length
+        over = max(map(len, answers)) - limit
+        if over <= 0:
+            return answers
+        if self.config.truncation == "left":
+            cut = [answer.without_beginning(over) for answer in answers]
+        elif self.config.truncation == "right":
+            cut = [answer.cut_to(limit) for answer in answers]
+        else:
+            return None
+        fitted = [answer for answer in cut if answer is not None]
+        return fitted if len(fitted) == len(answers) else None
+
+    def _report(self, data_files: Any, bad: Sequence[BadRow]) -> None:
+        config = self.config
+        shown = "; ".join(f"{row.origin}: {row.reason}" for row in bad[:_SHOWN])
+        if bad and config.bad_rows == "error":
+            raise DatasetError(f"{len(bad)} bad rows, or data.bad_rows=skip leaves them out: {shown}")
+        if self._too_long and config.truncation != "drop":
+            cut = {"left": ", even without their prompts", "right": ", prompts alone"}.get(config.truncation, "")
+            raise DatasetError(
+                f"{len(self._too_long)} rows are longer than data.max_length={config.max_length}{cut}, the first "
+                f"{self._too_long[0]}: raise it, or set data.truncation=drop to leave them out"
+                + ("" if cut else ", left to cut prompts, or right to cut answers")
+            )
+        if not self.rows:
+            raise DatasetError(f"no row to use in {data_files}: {self.counts}" + (f" ({shown})" if bad else ""))
+        if bad:
+            logger.warning("skipped %d bad rows: %s", len(bad), shown)
+        logger.info("%s", self.counts)
+
+
+def _read(data_files: Any) -> Iterator[tuple[str, object, str]]:
+    """Origin, raw row and the source's name, of one source or several."""
+    several = isinstance(data_files, Sequence) and not isinstance(data_files, str)
+    sources = data_files if several and all(isinstance(item, str) for item in data_files) else [data_files]
+    for source in sources:
+        for origin, raw in raw_rows(source):
+            yield origin, raw, source_name(source)

@@ -1,0 +1,74 @@
+"""Answers to imitate.
+
+A row has ``messages``, a whole chat of which every message of the assistant is trained on; or ``prompt`` and
+``completion`` (``response``), each a chat or a string, of which only the answer is. A string prompt is one message of
+the user, a string answer one of the assistant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hrl.data.offline.dataset import OfflineDataset
+from hrl.data.offline.tokens import Passage, pad_answers, passages_of_chat
+from hrl.data.rows import as_messages
+from hrl.protocol import DataProto
+
+_COMPLETION_KEYS = ("completion", "response")
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """One checked row.
+
+    Attributes:
+        messages: the whole chat.
+        first_trained: number of the first message whose tokens may be trained on.
+    """
+
+    messages: list[dict[str, str]]
+    first_trained: int
+
+
+def check_demonstration(raw: Mapping[str, Any], config: Any) -> Demonstration | str:
+    """A raw row as a demonstration, or a sentence about what is wrong with it.
+
+    Args:
+        raw: the row.
+        config: has ``messages_key``, ``prompt_key`` and ``completion_key``.
+    """
+    if raw.get(config.messages_key) is not None:
+        messages = as_messages(raw[config.messages_key], config.messages_key)
+        return messages if isinstance(messages, str) else Demonstration(messages, 0)
+    known = (config.completion_key,) if config.completion_key else _COMPLETION_KEYS
+    key = next((key for key in known if raw.get(key) is not None), known[0])
+    if config.prompt_key not in raw:
+        return f"has neither {config.messages_key!r} nor {config.prompt_key!r} with {' or '.join(map(repr, known))}"
+    prompt = as_messages(raw[config.prompt_key], config.prompt_key)
+    answer = as_messages(raw.get(key), key, "assistant")
+    if isinstance(prompt, str) or isinstance(answer, str):
+        return prompt if isinstance(prompt, str) else str(answer)
+    return Demonstration([*prompt, *answer], len(prompt))
+
+
+class DemonstrationDataset(OfflineDataset[Demonstration]):
+    """Demonstrations as tokens, one row each."""
+
+    def check(self, raw: Mapping[str, Any]) -> Demonstration | str:
+        return check_demonstration(raw, self.config)
+
+    def passages(self, row: Demonstration) -> list[list[Passage]]:
+        kwargs = self.config.apply_chat_template_kwargs
+        return [passages_of_chat(self.tokenizer, row.messages, row.first_trained, kwargs)]
+
+    def batch(self, indices: Iterable[int]) -> DataProto:
+        """Columns of ``pad_answers``; non-tensor ``uid``, ``data_source`` and ``index``."""
+        chosen = list(indices)
+        return self.as_proto(pad_answers([self.answers[index][0] for index in chosen], self.pad_id), chosen)
+
+    def first_prompt(self) -> list[dict[str, str]] | None:
+        row = self.rows[0]
+        roles = [message["role"] for message in row.messages]
+        return row.messages[: roles.index("assistant", row.first_trained)]

@@ -1,0 +1,136 @@
+"""Pairs of answers to one prompt, of which the first was preferred.
+
+A row has ``prompt``, ``chosen`` and ``rejected``, each a chat or a string. A string prompt is one message of the user,
+a string answer one of the assistant; answers may also be whole chats that begin with the prompt. Of two whole chats
+without a prompt, what both begin with is the prompt (TRL's implicit prompt); two whole texts are cut at the last space
+that they share, and no chat template is applied.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+import torch
+
+from hrl.data.offline.dataset import OfflineDataset
+from hrl.data.offline.tokens import Passage, pad_answers, passages_of_chat, passages_of_text
+from hrl.data.rows import as_messages, show_value
+from hrl.protocol import DataProto
+
+_SIDES = ("chosen", "rejected")
+
+
+@dataclass(frozen=True)
+class PairRow:
+    """One checked pair.
+
+    Attributes:
+        prompt: a chat; plain text where ``chosen`` and ``rejected`` are plain text.
+        chosen: what follows the prompt.
+        rejected: the other answer.
+        margin: the lead that the chosen answer's score must have; None if the row says nothing about it.
+    """
+
+    prompt: list[dict[str, str]] | str
+    chosen: list[dict[str, str]] | str
+    rejected: list[dict[str, str]] | str
+    margin: float | None
+
+
+def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
+    """A raw row as a pair, or a sentence about what is wrong with it.
+
+    Args:
+        raw: the row.
+        config: has ``prompt_key``, ``chosen_key``, ``rejected_key`` and, where margins are read, ``margin_key``.
+    """
+    margin_key = getattr(config, "margin_key", None)
+    margin = None if margin_key is None else raw.get(margin_key)
+    if margin is not None and not (isinstance(margin, int | float) and math.isfinite(margin)):
+        return f"{margin_key!r} is {show_value(margin)}, expected a finite number"
+    prompt, chosen, rejected = (raw.get(key) for key in (config.prompt_key, config.chosen_key, config.rejected_key))
+    if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+        found = _split_texts(chosen, rejected)
+        return found if isinstance(found, str) else PairRow(*found, margin)
+    answers = (
+        as_messages(chosen, config.chosen_key, "assistant"),
+        as_messages(rejected, config.rejected_key, "assistant"),
+    )
+    for answer in answers:
+        if isinstance(answer, str):
+            return answer
+    before = as_messages(prompt, config.prompt_key) if prompt is not None else _shared(*answers)
+    if isinstance(before, str):
+        return before
+    if not before:
+        return f"has no {config.prompt_key!r}, and its two chats share no first message"
+    if all(answer[: len(before)] == before for answer in answers):  # whole chats, beside their prompt or without it
+        answers = answers[0][len(before) :], answers[1][len(before) :]
+    if answers[0] == answers[1]:
+        return f"{config.chosen_key!r} and {config.rejected_key!r} are the same answer"
+    return PairRow(before, *answers, margin)
+
+
+def _shared(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
+    """What two sequences begin with."""
+    return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
+
+
+def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str] | str:
+    """Prompt and the rests of two texts with the same beginning, cut before a space that both have."""
+    if chosen == rejected:
+        return "holds the same text twice"
+    cut = chosen.rfind(" ", 0, len(_shared(chosen, rejected)))
+    if cut < 1:
+        return "has no prompt, and its two texts share no beginning"
+    return chosen[:cut], chosen[cut:], rejected[cut:]
+
+
+class PairDataset(OfflineDataset[PairRow]):
+    """Pairs as tokens, served in batches of two rows per pair."""
+
+    _reference: torch.Tensor | None = None
+
+    def check(self, raw: Mapping[str, Any]) -> PairRow | str:
+        return check_pair(raw, self.config)
+
+    def passages(self, row: PairRow) -> list[list[Passage]]:
+        """The chosen answer with its prompt, and the rejected one with it."""
+        found = []
+        for side in _SIDES:
+            answer = getattr(row, side)
+            if isinstance(row.prompt, str):
+                found.append(passages_of_text(self.tokenizer, row.prompt, answer))
+            else:
+                kwargs = self.config.apply_chat_template_kwargs
+                found.append(passages_of_chat(self.tokenizer, [*row.prompt, *answer], len(row.prompt), kwargs))
+        return found
+
+    def batch(self, indices: Iterable[int]) -> DataProto:
+        """Two rows per pair, chosen then rejected, of the same ``uid``.
+
+        Columns: those of ``pad_answers``, ``is_chosen (B,)`` bool, ``ref_sequence_log_prob (B,)`` once there is a
+        reference, ``margin (B,)`` where one of the rows has one; non-tensor ``uid``, ``data_source`` and ``index``.
+        """
+        chosen = list(indices)
+        rows = [answer for index in chosen for answer in self.answers[index]]
+        tensors = pad_answers(rows, self.pad_id)
+        tensors["is_chosen"] = torch.arange(len(rows)) % 2 == 0
+        if self._reference is not None:
+            tensors["ref_sequence_log_prob"] = self._reference[chosen].reshape(-1)
+        margins = [self.rows[index].margin for index in chosen]
+        if any(margin is not None for margin in margins):
+            tensors["margin"] = torch.tensor([margin or 0.0 for margin in margins]).repeat_interleave(2)
+        return self.as_proto(tensors, [index for index in chosen for _ in range(2)])
+
+    def set_reference(self, sums: torch.Tensor) -> None:
+        """The reference's log-probs of all rows, summed over trained tokens: (2N,), in the order of ``batch``."""
+        self._reference = sums.reshape(len(self), 2)
+
+    def first_prompt(self) -> list[dict[str, str]] | None:
+        """The chat of the first row's prompt; None for plain text."""
+        return next((row.prompt for row in self.rows if not isinstance(row.prompt, str)), None)

@@ -1,0 +1,173 @@
+"""An answer with its prompt as tokens, and which of them are trained on: known from positions, never from ids.
+
+A conversation is rendered message by message. Tokens of the prompt are those that a sampler would be given, so that the
+model learns in the contexts it will be asked in; an assistant's message is trained on up to the token that ends it, and
+what a template writes behind that token is context.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+
+from hrl.data.chat_template import ChatTemplateError, encode_texts, render_chat, render_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Messages = Sequence[Mapping[str, str]]
+Truncation = Literal["error", "drop", "left", "right"]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One row of a model's input.
+
+    Attributes:
+        prompt: (P,) int32, not empty; nothing of it is trained on.
+        answer: (R,) int32; its first and its last token are trained on.
+        trained: (R,) bool.
+    """
+
+    prompt: np.ndarray
+    answer: np.ndarray
+    trained: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+    def without_beginning(self, tokens: int) -> Answer | None:
+        """Without the prompt's first tokens; None if nothing of the prompt is left."""
+        return Answer(self.prompt[tokens:], self.answer, self.trained) if tokens < len(self.prompt) else None
+
+    def cut_to(self, tokens: int) -> Answer | None:
+        """Without what lies beyond this many tokens; None if nothing trained is left."""
+        kept = np.flatnonzero(self.trained[: max(tokens - len(self.prompt), 0)])
+        if not len(kept):
+            return None
+        end = int(kept[-1]) + 1
+        return Answer(self.prompt, self.answer[:end], self.trained[:end])
+
+
+@dataclass(frozen=True)
+class Passage:
+    """A text and whether it is trained on."""
+
+    text: str
+    trained: bool
+
+
+def passages_of_chat(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, first_trained: int, template_kwargs: Mapping[str, Any]
+) -> list[Passage]:
+    """A conversation as passages: the assistant's messages from number ``first_trained`` on, and what lies between.
+
+    Raises:
+        ChatTemplateError: nothing to train on, nothing to answer, or a template that rewrites earlier messages.
+        jinja2.TemplateError: the template refuses the chat.
+    """
+    turns = [i for i, message in enumerate(messages) if i >= first_trained and message["role"] == "assistant"]
+    if not turns:
+        raise ChatTemplateError("has no message of the assistant to train on")
+    if turns[0] == 0:
+        raise ChatTemplateError("begins with the assistant's message, which answers nothing")
+    if tokenizer.chat_template is None:
+        if len(messages) != 2:
+            raise ChatTemplateError("is a chat of several messages, but the tokenizer has no chat template")
+        return passages_of_text(tokenizer, messages[0]["content"], messages[1]["content"])
+    passages: list[Passage] = []
+    rendered = ""
+    for turn in turns:
+        before = render_prompt(tokenizer, messages[:turn], template_kwargs)
+        after = render_chat(tokenizer, messages[: turn + 1], template_kwargs)
+        if not (before.startswith(rendered) and after.startswith(before)):
+            raise ChatTemplateError(
+                f"the chat template rewrites what stands before message {turn}, so that no sampler would see the "
+                "context that is trained on; data.apply_chat_template_kwargs can often switch that off "
+                "(e.g. enable_thinking)"
+            )
+        passages += [Passage(before[len(rendered) :], False), Passage(after[len(before) :], True)]
+        rendered = after
+    return passages
+
+
+def passages_of_text(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> list[Passage]:
+    """Plain text without a chat template; the answer ends with the tokenizer's end token, where it has one."""
+    return [Passage(prompt, False), Passage(answer + (tokenizer.eos_token or ""), True)]
+
+
+def encode_passages(
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Passage]], stop_ids: Sequence[int]
+) -> list[Answer | None]:
+    """Tokens of every row; None where a row has no token to train on or none before it."""
+    texts = [[*_growing(passages)] for passages in rows]
+    encoded = iter(encode_texts(tokenizer, [text for growing in texts for text in growing]))
+    return [
+        _answer(tokenizer, passages, [next(encoded) for _ in growing], stop_ids)
+        for passages, growing in zip(rows, texts, strict=True)
+    ]
+
+
+def _growing(passages: Sequence[Passage]) -> list[str]:
+    """``[a, b, c]`` to ``[a, ab, abc]``."""
+    texts = [passage.text for passage in passages]
+    return ["".join(texts[: end + 1]) for end in range(len(texts))]
+
+
+def _answer(
+    tokenizer: PreTrainedTokenizerBase,
+    passages: Sequence[Passage],
+    encoded: Sequence[list[int]],
+    stop_ids: Sequence[int],
+) -> Answer | None:
+    """``encoded[i]`` are the tokens of passages 0 … i as one text."""
+    ids: list[int] = []
+    trained: list[bool] = []
+    before: list[int] = []
+    for passage, until_here in zip(passages, encoded, strict=True):
+        if until_here[: len(before)] == before:
+            piece = until_here[len(before) :]
+        else:  # a token would span the border, which no sampler would see: the passage is encoded by itself
+            piece = tokenizer(passage.text, add_special_tokens=False)["input_ids"]
+        ids += piece
+        trained += _up_to_last(piece, stop_ids) if passage.trained else [False] * len(piece)
+        before = until_here
+    places = np.flatnonzero(trained)
+    if not len(places) or places[0] == 0:
+        return None
+    first, end = int(places[0]), int(places[-1]) + 1
+    tokens = np.array(ids, dtype=np.int32)
+    return Answer(tokens[:first], tokens[first:end], np.array(trained[first:end]))
+
+
+def _up_to_last(piece: Sequence[int], stop_ids: Sequence[int]) -> list[bool]:
+    """True up to the last stop token; everywhere, if there is none."""
+    end = max((i for i, token in enumerate(piece) if token in stop_ids), default=len(piece) - 1)
+    return [i <= end for i in range(len(piece))]
+
+
+def pad_answers(rows: Sequence[Answer], pad_id: int) -> dict[str, torch.Tensor]:
+    """Columns of a batch, int64, as wide as its longest rows.
+
+    Returns:
+        ``prompts (B, P)`` left-padded, ``responses (B, R)`` right-padded, ``attention_mask (B, P+R)`` and
+        ``response_mask (B, R)``.
+    """
+    prompt_width = max(len(row.prompt) for row in rows)
+    width = max(len(row.answer) for row in rows)
+    prompts = np.full((len(rows), prompt_width), pad_id, np.int64)
+    responses = np.full((len(rows), width), pad_id, np.int64)
+    attention = np.zeros((len(rows), prompt_width + width), np.int64)
+    trained = np.zeros((len(rows), width), np.int64)
+    for i, row in enumerate(rows):
+        start = prompt_width - len(row.prompt)
+        prompts[i, start:] = row.prompt
+        responses[i, : len(row.answer)] = row.answer
+        attention[i, start : prompt_width + len(row.answer)] = 1
+        trained[i, : len(row.answer)] = row.trained
+    columns = {"prompts": prompts, "responses": responses, "attention_mask": attention, "response_mask": trained}
+    return {name: torch.from_numpy(column) for name, column in columns.items()}
