@@ -36,7 +36,8 @@ class FilterGroupsConfig(Section):
     """Train only on groups whose samples differ; further prompts are sampled in the same step until the batch is full.
     An epoch then lasts fewer steps, the run as many as before."""
     metric: str = "reward"
-    """What has to differ: reward (the whole score), or a number that the reward function returns, e.g. acc."""
+    """What has to differ: reward (all that is trained on), score (the reward function's own), or another number that it
+    returns, e.g. acc."""
     max_num_gen_batches: PositiveInt = 10
     """Batches of `data.train_batch_size` prompts sampled in one step at most; then the run stops and says why."""
 
@@ -81,7 +82,8 @@ class AlgorithmConfig(Section):
     """Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig)
     gdpo_reward_keys: StrList = Field(default_factory=list)
-    """gdpo: the numbers that the reward function returns, each normalised in its group by itself."""
+    """gdpo: rewards that are each normalised in their group: numbers that the reward function returns, score,
+    reward_model, or overlong (with `reward.overlong_buffer.log`)."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: one weight for each of them; null weighs them equally."""
     use_pf_ppo: bool = False

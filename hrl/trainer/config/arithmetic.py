@@ -10,6 +10,7 @@ from hrl.trainer.config.actor import ActorConfig
 from hrl.trainer.config.base import Section
 from hrl.trainer.config.critic import CriticConfig
 from hrl.trainer.config.keys import leaves
+from hrl.trainer.config.names import estimator_needs
 from hrl.trainer.config.placement import Placement, resolve_placement
 from hrl.trainer.config.schema import PPOTrainerConfig
 
@@ -40,6 +41,7 @@ UNITS: dict[str, str] = {
     "critic.ppo_max_token_len_per_gpu": "tokens per process",
     "critic.forward_max_token_len_per_gpu": "tokens per process",
     "algorithm.kl_ctrl.horizon": "sequences",
+    "algorithm.filter_groups.max_num_gen_batches": "batches of prompts per step",
     "reward.num_workers": "processes",
     "reward.reward_model.max_token_len_per_gpu": "tokens per process",
     "reward.reward_model.micro_batch_size_per_gpu": "sequences per process",
@@ -117,6 +119,13 @@ def _step_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
     counts = f"{count(sizes.prompts, 'prompt')} × {count(sizes.samples, 'sample')}"
     tokens = f"{prompt:,} prompt + {response:,} response = {prompt + response:,} tokens"
     yield Fact("one step", f"{counts} = {count(sizes.sequences, 'sequence')}, each at most {tokens}")
+    if estimator_needs(config.algorithm.adv_estimator).baseline:
+        yield Fact("baselines", f"{count(sizes.prompts, 'greedy response')} more per step, one for each prompt")
+    if config.algorithm.filter_groups.enable:
+        bound = config.algorithm.filter_groups.max_num_gen_batches
+        differ = f"differ in {config.algorithm.filter_groups.metric}"
+        most = f"at most {count(bound, 'batch', 'batches')} = {count(bound * sizes.prompts, 'prompt')} a step"
+        yield Fact("dynamic sampling", f"until the samples of {count(sizes.prompts, 'prompt')} {differ}, {most}")
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     yield Fact("actor update", _update_sentence(sizes, mini))
     if config.needs_critic:
@@ -216,6 +225,7 @@ def units_in_words(config: PPOTrainerConfig) -> list[Fact]:
         f"{_REF}.": config.needs_reference,
         "reward.reward_model.": config.needs_reward_model,
         "algorithm.kl_ctrl.": config.algorithm.use_kl_in_reward,
+        "algorithm.filter_groups.": config.algorithm.filter_groups.enable,
     }
     absent = tuple(section for section, is_built in built.items() if not is_built)
     values = {key: value_of(config, key) for key in UNITS if not key.startswith(absent)}

@@ -1,5 +1,7 @@
 """The text of `--help`: how to say what to run, and the keys people set most."""
 
+import textwrap
+
 from hrl.trainer.config.base import Section
 from hrl.trainer.config.folder import config_folder
 from hrl.trainer.config.keys import leaves
@@ -16,7 +18,7 @@ def run_help(program: str | None = None, kind: RunKind[Section] = PPO) -> str:
         kind: of the run.
     """
     program = program or kind.program
-    groups = [f"  {group + '=':<12}{', '.join(_choices(group))}" for group in kind.help.groups]
+    groups = [line for group in kind.help.groups for line in _group_lines(group)]
     return "\n".join(
         [
             f"usage: {program} {'[group=choice ...] ' if groups else ''}[key=value ...]",
@@ -39,6 +41,12 @@ def run_help(program: str | None = None, kind: RunKind[Section] = PPO) -> str:
             f"  {kind.check} {kind.help.check}    what a run would do, without starting it",
         ]
     )
+
+
+def _group_lines(group: str) -> list[str]:
+    indent = 14
+    choices = textwrap.wrap(", ".join(_choices(group)), _WIDTH - indent, break_on_hyphens=False)
+    return [f"  {group + '=':<12}{choices[0]}", *(" " * indent + line for line in choices[1:])]
 
 
 def _choices(group: str) -> list[str]:

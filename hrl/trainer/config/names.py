@@ -14,6 +14,7 @@ class EstimatorNeeds(NamedTuple):
 
     critic: bool = False
     min_group_size: int = 1
+    baseline: bool = False
 
 
 ESTIMATORS: dict[str, EstimatorNeeds] = {
@@ -22,7 +23,7 @@ ESTIMATORS: dict[str, EstimatorNeeds] = {
     "rloo": EstimatorNeeds(min_group_size=2),
     "reinforce_plus_plus": EstimatorNeeds(),
     "reinforce_plus_plus_baseline": EstimatorNeeds(min_group_size=2),
-    "remax": EstimatorNeeds(),
+    "remax": EstimatorNeeds(baseline=True),
     "opo": EstimatorNeeds(min_group_size=2),
     "gpg": EstimatorNeeds(min_group_size=2),
     "grpo_passk": EstimatorNeeds(min_group_size=2),
@@ -71,4 +72,8 @@ def estimator_needs(name: str) -> EstimatorNeeds:
     if name in ESTIMATORS:
         return ESTIMATORS[name]
     entry = _registry("hrl.algos.advantages", "ADVANTAGE_ESTIMATORS").get(name)
-    return EstimatorNeeds(getattr(entry, "needs_critic", False), getattr(entry, "min_group_size", 1))
+    return EstimatorNeeds(
+        getattr(entry, "needs_critic", False),
+        getattr(entry, "min_group_size", 1),
+        getattr(entry, "needs_baseline", False),
+    )

@@ -239,12 +239,13 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
     def compute_reward(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Scores every response: reward functions, reward model, or both combined.
 
-        Adds ``token_level_scores (B, R)``, the score on the last token of the response. Greedy responses leave the
-        batch; their scores stay as ``reward_baselines (B,)``.
+        Adds ``token_level_scores (B, R)``, the score on the last token of the response, and ``plain_scores (B,)``, the
+        reward function's own. Greedy responses leave the batch; their scores stay as ``reward_baselines (B,)``.
         """
         batch = self._with_model_scores(batch)
         combined = self.rewards.collect(batch, metrics)
         batch.batch["token_level_scores"] = place_scores(combined.scores, batch.batch["response_mask"])
+        batch.batch["plain_scores"] = combined.plain
         if self.estimator.needs_baseline:
             batch, counts = take_baselines(batch, combined.scores, combined.kept)
             metrics.observe(counts)

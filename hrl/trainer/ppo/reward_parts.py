@@ -9,8 +9,10 @@ from torch import Tensor
 
 from hrl.protocol import DataProto
 
-WHOLE_SCORE = ("reward", "score", "seq_reward")
-"""Names of the whole score; any other name is a part of the reward."""
+WHOLE_SCORE = ("reward", "seq_reward")
+"""Names of what is trained on: the weighted sum of all that judges a response."""
+OWN_SCORE = "score"
+"""What the reward function returned as its score, or the reward model where there is no function; without penalties."""
 
 
 class RewardPartError(ValueError):
@@ -18,11 +20,13 @@ class RewardPartError(ValueError):
 
 
 def reward_values(batch: DataProto, name: str, key: str) -> Tensor:
-    """The whole score of every sample, or one part of it, float64 (B,).
+    """The whole reward of every sample, or one part of it, float64 (B,).
 
     Args:
-        batch: ``token_level_scores``, ``response_mask``; non-tensor ``reward_parts``, ``uid`` and ``sample_index``.
-        name: one of ``WHOLE_SCORE``, or what a reward function or the trainer calls a part (``reward_model``, ...).
+        batch: ``token_level_scores``, ``plain_scores``, ``response_mask``; non-tensor ``reward_parts``, ``uid`` and
+            ``sample_index``.
+        name: one of ``WHOLE_SCORE``, ``OWN_SCORE``, what a reward function calls a part, ``reward_model``, or, where
+            it is logged, ``overlong``.
         key: the configuration key that names it, for errors.
 
     Returns:
@@ -33,6 +37,8 @@ def reward_values(batch: DataProto, name: str, key: str) -> Tensor:
     """
     if name in WHOLE_SCORE:
         return batch.batch["token_level_scores"].sum(-1).double()
+    if name == OWN_SCORE:
+        return batch.batch["plain_scores"].double()
     columns = batch.non_tensor_batch
     values = torch.zeros(len(batch), dtype=torch.float64)
     for row in batch.batch["response_mask"].bool().any(-1).nonzero()[:, 0].tolist():

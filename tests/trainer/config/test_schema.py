@@ -62,7 +62,10 @@ def test_names_known_without_torch_equal_the_registries():
     from hrl.algos.policy_losses import POLICY_LOSSES as REGISTERED_LOSSES
     from hrl.trainer.tracking import TRACKERS
 
-    registered = {name: (entry.needs_critic, entry.min_group_size) for name, entry in ADVANTAGE_ESTIMATORS.items()}
+    registered = {
+        name: (entry.needs_critic, entry.min_group_size, entry.needs_baseline)
+        for name, entry in ADVANTAGE_ESTIMATORS.items()
+    }
     assert {name: tuple(needs) for name, needs in ESTIMATORS.items()} == registered
     assert set(REGISTERED_LOSSES) == POLICY_LOSSES
     assert set(KL_ESTIMATORS) == KL_KINDS

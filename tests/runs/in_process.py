@@ -1,0 +1,123 @@
+"""A whole run in the test's own process: real workers, engine, rewards and transport, and no Ray between them.
+
+Starting processes is most of what a short run costs. Here calls go through the same dispatch, batches are packed and
+unpacked as on their way to another process, and the one rank is an object.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+import torch
+
+from hrl.data.tokenizer import load_tokenizer
+from hrl.reward.loop import RewardLoop
+from hrl.single_controller.base.dispatch import BatchRows, RankCall
+from hrl.single_controller.base.worker import RankEnv
+from hrl.single_controller.base.worker_group import WorkerGroup
+from hrl.single_controller.ray.colocated import ColocatedClasses, methods_of_role
+from hrl.single_controller.ray.transport import pack, pack_result, unpack, unpack_result
+from hrl.trainer.config import compose_cli
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
+from hrl.trainer.preflight import preflight
+from hrl.trainer.reporting import RunReporter
+from hrl.trainer.run import display_of, open_run_folder, train
+from tests.workers.engine.tiny import world_of_one
+
+
+@dataclass
+class Done:
+    results: list[Any]
+
+    def get(self, timeout_s: float | None = None) -> list[Any]:
+        return self.results
+
+
+class InProcessGroup(WorkerGroup):
+    """One rank, an object per role; made and called as a `RayWorkerGroup` is."""
+
+    def __init__(self, *, ray_cls_with_init: ColocatedClasses, call_timeout_s: float, **_: Any) -> None:
+        super().__init__(1, ray_cls_with_init.methods(), call_timeout_s)
+        self._classes = ray_cls_with_init
+        self._objects = {role: construct() for role, construct in ray_cls_with_init.roles().items()}
+
+    def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> Done:
+        (call,) = calls
+        arguments = [self._sent(arg) for arg in call.args]
+        result = getattr(self._objects[role], method)(*arguments, **{k: self._sent(v) for k, v in call.kwargs.items()})
+        return Done([unpack_result(pack_result(result))])
+
+    def _sent(self, arg: Any) -> Any:
+        return unpack(pack(arg.batch, arg.columns), arg.rows) if isinstance(arg, BatchRows) else arg
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
+        groups = {}
+        for role in prefix_set:
+            groups[role] = copy.copy(self)
+            groups[role]._methods = methods_of_role(role, self._classes.class_dict[role].cls, prefix="")
+        return groups
+
+    def shutdown(self) -> None:
+        for worker in self._objects.values():
+            worker.close()
+
+
+class InProcessTrainer(RayPPOTrainer):
+    """Its workers live in this process."""
+
+    def __init__(self, config: Any, tokenizer: Any, mapping: Any, manager: Any, **kwargs: Any) -> None:
+        pools = SimpleNamespace(
+            mapping=manager.mapping,
+            resource_pool_dict=dict.fromkeys(manager.resource_pool_spec),
+            create_resource_pool=lambda: None,
+        )
+        super().__init__(config, tokenizer, mapping, pools, InProcessGroup, **kwargs)
+
+
+class InProcessRewards(RewardLoop):
+    """Stands for the Ray actor that is a reward loop."""
+
+    @property
+    def handle(self) -> Any:
+        return SimpleNamespace(submit=SimpleNamespace(remote=self.submit))
+
+
+@contextmanager
+def in_process() -> Iterator[None]:
+    """Makes this process the only rank of a world, and rewards a loop in it.
+
+    Runs in it read a tokenizer once, and write no picture and no report.
+    """
+    environ = RankEnv(0, 1, 0, 1, "127.0.0.1", 1).as_environ()
+    threads = torch.get_num_threads()
+    with pytest.MonkeyPatch.context() as patch, world_of_one():
+        for name, value in environ.items():
+            patch.setenv(name, value)
+        patch.setattr("hrl.trainer.ppo.rewards.RewardActor", InProcessRewards)
+        load = functools.cache(load_tokenizer)
+        for module in ("hrl.trainer.preflight", "hrl.workers.actor_rollout_ref"):
+            patch.setattr(f"{module}.load_tokenizer", lambda path, **options: load(str(path), **options))
+        patch.setattr(RunReporter, "_close_with_report", lambda *_: None)
+        yield
+    torch.set_num_threads(threads)
+
+
+def run_in_process(*overrides: str) -> None:
+    """What `main_ppo` does, without a cluster. Inside `in_process`.
+
+    Raises:
+        What ends the run.
+    """
+    config = compose_cli([*overrides, "trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"])
+    ready = preflight(config)
+    console = display_of(config, ready.total_training_steps)
+    folder = open_run_folder(config, console)
+    with RunReporter(config, folder, console, ready.tokenizer, num_devices=1) as reporter:
+        train(config, ready, reporter, InProcessTrainer)

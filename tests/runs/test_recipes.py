@@ -1,0 +1,98 @@
+"""Every recipe makes two steps on a real model with a real engine, each in its own algorithm's way."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hrl.trainer.run_folder import read_jsonl
+from tests.runs.in_process import in_process, run_in_process
+from tests.runs.runner import ROOT, Runner
+
+pytestmark = [pytest.mark.engine]
+
+RECIPES = sorted(path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml"))
+# What a step of the recipe says that a plain step doesn't.
+SIGNS = {
+    "bypass": {"rollout_corr/recomputed", "rollout_corr/rollout_rs_masked_fraction"},
+    "clip_cov": {"actor/selected_tokens", "timing_s/old_log_prob"},
+    "dapo": {"rollout/filter_groups/gen_batches"},
+    "grpo": {"actor/kl_loss", "timing_s/ref"},
+    "kl_cov": {"actor/selected_tokens", "timing_s/old_log_prob"},
+    "optimal_token_baseline": {"timing_s/old_log_prob"},
+    "pf_ppo": {"pf_ppo/distinct_rows", "critic/vf_loss", "actor/reward_kl_penalty"},
+    "ppo": {"critic/vf_loss", "actor/reward_kl_penalty"},
+    "reinforce_plus_plus": {"actor/reward_kl_penalty"},
+    "reinforce_plus_plus_baseline": {"actor/kl_loss"},
+    "remax": {"reward/baseline_mean", "actor/reward_kl_penalty"},
+    "rloo": {"actor/reward_kl_penalty"},
+    "tis": {"rollout_corr/rollout_is_mean", "rollout_corr/rollout_is_eff_sample_size"},
+}
+EVERYWHERE = {
+    "actor/pg_loss",
+    "actor/entropy",
+    "rollout/logprob_diff_mean",
+    "rollout_corr/kl",
+    "rollout_corr/ppl_ratio",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with in_process():
+        yield
+
+
+@pytest.fixture(scope="module")
+def coin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward that any text may get: groups with and without spread are common."""
+    path = tmp_path_factory.mktemp("rewards") / "coin.py"
+    signature = "data_source, solution_str, ground_truth, extra_info=None"
+    path.write_text(f"def compute_score({signature}):\n    return float(sum(map(ord, solution_str)) % 2)\n")
+    return path
+
+
+def two_steps(runner: Runner, coin: Path, folder: Path, *overrides: str) -> list[dict[str, float]]:
+    run_in_process(
+        f"trainer.default_local_dir={folder}",
+        f"actor_rollout_ref.model.path={runner.model}",
+        f"reward.custom_reward_function.path={coin}",
+        "data.train_batch_size=4",
+        "data.max_response_length=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.rollout.n=3",
+        "trainer.total_training_steps=2",
+        "trainer.val_before_train=false",
+        "trainer.val_after_train=false",
+        "trainer.test_freq=-1",
+        *overrides,
+    )
+    return read_jsonl(folder / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_makes_two_steps(runner: Runner, coin: Path, tmp_path: Path, recipe: str) -> None:
+    records = two_steps(runner, coin, tmp_path, f"recipe={recipe}")
+    assert [record["step"] for record in records] == [1, 2]
+    for record in records:
+        missing = (EVERYWHERE | SIGNS.get(recipe, set())) - record.keys()
+        assert not missing, missing
+        assert all(math.isfinite(value) for value in record.values())
+        assert record["actor/grad_norm"] > 0 and record["actor/skipped_steps"] == 0
+        # Two mini-batches a step: the second one sees the weights moved.
+        assert record["actor/ppo_kl"] != 0
+
+
+def test_dapo_fills_its_batches_and_counts_what_it_dropped(runner: Runner, coin: Path, tmp_path: Path) -> None:
+    records = two_steps(runner, coin, tmp_path, "recipe=dapo", "actor_rollout_ref.rollout.n=2")
+    for record in records:
+        assert record["rollout/zero_variance_groups"] == 0
+        generated = 4 * record["rollout/filter_groups/gen_batches"]
+        assert record["rollout/filter_groups/dropped"] + record["rollout/filter_groups/surplus"] + 4 == generated
+    assert max(record["rollout/filter_groups/gen_batches"] for record in records) > 1
+    samples = [read_jsonl(tmp_path / "rollouts" / f"step_{step}.jsonl") for step in (1, 2)]
+    assert [len(step) for step in samples] == [8, 8]
+    assert all({"overlong"} <= sample["reward_parts"].keys() for sample in samples[0])
