@@ -9,7 +9,7 @@ import pytest
 from hrl.trainer.config.load import validate
 from hrl.trainer.console import RunConsole
 from hrl.trainer.json_console import JsonConsole
-from hrl.trainer.run import display_of
+from hrl.trainer.session import display_of
 from tests.trainer.runs import HOSTILE, sample
 
 
@@ -93,6 +93,6 @@ def test_text_of_a_model_breaks_no_line_and_steers_no_terminal(console, file):
 
 
 def test_the_configuration_chooses_who_is_told():
-    assert isinstance(display_of(validate({"trainer.logger": "console-json"}), 3), JsonConsole)
-    assert isinstance(display_of(validate({"trainer.logger": "console"}), 3), RunConsole)
-    assert isinstance(display_of(validate({"trainer.logger": None}), 3), RunConsole)
+    assert isinstance(display_of(validate({"trainer.logger": "console-json"}), 3, []), JsonConsole)
+    assert isinstance(display_of(validate({"trainer.logger": "console"}), 3, []), RunConsole)
+    assert isinstance(display_of(validate({"trainer.logger": None}), 3, []), RunConsole)

@@ -12,8 +12,9 @@ from rich.console import Console
 from hrl.trainer.checkpoint import CheckpointError, CheckpointStore
 from hrl.trainer.config import compose_cli
 from hrl.trainer.console import RunConsole
-from hrl.trainer.run import open_run_folder, phases_of
+from hrl.trainer.run import phases_of
 from hrl.trainer.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
+from hrl.trainer.session import open_run_folder
 
 
 def earlier_run(path: Path, steps: int = 3) -> CheckpointStore:

@@ -1,0 +1,158 @@
+"""Around any run: signals, banner, run folder, Ray, and an end that explains itself.
+
+The order is: show what is about to run, lock the run folder, start Ray, train, and take everything down again whatever
+happened.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import hrl
+from hrl.data.chat_template import ChatTemplateError
+from hrl.data.errors import DatasetError
+from hrl.data.model_source import ModelSourceError
+from hrl.single_controller.base.errors import PlacementError, WorkerError
+from hrl.trainer.checkpoint import CheckpointError, CheckpointStore, load_state
+from hrl.trainer.cluster import run_cluster
+from hrl.trainer.config.names import JSON_CONSOLE
+from hrl.trainer.console import RunConsole
+from hrl.trainer.display import Display
+from hrl.trainer.json_console import JsonConsole
+from hrl.trainer.preflight import PreflightError
+from hrl.trainer.reporting import RunReporter
+from hrl.trainer.run_folder import RunFolder, RunFolderError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.trainer.config.arithmetic import Fact
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILURE = 1
+EXIT_INTERRUPTED = 130
+
+#: Errors of any run that explain themselves: the terminal gets their message, the log their traceback.
+EXPLAINED: tuple[type[Exception], ...] = (
+    ChatTemplateError,
+    CheckpointError,
+    DatasetError,
+    ModelSourceError,
+    PlacementError,
+    PreflightError,
+    RunFolderError,
+    WorkerError,
+)
+
+
+def run_guarded(config: Any, run: Callable[[], None], explained: tuple[type[Exception], ...] = EXPLAINED) -> int:
+    """Runs to an exit status.
+
+    Args:
+        config: the validated configuration.
+        run: the run.
+        explained: errors that explain themselves.
+
+    Returns:
+        0 for success, 1 for a failure that explains itself, 130 after Ctrl-C.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    _end_on_signals()
+    try:
+        run()
+    except explained as error:
+        logger.debug("the run failed", exc_info=error)
+        sys.stderr.write(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}")
+        return EXIT_FAILURE
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\ninterrupted\n{_resume_hint(config)}")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _end_on_signals() -> None:
+    """Ctrl-C and SIGTERM both raise ``KeyboardInterrupt``.
+
+    Set explicitly, since a background job of a shell starts with SIGINT ignored; and once more when Ray runs, whose
+    core answers SIGTERM with a stack trace and an abort.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def _resume_hint(config: Any) -> str:
+    steps = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir)).steps()
+    return f"the same command continues after step {steps[-1]}\n" if steps else ""
+
+
+def run_session(
+    config: Any,
+    train: Callable[[RunReporter], None],
+    *,
+    display: Display,
+    facts: Sequence[Fact],
+    warnings: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    num_processes: int,
+    reporter_cls: type[RunReporter] = RunReporter,
+) -> None:
+    """Shows what will run, and trains in a locked run folder on a running Ray.
+
+    Args:
+        config: the validated configuration.
+        train: gets the reporter.
+        display: where the run is shown.
+        facts: for the banner.
+        warnings: shown below it.
+        tokenizer: of the model that is trained.
+        num_processes: worker processes of the run.
+        reporter_cls: what of the run is reported.
+    """
+    display.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
+    for warning in warnings:
+        display.note(f"warning: {warning}")
+    folder = open_run_folder(config, display)
+    with (
+        reporter_cls(config, folder, display, tokenizer, num_processes) as reporter,
+        run_cluster(config.trainer.ray_kwargs, num_processes),
+    ):
+        _end_on_signals()
+        train(reporter)
+
+
+def display_of(config: Any, total_steps: int, phases: Sequence[str]) -> Display:
+    """Where the run is shown: lines for people, unless ``trainer.logger`` asks for JSON."""
+    if JSON_CONSOLE in config.trainer.logger:
+        return JsonConsole(total_steps)
+    return RunConsole(total_steps, phases=phases)
+
+
+def open_run_folder(config: Any, console: Display) -> RunFolder:
+    """Locks the run folder and takes it back to where the run begins, before its log is opened for appending.
+
+    Only a checkpoint that lies in the folder continues what the folder holds; one of another run starts a new log here.
+
+    Raises:
+        CheckpointError: the checkpoint to resume from is missing or torn; the folder is then left as it is.
+        RunFolderError: the folder is in use, or holds checkpoints that this run would not continue.
+    """
+    trainer = config.trainer
+    store = CheckpointStore(RunFolder.checkpoints_in(trainer.default_local_dir))
+    checkpoint = store.find(trainer.resume_mode, trainer.resume_from_path)
+    state = {} if checkpoint is None else load_state(checkpoint)
+    continues = checkpoint is not None and checkpoint.resolve().is_relative_to(store.folder)
+    folder = RunFolder(trainer.default_local_dir, resume=continues)
+    for leftover in store.interrupted():
+        console.note(f"ignoring {leftover}, left by an interrupted save")
+    if continues:
+        step = state["step"]
+        folder.rewind(step)
+        superseded = store.supersede(after=step)
+        if superseded is not None:
+            console.note(f"checkpoints of steps after {step}, which are made again, are now in {superseded}")
+    return folder
