@@ -353,6 +353,16 @@ def test_an_export_is_configured_as_the_model_that_was_trained(llama, tmp_path):
     assert changed == {"max_position_embeddings": 64, "rms_norm_eps": 1e-5}
 
 
+def test_state_is_saved_loaded_and_exported_from_where_it_lies(llama, tmp_path, monkeypatch):
+    """Beside an engine that is awake a GPU has no room for parameters and moments."""
+    policy = policy_of(llama)
+    monkeypatch.setattr(policy.engine, "onload", lambda **_: pytest.fail("brought to the device"))
+    policy.save(tmp_path / "state")
+    policy.load(tmp_path / "state")
+    policy.export_hf(tmp_path / "hf")
+    assert sum(1 for _ in policy.iter_full_params(torch.bfloat16)) == len(parameters(policy))
+
+
 def test_a_finite_step_starts_the_count_again(llama):
     policy, good, bad = policy_of(llama), make_batch(), make_batch()
     bad.batch["advantages"][5, 0] = float("inf")

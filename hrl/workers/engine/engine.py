@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
+from hrl.workers.engine.checkpoint_form import CheckpointForm
 from hrl.workers.engine.flops import ModelFlops, peak_flops
 from hrl.workers.engine.loading import Loaded, dtype_of
 from hrl.workers.engine.optim import Optimizer, StepReport
@@ -53,6 +54,7 @@ class Engine:
         self.mesh = build_mesh(device, fsdp.fsdp_size)
         self.module, loaded = build_sharded(load, wrap, fsdp, self.mesh, device)
         self.source_config = loaded.source_config
+        self.form = CheckpointForm.of(loaded.model)
         self.flops = ModelFlops.of(loaded.model.config)
         self.optimizer: Optimizer | None = None
         if train is None:
@@ -173,30 +175,29 @@ class Engine:
 
     # ------------------------------------------------------------------ state
 
+    # Saved and loaded where it lies: next to an engine that is awake there is no room on the device.
+
     def save(self, folder: Path, contents: Collection[str] = CONTENTS) -> None:
         """Writes the sharded state; every rank calls it."""
-        with self.resident(optimizer=True):
-            save_state(folder, self.module, self.optimizer, contents)
+        save_state(folder, self.module, self.optimizer, contents)
 
     def load(self, folder: Path, contents: Collection[str] = CONTENTS) -> None:
         """Loads what ``save`` wrote, on any number of ranks; every rank calls it."""
-        with self.resident(optimizer=True):
-            load_state(folder, self.module, self.optimizer, contents)
+        load_state(folder, self.module, self.optimizer, contents)
 
     def export_hf(self, folder: Path) -> None:
         """Writes a folder that transformers and vLLM load, in the dtype of the folder that was loaded."""
-        with self.resident(optimizer=False):
-            dtype = self.source_config.dtype or torch.bfloat16
-            export_hf(self.module, self.source_config, folder, dtype_of(dtype) if isinstance(dtype, str) else dtype)
+        own = self.source_config.dtype or torch.bfloat16
+        dtype = dtype_of(own) if isinstance(own, str) else own
+        export_hf(self.iter_full_params(dtype), self.source_config, folder, dtype)
 
     def param_specs(self, dtype: torch.dtype) -> list[ParamSpec]:
-        """Name, dtype and shape of every full parameter, in the order of ``iter_full_params``."""
-        return param_specs(self.module, dtype)
+        """Name, dtype and shape of everything that ``iter_full_params`` yields, in its order."""
+        return param_specs(self.module, self.form, dtype)
 
     def iter_full_params(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """``(name, full tensor)`` of every parameter, in a fixed order; a collective per item."""
-        with self.resident(optimizer=False):
-            yield from iter_full_params(self.module, dtype)
+        """``(name, full tensor)`` as the checkpoint has them, on the device and in a fixed order; it gathers."""
+        return iter_full_params(self.module, self.form, dtype, self.device)
 
 
 def forward_micro_batches(plan: RankPlan | None, num_rows: int) -> tuple[tuple[int, ...], ...]:

@@ -35,11 +35,11 @@ class EngineModel:
         self.engine.export_hf(folder)
 
     def param_specs(self, dtype: torch.dtype) -> list[ParamSpec]:
-        """Name, dtype and shape of every full parameter, in the order of ``iter_full_params``."""
+        """Name, dtype and shape of everything that ``iter_full_params`` yields, in its order."""
         return self.engine.param_specs(dtype)
 
     def iter_full_params(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """``(name, full tensor)`` of every parameter, cast to ``dtype``; every rank runs it to its end."""
+        """``(name, full tensor)`` as the checkpoint has them, cast to ``dtype``; every rank runs it to its end."""
         return self.engine.iter_full_params(dtype)
 
     def onload(self) -> None:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from hrl.workers.engine.loading import Loaded, dtype_of
 
@@ -71,6 +72,7 @@ def build_sharded(
     set_model_state_dict(module, source, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     _tie(module, tied)
     _broadcast_buffers(module, full if full is None else wrap(full.model))
+    _broadcast_conversions(loaded.model, full if full is None else full.model)
     return module, loaded if full is None else Loaded(loaded.model, full.source_config, full.fresh_head)
 
 
@@ -121,3 +123,10 @@ def _broadcast_buffers(module: nn.Module, source: nn.Module | None) -> None:
         if source is not None:
             buffer.copy_(values[name])
         dist.broadcast(buffer, src=0)
+
+
+def _broadcast_conversions(model: PreTrainedModel, source: PreTrainedModel | None) -> None:
+    """What transformers converted when it read rank 0's weights: a model without weights does not know."""
+    record = [None if source is None else source._weight_conversions]
+    dist.broadcast_object_list(record, src=0)
+    model._weight_conversions = record[0]

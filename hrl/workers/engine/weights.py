@@ -1,9 +1,9 @@
-"""Full parameters of a sharded module: one at a time for the weight sync, all of them for an export."""
+"""The full tensors of a sharded module as its checkpoint has them: one at a time for the sync, all for an export."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,69 +15,85 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig
 
+from hrl.workers.engine.checkpoint_form import CheckpointForm, saved_tensors
+
 #: The wrapper's attribute that holds the transformers model.
 PREFIX = "model."
 
 
 class ParamSpec(NamedTuple):
-    """What one full parameter will look like."""
+    """What one tensor of the checkpoint will look like."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
 
 
-def param_specs(module: nn.Module, dtype: torch.dtype) -> list[ParamSpec]:
-    """Names as transformers has them, in the order of ``iter_full_params``; tied parameters once."""
+def param_specs(module: nn.Module, form: CheckpointForm, dtype: torch.dtype) -> list[ParamSpec]:
+    """Names as the checkpoint has them, in the order of ``iter_full_params``; tied parameters once."""
     return [
-        ParamSpec(
-            name.removeprefix(PREFIX), dtype if parameter.is_floating_point() else parameter.dtype, (*parameter.shape,)
-        )
-        for name, parameter in module.named_parameters()
+        ParamSpec(piece.name, _outgoing_dtype(tensor, dtype), piece.shape)
+        for name, tensor in saved_tensors(module)
+        for piece in form.pieces(name.removeprefix(PREFIX))
     ]
 
 
-def iter_full_params(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields ``(name, full tensor)`` in a fixed order on every rank; tied parameters once.
+def iter_full_params(
+    module: nn.Module, form: CheckpointForm, dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields ``(name, full tensor)`` as the checkpoint has them, in a fixed order on every rank; tied parameters once.
 
-    Shards are cast first and gathered second, so that half the bytes travel. Every rank must run the iterator to its
-    end: each item is a collective.
+    Shards are cast first and gathered second, so that half the bytes travel. A shard that lies in host memory comes to
+    the device by itself, and goes with its turn. Every rank must run the iterator to its end: it gathers.
+
+    Args:
+        module: the sharded module.
+        form: the checkpoint's.
+        dtype: of what is yielded; buffers keep theirs, which their model chose for a reason.
+        device: where tensors are gathered.
     """
-    for name, parameter in module.named_parameters():
-        shard = parameter.detach()
-        if shard.is_floating_point():
-            shard = shard.to(dtype)
-        yield name.removeprefix(PREFIX), shard.full_tensor() if isinstance(shard, DTensor) else shard
+    for name, tensor in saved_tensors(module):
+        shard = tensor.detach().to(device=device, dtype=_outgoing_dtype(tensor, dtype))
+        full = shard.full_tensor() if isinstance(shard, DTensor) else shard
+        yield from form.split(name.removeprefix(PREFIX), full)
+
+
+def _outgoing_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return dtype if isinstance(tensor, nn.Parameter) and tensor.is_floating_point() else tensor.dtype
 
 
 def export_hf(
-    module: nn.Module, config: PretrainedConfig, folder: Path, dtype: torch.dtype, max_shard: str = "5GB"
+    tensors: Iterable[tuple[str, Tensor]],
+    config: PretrainedConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    max_shard: str = "5GB",
 ) -> None:
     """Writes a folder that transformers and vLLM load: ``config.json`` and safetensors.
 
     Every rank takes part in gathering; rank 0 keeps the tensors and writes. Tokenizer files are the caller's.
 
     Args:
-        module: the sharded module.
+        tensors: from ``iter_full_params``.
         config: of the transformers model, with what ``override_config`` changed in it.
         folder: created if missing.
-        dtype: of the written tensors.
+        dtype: of the tensors, for ``config.json``.
         max_shard: largest file.
     """
     writes = dist.get_rank() == 0
-    tensors = {}
-    for name, tensor in iter_full_params(module, dtype):
+    kept = {}
+    for name, tensor in tensors:
         if writes:
-            tensors[name] = tensor.to("cpu", copy=True).contiguous()
+            kept[name] = tensor.to("cpu", copy=True).contiguous()
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         config.dtype = dtype
         config.save_pretrained(folder)
         if Path(config.name_or_path, "generation_config.json").is_file():
             GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(folder)
-        plan = split_torch_state_dict_into_shards(tensors, max_shard_size=max_shard)
+        plan = split_torch_state_dict_into_shards(kept, max_shard_size=max_shard)
         for file, names in plan.filename_to_tensors.items():
-            save_file({name: tensors[name] for name in names}, folder / file, metadata={"format": "pt"})
+            save_file({name: kept[name] for name in names}, folder / file, metadata={"format": "pt"})
         if plan.is_sharded:
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

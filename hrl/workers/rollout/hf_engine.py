@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from hrl.workers.engine.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.workers.rollout.base import (
     INITIAL_VERSION,
     EngineDeadError,
@@ -31,11 +32,15 @@ from hrl.workers.weight_sync.receiver import WeightReceiver
 
 
 class HfModelWriter:
-    """Copies weights into a transformers model's parameters."""
+    """Copies weights in their checkpoint's form into a transformers model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        self._form = CheckpointForm.of(model)
         # Tied parameters appear once, under the name that the trainer gives them too.
-        self._parameters = dict(model.named_parameters())
+        self._tensors = dict(saved_tensors(model))
+        self._shapes = {piece.name: piece.shape for name in self._tensors for piece in self._form.pieces(name)}
+        self._holders = {piece.name: name for name in self._tensors for piece in self._form.pieces(name)}
+        self._positions: tuple[str, dict[str, Tensor]] = ("", {})
         self._written: set[str] = set()
 
     def begin(self) -> None:
@@ -44,18 +49,20 @@ class HfModelWriter:
     @torch.no_grad()
     def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
-            parameter = self._parameters.get(name)
-            if parameter is None:
+            shape = self._shapes.get(name)
+            if shape is None:
                 raise WeightSyncError(f"the model has no parameter {name!r}")
-            if parameter.shape != tensor.shape:
-                raise WeightSyncError(
-                    f"{name!r} is {tuple(parameter.shape)} in the model, received {tuple(tensor.shape)}"
-                )
-            parameter.copy_(tensor)
+            if shape != tuple(tensor.shape):
+                raise WeightSyncError(f"{name!r} is {shape} in the model, received {tuple(tensor.shape)}")
+            holder = self._tensors[self._holders[name]]
+            if self._form.is_whole(self._holders[name]):
+                holder.copy_(tensor)
+            else:
+                holder.view(-1)[self._positions_of(name)] = tensor.to(holder)
             self._written.add(name)
 
     def finish(self) -> None:
-        missing = sorted(self._parameters.keys() - self._written)
+        missing = sorted(self._shapes.keys() - self._written)
         if missing:
             raise WeightSyncError(f"the trainer sent nothing for {', '.join(missing[:8])}")
 
@@ -63,7 +70,15 @@ class HfModelWriter:
         """What was written stays; the receiver counts the model as broken until the next complete set."""
 
     def read_back(self, name: str) -> Tensor | None:
-        return self._parameters[name].detach()
+        holder = self._tensors[self._holders[name]].detach()
+        return holder if self._form.is_whole(self._holders[name]) else holder.view(-1)[self._positions_of(name)]
+
+    def _positions_of(self, name: str) -> Tensor:
+        """Where a piece lies in the flattened tensor that holds it; the pieces of a tensor come one after the other."""
+        holder = self._holders[name]
+        if self._positions[0] != holder:
+            self._positions = holder, self._form.positions(holder, self._tensors[holder].shape)
+        return self._positions[1][name]
 
 
 @dataclass

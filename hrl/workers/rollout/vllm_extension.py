@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hrl.single_controller.processes import die_with_parent
+from hrl.workers.rollout.vllm_precision import match_trainer
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
@@ -46,6 +47,7 @@ class VllmModelWriter:
         self._parameters = {name for name, _ in self._model.named_parameters()}
         self._tied = _tied_modules(self._model)
         self._loaded = set()
+        _forget_expert_kernels(self._model)
         initialize_layerwise_reload(self._model)
 
     def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
@@ -128,6 +130,8 @@ class RolloutWorkerExtension:
             die_with_parent()
         _unlink_collective_memory()
         rank = self._hrl_rank()
+        if not torch.cuda.is_available():
+            match_trainer(self.model_runner.get_model(), self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
         self._hrl_receiver = WeightReceiver(
             VllmModelWriter(self.model_runner.get_model(), self.model_runner.model_config),  # type: ignore[attr-defined]
             f"vllm worker {rank}",
@@ -175,6 +179,19 @@ def _unlink_collective_memory() -> None:
         path = line.rpartition(" ")[2]
         if path.startswith("/dev/shm/") and "cpushm" in path:
             Path(path).unlink(missing_ok=True)
+
+
+def _forget_expert_kernels(model: nn.Module) -> None:
+    """Has a CPU engine pack its experts' weights again when they have come.
+
+    vLLM packs them for its CPU kernel when it makes that kernel, and keeps the kernel from load to load: later weights
+    would be read as if they were packed. Kernels on a GPU take weights as they are, and graphs hold on to them.
+    """
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters(recurse=False))
+        if on_cpu and hasattr(method, "moe_kernel"):
+            method.moe_kernel = None
 
 
 def _tied_modules(model: nn.Module) -> list[nn.Module]:

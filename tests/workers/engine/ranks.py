@@ -128,7 +128,7 @@ def _continue(policy: Policy, batch: DataProto, plan: RankPlan) -> dict[str, Any
     return {"after": parameters(policy), "rates": rates, "random": random}
 
 
-def everything_on_two_ranks(rank: int, path: Path, single: Path, double: Path) -> dict[str, Any]:
+def everything_on_two_ranks(rank: int, path: Path, mixture: Path, single: Path, double: Path) -> dict[str, Any]:
     """All that the tests want to know of two ranks, in one start of two processes."""
     policy = policy_of(path, "float32")
     rounded = dict(policy.iter_full_params(torch.bfloat16))
@@ -141,6 +141,7 @@ def everything_on_two_ranks(rank: int, path: Path, single: Path, double: Path) -
             for spec in policy.param_specs(torch.bfloat16)
         ),
         "full": rounded,
+        "mixture": dict(policy_of(mixture, "float32").iter_full_params(torch.float32)),
         "straight": train_and_save(rank, path, double, 2),
         "resumed": load_and_train(rank, path, double, 2),
         "from_one_rank": load_and_train(rank, path, single, 2),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from tests.workers.engine.ranks import (
@@ -18,7 +19,7 @@ from tests.workers.engine.ranks import (
     policy_of,
     train_and_save,
 )
-from tests.workers.engine.tiny import run_ranks, save_llama, world_of_one
+from tests.workers.engine.tiny import run_ranks, save_llama, save_mixture, world_of_one
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 
@@ -26,7 +27,12 @@ TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("ranks")
-    return {"model": save_llama(root / "model"), "single": root / "single", "double": root / "double", "root": root}
+    return {
+        "model": save_llama(root / "model"),
+        "mixture": save_mixture(root / "mixture", "qwen3_moe"),
+        **{name: root / name for name in ("single", "double")},
+        "root": root,
+    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,7 +48,7 @@ def one(folders) -> Iterator[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def two(folders, one) -> list[dict[str, Any]]:
     """What each of two ranks computes."""
-    arguments = folders["model"], folders["single"], folders["double"]
+    arguments = (folders[name] for name in ("model", "mixture", "single", "double"))
     return run_ranks(2, folders["root"] / "two", everything_on_two_ranks, *arguments)
 
 
@@ -76,6 +82,13 @@ def test_full_parameters_are_the_files_with_tied_ones_once(folders, two):
         assert list(rank["full"]) == [name for name in want if name != "lm_head.weight"]
         for name, tensor in rank["full"].items():
             assert torch.equal(tensor, want[name]), name
+
+
+def test_a_mixture_of_experts_leaves_two_ranks_as_it_lies_in_its_folder(folders, two):
+    want = load_file(folders["mixture"] / "model.safetensors")
+    for rank in two:
+        assert rank["mixture"].keys() == want.keys()
+        assert all(torch.equal(rank["mixture"][name], want[name]) for name in want)
 
 
 def test_one_rank_gives_the_same_parameters_in_the_same_order(folders, two):

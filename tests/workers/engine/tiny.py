@@ -14,7 +14,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
@@ -46,6 +56,18 @@ def save_qwen2(folder: Path, *, window: int | None = None) -> Path:
     torch.manual_seed(1)
     options = {} if window is None else {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
     Qwen2ForCausalLM(Qwen2Config(**SHAPE, tie_word_embeddings=False, **options)).save_pretrained(folder)
+    return folder
+
+
+def save_mixture(folder: Path, family: str) -> Path:
+    """A random mixture of four experts: in memory one tensor a layer, in the folder one for each expert."""
+    torch.manual_seed(2)
+    if family == "mixtral":
+        model = MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4))
+    else:
+        options = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **options, norm_topk_prob=True))
+    model.save_pretrained(folder)
     return folder
 
 

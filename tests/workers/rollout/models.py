@@ -7,32 +7,48 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    PreTrainedModel,
+)
 
 from hrl.protocol import DataProto
+from hrl.workers.engine.checkpoint_form import CheckpointForm
 
 VOCAB = 128
+
+
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+    "eos_token_id": 1,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
 
 
 def save_tiny_llama(folder: Path, *, tied: bool = True) -> Path:
     """A random two-layer Llama in fp32 whose distributions are far from uniform."""
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=256,
-        tie_word_embeddings=tied,
-        initializer_range=0.3,
-        eos_token_id=1,
-        bos_token_id=None,
-        pad_token_id=0,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    LlamaForCausalLM(LlamaConfig(**SHAPE, tie_word_embeddings=tied)).save_pretrained(folder)
+    return folder
+
+
+def save_tiny_mixture(folder: Path) -> Path:
+    """The same with four experts, of which each token visits two."""
+    torch.manual_seed(0)
+    MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)).save_pretrained(folder)
     return folder
 
 
@@ -62,12 +78,14 @@ def token_log_probs(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
 
 def specs(model: PreTrainedModel, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
     """What a trainer of this model announces."""
-    return [(name, dtype, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+    form = CheckpointForm.of(model)
+    return [(piece.name, dtype, piece.shape) for name, _ in model.named_parameters() for piece in form.pieces(name)]
 
 
 def parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """What a trainer of this model sends."""
-    return ((name, parameter.detach()) for name, parameter in model.named_parameters())
+    form = CheckpointForm.of(model)
+    return (piece for name, parameter in model.named_parameters() for piece in form.split(name, parameter.detach()))
 
 
 @torch.no_grad()

@@ -1,0 +1,99 @@
+"""How a model's tensors stand in its checkpoint: under which names, and in how many pieces.
+
+transformers keeps some models differently in memory than on disk: the experts of a mixture, for instance, as one tensor
+per layer. What leaves the trainer has the checkpoint's form, which vLLM and transformers read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+
+class Piece(NamedTuple):
+    """A tensor of the checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class CheckpointForm:
+    """From each tensor of a model, by itself, to its pieces in the checkpoint that the model was loaded from."""
+
+    def __init__(self, model: PreTrainedModel, pieces: Mapping[str, tuple[Piece, ...]], same: frozenset[str]) -> None:
+        self._model = model
+        self._pieces = pieces
+        self._same = same
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Self:
+        """Tries to revert what transformers did when it loaded the model, without data.
+
+        Raises:
+            ValueError: a tensor has no form of its own in the checkpoint; names model and tensors.
+        """
+        empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved_tensors(model)}
+        who = f"{type(model).__name__} at {model.config.name_or_path}"
+        try:
+            together = revert_weight_conversion(model, empty)
+            alone = {name: revert_weight_conversion(model, {name: tensor}) for name, tensor in empty.items()}
+        except (NotImplementedError, ValueError, RuntimeError, KeyError) as error:
+            raise ValueError(
+                f"{who}: transformers converts its weights at loading and cannot convert them back ({error}), so that "
+                "they could be neither synced nor exported. Train another model"
+            ) from error
+        strange = [name for name, pieces in alone.items() if not _covers(pieces, together, empty[name])]
+        if strange or sum(map(len, alone.values())) != len(together):
+            raise ValueError(
+                f"{who}: {', '.join(strange[:8] or ['its weights'])} cannot be brought into the form of the checkpoint "
+                "tensor by tensor, which the weight sync and the export need. Train another model"
+            )
+        same = frozenset(name for name, pieces in alone.items() if empty[name] is next(iter(pieces.values())))
+        return cls(model, {name: _described(pieces) for name, pieces in alone.items()}, same)
+
+    def pieces(self, name: str) -> tuple[Piece, ...]:
+        """The pieces of the tensor that is called ``name`` in memory."""
+        return self._pieces[name]
+
+    def split(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
+        """``(name, tensor)`` of every piece, in the order of ``pieces``.
+
+        Args:
+            name: in memory.
+            tensor: the whole tensor of that name.
+        """
+        pieces = self._pieces[name]
+        if name in self._same:
+            return [(pieces[0].name, tensor)]
+        found = revert_weight_conversion(self._model, {name: tensor})
+        return [(piece.name, found[piece.name]) for piece in pieces]
+
+    def is_whole(self, name: str) -> bool:
+        """Whether the tensor is one of the checkpoint's as it is, up to its name."""
+        return name in self._same
+
+    def positions(self, name: str, shape: torch.Size) -> dict[str, Tensor]:
+        """The way back: where in the flattened tensor each piece's elements lie, int64, of the piece's shape."""
+        return dict(self.split(name, torch.arange(shape.numel()).view(shape)))
+
+
+def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """What a checkpoint holds of a module, under its names in memory; tied parameters once."""
+    yield from module.named_parameters()
+    saved = module.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
+
+
+def _described(pieces: Mapping[str, Tensor]) -> tuple[Piece, ...]:
+    return tuple(Piece(name, (*tensor.shape,)) for name, tensor in pieces.items())
+
+
+def _covers(pieces: Mapping[str, Tensor], together: Mapping[str, Tensor], whole: Tensor) -> bool:
+    """Whether a tensor's pieces are those that it has among all others', and hold all of its elements."""
+    known = all(name in together and together[name].shape == piece.shape for name, piece in pieces.items())
+    return known and sum(piece.numel() for piece in pieces.values()) == whole.numel()
