@@ -9,7 +9,7 @@ import pytest
 from hrl.trainer.config import compose_cli
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ENTRIES = (["python", "-m", "hrl.trainer.main_ppo"], ["hrl", "check"])
 
