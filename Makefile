@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed-from-$(notdir $(LOCK))
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install demo test test-fast test-gpu lint type format clean
+.PHONY: help install demo test test-fast test-gpu mutation lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -44,6 +44,9 @@ test-fast: install  ## the tests that start no real engine
 
 test-gpu: install  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+mutation: install  ## puts known mistakes into the maths and counts how many the tests notice (minutes)
+	$(BIN)/python -m tests.mutation.run
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .
