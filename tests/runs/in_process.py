@@ -28,7 +28,8 @@ from hrl.trainer.config import compose_cli
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.preflight import preflight
 from hrl.trainer.reporting import RunReporter
-from hrl.trainer.run import display_of, open_run_folder, train
+from hrl.trainer.run import phases_of, train
+from hrl.trainer.session import display_of, open_run_folder
 from tests.workers.engine.tiny import world_of_one
 
 
@@ -117,7 +118,7 @@ def run_in_process(*overrides: str) -> None:
     """
     config = compose_cli([*overrides, "trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"])
     ready = preflight(config)
-    console = display_of(config, ready.total_training_steps)
+    console = display_of(config, ready.total_training_steps, phases_of(config))
     folder = open_run_folder(config, console)
     with RunReporter(config, folder, console, ready.tokenizer, num_devices=1) as reporter:
-        train(config, ready, reporter, InProcessTrainer)
+        train(config, ready, InProcessTrainer, reporter)

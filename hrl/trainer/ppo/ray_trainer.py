@@ -1,4 +1,4 @@
-"""The driver of a PPO or GRPO run: the whole algorithm in ``fit``, everything heavy behind a worker group's method."""
+"""The driver of a PPO or GRPO run: the algorithm is ``train_step``, everything heavy a worker group's method."""
 
 from __future__ import annotations
 
@@ -204,6 +204,8 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
 
     def refill(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Drops groups without spread and samples further prompts until the batch is full (DAPO's dynamic sampling).
+
+        Engines stay awake meanwhile: a reward model on the same devices scores beside them.
 
         Raises:
             DynamicSamplingError: ``algorithm.filter_groups.max_num_gen_batches`` batches did not suffice.
