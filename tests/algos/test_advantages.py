@@ -17,6 +17,7 @@ from hrl.algos.advantages import (
     register_adv_est,
 )
 from hrl.algos.groups import group_codes, group_sum
+from hrl.algos.masked import pad_segments
 from hrl.algos.reward_placement import place_scores
 from tests.algos.batches import MASK_WITH_EVERYTHING, advantage_input
 
@@ -31,8 +32,9 @@ WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"
 
 def columns_of(inp: AdvantageInput) -> dict[str, Tensor]:
     """The `(B, R)` columns that are there."""
-    columns = {field.name: getattr(inp, field.name) for field in fields(inp)}
-    return {name: c for name, c in columns.items() if c is not None and c.shape == inp.response_mask.shape}
+    per_row = {"group_ids", "reward_baselines", "reward_parts"}
+    columns = {field.name: getattr(inp, field.name) for field in fields(inp) if field.name not in per_row}
+    return {name: column for name, column in columns.items() if column is not None}
 
 
 def outcome(scores: list[float], uids: list[str], name: str, config: AdvantageConfig = CONFIG) -> list[float]:
@@ -118,6 +120,18 @@ def test_ragged_groups_in_any_order_give_each_row_its_own(name: str, inp: Advant
         assert torch.isfinite(before).all()
         assert (before[inp.response_mask == 0] == 0).all()
         torch.testing.assert_close(after, before[order], rtol=1e-11, atol=1e-11)
+
+
+@EVERY_ESTIMATOR
+@settings(max_examples=5, deadline=None)
+@given(inp=ragged_batches())
+def test_packed_columns_give_the_same_advantages(name: str, inp: AdvantageInput) -> None:
+    trained, lengths = inp.response_mask.bool(), inp.response_mask.sum(dim=1)
+    packed = {key: pad_segments(column[trained], lengths)[0] for key, column in columns_of(inp).items()}
+    packed["response_mask"] = pad_segments(torch.zeros(int(lengths.sum())), lengths)[1]
+    plain, dense = (compute_advantages(name, each, CONFIG) for each in (inp, replace(inp, **packed)))
+    for padded, short in zip(plain, dense, strict=True):
+        torch.testing.assert_close(short[packed["response_mask"]], padded[trained], rtol=1e-11, atol=1e-11)
 
 
 @BY_GROUP
