@@ -257,7 +257,7 @@ REFUSED: dict[str, str] = {
     f"{_ROLLOUT}.nnodes": "give the engines their own pool: trainer.resource_pools and trainer.role_pools.rollout.",
     f"{_ROLLOUT}.n_gpus_per_node": "give the engines their own pool: trainer.resource_pools and role_pools.rollout.",
     "reward.reward_model.rollout.*": "reward models run on the training workers (FSDP), not in an engine; remove the "
-    "key and set reward.reward_model.max_token_len_per_gpu.",
+    "key. Their micro-batches have reward.reward_model.max_token_len_per_gpu.",
     "reward.reward_model.n_gpus_per_node": "set trainer.resource_pools and trainer.role_pools.rm.",
     "reward.reward_model.nnodes": "set trainer.resource_pools and trainer.role_pools.rm.",
     "reward.reward_manager.*": "set reward.custom_reward_function.path; a function takes the manager's place.",

@@ -131,6 +131,26 @@ GRPO_LINE = """
 """
 
 
+REWARD_MODEL = """
+    reward_model.enable=True reward_model.model.path=sfairXC/FsfairX-LLaMA3-RM-v0.1 reward_model.num_workers=8
+"""
+ITS_ENGINE = """
+    reward_model.rollout.name=vllm reward_model.rollout.gpu_memory_utilization=0.8
+    reward_model.rollout.tensor_model_parallel_size=4 reward_model.rollout.prompt_length=8192
+    reward_model.rollout.response_length=4096
+"""
+
+
+def test_a_launch_line_with_a_reward_model_needs_its_engine_removed_and_nothing_else():
+    line = [*PPO_LINE.split(), *REWARD_MODEL.split()]
+    config = compose_cli(line)
+    assert config.needs_reward_model and config.reward.num_workers == 8
+    with pytest.raises(ConfigError) as caught:
+        compose_cli([*line, *ITS_ENGINE.split()])
+    assert [problem.key for problem in caught.value.problems] == [part.split("=")[0] for part in ITS_ENGINE.split()]
+    assert all("run on the training workers" in problem.hint for problem in caught.value.problems)
+
+
 def test_a_ppo_launch_line_composes_to_what_it_means_in_verl():
     config = compose_cli(PPO_LINE.split())
     assert config.algorithm.adv_estimator == "gae"
