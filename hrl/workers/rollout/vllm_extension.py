@@ -188,7 +188,7 @@ def _forget_expert_kernels(model: nn.Module) -> None:
     would be read as if they were packed. Kernels on a GPU take weights as they are, and graphs hold on to them.
     """
     for module in model.modules():
-        method = getattr(module, "quant_method", None)
+        method: Any = getattr(module, "quant_method", None)
         on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters(recurse=False))
         if on_cpu and hasattr(method, "moe_kernel"):
             method.moe_kernel = None
