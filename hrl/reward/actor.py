@@ -53,6 +53,8 @@ class RewardActor:
     Attributes:
         handle: what workers send samples to, as `handle.submit.remote(step, key, text)`. They wait for no answer:
             what is wrong with a sample is raised by the next `collect`.
+        scheduling: that it runs here and nowhere else.
+        pid, node_id: where it does run, once started.
     """
 
     def __init__(self, spec: RewardSpec, **settings: Any) -> None:

@@ -9,7 +9,7 @@ from hrl.trainer.run_folder import json_line, read_jsonl, write_text
 
 
 class MetricsLog:
-    """The log of a run, open for writing. Every record is on the disk's way before ``write`` returns.
+    """The log of a run, open for writing. A record is in the file when ``write`` returns.
 
     Args:
         path: the file; records that it holds already are continued.
