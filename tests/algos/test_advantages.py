@@ -209,14 +209,16 @@ def test_a_single_trained_token_is_defined(name: str) -> None:
 
 
 @BY_GROUP
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("reward", [0.1, 1 / 3, 1e4])
-def test_equal_rewards_give_advantage_exactly_zero(name: str, reward: float) -> None:
+def test_equal_rewards_give_advantage_exactly_zero(name: str, reward: float, dtype: torch.dtype) -> None:
+    """Also where their mean is not exact: in float64 a third of three times 0.1 is above 0.1."""
     mask = torch.ones(6, 2, dtype=torch.int64)
-    rewards = place_scores(torch.full((6,), reward, dtype=torch.float32), mask)
+    rewards = place_scores(torch.full((6,), reward, dtype=dtype), mask)
     inp = replace(
         advantage_input(mask, group_codes("aaabbb")),
         token_level_rewards=rewards,
-        reward_parts=torch.full((6, 3), reward),
+        reward_parts=torch.full((6, 3), reward, dtype=dtype),
     )
     advantages, _ = compute_advantages(name, inp, CONFIG)
     if name == "optimal_token_baseline":  # a weighted mean of equal numbers, which is exact to rounding only
@@ -323,6 +325,38 @@ def test_gdpo_gives_rewards_of_any_scale_the_same_say() -> None:
     torch.testing.assert_close(large, small, rtol=1e-5, atol=1e-5)
     with pytest.raises(ValueError, match="3 entries for 2"):
         compute_advantages("gdpo", inp, CONFIG)
+
+
+def test_gdpo_by_hand() -> None:
+    """Scores 0, 2 and 4, 0: each reward is 1/sqrt 2 from its mean; with weights 3 and 1 the first wins."""
+    mask = torch.tensor([[1, 1], [1, 1]])
+    parts = torch.tensor([[0.0, 4.0], [2.0, 0.0]], dtype=torch.float64)
+    inp = AdvantageInput(torch.zeros(2, 2), mask, group_ids=group_codes("aa"), reward_parts=parts)
+    config = AdvantageConfig(gdpo_reward_weights=(3.0, 1.0))
+    advantages, _ = compute_advantages("gdpo", inp, config)
+    whitened = 1 / math.sqrt(4 / 3)  # four tokens at -x, -x, x, x
+    assert advantages.tolist() == [pytest.approx([-whitened] * 2), pytest.approx([whitened] * 2)]
+    equal, _ = compute_advantages("gdpo", inp, AdvantageConfig(norm_adv_by_std_in_grpo=False))
+    assert equal[0, 0].item() == pytest.approx(whitened)  # -1 + 2: without deviations the larger reward wins
+
+
+def test_optimal_token_baseline_follows_the_energy_of_the_whole_path() -> None:
+    """Energies (1 - p)^2: row 0 spends 1/4 then 9/16, row 1 the other way round; weights count squared."""
+    mask = torch.ones(2, 2, dtype=torch.int64)
+    old = torch.tensor([[0.5, 0.25], [0.25, 0.5]], dtype=torch.float64)
+    inp = AdvantageInput(
+        place_scores(torch.tensor([1.0, 5.0], dtype=torch.float64), mask),
+        mask,
+        group_ids=group_codes("aa"),
+        old_log_probs=old.log(),
+        sum_pi_squared=old.square(),
+    )
+    advantages, _ = compute_advantages("optimal_token_baseline", inp, CONFIG)
+    first = (0.25 * 1.0 + 0.5625 * 5.0) / 0.8125
+    assert advantages[0].tolist() == pytest.approx([1.0 - first, 1.0 - 3.0])  # then both have spent the same
+    weighted = replace(inp, rollout_is_weights=torch.tensor([[3.0, 3.0], [1.0, 1.0]]))
+    advantages, _ = compute_advantages("optimal_token_baseline", weighted, CONFIG)
+    assert advantages[0, 1].item() == pytest.approx(1.0 - (9 * 1.0 + 1 * 5.0) / 10)
 
 
 def test_optimal_token_baseline_by_hand() -> None:

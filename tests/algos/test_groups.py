@@ -42,7 +42,9 @@ def test_filters_drop_whole_groups_and_those_that_cannot_teach(name: str) -> Non
 
 def test_rounding_is_no_spread() -> None:
     """The mean of three times 0.1 is not 0.1 in binary; a spread taken from deviations would not be 0."""
-    stats = group_statistics(torch.full((3,), 0.1), group_codes("aaa"), torch.ones(3, dtype=torch.bool))
+    scores = torch.full((3,), 0.1, dtype=torch.float64)
+    stats = group_statistics(scores, group_codes("aaa"), torch.ones(3, dtype=torch.bool))
+    assert (stats.mean != scores).all()
     assert not stats.has_spread.any()
 
 

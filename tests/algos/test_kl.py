@@ -121,11 +121,11 @@ def test_k1_is_refused_as_a_loss() -> None:
 
 def test_penalised_rewards_ignore_masked_tokens_and_empty_rows() -> None:
     mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
-    log_prob = torch.tensor([[-1.0, -2.0, math.nan], [0.0, 0.0, 0.0], [9.0, -3.0, 9.0]])
+    log_prob = torch.tensor([[-1.0, -2.0, math.nan], [0.0, 0.0, 0.0], [9.0, -4.0, 9.0]])
     scores = torch.tensor([[0.0, 1.0, 7.0], [5.0, 0.0, 0.0], [0.0, 2.0, 0.0]])
     rewards, current_kl = penalise_rewards(scores, log_prob, torch.full((3, 3), -2.5), mask, 0.1, "k1")
-    torch.testing.assert_close(rewards, torch.tensor([[-0.15, 0.95, 0.0], [0.0, 0.0, 0.0], [0.0, 2.05, 0.0]]))
-    assert current_kl == pytest.approx((1.0 - 0.5) / 2)
+    torch.testing.assert_close(rewards, torch.tensor([[-0.15, 0.95, 0.0], [0.0, 0.0, 0.0], [0.0, 2.15, 0.0]]))
+    assert current_kl == pytest.approx((1.0 - 1.5) / 2)
     assert penalise_rewards(scores, log_prob, scores, mask * 0, 0.1, "k1")[1] == 0.0
 
 

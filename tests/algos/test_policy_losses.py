@@ -45,7 +45,10 @@ def one_token(name: str, ratio: float, advantage: float, **settings: Any) -> tup
 
 
 @EVERY_LOSS
-def test_inserted_masked_tokens_change_nothing(name: str) -> None:
+@pytest.mark.parametrize(
+    "filler", [(-7.0, -0.1, 3.0), (-0.1, -7.0, 3.0), (-7.0, -0.1, -3.0)], ids=["fell", "rose", "bad"]
+)
+def test_inserted_masked_tokens_change_nothing(name: str, filler: tuple[float, float, float]) -> None:
     batch = Batch.random(seed=8)
     inp = loss_input(batch, name)
     wide_mask = torch.cat([torch.zeros(8, 1), batch.mask[:, :3], torch.zeros(8, 2), batch.mask[:, 3:]], dim=1)
@@ -57,9 +60,9 @@ def test_inserted_masked_tokens_change_nothing(name: str) -> None:
         return torch.cat([filler, column[:, :3], filler, filler, column[:, 3:]], dim=1)
 
     wide = PolicyLossInput(
-        log_prob=widen(inp.log_prob, -7.0),
-        old_log_prob=widen(inp.old_log_prob, -0.1),
-        advantages=widen(inp.advantages, 3.0),
+        log_prob=widen(inp.log_prob, filler[0]),
+        old_log_prob=widen(inp.old_log_prob, filler[1]),
+        advantages=widen(inp.advantages, filler[2]),
         response_mask=wide_mask,
         selected_tokens=widen(inp.selected_tokens, 0),
     )
@@ -183,6 +186,24 @@ def test_geo_mean_is_one_number_per_sequence() -> None:
     assert output.loss_mat[0].tolist() == pytest.approx([expected, expected, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("log_ratio", "advantage", "kept"),
+    [(0.5, 1.0, 0.3), (-0.5, 1.0, -0.5), (0.5, -1.0, 0.5), (-0.5, -1.0, -0.1)],
+    ids=["rose, good", "fell, good", "rose, bad", "fell, bad"],
+)
+def test_geo_mean_clips_each_token_the_way_its_advantage_pulls(log_ratio: float, advantage: float, kept: float) -> None:
+    bounds = {"clip_ratio_low": 0.1, "clip_ratio_high": 0.3}
+    value, gradient = one_token("geo_mean", math.exp(log_ratio), advantage, **bounds)
+    assert value == pytest.approx(-advantage * math.exp(kept))
+    assert gradient == pytest.approx(-advantage * math.exp(kept) if kept == log_ratio else 0.0)
+
+
+def test_geo_mean_weighs_a_sequence_by_the_geometric_mean_of_its_weights() -> None:
+    zeros, mask = torch.zeros(1, 3, dtype=torch.float64), torch.tensor([[1, 1, 0]])
+    inp = PolicyLossInput(zeros, zeros, torch.ones(1, 3), mask, torch.tensor([[4.0, 1.0, 99.0]]))
+    assert policy_loss("geo_mean", inp, ACTOR).loss_mat.tolist() == [[-2.0, -2.0, 0.0]]
+
+
 def test_cispo_keeps_the_gradient_of_clipped_tokens() -> None:
     assert one_token("cispo", 5.0, 2.0, clip_ratio_high=0.3)[1] == pytest.approx(-1.3 * 2.0)
 
@@ -201,6 +222,11 @@ def test_dppo_drops_what_moved_too_far_the_way_the_advantage_pulls() -> None:
     assert one_token("dppo_tv", 1.3, 1.0, **thresholds)[1] == pytest.approx(-1.3)
     assert one_token("dppo_tv", 0.4, 1.0, **thresholds)[1] == pytest.approx(-0.4)
     assert one_token("dppo_tv", 0.4, -1.0, **thresholds)[1] == 0.0  # 0.25 -> 0.10
+    truncated = thresholds | {"clip_ratio_c": 1.2}
+    assert one_token("dppo_tv", 1.3, 1.0, **truncated)[1] == pytest.approx(-1.2)
+    # A good token that has fallen far is pulled back by the divergence's other side as well.
+    assert one_token("dppo_kl", 0.01, 1.0, **thresholds)[1] == pytest.approx(-0.01)
+    assert one_token("dppo_kl", 3.9, -1.0, **thresholds)[1] == pytest.approx(3.9)
     divergence = 0.25 * math.log(0.25 / 0.4) + 0.75 * math.log(0.75 / 0.6)
     for threshold, gradient in ((divergence - 1e-6, 0.0), (divergence + 1e-6, -1.6)):
         got = one_token("dppo_kl", 1.6, 1.0, clip_ratio_low=0.0, clip_ratio_high=threshold, clip_ratio_c=20.0)

@@ -57,6 +57,8 @@ def test_weights_have_no_gradient() -> None:
 
 def test_effective_sample_size() -> None:
     assert effective_sample_size(torch.ones(2, 2), torch.ones(2, 2)) == pytest.approx(1.0)
+    padded = torch.tensor([[0.4, 0.8, 7.0]])
+    assert effective_sample_size(padded, torch.tensor([[1, 1, 0]])) == pytest.approx(1.2**2 / (2 * 0.8))
     assert effective_sample_size(torch.ones(2, 2), torch.zeros(2, 2)) == 0.0
     assert effective_sample_size(torch.zeros(2, 2), torch.ones(2, 2)) == 0.0
 
@@ -146,8 +148,10 @@ def test_weights_and_their_effective_sample_size() -> None:
 
 
 def test_a_token_stays_where_every_rule_keeps_it() -> None:
+    turned = settings(rollout_rs="seq_max_k2,token_k1", rollout_rs_threshold="0.4,0.5_3.0")
     chosen = settings(rollout_rs="token_k1,seq_max_k2", rollout_rs_threshold="0.5_3.0,0.4")
     _, kept, metrics = correct(LOG_RATIO, MASK, chosen)
+    assert torch.equal(correct(LOG_RATIO, MASK, turned)[1], kept)
     assert kept.tolist() == [[1, 1, 1], [0, 0, 0], [1, 1, 0]]
     assert means(metrics) == {
         "rollout_rs_token_k1_masked_fraction": pytest.approx(1 / 8),
