@@ -90,6 +90,7 @@ def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], repor
         vocab_size=ready.ids.vocab_size,
         share_prefix=config.actor_rollout_ref.model.share_prefix,
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+        run_folder=str(reporter.folder.path),
     )
     policy_path = str(ready.model_path)
     paths = dict.fromkeys(Role, policy_path) | {

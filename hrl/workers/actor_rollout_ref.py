@@ -146,6 +146,7 @@ class ActorRolloutRefWorker(Worker):
             self.config.actor.fsdp_config if trained else self.config.ref.fsdp_config,
             device=self.device,
             total_steps=self.total_optimizer_steps if trained else None,
+            run_folder=Path(self.runtime.run_folder),
         )
 
     def _engine_devices(self) -> str | None:

@@ -46,6 +46,7 @@ class CriticWorker(Worker):
             self.config.model.fsdp_config,
             device=join_world(self.runtime),
             total_steps=self.total_optimizer_steps,
+            run_folder=Path(self.runtime.run_folder),
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)

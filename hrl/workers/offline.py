@@ -110,7 +110,7 @@ def _learn(
         meter.add_share("train/loss", loss, num_mini_batches)
         return loss
 
-    return meter.metrics("train", engine.update(plan, share_of))
+    return engine.update(plan, share_of, name="train", batch=batch, meter=meter)
 
 
 def _log_probs(engine: Engine) -> Callable[[PackedMicroBatch], Tensor]:

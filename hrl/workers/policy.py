@@ -7,6 +7,7 @@ A ``Policy`` is an actor (with a training configuration) or a frozen reference (
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,10 +63,18 @@ class Policy(EngineModel):
         fsdp: the sharding's configuration.
         device: of this rank.
         total_steps: length of the run in optimizer steps, for schedules that need it.
+        run_folder: where batches are kept whose loss or gradient is not finite; ``None`` outside of a run.
     """
 
     def __init__(
-        self, model: Any, train: Any | None, fsdp: Any, *, device: torch.device, total_steps: int | None
+        self,
+        model: Any,
+        train: Any | None,
+        fsdp: Any,
+        *,
+        device: torch.device,
+        total_steps: int | None,
+        run_folder: Path | None = None,
     ) -> None:
         dtype = dtype_of(fsdp.model_dtype)
         if train is not None and train.use_kl_loss:
@@ -79,6 +88,7 @@ class Policy(EngineModel):
             fsdp=fsdp,
             device=device,
             total_steps=total_steps,
+            run_folder=run_folder,
         )
 
     @property
@@ -152,7 +162,7 @@ class Policy(EngineModel):
         def loss_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
             return self._loss(update, picked, mini_batch)
 
-        return update.meter.metrics("actor", self.engine.update(plan, loss_of))
+        return self.engine.update(plan, loss_of, name="actor", batch=batch, meter=update.meter)
 
     def _loss(self, update: _Update, picked: tuple[int, ...], mini_batch: MiniBatchPlan) -> Tensor:
         """One micro-batch's share of the mini-batch's loss."""

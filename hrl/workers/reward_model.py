@@ -56,6 +56,7 @@ class RewardModelWorker(Worker):
             self.config.model.fsdp_config,
             device=self.device,
             total_steps=self.total_optimizer_steps,
+            run_folder=Path(self.runtime.run_folder),
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)

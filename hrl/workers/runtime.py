@@ -40,6 +40,7 @@ class Runtime:
         vocab_size: token ids are below it.
         share_prefix: equal prompts of a micro-batch are computed once, by every model alike: one plan serves them all.
         trust_remote_code: model folders may run code; one switch for all roles.
+        run_folder: of the run; on another node than the driver's the same path, which need not be shared.
     """
 
     device: str
@@ -54,6 +55,7 @@ class Runtime:
     vocab_size: int
     share_prefix: bool
     trust_remote_code: bool
+    run_folder: str
 
 
 def local_device(runtime: Runtime) -> torch.device:

@@ -34,10 +34,18 @@ class ValueModel(EngineModel):
         fsdp: the sharding's configuration.
         device: of this rank.
         total_steps: length of the run in optimizer steps, for schedules that need it.
+        run_folder: where batches are kept whose loss or gradient is not finite; ``None`` outside of a run.
     """
 
     def __init__(
-        self, model: Any, train: Any | None, fsdp: Any, *, device: torch.device, total_steps: int | None
+        self,
+        model: Any,
+        train: Any | None,
+        fsdp: Any,
+        *,
+        device: torch.device,
+        total_steps: int | None,
+        run_folder: Path | None = None,
     ) -> None:
         dtype = dtype_of(fsdp.model_dtype)
         self.config: Any = train
@@ -49,6 +57,7 @@ class ValueModel(EngineModel):
             fsdp=fsdp,
             device=device,
             total_steps=total_steps,
+            run_folder=run_folder,
         )
 
     def export_classifier(self, folder: Path, *, pad_token_id: int) -> None:
@@ -104,7 +113,7 @@ class ValueModel(EngineModel):
         def loss_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
             return self._loss(batch, rows, picked, mini_batch, meter, len(plan.mini_batches))
 
-        return meter.metrics("critic", self.engine.update(plan, loss_of))
+        return self.engine.update(plan, loss_of, name="critic", batch=batch, meter=meter)
 
     def _loss(
         self,

@@ -15,7 +15,7 @@ from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.kl import kl_penalty
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.batching import MiniBatchPlan, RankPlan, plan_update
-from hrl.workers.engine.optim import NonFiniteStepError
+from hrl.workers.engine.nonfinite import NonFiniteStepError
 from hrl.workers.policy import Policy
 from tests.workers.engine.ranks import CPU, gradients, parameters, policy_of
 from tests.workers.engine.tiny import (

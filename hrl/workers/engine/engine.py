@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
+from hrl.protocol import DataProto
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
 from hrl.workers.engine.checkpoint_form import CheckpointForm
 from hrl.workers.engine.flops import ModelFlops, peak_flops
 from hrl.workers.engine.loading import Loaded, dtype_of
-from hrl.workers.engine.optim import Optimizer, StepReport
+from hrl.workers.engine.nonfinite import SkippedStep, Symptoms, names_of_nonfinite, skip
+from hrl.workers.engine.optim import Optimizer, StepReport, local
 from hrl.workers.engine.packing import PackedMicroBatch, Rows, Wanted, pack
 from hrl.workers.engine.sharding import build_mesh, build_sharded
 from hrl.workers.engine.weights import ParamSpec, export_hf, iter_full_params, param_specs
@@ -36,6 +39,7 @@ class Engine:
         fsdp: the sharding's configuration.
         device: of this rank.
         total_steps: length of the run in optimizer steps.
+        run_folder: where batches are kept whose loss or gradient is not finite; ``None`` outside of a run.
     """
 
     def __init__(
@@ -48,8 +52,11 @@ class Engine:
         fsdp: Any,
         device: torch.device,
         total_steps: int | None,
+        run_folder: Path | None = None,
     ) -> None:
         self.device = device
+        self.run_folder = run_folder
+        self.train_config = train
         self.share_prefix = share_prefix
         self.mesh = build_mesh(device, fsdp.fsdp_size)
         self.module, loaded = build_sharded(load, wrap, fsdp, self.mesh, device)
@@ -107,15 +114,38 @@ class Engine:
             self._release_gathered()
         return [column.squeeze(1) if wanted == "last" else column for column in columns]
 
-    def update(self, plan: RankPlan, loss_of: Callable[[MiniBatchPlan, tuple[int, ...]], Tensor]) -> list[StepReport]:
+    def update(
+        self,
+        plan: RankPlan,
+        loss_of: Callable[[MiniBatchPlan, tuple[int, ...]], Tensor],
+        *,
+        name: str,
+        batch: DataProto,
+        meter: Meter,
+    ) -> dict[str, Metric]:
         """Every optimizer step of the plan.
 
         Args:
             plan: this rank's part of the mini-batches.
             loss_of: from a mini-batch and a micro-batch's rows to what ``step`` wants of them.
+            name: of the update, in front of its metrics.
+            batch: the rank's rows.
+            meter: takes the metrics of ``loss_of``.
+
+        Returns:
+            The meter's metrics.
+
+        Raises:
+            NonFiniteStepError: several steps in a row were not finite.
         """
+        reports = []
         with self.resident(optimizer=True):
-            return [self.step(mini_batch, partial(loss_of, mini_batch)) for mini_batch in plan.mini_batches]
+            for index, mini_batch in enumerate(plan.mini_batches):
+                report = self.step(mini_batch, partial(loss_of, mini_batch))
+                reports.append(report)
+                if not report.applied:
+                    self._skip(report, name, index, batch, mini_batch, meter)
+        return meter.metrics(name, reports)
 
     def step(self, micro_batches: MiniBatchPlan, loss_of: Callable[[tuple[int, ...]], Tensor]) -> StepReport:
         """One optimizer step: forward and backward of every micro-batch, then the update.
@@ -124,16 +154,39 @@ class Engine:
             micro_batches: this rank's part of the mini-batch.
             loss_of: from a micro-batch's rows to its share of the mini-batch's loss, divided by the global counts.
         """
-        assert self.optimizer is not None, "this engine was built without a training configuration"
-        self.optimizer.zero_grad()
-        total = torch.zeros((), device=self.device)
+        optimizer = self._trained
+        optimizer.zero_grad()
+        losses = []
         last = len(micro_batches.micro_batches) - 1
         for index, picked in enumerate(micro_batches.micro_batches):
             self._keep_gathered(index != last)
             loss = loss_of(picked)
             loss.backward()
-            total += loss.detach()
-        return self.optimizer.step(total, fill_missing=last < 0)
+            losses.append(loss.detach())
+        total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        report = optimizer.step(total, fill_missing=last < 0)
+        return report if report.applied else replace(report, losses=tuple(map(float, losses)))
+
+    @property
+    def _trained(self) -> Optimizer:
+        assert self.optimizer is not None, "this engine was built without a training configuration"
+        return self.optimizer
+
+    def _skip(
+        self, report: StepReport, name: str, index: int, batch: DataProto, mini_batch: MiniBatchPlan, meter: Meter
+    ) -> None:
+        weights = {name: local(parameter.detach()) for name, parameter in self.module.named_parameters()}
+        symptoms = Symptoms(
+            report.grad_norm,
+            report.lr,
+            report.losses,
+            meter.nonfinite(),
+            report.nonfinite_gradients,
+            names_of_nonfinite(weights),
+        )
+        step = batch.meta_info.get("step", self._trained.steps_taken + 1)
+        in_a_row = self._trained.skipped_in_a_row
+        skip(SkippedStep(name, step, index, in_a_row, batch, mini_batch, self.train_config, symptoms), self.run_folder)
 
     def _keep_gathered(self, keep: bool) -> None:
         """With one rank, the cast parameters stay until the weights change; with several they would cost memory."""
@@ -264,6 +317,11 @@ class Meter:
         if not packed.is_empty:
             head_tokens = packed.labels.numel() if with_head else 0
             self._flops += self.engine.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
+
+    def nonfinite(self) -> tuple[str, ...]:
+        """Names of what is not finite by now."""
+        distances = {name: torch.cat(parts) for name, parts in self._distances.items()}
+        return names_of_nonfinite({name: total for name, (total, _) in self._sums.items()} | distances)
 
     def metrics(self, prefix: str, reports: list[StepReport]) -> dict[str, Metric]:
         """Everything under ``prefix/``, with ``perf/mfu/<prefix>``."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,11 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-logger = logging.getLogger(__name__)
-
-
-class NonFiniteStepError(RuntimeError):
-    """Several optimizer steps in a row had a loss or gradient that is not a finite number."""
+from hrl.workers.engine.nonfinite import names_of_nonfinite
 
 
 @dataclass(frozen=True)
@@ -74,11 +69,15 @@ class StepReport:
         grad_norm: global norm before clipping; not finite if the step was skipped for that reason.
         lr: the rate the step was (or would have been) taken with.
         applied: False if loss or gradient were not finite.
+        nonfinite_gradients: of a step that was not applied, the parameters whose gradient is not finite on this rank.
+        losses: of each micro-batch of this rank, its share of the mini-batch's loss; of a step that was not applied.
     """
 
     grad_norm: float
     lr: float
     applied: bool
+    nonfinite_gradients: tuple[str, ...] = ()
+    losses: tuple[float, ...] = ()
 
 
 class Optimizer:
@@ -89,20 +88,17 @@ class Optimizer:
         optim: ``lr``, ``betas``, ``weight_decay`` and the schedule's keys.
         grad_clip: largest global gradient norm.
         total_steps: length of the run in optimizer steps.
-        max_skipped: so many skipped steps in a row are an error.
 
     Attributes:
         steps_taken: position in the schedule.
+        skipped_in_a_row: steps that were not applied, since the last one that was.
     """
 
-    def __init__(
-        self, module: nn.Module, optim: Any, grad_clip: float, total_steps: int | None, max_skipped: int = 3
-    ) -> None:
+    def __init__(self, module: nn.Module, optim: Any, grad_clip: float, total_steps: int | None) -> None:
         self.schedule = Schedule.of(optim, total_steps)
         self.grad_clip = grad_clip
-        self.max_skipped = max_skipped
         self.steps_taken = 0
-        self._skipped_in_a_row = 0
+        self.skipped_in_a_row = 0
         self.names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.parameters: list[nn.Parameter] = list(self.names)
         self.adamw = torch.optim.AdamW(
@@ -129,20 +125,19 @@ class Optimizer:
         Args:
             loss: scalar, this rank's share of the mini-batch's loss.
             fill_missing: no row of the mini-batch ran, because none can move a weight: step with zero gradients.
-
-        Raises:
-            NonFiniteStepError: ``max_skipped`` steps in a row were skipped.
         """
         if fill_missing:
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
-        grads = [_local(p.grad) for p in self.parameters if p.grad is not None]
+        grads = [local(p.grad) for p in self.parameters if p.grad is not None]
         norm, finite = global_norm(grads, loss, self.parameters[0])
         lr = self.schedule.lr(self.steps_taken)
         if not finite:
-            self._skip(norm, float(loss))
-            return StepReport(norm, lr, applied=False)
-        self._skipped_in_a_row = 0
+            broken = {name: local(p.grad) for p, name in self.names.items() if p.grad is not None}
+            self.zero_grad()
+            self.skipped_in_a_row += 1
+            return StepReport(norm, lr, applied=False, nonfinite_gradients=names_of_nonfinite(broken))
+        self.skipped_in_a_row = 0
         if norm > self.grad_clip:
             torch._foreach_mul_(grads, self.grad_clip / (norm + 1e-6))
         for group in self.adamw.param_groups:
@@ -151,22 +146,6 @@ class Optimizer:
         self.zero_grad()
         self.steps_taken += 1
         return StepReport(norm, lr, applied=True)
-
-    def _skip(self, norm: float, loss: float) -> None:
-        self.zero_grad()
-        self._skipped_in_a_row += 1
-        logger.warning(
-            "optimizer step %d not applied: gradient norm %s, this rank's loss %s (%d in a row)",
-            self.steps_taken + 1,
-            norm,
-            loss,
-            self._skipped_in_a_row,
-        )
-        if self._skipped_in_a_row >= self.max_skipped:
-            raise NonFiniteStepError(
-                f"{self._skipped_in_a_row} optimizer steps in a row had a loss or gradient that is not finite "
-                f"(gradient norm {norm}): lower the learning rate, or look at the batch's rewards and log-probs"
-            )
 
     @property
     def moment_steps(self) -> int:
@@ -186,7 +165,8 @@ class Optimizer:
             state["step"] = state["step"].to(device)
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 

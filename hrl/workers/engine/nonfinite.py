@@ -1,0 +1,224 @@
+"""Optimizer steps whose loss or gradient is not finite: how many are too many, and what is kept of their batches.
+
+A rank keeps its part of the mini-batch in two files of ``<run folder>/nonfinite``:
+
+    step_N_rank_R.<update>-<k>.safetensors   the rows of the k-th mini-batch of the update, in the order they ran
+    step_N_rank_R.<update>-<k>.json          what was not finite, and under which circumstances
+
+Rows lie without padding: ``prompts`` and ``responses`` one after the other, so does every column of response tokens,
+and ``prompt_lengths`` and ``response_lengths`` say where rows end. ``micro_batch`` says with whom a row ran.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save
+from torch import Tensor
+
+from hrl.batching import MiniBatchPlan
+from hrl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
+
+#: So many skipped steps in a row end a run: what made the first ones not finite will not go away.
+MAX_IN_A_ROW = 3
+#: So many mini-batches of a run does a rank keep: enough to find the cause, too few to fill a disk.
+MAX_DUMPS = 12
+
+FOLDER = "nonfinite"
+#: Both follow from the masks and would be as wide as the padding.
+_IMPLIED = ("attention_mask", "input_ids", "position_ids")
+
+
+class NonFiniteStepError(RuntimeError):
+    """Several optimizer steps in a row had a loss or gradient that is not a finite number."""
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """What was seen of a step that is not finite, on this rank.
+
+    Attributes:
+        grad_norm: of all ranks.
+        lr: the rate the step would have been taken with.
+        losses: of each micro-batch, its share of the mini-batch's loss.
+        metrics: names of the update's metrics that are not finite by now.
+        gradients: names of parameters whose gradient is not finite.
+        weights: names of parameters that are not finite themselves.
+    """
+
+    grad_norm: float
+    lr: float
+    losses: tuple[float, ...]
+    metrics: tuple[str, ...]
+    gradients: tuple[str, ...]
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """An optimizer step that was not applied.
+
+    Attributes:
+        update: as its metrics call it: ``actor``, ``critic``, ``train``.
+        step: of the run; of the optimizer, where the batch does not say.
+        index: of the mini-batch in the update.
+        in_a_row: skipped steps up to and with this one.
+        batch: the rank's rows.
+        plan: which of them made up the mini-batch.
+        config: of the update.
+        symptoms: what was seen.
+    """
+
+    update: str
+    step: int
+    index: int
+    in_a_row: int
+    batch: DataProto
+    plan: MiniBatchPlan
+    config: Any
+    symptoms: Symptoms
+
+    @property
+    def name(self) -> str:
+        """Of its files."""
+        return f"step_{self.step}_rank_{dist.get_rank()}.{self.update}-{self.index}"
+
+
+def names_of_nonfinite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Names of the tensors that hold a NaN or an infinity, among those of floating point."""
+    return tuple(
+        name for name, tensor in tensors.items() if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+    )
+
+
+def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
+    """Keeps what a step was made of, and says so.
+
+    Args:
+        skipped: the step.
+        run_folder: on this rank's machine; ``None`` for an update outside of a run, of which nothing is kept.
+
+    Raises:
+        NonFiniteStepError: it is one too many in a row.
+    """
+    kept = None if run_folder is None else dump(skipped, run_folder / FOLDER)
+    symptoms, where = skipped.symptoms, "" if kept is None else f". This rank's rows are in {kept}"
+    logger.warning(
+        "step %d: mini-batch %d of update %s not applied, gradient norm %s, loss of this rank %s (%d in a row)%s",
+        skipped.step,
+        skipped.index,
+        skipped.update,
+        symptoms.grad_norm,
+        sum(symptoms.losses),
+        skipped.in_a_row,
+        where,
+    )
+    if skipped.in_a_row >= MAX_IN_A_ROW:
+        raise NonFiniteStepError(
+            f"{skipped.in_a_row} optimizer steps in a row had a loss or gradient that is not finite (update "
+            f"{skipped.update}, gradient norm {symptoms.grad_norm}): lower the learning rate, or look at the batch's "
+            f"rewards and log-probs{where}"
+        )
+
+
+def dump(skipped: SkippedStep, folder: Path) -> Path | None:
+    """Writes both files, the JSON last, each under its final name only when it is whole.
+
+    Returns:
+        The JSON file; ``None`` where this rank has kept enough already, or the disk refuses, which is logged.
+    """
+    if len(list(folder.glob(f"step_*_rank_{dist.get_rank()}.*.json"))) >= MAX_DUMPS:
+        logger.warning("%s is not kept: this rank has kept %d batches in %s", skipped.name, MAX_DUMPS, folder)
+        return None
+    columns = unpadded(skipped.batch, skipped.plan.micro_batches)
+    description = json.dumps(_described(skipped, columns), indent=1, default=_plain) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / f"{skipped.name}.safetensors", save(columns))
+        _write(folder / f"{skipped.name}.json", description.encode())
+    except OSError as error:
+        logger.warning("%s could not be written to %s: %s", skipped.name, folder, error)
+        return None
+    return folder / f"{skipped.name}.json"
+
+
+def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str, Any]:
+    symptoms, uids = skipped.symptoms, skipped.batch.non_tensor_batch["uid"]
+    return {
+        "update": skipped.update,
+        "step": skipped.step,
+        "mini_batch": skipped.index,
+        "skipped_in_a_row": skipped.in_a_row,
+        "rank": dist.get_rank(),
+        "world_size": dist.get_world_size(),
+        "grad_norm": _number(symptoms.grad_norm),
+        "lr": symptoms.lr,
+        "micro_batches": [
+            {"loss": _number(loss), "uids": [str(uid) for uid in uids[list(picked)]]}
+            for loss, picked in zip(symptoms.losses, skipped.plan.micro_batches, strict=True)
+        ],
+        "not_finite": {
+            "columns": names_of_nonfinite(columns),
+            "metrics": symptoms.metrics,
+            "gradients": symptoms.gradients,
+            "weights": symptoms.weights,
+        },
+        "meta_info": skipped.batch.meta_info,
+        "config": skipped.config,
+    }
+
+
+def unpadded(batch: DataProto, micro_batches: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
+    """The columns of the rows that ran, in their order, without padding.
+
+    Args:
+        batch: the rank's rows, B of them.
+        micro_batches: local row positions; b altogether.
+
+    Returns:
+        Columns of prompt tokens ``(ΣP_i,)``, of response tokens ``(ΣR_i,)``, of rows ``(b, ...)``; ``prompt_lengths``,
+        ``response_lengths`` and ``micro_batch (b,)``.
+    """
+    rows = [row for picked in micro_batches for row in picked]
+    width = batch.batch["prompts"].shape[1]
+    mask = batch.batch["attention_mask"][rows].bool()
+    prompt, response = mask[:, :width], mask[:, width:]
+    columns = {
+        "prompt_lengths": prompt.sum(1),
+        "response_lengths": response.sum(1),
+        "micro_batch": torch.tensor([index for index, picked in enumerate(micro_batches) for _ in picked]),
+    }
+    for name, column in batch.batch.items():
+        if name in _IMPLIED:
+            continue
+        picked = column[rows]
+        valid = prompt if name == "prompts" else response
+        columns[name] = (picked[valid] if picked.shape[:2] == valid.shape else picked).contiguous()
+    return columns
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary = path.with_name(f"tmp.{path.name}")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN and no infinity."""
+    return value if math.isfinite(value) else str(value)
+
+
+def _plain(value: Any) -> Any:
+    """Sections of the configuration as their fields, anything else as text."""
+    return vars(value) if hasattr(value, "__dict__") else str(value)

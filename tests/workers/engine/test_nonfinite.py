@@ -1,0 +1,148 @@
+"""A batch that gives no finite step is not lost: what is kept of it, where, and how much at most."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from hrl.workers.engine import nonfinite
+from hrl.workers.engine.nonfinite import NonFiniteStepError, unpadded
+from hrl.workers.policy import Policy
+from tests.workers.engine.ranks import CPU, parameters
+from tests.workers.engine.tiny import (
+    PROMPT_WIDTH,
+    actor_config,
+    fsdp_config,
+    make_batch,
+    model_config,
+    plan_rows,
+    save_llama,
+    world_of_one,
+)
+
+POISONED = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def policy_in(run_folder: Path | None, llama: Path) -> Policy:
+    return Policy(
+        model_config(llama),
+        actor_config(),
+        fsdp_config("float32"),
+        device=CPU,
+        total_steps=None,
+        run_folder=run_folder,
+    )
+
+
+def poisoned_batch(step: int = 7):
+    """One advantage of row 5 is NaN."""
+    batch = make_batch()
+    batch.batch["advantages"][POISONED, 0] = float("nan")
+    batch.meta_info["step"] = step
+    return batch, plan_rows(batch, 1, 3).ranks[0]
+
+
+def read_strictly(path: Path) -> dict:
+    """JSON as the standard has it: without NaN."""
+    return json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} in {path}"))
+
+
+def test_the_batch_is_kept_with_what_was_not_finite(llama, tmp_path):
+    policy, (batch, plan) = policy_in(tmp_path, llama), poisoned_batch()
+    before = parameters(policy)
+    policy.update(batch, plan)
+
+    record = read_strictly(tmp_path / "nonfinite" / "step_7_rank_0.actor-0.json")
+    micro_batches = plan.mini_batches[0].micro_batches
+    guilty = next(i for i, picked in enumerate(micro_batches) if POISONED in picked)
+    assert [part["loss"] == "nan" for part in record["micro_batches"]] == [i == guilty for i in range(3)]
+    uids = batch.non_tensor_batch["uid"]
+    assert [part["uids"] for part in record["micro_batches"]] == [[*uids[list(picked)]] for picked in micro_batches]
+    found = record["not_finite"]
+    assert found["columns"] == ["advantages"] and "actor/pg_loss" in found["metrics"] and found["weights"] == []
+    assert set(found["gradients"]) <= set(before) and "model.model.norm.weight" in found["gradients"]
+    assert (record["step"], record["rank"], record["update"], record["grad_norm"]) == (7, 0, "actor", "nan")
+    assert record["config"]["optim"]["lr"] == 1e-3 and record["meta_info"]["temperature"] == 1.0
+    assert all(torch.equal(value, before[name]) for name, value in parameters(policy).items())
+
+
+def test_the_kept_columns_are_the_rows_in_the_order_they_ran(llama, tmp_path):
+    policy, (batch, plan) = policy_in(tmp_path, llama), poisoned_batch()
+    policy.update(batch, plan)
+
+    kept = load_file(tmp_path / "nonfinite" / "step_7_rank_0.actor-0.safetensors")
+    order = [row for picked in plan.mini_batches[0].micro_batches for row in picked]
+    mask = batch.batch["attention_mask"][order].bool()
+    starts = [0, *kept["response_lengths"].cumsum(0).tolist()]
+    assert kept["prompts"].tolist() == batch.batch["prompts"][order][mask[:, :PROMPT_WIDTH]].tolist()
+    for slot, row in enumerate(order):
+        want = batch.batch["advantages"][row][mask[slot, PROMPT_WIDTH:]]
+        torch.testing.assert_close(kept["advantages"][starts[slot] : starts[slot + 1]], want, equal_nan=True)
+    assert kept["prompt_lengths"].tolist() == mask[:, :PROMPT_WIDTH].sum(1).tolist()
+    assert kept["micro_batch"].tolist() == [0] * 4 + [1] * 4 + [2] * 4
+
+
+def test_rows_that_did_not_run_are_not_kept():
+    batch = make_batch()
+    columns = unpadded(batch, [(3,), (), (8, 1)])
+    assert columns["micro_batch"].tolist() == [0, 2, 2] and len(columns["prompt_lengths"]) == 3
+
+
+def test_weights_that_are_not_finite_are_named(llama, tmp_path):
+    policy, batch = policy_in(tmp_path, llama), make_batch()
+    with torch.no_grad():
+        policy.engine.module.get_parameter("model.model.norm.weight").to_local()[0] = float("inf")
+    policy.update(batch, plan_rows(batch, 1, 1).ranks[0])
+    (record,) = (tmp_path / "nonfinite").glob("*.json")
+    assert read_strictly(record)["not_finite"]["weights"] == ["model.model.norm.weight"]
+
+
+def test_finite_steps_leave_nothing(llama, tmp_path):
+    policy, batch = policy_in(tmp_path, llama), make_batch()
+    policy.update(batch, plan_rows(batch, 1, 2).ranks[0])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_error_names_the_last_batch_and_nothing_is_half_written(llama, tmp_path):
+    policy = policy_in(tmp_path, llama)
+    for step in (1, 2):
+        policy.update(*poisoned_batch(step))
+    last = tmp_path / "nonfinite" / "step_3_rank_0.actor-0.json"
+    with pytest.raises(NonFiniteStepError, match=f"3 optimizer steps in a row.*This rank's rows are in {last}"):
+        policy.update(*poisoned_batch(3))
+    names = {file.name for file in last.parent.iterdir()}
+    assert names == {f"step_{n}_rank_0.actor-0.{kind}" for n in (1, 2, 3) for kind in ("json", "safetensors")}
+
+
+def test_a_rank_keeps_no_more_than_a_few_of_a_run(llama, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(nonfinite, "MAX_DUMPS", 1)
+    policy = policy_in(tmp_path, llama)
+    for step in (1, 2):
+        policy.update(*poisoned_batch(step))
+    assert [file.name for file in (tmp_path / "nonfinite").glob("*.json")] == ["step_1_rank_0.actor-0.json"]
+    assert "step_2_rank_0.actor-0 is not kept: this rank has kept 1 batches" in caplog.text
+
+
+def test_a_disk_that_refuses_does_not_hide_the_skipped_step(llama, tmp_path, caplog):
+    (tmp_path / "nonfinite").touch()
+    with caplog.at_level(logging.WARNING):
+        metrics = policy_in(tmp_path, llama).update(*poisoned_batch())
+    assert metrics["actor/skipped_steps"].result() == 1
+    assert "could not be written" in caplog.text and "mini-batch 0 of update actor not applied" in caplog.text
