@@ -26,6 +26,7 @@ from hrl.trainer.reward_curve import write_reward_curve
 from hrl.trainer.rollout_log import rollout_records
 from hrl.trainer.run_folder import RunFolder, read_jsonl, rollouts_file, rollouts_steps
 from hrl.trainer.tracking import Generation, Tracking
+from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 
 if TYPE_CHECKING:
     import torch
@@ -131,6 +132,7 @@ class RunReporter:
         metrics |= compute_timing_metrics(batch, self._timing)
         metrics |= compute_throughput_metrics(batch, self._timing, self.num_devices)
         self._timing.clear()
+        self._tell_of_skipped_steps(step, metrics)
         self._warn(metrics)
         self._tracking.log(metrics, step)
         self.console.step(step, metrics)
@@ -190,6 +192,15 @@ class RunReporter:
             self.tokenizer.batch_decode(answers),
             batch.non_tensor_batch.get("reward_parts"),
         )
+
+    def _tell_of_skipped_steps(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, count in metrics.items():
+            if name.endswith("/skipped_steps") and count > 0:
+                where = self.folder.path / NONFINITE_FOLDER / f"step_{step}_rank_*"
+                self.console.note(
+                    f"step {step}: {count:g} optimizer step(s) of {name.partition('/')[0]} not applied, the loss or "
+                    f"gradient was not finite. The rows are in {where}"
+                )
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         alarm = self.config.actor_rollout_ref.rollout.logprob_diff_alarm

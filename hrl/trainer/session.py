@@ -26,6 +26,7 @@ from hrl.trainer.json_console import JsonConsole
 from hrl.trainer.preflight import PreflightError
 from hrl.trainer.reporting import RunReporter
 from hrl.trainer.run_folder import RunFolder, RunFolderError
+from hrl.workers.engine.nonfinite import NonFiniteStepError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_FAILURE = 1
+EXIT_NONFINITE = 3
 EXIT_INTERRUPTED = 130
 
 #: Errors of any run that explain themselves: the terminal gets their message, the log their traceback.
@@ -59,7 +61,7 @@ def run_guarded(config: Any, run: Callable[[], None], explained: tuple[type[Exce
         explained: errors that explain themselves.
 
     Returns:
-        0 for success, 1 for a failure that explains itself, 130 after Ctrl-C.
+        0 for success, 1 for a failure that explains itself, 3 if it is that steps were not finite, 130 after Ctrl-C.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _end_on_signals()
@@ -68,7 +70,7 @@ def run_guarded(config: Any, run: Callable[[], None], explained: tuple[type[Exce
     except explained as error:
         logger.debug("the run failed", exc_info=error)
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}")
-        return EXIT_FAILURE
+        return EXIT_NONFINITE if isinstance(error.__cause__, NonFiniteStepError) else EXIT_FAILURE
     except KeyboardInterrupt:
         sys.stderr.write(f"\ninterrupted\n{_resume_hint(config)}")
         return EXIT_INTERRUPTED
