@@ -1,7 +1,7 @@
 """Where a model comes from: a local folder, a hub id, or a model bundled in an installed package.
 
 `resolve_model` is the only door. It always answers with a local folder that transformers and vLLM load, and never
-fetches pickled weights.
+fetches pickled weights. `find_on_this_node` answers the same question on the other nodes of a run.
 
 The bundled model is converted once per machine into a cache and found there ever after. Its weights are stored in
 bf16: the source is a 4-bit quantisation, whose own steps are hundreds of times coarser than bf16's, and the trainer's
@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import shutil
+import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ BUNDLED_PREFIX = "bundled:"
 MANIFEST_NAME = "hrl_source.json"
 CONVERTER_VERSION = 2
 """Raise it when the conversion writes something else for the same source; old caches are then left alone."""
+
+_CONVERTED = "models"  # below the cache: converted models
+_HUB_REPOSITORY = "models--"  # how huggingface_hub begins a repository's folder
 
 
 class ModelSourceError(ValueError):
@@ -79,14 +83,54 @@ def resolve_model(path: str | os.PathLike[str], *, wait_s: float = 300.0) -> Pat
     return _download(name)
 
 
-def _download(hub_id: str) -> Path:
+def find_on_this_node(folder: str | os.PathLike[str], *, wait_s: float = 300.0) -> Path:
+    """The model folder that `resolve_model` gave on the driver's node, on this one.
+
+    A folder that is not here is made here, if it is a hub's (at the driver's revision) or a bundled model's.
+
+    Args:
+        folder: on the driver's node.
+        wait_s: how long to wait for another process of this node that is converting the same bundled model.
+
+    Raises:
+        ModelSourceError: it can't be found or made here; names node and folder.
+    """
+    folder = Path(folder)
+    if (folder / "config.json").is_file():
+        return folder
+    where = f"node {socket.gethostname()}: model folder {folder}, which the driver's node has, is missing here"
+    try:
+        found = _make_again(folder, wait_s)
+    except ModelSourceError as error:
+        raise ModelSourceError(f"{where}, and cannot be made: {error}") from error
+    if found is None:
+        raise ModelSourceError(f"{where}. Put it under this path on every node, or give a hub id")
+    if found.name != folder.name:
+        raise ModelSourceError(
+            f"{where}; its package here holds another model, {found.name}: install the driver's version on every node"
+        )
+    return found
+
+
+def _make_again(folder: Path, wait_s: float) -> Path | None:
+    """The same model in this node's cache; None if it was a folder of the user's own."""
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith(_HUB_REPOSITORY):
+        return _download(repository.removeprefix(_HUB_REPOSITORY).replace("--", "/"), revision=folder.name)
+    if folder.parent.name == _CONVERTED:
+        names = [name for name in BUNDLED_MODELS if folder.name.startswith(f"{name}-")]
+        return _resolve_bundled(names[0], wait_s) if names else None
+    return None
+
+
+def _download(hub_id: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
     advice = f"; give a local folder, or a bundled model: {', '.join(BUNDLED_PREFIX + n for n in BUNDLED_MODELS)}"
     try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=patterns))
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
     except HFValidationError as error:
         raise ModelSourceError(f"{hub_id!r} is neither a folder nor a hub id: {error}{advice}") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -104,7 +148,7 @@ def _resolve_bundled(name: str, wait_s: float) -> Path:
         raise ModelSourceError(f"unknown bundled model {BUNDLED_PREFIX + name!r}; there are: {known}")
     source = _find_gguf(BUNDLED_MODELS[name])
     digest = _sha256(source)
-    target = cache_root() / "models" / f"{name}-{digest[:12]}-v{CONVERTER_VERSION}"
+    target = cache_root() / _CONVERTED / f"{name}-{digest[:12]}-v{CONVERTER_VERSION}"
     if _is_intact(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hrl.data.model_source import find_on_this_node
 from hrl.data.tokenizer import load_tokenizer
 from hrl.protocol import DataProto
 from hrl.single_controller.base import Worker
@@ -68,7 +69,7 @@ class ActorRolloutRefWorker(Worker):
         config: the ``actor_rollout_ref`` part of the configuration.
         role: one of ``ROLES``.
         runtime: device, threads, widths and deadlines of this process.
-        model_path: local folder of the model (already resolved by the driver).
+        model_path: folder of the model on the driver's node.
         total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
 
     Raises:
@@ -120,6 +121,7 @@ class ActorRolloutRefWorker(Worker):
         On a CPU vLLM starts, in its own process, while the policy loads. On a GPU it starts after, so that it sees the
         memory left; and so does an engine in this process, since transformers cannot load two models at once.
         """
+        self.model_path = str(find_on_this_node(self.model_path))
         self.device = join_world(self.runtime)
         visible_devices = self._engine_devices() if self.role in ENGINE_ROLES else None
         if self.drives_engine:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hrl.data.model_source import find_on_this_node
 from hrl.protocol import DataProto
 from hrl.single_controller.base import Worker
 from hrl.single_controller.base.decorator import Dispatch, register
@@ -21,7 +22,7 @@ class CriticWorker(Worker):
     Args:
         config: the ``critic`` part of the configuration.
         runtime: device, threads, widths and deadlines of this process.
-        model_path: local folder of the model the critic starts from.
+        model_path: folder of the model the critic starts from, on the driver's node.
         total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
     """
 
@@ -40,6 +41,7 @@ class CriticWorker(Worker):
         from hrl.workers.engine.loading import ModelSource
         from hrl.workers.value_model import ValueModel
 
+        self.model_path = str(find_on_this_node(self.model_path))
         self.value_model = ValueModel(
             ModelSource.of(self.config.model, self.model_path, self.runtime),
             self.config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hrl.data.model_source import find_on_this_node
 from hrl.protocol import DataProto
 from hrl.single_controller.base import Worker
 from hrl.single_controller.base.decorator import Dispatch, register
@@ -23,8 +24,8 @@ class RewardModelWorker(Worker):
         train: ``optim`` and ``grad_clip`` of a reward model that learns; ``None`` for a frozen one.
         total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
         runtime: device, threads, widths and deadlines of this process.
-        model_path: local folder of the classifier; one that learns may start from a causal language model. Its
-            tokenizer must be the policy's, which the preflight checks.
+        model_path: folder of the classifier on the driver's node; one that learns may start from a causal language
+            model. Its tokenizer must be the policy's, which the preflight checks.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class RewardModelWorker(Worker):
         from hrl.workers.engine.loading import ModelSource
         from hrl.workers.value_model import ValueModel
 
+        self.model_path = str(find_on_this_node(self.model_path))
         self.device = join_world(self.runtime)
         self.value_model = ValueModel(
             ModelSource.of(self.config.model, self.model_path, self.runtime),

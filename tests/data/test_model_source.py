@@ -1,4 +1,6 @@
 import json
+import shutil
+import socket
 import threading
 import time
 
@@ -8,7 +10,7 @@ import torch
 import hrl.data.gguf
 from hrl.data import model_source
 from hrl.data.gguf import GgufError, _to_half_split_rotary, hf_name
-from hrl.data.model_source import MANIFEST_NAME, ModelSourceError, resolve_model
+from hrl.data.model_source import MANIFEST_NAME, ModelSourceError, find_on_this_node, resolve_model
 
 NAME = "bundled:smollm2-135m-instruct"
 
@@ -158,3 +160,57 @@ def test_the_bundled_tokenizer_splits_digits_off_and_ends_turns():
     report = check_chat_template(tokenizer, chat, ids.stop)
     assert report.tokens[-1] == "<|im_end|>"
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_a_folder_that_every_node_has_is_taken_as_it_is(package):
+    folder = resolve_model(NAME)
+    assert find_on_this_node(str(folder)) == folder
+
+
+def test_a_bundled_model_is_converted_on_a_node_that_lacks_it(package, monkeypatch, tmp_path):
+    folder = resolve_model(NAME)
+    monkeypatch.setenv("HRL_CACHE", str(tmp_path / "another node"))
+    shutil.rmtree(folder)
+    found = find_on_this_node(folder)
+    assert found.is_relative_to(tmp_path / "another node") and found.name == folder.name
+    assert (found / "model.safetensors").read_bytes() == b"first"
+
+
+def test_a_node_whose_package_holds_another_model_is_refused(package, tmp_path):
+    source, _ = package
+    folder = resolve_model(NAME)
+    shutil.rmtree(folder)
+    source.write_bytes(b"second")
+    with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: model folder {folder}.*driver's version"):
+        find_on_this_node(folder)
+
+
+def test_a_hub_model_is_fetched_at_the_revision_of_the_driver(monkeypatch, tmp_path):
+    asked, mine = [], tmp_path / "mine" / "abc123"
+
+    def snapshot_download(hub_id, revision, allow_patterns):
+        asked.append((hub_id, revision))
+        mine.mkdir(parents=True)
+        (mine / "model.safetensors").touch()
+        return str(mine)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert find_on_this_node(tmp_path / "hub" / "models--org--some-model" / "snapshots" / "abc123") == mine
+    assert asked == [("org/some-model", "abc123")]
+
+
+def test_a_hub_that_cannot_be_reached_is_reported_with_node_and_folder(monkeypatch, tmp_path):
+    def snapshot_download(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    folder = tmp_path / "models--org--some-model" / "snapshots" / "abc123"
+    with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: model folder {folder}.*no route to host"):
+        find_on_this_node(folder)
+
+
+@pytest.mark.parametrize("parts", [("home", "model"), ("home", "models", "mine")])
+def test_a_users_folder_that_a_node_lacks_is_named_with_the_node(tmp_path, parts):
+    folder = tmp_path.joinpath(*parts)
+    with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: model folder {folder}.*on every node"):
+        find_on_this_node(folder)
