@@ -16,6 +16,7 @@ from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.single_controller.base import phase as worker_phase
 from hrl.trainer.checkpoint import CheckpointStore, load_state
+from hrl.trainer.memory import peak_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,7 +25,13 @@ if TYPE_CHECKING:
 
 
 class Workers(Protocol):
-    """The worker processes of a run, as far as the loop knows them."""
+    """The worker processes of a run, as far as the loop knows them.
+
+    Attributes:
+        processes: one group per pool.
+    """
+
+    processes: list[Any]
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the state of every trained role below ``folder``."""
@@ -130,6 +137,7 @@ class TrainingLoop(ABC, Generic[W]):
                     batch = self.train_step(batch, metrics)
                 if self.is_due(self.config.trainer.test_freq, self.config.trainer.val_after_train):
                     metrics |= self.validate()
+                metrics |= peak_memory(self.workers.processes)
                 self.on_step_end(batch, metrics)
             self.reporter.step_done(self.global_steps, batch, metrics)
             # After the step's log: a checkpoint then never stands for a step that the log lacks.

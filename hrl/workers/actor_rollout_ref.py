@@ -27,15 +27,14 @@ import torch.distributed as dist
 from hrl.data.model_source import find_on_this_node
 from hrl.data.tokenizer import load_tokenizer
 from hrl.protocol import DataProto
-from hrl.single_controller.base import Worker
 from hrl.single_controller.base.decorator import Dispatch, Execute, register
+from hrl.workers.model_worker import ModelWorker
 from hrl.workers.rollout.base import RolloutError
 from hrl.workers.rollout.columns import sample_keys
-from hrl.workers.runtime import Runtime, join_world, peak_memory, release_cached_memory
+from hrl.workers.runtime import Runtime, join_world, release_cached_memory
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
-    from hrl.metrics import Metric
     from hrl.workers.policy import Policy
     from hrl.workers.rollout.host import RolloutHost
     from hrl.workers.weight_sync.base import SyncReport
@@ -62,7 +61,7 @@ PAIR_COLUMNS = ("is_chosen", "ref_sequence_log_prob", "margin")
 PROMPT_COLUMNS = ("prompts", "attention_mask", "uid", "sample_index", "greedy")
 
 
-class ActorRolloutRefWorker(Worker):
+class ActorRolloutRefWorker(ModelWorker):
     """One rank of the actor, the rollout, the reference policy, or of actor and rollout together.
 
     Args:
@@ -79,13 +78,11 @@ class ActorRolloutRefWorker(Worker):
     def __init__(
         self, config: Any, role: str, total_optimizer_steps: int | None = None, *, runtime: Runtime, model_path: str
     ) -> None:
-        super().__init__()
+        super().__init__(runtime, model_path)
         if role not in ROLES:
             raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}")
         self.config = config
         self.role = role
-        self.runtime = runtime
-        self.model_path = model_path
         self.total_optimizer_steps = total_optimizer_steps
         self._policy: Policy | None = None
         self._host: RolloutHost | None = None
@@ -234,24 +231,21 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=UPDATE_COLUMNS)
     def update_actor(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
         """Runs every optimizer step of the plan and returns its metrics."""
-        return self._learnt(self.policy.update(batch, plan))
+        return DataProto(meta_info={"metrics": self.policy.update(batch, plan)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, *PAIR_COLUMNS))
     def update_preference(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
         """As ``update_actor``, on pairs of which one answer is preferred; see ``hrl.workers.offline``."""
         from hrl.workers.offline import update_preference
 
-        return self._learnt(update_preference(self.policy.engine, batch, plan))
+        return DataProto(meta_info={"metrics": update_preference(self.policy.engine, batch, plan)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def update_supervised(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
         """As ``update_actor``, on answers to imitate; see ``hrl.workers.offline``."""
         from hrl.workers.offline import update_supervised
 
-        return self._learnt(update_supervised(self.policy.engine, batch, plan))
-
-    def _learnt(self, metrics: dict[str, Metric]) -> DataProto:
-        return DataProto(meta_info={"metrics": metrics | {"perf/max_memory_gib": peak_memory(self.device)}})
+        return DataProto(meta_info={"metrics": update_supervised(self.policy.engine, batch, plan)})
 
     # ------------------------------------------------------------------ sampling
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from hrl.data.model_source import find_on_this_node
 from hrl.protocol import DataProto
-from hrl.single_controller.base import Worker
 from hrl.single_controller.base.decorator import Dispatch, register
 from hrl.workers.actor_rollout_ref import ROW_COLUMNS
+from hrl.workers.model_worker import ModelWorker
 from hrl.workers.runtime import Runtime, join_world
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
 
 
-class CriticWorker(Worker):
+class CriticWorker(ModelWorker):
     """One rank of the critic.
 
     Args:
@@ -29,10 +29,8 @@ class CriticWorker(Worker):
     def __init__(
         self, config: Any, total_optimizer_steps: int | None = None, *, runtime: Runtime, model_path: str
     ) -> None:
-        super().__init__()
+        super().__init__(runtime, model_path)
         self.config = config
-        self.runtime = runtime
-        self.model_path = model_path
         self.total_optimizer_steps = total_optimizer_steps
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from hrl.data.model_source import find_on_this_node
 from hrl.protocol import DataProto
-from hrl.single_controller.base import Worker
 from hrl.single_controller.base.decorator import Dispatch, register
 from hrl.workers.actor_rollout_ref import PAIR_COLUMNS, ROW_COLUMNS
-from hrl.workers.runtime import Runtime, join_world, peak_memory
+from hrl.workers.model_worker import ModelWorker
+from hrl.workers.runtime import Runtime, join_world
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
 
 
-class RewardModelWorker(Worker):
+class RewardModelWorker(ModelWorker):
     """One rank of the reward model, a sequence classifier with one label that reads the policy's own tokens.
 
     Args:
@@ -37,12 +37,10 @@ class RewardModelWorker(Worker):
         runtime: Runtime,
         model_path: str,
     ) -> None:
-        super().__init__()
+        super().__init__(runtime, model_path)
         self.config = config
         self.train = train
         self.total_optimizer_steps = total_optimizer_steps
-        self.runtime = runtime
-        self.model_path = model_path
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -51,12 +49,11 @@ class RewardModelWorker(Worker):
         from hrl.workers.value_model import ValueModel
 
         self.model_path = str(find_on_this_node(self.model_path))
-        self.device = join_world(self.runtime)
         self.value_model = ValueModel(
             ModelSource.of(self.config.model, self.model_path, self.runtime),
             self.train,
             self.config.model.fsdp_config,
-            device=self.device,
+            device=join_world(self.runtime),
             total_steps=self.total_optimizer_steps,
             run_folder=Path(self.runtime.run_folder),
         )
@@ -71,8 +68,7 @@ class RewardModelWorker(Worker):
         """Runs every optimizer step of the plan on pairs and returns its metrics; see ``hrl.workers.offline``."""
         from hrl.workers.offline import update_reward_model
 
-        metrics = update_reward_model(self.value_model.engine, batch, plan)
-        return DataProto(meta_info={"metrics": metrics | {"perf/max_memory_gib": peak_memory(self.device)}})
+        return DataProto(meta_info={"metrics": update_reward_model(self.value_model.engine, batch, plan)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str, hf_folder: str | None, contents: list[str]) -> None:

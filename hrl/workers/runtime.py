@@ -9,15 +9,12 @@ from __future__ import annotations
 import logging
 import os
 import random
-import resource
 from dataclasses import dataclass
 from datetime import timedelta
 
 import numpy as np
 import torch
 import torch.distributed as dist
-
-from hrl.metrics import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -113,12 +110,3 @@ def release_cached_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.empty_cache()
         dist.barrier()
-
-
-def peak_memory(device: torch.device) -> Metric:
-    """The most memory a rank has held, in GiB: of the CUDA allocator on a GPU, of the resident set on a CPU."""
-    if device.type == "cuda":
-        peak_bytes = torch.cuda.max_memory_allocated(device)
-    else:
-        peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return Metric.max(peak_bytes / 2**30)

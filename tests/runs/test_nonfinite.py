@@ -41,6 +41,8 @@ def test_three_poisoned_steps_end_a_run_that_has_kept_their_batches(
         )
     kept = {file.name for file in (tmp_path / "nonfinite").glob("*.json")}
     assert kept == {f"step_{step}_rank_0.actor-0.json" for step in (1, 2, 3)}
-    assert [record["actor/skipped_steps"] for record in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 1]
+    records = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [record["actor/skipped_steps"] for record in records] == [1, 1]
+    assert all(record["perf/max_memory_gib"] > 0.1 for record in records)
     said = "".join(capsys.readouterr().out.split())  # the terminal breaks lines anywhere
     assert f"Therowsarein{tmp_path}/nonfinite/step_2_rank_*" in said

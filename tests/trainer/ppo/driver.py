@@ -64,6 +64,7 @@ class Workers:
         self.sampled: list[DataProto] = []
         self.learnt: list[DataProto] = []
         self.plan: Any = None
+        self.processes: list[Any] = []
 
     def sync_weights(self, version: int) -> dict[str, float]:
         self.version = version
