@@ -10,7 +10,7 @@ over a response's tokens, for the others sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -131,6 +131,32 @@ def sequence_log_prob(log_prob: Tensor, mask: Tensor, *, mean: bool = False) -> 
     check_shapes(mask, log_prob=log_prob)
     total = keep(log_prob, mask).sum(dim=-1)
     return total / mask.bool().sum(dim=-1).clamp(min=1) if mean else total
+
+
+def pairs_of_sums(
+    name: str,
+    sums: Tensor,
+    lengths: Tensor,
+    chosen: Sequence[int],
+    rejected: Sequence[int],
+    reference: Tensor | None = None,
+) -> PairInput:
+    """What a loss takes of pairs among B responses.
+
+    Args:
+        name: A key of :data:`PAIR_LOSSES`; it says whether it takes sums or means, and a reference or none.
+        sums: Log-probs of the responses under the policy, summed over their trained tokens ``(B,)``.
+        lengths: Trained tokens of the responses ``(B,)``.
+        chosen: Of every pair, which response is the chosen one ``(N,)``.
+        rejected: Likewise the rejected one ``(N,)``.
+        reference: As ``sums``, under the reference; None for a uniform one.
+    """
+    scale = lengths.clamp(min=1).to(sums.dtype) if name in MEAN_LOG_PROB_LOSSES else 1.0
+    values = sums / scale
+    if reference is None or name in REFERENCE_FREE_LOSSES:
+        return PairInput(values[chosen], values[rejected])
+    references = reference.to(sums.dtype) / scale
+    return PairInput(values[chosen], values[rejected], references[chosen], references[rejected])
 
 
 def _per_pair(**values: Tensor) -> Metrics:

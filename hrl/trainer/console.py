@@ -43,18 +43,23 @@ def _first(metrics: Mapping[str, float], *names: str) -> float | None:
     return next((metrics[name] for name in names if name in metrics), None)
 
 
-def _validation_mean(metrics: Mapping[str, float]) -> float | None:
-    """Mean over the data sources of ``val/<source>/mean@<n>``."""
-    values = [value for name, value in metrics.items() if re.fullmatch(r"val/.+/mean@\d+", name)]
+def _validation_mean(metrics: Mapping[str, float], metric: str = r"mean@\d+") -> float | None:
+    """Mean over the data sources of ``val/<source>/<metric>``, by default of the score."""
+    values = [value for name, value in metrics.items() if re.fullmatch(rf"val/.+/{metric}", name)]
     return sum(values) / len(values) if values else None
+
+
+def _learns_from_data(metrics: Mapping[str, float]) -> bool:
+    """Whether this is a step of an offline trainer, which samples nothing."""
+    return "train/loss" in metrics and "timing_s/gen" not in metrics
 
 
 def _seconds(metrics: Mapping[str, float]) -> str:
     """Seconds of the step, and of its two large parts."""
-    gen = metrics.get("timing_s/gen")
     update = sum(metrics.get(name, 0.0) for name in _UPDATE_TIMERS)
     step = _number(metrics.get("timing_s/step"), "4.1f")
-    return f"{step}s gen {_number(gen, '4.1f')} upd {update:4.1f}"
+    gen = "" if _learns_from_data(metrics) else f" gen {_number(metrics.get('timing_s/gen'), '4.1f')}"
+    return f"{step}s{gen} upd {update:4.1f}"
 
 
 def _number(value: float | None, spec: str) -> str:
@@ -86,12 +91,19 @@ _FIELDS = {
     "len": _Field("len", lambda m: m.get("response_length/mean"), "4.0f", always=True),
     "kl": _Field("kl", lambda m: _first(m, *_KL_NAMES), "7.4f"),
     "entropy": _Field("ent", lambda m: m.get("actor/entropy"), "5.2f"),
-    "grad": _Field("grad", lambda m: m.get("actor/grad_norm"), "5.2f", always=True),
-    "lr": _Field("lr", lambda m: m.get("actor/lr"), "7.1e"),
+    "grad": _Field("grad", lambda m: _first(m, "actor/grad_norm", "train/grad_norm"), "5.2f", always=True),
+    "lr": _Field("lr", lambda m: _first(m, "actor/lr", "train/lr"), "7.1e"),
+    "loss": _Field("loss", lambda m: m.get("train/loss"), "6.4f"),
+    "accuracy": _Field("acc", lambda m: m.get("rewards/accuracies"), "5.3f"),
+    "margin": _Field("margin", lambda m: m.get("rewards/margins"), "6.3f"),
+    "val_loss": _Field("val", lambda m: _validation_mean(m, "loss"), "6.4f", always=True),
+    "val_accuracy": _Field("val acc", lambda m: _validation_mean(m, "rewards_accuracies"), "5.3f"),
     "rate": _Field("", lambda m: m.get("perf/throughput"), "5.0f", " tok/s"),
 }
+_SAMPLED = ("reward", "val", "len", "kl", "entropy", "grad", "lr")
+_FROM_DATA = ("loss", "accuracy", "margin", "val_loss", "val_accuracy", "len", "grad", "lr")
 # What gives way first where the line is too long.
-_DROP_ORDER = ("entropy", "lr", "rate", "kl", "grad")
+_DROP_ORDER = ("entropy", "lr", "rate", "kl", "grad", "margin")
 
 
 def _counter(step: int, total_steps: int) -> str:
@@ -108,7 +120,7 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float], width: 
         width: columns.
     """
     parts = {"step": _counter(step, total_steps)}
-    for name in ("reward", "val", "len", "kl", "entropy", "grad", "lr"):
+    for name in _FROM_DATA if _learns_from_data(metrics) else _SAMPLED:
         rendered = _FIELDS[name].render(metrics)
         if rendered is not None:
             parts[name] = rendered

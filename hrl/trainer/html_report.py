@@ -17,6 +17,7 @@ from typing import Any, Literal, Self
 import yaml
 
 from hrl.trainer.phases import TITLES
+from hrl.trainer.reward_curve import CURVES
 from hrl.trainer.rollout_log import (
     Sample,
     before_and_after,
@@ -68,7 +69,8 @@ def write_html_report(folder: Path, outcome: Outcome, *, total_steps: int | None
         ValueError: a file of the run is damaged; names file and line.
     """
     rollouts = folder / "rollouts"
-    metrics_file, picture = folder / "metrics.jsonl", folder / "reward_curve.png"
+    metrics_file = folder / "metrics.jsonl"
+    drawn = [(curve, folder / curve.file_name) for curve in CURVES if (folder / curve.file_name).exists()]
     records = read_jsonl(metrics_file) if metrics_file.exists() else []
     config_text = (folder / "config.yaml").read_text(encoding="utf-8")
     config = yaml.safe_load(config_text)
@@ -76,7 +78,7 @@ def write_html_report(folder: Path, outcome: Outcome, *, total_steps: int | None
         title=_pick(config, "trainer.experiment_name") or folder.name,
         outcome=Outcome(outcome.status, readable(outcome.reason)),
         summary=run_summary(config, records, total_steps),
-        picture=base64.b64encode(picture.read_bytes()).decode("ascii") if picture.exists() else None,
+        pictures=[(curve.axis, base64.b64encode(file.read_bytes()).decode("ascii")) for curve, file in drawn],
         validation=validation_summary(records),
         changes=_changes(rollouts),
         samples=_last_samples(rollouts),
@@ -104,22 +106,26 @@ def run_summary(config: Mapping[str, Any], records: Records, total_steps: int | 
     rollout = _pick(config, "actor_rollout_ref.rollout") or {}
     prompts, samples = _pick(config, "data.train_batch_size"), rollout.get("n")
     engine, temperature = rollout.get("name"), rollout.get("temperature")
-    rate = _pick(config, "actor_rollout_ref.actor.optim.lr")
+    rate = _pick(config, "actor_rollout_ref.actor.optim.lr") or _pick(config, "optim.lr")
     done = max((record["step"] for record in records), default=0)
     planned = total_steps or _pick(config, "trainer.total_training_steps")
     seconds = sum(record.get("timing_s/step") or 0.0 for record in records)
     facts = {
-        "model": _pick(config, "actor_rollout_ref.model.path"),
+        "model": _pick(config, "actor_rollout_ref.model.path") or _pick(config, "model.path"),
         "data": _listed(_pick(config, "data.train_files")),
         "validation": _listed(_pick(config, "data.val_files")),
-        "algorithm": _pick(config, "algorithm.adv_estimator"),
+        "algorithm": _pick(config, "algorithm.adv_estimator") or _pick(config, "algorithm.loss_type"),
         "learning rate": None if rate is None else f"{rate:g}",
-        "batch": prompts and samples and f"{prompts} prompts × {samples} samples = {prompts * samples} sequences",
+        "batch": prompts and (_sampled(prompts, samples) if samples else f"{prompts} rows"),
         "engine": engine and f"{engine}, temperature {temperature}",
         "steps": f"{done} of {planned}" if planned else str(done),
         "time in steps": f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min",
     }
     return [(name, str(fact)) for name, fact in facts.items() if fact]
+
+
+def _sampled(prompts: int, samples: int) -> str:
+    return f"{prompts} prompts × {samples} samples = {prompts * samples} sequences"
 
 
 def validation_summary(records: Records) -> dict[str, Any] | None:

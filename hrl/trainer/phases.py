@@ -35,10 +35,12 @@ PHASES = (
     Phase("adv", "adv", "advantages", tokens="all"),
     Phase("update_critic", "critic", "critic update", tokens="all", group="update"),
     Phase("update_actor", "update", "policy update", tokens="all", group="update"),
+    Phase("update", "learn", "update", tokens="all", group="update"),
     Phase("weight_sync", "sync", "weight sync", group="weight sync"),
     Phase("testing", "validate", "validation"),
 )
-"""In the order of a step. A phase that a subclass of the trainer adds is shown after these by its timer's name."""
+"""In the order of a step; ``update`` is that of the trainers that learn from a data set. A phase that a subclass of the
+trainer adds is shown after these by its timer's name."""
 
 LABELS = {phase.name: phase.label for phase in PHASES}
 TITLES = {phase.name: phase.title for phase in PHASES}

@@ -64,7 +64,7 @@ def preflight(config: PPOTrainerConfig) -> Preflight:
     Raises:
         ModelSourceError, DatasetError, ChatTemplateError, PreflightError: saying what to change.
     """
-    _check_trackers(config.trainer.logger)
+    check_trackers(config.trainer.logger)
     _check_reward_function(config.reward.custom_reward_function)
     model = config.actor_rollout_ref.model
     model_path = resolve_model(model.path)
@@ -99,7 +99,12 @@ def preflight(config: PPOTrainerConfig) -> Preflight:
     )
 
 
-def _check_trackers(names: list[str]) -> None:
+def check_trackers(names: list[str]) -> None:
+    """Refuses a tracker that is not installed.
+
+    Raises:
+        PreflightError: naming it, with what to install.
+    """
     try:
         installed_trackers(names)
     except ValueError as error:
@@ -122,7 +127,12 @@ def _check_reward_function(custom: Any) -> None:
         )
 
 
-def _model_config(path: Path) -> dict[str, Any]:
+def model_config(path: Path) -> dict[str, Any]:
+    """What stands in the ``config.json`` of a model folder.
+
+    Raises:
+        PreflightError: it is no JSON.
+    """
     try:
         return json.loads((path / "config.json").read_text(encoding="utf-8"))
     except ValueError as error:
@@ -131,7 +141,7 @@ def _model_config(path: Path) -> dict[str, Any]:
 
 def _check_lengths(config: Any, model_path: Path) -> None:
     """Prompt and response must fit the model's positions."""
-    used = _model_config(model_path) | config.actor_rollout_ref.model.override_config
+    used = model_config(model_path) | config.actor_rollout_ref.model.override_config
     limit = used.get("max_position_embeddings")
     wanted = config.data.max_prompt_length + config.data.max_response_length
     if limit is not None and wanted > limit:

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from hrl.protocol import DataProto
 from hrl.single_controller.base import phase as worker_phase
@@ -22,7 +22,7 @@ from hrl.trainer.ppo.metrics import (
     compute_validation_metrics,
     count_left_out,
 )
-from hrl.trainer.reward_curve import write_reward_curve
+from hrl.trainer.reward_curve import REWARD, Curve, write_reward_curve
 from hrl.trainer.rollout_log import rollout_records
 from hrl.trainer.run_folder import RunFolder, read_jsonl, rollouts_file, rollouts_steps
 from hrl.trainer.tracking import Generation, Tracking
@@ -45,6 +45,8 @@ class RunReporter:
         tokenizer: turns samples into text for people.
         num_devices: processes of the run, for throughput per device.
     """
+
+    curve: ClassVar[Curve] = REWARD
 
     def __init__(
         self,
@@ -99,8 +101,8 @@ class RunReporter:
             self.console.before_and_after(first, last)
 
     def _write_picture(self) -> Path:
-        picture = self.folder.path / "reward_curve.png"
-        return write_reward_curve(self.folder.metrics_file, picture, self.config.trainer.experiment_name)
+        picture = self.folder.path / self.curve.file_name
+        return write_reward_curve(self.folder.metrics_file, picture, self.config.trainer.experiment_name, self.curve)
 
     # ------------------------------------------------------------------ while a step runs
 
@@ -128,16 +130,24 @@ class RunReporter:
 
     def step_done(self, step: int, batch: DataProto, metrics: dict[str, float]) -> None:
         """Reports a finished step: its line, its metrics, its samples."""
-        metrics |= compute_data_metrics(batch, use_critic="values" in batch.batch.keys())
+        metrics |= self.describe(batch)
         metrics |= compute_timing_metrics(batch, self._timing)
         metrics |= compute_throughput_metrics(batch, self._timing, self.num_devices)
         self._timing.clear()
         self._tell_of_skipped_steps(step, metrics)
-        self._warn(metrics)
+        self.warn(metrics)
         self._tracking.log(metrics, step)
         self.console.step(step, metrics)
         if step == self.console.total_steps:  # in between, the step's line has the score
             self.console.validation(step, metrics)
+        self.show_samples(step, batch)
+
+    def describe(self, batch: DataProto) -> dict[str, float]:
+        """The metrics of a step's batch."""
+        return compute_data_metrics(batch, use_critic="values" in batch.batch.keys())
+
+    def show_samples(self, step: int, batch: DataProto) -> None:
+        """Writes the samples of a step, and shows some of them every so many steps."""
         records = self._records(batch)
         self.folder.write_rollouts(step, records)
         every = self.config.trainer.log_rollouts_freq
@@ -202,7 +212,8 @@ class RunReporter:
                     f"gradient was not finite. The rows are in {where}"
                 )
 
-    def _warn(self, metrics: Mapping[str, float]) -> None:
+    def warn(self, metrics: Mapping[str, float]) -> None:
+        """Tells of a step's numbers that ask for attention."""
         alarm = self.config.actor_rollout_ref.rollout.logprob_diff_alarm
         drift = metrics.get("rollout/logprob_diff_mean", 0.0)
         if drift > alarm:

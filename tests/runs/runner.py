@@ -46,7 +46,7 @@ class Runner:
         self.reward = reward
 
     def start(self, folder: Path, *overrides: str, script: str | None = None) -> subprocess.Popen[str]:
-        program = [sys.executable, script] if script else [sys.executable, "-m", "hrl.trainer.main_ppo"]
+        program = [script] if script else ["-m", "hrl.trainer.main_ppo"]
         arguments = [
             f"trainer.default_local_dir={folder}",
             f"actor_rollout_ref.model.path={self.model}",
@@ -58,15 +58,7 @@ class Runner:
             "data.max_response_length=8",
             *overrides,
         ]
-        return subprocess.Popen(
-            [*program, *arguments],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, "NO_COLOR": "1"},
-        )
+        return launch(*program, *arguments)
 
     def finish(self, process: subprocess.Popen[str], folder: Path, timeout_s: float = RUN_TIMEOUT_S) -> FinishedRun:
         """Waits for the run and asserts that no process of it outlives it."""
@@ -88,6 +80,19 @@ class Runner:
         run = self.finish(self.start(folder, *overrides, script=script), folder)
         assert run.returncode == 0, run.output
         return run
+
+
+def launch(*arguments: str) -> subprocess.Popen[str]:
+    """Python with these arguments, at the repository's root."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "NO_COLOR": "1"},
+    )
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -127,6 +127,11 @@ class OfflineDataset(ABC, Generic[R]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def sources(self) -> list[str]:
+        """The data source of every row (N,)."""
+        return list(self._sources)
+
     def as_proto(self, tensors: dict[str, torch.Tensor], indices: Sequence[int]) -> DataProto:
         """A batch with the columns that every row has; log-probs are those of the plain distribution."""
         columns = {

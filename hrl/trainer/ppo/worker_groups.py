@@ -52,13 +52,16 @@ def worker_mapping(
     }
 
 
-def build_worker_groups(
+def start_processes(
     config: Any,
     role_worker_mapping: dict[Role, Any],
     manager: ResourcePoolManager,
     worker_group_cls: type[RayWorkerGroup],
-) -> WorkerGroups:
-    """Starts the processes: one per rank of every pool, with an object for each role on that pool.
+) -> tuple[dict[Role, RayWorkerGroup], list[RayWorkerGroup]]:
+    """Starts one process per rank of every pool, with an object for each role on that pool.
+
+    Returns:
+        The group of every role, and the groups of processes, one per pool.
 
     Raises:
         PlacementError: the cluster lacks what a pool needs.
@@ -69,7 +72,7 @@ def build_worker_groups(
     for role, worker in role_worker_mapping.items():
         by_pool[manager.mapping[role]][role.value] = worker
     timeouts = config.trainer.timeouts
-    groups: dict[str, RayWorkerGroup] = {}
+    groups: dict[Role, RayWorkerGroup] = {}
     started: list[RayWorkerGroup] = []
     try:
         for pool, class_dict in by_pool.items():
@@ -82,20 +85,31 @@ def build_worker_groups(
                     start_timeout_s=timeouts.init_s,
                 )
             )
-            groups |= started[-1].spawn(prefix_set=class_dict)
+            groups |= {Role(name): group for name, group in started[-1].spawn(prefix_set=class_dict).items()}
     except BaseException:  # Ctrl-C included: no process stays behind
         for group in started:
             group.shutdown()
         raise
-    merged = groups.get(Role.ActorRollout.value)
+    return groups, started
+
+
+def build_worker_groups(
+    config: Any,
+    role_worker_mapping: dict[Role, Any],
+    manager: ResourcePoolManager,
+    worker_group_cls: type[RayWorkerGroup],
+) -> WorkerGroups:
+    """Starts the processes of a PPO run; raises as ``start_processes``."""
+    groups, started = start_processes(config, role_worker_mapping, manager, worker_group_cls)
+    merged = groups.get(Role.ActorRollout)
     return WorkerGroups(
-        actor=merged or groups[Role.Actor.value],
-        rollout=merged or groups[Role.Rollout.value],
-        ref=groups.get(Role.RefPolicy.value),
-        critic=groups.get(Role.Critic.value),
-        rm=groups.get(Role.RewardModel.value),
+        actor=merged or groups[Role.Actor],
+        rollout=merged or groups[Role.Rollout],
+        ref=groups.get(Role.RefPolicy),
+        critic=groups.get(Role.Critic),
+        rm=groups.get(Role.RewardModel),
         processes=started,
-        timeouts=timeouts,
+        timeouts=config.trainer.timeouts,
         sync_timeout_s=config.actor_rollout_ref.rollout.weight_sync.driver_timeout_s,
     )
 

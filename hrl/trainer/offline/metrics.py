@@ -1,0 +1,38 @@
+"""What a validation on a data set says in numbers, source by source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+def metrics_by_source(
+    sources: Sequence[str], columns: Mapping[str, Tensor], weights: Tensor | None = None
+) -> dict[str, float]:
+    """Means over the items of every source.
+
+    Args:
+        sources: source of each item (N,).
+        columns: per metric a number for each item (N,).
+        weights: of the items (N,), such as their tokens; all alike by default.
+
+    Returns:
+        ``val/<source>/<metric>``, and ``val/<source>/n``, the number of items.
+
+    Raises:
+        ValueError: a number is not finite; names metric, item and source.
+    """
+    for name, values in columns.items():
+        bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
+        if bad:
+            raise ValueError(f"validation item {bad[0]} (source {sources[bad[0]]!r}) has the {name} {values[bad[0]]}")
+    metrics: dict[str, float] = {}
+    for source in dict.fromkeys(sources):
+        mine = torch.tensor([other == source for other in sources])
+        weight = torch.ones(int(mine.sum()), dtype=torch.float64) if weights is None else weights[mine].double()
+        for name, values in columns.items():
+            metrics[f"val/{source}/{name}"] = float(values[mine].double() @ weight / weight.sum())
+        metrics[f"val/{source}/n"] = float(mine.sum())
+    return metrics

@@ -1,0 +1,43 @@
+"""A reward model: a scalar head over a language model learns to score chosen answers above rejected ones.
+
+With the scores ``s`` that the head gives at the last tokens, the loss of a pair is ``-log sigmoid(s_c - s_r - margin)``
+(Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155, equation 1; with a margin Touvron et al. 2023,
+arXiv:2307.09288, equation 2). What it saves as ``hf`` is what ``reward.reward_model.model_path`` takes.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from hrl.algos.preference import reward_model_loss
+from hrl.batching import BatchPlan
+from hrl.protocol import DataProto
+from hrl.trainer.offline.pairs import plan_of_pairs
+from hrl.trainer.offline.trainer import OfflineTrainer
+from hrl.trainer.ppo.roles import Role
+
+
+class RMTrainer(OfflineTrainer):
+    """Learns scores from pairs."""
+
+    role = Role.RewardModel
+
+    def plan(self, batch: DataProto) -> BatchPlan:
+        world_size, share = self.workers.model.world_size, self.planner.share_prefix
+        return plan_of_pairs(batch, world_size, self.limits, share_prefix=share)
+
+    def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
+        return self.workers.model.update_reward_model(batch, plan)
+
+    def score(self, batch: DataProto) -> dict[str, Tensor]:
+        """Loss and scores of every pair."""
+        scores = self.workers.model.compute_rm_score(batch, self.forward_plan(batch)).batch["rm_scores"].double()
+        chosen, rejected = scores[0::2], scores[1::2]
+        margin = batch.batch["margin"][0::2] if "margin" in batch.batch.keys() else None
+        return {
+            "loss": reward_model_loss(chosen, rejected, margin)[0],
+            "rewards_chosen": chosen,
+            "rewards_rejected": rejected,
+            "rewards_margins": chosen - rejected,
+            "rewards_accuracies": (chosen > rejected).double(),
+        }

@@ -1,0 +1,132 @@
+"""From a command line to an ended run, for the trainers that learn from a data set."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from hrl.data.offline.dataset import OfflineDataset
+from hrl.data.offline.demonstrations import DemonstrationDataset
+from hrl.data.offline.pairs import PairDataset
+from hrl.single_controller.ray import RayClassWithInitArgs
+from hrl.trainer.cluster import available_cores, choose_device
+from hrl.trainer.config.kinds import RunKind
+from hrl.trainer.config.offline.words import batch_arithmetic
+from hrl.trainer.offline.dpo import DPOTrainer
+from hrl.trainer.offline.preflight import OfflinePreflight, offline_preflight, padding_of_classifier
+from hrl.trainer.offline.reporting import OfflineReporter
+from hrl.trainer.offline.rm import RMTrainer
+from hrl.trainer.offline.sft import SFTTrainer
+from hrl.trainer.offline.trainer import OfflineTrainer
+from hrl.trainer.offline.workers import OfflineWorkers, policy_worker, reward_model_worker
+from hrl.trainer.precision import with_dtypes
+from hrl.trainer.reporting import RunReporter
+from hrl.trainer.session import display_of, run_guarded, run_session
+from hrl.workers.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a kind of offline run is made of.
+
+    Attributes:
+        trainer: the driver.
+        dataset: reads the rows.
+        worker: the worker class with its arguments.
+        scores: the model is a classifier.
+    """
+
+    trainer: type[OfflineTrainer]
+    dataset: type[OfflineDataset[Any]]
+    worker: Callable[[Any, int, Runtime, str], RayClassWithInitArgs]
+    scores: bool = False
+
+
+PARTS = {
+    "dpo": Parts(DPOTrainer, PairDataset, policy_worker),
+    "sft": Parts(SFTTrainer, DemonstrationDataset, policy_worker),
+    "rm": Parts(RMTrainer, PairDataset, reward_model_worker, scores=True),
+}
+
+
+def run_offline(kind: RunKind[Any], config: Any, trainer_cls: type[OfflineTrainer] | None = None) -> int:
+    """Trains as configured.
+
+    Args:
+        kind: of the run.
+        config: the validated configuration.
+        trainer_cls: a subclass of the kind's trainer to run in its place.
+
+    Returns:
+        The exit status, see ``run_guarded``.
+    """
+    parts = PARTS[kind.name]
+    if trainer_cls is not None:
+        parts = replace(parts, trainer=trainer_cls)
+    return run_guarded(config, partial(_run, kind, config, parts))
+
+
+def _run(kind: RunKind[Any], config: Any, parts: Parts) -> None:
+    ready = prepare(config, parts)
+    facts = [*batch_arithmetic(config, train_rows=len(ready.train_dataset)), *kind.words.placement(config)]
+    run_session(
+        config,
+        partial(train, config, ready, parts),
+        display=display_of(config, ready.total_training_steps, ["update"]),
+        facts=facts,
+        warnings=kind.words.warnings(config),
+        tokenizer=ready.tokenizer,
+        num_processes=config.num_processes,
+        reporter_cls=OfflineReporter,
+    )
+
+
+def prepare(config: Any, parts: Parts) -> OfflinePreflight:
+    """Looks at the files; raises as ``offline_preflight``."""
+    ready = offline_preflight(config, parts.dataset)
+    if not parts.scores:
+        return ready
+    return replace(ready, ids=replace(ready.ids, pad=padding_of_classifier(ready.tokenizer, ready.ids)))
+
+
+def train(config: Any, ready: OfflinePreflight, parts: Parts, reporter: RunReporter) -> None:
+    """Builds the trainer, fits it and ends its workers, on a running Ray."""
+    device = choose_device(config.trainer.device)
+    config = with_dtypes(config, device)
+    reporter.console.note(f"on {device}: trainer in {config.model.fsdp_config.dtype}")
+    for name, dataset in (("training", ready.train_dataset), ("validation", ready.val_dataset)):
+        if dataset is not None:
+            reporter.console.note(f"{name} data: {dataset.counts}")
+    runtime = Runtime(
+        device=device,
+        num_threads=config.trainer.cpu_threads_per_worker
+        or max(1, available_cores() // config.trainer.n_gpus_per_node),
+        seed=config.trainer.seed,
+        init_timeout_s=config.trainer.timeouts.init_s,
+        collective_timeout_s=config.trainer.timeouts.call_s,
+        max_prompt_length=config.data.max_length,
+        max_response_length=config.data.max_length,
+        pad_token_id=ready.ids.pad,
+        stop_token_ids=ready.ids.stop,
+        vocab_size=ready.ids.vocab_size,
+        share_prefix=config.model.share_prefix,
+        trust_remote_code=config.model.trust_remote_code,
+        run_folder=str(reporter.folder.path),
+    )
+    worker = parts.worker(config, ready.total_training_steps, runtime, str(ready.model_path))
+    trainer = parts.trainer(
+        config,
+        ready.tokenizer,
+        partial(OfflineWorkers.start, config, parts.trainer.role, worker, use_gpu=device == "cuda"),
+        train_dataset=ready.train_dataset,
+        val_dataset=ready.val_dataset,
+        reporter=reporter,
+        total_training_steps=ready.total_training_steps,
+    )
+    try:
+        trainer.init_workers()
+        trainer.fit()
+    finally:
+        trainer.shutdown()

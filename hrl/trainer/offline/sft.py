@@ -1,0 +1,43 @@
+"""Supervised fine-tuning: the policy imitates answers, token by token.
+
+The loss is the negative log-likelihood of the assistant's tokens, ``-log pi(y_t | x, y_<t)``, of which
+``algorithm.loss_agg_mode`` makes one number; the prompt's tokens are read and not trained on.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+
+from hrl.batching import BatchPlan
+from hrl.protocol import DataProto
+from hrl.trainer.offline.trainer import OfflineTrainer
+
+
+class SFTTrainer(OfflineTrainer):
+    """Learns from demonstrations."""
+
+    def plan(self, batch: DataProto) -> BatchPlan:
+        return self.planner.update(
+            batch, self.workers.model.world_size, self.limits, mini_batch_rows=len(batch), epochs=1
+        )
+
+    def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
+        batch.meta_info["loss_agg_mode"] = self.config.algorithm.loss_agg_mode
+        return self.workers.model.update_supervised(batch, plan)
+
+    def train_step(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        batch = super().train_step(batch, metrics)
+        metrics["train/perplexity"] = math.exp(metrics["train/nll"])
+        return batch
+
+    def score(self, batch: DataProto) -> dict[str, Tensor]:
+        """The mean negative log-likelihood of every row, weighed with its trained tokens."""
+        tokens = batch.batch["response_mask"].sum(-1)
+        return {"loss": -self.log_probs(batch).sum(-1) / tokens, "weight": tokens}
+
+    def validate(self) -> dict[str, float]:
+        metrics = super().validate()
+        losses = {name: value for name, value in metrics.items() if name.endswith("/loss")}
+        return metrics | {f"{name.removesuffix('loss')}perplexity": math.exp(value) for name, value in losses.items()}

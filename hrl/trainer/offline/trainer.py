@@ -1,0 +1,120 @@
+"""The driver of a run that learns from a data set: one model, one optimizer step per batch."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hrl.batching import BatchPlan
+from hrl.metrics import reduce_metrics
+from hrl.protocol import DataProto
+from hrl.trainer.offline.metrics import metrics_by_source
+from hrl.trainer.offline.workers import OfflineWorkers
+from hrl.trainer.ppo.planning import MicroBatchLimits, Planner
+from hrl.trainer.ppo.roles import Role
+from hrl.trainer.training_loop import TrainingLoop
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.data.offline.dataset import OfflineDataset
+    from hrl.trainer.reporting import RunReporter
+
+#: Items of one forward pass over a data set: enough to fill every rank, few enough for a call's deadline.
+FORWARD_ITEMS = 512
+
+
+class OfflineTrainer(TrainingLoop[OfflineWorkers]):
+    """What the offline trainers share; each says how it plans, learns and scores.
+
+    Args:
+        config: the validated configuration.
+        tokenizer: the model's.
+        start_workers: starts the processes.
+        train_dataset: rows to train on.
+        val_dataset: rows to validate on, ``None`` for no validation.
+        reporter: timers, metrics and pictures of the run.
+        total_training_steps: where the run ends.
+    """
+
+    role: ClassVar[Role] = Role.Actor
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        start_workers: Callable[[], OfflineWorkers],
+        *,
+        train_dataset: OfflineDataset[Any],
+        val_dataset: OfflineDataset[Any] | None,
+        reporter: RunReporter,
+        total_training_steps: int,
+    ) -> None:
+        super().__init__(
+            config,
+            tokenizer,
+            train_dataset=train_dataset,
+            val_dataset=val_dataset,
+            reporter=reporter,
+            total_training_steps=total_training_steps,
+        )
+        self._start_workers = start_workers
+        data = config.data
+        packed = data.micro_batch_size_per_gpu is None
+        self.planner = Planner(share_prefix=config.model.share_prefix)
+        self.limits = MicroBatchLimits(
+            data.max_token_len_per_gpu if packed else None, data.micro_batch_size_per_gpu, "data.max_token_len_per_gpu"
+        )
+
+    def init_workers(self) -> None:
+        self._workers = self._start_workers()
+
+    # ------------------------------------------------------------------ what a trainer is
+
+    @abstractmethod
+    def plan(self, batch: DataProto) -> BatchPlan:
+        """The one optimizer step of a batch."""
+
+    @abstractmethod
+    def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
+        """Takes it; ``meta_info["metrics"]`` has its metrics."""
+
+    @abstractmethod
+    def score(self, batch: DataProto) -> dict[str, Tensor]:
+        """What a validation wants to know of every item of a batch, (N,) each; ``weight`` is none of the metrics."""
+
+    # ------------------------------------------------------------------ the loop's parts
+
+    def train_step(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        batch.meta_info["step"] = self.global_steps
+        with self.phase("update"):
+            metrics |= reduce_metrics(self.update(batch, self.plan(batch)).meta_info["metrics"])
+        return batch
+
+    def validate(self) -> dict[str, float]:
+        if self.val_dataset is None:
+            return {}
+        with self.phase("testing"):
+            scores = [self.score(batch) for batch in self.val_dataset.in_order(FORWARD_ITEMS)]
+        columns = {name: torch.cat([score[name] for score in scores]) for name in scores[0]}
+        weights = columns.pop("weight", None)
+        return metrics_by_source(self.val_dataset.sources, columns, weights)
+
+    @property
+    def save_contents(self) -> Sequence[str]:
+        return self.config.checkpoint.save_contents
+
+    # ------------------------------------------------------------------ forward passes
+
+    def forward_plan(self, batch: DataProto) -> BatchPlan:
+        """Every row once, for a pass without gradients."""
+        return self.planner.forward(batch, self.workers.model.world_size, self.limits)
+
+    def log_probs(self, batch: DataProto) -> Tensor:
+        """Log-probs ``(B, R)`` of the trained tokens under the present weights, float64, zero elsewhere."""
+        found = self.workers.model.compute_log_prob(batch, self.forward_plan(batch))
+        return found.batch["old_log_probs"].double()

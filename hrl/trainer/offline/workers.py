@@ -1,0 +1,109 @@
+"""The worker processes of a run with one model: started, saved and ended together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from hrl.trainer.ppo.roles import ResourcePoolManager, Role
+from hrl.trainer.ppo.worker_groups import start_processes
+from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hrl.workers.reward_model import RewardModelWorker
+from hrl.workers.runtime import Runtime
+
+
+@dataclass(frozen=True)
+class Learner:
+    """What a worker reads of the model that it trains, under the names that it has in ``actor_rollout_ref.actor``.
+
+    Attributes:
+        optim: optimizer and schedule.
+        grad_clip: largest gradient norm.
+        fsdp_config: sharding.
+        checkpoint: what is saved and loaded.
+        use_kl_loss: no loss here has a KL term of its own.
+    """
+
+    optim: Any
+    grad_clip: float
+    fsdp_config: Any
+    checkpoint: Any
+    use_kl_loss: bool = False
+
+    @classmethod
+    def of(cls, config: Any) -> Learner:
+        """From the whole configuration of an offline run."""
+        return cls(config.optim, config.optim.clip_grad, config.model.fsdp_config, config.checkpoint)
+
+
+@dataclass(frozen=True)
+class OneRole:
+    """The part of ``actor_rollout_ref`` that a policy without engine and reference reads."""
+
+    model: Any
+    actor: Learner
+
+
+def policy_worker(config: Any, total_steps: int, runtime: Runtime, path: str) -> RayClassWithInitArgs:
+    """The worker of a policy that learns."""
+    roles = OneRole(config.model, Learner.of(config))
+    return RayClassWithInitArgs(
+        ActorRolloutRefWorker, roles, Role.Actor.value, total_steps, runtime=runtime, model_path=path
+    )
+
+
+def reward_model_worker(config: Any, total_steps: int, runtime: Runtime, path: str) -> RayClassWithInitArgs:
+    """The worker of a reward model that learns."""
+    roles = OneRole(config.model, Learner.of(config))
+    return RayClassWithInitArgs(RewardModelWorker, roles, roles.actor, total_steps, runtime=runtime, model_path=path)
+
+
+@dataclass
+class OfflineWorkers:
+    """One model on all processes.
+
+    Attributes:
+        role: what it is, and the name of its folder in a checkpoint.
+        model: calls the model's methods.
+        processes: the processes.
+    """
+
+    role: Role
+    model: Any
+    processes: list[RayWorkerGroup]
+
+    @classmethod
+    def start(cls, config: Any, role: Role, worker: RayClassWithInitArgs, *, use_gpu: bool) -> OfflineWorkers:
+        """Starts ``trainer.n_gpus_per_node`` processes on each of ``trainer.nnodes`` machines and loads the model.
+
+        Raises:
+            PlacementError: the cluster lacks the devices.
+            WorkerError: a worker could not be constructed or could not load its model.
+        """
+        counts = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
+        manager = ResourcePoolManager({"global": counts}, {role: "global"}, use_gpu=use_gpu)
+        groups, started = start_processes(config, {role: worker}, manager, RayWorkerGroup)
+        workers = cls(role, groups[role], started)
+        try:
+            workers.model.with_timeout(config.trainer.timeouts.init_s).init_model()
+        except BaseException:  # Ctrl-C included: no process stays behind
+            workers.shutdown()
+            raise
+        return workers
+
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        """Writes the model's state below ``folder``, and a transformers folder ``hf`` where asked."""
+        hf_folder = str(folder / "hf") if "hf_model" in contents else None
+        self.model.save_checkpoint(str(folder / self.role.value), hf_folder)
+
+    def load(self, folder: Path) -> None:
+        """Loads what ``save`` wrote."""
+        self.model.load_checkpoint(str(folder / self.role.value))
+
+    def shutdown(self) -> None:
+        """Ends every process."""
+        for group in self.processes:
+            group.shutdown()
