@@ -38,7 +38,7 @@ def test_clip_cov_draws_among_covariances_within_the_bounds() -> None:
         assert selected.sum() == 1
         drawn.add(int(selected[0].nonzero()))
     assert drawn == {0, 1}
-    below = config(clip_cov_ratio=0.4, clip_cov_lb=-0.5, clip_cov_ub=0.5)
+    below = config(clip_cov_ratio=1.0, clip_cov_lb=-0.5, clip_cov_ub=0.5)
     assert select_tokens("clip_cov", LOG_PROBS, ADVANTAGES, MASK, below).tolist() == [[False, False, True, False]]
     nothing = select_tokens("clip_cov", LOG_PROBS, ADVANTAGES, MASK, config(clip_cov_lb=2.0, clip_cov_ub=3.0))
     assert not nothing.any()
