@@ -29,8 +29,8 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(BACKEND) --no-deps -r $(LOCK)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
-	@# Every rank and engine is a process that imports torch and vLLM: compile them once, not in each of them.
-	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib
+	@# Every rank and engine is a process that imports torch and vLLM; where Python may not keep what it compiled, do it here.
+	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -q -j 0 $(VENV)/lib)
 	@touch $@
 
 demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine
