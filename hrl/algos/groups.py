@@ -87,3 +87,24 @@ def groups_with_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Te
 GROUP_FILTERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"spread": groups_with_spread}
 """Which groups are worth training on: from scores, group codes and counted rows ``(B,)`` to the rows to keep ``(B,)``
 bool. A filter keeps or drops whole groups."""
+
+
+def best_against_worst(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """The pair of every group that has spread: its row with the highest score and its row with the lowest.
+
+    Args:
+        scores: ``(B,)``.
+        group_ids: Integer codes from 0 up ``(B,)``, as of :func:`group_codes`.
+        counted: ``(B,)`` bool, the rows that may be chosen.
+
+    Returns:
+        Row numbers of the best and of the worst, ``(N,)`` int64 each, in the order of the groups; of equal scores the
+        first row. Groups of which all counted scores are equal have no pair.
+    """
+    best, worst = [], []
+    for group in range(int(group_ids.max()) + 1 if len(group_ids) else 0):
+        rows = ((group_ids == group) & counted).nonzero().flatten()
+        if len(rows) and scores[rows].max() > scores[rows].min():
+            best.append(int(rows[scores[rows].argmax()]))
+            worst.append(int(rows[scores[rows].argmin()]))
+    return torch.tensor(best, dtype=torch.int64), torch.tensor(worst, dtype=torch.int64)

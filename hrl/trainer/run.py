@@ -18,6 +18,7 @@ from hrl.trainer.config.rules import warnings
 from hrl.trainer.phases import PHASES
 from hrl.trainer.ppo.dynamic_sampling import DynamicSamplingError
 from hrl.trainer.ppo.generation import PolicyVersionError
+from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_old_log_prob
 from hrl.trainer.ppo.reward_parts import RewardPartError
 from hrl.trainer.ppo.rewards import RewardService
@@ -53,7 +54,12 @@ def run_training(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer] | No
     Returns:
         The exit status, see ``run_guarded``.
     """
-    return run_guarded(config, partial(_run, config, trainer_cls or RayPPOTrainer), EXPLAINED_HERE)
+    return run_guarded(config, partial(_run, config, trainer_cls or trainer_class(config)), EXPLAINED_HERE)
+
+
+def trainer_class(config: PPOTrainerConfig) -> type[RayPPOTrainer]:
+    """The trainer of the configured algorithm: the one of advantages, or that of preferences."""
+    return RayPPOTrainer if config.algorithm.preference_loss is None else OnlineDPOTrainer
 
 
 def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:

@@ -57,7 +57,7 @@ UPDATE_COLUMNS = (
     "rollout_is_weights",
     "selected_tokens",
 )
-PAIR_COLUMNS = ("is_chosen", "ref_sequence_log_prob", "margin")
+PAIR_COLUMNS = ("is_chosen", "ref_sequence_log_prob", "rollout_log_probs", "margin")
 PROMPT_COLUMNS = ("prompts", "attention_mask", "uid", "sample_index", "greedy")
 
 

@@ -49,6 +49,7 @@ class Piece:
         result: ``(b, r)``, the model's numbers at the rows' trained tokens; ``(b, 1)`` for one number per row.
         mini_batch: its counts are the divisors.
         meter: takes metrics.
+        moved: a step of this update has moved the weights already.
     """
 
     batch: DataProto
@@ -57,10 +58,15 @@ class Piece:
     result: Tensor
     mini_batch: MiniBatchPlan
     meter: Meter
+    moved: bool
 
     def rows(self, name: str) -> Tensor:
         """A column ``(B,)``, as ``(b,)`` on the result's device."""
         return self.batch.batch[name][self.picked].to(self.result.device)
+
+    def tokens(self, name: str) -> Tensor:
+        """A column ``(B, R)``, as ``(b, r)`` on the result's device."""
+        return self.batch.batch[name][self.picked, : self.result.shape[1]].to(self.result.device)
 
     def pairs(self) -> tuple[list[int], list[int]]:
         """Where in the micro-batch the chosen and the rejected row of each pair stand, N each.
@@ -95,7 +101,9 @@ def _learn(
     """Every optimizer step of the plan; metrics under ``train/...``."""
     plan = require_plan(plan)
     rows, meter = Rows.of(batch), Meter(engine, dist.get_world_size())
-    num_mini_batches = len(plan.mini_batches)
+    optimizer, num_mini_batches = engine.optimizer, len(plan.mini_batches)
+    assert optimizer is not None, "this engine was built without a training configuration"
+    steps_before = optimizer.steps_taken
 
     def share_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
         packed = engine.pack(rows, picked, wanted)
@@ -103,15 +111,17 @@ def _learn(
         if packed.is_empty:
             return flat.sum() * 0.0
         meter.add_work(packed, with_head=wanted == "next")
-        loss = loss_of(Piece(batch, list(picked), packed, packed.unpack(flat), mini_batch, meter))
+        moved = optimizer.steps_taken != steps_before
+        loss = loss_of(Piece(batch, list(picked), packed, packed.unpack(flat), mini_batch, meter, moved))
         meter.add_share("train/loss", loss, num_mini_batches)
         return loss
 
     return engine.update(plan, share_of, name="train", batch=batch, meter=meter)
 
 
-def _log_probs(engine: Engine) -> Callable[[PackedMicroBatch], Tensor]:
-    return lambda packed: engine.module(packed, 1.0, False).log_prob
+def _log_probs(engine: Engine, batch: DataProto) -> Callable[[PackedMicroBatch], Tensor]:
+    temperature = float(batch.meta_info["temperature"])
+    return lambda packed: engine.module(packed, temperature, False).log_prob
 
 
 def update_preference(engine: Engine, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
@@ -121,7 +131,9 @@ def update_preference(engine: Engine, batch: DataProto, plan: RankPlan | None) -
         engine: of a causal language model.
         batch: the rows' columns, non-tensor ``uid (B,)`` (the pair), ``is_chosen (B,)`` and, for a loss with a
             reference, ``ref_sequence_log_prob (B,)``: its log-probs summed over each answer's trained tokens.
-            ``meta_info["preference"]`` holds ``loss_type`` and the fields of ``PairOptions``.
+            ``meta_info`` has ``temperature``, of the distribution whose log-probs these are, and ``preference``:
+            ``loss_type`` and the fields of ``PairOptions``. With ``rollout_log_probs (B, R)`` of answers that the
+            policy sampled, the update measures how far sampler and trainer are apart, until a step moves the weights.
         plan: mini-batches of whole pairs, whose ``num_groups`` counts pairs.
 
     Returns:
@@ -138,6 +150,9 @@ def update_preference(engine: Engine, batch: DataProto, plan: RankPlan | None) -
 
     def loss_of(piece: Piece) -> Tensor:
         chosen, rejected = piece.pairs()
+        if "rollout_log_probs" in batch.batch.keys() and not piece.moved:
+            apart = (piece.result.detach() - piece.tokens("rollout_log_probs"))[piece.packed.mask]
+            piece.meter.add_distances("rollout/logprob_diff", apart.abs())
         sums = sequence_log_prob(piece.result, piece.packed.mask)
         reference = piece.rows("ref_sequence_log_prob") if with_reference else None
         pairs = pairs_of_sums(loss_type, sums, piece.packed.mask.sum(-1), chosen, rejected, reference)
@@ -147,7 +162,7 @@ def update_preference(engine: Engine, batch: DataProto, plan: RankPlan | None) -
             piece.meter.add(f"logps/{name}", sums[slots].sum(), len(slots))
         return mean_over_pairs(losses, piece.mini_batch.num_groups)
 
-    return _learn(engine, batch, plan, _log_probs(engine), loss_of, wanted="next")
+    return _learn(engine, batch, plan, _log_probs(engine, batch), loss_of, wanted="next")
 
 
 def update_supervised(engine: Engine, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
@@ -155,7 +170,7 @@ def update_supervised(engine: Engine, batch: DataProto, plan: RankPlan | None) -
 
     Args:
         engine: of a causal language model.
-        batch: the rows' columns; ``meta_info["loss_agg_mode"]`` names the aggregation.
+        batch: the rows' columns; ``meta_info`` has ``temperature`` and ``loss_agg_mode``, the aggregation.
         plan: mini-batches with the counts of all ranks.
 
     Returns:
@@ -173,7 +188,7 @@ def update_supervised(engine: Engine, batch: DataProto, plan: RankPlan | None) -
         piece.meter.add("train/nll", losses.sum(), mask.sum())
         return aggregate(losses, mask, mode, Counts(step.num_tokens, step.num_sequences, step.num_groups))
 
-    return _learn(engine, batch, plan, _log_probs(engine), loss_of, wanted="next")
+    return _learn(engine, batch, plan, _log_probs(engine, batch), loss_of, wanted="next")
 
 
 def update_reward_model(engine: Engine, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:

@@ -2,7 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from hrl.algos.groups import GROUP_FILTERS, count_groups_without_spread, group_codes, group_statistics
+from hrl.algos.groups import (
+    GROUP_FILTERS,
+    best_against_worst,
+    count_groups_without_spread,
+    group_codes,
+    group_statistics,
+)
 
 
 @pytest.mark.parametrize(
@@ -59,3 +65,14 @@ def test_no_rows_and_nothing_counted() -> None:
 def test_lengths_must_agree() -> None:
     with pytest.raises(ValueError, match="group ids"):
         group_statistics(torch.ones(3), group_codes("ab"), torch.ones(3, dtype=torch.bool))
+
+
+def test_the_best_of_a_group_meets_its_worst_and_groups_without_spread_have_no_pair():
+    scores = torch.tensor([1.0, 3.0, 2.0, 5.0, 5.0, 0.0, 9.0, 4.0, 4.0, 7.0])
+    groups = torch.tensor([0, 0, 0, 1, 1, 2, 2, 3, 3, 3])
+    counted = torch.tensor([1, 1, 1, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
+    best, worst = best_against_worst(scores, groups, counted)
+    # Group 1 is a tie, group 2 has one row that counts; in group 3 the first of the two worst is taken.
+    assert (best.tolist(), worst.tolist()) == ([1, 9], [0, 7])
+    empty = torch.zeros(0)
+    assert [t.tolist() for t in best_against_worst(empty, empty.long(), empty.bool())] == [[], []]

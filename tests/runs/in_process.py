@@ -28,7 +28,7 @@ from hrl.trainer.config import compose_cli
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.preflight import preflight
 from hrl.trainer.reporting import RunReporter
-from hrl.trainer.run import phases_of, train
+from hrl.trainer.run import phases_of, train, trainer_class
 from hrl.trainer.session import display_of, open_run_folder
 from tests.workers.engine.tiny import world_of_one
 
@@ -70,16 +70,19 @@ class InProcessGroup(WorkerGroup):
             worker.close()
 
 
-class InProcessTrainer(RayPPOTrainer):
-    """Its workers live in this process."""
+def in_this_process(trainer_cls: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
+    """The same trainer, whose workers live in this process."""
 
-    def __init__(self, config: Any, tokenizer: Any, mapping: Any, manager: Any, **kwargs: Any) -> None:
-        pools = SimpleNamespace(
-            mapping=manager.mapping,
-            resource_pool_dict=dict.fromkeys(manager.resource_pool_spec),
-            create_resource_pool=lambda: None,
-        )
-        super().__init__(config, tokenizer, mapping, pools, InProcessGroup, **kwargs)
+    class InProcessTrainer(trainer_cls):
+        def __init__(self, config: Any, tokenizer: Any, mapping: Any, manager: Any, **kwargs: Any) -> None:
+            pools = SimpleNamespace(
+                mapping=manager.mapping,
+                resource_pool_dict=dict.fromkeys(manager.resource_pool_spec),
+                create_resource_pool=lambda: None,
+            )
+            super().__init__(config, tokenizer, mapping, pools, InProcessGroup, **kwargs)
+
+    return InProcessTrainer
 
 
 class InProcessRewards(RewardLoop):
@@ -121,4 +124,4 @@ def run_in_process(*overrides: str) -> None:
     console = display_of(config, ready.total_training_steps, phases_of(config))
     folder = open_run_folder(config, console)
     with RunReporter(config, folder, console, ready.tokenizer, num_devices=1) as reporter:
-        train(config, ready, InProcessTrainer, reporter)
+        train(config, ready, in_this_process(trainer_class(config)), reporter)

@@ -14,7 +14,7 @@ from tests.runs.runner import ROOT, Runner
 
 pytestmark = [pytest.mark.engine]
 
-RECIPES = sorted(path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml"))
+RECIPES = sorted(path.stem for path in (ROOT / "configs" / "recipe").glob("*.yaml") if path.stem != "online_dpo")
 # What a step of the recipe says that a plain step doesn't.
 SIGNS = {
     "bypass": {"rollout_corr/recomputed", "rollout_corr/rollout_rs_masked_fraction"},
@@ -96,3 +96,22 @@ def test_dapo_fills_its_batches_and_counts_what_it_dropped(runner: Runner, coin:
     samples = [read_jsonl(tmp_path / "rollouts" / f"step_{step}.jsonl") for step in (1, 2)]
     assert [len(step) for step in samples] == [8, 8]
     assert all({"overlong"} <= sample["reward_parts"].keys() for sample in samples[0])
+
+
+def test_online_dpo_prefers_the_best_sample_of_each_prompt_to_the_worst(
+    runner: Runner, coin: Path, tmp_path: Path
+) -> None:
+    records = two_steps(runner, coin, tmp_path, "recipe=online_dpo", "actor_rollout_ref.actor.optim.lr=1e-3")
+    for step, record in enumerate(records, start=1):
+        assert all(math.isfinite(value) for value in record.values())
+        samples = read_jsonl(tmp_path / "rollouts" / f"step_{step}.jsonl")
+        scores: dict[str, set[float]] = {}
+        for sample in samples:
+            scores.setdefault(sample["uid"], set()).add(sample["score"])
+        assert len(samples) == 12 and record["rollout/pairs"] == sum(len(group) > 1 for group in scores.values())
+        assert record["reward/mean"] == pytest.approx(sum(sample["score"] for sample in samples) / 12)  # of all samples
+        assert {"timing_s/ref", "timing_s/update_actor", "rollout/logprob_diff_mean"} <= record.keys()
+        assert record["rollout/logprob_diff_mean"] < 0.02
+    # Before its first step the policy is its own reference. Two mini-batches: the second one sees the weights moved.
+    assert records[0]["train/loss"] == pytest.approx(math.log(2), abs=0.05)
+    assert records[0]["rewards/margins"] != 0.0

@@ -81,6 +81,9 @@ class AlgorithmConfig(Section):
     kl_penalty: str = "kl"
     """Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig)
+    preference_loss: Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"] | None = None
+    """Learn from the best and the worst sample of each prompt by this loss instead of advantages (online DPO); its beta
+    is `kl_ctrl.kl_coef`. null is off."""
     gdpo_reward_keys: StrList = Field(default_factory=list)
     """gdpo: rewards that are each normalised in their group: numbers that the reward function returns, score,
     reward_model, or overlong (with `reward.overlong_buffer.log`)."""

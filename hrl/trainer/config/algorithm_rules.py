@@ -6,7 +6,8 @@ from hrl.algos.ratio_bounds import Interval, parse_rejections
 from hrl.trainer.config.errors import Problem
 from hrl.trainer.config.schema import PPOTrainerConfig
 
-_LOSS = "actor_rollout_ref.actor.policy_loss"
+_ACTOR = "actor_rollout_ref.actor"
+_LOSS = f"{_ACTOR}.policy_loss"
 _SAMPLES = "actor_rollout_ref.rollout.n"
 _ESTIMATOR = "algorithm.adv_estimator"
 _CORRECTION = "algorithm.rollout_correction"
@@ -102,10 +103,52 @@ def bypass_mode_does_what_is_set(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem(f"{_CORRECTION}.rollout_is_batch_normalize", what, f"Set it to false, or {bypass}.", (bypass,))
 
 
+def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """With a preference loss, what only advantages know of would have no effect."""
+    algorithm, actor, key = config.algorithm, config.actor_rollout_ref.actor, "algorithm.preference_loss"
+    if algorithm.preference_loss is None:
+        return
+    samples = config.actor_rollout_ref.rollout.n
+    if samples < 2:
+        what = f"is {samples}, but a pair is made of two samples of a prompt."
+        yield Problem(_SAMPLES, what, f"Set {_SAMPLES}=4, or {key}=null.", (key,))
+    without_effect = {
+        "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
+        f"{_CORRECTION}.bypass_mode": algorithm.rollout_correction.bypass_mode,
+        f"{_CORRECTION}.rollout_is": algorithm.rollout_correction.rollout_is,
+        f"{_CORRECTION}.rollout_rs": algorithm.rollout_correction.rollout_rs,
+        f"{_ACTOR}.use_kl_loss": actor.use_kl_loss,
+        f"{_ACTOR}.entropy_coeff": actor.entropy_coeff,
+        "critic.enable": config.needs_critic,
+    }
+    for name, value in without_effect.items():
+        if value:
+            yield Problem(name, f"has no effect on {key}, which compares two samples.", "Remove one of both.", (key,))
+    pair = config.data.max_prompt_length + 2 * config.data.max_response_length
+    budget, rows = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    if actor.use_dynamic_bsz and budget < pair:
+        what = f"is {budget} tokens, but a prompt with both its answers may have {pair}."
+        involves = (key, "data.max_prompt_length", "data.max_response_length")
+        yield Problem(
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", what, f"Set it to at least {pair}.", involves
+        )
+    if not actor.use_dynamic_bsz and rows is not None and rows < 2:
+        what = f"is {rows}, but a pair is two sequences."
+        yield Problem(f"{_ACTOR}.ppo_micro_batch_size_per_gpu", what, "Set it to at least 2.", (key,))
+    if algorithm.kl_ctrl.type == "adaptive":
+        what = f"is adaptive, but the beta of {key} stays."
+        yield Problem("algorithm.kl_ctrl.type", what, "Set it to fixed.", (key,))
+    if algorithm.kl_ctrl.kl_coef == 0:
+        what = f"is 0, but it is the beta of {key}."
+        yield Problem("algorithm.kl_ctrl.kl_coef", what, "Set it above 0, e.g. to 0.1.", (key,))
+
+
 ALGORITHM_RULES = (
     policy_losses_have_their_constants,
     gdpo_knows_its_rewards,
     filtered_groups_can_differ,
     ratios_have_bounds,
     bypass_mode_does_what_is_set,
+    preferences_take_the_place_of_advantages,
 )

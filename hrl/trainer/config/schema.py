@@ -32,7 +32,8 @@ class PPOTrainerConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy is built."""
-        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+        compares_pairs = self.algorithm.preference_loss in ("sigmoid", "ipo", "hinge")
+        return compares_pairs or self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property
     def needs_reward_model(self) -> bool:

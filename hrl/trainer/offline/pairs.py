@@ -15,6 +15,7 @@ def plan_of_pairs(
     share_prefix: bool,
     *,
     mini_batch_pairs: int | None = None,
+    epochs: int = 1,
 ) -> BatchPlan:
     """The optimizer steps of a batch whose rows 2i and 2i + 1 are a pair.
 
@@ -24,6 +25,7 @@ def plan_of_pairs(
         limits: of a micro-batch; ``max_rows`` counts pairs.
         share_prefix: both answers of a pair compute their prompt once.
         mini_batch_pairs: pairs per optimizer step; all of them by default.
+        epochs: passes over the batch.
     """
     prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
     return plan_pairs(
@@ -32,6 +34,7 @@ def plan_of_pairs(
         batch.batch["response_mask"].sum(-1).numpy(),
         world_size=world_size,
         mini_batch_pairs=mini_batch_pairs or len(batch) // 2,
+        epochs=epochs,
         max_tokens=limits.max_tokens,
         max_pairs=limits.max_rows,
         share_prefix=share_prefix,

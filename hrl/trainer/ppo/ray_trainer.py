@@ -48,7 +48,7 @@ def is_on_policy(config: Any) -> bool:
 def needs_old_log_prob(config: Any) -> bool:
     """Whether a run has the phase that computes ``old_log_probs``: something reads them before or in the update."""
     algorithm = config.algorithm
-    return (
+    return algorithm.preference_loss is None and (
         not is_on_policy(config)
         or algorithm.use_kl_in_reward
         or algorithm.rollout_correction.bypass_mode

@@ -17,6 +17,7 @@ from hrl.data.tasks import bundled_rows
 USER, YES, NO = (
     {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "y"), ("assistant", "n"))
 )
+TALK = [USER, NO, USER]
 KEYS = SimpleNamespace(
     prompt_key="prompt",
     chosen_key="chosen",
@@ -61,7 +62,7 @@ IN_CHAT = PairRow([USER], [YES], [NO], None)
         ({"prompt": [USER], "chosen": "y", "rejected": [NO]}, IN_CHAT),
         ({"chosen": [USER, YES], "rejected": [USER, NO]}, IN_CHAT),
         ({"prompt": "?", "chosen": [USER, YES], "rejected": [USER, NO]}, IN_CHAT),
-        ({"chosen": [USER, NO, USER, YES], "rejected": [USER, NO, USER, NO]}, PairRow([USER, NO, USER], [YES], [NO], None)),
+        ({"chosen": [*TALK, YES], "rejected": [*TALK, NO]}, PairRow(TALK, [YES], [NO], None)),
         ({"chosen": "The sky is blue", "rejected": "The sky is red"}, PairRow("The sky is", " blue", " red", None)),
         ({"chosen": "Q: a b A: yes", "rejected": "Q: a b A: yes no"}, PairRow("Q: a b A:", " yes", " yes no", None)),
         ({"prompt": "?", "chosen": "y", "rejected": "n", "margin": 2}, PairRow([USER], [YES], [NO], 2)),

@@ -17,8 +17,8 @@ from hrl.protocol import DataProto
 from hrl.reward.combine import CombinedScores, Weighting, combine_scores
 from hrl.trainer.config import compose_cli
 from hrl.trainer.console import RunConsole
-from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.reporting import RunReporter
+from hrl.trainer.run import trainer_class
 from hrl.trainer.run_folder import RunFolder
 
 FUNCTION_SCORES = [1.0, None, 0.0]
@@ -176,7 +176,7 @@ class Driver:
         console = RunConsole(steps, [], Console(file=self.shown_file, width=200, color_system=None))
         self.folder = RunFolder(path, resume=True)
         self.workers = workers or Workers()
-        self.trainer = RayPPOTrainer(
+        self.trainer = trainer_class(config)(
             config,
             Words(),
             {},

@@ -1,0 +1,78 @@
+"""Online DPO: the policy samples, the reward ranks, and the best sample of each prompt is preferred to the worst.
+
+Guo et al. 2024 (arXiv:2402.04792), with the reward in the place of their annotator. Sampling, rewards, validation,
+weight sync and checkpoints are PPO's; the update is that of DPO, on one pair per prompt.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from hrl.algos.groups import best_against_worst, group_codes
+from hrl.metrics import reduce_metrics
+from hrl.protocol import DataProto
+from hrl.trainer.offline.pairs import plan_of_pairs
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+
+class OnlineDPOTrainer(RayPPOTrainer):
+    """Learns from pairs of its own samples, by ``algorithm.preference_loss``."""
+
+    def on_batch_scored(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """Adds ``preference (B,)``: 1 for the best sample of a prompt, -1 for the worst, 0 for the others.
+
+        Prompts whose samples are all worth the same have no pair; an empty answer is in none.
+        """
+        columns = batch.batch
+        counted = columns["response_mask"].bool().any(-1)
+        groups = group_codes(batch.non_tensor_batch["uid"])
+        best, worst = best_against_worst(columns["token_level_scores"].sum(-1), groups, counted)
+        columns["preference"] = torch.zeros(len(batch), dtype=torch.int64)
+        columns["preference"][best], columns["preference"][worst] = 1, -1
+        return batch
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """Adds ``ref_sequence_log_prob (B,)`` of the samples that are in a pair."""
+        sums = torch.zeros(len(batch))
+        rows = batch.batch["preference"].nonzero().flatten()
+        if len(rows):
+            found = super().compute_ref_log_prob(batch.select_idxs(rows))
+            sums[rows] = found.batch["ref_log_prob"].sum(-1)
+        batch.batch["ref_sequence_log_prob"] = sums
+        return batch
+
+    def compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """There are none."""
+        return batch
+
+    def rows_to_learn(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """The pairs: the best and the worst sample of a prompt, one behind the other."""
+        preference, groups = batch.batch["preference"], group_codes(batch.non_tensor_batch["uid"])
+        best, worst = (
+            rows[groups[rows].argsort()] for rows in ((preference == sign).nonzero().flatten() for sign in (1, -1))
+        )
+        pairs = batch.select_idxs(torch.stack([best, worst], dim=1).flatten())
+        pairs.batch["is_chosen"] = pairs.batch["preference"] == 1
+        metrics["rollout/pairs"] = float(len(best))
+        return pairs
+
+    def update_actor(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """One pass of DPO over the pairs, ``ppo_mini_batch_size`` of them per optimizer step."""
+        if not len(batch):
+            self.reporter.console.note(f"step {self.global_steps}: no two samples of a prompt differ, nothing to learn")
+            return
+        actor, settings = self.workers.actor, self.config.actor_rollout_ref.actor
+        rows = self.limits.update_actor.max_rows
+        plan = plan_of_pairs(
+            batch,
+            actor.world_size,
+            replace(self.limits.update_actor, max_rows=None if rows is None else rows // 2),
+            share_prefix=self.planner.share_prefix,
+            mini_batch_pairs=settings.ppo_mini_batch_size,
+            epochs=settings.ppo_epochs,
+        )
+        algorithm = self.config.algorithm
+        batch.meta_info["preference"] = {"loss_type": algorithm.preference_loss, "beta": self.kl_ctrl.value}
+        metrics |= reduce_metrics(actor.update_preference(batch, plan).meta_info["metrics"])
