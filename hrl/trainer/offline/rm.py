@@ -12,7 +12,6 @@ from torch import Tensor
 from hrl.algos.preference import reward_model_loss
 from hrl.batching import BatchPlan
 from hrl.protocol import DataProto
-from hrl.trainer.offline.pairs import plan_of_pairs
 from hrl.trainer.offline.trainer import OfflineTrainer
 from hrl.trainer.ppo.roles import Role
 
@@ -23,8 +22,8 @@ class RMTrainer(OfflineTrainer):
     role = Role.RewardModel
 
     def plan(self, batch: DataProto) -> BatchPlan:
-        world_size, share = self.workers.model.world_size, self.planner.share_prefix
-        return plan_of_pairs(batch, world_size, self.limits, share_prefix=share)
+        world_size = self.workers.model.world_size
+        return self.planner.pairs(batch, world_size, self.limits, mini_batch_pairs=len(batch) // 2)
 
     def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
         return self.workers.model.update_reward_model(batch, plan)

@@ -13,7 +13,6 @@ import torch
 from hrl.algos.groups import best_against_worst, group_codes
 from hrl.metrics import reduce_metrics
 from hrl.protocol import DataProto
-from hrl.trainer.offline.pairs import plan_of_pairs
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
@@ -65,11 +64,10 @@ class OnlineDPOTrainer(RayPPOTrainer):
             return
         actor, settings = self.workers.actor, self.config.actor_rollout_ref.actor
         rows = self.limits.update_actor.max_rows
-        plan = plan_of_pairs(
+        plan = self.planner.pairs(
             batch,
             actor.world_size,
             replace(self.limits.update_actor, max_rows=None if rows is None else rows // 2),
-            share_prefix=self.planner.share_prefix,
             mini_batch_pairs=settings.ppo_mini_batch_size,
             epochs=settings.ppo_epochs,
         )

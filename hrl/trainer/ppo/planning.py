@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from hrl.batching import BatchPlan, RankPlan, plan_forward, plan_update
+from hrl.batching import BatchPlan, RankPlan, plan_forward, plan_pairs, plan_update
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.lengths import lengths_of
 
@@ -94,6 +94,30 @@ class Planner:
             share_prefix=self.share_prefix,
             skip=skip,
             shuffle_seed=shuffle_seed,
+        )
+
+    def pairs(
+        self,
+        batch: DataProto,
+        world_size: int,
+        limits: MicroBatchLimits,
+        *,
+        mini_batch_pairs: int,
+        epochs: int = 1,
+    ) -> BatchPlan:
+        """As ``update``, of a batch whose rows 2i and 2i + 1 are a pair; ``limits.max_rows`` counts pairs."""
+        prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
+        return plan_pairs(
+            prompt,
+            response,
+            batch.batch["response_mask"].sum(-1).numpy(),
+            world_size=world_size,
+            mini_batch_pairs=mini_batch_pairs,
+            max_tokens=limits.max_tokens,
+            max_pairs=limits.max_rows,
+            epochs=epochs,
+            share_prefix=self.share_prefix,
+            budget_key=limits.budget_key,
         )
 
 
