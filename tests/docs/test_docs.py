@@ -7,11 +7,19 @@ from pathlib import Path
 import pytest
 
 from hrl.trainer.config import compose_cli
+from hrl.trainer.config.compose import compose_kind
+from hrl.trainer.config.offline.kinds import DPO, RM, SFT
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-ENTRIES = (["python", "-m", "hrl.trainer.main_ppo"], ["hrl", "check"])
+COMPOSE = {
+    "python -m hrl.trainer.main_ppo": compose_cli,
+    "hrl check": compose_cli,
+    "python -m hrl.trainer.main_dpo": lambda arguments: compose_kind(DPO, arguments),
+    "python -m hrl.trainer.main_sft": lambda arguments: compose_kind(SFT, arguments),
+    "python -m hrl.trainer.main_rm": lambda arguments: compose_kind(RM, arguments),
+}
 
 
 def blocks(document, language):
@@ -23,9 +31,10 @@ def launch_lines():
         for code in blocks(document, "bash"):
             for line in code.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
-                for entry in ENTRIES:
-                    if words[: len(entry)] == entry:
-                        yield pytest.param(words[len(entry) :], id=f"{document.name}: {line[:70]}")
+                for entry, compose in COMPOSE.items():
+                    length = len(entry.split())
+                    if words[:length] == entry.split():
+                        yield pytest.param(compose, words[length:], id=f"{document.name}: {line[:70]}")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -35,9 +44,9 @@ def test_every_relative_link_leads_to_a_file(document):
     assert not missing
 
 
-@pytest.mark.parametrize("arguments", list(launch_lines()))
-def test_every_launch_line_composes(arguments):
-    compose_cli(arguments)
+@pytest.mark.parametrize(("compose", "arguments"), list(launch_lines()))
+def test_every_launch_line_composes(compose, arguments):
+    compose(arguments)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
