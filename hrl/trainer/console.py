@@ -103,7 +103,7 @@ _FIELDS = {
 _SAMPLED = ("reward", "val", "len", "kl", "entropy", "grad", "lr")
 _FROM_DATA = ("loss", "accuracy", "margin", "val_loss", "val_accuracy", "len", "grad", "lr")
 # What gives way first where the line is too long.
-_DROP_ORDER = ("entropy", "lr", "rate", "kl", "grad", "margin")
+_DROP_ORDER = ("entropy", "lr", "rate", "kl", "grad", "margin", "val_accuracy")
 
 
 def _counter(step: int, total_steps: int) -> str:

@@ -6,20 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from hrl.trainer.config import compose_cli
 from hrl.trainer.config.compose import compose_kind
-from hrl.trainer.config.offline.kinds import DPO, RM, SFT
+from hrl.trainer.config.kinds import PPO
+from hrl.trainer.config.offline.kinds import KINDS as OFFLINE_KINDS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-COMPOSE = {
-    "python -m hrl.trainer.main_ppo": compose_cli,
-    "hrl check": compose_cli,
-    "python -m hrl.trainer.main_dpo": lambda arguments: compose_kind(DPO, arguments),
-    "python -m hrl.trainer.main_sft": lambda arguments: compose_kind(SFT, arguments),
-    "python -m hrl.trainer.main_rm": lambda arguments: compose_kind(RM, arguments),
-}
+KINDS = (PPO, *OFFLINE_KINDS.values())
+ENTRIES = {entry: kind for kind in KINDS for entry in (kind.program, kind.check)}
 
 
 def blocks(document, language):
@@ -31,10 +26,11 @@ def launch_lines():
         for code in blocks(document, "bash"):
             for line in code.replace("\\\n", " ").splitlines():
                 words = shlex.split(line, comments=True)
-                for entry, compose in COMPOSE.items():
-                    length = len(entry.split())
-                    if words[:length] == entry.split():
-                        yield pytest.param(compose, words[length:], id=f"{document.name}: {line[:70]}")
+                found = [entry for entry in ENTRIES if words[: len(entry.split())] == entry.split()]
+                if found:
+                    entry = max(found, key=len)  # `hrl check dpo` is no line of `hrl check`
+                    arguments = words[len(entry.split()) :]
+                    yield pytest.param(ENTRIES[entry], arguments, id=f"{document.name}: {line[:70]}")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -44,9 +40,9 @@ def test_every_relative_link_leads_to_a_file(document):
     assert not missing
 
 
-@pytest.mark.parametrize(("compose", "arguments"), list(launch_lines()))
-def test_every_launch_line_composes(compose, arguments):
-    compose(arguments)
+@pytest.mark.parametrize(("kind", "arguments"), list(launch_lines()))
+def test_every_launch_line_composes(kind, arguments):
+    compose_kind(kind, arguments)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

@@ -60,6 +60,29 @@ def test_a_run_of_unknown_length_counts_its_steps():
     assert step_line(7, 0, METRICS, 80).startswith("step 7  reward")
 
 
+def test_a_step_that_learns_from_data_shows_its_loss_and_samples_nothing():
+    metrics = {
+        "train/loss": 0.6123,
+        "rewards/accuracies": 0.75,
+        "rewards/margins": 0.25,
+        "val/a/loss": 0.5,
+        "val/b/loss": 0.7,
+        "val/a/rewards_accuracies": 1.0,
+        "response_length/mean": 12.0,
+        "train/grad_norm": 1.5,
+        "train/lr": 1e-5,
+        "timing_s/update": 2.0,
+        "timing_s/step": 2.1,
+        "perf/throughput": 300.0,
+    }
+    assert step_line(3, 16, metrics, 120) == (
+        "step  3/16  loss 0.6123  acc 0.750  margin  0.250  val 0.6000  val acc 1.000  "
+        "len   12  grad  1.50   2.1s upd  2.0"
+    )
+    narrow = step_line(3, 16, metrics | {"val/a/loss": 0.7}, 80)
+    assert len(narrow) <= 80 and "loss 0.6123" in narrow and "gen" not in narrow
+
+
 def test_a_number_that_is_lost_is_shown_as_lost():
     line = step_line(1, 30, METRICS | {"actor/grad_norm": float("nan")}, 120)
     assert "grad   nan" in line

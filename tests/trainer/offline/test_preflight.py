@@ -1,0 +1,71 @@
+"""What is looked at before an offline run starts anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hrl.data.chat_template import ChatTemplateError
+from hrl.data.errors import DatasetError
+from hrl.data.offline.demonstrations import DemonstrationDataset
+from hrl.data.tokenizer import TokenIds
+from hrl.trainer.config.load import validate_kind
+from hrl.trainer.config.offline.kinds import SFT
+from hrl.trainer.offline.preflight import offline_preflight, padding_of_classifier
+from hrl.trainer.preflight import PreflightError
+from tests.data.conftest import CHATML, make_tokenizer
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder as far as the preflight reads it."""
+    folder = tmp_path / "model"
+    make_tokenizer().save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 128}))
+    return folder
+
+
+def ready(model: Path, **given: object):
+    rows = [{"prompt": "hi", "completion": "yo"}] * 3
+    file = model.parent / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"data.train_files": str(file), "data.val_files": str(file), "model.path": str(model)}
+    base = {"data.train_batch_size": 2, "data.max_length": 64, "trainer.total_epochs": 3}
+    return offline_preflight(validate_kind(SFT, files | base | given), DemonstrationDataset)
+
+
+def test_steps_follow_from_rows_and_epochs(model: Path) -> None:
+    found = ready(model)
+    assert (len(found.train_dataset), found.total_training_steps, found.model_path) == (3, 3, model)
+    without = {"data.val_files": [], "trainer.val_before_train": False, "trainer.val_after_train": False}
+    assert ready(model, **without).val_dataset is None
+
+
+def test_what_does_not_fit_is_named(model: Path) -> None:
+    with pytest.raises(PreflightError, match="data.max_length=129 tokens, but model has 128 positions"):
+        ready(model, **{"data.max_length": 129})
+    assert ready(model, **{"data.max_length": 129, "model.override_config": {"max_position_embeddings": 256}})
+    with pytest.raises(DatasetError, match="one batch .*3 kept, 4 needed"):
+        ready(model, **{"data.train_batch_size": 4})
+
+
+def test_a_template_that_ends_answers_with_another_token_than_generation_is_refused(model: Path) -> None:
+    make_tokenizer(CHATML, eos_token="<pad>").save_pretrained(model)
+    with pytest.raises(ChatTemplateError, match="closes an answer"):
+        ready(model)
+
+
+def test_a_reward_model_pads_with_a_token_that_ends_no_answer() -> None:
+    tokenizer = make_tokenizer()
+    end, pad = (tokenizer.convert_tokens_to_ids(token) for token in ("<|end|>", "<pad>"))
+    assert padding_of_classifier(tokenizer, TokenIds(pad=pad, stop=(end,), vocab_size=300)) == pad
+
+    same = make_tokenizer(pad_token="<|end|>", unk_token="<|start|>")
+    start = same.convert_tokens_to_ids("<|start|>")
+    assert padding_of_classifier(same, TokenIds(pad=end, stop=(end,), vocab_size=300)) == start == same.pad_token_id
+
+    alone = make_tokenizer(pad_token="<|end|>")
+    with pytest.raises(PreflightError, match="a padding token that ends no answer"):
+        padding_of_classifier(alone, TokenIds(pad=end, stop=(end,), vocab_size=300))
