@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from hrl.algos.preference import (
+    MEAN_LOG_PROB_LOSSES,
     PAIR_LOSSES,
     REFERENCE_FREE_LOSSES,
     PairInput,
     PairOptions,
     mean_over_pairs,
+    pairs_of_sums,
     preference_loss,
     reward_model_loss,
     sequence_log_prob,
@@ -118,6 +120,23 @@ def test_log_probs_of_sequences_and_tokens() -> None:
     assert sequence_log_prob(log_prob, mask).tolist() == [-3.0, 0.0]
     assert sequence_log_prob(log_prob, mask, mean=True).tolist() == [-1.5, 0.0]
     assert sft_loss(log_prob, mask).tolist() == [[1.0, 2.0, 0.0], [0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("name", sorted(PAIR_LOSSES))
+def test_pairs_of_responses_are_sums_or_means_as_the_loss_wants_them(name: str) -> None:
+    """Responses of 2, 0, 4 and 1 tokens; the pairs are (2, 0) and (1, 3)."""
+    sums, reference = vector(-3.0, 0.0, -4.0, -1.0), vector(-2.0, 0.0, -8.0, -3.0)
+    lengths = torch.tensor([2, 0, 4, 1])
+    pair = pairs_of_sums(name, sums, lengths, [2, 1], [0, 3], reference)
+    divisors = vector(2.0, 1.0, 4.0, 1.0) if name in MEAN_LOG_PROB_LOSSES else vector(1.0, 1.0, 1.0, 1.0)
+    assert torch.equal(pair.chosen, (sums / divisors)[[2, 1]])
+    assert torch.equal(pair.rejected, (sums / divisors)[[0, 3]])
+    if name in REFERENCE_FREE_LOSSES:
+        assert pair.ref_chosen is None and pair.ref_rejected is None
+    else:
+        assert torch.equal(pair.ref_chosen, (reference / divisors)[[2, 1]])
+        assert torch.equal(pair.ref_rejected, (reference / divisors)[[0, 3]])
+        assert pairs_of_sums(name, sums, lengths, [2], [0]).ref_chosen is None
 
 
 def test_pairs_are_divided_by_those_of_the_whole_mini_batch() -> None:
