@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from dataclasses import dataclass
 from functools import cache
@@ -9,12 +10,13 @@ from typing import Any
 
 import torch
 
-#: Dense bfloat16 FLOP/s without sparsity, from the vendors' data sheets; the longest matching name wins.
+#: Dense bfloat16 FLOP/s without sparsity, from the vendors' data sheets; the longest name in a card's name wins.
 PEAK_FLOPS = {
     "A10": 125e12,
     "A100": 312e12,
     "A800": 312e12,
     "B200": 2250e12,
+    "GH200": 989e12,
     "H100": 989e12,
     "H100 PCIe": 756e12,
     "H200": 989e12,
@@ -71,10 +73,17 @@ class ModelFlops:
 def peak_flops(device: torch.device) -> float | None:
     """bfloat16 FLOP/s of one device: from the table on CUDA (``None`` for an unknown card), measured once on a CPU."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        matches = [key for key in PEAK_FLOPS if key in name]
-        return PEAK_FLOPS[max(matches, key=len)] if matches else None
+        return peak_flops_of_card(torch.cuda.get_device_name(device))
     return _measured_cpu_flops(torch.get_num_threads())
+
+
+def peak_flops_of_card(name: str) -> float | None:
+    """bfloat16 FLOP/s of a card by the name CUDA gives it; ``None`` for an unknown one.
+
+    Only whole words count: an L40 is no L4, and an RTX A1000 no A100.
+    """
+    matches = [key for key in PEAK_FLOPS if re.search(rf"\b{re.escape(key)}\b", name)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 
 @cache

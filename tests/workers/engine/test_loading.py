@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-from hrl.workers.engine.flops import ModelFlops, peak_flops
+from hrl.workers.engine.flops import ModelFlops, peak_flops, peak_flops_of_card
 from hrl.workers.engine.loading import _refuse_unpackable, dtype_of, load_causal_lm, load_scalar_model
 from tests.workers.engine.tiny import SHAPE, model_config, save_llama
 
@@ -97,3 +97,24 @@ def test_flops_by_hand():
 def test_the_peak_of_a_cpu_is_measured_once():
     peak = peak_flops(torch.device("cpu"))
     assert peak is not None and peak > 1e8 and peak_flops(torch.device("cpu")) == peak
+
+
+@pytest.mark.parametrize(
+    ("card", "flops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA L40", None),
+        ("NVIDIA RTX A1000", None),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GB200", None),
+    ],
+)
+def test_a_card_is_known_by_whole_words_of_its_name(card, flops):
+    assert peak_flops_of_card(card) == flops
