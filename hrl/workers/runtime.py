@@ -16,6 +16,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hrl.workers.store import connect_store, serve_store
+
 logger = logging.getLogger(__name__)
 
 
@@ -78,6 +80,8 @@ def join_world(runtime: Runtime) -> torch.device:
         The device of this rank.
 
     Raises:
+        OSError: rank 0 cannot listen at that address and port.
+        torch.distributed.DistNetworkError: rank 0 did not open the store within ``collective_timeout_s``.
         torch.distributed.DistStoreError: the other ranks did not arrive within ``collective_timeout_s``.
     """
     device = local_device(runtime)
@@ -85,8 +89,14 @@ def join_world(runtime: Runtime) -> torch.device:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if not dist.is_initialized():
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        meet = serve_store if rank == 0 else connect_store
+        store = meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), runtime.collective_timeout_s)
         dist.init_process_group(
             backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
+            store=store,
+            rank=rank,
+            world_size=world_size,
             timeout=timedelta(seconds=runtime.collective_timeout_s),
             device_id=None if device.type == "cpu" else device,
         )

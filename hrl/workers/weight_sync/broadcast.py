@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import socket
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hrl.workers.store import connect_store, serve_store
 from hrl.workers.weight_sync.base import SenderTransport, SyncReport, WeightSync
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
@@ -94,7 +94,7 @@ class BroadcastSender(SenderTransport):
         self._backend = "nccl" if device.type == "cuda" else "gloo"
         self._timeout_s = timeout_s
         self._num_receivers = num_receivers
-        self._store = _serve(address, timeout_s)
+        self._store = serve_store(address, 0, timeout_s)
         self._group: dist.ProcessGroup | None = None
         self._closed = False
         size = manifest.largest_bucket_bytes
@@ -169,8 +169,7 @@ class BroadcastReader:
         self._data = torch.zeros(total, dtype=torch.uint8, device=device)
         rank = handle["first_rank"] + rank_in_engine
         self._who = f"receiver {rank} of {handle['world_size'] - 1}"
-        timeout = timedelta(seconds=self._timeout_s)
-        store = dist.TCPStore(handle["address"], handle["port"], None, is_master=False, timeout=timeout)
+        store = connect_store(handle["address"], handle["port"], self._timeout_s)
         self._group = _join(
             store, handle["backend"], rank, handle["world_size"], self._timeout_s, handle["address"], device
         )
@@ -181,22 +180,6 @@ class BroadcastReader:
         data = self._data[start : start + self._manifest.buckets[index].nbytes]
         _wait(_broadcast(self._group, data), self._timeout_s, self._who)
         return data
-
-
-def _serve(address: str, timeout_s: float) -> dist.TCPStore:
-    """A store that listens on `address` alone: left to itself, torch's listens on every interface."""
-    listener = socket.create_server((address, 0))
-    port = listener.getsockname()[1]
-    # The server must not wait for clients here: they hear of its port only after this.
-    return dist.TCPStore(
-        address,
-        port,
-        None,
-        is_master=True,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
 
 
 def _join(

@@ -1,0 +1,52 @@
+"""How a rank joins its world."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+JOIN = """
+import json, psutil, torch, torch.distributed as dist
+from hrl.workers.runtime import Runtime, join_world
+
+runtime = Runtime("cpu", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, "unused")
+assert join_world(runtime) == torch.device("cpu") == join_world(runtime)
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+listening = [c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+dist.barrier()
+print(json.dumps([total.item(), sorted(set(listening))]), flush=True)
+"""
+
+
+def join(world_size: int) -> list[tuple[float, list[str]]]:
+    """Sum of rank + 1 over the world, and the addresses it listens on, as every rank of a new world has them."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    world = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", JOIN],
+            env=os.environ | world | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        return [tuple(json.loads(rank.communicate(timeout=60)[0])) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def test_a_world_on_one_machine_listens_on_loopback_only():
+    assert join(1) == [(1.0, ["127.0.0.1"])]
+
+
+def test_the_ranks_of_a_world_find_each_other():
+    assert [total for total, _ in join(2)] == [3.0, 3.0]
