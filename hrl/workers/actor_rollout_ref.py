@@ -17,7 +17,7 @@ import importlib
 import logging
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -154,19 +154,12 @@ class ActorRolloutRefWorker(ModelWorker):
         Raises:
             RolloutError: the ranks of an engine are on several nodes.
         """
-        size = self.config.rollout.tensor_model_parallel_size
-        if self.device.type == "cpu" or size == 1:
+        if self.device.type == "cpu":
             return None
+        own = own_device(os.environ.get("CUDA_VISIBLE_DEVICES"), self.device.index)
         places: list[Any] = [None] * self.world_size
-        dist.all_gather_object(places, (socket.gethostname(), os.environ.get("CUDA_VISIBLE_DEVICES")))
-        first = self.rank - self.rank % size
-        members = places[first : first + size]
-        if len({node for node, _ in members}) > 1:
-            raise RolloutError(
-                f"ranks {first} to {first + size - 1} form one engine (rollout.tensor_model_parallel_size={size}), but "
-                f"are on the nodes {sorted({node for node, _ in members})}: take a size that divides a node's GPUs"
-            )
-        return ",".join(dict.fromkeys(device for _, visible in members for device in (visible or "").split(",")))
+        dist.all_gather_object(places, (socket.gethostname(), own))
+        return engine_devices(places, self.rank, self.config.rollout.tensor_model_parallel_size)
 
     def _build_host(self, visible_devices: str | None) -> RolloutHost:
         from transformers import AutoConfig
@@ -348,6 +341,33 @@ class ActorRolloutRefWorker(ModelWorker):
         """Every engine takes the weights that trainer rank 0 broadcasts. Ranks of an engine are consecutive."""
         if self._host is not None:
             self._host.receive_weights(version, manifest, handle | {"first_rank": 1 + self.rank})
+
+
+def own_device(visible: str | None, index: int) -> str:
+    """What ``CUDA_VISIBLE_DEVICES`` (None where it is unset) calls the device that this process knows as ``index``."""
+    return str(index) if visible is None else visible.split(",")[index].strip()
+
+
+def engine_devices(places: Sequence[tuple[str, str]], rank: int, size: int) -> str:
+    """The GPUs of the ``size`` consecutive ranks that form the engine of ``rank``, as CUDA_VISIBLE_DEVICES names them.
+
+    Args:
+        places: node and device of every rank, see ``own_device``.
+        rank: of one of the engine's processes.
+        size: ``rollout.tensor_model_parallel_size``.
+
+    Raises:
+        RolloutError: the ranks of the engine are on several nodes.
+    """
+    first = rank - rank % size
+    members = places[first : first + size]
+    nodes = sorted({node for node, _ in members})
+    if len(nodes) > 1:
+        raise RolloutError(
+            f"ranks {first} to {first + size - 1} form one engine (rollout.tensor_model_parallel_size={size}), but "
+            f"are on the nodes {nodes}: take a size that divides a node's GPUs"
+        )
+    return ",".join(dict.fromkeys(device for _, device in members))
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
