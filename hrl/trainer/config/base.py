@@ -1,8 +1,16 @@
 """What every section of the schema has in common."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 
 from hrl.trainer.config.names import is_registered_aggregation
 
@@ -36,6 +44,19 @@ class Section(BaseModel):
         # `model` is a section name here, so pydantic's protection of the prefix `model_` only gets in the way.
         protected_namespaces=(),
     )
+
+    _remarks: tuple[str, ...] = PrivateAttr(())
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What was noticed while this was composed and can't be seen from the values; a warning each."""
+        return self._remarks
+
+    def with_remarks(self, *remarks: str) -> Self:
+        """The same values with remarks."""
+        copy = self.model_copy()
+        copy._remarks = remarks
+        return copy
 
 
 def _number_to_str(value: object) -> object:

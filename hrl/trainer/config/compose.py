@@ -19,6 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hrl.trainer.config.base import Section
+from hrl.trainer.config.compat import present_name
 from hrl.trainer.config.derived import with_derived_defaults
 from hrl.trainer.config.errors import ConfigError, Problem
 from hrl.trainer.config.folder import config_folder
@@ -27,6 +28,7 @@ from hrl.trainer.config.keys import flatten, leaves, nearest, unflatten
 from hrl.trainer.config.kinds import PPO, C, RunKind
 from hrl.trainer.config.load import validate_kind
 from hrl.trainer.config.overrides import apply_override, read_override
+from hrl.trainer.config.quickstart import borrowed, in_words, without_its_validation
 from hrl.trainer.config.schema import PPOTrainerConfig
 
 
@@ -36,10 +38,12 @@ class Composition:
 
     Attributes:
         values: dotted key → value, interpolations resolved.
+        borrowed: the quickstart's values that another task has taken over, see `hrl.trainer.config.quickstart`.
         problems: what could not be read.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
+    borrowed: dict[str, Any] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -102,7 +106,7 @@ def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
     config = validate_kind(kind, composition.values, tuple(composition.problems))
     if options.cfg:
         _answer(to_yaml(config))
-    return config
+    return config.with_remarks(in_words(composition.borrowed)) if composition.borrowed else config
 
 
 def to_yaml(config: Section) -> str:
@@ -159,6 +163,12 @@ def compose_tree(options: Options, kind: RunKind[Section]) -> Composition:
         problem = apply_override(tree, override, kind.schema)
         composition.problems += [problem] if problem else []
     composition.values = _resolve(tree, kind, composition.problems)
+    own_file = options.folders[0] / f"{options.config_name}.yaml"
+    written = [present_name(override.key_or_group, kind.spellings.renamed) for override in values]
+    named = {present_name(key, kind.spellings.renamed): value for key, value in composition.values.items()}
+    composition.borrowed = borrowed(kind, named, written, own_file)
+    for key in without_its_validation(kind, composition.values, composition.borrowed):
+        del composition.values[key], composition.borrowed[key]
     return composition
 
 

@@ -23,7 +23,8 @@ class DataConfig(Section):
     """Training rows, one source or a list: a .parquet or .jsonl path, `bundled:<task>/<split>`, or
     `reasoning_gym:<dataset>?size=1000&seed=1`."""
     val_files: StrList = Field(default_factory=lambda: ["bundled:addition/val"])
-    """Validation rows, written like `data.train_files`; null or [] for none."""
+    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
+    bundled `train_files`, none beside others."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a chat (list of messages) or a string."""
     reward_fn_key: str = "data_source"

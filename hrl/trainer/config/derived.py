@@ -68,6 +68,27 @@ def run_folder(get: Values) -> str:
     return f"outputs/{get('trainer.project_name')}/{get('trainer.experiment_name')}"
 
 
+def _val_files(get: Values) -> Any:
+    """The bundled validation rows belong to the bundled training rows; other training rows bring their own or none."""
+    known = leaves(get.root)
+    train = get("data.train_files")
+    own = ([train] if isinstance(train, str) else train) != known["data.train_files"].default
+    return [] if own else known["data.val_files"].default
+
+
+def _validates(get: Values) -> bool:
+    """Whoever names training rows alone asks for no validation; an empty `data.val_files` is said aloud."""
+    return "data.val_files" in get.given or bool(get("data.val_files"))
+
+
+#: Validation follows from the rows, for every kind of run.
+DERIVED_VALIDATION: dict[str, Derive] = {
+    "data.val_files": _val_files,
+    "trainer.val_before_train": _validates,
+    "trainer.val_after_train": _validates,
+}
+
+
 def load_contents(checkpoint: str) -> Derive:
     """The saved parts that a run continues from; `checkpoint` is the section's key."""
 
@@ -95,6 +116,7 @@ DERIVED: dict[str, Derive] = {
     f"{_ROLLOUT}.n": _group_size,
     f"{_ROLLOUT}.seed": same_as("trainer.seed"),
     "data.seed": same_as("trainer.seed"),
+    **DERIVED_VALIDATION,
     **{
         f"{owner}.{name}": rule
         for owner in (_REF, _ROLLOUT)

@@ -134,7 +134,12 @@ PPO = RunKind(
         examples=(
             "recipe=ppo",
             "actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \\\n"
-            "      data.train_files=train.parquet data.val_files=val.parquet trainer.n_gpus_per_node=8",
+            "      data.train_files=train.parquet data.val_files=val.parquet trainer.n_gpus_per_node=8 \\\n"
+            "      data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=1024 \\\n"
+            "      actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.optim.lr=1e-6 \\\n"
+            "      actor_rollout_ref.model.enable_gradient_checkpointing=true \\\n"
+            "      actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384 \\\n"
+            "      trainer.total_epochs=3 trainer.test_freq=10 trainer.experiment_name=mine",
         ),
         check="recipe=ppo placement=separate",
         page="docs/configuration.md",

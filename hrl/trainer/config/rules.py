@@ -318,7 +318,7 @@ RULES: tuple[Rule, ...] = (
 def warnings(config: PPOTrainerConfig) -> list[str]:
     """What is allowed but probably not meant, one sentence each; shown by `hrl check` and by the run's banner."""
     actor, trainer, estimator = config.actor_rollout_ref.actor, config.trainer, config.algorithm.adv_estimator
-    found = []
+    found = list(config.remarks)
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         found.append(f"{_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice.")
     if config.critic.enable and not estimator_needs(estimator).critic:

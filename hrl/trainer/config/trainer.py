@@ -45,9 +45,9 @@ class RunConfig(Section):
     default_local_dir: str = "outputs/hrl/ppo"
     """Run folder. Default: outputs/<project_name>/<experiment_name>."""
     val_before_train: bool = True
-    """Validate before the first step."""
+    """Validate before the first step. Default: whether there are validation rows."""
     val_after_train: bool = True
-    """Validate after the last step."""
+    """Validate after the last step. Default: whether there are validation rows."""
     test_freq: MinusOneOrMore = -1
     """Validate every so many steps; -1 or 0 is never."""
     save_freq: MinusOneOrMore = -1

@@ -1,7 +1,7 @@
 """The three kinds of run that learn from a data set."""
 
 from hrl.trainer.config.compat import Fixed, Spellings
-from hrl.trainer.config.derived import Derive, load_contents, run_folder, same_as
+from hrl.trainer.config.derived import DERIVED_VALIDATION, Derive, load_contents, run_folder, same_as
 from hrl.trainer.config.kinds import Help, RunKind, Words
 from hrl.trainer.config.offline import words
 from hrl.trainer.config.offline.rules import DPO_RULES, OFFLINE_RULES, warnings
@@ -40,6 +40,7 @@ _SPELLINGS = Spellings(
 )
 _DERIVED: dict[str, Derive] = {
     "data.seed": same_as("trainer.seed"),
+    **DERIVED_VALIDATION,
     "checkpoint.load_contents": load_contents("checkpoint"),
     "trainer.default_local_dir": run_folder,
 }
@@ -72,7 +73,10 @@ _MOST_USED = (
 _EXAMPLES = (
     "trainer.total_epochs=2 optim.lr=5e-6",
     "model.path=Qwen/Qwen2.5-0.5B-Instruct \\\n"
-    "      data.train_files=train.parquet data.val_files=val.parquet trainer.n_gpus_per_node=8",
+    "      data.train_files=train.parquet data.val_files=val.parquet trainer.n_gpus_per_node=8 \\\n"
+    "      data.train_batch_size=64 data.max_length=2048 data.max_token_len_per_gpu=16384 optim.lr=1e-5 \\\n"
+    "      model.enable_gradient_checkpointing=true trainer.total_epochs=1 trainer.test_freq=50 \\\n"
+    "      trainer.experiment_name=mine",
 )
 _PAGE = "docs/configuration-offline.md"
 

@@ -77,7 +77,7 @@ DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 
 def warnings(config: OfflineConfig) -> list[str]:
     """What is allowed but probably not meant, one sentence each."""
-    found = []
+    found = list(config.remarks)
     if config.model.trust_remote_code:
         found.append("model.trust_remote_code=true: code from the model's folder runs with your rights.")
     if config.trainer.save_freq <= 0:

@@ -15,7 +15,8 @@ class OfflineDataConfig(Section):
     train_files: StrList = Field(min_length=1)
     """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
     val_files: StrList
-    """Validation rows, written like `data.train_files`; null or [] for none."""
+    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
+    bundled `train_files`, none beside others."""
     data_source_key: str = "data_source"
     """Column that names the row's source, which groups validation metrics; without it the file's name does."""
     train_batch_size: PositiveInt = 64
@@ -49,7 +50,8 @@ class PairDataConfig(OfflineDataConfig):
     train_files: StrList = Field(default_factory=lambda: ["bundled:addition_pairs/train"], min_length=1)
     """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
     val_files: StrList = Field(default_factory=lambda: ["bundled:addition_pairs/val"])
-    """Validation rows, written like `data.train_files`; null or [] for none."""
+    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
+    bundled `train_files`, none beside others."""
     prompt_key: str = "prompt"
     """Column that holds the prompt, a chat or a string; where rows have none, it is what both answers begin with."""
     chosen_key: str = "chosen"
@@ -71,7 +73,8 @@ class DemonstrationDataConfig(OfflineDataConfig):
     train_files: StrList = Field(default_factory=lambda: ["bundled:addition_answers/train"], min_length=1)
     """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
     val_files: StrList = Field(default_factory=lambda: ["bundled:addition_answers/val"])
-    """Validation rows, written like `data.train_files`; null or [] for none."""
+    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
+    bundled `train_files`, none beside others."""
     messages_key: str = "messages"
     """Column that holds a whole chat, of which every assistant message is trained on."""
     prompt_key: str = "prompt"
