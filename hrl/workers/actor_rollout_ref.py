@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from hrl.batching import RankPlan
     from hrl.workers.policy import Policy
     from hrl.workers.rollout.host import RolloutHost
-    from hrl.workers.weight_sync.base import SyncReport
+    from hrl.workers.weight_sync.base import ReceiverReport, SyncReport
     from hrl.workers.weight_sync.broadcast import WeightBroadcast
     from hrl.workers.weight_sync.manifest import Manifest
 
@@ -337,10 +337,11 @@ class ActorRolloutRefWorker(ModelWorker):
         return sync_metrics(self._broadcast.push(version, weights))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
-    def receive_weights(self, version: int, manifest: Manifest, handle: dict[str, Any]) -> None:
+    def receive_weights(self, version: int, manifest: Manifest, handle: dict[str, Any]) -> dict[str, float]:
         """Every engine takes the weights that trainer rank 0 broadcasts. Ranks of an engine are consecutive."""
-        if self._host is not None:
-            self._host.receive_weights(version, manifest, handle | {"first_rank": 1 + self.rank})
+        if self._host is None:
+            return {}
+        return read_back_metrics(self._host.receive_weights(version, manifest, handle | {"first_rank": 1 + self.rank}))
 
 
 def own_device(visible: str | None, index: int) -> str:
@@ -371,9 +372,14 @@ def engine_devices(places: Sequence[tuple[str, str]], rank: int, size: int) -> s
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
-    """What a step shows of its weight sync."""
+    """What a step shows of its weight sync, as its sender saw it."""
     return {
         "weight_sync/seconds": report.seconds,
         "weight_sync/bytes": float(report.nbytes),
         "weight_sync/tensors": float(report.tensors),
-    }
+    } | read_back_metrics(report.receivers)
+
+
+def read_back_metrics(reports: Sequence[ReceiverReport]) -> dict[str, float]:
+    """How many tensors every process of an engine found in its model as they were sent."""
+    return {"weight_sync/read_back_tensors": float(min(r.read_back for r in reports))} if reports else {}

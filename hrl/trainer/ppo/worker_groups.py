@@ -175,8 +175,8 @@ class WorkerGroups:
             # Of a receiver that died the sender only knows that it is gone: the death is the cause.
             _raise_death_of(receiving, error)
             raise
-        receiving.get()
-        return sent
+        received = [engine["weight_sync/read_back_tensors"] for engine in receiving.get() if engine]
+        return sent | ({"weight_sync/read_back_tensors": min(received)} if received else {})
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the state of the trained roles below ``folder``."""

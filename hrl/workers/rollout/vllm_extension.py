@@ -6,6 +6,7 @@ another one, without the sentence that names the tensor.
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,10 @@ from hrl.workers.weight_sync.receiver import WeightReceiver
 if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
+logger = logging.getLogger(__name__)
+
+_FILE_STORE = "file://"
+
 
 class VllmModelWriter:
     """Writes checkpoint-format weights into a running vLLM model by its layer-wise reload.
@@ -40,6 +45,7 @@ class VllmModelWriter:
         self._loaded: set[str] | None = None
         self._tied: list[nn.Module] = []
         self._written: dict[str, Tensor] = {}
+        self._silent = False
 
     def begin(self) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -56,13 +62,16 @@ class VllmModelWriter:
         except (KeyError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
             refused = f"the engine's model refused one of {weights[0][0]!r} to {weights[-1][0]!r}"
             raise WeightSyncError(f"{refused}: {type(error).__name__}: {error}") from error
+        if loaded is None and not self._silent:
+            self._silent = True
+            kind = type(self._model).__name__
+            logger.warning("%s doesn't say which weights it loaded, so a missing one goes unnoticed", kind)
         if loaded is not None and self._loaded is not None:
             self._loaded |= loaded
         else:
             self._loaded = None
         self._keep_unfinished_layers()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        _finish_copies(weights)
 
     def finish(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
@@ -119,6 +128,18 @@ class VllmModelWriter:
                 for key, value in call.arguments.items():
                     if isinstance(value, Tensor) and not value.is_meta and key != "param":
                         call.arguments[key] = value.clone()
+
+
+def _finish_copies(weights: Sequence[tuple[str, Tensor]]) -> None:
+    """Waits until every copy out of the weights' memory is made: the sender writes there again.
+
+    Under tensor parallelism the weights lie on the sender's GPU: what was cloned there runs on that GPU's stream, what
+    was copied into this process's model on that of its own.
+    """
+    if torch.cuda.is_available():
+        own = torch.device("cuda", torch.cuda.current_device())
+        for device in {own} | {tensor.device for _, tensor in weights if tensor.is_cuda}:
+            torch.cuda.synchronize(device)
 
 
 class RolloutWorkerExtension:

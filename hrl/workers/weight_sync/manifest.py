@@ -184,6 +184,8 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
         index: its number in the manifest.
         version: policy version of the weights.
     """
+    for spec in bucket.tensors:  # what another bucket left there is no part of the tensor, and so of its checksum
+        data[spec.offset + spec.nbytes : spec.offset + _round_up(spec.nbytes, _WORD_BYTES)] = 0
     checksums = torch.stack([checksum(spec.words(data)) for spec in bucket.tensors])
     head = torch.tensor([_SEAL_MAGIC, version, index], dtype=torch.int64)
     words = _seal_words(data, bucket)
@@ -214,6 +216,12 @@ def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[
     return [(spec.name, spec.view(data)) for spec in bucket.tensors]
 
 
+def sealed_checksums(data: Tensor, bucket: Bucket) -> list[int]:
+    """The checksum that the sender gave each of the bucket's tensors, comparable to ``tensor_checksum``."""
+    checksums: list[int] = _seal_words(data, bucket)[_SEAL_WORDS:].tolist()
+    return checksums
+
+
 def checksum(words: Tensor) -> Tensor:
     """A checksum of int64 words ``(N,)`` that runs at the speed of memory on CPU and GPU; a 0-dim int64 tensor.
 
@@ -236,6 +244,15 @@ def checksum(words: Tensor) -> Tensor:
         last = words[whole * _ROW_WORDS :]
         total += (last * column_weights[:tail]).sum() + last.sum() * row_weights[whole]
     return total
+
+
+def tensor_checksum(tensor: Tensor) -> Tensor:
+    """The checksum of a tensor that lies anywhere: that of its bytes, with zeros up to a whole word."""
+    data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    gap = -data.numel() % _WORD_BYTES
+    if gap or data.storage_offset() % _WORD_BYTES:
+        data = torch.nn.functional.pad(data, (0, gap)) if gap else data.clone()
+    return checksum(data.view(torch.int64))
 
 
 @cache

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync.base import WeightSync
-from hrl.workers.weight_sync.broadcast import BroadcastSender
+from hrl.workers.weight_sync.broadcast import BroadcastReader, BroadcastSender
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
@@ -27,10 +27,10 @@ def weights(version: int) -> list[tuple[str, torch.Tensor]]:
     return [(name, torch.randn(shape, generator=generator)) for name, _, shape in SPECS]
 
 
-def receive(manifest: dict, handle: dict, versions: list[int], rank_in_engine: int, answers) -> None:
+def receive(manifest: dict, handle: dict, versions: list[int], rank_in_engine: int, answers, script: Script) -> None:
     """The body of a receiver."""
     receiver_manifest = Manifest.from_plain(manifest)
-    writer = DictWriter(Script())
+    writer = DictWriter(script)
     receiver = WeightReceiver(writer, "test", rank_in_engine)
     try:
         for version in versions:
@@ -44,8 +44,10 @@ def receive(manifest: dict, handle: dict, versions: list[int], rank_in_engine: i
         answers.put((rank_in_engine, str(error), dist.is_initialized()))
 
 
-def start_receiver(sender: BroadcastSender, first: int, rank: int, versions: list[int], answers) -> threading.Thread:
-    args = (MANIFEST.to_plain(), sender.handle(first), versions, rank, answers)
+def start_receiver(
+    sender: BroadcastSender, first: int, rank: int, versions: list[int], answers, script: Script | None = None
+) -> threading.Thread:
+    args = (MANIFEST.to_plain(), sender.handle(first), versions, rank, answers, script or Script())
     thread = threading.Thread(target=receive, args=args, daemon=True)
     thread.start()
     return thread
@@ -66,6 +68,28 @@ def test_two_engines_one_of_two_processes_all_get_every_version():
     for thread in threads:
         thread.join(10)
     sync.close()
+
+
+@pytest.mark.parametrize("staged", [True, False])
+def test_a_receiver_whose_model_changes_a_tensor_finds_it_out(staged, monkeypatch):
+    bucket = BroadcastReader.bucket
+
+    def take(reader, index):  # not staged, as on a GPU: what was loaded is gone when the next bucket comes
+        reader.staged = staged
+        if not staged and index:
+            reader._data[: reader._starts[index]] = 0
+        return bucket(reader, index)
+
+    monkeypatch.setattr(BroadcastReader, "bucket", take)
+    answers: queue.Queue = queue.Queue()
+    sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=60)
+    receiver = start_receiver(sender, 1, 0, [1], answers, Script(corrupt_tensor="layers.2.weight"))
+
+    WeightSync(MANIFEST, sender, timeout_s=60).push(1, weights(1))
+
+    assert "'layers.2.weight' reads back differently" in answers.get(timeout=60)[1]
+    receiver.join(10)
+    sender.close()
 
 
 def test_a_receiver_that_never_comes_is_an_error_in_time():

@@ -193,14 +193,30 @@ def test_a_good_sync_heals_a_model_that_an_aborted_one_left_mixed(monkeypatch):
         (Script(corrupt_tensor="layers.2.weight"), "'layers.2.weight' reads back differently"),
     ],
 )
-def test_a_receiver_that_drops_or_changes_a_tensor_is_found_out(script, message):
+def test_a_receiver_that_drops_or_changes_a_tensor_is_found_out(sender, script, message):
     target = Target(script)
-    sync = WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [target], timeout_s=10)
+    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
 
     with pytest.raises(WeightSyncError, match=message):
         sync.push(1, weights(1))
 
     assert not target.receiver.intact
+
+
+def test_every_tensor_that_the_model_holds_as_it_is_sent_is_read_back(sender):
+    target = Target()
+    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
+
+    assert [sync.push(version, weights(version)).receivers[0].read_back for version in (1, 2)] == [len(SPECS)] * 2
+
+
+def test_what_the_model_holds_fused_is_not_read_back_and_said_once(sender, caplog):
+    target = Target()
+    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
+    target.writer.read_back = lambda name: None if name == "norm" else target.writer.weights[name].flatten()
+
+    assert [sync.push(version, weights(version)).receivers[0].read_back for version in (1, 2)] == [0, 0]
+    assert caplog.text.count("none is read back") == 1
 
 
 def test_weights_of_another_model_are_refused_before_anything_is_written():
