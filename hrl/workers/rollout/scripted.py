@@ -45,6 +45,7 @@ class Script:
         corrupt_tensor: name of a tensor that a sync writes wrongly.
         sync_hang: a sync stops at its first bucket.
         sync_die: the engine is dead from a sync's first bucket on.
+        sleeps: the engine gives memory back, as one on a GPU does.
     """
 
     responses: Sequence[Sequence[int]] = ()
@@ -62,6 +63,7 @@ class Script:
     corrupt_tensor: str | None = None
     sync_hang: bool = False
     sync_die: bool = False
+    sleeps: bool = False
 
 
 class DictWriter:
@@ -98,6 +100,10 @@ class DictWriter:
     def read_back(self, name: str) -> Tensor | None:
         return self.weights.get(name)
 
+    def drop(self) -> None:
+        """Forgets all weights, but not which ones there were."""
+        self.weights.clear()
+
 
 class ScriptedEngine(RolloutEngine):
     """Follows a `Script`."""
@@ -111,6 +117,9 @@ class ScriptedEngine(RolloutEngine):
         self._requests = 0
         self._dead = False
         self._unusable: str | None = None
+        self._asleep: set[str] = set()
+        self._dropped = False
+        self.supports_sleep = script.sleeps
         self._next_version = INITIAL_VERSION
         self.writer = DictWriter(script)
         self._receiver = WeightReceiver(self.writer, "scripted engine")
@@ -125,6 +134,7 @@ class ScriptedEngine(RolloutEngine):
     async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
         script = self._script
         self._check()
+        self._check_awake("kv_cache")
         self._requests += 1
         number = self._requests
         if script.die_after is not None and number > script.die_after:
@@ -146,8 +156,20 @@ class ScriptedEngine(RolloutEngine):
         self._check()
         return [-math.log(self._vocab_size)] * (len(token_ids) - 1)
 
+    async def sleep(self, level: int) -> None:
+        self._check(for_weights=True)
+        self._asleep = {"weights", "kv_cache"}
+        if level > 1:
+            self.writer.drop()
+            self._dropped, self._unusable = True, "its weights were dropped by sleep level 2"
+
+    async def wake(self, tags: Sequence[str]) -> None:
+        self._check(for_weights=True)
+        self._asleep -= set(tags)
+
     async def weights_begin(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
         self._check(for_weights=True)
+        self._check_awake("weights")
         self._next_version = version
         self._receiver.begin(manifest, handle, version)
 
@@ -162,11 +184,12 @@ class ScriptedEngine(RolloutEngine):
     async def weights_commit(self) -> list[ReceiverReport]:
         self._unusable = "its last weight sync did not finish"
         report = self._receiver.commit()
-        self.policy_version, self._unusable = self._next_version, None
+        self.policy_version, self._dropped, self._unusable = self._next_version, False, None
         return [ReceiverReport(**report)]
 
     async def weights_abort(self, reason: str) -> None:
-        self._unusable = None if self._receiver.abort() else f"a weight sync was aborted ({reason})"
+        intact = self._receiver.abort() and not self._dropped
+        self._unusable = None if intact else f"a weight sync was aborted ({reason})"
 
     def _tokens(self, sampling: SamplingParams) -> list[int]:
         if self._script.responses:
@@ -185,6 +208,10 @@ class ScriptedEngine(RolloutEngine):
             raise EngineDeadError("the scripted engine is dead")
         if self._unusable is not None and not for_weights:
             raise EngineUnusableError(f"scripted engine: {self._unusable}; sync weights before sampling")
+
+    def _check_awake(self, tag: str) -> None:
+        if tag in self._asleep:
+            raise EngineUnusableError(f"scripted engine: asleep; wake {tag!r} first")
 
     def _die(self) -> None:
         if self._script.die_by_signal:

@@ -256,6 +256,48 @@ def test_an_engine_that_hangs_or_dies_in_a_sync_ends_it_in_time(fault):
     assert time.monotonic() - started < 5
 
 
+def test_an_engine_wakes_for_its_weights_before_it_wakes_to_sample():
+    batch = prompt_batch([[1]], n=2, width=2)
+    with scripted({"sleeps": True}, sleep_level=1) as host:
+        host.push_weights(1, SPECS, weights(1))
+        host.sleep()
+        with pytest.raises(EngineUnusableError, match="wake 'weights' first"):
+            host.push_weights(2, SPECS, weights(2))
+        host.wake(("weights",))
+        host.push_weights(2, SPECS, weights(2))
+        with pytest.raises(EngineUnusableError, match="wake 'kv_cache' first"):
+            host.generate_sequences(batch)
+        host.wake(("kv_cache",))
+
+        assert host.generate_sequences(batch).meta_info["policy_version"] == 2
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_only_level_2_needs_a_sync_after_sleep_also_when_one_was_aborted_meanwhile(level):
+    batch = prompt_batch([[1]], n=2, width=2)
+    with scripted({"sleeps": True}, sleep_level=level) as host:
+        host.push_weights(1, SPECS, weights(1))
+        host.sleep()
+        host.wake()
+        with pytest.raises(WeightSyncError, match=r"end before 'layers\.4\.weight'"):
+            host.push_weights(2, SPECS, weights(2)[:-1])
+
+        if level == 1:
+            assert host.generate_sequences(batch).meta_info["policy_version"] == 1
+        else:
+            assert host.engine.writer.weights == {}
+            with pytest.raises(EngineUnusableError, match="sync weights before sampling"):
+                host.generate_sequences(batch)
+        host.push_weights(3, SPECS, weights(3))
+        assert host.generate_sequences(batch).meta_info["policy_version"] == 3
+
+
+def test_an_engine_that_keeps_its_cache_is_not_put_to_sleep():
+    with scripted({"sleeps": True}, free_cache_engine=False) as host:
+        host.sleep()
+        assert len(host.generate_sequences(prompt_batch([[1]], n=2, width=2))) == 2
+
+
 def test_an_unknown_engine_is_refused():
     with (
         pytest.raises(ValueError, match="unknown rollout engine 'sglang'; known: vllm, hf, scripted"),
