@@ -145,12 +145,16 @@ class RolloutHost:
 
     def shutdown(self) -> None:
         """Ends the engine, its processes and its thread. Harmless when repeated."""
-        if self._sync is not None:
-            self._sync.close()
-            self._sync = None
         loop, self._loop, self._starting = self._loop, None, None
-        if loop is None:
-            return
+        try:
+            if loop is not None:
+                self._shutdown_engine(loop)
+        finally:  # after the engine, which reads from its buffers
+            sync, self._sync = self._sync, None
+            if sync is not None:
+                sync.close()
+
+    def _shutdown_engine(self, loop: LoopThread) -> None:
         try:
             loop.run(self.engine.shutdown(), timeout_s=SHUTDOWN_TIMEOUT_S, what=f"{self.name}: shutdown")
         except TimeoutError as error:

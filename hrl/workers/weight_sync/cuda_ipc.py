@@ -42,7 +42,7 @@ class CudaIpcSender(SenderTransport):
         size = manifest.largest_bucket_bytes
         self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(_DEPTH)]
         shared = [buffer.untyped_storage()._share_cuda_() for buffer in self._buffers]
-        self._handle = {
+        self._handle: dict[str, Any] = {
             "kind": KIND,
             "gpu_uuid": str(torch.cuda.get_device_properties(device).uuid),
             "buffers": [dict(zip(_FIELDS, fields, strict=True)) for fields in shared],
@@ -62,6 +62,9 @@ class CudaIpcSender(SenderTransport):
 
     def close(self) -> None:
         self._buffers = []
+        # torch counts the receivers of a shared buffer in a file of its own in /dev/shm. This has torch remove the file
+        # if they are gone. To unlink it here would be wrong: torch aborts the process when it finds its file missing.
+        torch.cuda.ipc_collect()
 
 
 class CudaIpcReader:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 
 import pytest
 import torch
@@ -48,6 +49,7 @@ def receive(handle: dict, steps, answers) -> None:
 def test_every_version_arrives_through_the_same_two_buffers():
     context = multiprocessing.get_context("spawn")
     steps, answers = context.Queue(), context.Queue()
+    before = set(os.listdir("/dev/shm"))
     sender = CudaIpcSender(MANIFEST, torch.device("cuda", 0))
     process = context.Process(target=receive, args=(sender.handle(), steps, answers), daemon=True)
     process.start()
@@ -71,6 +73,8 @@ def test_every_version_arrives_through_the_same_two_buffers():
     process.join(30)
     sender.close()
     assert process.exitcode == 0 and len(MANIFEST.buckets) > 2
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch_")}
+    sender.close()  # harmless when repeated
 
 
 def test_a_gpu_that_is_not_visible_is_named():
