@@ -9,6 +9,11 @@ from hrl.trainer.config.base import Label, MinusOneOrMore, Section, StrList
 Pools = dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]
 
 
+#: What a rank gets of the driver's deadline, whose clock starts earlier: the rank knows what it waits for, so its error
+#: should come first.
+RANK_SHARE = 0.9
+
+
 class TimeoutsConfig(Section):
     """`trainer.timeouts`: how long the driver waits, in seconds."""
 
@@ -16,6 +21,16 @@ class TimeoutsConfig(Section):
     """Start of the workers, with model loading and engine start."""
     call_s: PositiveFloat = 1800.0
     """One phase of a step on the workers."""
+
+    @property
+    def rank_init_s(self) -> float:
+        """How long a rank waits within a start; see ``RANK_SHARE``."""
+        return RANK_SHARE * self.init_s
+
+    @property
+    def rank_call_s(self) -> float:
+        """How long a rank waits within a phase; see ``RANK_SHARE``."""
+        return RANK_SHARE * self.call_s
 
 
 class RunConfig(Section):

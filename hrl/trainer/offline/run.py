@@ -104,8 +104,8 @@ def train(config: Any, ready: OfflinePreflight, parts: Parts, reporter: RunRepor
         num_threads=config.trainer.cpu_threads_per_worker
         or max(1, available_cores() // config.trainer.n_gpus_per_node),
         seed=config.trainer.seed,
-        init_timeout_s=config.trainer.timeouts.init_s,
-        collective_timeout_s=config.trainer.timeouts.call_s,
+        init_timeout_s=config.trainer.timeouts.rank_init_s,
+        collective_timeout_s=config.trainer.timeouts.rank_call_s,
         max_prompt_length=config.data.max_length,
         max_response_length=config.data.max_length,
         pad_token_id=ready.ids.pad,
