@@ -49,6 +49,19 @@ class CombinedScores:
     plain: Tensor
 
 
+class NonFiniteScoreError(ValueError):
+    """A score of the reward model isn't finite.
+
+    Attributes:
+        row: the first such row of the batch.
+        score: its score.
+    """
+
+    def __init__(self, row: int, score: float) -> None:
+        super().__init__(f"the reward model's score of row {row} is {score}")
+        self.row, self.score = row, score
+
+
 def combine_scores(
     function_scores: Sequence[float | None] | None,
     model_scores: Tensor | None,
@@ -66,7 +79,8 @@ def combine_scores(
         weighting: the factors.
 
     Raises:
-        ValueError: no source of reward, another number of scores than responses, or a model score that isn't finite.
+        ValueError: no source of reward, or another number of scores than responses.
+        NonFiniteScoreError: a score of the reward model isn't finite.
     """
     rows = len(response_lengths)
     if function_scores is None and model_scores is None:
@@ -77,7 +91,7 @@ def combine_scores(
         _check_rows("reward model", len(model_scores), rows)
         if not torch.isfinite(model_scores).all():
             row = int((~torch.isfinite(model_scores)).nonzero()[0])
-            raise ValueError(f"the reward model's score of row {row} is {float(model_scores[row])}")
+            raise NonFiniteScoreError(row, float(model_scores[row]))
         plain = model_scores.float().cpu()
         scores = scores + weighting.model * plain
     if function_scores is not None:

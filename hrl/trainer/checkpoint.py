@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -142,11 +143,15 @@ class CheckpointStore:
         return self.path(steps[-1]) if steps else None
 
 
-def load_state(path: Path) -> dict[str, Any]:
+def load_state(path: Path, parts: Iterable[str] = ()) -> dict[str, Any]:
     """The driver's state in a checkpoint folder.
 
+    Args:
+        path: the folder.
+        parts: what it must hold beside the step.
+
     Raises:
-        CheckpointError: the file is not the JSON object that a save writes.
+        CheckpointError: the file is not the JSON object that a save writes, or lacks one of the parts.
     """
     try:
         state = json.loads((path / STATE_FILE).read_text())
@@ -154,6 +159,13 @@ def load_state(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE} cannot be read: {error}") from error
     if not isinstance(state, dict) or "step" not in state:
         raise CheckpointError(f"{path / STATE_FILE} holds no step: it was not written by a save of hrl")
+    missing = sorted(set(parts) - state.keys())
+    if missing:
+        raise CheckpointError(
+            f"{path / STATE_FILE} has no {' and no '.join(missing)}: it was saved by another trainer or another "
+            "version of hrl. Continue it with that one, or start anew from the model in its hf folder, in a "
+            "trainer.default_local_dir of its own"
+        )
     return state
 
 

@@ -36,6 +36,23 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+def scarcity(wanted: str, device: str, num_processes: int) -> str | None:
+    """What to say when a run that would take GPUs found none and has more processes than cores; None otherwise.
+
+    Args:
+        wanted: ``trainer.device``.
+        device: what was chosen.
+        num_processes: worker processes of the run.
+    """
+    cores = available_cores()
+    if wanted != "auto" or device == "cuda" or num_processes <= cores:
+        return None
+    return (
+        f"warning: no GPU was found, and {num_processes} ranks take turns on {cores} cores, which is slow. On "
+        "a machine with GPUs check the driver and CUDA_VISIBLE_DEVICES; trainer.device=cpu says that this is meant"
+    )
+
+
 def choose_device(wanted: str) -> str:
     """``cpu`` or ``cuda``, from ``trainer.device`` and what the running cluster has."""
     if wanted != "auto":

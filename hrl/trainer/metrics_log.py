@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from hrl.trainer.run_folder import json_line, read_jsonl, write_text
+from hrl.trainer.run_folder import json_line, read_jsonl, write_text, writing_to
 
 
 class MetricsLog:
@@ -31,14 +31,16 @@ class MetricsLog:
 
         Raises:
             ValueError: a later step has been written.
+            RunFolderError: the file can't be written.
         """
         if step < self._last_step:
             raise ValueError(f"{self.path} is at step {self._last_step}, so that step {step} can't be written any more")
-        if step == self._last_step:
-            self._amend_last(metrics)
-        else:
-            self._file.write(json_line({"step": step, **metrics}))
-            self._file.flush()
+        with writing_to(self.path.parent):
+            if step == self._last_step:
+                self._amend_last(metrics)
+            else:
+                self._file.write(json_line({"step": step, **metrics}))
+                self._file.flush()
         self._last_step = step
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hrl.reward.function import RewardFunctionError
 from hrl.reward.loop import RewardError
-from hrl.trainer.cluster import available_cores, choose_device
+from hrl.trainer.cluster import available_cores, choose_device, scarcity
 from hrl.trainer.config import resolve_placement
 from hrl.trainer.config.arithmetic import batch_arithmetic, placement_facts
 from hrl.trainer.config.rules import warnings
@@ -78,6 +78,9 @@ def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
 def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], reporter: RunReporter) -> None:
     """Builds the trainer, fits it and ends its workers, on a running Ray."""
     device = choose_device(config.trainer.device)
+    scarce = scarcity(config.trainer.device, device, reporter.num_devices)
+    if scarce is not None:
+        reporter.console.note(scarce)
     config = with_dtypes(config, device)
     roles = config.actor_rollout_ref
     reporter.console.note(f"on {device}: trainer in {roles.actor.fsdp_config.dtype}, engine in {roles.rollout.dtype}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -11,7 +12,8 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -40,7 +42,7 @@ _PACKAGES = (
 
 
 class RunFolderError(RuntimeError):
-    """The run folder is in use by another run, or holds checkpoints that this run would not continue."""
+    """The run folder is in use, holds checkpoints that this run would not continue, or can't be written."""
 
 
 class RunFolder:
@@ -54,16 +56,18 @@ class RunFolder:
         resume: the run continues from a checkpoint of this folder.
 
     Raises:
-        RunFolderError: another live run holds the folder, or it holds checkpoints and ``resume`` is False.
+        RunFolderError: another live run holds the folder, it holds checkpoints and ``resume`` is False, or it can't be
+            made and written: no such place, no right, no room.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path).expanduser().resolve()
         self.rollouts = self.path / "rollouts"
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = self._acquire_lock()
-        if not resume:
-            self._move_earlier_run_aside()
+        with writing_to(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = self._acquire_lock()
+            if not resume:
+                self._move_earlier_run_aside()
 
     @property
     def metrics_file(self) -> Path:
@@ -86,16 +90,22 @@ class RunFolder:
 
     def write_config(self, config: Mapping[str, Any]) -> Path:
         """Writes the resolved configuration to ``config.yaml``."""
-        return write_text(self.path / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
+        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        with writing_to(self.path):
+            return write_text(self.path / "config.yaml", text)
 
     def write_environment(self) -> Path:
         """Writes versions, machine and git revision to ``environment.json``. Environment variables are left out."""
-        return write_text(self.path / "environment.json", json.dumps(describe_environment(), indent=2) + "\n")
+        text = json.dumps(describe_environment(), indent=2) + "\n"
+        with writing_to(self.path):
+            return write_text(self.path / "environment.json", text)
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]], kind: RolloutKind = "train") -> Path:
         """Writes samples, one object a line: ``step_<step>.jsonl``, or ``val_step_<step>.jsonl`` of a validation."""
-        self.rollouts.mkdir(parents=True, exist_ok=True)
-        return write_text(rollouts_file(self.rollouts, step, kind), "".join(json_line(record) for record in records))
+        text = "".join(json_line(record) for record in records)
+        with writing_to(self.path):
+            self.rollouts.mkdir(parents=True, exist_ok=True)
+            return write_text(rollouts_file(self.rollouts, step, kind), text)
 
     def rewind(self, step: int) -> None:
         """Forgets metrics and samples of the steps after ``step``, which a resumed run makes again.
@@ -143,6 +153,24 @@ class RunFolder:
         for entry in found:
             entry.rename(target / entry.name)
         logger.info("moved the outputs of an earlier run to %s", target)
+
+
+@contextmanager
+def writing_to(folder: Path) -> Iterator[None]:
+    """Around writing to a run folder: what the file system refuses gets the key that names the folder and the way out.
+
+    Raises:
+        RunFolderError: in place of any ``OSError`` inside.
+    """
+    try:
+        yield
+    except OSError as error:
+        room = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        advice = "make room there, or" if room else "make it writable, or"
+        raise RunFolderError(
+            f"the run folder {folder} can't be written: {error.strerror or error}; {advice} name a folder in another "
+            "place with trainer.default_local_dir"
+        ) from error
 
 
 def rollouts_file(rollouts: Path, step: int, kind: RolloutKind = "train") -> Path:

@@ -17,6 +17,7 @@ from hrl.protocol import DataProto
 from hrl.single_controller.base import phase as worker_phase
 from hrl.trainer.checkpoint import CheckpointStore, load_state
 from hrl.trainer.memory import peak_memory
+from hrl.trainer.run_folder import writing_to
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -177,13 +178,16 @@ class TrainingLoop(ABC, Generic[W]):
         Its seconds are told on the terminal: the step's record is written already, and the next one's is not theirs.
         """
         started = perf_counter()
-        folder = self.checkpoints.begin(self.global_steps)
+        run_folder = self.reporter.folder.path
+        with writing_to(run_folder):
+            folder = self.checkpoints.begin(self.global_steps)
         with worker_phase("save_checkpoint"):
             self.workers.save(folder, self.save_contents)
-        if "hf_model" in self.save_contents:
-            self.tokenizer.save_pretrained(folder / "hf")
         position = {"step": self.global_steps, "data_position": self.data_position.to_dict()}
-        final = self.checkpoints.commit(self.global_steps, position | self.state())
+        with writing_to(run_folder):
+            if "hf_model" in self.save_contents:
+                self.tokenizer.save_pretrained(folder / "hf")
+            final = self.checkpoints.commit(self.global_steps, position | self.state())
         self.reporter.console.note(f"saved {final} in {perf_counter() - started:.1f} s")
 
     def restore(self) -> None:
@@ -192,7 +196,7 @@ class TrainingLoop(ABC, Generic[W]):
         path = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
         if path is None:
             return
-        state = load_state(path)
+        state = load_state(path, ("data_position", *self.state()))
         self.workers.load(path)
         self.global_steps = state["step"]
         self.data_position = type(self.data_position).from_dict(state["data_position"])

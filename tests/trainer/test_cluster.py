@@ -32,3 +32,13 @@ def test_the_configuration_wins_over_the_environment(settings_of, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert settings_of(address="auto") == {"address": "auto"}
     assert settings_of(address="local")["num_cpus"] == 3
+
+
+@pytest.mark.parametrize(
+    "wanted, device, processes, warns",
+    [("auto", "cpu", 4, True), ("auto", "cpu", 3, False), ("cpu", "cpu", 4, False), ("auto", "cuda", 4, False)],
+)
+def test_more_ranks_than_cores_without_a_gpu_are_pointed_out(settings_of, wanted, device, processes, warns):
+    said = cluster.scarcity(wanted, device, processes)
+    assert (said is not None) == warns
+    assert not warns or "no GPU was found, and 4 ranks take turns on 3 cores" in said

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import subprocess
@@ -115,3 +116,21 @@ def test_config_and_environment_are_written_and_no_secret_is(tmp_path, monkeypat
     assert environment["packages"]["torch"].startswith("2.")
     assert all("canary" not in file.read_text() for file in tmp_path.iterdir())
     assert os.environ["WANDB_API_KEY"]  # it was there to be leaked
+
+
+def test_a_place_that_cannot_be_written_names_the_key():
+    with pytest.raises(RunFolderError, match="/proc/nope can't be written: .*trainer.default_local_dir"):
+        RunFolder("/proc/nope")
+
+
+def test_a_full_disk_is_told_apart(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hrl.trainer.run_folder.write_text", full)
+    for write in (lambda: folder.write_config({}), lambda: folder.write_rollouts(1, [])):
+        with pytest.raises(RunFolderError, match=f"{tmp_path} can't be written: No space left.*make room there"):
+            write()
+    folder.close()

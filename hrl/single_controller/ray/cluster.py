@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from hrl.single_controller.processes import guarded_processes
+from hrl.single_controller.ray.address import reaching
 
 # Ray starts a worker per core in advance. A worker group's processes have an environment of their own and use none of
 # them, so they would cost seconds and a hundred megabytes each for nothing.
@@ -39,6 +40,9 @@ def ray_cluster(
         object_store_bytes: shared memory for batches; None leaves it to Ray. Only with `local`.
         log_to_driver: show what workers write in the driver's terminal; otherwise it is in Ray's session folder.
         ray_kwargs: further arguments of `ray.init`.
+
+    Raises:
+        PlacementError: no cluster answers at the address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray is about to do; without, it warns
@@ -48,7 +52,8 @@ def ray_cluster(
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
         settings |= {"include_dashboard": False, "_system_config": _NO_IDLE_WORKERS}
-    ray.init(address=address, **(settings | ray_kwargs))
+    with reaching(address):
+        ray.init(address=address, **(settings | ray_kwargs))
     try:
         if address == "local":
             # Ray ends what it starts with this process, except for the agents below the raylet: after a SIGKILL they

@@ -11,7 +11,7 @@ from hrl.data.offline.dataset import OfflineDataset
 from hrl.data.offline.demonstrations import DemonstrationDataset
 from hrl.data.offline.pairs import PairDataset
 from hrl.single_controller.ray import RayClassWithInitArgs
-from hrl.trainer.cluster import available_cores, choose_device
+from hrl.trainer.cluster import available_cores, choose_device, scarcity
 from hrl.trainer.config.kinds import RunKind
 from hrl.trainer.config.offline.words import batch_arithmetic
 from hrl.trainer.offline.dpo import DPOTrainer
@@ -94,6 +94,9 @@ def prepare(config: Any, parts: Parts) -> OfflinePreflight:
 def train(config: Any, ready: OfflinePreflight, parts: Parts, reporter: RunReporter) -> None:
     """Builds the trainer, fits it and ends its workers, on a running Ray."""
     device = choose_device(config.trainer.device)
+    scarce = scarcity(config.trainer.device, device, reporter.num_devices)
+    if scarce is not None:
+        reporter.console.note(scarce)
     config = with_dtypes(config, device)
     reporter.console.note(f"on {device}: trainer in {config.model.fsdp_config.dtype}")
     for name, dataset in (("training", ready.train_dataset), ("validation", ready.val_dataset)):

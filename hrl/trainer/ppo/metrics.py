@@ -156,6 +156,22 @@ def _per_prompt(
     return metrics
 
 
+#: Counters of rewards and rollouts that a validation passes on.
+_TROUBLES = (
+    *(f"reward/num_{name}" for name in ("errors", "timeouts", "crashes", "retries")),
+    *(f"rollout/{name}_responses" for name in ("empty", "aborted", "truncated")),
+)
+
+
+def validation_troubles(counters: Mapping[str, float]) -> dict[str, float]:
+    """What went wrong in a validation, as ``val/<counter>``; a counter that is zero is absent.
+
+    Args:
+        counters: of the rewards (``reward/num_timeouts``) and the engines (``rollout/truncated_responses``).
+    """
+    return {f"val/{name}": counters[name] for name in _TROUBLES if counters.get(name, 0.0) > 0}
+
+
 def count_left_out(data_sources: Sequence[str], kept: Sequence[bool]) -> dict[str, float]:
     """``val/<source>/skipped`` for every source of whose validation samples the reward function left some out."""
     left_out = Counter(source for source, keep in zip(data_sources, kept, strict=True) if not keep)

@@ -18,6 +18,7 @@ from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_
 from hrl.trainer.ppo.baselines import take_baselines
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
 from hrl.trainer.ppo.generation import check_policy_version, prompt_batch
+from hrl.trainer.ppo.metrics import validation_troubles
 from hrl.trainer.ppo.planning import AllLimits, Planner, plan_generation
 from hrl.trainer.ppo.roles import ResourcePoolManager, Role
 from hrl.trainer.ppo.sampler_mismatch import DriftGate, correct_for_sampler, corrects, sampler_drift, with_sample_sizes
@@ -386,22 +387,27 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
 
         The score is the reward function's own (the reward model's where there is none), without weights and penalties.
         Samples that the function left out are counted in ``val/<source>/skipped`` and in nothing else.
+        What went wrong on the way is in ``val/reward/...`` and ``val/rollout/...``, see ``validation_troubles``.
         """
         if self.val_dataset is None:
             return {}
         with self.phase("testing"):
             size = self.config.data.val_batch_size or len(self.val_dataset)
+            counters = StepMetrics()
             scored = [
-                self._validate_batch(self.val_dataset.batch(range(start, min(start + size, len(self.val_dataset)))))
+                self._validate_batch(
+                    self.val_dataset.batch(range(start, min(start + size, len(self.val_dataset)))), counters
+                )
                 for start in range(0, len(self.val_dataset), size)
             ]
         batch = DataProto.concat(scored)
-        return self.reporter.validation(self.global_steps, batch, kept=batch.pop(["kept"]).batch["kept"])
+        metrics = self.reporter.validation(self.global_steps, batch, kept=batch.pop(["kept"]).batch["kept"])
+        return metrics | validation_troubles(counters)
 
-    def _validate_batch(self, prompts: DataProto) -> DataProto:
+    def _validate_batch(self, prompts: DataProto, counters: StepMetrics) -> DataProto:
         rows = prompt_batch(prompts, self.config.actor_rollout_ref.rollout, step=self.global_steps, validate=True)
-        batch = self._with_model_scores(self._sample(rows, StepMetrics()))
-        combined = self.rewards.collect(batch, StepMetrics())
+        batch = self._with_model_scores(self._sample(rows, counters))
+        combined = self.rewards.collect(batch, counters)
         batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])
         batch.batch["kept"] = combined.kept
         return batch

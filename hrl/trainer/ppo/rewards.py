@@ -15,9 +15,9 @@ import torch
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardActor
-from hrl.reward.combine import CombinedScores, Weighting, combine_scores
+from hrl.reward.combine import CombinedScores, NonFiniteScoreError, Weighting, combine_scores
 from hrl.reward.function import RewardSpec
-from hrl.reward.loop import RewardRow
+from hrl.reward.loop import RewardError, RewardRow
 from hrl.trainer.ppo.lengths import lengths_of
 from hrl.workers.rollout.columns import sample_keys
 
@@ -46,7 +46,9 @@ class RewardService:
             overlong_factor=overlong.penalty_factor,
         )
         custom = reward.custom_reward_function
+        self._model_path = reward.reward_model.model_path
         self._round = 0
+        self._title = "no step"
         self._loop: RewardActor | None = None
         if reward.function_weight != 0:  # otherwise the reward model alone decides
             # Ray's processes need not run in this one's folder.
@@ -74,6 +76,8 @@ class RewardService:
         """Announces the samples of a batch and marks its rows, so that the workers stream them here."""
         self._round += 1
         rows.meta_info["reward_round"] = self._round
+        step, validates = rows.meta_info["step"], rows.meta_info["validate"]
+        self._title = f"the validation after step {step}" if validates else f"step {step}"
         if self._loop is None:
             return
         columns = rows.non_tensor_batch
@@ -83,8 +87,7 @@ class RewardService:
                 sample_keys(rows), columns["data_source"], columns["reward_model"], columns["extra_info"], strict=True
             )
         ]
-        step, validates = rows.meta_info["step"], rows.meta_info["validate"]
-        self._loop.begin(self._round, announced, f"the validation after step {step}" if validates else f"step {step}")
+        self._loop.begin(self._round, announced, self._title)
 
     def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
         """The scores of the announced batch: ``scores`` to train on, ``plain`` to validate by.
@@ -98,7 +101,7 @@ class RewardService:
             metrics: receives the counters of the reward function.
 
         Raises:
-            RewardError: rewards are missing or wrong; the message names function and sample.
+            RewardError: rewards are missing or wrong; the message names function or model, and sample.
         """
         function_scores: list[float | None] | None = None
         parts: list[dict[str, Any]] = [{} for _ in range(len(batch))]
@@ -107,13 +110,16 @@ class RewardService:
             metrics.observe(scored.metrics)
             function_scores, parts = scored.scores, [dict(result.parts) for result in scored.results]
         model_scores = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
-        combined = combine_scores(
-            function_scores,
-            model_scores,
-            lengths_of(batch)[1],
-            self._max_response_tokens,
-            self._weighting,
-        )
+        try:
+            combined = combine_scores(
+                function_scores, model_scores, lengths_of(batch)[1], self._max_response_tokens, self._weighting
+            )
+        except NonFiniteScoreError as error:
+            uid, sample = sample_keys(batch)[error.row]
+            raise RewardError(
+                f"the reward model {self._model_path} scored {error.score} in {self._title}: uid {uid}, sample "
+                f"{sample}. Check the model on its own, or in float32 (reward.reward_model.model.fsdp_config.dtype)"
+            ) from error
         self._note_parts(parts, model_scores, combined.overlong)
         batch.non_tensor_batch["reward_parts"] = np.fromiter(parts, dtype=object, count=len(parts))
         batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]

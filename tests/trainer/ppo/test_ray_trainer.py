@@ -9,8 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from hrl.metrics import Metric, StepMetrics
+from hrl.protocol import DataProto
+from hrl.reward.combine import CombinedScores
+from hrl.trainer.checkpoint import CheckpointError
 from hrl.trainer.run_folder import read_jsonl
-from tests.trainer.ppo.driver import Driver, Prompts
+from tests.trainer.ppo.driver import Driver, Prompts, Rewards
 
 MODEL_ONLY = (
     "reward.function_weight=0",
@@ -49,7 +53,30 @@ def test_validation_by_a_reward_model_alone(tmp_path: Path) -> None:
 def test_a_validation_of_which_everything_was_left_out_says_so(tmp_path: Path) -> None:
     driver = Driver(tmp_path, scores=[None, None, None])
     driver.trainer.sync_weights()
-    assert driver.trainer.validate() == {"val/sums/skipped": 3.0}
+    assert driver.trainer.validate() == {"val/sums/skipped": 3.0, "val/rollout/empty_responses": 1.0}
+
+
+def test_what_went_wrong_in_a_validation_is_counted_over_its_batches(tmp_path: Path) -> None:
+    class Late(Rewards):
+        def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
+            metrics.observe({"reward/num_timeouts": Metric.total(2), "reward/num_retries": Metric.total(0)})
+            return super().collect(batch, metrics)
+
+    driver = Driver(tmp_path, "data.val_batch_size=1", rewards=Late([1.0]))
+    driver.trainer.sync_weights()
+    metrics = driver.trainer.validate()  # three batches; the engine counts an empty response in each
+    assert (metrics["val/reward/num_timeouts"], metrics["val/rollout/empty_responses"]) == (6.0, 3.0)
+    assert "val/reward/num_retries" not in metrics, "nothing was retried"
+
+
+def test_a_checkpoint_without_a_part_of_the_state_is_named(tmp_path: Path, saved: Path) -> None:
+    state = json.loads((saved / "state.json").read_text())
+    del state["drift_gate_closed"]
+    (saved / "state.json").write_text(json.dumps(state))
+    driver = Driver(tmp_path)
+    with pytest.raises(CheckpointError, match=f"{saved}/state.json has no drift_gate_closed"):
+        driver.trainer.restore()
+    assert driver.workers.done == [], "no weights are loaded before"
 
 
 def test_what_the_first_validation_left_out_stands_in_its_record(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.function import RewardSpec
-from hrl.reward.loop import RewardBatch, RewardResult, RewardRow
+from hrl.reward.loop import RewardBatch, RewardError, RewardResult, RewardRow
 from hrl.trainer.config import compose_cli
 from hrl.trainer.ppo.rewards import RewardService
 
@@ -122,3 +122,14 @@ def test_the_function_is_named_by_where_it_lies_not_from_where_the_run_was_start
     monkeypatch.chdir(tmp_path)
     RewardService(compose_cli(["reward.custom_reward_function.path=mine.py"]), ())
     assert loops[0].spec.path == str(tmp_path / "mine.py")
+
+
+def test_a_reward_model_that_gives_no_number_is_named_with_the_sample() -> None:
+    model = ["reward.reward_model.enable=true", "reward.reward_model.model_path=some/model"]
+    service = RewardService(compose_cli(["reward.function_weight=0", *model]), ())
+    batch = sampled(rm_scores=torch.tensor([1.0, 2.0, float("nan")]))
+    batch.non_tensor_batch["sample_index"] = np.array([0, 1, 2], dtype=object)
+    batch.meta_info |= {"step": 7, "validate": False}
+    service.begin(batch)
+    with pytest.raises(RewardError, match="reward model some/model scored nan in step 7: uid a, sample 2"):
+        service.collect(batch, StepMetrics())
