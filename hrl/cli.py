@@ -82,7 +82,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="check | rollouts | env | demo")
     checking = commands.add_parser(
-        "check", add_help=False, help="validate a configuration and say in words what a run would do; starts nothing"
+        "check",
+        add_help=False,
+        help="validate a configuration and say in words what a run would do; starts nothing. `check dpo`, `check sft` "
+        "and `check rm` are for the other trainers",
     )
     checking.add_argument("--json", action="store_true", help="one JSON object instead of text")
     checking.add_argument("--help", "-h", action="store_true")

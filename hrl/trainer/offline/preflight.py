@@ -11,6 +11,7 @@ from hrl.data.chat_template import check_chat_template
 from hrl.data.model_source import resolve_model
 from hrl.data.tokenizer import TokenIds, load_tokenizer, token_ids
 from hrl.trainer.config.arithmetic import total_steps
+from hrl.trainer.config.offline.schema import OfflineConfig
 from hrl.trainer.preflight import PreflightError, check_trackers, model_config
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ class OfflinePreflight:
     total_training_steps: int
 
 
-def offline_preflight(config: Any, dataset_cls: type[OfflineDataset[Any]]) -> OfflinePreflight:
+def offline_preflight(config: OfflineConfig, dataset_cls: type[OfflineDataset[Any]]) -> OfflinePreflight:
     """Finds model and data and checks that they fit.
 
     Args:

@@ -13,6 +13,7 @@ from hrl.data.offline.pairs import PairDataset
 from hrl.single_controller.ray import RayClassWithInitArgs
 from hrl.trainer.cluster import available_cores, choose_device, scarcity
 from hrl.trainer.config.kinds import RunKind
+from hrl.trainer.config.offline.schema import OfflineConfig
 from hrl.trainer.config.offline.words import batch_arithmetic
 from hrl.trainer.offline.dpo import DPOTrainer
 from hrl.trainer.offline.preflight import OfflinePreflight, offline_preflight, padding_of_classifier
@@ -51,7 +52,7 @@ PARTS = {
 }
 
 
-def run_offline(kind: RunKind[Any], config: Any, trainer_cls: type[OfflineTrainer] | None = None) -> int:
+def run_offline(kind: RunKind[Any], config: OfflineConfig, trainer_cls: type[OfflineTrainer] | None = None) -> int:
     """Trains as configured.
 
     Args:
@@ -68,7 +69,7 @@ def run_offline(kind: RunKind[Any], config: Any, trainer_cls: type[OfflineTraine
     return run_guarded(config, partial(_run, kind, config, parts))
 
 
-def _run(kind: RunKind[Any], config: Any, parts: Parts) -> None:
+def _run(kind: RunKind[Any], config: OfflineConfig, parts: Parts) -> None:
     ready = prepare(config, parts)
     facts = [*batch_arithmetic(config, train_rows=len(ready.train_dataset)), *kind.words.placement(config)]
     run_session(
@@ -83,7 +84,7 @@ def _run(kind: RunKind[Any], config: Any, parts: Parts) -> None:
     )
 
 
-def prepare(config: Any, parts: Parts) -> OfflinePreflight:
+def prepare(config: OfflineConfig, parts: Parts) -> OfflinePreflight:
     """Looks at the files; raises as ``offline_preflight``."""
     ready = offline_preflight(config, parts.dataset)
     if not parts.scores:
@@ -91,7 +92,7 @@ def prepare(config: Any, parts: Parts) -> OfflinePreflight:
     return replace(ready, ids=replace(ready.ids, pad=padding_of_classifier(ready.tokenizer, ready.ids)))
 
 
-def train(config: Any, ready: OfflinePreflight, parts: Parts, reporter: RunReporter) -> None:
+def train(config: OfflineConfig, ready: OfflinePreflight, parts: Parts, reporter: RunReporter) -> None:
     """Builds the trainer, fits it and ends its workers, on a running Ray."""
     device = choose_device(config.trainer.device)
     scarce = scarcity(config.trainer.device, device, reporter.num_devices)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from hrl.trainer.config.offline.schema import OfflineConfig
 from hrl.trainer.ppo.roles import ResourcePoolManager, Role
 from hrl.trainer.ppo.worker_groups import start_processes
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
@@ -34,7 +35,7 @@ class Learner:
     use_kl_loss: bool = False
 
     @classmethod
-    def of(cls, config: Any) -> Learner:
+    def of(cls, config: OfflineConfig) -> Learner:
         """From the whole configuration of an offline run."""
         return cls(config.optim, config.optim.clip_grad, config.model.fsdp_config, config.checkpoint)
 
@@ -47,7 +48,7 @@ class OneRole:
     actor: Learner
 
 
-def policy_worker(config: Any, total_steps: int, runtime: Runtime, path: str) -> RayClassWithInitArgs:
+def policy_worker(config: OfflineConfig, total_steps: int, runtime: Runtime, path: str) -> RayClassWithInitArgs:
     """The worker of a policy that learns."""
     roles = OneRole(config.model, Learner.of(config))
     return RayClassWithInitArgs(
@@ -55,7 +56,7 @@ def policy_worker(config: Any, total_steps: int, runtime: Runtime, path: str) ->
     )
 
 
-def reward_model_worker(config: Any, total_steps: int, runtime: Runtime, path: str) -> RayClassWithInitArgs:
+def reward_model_worker(config: OfflineConfig, total_steps: int, runtime: Runtime, path: str) -> RayClassWithInitArgs:
     """The worker of a reward model that learns."""
     roles = OneRole(config.model, Learner.of(config))
     return RayClassWithInitArgs(RewardModelWorker, roles, roles.actor, total_steps, runtime=runtime, model_path=path)
@@ -76,7 +77,7 @@ class OfflineWorkers:
     processes: list[RayWorkerGroup]
 
     @classmethod
-    def start(cls, config: Any, role: Role, worker: RayClassWithInitArgs, *, use_gpu: bool) -> OfflineWorkers:
+    def start(cls, config: OfflineConfig, role: Role, worker: RayClassWithInitArgs, *, use_gpu: bool) -> OfflineWorkers:
         """Starts ``trainer.n_gpus_per_node`` processes on each of ``trainer.nnodes`` machines and loads the model.
 
         Raises:
