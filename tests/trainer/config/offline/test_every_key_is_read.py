@@ -11,17 +11,14 @@ from hrl.trainer.config.offline.kinds import KINDS
 PACKAGE = Path(__file__).parents[4] / "hrl"
 TRAINER = PACKAGE / "trainer"
 SCHEMA = TRAINER / "config" / "offline" / "schema.py"
+RUN = [*(TRAINER / "offline").glob("*.py"), SCHEMA]
 FILES = {
-    "data": [*(PACKAGE / "data" / "offline").glob("*.py"), *(TRAINER / "offline").glob("*.py")],
-    "model": [*(TRAINER / "offline").glob("*.py"), *(PACKAGE / "workers").rglob("*.py")],
-    "optim": [PACKAGE / "workers" / "engine" / "optim.py", TRAINER / "offline" / "workers.py"],
-    "checkpoint": [*(PACKAGE / "workers").glob("*.py"), *(TRAINER / "offline").glob("*.py")],
-    "algorithm": [*(TRAINER / "offline").glob("*.py"), TRAINER / "config" / "offline" / "schema.py"],
-    "trainer": [
-        *TRAINER.glob("*.py"),
-        *(TRAINER / "offline").glob("*.py"),
-        TRAINER / "config" / "offline" / "schema.py",
-    ],
+    "data": [*(PACKAGE / "data" / "offline").glob("*.py"), *RUN],
+    "model": [*(PACKAGE / "workers").rglob("*.py"), *RUN],
+    "optim": [PACKAGE / "workers" / "engine" / "optim.py", *RUN],
+    "checkpoint": [*(PACKAGE / "workers").glob("*.py"), *RUN],
+    "algorithm": RUN,
+    "trainer": [*TRAINER.glob("*.py"), TRAINER / "ppo" / "worker_groups.py", *RUN],
 }
 BY_ARITHMETIC = {"trainer.total_epochs", "trainer.total_training_steps"}  # the number of steps
 
