@@ -5,18 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hrl.data.model_source import find_on_this_node
 from hrl.protocol import DataProto
 from hrl.single_controller.base.decorator import Dispatch, register
 from hrl.workers.actor_rollout_ref import ROW_COLUMNS
-from hrl.workers.model_worker import ModelWorker
-from hrl.workers.runtime import Runtime, join_world
+from hrl.workers.runtime import Runtime
+from hrl.workers.scalar_worker import ScalarModelWorker
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
 
 
-class CriticWorker(ModelWorker):
+class CriticWorker(ScalarModelWorker):
     """One rank of the critic.
 
     Args:
@@ -29,25 +28,7 @@ class CriticWorker(ModelWorker):
     def __init__(
         self, config: Any, total_optimizer_steps: int | None = None, *, runtime: Runtime, model_path: str
     ) -> None:
-        super().__init__(runtime, model_path)
-        self.config = config
-        self.total_optimizer_steps = total_optimizer_steps
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Loads the backbone with a scalar head, its optimizer and schedule."""
-        from hrl.workers.engine.loading import ModelSource
-        from hrl.workers.value_model import ValueModel
-
-        self.model_path = str(find_on_this_node(self.model_path))
-        self.value_model = ValueModel(
-            ModelSource.of(self.config.model, self.model_path, self.runtime),
-            self.config,
-            self.config.model.fsdp_config,
-            device=join_world(self.runtime),
-            total_steps=self.total_optimizer_steps,
-            run_folder=Path(self.runtime.run_folder),
-        )
+        super().__init__(config, config, total_optimizer_steps, runtime=runtime, model_path=model_path)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def compute_values(self, batch: DataProto, plan: RankPlan | None) -> DataProto:

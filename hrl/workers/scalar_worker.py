@@ -1,0 +1,53 @@
+"""What a critic and a reward model have in common as workers: a backbone with a scalar head."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hrl.data.model_source import find_on_this_node
+from hrl.single_controller.base.decorator import Dispatch, register
+from hrl.workers.model_worker import ModelWorker
+from hrl.workers.runtime import Runtime, join_world
+
+
+class ScalarModelWorker(ModelWorker):
+    """One rank of a model with one number per token.
+
+    Args:
+        config: its section ``model`` is read.
+        train: ``optim``, ``grad_clip`` and what else its updates want; ``None`` for a frozen model.
+        total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
+        runtime: device, threads, widths and deadlines of this process.
+        model_path: folder of the model it starts from, on the driver's node.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        train: Any | None,
+        total_optimizer_steps: int | None,
+        *,
+        runtime: Runtime,
+        model_path: str,
+    ) -> None:
+        super().__init__(runtime, model_path)
+        self.config = config
+        self.train = train
+        self.total_optimizer_steps = total_optimizer_steps
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the backbone with its head and, where it learns, its optimizer and schedule."""
+        from hrl.workers.engine.loading import ModelSource
+        from hrl.workers.value_model import ValueModel
+
+        self.model_path = str(find_on_this_node(self.model_path))
+        self.value_model = ValueModel(
+            ModelSource.of(self.config.model, self.model_path, self.runtime),
+            self.train,
+            self.config.model.fsdp_config,
+            device=join_world(self.runtime),
+            total_steps=self.total_optimizer_steps,
+            run_folder=Path(self.runtime.run_folder),
+        )
