@@ -33,3 +33,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Shows a table of the tests that need a CUDA device, if these were asked for."""
+    if config.option.markexpr != "gpu":
+        return
+    from tests import gpu_table
+
+    terminalreporter.section("GPU tests")
+    for line in gpu_table.table(gpu_table.rows_of(terminalreporter.stats, gpu_table.device_name())):
+        terminalreporter.write_line(line)

@@ -161,7 +161,6 @@ def test_the_adapter_names_what_it_does_not_have():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("window", [None, 5])
 def test_cuda_kernels_agree_with_the_cpu(window):
     segments = make_layout([(37, [20, 5, 33]), (64, [])])
@@ -174,3 +173,38 @@ def test_cuda_kernels_agree_with_the_cpu(window):
     torch.testing.assert_close(got.float().cpu(), want, rtol=2e-2, atol=2e-2)
     for mine, theirs in zip(got_grads, want_grads, strict=True):
         torch.testing.assert_close(mine.float().cpu(), theirs, rtol=5e-2, atol=1e-1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2)], ids=["every head its own keys", "grouped queries"])
+def test_cuda_kernels_agree_with_sdpa_over_whole_sequences(heads, kv_heads):
+    """Shared prompts against what they stand for: each response behind a copy of its prompt."""
+    groups = [(129, [64, 1, 200]), (33, [17, 17])]
+    segments = make_layout(groups)
+    query, key, value = (
+        t.detach().cuda().bfloat16().requires_grad_()
+        for t in inputs(segments.num_tokens, heads, kv_heads, width=64, dtype=torch.float32)
+    )
+    got = packed_attention(query, key, value, segments, scale=0.125)
+
+    want, position = torch.empty_like(got), 0
+    for prompt, responses in groups:
+        shared = range(position, position + prompt)
+        position += prompt
+        for tokens in responses:
+            own = range(position, position + tokens)
+            position += tokens
+            rows = torch.tensor([*shared, *own], device="cuda")
+            q, k, v = (t[rows].transpose(0, 1)[None] for t in (query, key, value))
+            out = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=0.125, enable_gqa=heads != kv_heads
+            )
+            # A prompt's rows are the same in every copy of it: the last one's stay, and so does their gradient.
+            want = want.index_copy(0, rows, out[0].transpose(0, 1))
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+    weight = torch.randn_like(got)
+    got_grads = torch.autograd.grad((got * weight).sum(), (query, key, value))
+    want_grads = torch.autograd.grad((want * weight).sum(), (query, key, value))
+    for mine, theirs in zip(got_grads, want_grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)

@@ -122,3 +122,32 @@ def test_the_largest_tensor_is_a_tile(monkeypatch):
         log_prob, entropy, _ = token_statistics(hidden, weight, labels, 1.0, chunk=2048, with_entropy=True)
         (log_prob.sum() + entropy.sum()).backward()
     assert largest <= max(2048, weight.numel())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_bfloat16_on_a_gpu_agrees_with_float64_and_holds_a_tile(temperature):
+    tokens, width, vocabulary, chunk = 2048, 256, 32000, 1 << 22
+    hidden, weight, labels = inputs(tokens, width, vocabulary, torch.float32)
+    low = [t.detach().mul(0.1).bfloat16().cuda().requires_grad_() for t in (hidden, weight)]
+    labels, scale = labels.cuda(), torch.linspace(-1.0, 2.0, tokens, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    held = torch.cuda.memory_allocated()
+
+    log_prob, entropy, _ = token_statistics(*low, labels, temperature, chunk=chunk, with_entropy=True)
+    grads = torch.autograd.grad((scale * log_prob + 0.5 * entropy).sum(), low)
+    peak = torch.cuda.max_memory_allocated() - held
+
+    exact = [t.detach().double().requires_grad_() for t in low]
+    want_log_prob, want_entropy = plain(*exact, labels, temperature)
+    want_grads = torch.autograd.grad((scale * want_log_prob + 0.5 * want_entropy).sum(), exact)
+    assert log_prob.dtype == entropy.dtype == torch.float32 and grads[0].dtype == torch.bfloat16
+    # Products of bfloat16 numbers are exact in float32: what is left is the order of the sums.
+    torch.testing.assert_close(log_prob.double(), want_log_prob, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(entropy.double(), want_entropy, rtol=1e-4, atol=1e-3)
+    for mine, theirs in zip(grads, want_grads, strict=True):
+        error = (mine.double() - theirs).norm() / theirs.norm()
+        assert error < 2e-2, float(error)
+    all_logits = 4 * tokens * vocabulary
+    assert peak < all_logits, f"{peak >> 20} MiB at once, the logits alone have {all_logits >> 20}"

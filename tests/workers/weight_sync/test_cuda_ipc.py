@@ -15,7 +15,7 @@ from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = pytest.mark.gpu
 
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)]
 MANIFEST = Manifest.build(SPECS, 3000)

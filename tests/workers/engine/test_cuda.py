@@ -1,0 +1,191 @@
+"""The engine on one GPU: FSDP2 over NCCL, the same numbers as on a CPU, and what offloading moves."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hrl.batching import RankPlan
+from hrl.protocol import DataProto
+from hrl.workers.policy import Policy
+from tests.workers.engine.ranks import CPU, gradients
+from tests.workers.engine.tiny import (
+    SHAPE,
+    actor_config,
+    fsdp_config,
+    make_batch,
+    model_config,
+    plan_rows,
+    save_llama,
+    save_mixture,
+)
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda", 0)
+OFFLOAD = {"param_offload": True, "optimizer_offload": True}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    """A world of this process alone, with a backend for each device, as a run's has."""
+    torch.cuda.set_device(CUDA)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+def policy_on(device: torch.device, folder: Path, dtype: str = "float32", **fsdp) -> Policy:
+    return Policy(model_config(folder), actor_config(), fsdp_config(dtype, **fsdp), device=device, total_steps=10)
+
+
+def batch_and_plan() -> tuple[DataProto, RankPlan]:
+    batch = make_batch()
+    return batch, plan_rows(batch, 1, 2).ranks[0]
+
+
+def moments_of(policy: Policy) -> dict[str, torch.Tensor]:
+    """Both moments of every parameter."""
+    optimizer = policy.engine.optimizer
+    return {
+        f"{key}.{name}": optimizer.adamw.state[parameter][key].to_local()
+        for parameter, name in optimizer.names.items()
+        for key in ("exp_avg", "exp_avg_sq")
+    }
+
+
+def weights_of(policy: Policy) -> dict[str, torch.Tensor]:
+    """Every parameter; on one rank its shard is all of it."""
+    return {name: p.detach().to_local() for name, p in policy.engine.module.named_parameters()}
+
+
+def state_of(policy: Policy) -> dict[str, torch.Tensor]:
+    """Copies of both, on the CPU."""
+    return {name: tensor.cpu().clone() for name, tensor in (weights_of(policy) | moments_of(policy)).items()}
+
+
+def homes(policy: Policy) -> set[str]:
+    """The devices of parameters and moments."""
+    return {tensor.device.type for tensor in (weights_of(policy) | moments_of(policy)).values()}
+
+
+def test_log_probs_and_gradients_are_those_of_a_cpu(llama):
+    batch, plan = batch_and_plan()
+    ours, theirs = policy_on(CUDA, llama), policy_on(CPU, llama)
+    assert dist.get_backend_config(dist.group.WORLD) == "cpu:gloo,cuda:nccl" and ours.engine.mesh.device_type == "cuda"
+
+    got, want = (p.compute_log_prob(batch, plan).batch["old_log_probs"] for p in (ours, theirs))
+    assert got.device == CPU
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    got_gradients, want_gradients = gradients(ours, batch, plan), gradients(theirs, batch, plan)
+    for name, want_gradient in want_gradients.items():
+        torch.testing.assert_close(got_gradients[name].cpu(), want_gradient, rtol=1e-3, atol=1e-5, msg=name)
+
+
+def test_bfloat16_takes_the_variable_length_kernels_and_stays_near_float32(llama):
+    batch, plan = batch_and_plan()
+    policy = policy_on(CUDA, llama, "bfloat16", model_dtype="float32")
+    got = policy.compute_log_prob(batch, plan).batch["old_log_probs"]
+    want = policy_on(CUDA, llama).compute_log_prob(batch, plan).batch["old_log_probs"]
+    mask = batch.batch["response_mask"].bool()
+    assert 0 < (got - want)[mask].abs().mean() < 0.05
+    metrics = policy.update(batch, plan)
+    assert metrics["actor/skipped_steps"].result() == 0 and metrics["actor/grad_norm"].result() > 0
+    assert {p.dtype for p in policy.engine.module.parameters()} == {torch.float32}
+
+
+def test_a_mixture_of_experts_leaves_the_gpu_as_it_lies_in_its_folder(tmp_path):
+    folder = save_mixture(tmp_path, "qwen3_moe")
+    sent = dict(policy_on(CUDA, folder, **OFFLOAD).iter_full_params(torch.float32))
+    want = load_file(folder / "model.safetensors")
+    assert sent.keys() == want.keys() and all(torch.equal(sent[name].cpu(), want[name]) for name in want)
+
+
+def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    assert mine.keys() == theirs.keys()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_offloading_moves_everything_there_and_back_and_changes_no_number(llama):
+    batch, plan = batch_and_plan()
+    policy = policy_on(CUDA, llama, **OFFLOAD)
+    assert homes(policy) == {"cpu"}
+    for _ in range(2):
+        policy.update(batch, plan)
+        assert homes(policy) == {"cpu"}
+    state = state_of(policy)
+    offloaded = policy.compute_log_prob(batch, plan).batch["old_log_probs"]
+    assert homes(policy) == {"cpu"}
+    policy.onload()
+    assert homes(policy) == {"cuda"}
+    assert_equal(state_of(policy), state)
+    policy.offload()
+    assert homes(policy) == {"cpu"}
+    assert_equal(state_of(policy), state)
+
+    stayed = policy_on(CUDA, llama)
+    assert homes(stayed) == {"cuda"}
+    with torch.no_grad():
+        for name, tensor in weights_of(stayed).items():
+            tensor.copy_(state[name])
+    torch.testing.assert_close(stayed.compute_log_prob(batch, plan).batch["old_log_probs"], offloaded)
+
+
+def test_an_offloaded_policy_holds_no_memory_of_the_gpu_between_its_calls(tmp_path):
+    batch, plan = batch_and_plan()
+    wide = LlamaConfig(**(SHAPE | {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1024}))
+    LlamaForCausalLM(wide).save_pretrained(tmp_path)
+
+    def work() -> Policy:
+        policy = policy_on(CUDA, tmp_path, **OFFLOAD)
+        policy.update(batch, plan)
+        policy.compute_log_prob(batch, plan)
+        torch.cuda.synchronize()
+        return policy
+
+    work()  # libraries keep their workspaces
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    policy = work()
+    weights = sum(tensor.nbytes for tensor in weights_of(policy).values())
+    assert weights > 30 << 20 and torch.cuda.memory_allocated() - before < weights / 8
+
+
+def test_an_offloaded_state_is_saved_exported_and_loaded_where_it_lies(llama, tmp_path, monkeypatch):
+    """Beside an engine that is awake a GPU has no room for parameters and moments."""
+    batch, plan = batch_and_plan()
+    policy, resumed = (policy_on(CUDA, llama, **OFFLOAD) for _ in range(2))
+    policy.update(batch, plan)
+    with monkeypatch.context() as patch:
+        for engine in (policy.engine, resumed.engine):
+            patch.setattr(engine, "onload", lambda **_: pytest.fail("brought to the GPU"))
+        policy.save(tmp_path / "state")
+        policy.export_hf(tmp_path / "hf")
+        resumed.load(tmp_path / "state")
+
+    assert homes(resumed) == {"cpu"}
+    assert_equal(state_of(resumed), state_of(policy))
+    exported = load_file(tmp_path / "hf" / "model.safetensors")
+    assert_equal(exported, {name.removeprefix("model."): tensor for name, tensor in weights_of(policy).items()})
+    norms = [p.update(batch, plan)["actor/grad_norm"].result() for p in (policy, resumed)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+def test_weights_for_a_sync_are_gathered_on_the_gpu(llama):
+    policy = policy_on(CUDA, llama, **OFFLOAD)
+    want = load_file(llama / "model.safetensors")
+    for name, tensor in policy.iter_full_params(torch.bfloat16):
+        assert tensor.is_cuda and tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor.cpu(), want[name].bfloat16()), name

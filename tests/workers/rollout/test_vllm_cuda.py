@@ -1,0 +1,103 @@
+"""The real vLLM engine beside a trainer on one GPU: it gives its memory away, takes it back in two stages, and gets its
+weights by CUDA IPC."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hrl.workers.rollout.base import EngineUnusableError
+from hrl.workers.rollout.host import RolloutHost, TokenInfo
+from tests.workers.rollout import models
+from tests.workers.rollout.settings import prompt_batch, rollout_config
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
+
+CUDA = torch.device("cuda", 0)
+STOP, VOCAB, P, R = 2, 49152, 64, 24
+PROMPTS = [[1, 4093, 198, 1780], [1, 788, 253, 1675, 30], [1, 2683]]
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    from hrl.data.model_source import resolve_model
+
+    return resolve_model("bundled:smollm2-135m-instruct")
+
+
+@pytest.fixture(scope="module")
+def host(folder) -> Iterator[RolloutHost]:
+    torch.cuda.set_device(CUDA)
+    with RolloutHost(
+        rollout_config("vllm", gpu_memory_utilization=0.4),
+        str(folder),
+        TokenInfo(STOP, (STOP,), VOCAB),
+        max_prompt_length=P,
+        max_response_length=R,
+        device=CUDA,
+    ) as host:
+        yield host
+
+
+@pytest.fixture(scope="module")
+def original(folder):
+    return models.load(folder, torch.bfloat16).to(CUDA)
+
+
+def greedy(host: RolloutHost) -> torch.Tensor:
+    return host.generate_sequences(prompt_batch(PROMPTS, n=1, width=P, validate=True)).batch["responses"]
+
+
+def push(host: RolloutHost, version: int, model) -> None:
+    report = host.push_weights(version, models.specs(model, torch.bfloat16), models.parameters(model))
+    assert [receiver.version for receiver in report.receivers] == [version]
+
+
+def free_gib() -> float:
+    torch.cuda.synchronize()
+    return torch.cuda.mem_get_info(CUDA)[0] / GIB
+
+
+def score_error(host: RolloutHost, model, tokens: list[int]) -> float:
+    exact = model(input_ids=torch.tensor([tokens], device=CUDA)).logits[0, :-1].float().log_softmax(-1)
+    exact = exact.gather(-1, torch.tensor(tokens[1:], device=CUDA)[:, None])[:, 0].cpu()
+    return float((torch.tensor(host.score(tokens)) - exact).abs().mean())
+
+
+def test_sleep_gives_memory_back_and_the_two_stages_of_waking_take_it_again(host, original):
+    assert host.supports_sleep
+    push(host, 1, original)
+    before, awake = greedy(host), free_gib()
+
+    host.sleep()
+    asleep = free_gib()
+    assert asleep - awake > 4
+    with pytest.raises(EngineUnusableError, match="sleep level 2"):
+        greedy(host)
+
+    host.wake(("weights",))
+    half = free_gib()
+    assert awake + 2 < half < asleep  # the cache is still away
+    push(host, 2, original)
+    host.wake(("kv_cache",))
+
+    assert abs(free_gib() - awake) < 1
+    assert torch.equal(greedy(host), before) and host.policy_version == 2
+
+
+@torch.no_grad()
+def test_weights_by_cuda_ipc_are_the_ones_sampled_from(host, folder, original):
+    tokens = [*PROMPTS[1], *greedy(host)[1].tolist()]
+    changed = models.perturb(models.load(folder, torch.bfloat16), 0.1).to(CUDA)
+    noise = score_error(host, original, tokens)
+
+    push(host, 3, changed)
+    assert score_error(host, changed, tokens) < max(3 * noise, 0.1)
+    assert score_error(host, original, tokens) > 1
+    push(host, 4, original)
+    assert score_error(host, original, tokens) == pytest.approx(noise, abs=1e-3)
