@@ -32,6 +32,7 @@ _OUTPUTS = (
     "config.yaml",
     "environment.json",
     "rollouts",
+    "nonfinite",
     "reward_curve.png",
     "loss_curve.png",
     "report.html",

@@ -47,10 +47,13 @@ def test_outputs_of_an_earlier_run_are_moved_aside_and_kept(tmp_path):
         assert not folder.metrics_file.exists()
         folder.metrics_file.write_text(text)
         folder.write_rollouts(1, [{"text": text}])
+        (tmp_path / "nonfinite").mkdir()
+        (tmp_path / "nonfinite" / f"{text}.json").touch()
         folder.close()
     assert (tmp_path / "earlier/1/metrics.jsonl").read_text() == "first"
     assert (tmp_path / "earlier/2/metrics.jsonl").read_text() == "second"
     assert read_jsonl(tmp_path / "earlier/2/rollouts/step_1.jsonl") == [{"text": "second"}]
+    assert [file.name for file in (tmp_path / "earlier/2/nonfinite").iterdir()] == ["second.json"]
     assert (tmp_path / "metrics.jsonl").read_text() == "third"
 
 
