@@ -142,7 +142,7 @@ def dump(skipped: SkippedStep, folder: Path) -> Path | None:
         logger.warning("%s is not kept: this rank has kept %d batches in %s", skipped.name, MAX_DUMPS, folder)
         return None
     columns = unpadded(skipped.batch, skipped.plan.micro_batches)
-    description = json.dumps(_described(skipped, columns), indent=1, default=_plain) + "\n"
+    description = json.dumps(_plain(_described(skipped, columns)), indent=1) + "\n"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / f"{skipped.name}.safetensors", save(columns))
@@ -162,10 +162,10 @@ def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str,
         "skipped_in_a_row": skipped.in_a_row,
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
-        "grad_norm": _number(symptoms.grad_norm),
+        "grad_norm": symptoms.grad_norm,
         "lr": symptoms.lr,
         "micro_batches": [
-            {"loss": _number(loss), "uids": [str(uid) for uid in uids[list(picked)]]}
+            {"loss": loss, "uids": [*uids[list(picked)]]}
             for loss, picked in zip(symptoms.losses, skipped.plan.micro_batches, strict=True)
         ],
         "not_finite": {
@@ -214,11 +214,14 @@ def _write(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-def _number(value: float) -> float | str:
-    """JSON has no NaN and no infinity."""
-    return value if math.isfinite(value) else str(value)
-
-
 def _plain(value: Any) -> Any:
-    """Sections of the configuration as their fields, anything else as text."""
-    return vars(value) if hasattr(value, "__dict__") else str(value)
+    """What JSON has: sections of the configuration as their fields, NaN and infinity as text, and so anything else."""
+    if value is None or isinstance(value, str | bool | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if hasattr(value, "__dict__"):
+        value = vars(value)
+    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else str(value)

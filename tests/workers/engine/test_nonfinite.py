@@ -6,6 +6,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -55,7 +56,7 @@ def poisoned_batch(step: int = 7):
     """One advantage of row 5 is NaN."""
     batch = make_batch()
     batch.batch["advantages"][POISONED, 0] = float("nan")
-    batch.meta_info["step"] = step
+    batch.meta_info |= {"step": step, "threshold": float("inf"), "rules": SimpleNamespace(kinds=("k1", None))}
     return batch, plan_rows(batch, 1, 3).ranks[0]
 
 
@@ -79,7 +80,9 @@ def test_the_batch_is_kept_with_what_was_not_finite(llama, tmp_path):
     assert found["columns"] == ["advantages"] and "actor/pg_loss" in found["metrics"] and found["weights"] == []
     assert set(found["gradients"]) <= set(before) and "model.model.norm.weight" in found["gradients"]
     assert (record["step"], record["rank"], record["update"], record["grad_norm"]) == (7, 0, "actor", "nan")
-    assert record["config"]["optim"]["lr"] == 1e-3 and record["meta_info"]["temperature"] == 1.0
+    assert record["config"]["optim"] == vars(policy.config.optim) | {"betas": [0.9, 0.999]}
+    facts = {"temperature": 1.0, "step": 7, "threshold": "inf", "rules": {"kinds": ["k1", None]}}
+    assert record["meta_info"] == facts
     assert all(torch.equal(value, before[name]) for name, value in parameters(policy).items())
 
 
