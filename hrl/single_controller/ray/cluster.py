@@ -13,9 +13,15 @@ import ray
 from hrl.single_controller.processes import guarded_processes
 from hrl.single_controller.ray.address import reaching
 
-# Ray starts a worker per core in advance. A worker group's processes have an environment of their own and use none of
-# them, so they would cost seconds and a hundred megabytes each for nothing.
-_NO_IDLE_WORKERS = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
+_SYSTEM_CONFIG = {
+    # Ray starts a worker per core in advance. A worker group's processes have an environment of their own and use none
+    # of them, so they would cost seconds and a hundred megabytes each for nothing.
+    "prestart_worker_first_driver": False,
+    "enable_worker_prestart": False,
+    # Ray kills the children of a process that it ends, also the resource tracker of `multiprocessing`, before that has
+    # unlinked the others' semaphores. The guard of the process group ends them in the right order.
+    "kill_child_processes_on_worker_exit": False,
+}
 
 
 @contextmanager
@@ -51,7 +57,7 @@ def ray_cluster(
         # It warns that the cluster is protected by a token, which is as it should be.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
-        settings |= {"include_dashboard": False, "_system_config": _NO_IDLE_WORKERS}
+        settings |= {"include_dashboard": False, "_system_config": _SYSTEM_CONFIG}
     with reaching(address):
         ray.init(address=address, **(settings | ray_kwargs))
     try:

@@ -150,6 +150,7 @@ class RolloutWorkerExtension:
         if multiprocessing.parent_process() is not None:
             die_with_parent()
         _unlink_collective_memory()
+        self._hrl_unlink_rendezvous()
         rank = self._hrl_rank()
         if not torch.cuda.is_available():
             match_trainer(self.model_runner.get_model(), self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
@@ -186,6 +187,15 @@ class RolloutWorkerExtension:
     def hrl_weights_abort(self) -> dict[str, Any]:
         """Forgets a sync; says which version's weights are here, and whether wholly."""
         return {"intact": self._hrl_receiver.abort(), "version": self._hrl_receiver.served_version}
+
+    def _hrl_unlink_rendezvous(self) -> None:
+        """Removes the file through which the engine's processes met; vLLM leaves it in the folder for temporary files.
+
+        On a CPU nobody looks there again. On a GPU, NCCL's watchdog does, for as long as the engine lives.
+        """
+        method: str = self.distributed_init_method  # type: ignore[attr-defined]
+        if method.startswith(_FILE_STORE) and not torch.cuda.is_available():
+            Path(method.removeprefix(_FILE_STORE)).unlink(missing_ok=True)
 
     def _hrl_rank(self) -> int:
         return int(self.rank)  # type: ignore[attr-defined]

@@ -72,8 +72,18 @@ def others() -> frozenset[int]:
 
 
 @pytest.fixture(scope="module")
-def host(folder, others) -> Iterator[RolloutHost]:
-    with make_host(folder) as host:
+def temporary(tmp_path_factory) -> Path:
+    """Where the engine of ``host`` writes temporary files."""
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def host(folder, others, temporary) -> Iterator[RolloutHost]:
+    host = make_host(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(temporary))
+        host.start()
+    with host:
         yield host
 
 
@@ -273,6 +283,11 @@ def test_a_model_with_another_set_of_tensors_is_refused_by_name(host, folder):
 
     host._sync = None
     host.push_weights(9, models.specs(original, torch.bfloat16), models.parameters(original))
+
+
+def test_an_engine_leaves_no_file_where_its_processes_met(host, temporary):
+    assert host.engine.processes
+    assert list(temporary.glob("vllm_dist_*")) == []
 
 
 def test_an_idle_engine_uses_no_cpu(host):
