@@ -7,9 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from hrl.workers.ops.log_prob import allow_bf16_matmul
 from hrl.workers.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
+
+#: Rows of logits computed at once. One number for all batches: kernels sum in another order for other shapes, and a token's
+#: logits must not depend on how many other requests are running, or a seed would not give the same tokens again.
+HEAD_ROWS = 32
 
 
 def match_trainer(model: nn.Module, model_type: str) -> None:
@@ -20,6 +25,9 @@ def match_trainer(model: nn.Module, model_type: str) -> None:
         return
     # What multiplies in float32 here is the head (`head_dtype`), on numbers that are bfloat16 anyway.
     allow_bf16_matmul()
+    head: Any = getattr(model, "logits_processor", None)
+    if head is not None:
+        head._apply_head = _apply_head
     if model_type in PLAIN_RESIDUAL_FAMILIES:
         for module in model.modules():
             if type(module) is RMSNorm:
@@ -30,3 +38,11 @@ def _forward(norm: Any, original: Any, hidden: Tensor, residual: Tensor | None =
     if residual is None:
         return original(hidden)
     return add_and_norm(hidden, residual, norm.weight, norm.variance_epsilon)
+
+
+def _apply_head(head: nn.Module, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    """Float32 logits ``(t, V)`` of ``hidden (t, H)``, in place of vLLM's projection."""
+    weight = head.weight.float()
+    wide_bias = None if bias is None else bias.float()
+    blocks = functional.pad(hidden.float(), (0, 0, 0, -len(hidden) % HEAD_ROWS)).split(HEAD_ROWS)
+    return torch.cat([functional.linear(block, weight, wide_bias) for block in blocks])[: len(hidden)]
