@@ -38,8 +38,8 @@ class HfModelWriter:
         self._form = CheckpointForm.of(model)
         # Tied parameters appear once, under the name that the trainer gives them too.
         self._tensors = dict(saved_tensors(model))
-        self._shapes = {piece.name: piece.shape for name in self._tensors for piece in self._form.pieces(name)}
-        self._holders = {piece.name: name for name in self._tensors for piece in self._form.pieces(name)}
+        # Which of them holds a tensor of the checkpoint, and its shape.
+        self._holders = {piece.name: (name, piece.shape) for name in self._tensors for piece in self._form.pieces(name)}
         self._positions: tuple[str, dict[str, Tensor]] = ("", {})
         self._written: set[str] = set()
 
@@ -49,20 +49,20 @@ class HfModelWriter:
     @torch.no_grad()
     def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         for name, tensor in weights:
-            shape = self._shapes.get(name)
-            if shape is None:
+            if name not in self._holders:
                 raise WeightSyncError(f"the model has no parameter {name!r}")
+            holder, shape = self._holders[name]
             if shape != tuple(tensor.shape):
                 raise WeightSyncError(f"{name!r} is {shape} in the model, received {tuple(tensor.shape)}")
-            holder = self._tensors[self._holders[name]]
-            if self._form.is_whole(self._holders[name]):
-                holder.copy_(tensor)
+            target = self._tensors[holder]
+            if self._form.is_whole(holder):
+                target.copy_(tensor)
             else:
-                holder.view(-1)[self._positions_of(name)] = tensor.to(holder)
+                target.view(-1)[self._positions_in(holder)[name]] = tensor.to(target)
             self._written.add(name)
 
     def finish(self) -> None:
-        missing = sorted(self._shapes.keys() - self._written)
+        missing = sorted(self._holders.keys() - self._written)
         if missing:
             raise WeightSyncError(f"the trainer sent nothing for {', '.join(missing[:8])}")
 
@@ -70,15 +70,15 @@ class HfModelWriter:
         """What was written stays; the receiver counts the model as broken until the next complete set."""
 
     def read_back(self, name: str) -> Tensor | None:
-        holder = self._tensors[self._holders[name]].detach()
-        return holder if self._form.is_whole(self._holders[name]) else holder.view(-1)[self._positions_of(name)]
+        holder, _ = self._holders[name]
+        tensor = self._tensors[holder].detach()
+        return tensor if self._form.is_whole(holder) else tensor.view(-1)[self._positions_in(holder)[name]]
 
-    def _positions_of(self, name: str) -> Tensor:
-        """Where a piece lies in the flattened tensor that holds it; the pieces of a tensor come one after the other."""
-        holder = self._holders[name]
+    def _positions_in(self, holder: str) -> dict[str, Tensor]:
+        """Where pieces lie in the flattened tensor that holds them; those of one tensor come one after the other."""
         if self._positions[0] != holder:
             self._positions = holder, self._form.positions(holder, self._tensors[holder].shape)
-        return self._positions[1][name]
+        return self._positions[1]
 
 
 @dataclass
