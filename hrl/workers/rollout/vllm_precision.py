@@ -12,8 +12,8 @@ from torch.nn import functional
 from hrl.workers.ops.log_prob import allow_bf16_matmul
 from hrl.workers.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
 
-#: Rows of logits computed at once. One number for all batches: kernels sum in another order for other shapes, and a token's
-#: logits must not depend on how many other requests are running, or a seed would not give the same tokens again.
+#: Rows of logits computed at once, one number for all batches: for other shapes kernels sum in another order, and a
+#: token's logits must not depend on how many other requests run, or a seed would not give the same tokens again.
 HEAD_ROWS = 32
 
 
