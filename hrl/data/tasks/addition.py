@@ -20,8 +20,10 @@ DATA_SOURCE = "bundled/addition"
 SPLITS = ("train", "val", "all")
 _HELD_OUT_PAIRS = 8
 _HELD_OUT_SEED = 20_240
-_ERRORS = (-2, -1, 1, 2)
-_ERRORS_OF_TWO = (-1, 1, 2, 3)  # 0 is no answer that anybody would give to 1 + 1
+_SMALLEST, _LARGEST = 2, 18
+# Around the circle of all sums: every number is a wrong answer about as often as a right one, so that only the question
+# tells which it is.
+_ERRORS = (3, 6, 9, 12)
 
 
 def held_out() -> frozenset[tuple[int, int]]:
@@ -49,7 +51,7 @@ def rows(split: str) -> Iterator[dict[str, Any]]:
 
 
 def pairs(split: str) -> Iterator[dict[str, Any]]:
-    """Every sum of a split four times, its answer beside a number that is wrong by one or two.
+    """Every sum of a split four times, its answer beside another sum's.
 
     Raises:
         DatasetError: as `rows`.
@@ -59,10 +61,10 @@ def pairs(split: str) -> Iterator[dict[str, Any]]:
             "data_source": f"{DATA_SOURCE}_pairs",
             "prompt": _prompt(a, b),
             "chosen": _answer(a + b),
-            "rejected": _answer(a + b + error),
+            "rejected": _answer(_SMALLEST + (a + b - _SMALLEST + error) % (_LARGEST - _SMALLEST + 1)),
         }
         for a, b in _sums(split)
-        for error in (_ERRORS if a + b > 2 else _ERRORS_OF_TWO)
+        for error in _ERRORS
     )
 
 
