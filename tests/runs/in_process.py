@@ -40,6 +40,9 @@ class Done:
     def get(self, timeout_s: float | None = None) -> list[Any]:
         return self.results
 
+    def done(self) -> bool:
+        return True
+
 
 class InProcessGroup(WorkerGroup):
     """One rank, an object per role; made and called as a `RayWorkerGroup` is."""
@@ -48,6 +51,10 @@ class InProcessGroup(WorkerGroup):
         super().__init__(1, ray_cls_with_init.methods(), call_timeout_s)
         self._classes = ray_cls_with_init
         self._objects = {role: construct() for role, construct in ray_cls_with_init.roles().items()}
+
+    @classmethod
+    def start_together(cls, groups: Sequence[InProcessGroup]) -> None:
+        """They were there when they were made."""
 
     def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> Done:
         (call,) = calls

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, Self
@@ -12,6 +14,11 @@ from typing import Any, Protocol, Self
 from hrl.protocol import DataProtoFuture
 from hrl.single_controller.base.decorator import Dispatch, Execute, MethodSpec
 from hrl.single_controller.base.dispatch import RankCall, dispatch
+from hrl.single_controller.base.errors import WorkerError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
 
 
 class ResourcePool:
@@ -73,6 +80,9 @@ class PendingResults(Protocol):
             WorkerTimeoutError: a rank has not answered in time.
         """
 
+    def done(self) -> bool:
+        """Whether `get` would return at once; raises what `get` would raise at once."""
+
 
 class GroupFuture(DataProtoFuture):
     """What a non-blocking call returns: `get()` waits for the ranks and gives what a blocking call would have given."""
@@ -83,6 +93,38 @@ class GroupFuture(DataProtoFuture):
     def get(self, timeout_s: float | None = None) -> Any:
         """Waits for the result, at most `timeout_s` from now; None is until the deadline the call was made with."""
         return self.collect_fn(_results_of(self.futures, timeout_s))
+
+    def done(self) -> bool:
+        """Whether `get` would return at once; raises what `get` would raise at once."""
+        return all(pending.done() for pending in self.futures)
+
+
+def wait_for_all(futures: Sequence[GroupFuture]) -> list[Any]:
+    """The results of calls that run side by side, each by its own deadline.
+
+    Raises:
+        WorkerError: the first failure of any call, at once. Calls that have failed too by then are in the log.
+    """
+    waiting = list(futures)
+    while waiting:
+        for future in list(waiting):
+            try:
+                if future.done():
+                    waiting.remove(future)
+            except WorkerError:
+                _log_failures(other for other in waiting if other is not future)
+                raise
+        if waiting:
+            time.sleep(_POLL_S)
+    return [future.get() for future in futures]
+
+
+def _log_failures(futures: Iterable[GroupFuture]) -> None:
+    for future in futures:
+        try:
+            future.done()
+        except WorkerError as error:
+            logger.error("failed too: %s", error.summary)
 
 
 def _results_of(pending: list[PendingResults], timeout_s: float | None) -> list[Any]:

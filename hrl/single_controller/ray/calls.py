@@ -53,6 +53,17 @@ class PendingCalls:
             self._take(ready[0], deadline)
         return [self._results[rank] for rank in sorted(self._results)]
 
+    def done(self) -> bool:
+        """Whether every rank has answered (see `PendingResults.done`)."""
+        while self._open:
+            ready, _ = ray.wait(list(self._open), num_returns=1, timeout=0)
+            if not ready:
+                if time.monotonic() >= self._deadline:
+                    raise self._timed_out(sorted(self._open.values()), self._timeout_s)
+                return False
+            self._take(ready[0], self._deadline)
+        return True
+
     def _take(self, ref: ray.ObjectRef, deadline: float) -> None:
         """Moves a finished rank's result over, or raises its error."""
         rank = self._open[ref]

@@ -29,6 +29,8 @@ _STUCK_GRACE_S = 10.0
 class RankProcesses:
     """One process per slot of a pool; several worker groups may be views of it.
 
+    They start when this is made and are ready for calls after `connect`.
+
     Args:
         pool: where they run.
         name: in front of each process's name.
@@ -37,7 +39,6 @@ class RankProcesses:
 
     Raises:
         PlacementError: the cluster lacks the room.
-        WorkerTimeoutError: a process was not up by the deadline.
     """
 
     def __init__(self, pool: RayResourcePool, name: str, environ: Mapping[str, str], start_timeout_s: float) -> None:
@@ -49,18 +50,27 @@ class RankProcesses:
         self._stuck: dict[ray.ObjectRef, int] = {}
         self._stuck_method = ""
         self._ended = False
+        self._start_timeout_s = start_timeout_s
         try:
             for slot, actor_name in zip(slots, self.names, strict=True):
                 self.actors.append(self._start(slot, actor_name, environ))
-            infos = {rank: actor.info.remote() for rank, actor in enumerate(self.actors)}
-            self.infos = self._submit(infos, "start", start_timeout_s).get()
-            port = self._submit({0: self.actors[0].free_port.remote()}, "free_port", start_timeout_s).get()[0]
-            environs = _rank_environs(self.infos, port)
-            done = {rank: actor.set_environ.remote(environs[rank]) for rank, actor in enumerate(self.actors)}
-            self._submit(done, "set_environ", start_timeout_s).get()
         except BaseException:  # whatever comes, Ctrl-C included: no process stays behind
             self.shutdown()
             raise
+        infos = {rank: actor.info.remote() for rank, actor in enumerate(self.actors)}
+        self._starting = self._submit(infos, "start", start_timeout_s)
+
+    def connect(self) -> None:
+        """Waits until the processes are up, and tells each its place among them.
+
+        Raises:
+            WorkerTimeoutError: a process was not up by the deadline.
+        """
+        self.infos = self._starting.get()
+        port = self._submit({0: self.actors[0].free_port.remote()}, "free_port", self._start_timeout_s).get()[0]
+        environs = _rank_environs(self.infos, port)
+        done = {rank: actor.set_environ.remote(environs[rank]) for rank, actor in enumerate(self.actors)}
+        self._submit(done, "set_environ", self._start_timeout_s).get()
 
     def _start(self, slot: Slot, name: str, environ: Mapping[str, str]) -> ray.actor.ActorHandle:
         options = {
@@ -83,14 +93,10 @@ class RankProcesses:
         """Process id by rank, of the processes that have come up."""
         return {rank: info.pid for rank, info in enumerate(self.infos)}
 
-    def construct(self, role: str, spec: ClassWithInitArgs, timeout_s: float) -> None:
-        """Constructs a role's worker on every rank, on all at the same time.
-
-        Raises:
-            WorkerError: a constructor raised.
-        """
+    def construct(self, role: str, spec: ClassWithInitArgs, timeout_s: float) -> PendingCalls:
+        """Begins to construct a role's worker on every rank."""
         refs = {rank: actor.construct.remote(role, spec) for rank, actor in enumerate(self.actors)}
-        self._submit(refs, f"{role}.__init__", timeout_s).get()
+        return self._submit(refs, f"{role}.__init__", timeout_s)
 
     def call(self, role: str, method: str, calls: Sequence[RankCall], timeout_s: float) -> PendingCalls:
         """Starts a method of a role on ranks 0 … len(calls) - 1.

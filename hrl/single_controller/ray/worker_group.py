@@ -11,6 +11,7 @@ import ray
 from hrl.single_controller.base import WorkerGroup
 from hrl.single_controller.base.dispatch import RankCall
 from hrl.single_controller.base.worker import RANK_ENV_NAMES
+from hrl.single_controller.base.worker_group import GroupFuture, wait_for_all
 from hrl.single_controller.ray.calls import PendingCalls
 from hrl.single_controller.ray.colocated import ColocatedClasses, RayClassWithInitArgs, methods_of_role
 from hrl.single_controller.ray.processes import RankProcesses
@@ -33,6 +34,8 @@ class RayWorkerGroup(WorkerGroup):
         start_timeout_s: deadline for the processes to be up, and for each role to be constructed.
         num_threads_per_worker: OMP_NUM_THREADS of each process. None leaves it to the driver's environment, and where
             that is silent to Ray, which sets 1.
+        wait: return when the workers are constructed. Otherwise the processes only begin to start, and `start_together`
+            must have been called before anything else.
 
     Raises:
         PlacementError: the cluster lacks what the pool needs.
@@ -51,6 +54,7 @@ class RayWorkerGroup(WorkerGroup):
         call_timeout_s: float = 1800.0,
         start_timeout_s: float = 300.0,
         num_threads_per_worker: int | None = None,
+        wait: bool = True,
     ) -> None:
         super().__init__(resource_pool.world_size, ray_cls_with_init.methods(), call_timeout_s)
         self.device_name = "cuda" if resource_pool.use_gpu else "cpu"
@@ -58,16 +62,39 @@ class RayWorkerGroup(WorkerGroup):
             raise ValueError(f"device_name={device_name!r}, but pool {resource_pool.name!r} is for {self.device_name}")
         self.resource_pool = resource_pool
         self._colocated = ray_cls_with_init if isinstance(ray_cls_with_init, ColocatedClasses) else None
-        roles = ray_cls_with_init.roles()
+        self._classes = ray_cls_with_init.roles()
+        self._start_timeout_s = start_timeout_s
         prefix = name_prefix or uuid.uuid4().hex[:6]
         environ = _checked_environ(worker_env or {}, num_threads_per_worker)
-        self._processes = RankProcesses(resource_pool, f"{prefix}_{'+'.join(roles)}", environ, start_timeout_s)
+        name = f"{prefix}_{'+'.join(self._classes)}"
+        self._processes = RankProcesses(resource_pool, name, environ, start_timeout_s)
+        if wait:
+            self.start_together([self])
+
+    @classmethod
+    def start_together(cls, groups: Sequence[RayWorkerGroup]) -> None:
+        """Waits until all workers of several groups are constructed; none waits for another's processes.
+
+        Args:
+            groups: made with `wait=False`. If one fails, all are shut down.
+
+        Raises:
+            WorkerError: a worker's constructor raised, or processes were not up in time.
+        """
         try:
-            for role, spec in roles.items():
-                self._processes.construct(role, spec, start_timeout_s)
+            wait_for_all([call for group in groups for call in group._construct()])
         except BaseException:  # whatever comes, Ctrl-C included: no process stays behind
-            self.shutdown()
+            for group in groups:
+                group.shutdown()
             raise
+
+    def _construct(self) -> list[GroupFuture]:
+        self._processes.connect()
+        return [
+            # A process constructs one worker after the other: each one's deadline holds the time of those before it.
+            GroupFuture(self._processes.construct(role, spec, place * self._start_timeout_s), list)
+            for place, (role, spec) in enumerate(self._classes.items(), 1)
+        ]
 
     def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> PendingCalls:
         return self._processes.call(role, method, calls, self.call_timeout_s)

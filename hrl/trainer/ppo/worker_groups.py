@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.single_controller.base import WorkerDiedError, WorkerError
-from hrl.single_controller.base.worker_group import GroupFuture
+from hrl.single_controller.base.worker_group import GroupFuture, wait_for_all
 from hrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
 from hrl.trainer.config.arithmetic import step_sizes
 from hrl.trainer.ppo.roles import ResourcePoolManager, Role
@@ -18,6 +18,8 @@ from hrl.workers.critic import CriticWorker
 from hrl.workers.reward_model import RewardModelWorker
 from hrl.workers.runtime import Runtime
 
+#: The engine last, so that it sees how much memory the others left.
+LOAD_ORDER = (Role.Critic, Role.RefPolicy, Role.RewardModel, Role.Actor, Role.ActorRollout, Role.Rollout)
 #: How long to look for a dead receiver once a weight broadcast has failed at its sender.
 DEATH_NOTICE_S = 10.0
 
@@ -58,7 +60,7 @@ def start_processes(
     manager: ResourcePoolManager,
     worker_group_cls: type[RayWorkerGroup],
 ) -> tuple[dict[Role, RayWorkerGroup], list[RayWorkerGroup]]:
-    """Starts one process per rank of every pool, with an object for each role on that pool.
+    """Starts one process per rank of every pool, with an object for each role on that pool; all pools side by side.
 
     Returns:
         The group of every role, and the groups of processes, one per pool.
@@ -72,7 +74,6 @@ def start_processes(
     for role, worker in role_worker_mapping.items():
         by_pool[manager.mapping[role]][role.value] = worker
     timeouts = config.trainer.timeouts
-    groups: dict[Role, RayWorkerGroup] = {}
     started: list[RayWorkerGroup] = []
     try:
         for pool, class_dict in by_pool.items():
@@ -83,13 +84,17 @@ def start_processes(
                     name_prefix=pool,
                     call_timeout_s=timeouts.call_s,
                     start_timeout_s=timeouts.init_s,
+                    wait=False,
                 )
             )
-            groups |= {Role(name): group for name, group in started[-1].spawn(prefix_set=class_dict).items()}
+        worker_group_cls.start_together(started)
     except BaseException:  # Ctrl-C included: no process stays behind
         for group in started:
             group.shutdown()
         raise
+    groups: dict[Role, RayWorkerGroup] = {}
+    for processes, class_dict in zip(started, by_pool.values(), strict=True):
+        groups |= {Role(name): group for name, group in processes.spawn(prefix_set=class_dict).items()}
     return groups, started
 
 
@@ -109,6 +114,10 @@ def build_worker_groups(
         critic=groups.get(Role.Critic),
         rm=groups.get(Role.RewardModel),
         processes=started,
+        load_order=[
+            [groups[role] for role in LOAD_ORDER if manager.mapping.get(role) == pool]
+            for pool in dict.fromkeys(manager.mapping.values())
+        ],
         timeouts=config.trainer.timeouts,
         sync_timeout_s=config.actor_rollout_ref.rollout.weight_sync.driver_timeout_s,
     )
@@ -129,6 +138,7 @@ class WorkerGroups:
 
     Attributes:
         processes: the groups by process, one per pool.
+        load_order: for each pool, the groups on it in the order in which their models are loaded.
         timeouts: seconds for initialisation (``init_s``) and a phase (``call_s``).
         sync_timeout_s: for a weight sync.
     """
@@ -139,6 +149,7 @@ class WorkerGroups:
     critic: Any
     rm: Any
     processes: list[Any]
+    load_order: list[list[Any]]
     timeouts: Any
     sync_timeout_s: float
     _weight_group: tuple[Any, ...] = ()
@@ -149,12 +160,19 @@ class WorkerGroups:
         return self.actor is self.rollout
 
     def init_models(self) -> None:
-        """Loads every model; the rollout last, so that the engine sees how much memory the others left."""
-        for group in (self.critic, self.ref, self.rm, self.actor):
-            if group is not None:
-                group.with_timeout(self.timeouts.init_s).init_model()
+        """Loads every model and starts the engines: pools side by side, the roles of a pool one after the other.
+
+        Raises:
+            WorkerError: the first failure, at once; ``wait_for_all`` says what becomes of others.
+        """
+        loading = [
+            # The processes of a pool take their calls in turn: each one's deadline holds the time of those before it.
+            group.with_timeout(place * self.timeouts.init_s).execute_all_async("init_model")
+            for groups in self.load_order
+            for place, group in enumerate(groups, 1)
+        ]
+        wait_for_all(loading)
         if not self.merged:
-            self.rollout.with_timeout(self.timeouts.init_s).init_model()
             nodes = {*self.actor.node_ips, *self.rollout.node_ips}
             address = "127.0.0.1" if len(nodes) == 1 else self.actor.node_ips[0]
             self._weight_group = self.actor.open_weight_broadcast(self.rollout.world_size, address)
