@@ -114,6 +114,7 @@ class RewardLoop:
         self._changed = threading.Condition()
         self._steps: dict[int, _Step] = {}
         self._refused: list[str] = []
+        self._given_up: int | None = None  # the step that `collect` last raised for
 
     def start(self) -> None:
         """Starts the processes.
@@ -166,8 +167,13 @@ class RewardLoop:
         future.add_done_callback(functools.partial(self._note, state, key))
 
     def refuse(self, step: int, key: Hashable, reason: str) -> None:
-        """Makes the next `collect` raise: for a `submit` that failed where nobody waits for it."""
+        """Makes the next `collect` raise: for a `submit` that failed where nobody waits for it.
+
+        What still comes for a step that `collect` raised for is no news.
+        """
         with self._changed:
+            if step == self._given_up:
+                return
             title = self._steps[step].title if step in self._steps else f"step {step}"
             self._refused.append(f"{_show(key)} of {title}: {reason}")
             self._changed.notify_all()
@@ -194,6 +200,9 @@ class RewardLoop:
                         raise RewardError(_describe_late(state, deadline_s))
                 self._check_failures(state)
                 outcomes = [state.outcomes[key] for key in state.rows]
+            except RewardError:
+                self._given_up = step
+                raise
             finally:
                 self._drop(step)
         results = tuple(RewardResult(outcome.score, outcome.parts, outcome.error) for outcome in outcomes)

@@ -18,9 +18,11 @@ _SYSTEM_CONFIG = {
     # of them, so they would cost seconds and a hundred megabytes each for nothing.
     "prestart_worker_first_driver": False,
     "enable_worker_prestart": False,
-    # Ray kills the children of a process that it ends, also the resource tracker of `multiprocessing`, before that has
-    # unlinked the others' semaphores. The guard of the process group ends them in the right order.
+    # Ray kills the children and the process group of a worker that it ends, also the resource tracker of
+    # `multiprocessing`, before that has unlinked the others' semaphores. The guard of the process group ends them in the
+    # right order.
     "kill_child_processes_on_worker_exit": False,
+    "process_group_cleanup_enabled": False,
 }
 
 

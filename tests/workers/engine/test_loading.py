@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
+from hrl.workers.engine import flops
 from hrl.workers.engine.flops import ModelFlops, peak_flops, peak_flops_of_card
 from hrl.workers.engine.loading import _refuse_unpackable, dtype_of, load_causal_lm, load_scalar_model
 from tests.workers.engine.tiny import SHAPE, model_config, save_llama
@@ -97,6 +98,13 @@ def test_flops_by_hand():
 def test_the_peak_of_a_cpu_is_measured_once():
     peak = peak_flops(torch.device("cpu"))
     assert peak is not None and peak > 1e8 and peak_flops(torch.device("cpu")) == peak
+
+
+@pytest.mark.parametrize("faster", ["float32", "bfloat16"])
+def test_a_cpus_peak_is_that_of_the_dtype_it_is_faster_in(faster, monkeypatch):
+    rates = {torch.float32: 1.0, torch.bfloat16: 1.0} | {getattr(torch, faster): 3.0}
+    monkeypatch.setattr(flops, "_product_flops", rates.__getitem__)
+    assert flops._measured_cpu_flops.__wrapped__(1) == 3.0
 
 
 @pytest.mark.parametrize(

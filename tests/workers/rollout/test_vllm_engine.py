@@ -31,6 +31,9 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 STOP, VOCAB, P, R = 2, 49152, 64, 24
 N = 8
+#: In which the same seeds give the same tokens, whatever else is sampled: bfloat16 products without instructions for
+#: them depend on how many rows there are.
+DTYPE = getattr(torch, fastest_dtype("cpu"))
 
 
 def make_host(folder: Path | str, **changes) -> RolloutHost:
@@ -66,12 +69,6 @@ def prompts(folder) -> list[list[int]]:
     ]
 
 
-exact_sampling = pytest.mark.skipif(
-    fastest_dtype("cpu") != "bfloat16",
-    reason="without bfloat16 instructions, this CPU's bfloat16 products of a row depend on how many rows there are",
-)
-
-
 @pytest.fixture(scope="module")
 def others() -> frozenset[int]:
     """Children of this process that no engine of this module started: a whole Ray cluster, for instance."""
@@ -86,7 +83,7 @@ def temporary(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def host(folder, others, temporary) -> Iterator[RolloutHost]:
-    host = make_host(folder)
+    host = make_host(folder, dtype=str(DTYPE).removeprefix("torch."))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(temporary))
         host.start()
@@ -129,7 +126,6 @@ def score_error(host: RolloutHost, model, tokens: list[int]) -> float:
     return float((torch.tensor(host.score(tokens)) - models.token_log_probs(model, tokens)).abs().mean())
 
 
-@exact_sampling
 def test_the_same_seeds_give_the_same_tokens_in_any_order_and_all_samples_differ(host, prompts, sampled):
     batch = prompt_batch(prompts, n=N, width=P)
     order = torch.arange(len(batch) - 1, -1, -1)
@@ -195,27 +191,15 @@ def test_pushed_weights_are_the_ones_sampled_from_and_can_be_taken_back(host, fo
     noise = score_error(host, original, tokens)
     assert score_error(host, changed, tokens) > 1
 
-    report = host.push_weights(1, models.specs(changed, torch.bfloat16), models.parameters(changed))
+    report = host.push_weights(1, models.specs(changed, DTYPE), models.parameters(changed))
 
-    assert report.nbytes == 2 * sum(parameter.numel() for parameter in changed.parameters())
+    assert report.nbytes == DTYPE.itemsize * sum(parameter.numel() for parameter in changed.parameters())
     assert report.receivers[0].read_back > 0
     assert score_error(host, changed, tokens) < max(3 * noise, 0.1)
     assert score_error(host, original, tokens) > 1
-    host.push_weights(2, models.specs(original, torch.bfloat16), models.parameters(original))
+    host.push_weights(2, models.specs(original, DTYPE), models.parameters(original))
     assert score_error(host, original, tokens) == pytest.approx(noise, abs=1e-6)
     assert host.policy_version == 2
-
-
-@exact_sampling
-def test_weights_that_come_back_give_the_same_tokens_again(host, folder, prompts, sampled):
-    original, changed = models.load(folder), models.perturb(models.load(folder), 0.1)
-    for version, model in ((3, changed), (4, original)):
-        host.push_weights(version, models.specs(model, torch.bfloat16), models.parameters(model))
-
-    again = host.generate_sequences(prompt_batch(prompts, n=N, width=P))
-
-    assert torch.equal(again.batch["responses"], sampled.batch["responses"])
-    assert again.meta_info["policy_version"] == 4
 
 
 def test_weights_broadcast_from_elsewhere_are_the_ones_sampled_from(host, folder, sampled):
@@ -223,7 +207,7 @@ def test_weights_broadcast_from_elsewhere_are_the_ones_sampled_from(host, folder
     original = models.load(folder)
     changed = models.perturb(models.load(folder), 0.1)
     noise = score_error(host, original, tokens)
-    manifest = Manifest.build(models.specs(original, torch.bfloat16), 64 << 20)
+    manifest = Manifest.build(models.specs(original, DTYPE), 64 << 20)
     sender = BroadcastSender(manifest, 1, device=torch.device("cpu"), timeout_s=60)
     sync = WeightSync(manifest, sender, timeout_s=60)
 
@@ -244,9 +228,9 @@ def test_the_output_head_follows_its_tied_embedding(host, folder, sampled):
     assert original.config.tie_word_embeddings
     changed = models.perturb(models.load(folder), 0.3, only="embed_tokens")
 
-    host.push_weights(3, models.specs(changed, torch.bfloat16), models.parameters(changed))
+    host.push_weights(3, models.specs(changed, DTYPE), models.parameters(changed))
     with_new_head = score_error(host, changed, tokens)
-    host.push_weights(4, models.specs(original, torch.bfloat16), models.parameters(original))
+    host.push_weights(4, models.specs(original, DTYPE), models.parameters(original))
 
     stale_head = models.load(folder)
     stale_head.model.embed_tokens.weight = torch.nn.Parameter(changed.model.embed_tokens.weight.detach().clone())
@@ -262,8 +246,10 @@ def test_a_bad_sync_is_named_and_the_old_version_goes_on_being_served(
     host, folder, prompts, sampled, fault, monkeypatch
 ):
     original = models.load(folder)
-    specs = models.specs(original, torch.bfloat16)
+    specs = models.specs(original, DTYPE)
     host.push_weights(5, specs, models.parameters(original))
+    tokens = sampled.batch["input_ids"][0][sampled.batch["attention_mask"][0].bool()].tolist()
+    scored = host.score(tokens)
     sent = list(models.parameters(models.perturb(models.load(folder), 0.1)))
     transport = host._sync._transport
     message = {
@@ -285,22 +271,22 @@ def test_a_bad_sync_is_named_and_the_old_version_goes_on_being_served(
     with pytest.raises(WeightSyncError, match=message):
         host.push_weights(6, specs, iter(sent))
 
-    again = host.generate_sequences(prompt_batch(prompts, n=N, width=P))
+    assert host.score(tokens) == scored
+    again = host.generate_sequences(prompt_batch(prompts, n=1, width=P))
     assert again.meta_info["policy_version"] == 5
-    assert torch.equal(again.batch["responses"], sampled.batch["responses"])
 
 
 def test_a_model_with_another_set_of_tensors_is_refused_by_name(host, folder):
     original = models.load(folder)
-    host.push_weights(7, models.specs(original, torch.bfloat16), models.parameters(original))
+    host.push_weights(7, models.specs(original, DTYPE), models.parameters(original))
     host._sync.close()
     host._sync = None
 
     with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' is missing"):
-        host.push_weights(8, models.specs(original, torch.bfloat16)[:-1], list(models.parameters(original))[:-1])
+        host.push_weights(8, models.specs(original, DTYPE)[:-1], list(models.parameters(original))[:-1])
 
     host._sync = None
-    host.push_weights(9, models.specs(original, torch.bfloat16), models.parameters(original))
+    host.push_weights(9, models.specs(original, DTYPE), models.parameters(original))
 
 
 def test_an_engine_leaves_no_file_where_its_processes_met(host, temporary):
