@@ -19,8 +19,7 @@ _SYSTEM_CONFIG = {
     "prestart_worker_first_driver": False,
     "enable_worker_prestart": False,
     # Ray kills the children and the process group of a worker that it ends, also the resource tracker of
-    # `multiprocessing`, before that has unlinked the others' semaphores. The guard of the process group ends them in the
-    # right order.
+    # `multiprocessing`, before that has unlinked the others' semaphores. The guard of the group ends them in order.
     "kill_child_processes_on_worker_exit": False,
     "process_group_cleanup_enabled": False,
 }
