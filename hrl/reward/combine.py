@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hrl.algos.reward_placement import overlong_penalty
+from hrl.reward.shaping import RewardShaping
 
 
 @dataclass(frozen=True)
@@ -21,14 +22,12 @@ class Weighting:
         overlong_buffer_tokens: length over which DAPO's penalty grows to `overlong_factor`, at the longest response
             allowed; 0 for no penalty.
         overlong_factor: see there.
-        clip: the sum of function and model is cut to `[-clip, clip]`; `None` for no cut.
     """
 
     function: float = 1.0
     model: float = 1.0
     overlong_buffer_tokens: int = 0
     overlong_factor: float = 1.0
-    clip: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +67,9 @@ def combine_scores(
     response_lengths: Tensor,
     max_response_tokens: int,
     weighting: Weighting,
+    shaping: RewardShaping | None = None,
 ) -> CombinedScores:
-    """`clip(function · f + model · m) + overlong penalty`, per response.
+    """`shaping(function · f + model · m) + overlong penalty`, per response.
 
     Args:
         function_scores: of the B responses, `None` for those left out; or `None` without a reward function.
@@ -77,6 +77,7 @@ def combine_scores(
         response_lengths: (B,), in tokens.
         max_response_tokens: the longest response allowed.
         weighting: the factors.
+        shaping: takes the batch into account; `None` for none.
 
     Raises:
         ValueError: no source of reward, or another number of scores than responses.
@@ -99,8 +100,8 @@ def combine_scores(
         kept = torch.tensor([score is not None for score in function_scores], dtype=torch.bool)
         plain = torch.tensor([score or 0.0 for score in function_scores], dtype=torch.float32)
         scores = scores + weighting.function * plain
-    if weighting.clip is not None:
-        scores = scores.clamp(-weighting.clip, weighting.clip)
+    if shaping is not None:
+        scores = shaping(scores, kept)
     penalty = torch.zeros(rows)
     if weighting.overlong_buffer_tokens > 0:
         penalty = overlong_penalty(

@@ -90,6 +90,7 @@ class RewardLoop:
         spec: the reward function.
         num_workers: processes that run it.
         timeout_s: for one call of it.
+        memory_limit_bytes: address space of a process; None for no limit.
         on_error: `raise` stops at the first sample that fails (an exception, no reward returned, the deadline, a
             process that died twice); `skip` leaves failed samples out and counts them, and stops when they are more
             than `max_failed_share` of a step.
@@ -102,6 +103,7 @@ class RewardLoop:
         *,
         num_workers: int,
         timeout_s: float,
+        memory_limit_bytes: int | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         max_failed_share: float = _MAX_FAILED_SHARE,
     ) -> None:
@@ -110,7 +112,9 @@ class RewardLoop:
         self._spec = spec
         self._on_error = on_error
         self._max_failed_share = max_failed_share
-        self._pool = RewardPool(spec, num_workers=num_workers, timeout_s=timeout_s)
+        self._pool = RewardPool(
+            spec, num_workers=num_workers, timeout_s=timeout_s, memory_limit_bytes=memory_limit_bytes
+        )
         self._changed = threading.Condition()
         self._steps: dict[int, _Step] = {}
         self._refused: list[str] = []

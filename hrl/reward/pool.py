@@ -109,7 +109,8 @@ class RewardPool:
         num_workers: processes.
         timeout_s: for one call of the function; then its process is killed and replaced.
         start_timeout_s: for starting a process and loading the function.
-        memory_limit_bytes: address space of a process; beyond it the function gets a `MemoryError`.
+        memory_limit_bytes: address space of a process, beyond which the function gets a `MemoryError`; None for no
+            limit.
     """
 
     def __init__(
@@ -119,7 +120,7 @@ class RewardPool:
         num_workers: int,
         timeout_s: float,
         start_timeout_s: float = 60.0,
-        memory_limit_bytes: int = 8 << 30,
+        memory_limit_bytes: int | None = None,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0:
             raise ValueError(f"a reward pool needs a worker and a deadline, got {num_workers=}, {timeout_s=}")

@@ -43,8 +43,8 @@ def main(socket_number: int, parent_pid: int) -> None:
         settings = _read(incoming)
         if settings is None:
             return
-        limit = settings["memory_limit_bytes"]
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        if (limit := settings["memory_limit_bytes"]) is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         spec = RewardSpec(**settings["spec"] | {"data_sources": tuple(settings["spec"]["data_sources"])})
         function, error = _attempt(lambda: load_reward_function(spec))
         if error is not None:

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from hrl.reward.combine import Weighting, combine_scores
+from hrl.reward.shaping import RewardShaping
 
 LENGTHS = torch.tensor([4, 2, 3])
 
@@ -21,8 +22,9 @@ def test_the_penalty_of_long_responses_comes_on_top():
 
 
 def test_clipping_cuts_the_sum_and_not_the_penalty():
-    weighting = Weighting(clip=1.5, overlong_buffer_tokens=2)
-    combined = combine_scores([2.0, -9.0, 1.0], torch.ones(3), LENGTHS, 4, weighting)
+    weighting = Weighting(overlong_buffer_tokens=2)
+    shaping = RewardShaping({"clip": 1.5})
+    combined = combine_scores([2.0, -9.0, 1.0], torch.ones(3), LENGTHS, 4, weighting, shaping)
     assert combined.scores.tolist() == [0.5, -1.5, 1.0]
 
 
@@ -34,8 +36,10 @@ def test_a_reward_model_alone_is_enough_and_nothing_is_not():
 
 def test_a_validation_reports_the_function_as_it_came_or_the_model_where_there_is_no_function():
     model = torch.tensor([0.5, -1.0, 2.0])
-    weighting = Weighting(function=0.3, model=7.0, overlong_buffer_tokens=2, clip=0.1)
-    assert combine_scores([1.0, 0.0, None], model, LENGTHS, 4, weighting).plain.tolist() == [1.0, 0.0, 0.0]
+    weighting = Weighting(function=0.3, model=7.0, overlong_buffer_tokens=2)
+    shaping = RewardShaping({"standardise": None, "clip": 0.1})
+    combined = combine_scores([1.0, 0.0, None], model, LENGTHS, 4, weighting, shaping)
+    assert combined.plain.tolist() == [1.0, 0.0, 0.0]
     assert combine_scores(None, model, LENGTHS, 4, weighting).plain.tolist() == [0.5, -1.0, 2.0]
 
 

@@ -34,7 +34,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
     if solution_str == "exit":
         sys.exit(0)
     if solution_str == "eat":
-        bytearray(1 << 40)
+        bytearray(2 << 30)
     if solution_str == "nothing":
         return None
     if solution_str == "print":
@@ -60,7 +60,8 @@ def function_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(function_file):
-    with RewardPool(RewardSpec(function_file, kwargs={"bonus": 0.5}), num_workers=2, timeout_s=1.0) as started:
+    spec = RewardSpec(function_file, kwargs={"bonus": 0.5})
+    with RewardPool(spec, num_workers=2, timeout_s=1.0, memory_limit_bytes=1 << 30) as started:
         yield started
 
 
@@ -103,8 +104,10 @@ def test_an_exception_comes_back_with_the_users_traceback(pool):
     assert "pool_process" not in outcome.error
 
 
-def test_memory_is_bounded(pool):
+def test_memory_is_bounded_where_a_bound_is_given(pool, function_file):
     assert "MemoryError" in score(pool, "eat").error
+    with RewardPool(RewardSpec(function_file), num_workers=1, timeout_s=5.0) as unbounded:
+        assert score(unbounded, "eat").score == 3.0
 
 
 def test_a_spin_in_c_is_killed_at_the_deadline_and_its_process_replaced(pool):

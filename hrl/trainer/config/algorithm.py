@@ -86,7 +86,7 @@ class AlgorithmConfig(Section):
     is `kl_ctrl.kl_coef`. null is off."""
     gdpo_reward_keys: StrList = Field(default_factory=list)
     """gdpo: rewards that are each normalised in their group: numbers that the reward function returns, score,
-    reward_model, or overlong (with `reward.overlong_buffer.log`)."""
+    reward_model, or overlong (with `reward.overlong_buffer.enable`)."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: one weight for each of them; null weighs them equally."""
     use_pf_ppo: bool = False

@@ -191,6 +191,11 @@ FIXED: dict[str, Fixed] = {
     # Data, rewards, algorithm.
     **_fixed("the chat always travels with its row (raw_prompt); remove the key.", [True], ["data.return_raw_chat"]),
     **_fixed("validation keeps the order of the file.", [False], ["data.validation_shuffle"]),
+    **_fixed(
+        "the penalty is always a reward part of its own, overlong; remove the key.",
+        [True, False],
+        ["reward.overlong_buffer.log"],
+    ),
     **_fixed("prompts are filtered in one process; remove the key.", [1], ["data.filter_overlong_prompts_workers"]),
     **_fixed("one batch is sampled after the other.", [1], ["algorithm.filter_groups.max_inflight_gen_batches"]),
     **_fixed(
@@ -242,6 +247,7 @@ REFUSED: dict[str, str] = {
     **dict.fromkeys(_each(_MODELS, "external_lib"), _OWN_CODE),
     **dict.fromkeys(_each(_MODELS, "custom_chat_template"), _OWN_TEMPLATE),
     **dict.fromkeys(_each(_MODELS, "hf_config_path"), "set override_config, or edit config.json in the folder."),
+    **dict.fromkeys(_each([f"{_RM}.model"], "hf_config_path", "override_config"), "edit config.json in the folder."),
     **dict.fromkeys(_each(_MODELS, "tiled_mlp.*", "mtp.*"), "not supported; remove the key."),
     **dict.fromkeys(_each(_SHARDED, "wrap_policy.*"), "FSDP2 shards each decoder layer; remove the key."),
     **dict.fromkeys(_each(_TRAINED, "megatron.*", "veomni.*", "qat.*"), "only FSDP2 is here; remove the key."),

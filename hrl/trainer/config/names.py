@@ -35,6 +35,7 @@ POLICY_LOSSES = frozenset(
 )
 
 KL_KINDS = frozenset(["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"])
+REWARD_SHAPERS = frozenset(["clip", "scale", "standardise"])
 JSON_CONSOLE = "console-json"
 WITHOUT_TRACKER = ("console", JSON_CONSOLE, "file")
 """Entries of `trainer.logger` that no tracker stands behind: a run is shown and logged in any case."""
@@ -60,6 +61,11 @@ def known_policy_losses() -> set[str]:
 def known_kl_kinds() -> set[str]:
     """Built-in KL estimators and those registered so far, without `+`."""
     return set(KL_KINDS) | set(_registry("hrl.algos.kl", "KL_ESTIMATORS"))
+
+
+def known_reward_shapers() -> set[str]:
+    """Built-in members of `reward.shaping` and those registered so far."""
+    return set(REWARD_SHAPERS) | set(_registry("hrl.algos.reward_shaping", "REWARD_SHAPERS"))
 
 
 def is_registered_aggregation(name: str) -> bool:

@@ -23,9 +23,8 @@ class RewardBackboneConfig(Section):
     """`reward.reward_model.model`: how the classifier is held in memory."""
 
     enable_gradient_checkpointing: ClassVar[bool] = False  # it has no backward pass
+    override_config: ClassVar[dict[str, Any]] = {}
 
-    override_config: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the classifier's config.json to replace."""
     fsdp_config: ForwardShardingConfig = Field(default_factory=ForwardShardingConfig)
 
 
@@ -59,8 +58,6 @@ class OverlongBufferConfig(Section):
     """Width of that zone in tokens."""
     penalty_factor: NonNegativeFloat = 1.0
     """Penalty at the end of the zone."""
-    log: bool = False
-    """Log the penalty as its own reward part."""
 
 
 class RewardConfig(Section):
@@ -70,10 +67,16 @@ class RewardConfig(Section):
     """Processes that run reward functions."""
     timeout_s: PositiveFloat = 30.0
     """Seconds one call of a reward function may take before its process is replaced."""
+    memory_limit_gib: PositiveFloat | None = 8.0
+    """Address space of one such process, so that a function that eats memory fails alone; null for no limit, as a
+    function needs that uses a GPU."""
     on_error: Literal["raise", "skip"] = "raise"
     """A failing reward function stops the run, or its samples are counted and train nothing."""
     function_weight: float = 1.0
     """Weight of the reward function's score in the sum."""
+    shaping: dict[str, PositiveFloat | None] = Field(default_factory=dict)
+    """What is done to that sum before it is learnt from, in this order: `{standardise: null, clip: 5}`. clip cuts to
+    [-limit, limit], scale divides by the run's standard deviation, standardise takes its mean off first."""
     custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)

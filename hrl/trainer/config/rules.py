@@ -13,6 +13,7 @@ from hrl.trainer.config.names import (
     known_estimators,
     known_kl_kinds,
     known_policy_losses,
+    known_reward_shapers,
 )
 from hrl.trainer.config.placement import placement_problems, resolve_placement
 from hrl.trainer.config.schema import PPOTrainerConfig
@@ -24,6 +25,7 @@ AnyRun = Any
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
+_SHAPING = "reward.shaping"
 _RESPONSE = ("data.max_prompt_length", "data.max_response_length")
 
 
@@ -43,6 +45,11 @@ def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
     for key, kind in ((f"{_ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
         if kind.removesuffix("+") not in known_kl_kinds():
             yield _unknown(key, kind, known_kl_kinds())
+    for name in config.reward.shaping:
+        if name not in known_reward_shapers():
+            yield _unknown(_SHAPING, name, known_reward_shapers())
+    if "clip" in config.reward.shaping and config.reward.shaping["clip"] is None:
+        yield Problem(_SHAPING, "clips to no limit.", "Give one, e.g. {clip: 5}.")
 
 
 def trackers_are_known(config: AnyRun) -> Iterator[Problem]:

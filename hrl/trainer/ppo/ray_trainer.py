@@ -419,11 +419,16 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         return self.config.actor_rollout_ref.actor.checkpoint.save_contents
 
     def state(self) -> dict[str, Any]:
-        return {"kl_coef": self.kl_ctrl.value, "drift_gate_closed": self.drift_gate.is_closed}
+        return {
+            "kl_coef": self.kl_ctrl.value,
+            "drift_gate_closed": self.drift_gate.is_closed,
+            "reward_shaping": self.rewards.shaping.state_dict(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._restore_kl_coef(state["kl_coef"])
         self.drift_gate.is_closed = state["drift_gate_closed"]
+        self.rewards.shaping.load_state_dict(state["reward_shaping"])
 
     def _restore_kl_coef(self, saved: float) -> None:
         """An adaptive coefficient is a state and goes on; a fixed one is a setting, and the configuration's counts."""

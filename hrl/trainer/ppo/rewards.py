@@ -18,6 +18,7 @@ from hrl.reward.actor import RewardActor
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, Weighting, combine_scores
 from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardError, RewardRow
+from hrl.reward.shaping import RewardShaping
 from hrl.trainer.ppo.lengths import lengths_of
 from hrl.workers.rollout.columns import sample_keys
 
@@ -29,6 +30,9 @@ class RewardService:
         config: the whole configuration.
         data_sources: the data sources to come, so that their scorers are loaded beforehand.
 
+    Attributes:
+        shaping: what is done to the rewards of training samples; its state belongs into a checkpoint.
+
     Raises:
         RewardFunctionError: the reward function cannot be loaded.
     """
@@ -38,7 +42,8 @@ class RewardService:
         self._deadline_s = config.trainer.timeouts.call_s
         self._max_response_tokens = config.data.max_response_length
         overlong = reward.overlong_buffer
-        self._log_overlong = overlong.enable and overlong.log
+        self._has_overlong = overlong.enable
+        self.shaping = RewardShaping(reward.shaping)
         self._weighting = Weighting(
             function=reward.function_weight,
             model=reward.reward_model.weight,
@@ -48,14 +53,19 @@ class RewardService:
         custom = reward.custom_reward_function
         self._model_path = reward.reward_model.model_path
         self._round = 0
-        self._title = "no step"
+        self._title, self._validates = "no step", False
         self._loop: RewardActor | None = None
         if reward.function_weight != 0:  # otherwise the reward model alone decides
             # Ray's processes need not run in this one's folder.
             path = None if custom.path is None else str(Path(custom.path).expanduser().resolve())
             spec = RewardSpec(path, custom.name, custom.reward_kwargs, data_sources)
+            limit_gib = reward.memory_limit_gib
             self._loop = RewardActor(
-                spec, num_workers=reward.num_workers, timeout_s=reward.timeout_s, on_error=reward.on_error
+                spec,
+                num_workers=reward.num_workers,
+                timeout_s=reward.timeout_s,
+                memory_limit_bytes=None if limit_gib is None else int(limit_gib * 2**30),
+                on_error=reward.on_error,
             )
 
     @property
@@ -76,8 +86,8 @@ class RewardService:
         """Announces the samples of a batch and marks its rows, so that the workers stream them here."""
         self._round += 1
         rows.meta_info["reward_round"] = self._round
-        step, validates = rows.meta_info["step"], rows.meta_info["validate"]
-        self._title = f"the validation after step {step}" if validates else f"step {step}"
+        step, self._validates = rows.meta_info["step"], rows.meta_info["validate"]
+        self._title = f"the validation after step {step}" if self._validates else f"step {step}"
         if self._loop is None:
             return
         columns = rows.non_tensor_batch
@@ -112,7 +122,12 @@ class RewardService:
         model_scores = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
         try:
             combined = combine_scores(
-                function_scores, model_scores, lengths_of(batch)[1], self._max_response_tokens, self._weighting
+                function_scores,
+                model_scores,
+                lengths_of(batch)[1],
+                self._max_response_tokens,
+                self._weighting,
+                None if self._validates else self.shaping,
             )
         except NonFiniteScoreError as error:
             uid, sample = sample_keys(batch)[error.row]
@@ -131,5 +146,5 @@ class RewardService:
         for row, part in enumerate(parts):
             if model_scores is not None:
                 part["reward_model"] = float(model_scores[row])
-            if self._log_overlong:
+            if self._has_overlong:
                 part["overlong"] = float(overlong[row])

@@ -97,6 +97,8 @@ CASES = [
         f"{ACTOR}.policy_loss.kl_cov_ratio is 0, which is no share of the tokens.",
     ),
     ({f"{ACTOR}.policy_loss.clip_cov_lb": 6.0}, f"{ACTOR}.policy_loss.clip_cov_lb is 6, not below clip_cov_ub=5."),
+    ({"reward.shaping": {"clamp": 5.0}}, "reward.shaping names 'clamp', which nothing is registered under."),
+    ({"reward.shaping": {"clip": None}}, "reward.shaping clips to no limit. Give one, e.g. {clip: 5}."),
     ({"algorithm.adv_estimator": "gdpo"}, "algorithm.gdpo_reward_keys needs the names of the rewards"),
     ({"algorithm.gdpo_reward_keys": ["a"]}, "algorithm.gdpo_reward_keys is not read by grpo. Set algorithm.adv_est"),
     (GDPO | {"algorithm.gdpo_reward_keys": ["a", "a"]}, "names a reward twice"),

@@ -12,7 +12,7 @@ from hrl.trainer.config import PPOTrainerConfig, load_config
 from hrl.trainer.config.compat import FIXED, MUST_EQUAL, REFUSED, RENAMED, lookup
 from hrl.trainer.config.derived import DERIVED
 from hrl.trainer.config.keys import leaves, sections
-from hrl.trainer.config.names import ESTIMATORS, KL_KINDS, LOGGERS, POLICY_LOSSES, WITHOUT_TRACKER
+from hrl.trainer.config.names import ESTIMATORS, KL_KINDS, LOGGERS, POLICY_LOSSES, REWARD_SHAPERS, WITHOUT_TRACKER
 
 
 def test_there_are_fewer_than_200_keys():
@@ -60,6 +60,7 @@ def test_names_known_without_torch_equal_the_registries():
     from hrl.algos.aggregation import AGGREGATION_MODES
     from hrl.algos.kl import KL_ESTIMATORS
     from hrl.algos.policy_losses import POLICY_LOSSES as REGISTERED_LOSSES
+    from hrl.algos.reward_shaping import REWARD_SHAPERS as REGISTERED_SHAPERS
     from hrl.trainer.tracking import TRACKERS
 
     registered = {
@@ -69,6 +70,7 @@ def test_names_known_without_torch_equal_the_registries():
     assert {name: tuple(needs) for name, needs in ESTIMATORS.items()} == registered
     assert set(REGISTERED_LOSSES) == POLICY_LOSSES
     assert set(KL_ESTIMATORS) == KL_KINDS
+    assert set(REGISTERED_SHAPERS) == REWARD_SHAPERS
     assert {*TRACKERS, *WITHOUT_TRACKER} == LOGGERS
     modes = leaves()["actor_rollout_ref.actor.loss_agg_mode"].field.annotation.__args__
     assert set(AGGREGATION_MODES) == set(modes)

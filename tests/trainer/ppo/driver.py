@@ -15,6 +15,7 @@ from hrl.data.sampler import EpochOrder
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.combine import CombinedScores, Weighting, combine_scores
+from hrl.reward.shaping import RewardShaping
 from hrl.trainer.config import compose_cli
 from hrl.trainer.console import RunConsole
 from hrl.trainer.reporting import RunReporter
@@ -121,6 +122,7 @@ class Rewards:
 
     def __init__(self, function_scores: list[float | None] | None) -> None:
         self.function_scores = function_scores
+        self.shaping = RewardShaping({"scale": None})
 
     def begin(self, rows: DataProto) -> None:
         pass

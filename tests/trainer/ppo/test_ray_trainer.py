@@ -28,7 +28,13 @@ def saved(tmp_path: Path) -> Path:
     """The checkpoint of step 2, made with a KL coefficient of 0.5."""
     checkpoint = tmp_path / "checkpoints" / "step_2"
     checkpoint.mkdir(parents=True)
-    state = {"step": 2, "data_position": {"epoch": 0, "offset": 0}, "kl_coef": 0.5, "drift_gate_closed": False}
+    state = {
+        "step": 2,
+        "data_position": {"epoch": 0, "offset": 0},
+        "kl_coef": 0.5,
+        "drift_gate_closed": False,
+        "reward_shaping": {"scale": {"count": 3, "mean": 1.0, "deviation": 8.0}},
+    }
     (checkpoint / "state.json").write_text(json.dumps(state))
     return checkpoint
 
@@ -67,6 +73,13 @@ def test_what_went_wrong_in_a_validation_is_counted_over_its_batches(tmp_path: P
     metrics = driver.trainer.validate()  # three batches; the engine counts an empty response in each
     assert (metrics["val/reward/num_timeouts"], metrics["val/rollout/empty_responses"]) == (6.0, 3.0)
     assert "val/reward/num_retries" not in metrics, "nothing was retried"
+
+
+def test_the_spread_of_the_runs_rewards_goes_on_after_a_resume(tmp_path: Path, saved: Path) -> None:
+    driver = Driver(tmp_path)
+    assert driver.trainer.state()["reward_shaping"]["scale"]["count"] == 0
+    driver.trainer.restore()
+    assert driver.trainer.state()["reward_shaping"] == {"scale": {"count": 3, "mean": 1.0, "deviation": 8.0}}
 
 
 def test_a_checkpoint_without_a_part_of_the_state_is_named(tmp_path: Path, saved: Path) -> None:

@@ -60,6 +60,12 @@ def sampled(**columns: torch.Tensor) -> DataProto:
     )
 
 
+@pytest.mark.parametrize(("gib", "limit"), [("0.5", 1 << 29), ("null", None)])
+def test_the_processes_memory_is_what_the_configuration_says(loops: list[Loop], gib: str, limit: int | None) -> None:
+    RewardService(compose_cli([f"reward.memory_limit_gib={gib}"]), ())
+    assert loops[0].settings["memory_limit_bytes"] == limit
+
+
 def test_a_reward_model_alone_gives_both_scores() -> None:
     service = RewardService(
         compose_cli(
@@ -89,6 +95,21 @@ def test_a_left_out_row_trains_nothing_and_the_plain_score_has_no_penalty(loops:
     assert combined.plain.tolist() == [1.0, 0.0, 0.0]
     assert combined.kept.tolist() == [True, False, True]
     assert batch.batch["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+def test_what_is_learnt_from_is_shaped_by_the_spread_of_training_rewards_alone(loops: list[Loop]) -> None:
+    service = RewardService(compose_cli(["reward.shaping={standardise: null}"]), ())
+    announced = {step: DataProto(meta_info={"step": step, "validate": step == 0}) for step in (0, 1)}
+    for step, rows in announced.items():
+        rows.non_tensor_batch = {
+            name: np.empty(0, dtype=object)
+            for name in ("uid", "sample_index", "data_source", "reward_model", "extra_info")
+        }
+        service.begin(rows)
+        combined = service.collect(sampled(), StepMetrics())
+        assert service.shaping.state_dict()["standardise"]["count"] == 2 * step
+    assert combined.scores.tolist() == pytest.approx([0.5**0.5, 0.0, -(0.5**0.5)])  # of 1, left out, 0
+    assert combined.plain.tolist() == [1.0, 0.0, 0.0]
 
 
 def test_samples_are_announced_by_their_keys_and_called_by_the_step_they_belong_to(loops: list[Loop]) -> None:
