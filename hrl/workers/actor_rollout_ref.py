@@ -289,7 +289,8 @@ class ActorRolloutRefWorker(ModelWorker):
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hands the policy's weights to the engine of this process as ``version`` and gets it ready to sample.
 
-        The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need.
+        The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need, and
+        finds that memory free again when they are through.
         """
         release_cached_memory(self.device)
         dtype = getattr(torch, self.config.rollout.dtype)
@@ -297,6 +298,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if self._host is None:  # a tensor-parallel peer: only takes part in gathering
             for _ in weights:
                 pass
+            release_cached_memory(self.device)
             return {}
         try:
             self._host.wake(("weights",))
@@ -305,6 +307,8 @@ class ActorRolloutRefWorker(ModelWorker):
                 pass
             raise
         report = self._host.push_weights(version, self.policy.param_specs(dtype), weights)
+        del weights  # the last gathered tensors
+        release_cached_memory(self.device)
         self._host.wake(("kv_cache",))
         return sync_metrics(report)
 

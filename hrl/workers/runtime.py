@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hrl.workers.store import connect_store, serve_store
+from hrl.workers.store import connect_store, listen_towards, serve_store
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,8 @@ def join_world(runtime: Runtime) -> torch.device:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         meet = serve_store if rank == 0 else connect_store
         store = meet(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), runtime.collective_timeout_s)
+        if world_size > int(os.environ.get("LOCAL_WORLD_SIZE", world_size)):  # on several nodes
+            listen_towards(os.environ["MASTER_ADDR"])
         dist.init_process_group(
             backend="gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
             store=store,

@@ -1,11 +1,15 @@
-"""The TCP store through which processes meet before they have a process group."""
+"""How processes find each other before they have a process group: the TCP store they meet at, and their own address."""
 
 from __future__ import annotations
 
+import os
 import socket
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
+
+_GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def serve_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
@@ -31,6 +35,33 @@ def serve_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
     )
+
+
+def address_towards(address: str) -> str:
+    """The address of this machine from which ``address`` is reached. Nothing is sent.
+
+    Raises:
+        OSError: there is no route to it, or it is no address.
+    """
+    family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def listen_towards(address: str) -> None:
+    """Has this process's gloo groups use the interface from which ``address`` is reached, unless the user names one.
+
+    Left to itself, gloo takes the interface of the host's name, which on many machines is loopback: ranks on other
+    nodes would be told to come there.
+    """
+    if _GLOO_INTERFACE in os.environ:
+        return
+    own = address_towards(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == own for entry in addresses):
+            os.environ[_GLOO_INTERFACE] = name
+            return
 
 
 def connect_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:

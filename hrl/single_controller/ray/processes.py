@@ -67,7 +67,7 @@ class RankProcesses:
             WorkerTimeoutError: a process was not up by the deadline.
         """
         self.infos = self._starting.get()
-        port = self._submit({0: self.actors[0].free_port.remote()}, "free_port", self._start_timeout_s).get()[0]
+        port = self._submit({0: self.actors[0].reserve_port.remote()}, "reserve_port", self._start_timeout_s).get()[0]
         environs = _rank_environs(self.infos, port)
         done = {rank: actor.set_environ.remote(environs[rank]) for rank, actor in enumerate(self.actors)}
         self._submit(done, "set_environ", self._start_timeout_s).get()

@@ -51,11 +51,12 @@ class RankProcess:
         """Who this process is."""
         return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
-    def free_port(self) -> int:
-        """A TCP port on this node that nobody listens on."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return probe.getsockname()[1]
+    def reserve_port(self) -> int:
+        """A TCP port on this node that stays this process's own: it alone can listen there, with SO_REUSEADDR."""
+        self._reserved = socket.socket()  # bound and never listening; open for as long as the process lives
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("", 0))
+        return self._reserved.getsockname()[1]
 
     def set_environ(self, variables: Mapping[str, str]) -> None:
         """Sets environment variables."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hrl.single_controller.base import WorkerDiedError, WorkerError
+from hrl.single_controller.base import WorkerError, WorkerTimeoutError
 from hrl.single_controller.base.worker_group import GroupFuture, wait_for_all
 from hrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
 from hrl.trainer.config.arithmetic import step_sizes
@@ -20,8 +20,8 @@ from hrl.workers.runtime import Runtime
 
 #: The engine last, so that it sees how much memory the others left.
 LOAD_ORDER = (Role.Critic, Role.RefPolicy, Role.RewardModel, Role.Actor, Role.ActorRollout, Role.Rollout)
-#: How long to look for a dead receiver once a weight broadcast has failed at its sender.
-DEATH_NOTICE_S = 10.0
+#: How long to look for what befell a receiver once a weight broadcast has failed at its sender.
+CAUSE_NOTICE_S = 10.0
 
 
 def worker_mapping(
@@ -123,13 +123,14 @@ def build_worker_groups(
     )
 
 
-def _raise_death_of(future: GroupFuture, consequence: WorkerError) -> None:
+def _raise_cause_in(receiving: GroupFuture, consequence: WorkerError) -> None:
+    """Raises what befell a receiver, of which a sender only knows that it is gone; returns if that is nothing."""
     try:
-        future.get(timeout_s=DEATH_NOTICE_S)
-    except WorkerDiedError as death:
-        raise death from consequence
-    except WorkerError:
+        receiving.get(timeout_s=CAUSE_NOTICE_S)
+    except WorkerTimeoutError:
         return
+    except WorkerError as cause:
+        raise cause from consequence
 
 
 @dataclass
@@ -188,12 +189,13 @@ class WorkerGroups:
         receiving = rollout.receive_weights(version, *self._weight_group)
         sending = actor.send_weights(version)
         try:
-            sent = sending.get()[0]
+            engines, senders = wait_for_all([receiving, sending])
         except WorkerError as error:
-            # Of a receiver that died the sender only knows that it is gone: the death is the cause.
-            _raise_death_of(receiving, error)
+            if error.method.endswith(".send_weights"):
+                _raise_cause_in(receiving, error)
             raise
-        received = [engine["weight_sync/read_back_tensors"] for engine in receiving.get() if engine]
+        sent = senders[0]
+        received = [engine["weight_sync/read_back_tensors"] for engine in engines if engine]
         return sent | ({"weight_sync/read_back_tensors": min(received)} if received else {})
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:

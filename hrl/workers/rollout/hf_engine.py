@@ -125,6 +125,7 @@ class HfEngine(RolloutEngine):
         self._receiver: WeightReceiver | None = None
         self._thread = ThreadPoolExecutor(1, "hf-engine")
         self._waiting: list[_Request] = []
+        self._batch: list[_Request] = []
         self._runner: asyncio.Task[None] | None = None
         self._unusable: str | None = None
         self._next_version = INITIAL_VERSION
@@ -146,6 +147,7 @@ class HfEngine(RolloutEngine):
         self._waiting.append(request)
         if self._runner is None or self._runner.done():
             self._runner = asyncio.create_task(self._run_waiting())
+            self._runner.add_done_callback(self._fail_what_is_open)
         tokens, log_probs = await request.done
         stopped = bool(tokens) and tokens[-1] in self._stop_token_ids and not sampling.ignore_eos
         return SampleOutput(tokens, log_probs, "stop" if stopped else "length", self.policy_version)
@@ -186,17 +188,22 @@ class HfEngine(RolloutEngine):
     async def _run_waiting(self) -> None:
         await asyncio.sleep(0)  # let the other requests of the wave arrive
         while self._waiting:
-            batch, self._waiting = self._waiting[: self._max_num_seqs], self._waiting[self._max_num_seqs :]
+            self._batch, self._waiting = self._waiting[: self._max_num_seqs], self._waiting[self._max_num_seqs :]
             try:
-                outputs = await self._in_thread(self._sample, self._usable_model(), batch)
-            except (RuntimeError, ValueError) as error:
-                for request in batch:
-                    if not request.done.done():
-                        request.done.set_exception(error)
+                outputs = await self._in_thread(self._sample, self._usable_model(), self._batch)
+            except (RuntimeError, ValueError) as error:  # these requests can't be sampled; others may
+                _fail(self._batch, error)
                 continue
-            for request, output in zip(batch, outputs, strict=True):
+            for request, output in zip(self._batch, outputs, strict=True):
                 if not request.done.done():
                     request.done.set_result(output)
+
+    def _fail_what_is_open(self, runner: asyncio.Task[None]) -> None:
+        """When the runner has ended early, whatever ended it: nobody else would answer its requests."""
+        error = EngineDeadError("the transformers engine was shut down") if runner.cancelled() else runner.exception()
+        if error is not None:
+            _fail([*self._batch, *self._waiting], error)
+            self._waiting = []
 
     @torch.inference_mode()
     def _sample(self, model: PreTrainedModel, batch: Sequence[_Request]) -> list[tuple[list[int], list[float]]]:
@@ -252,6 +259,12 @@ class HfEngine(RolloutEngine):
         if self._receiver is None:
             raise EngineDeadError("the transformers engine is not running")
         return self._receiver
+
+
+def _fail(requests: Sequence[_Request], error: BaseException) -> None:
+    for request in requests:
+        if not request.done.done():
+            request.done.set_exception(error)
 
 
 def draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:

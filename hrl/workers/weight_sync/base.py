@@ -97,6 +97,8 @@ class SenderTransport(ABC):
 
     depth: int
     """Buckets that can be under way at once; a bucket's buffer is reused `depth` buckets later."""
+    deadline: Deadline
+    """Of the sync under way: what waits in `buffer` and `flush` waits no longer."""
 
     @abstractmethod
     def handle(self) -> dict[str, Any]:
@@ -170,6 +172,7 @@ class WeightSync:
         """
         started = time.monotonic()
         deadline = Deadline(self._timeout_s, f"weight sync to version {version}")
+        self._transport.deadline = deadline
         source = iter(weights)
         try:
             reports = self._send(version, source, deadline)

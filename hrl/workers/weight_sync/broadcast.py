@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hrl.workers.store import connect_store, serve_store
+from hrl.workers.store import address_towards, connect_store, serve_store
 from hrl.workers.weight_sync.base import SenderTransport, SyncReport, WeightSync
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
@@ -148,7 +148,7 @@ class BroadcastSender(SenderTransport):
         self._buffers = []
 
     def _finish(self, work: dist.Work) -> None:
-        _wait(work, self._timeout_s, "the sender")
+        _wait(work, self.deadline.remaining_s("the broadcast of a bucket"), "the sender")
 
 
 class BroadcastReader:
@@ -204,17 +204,12 @@ def _join(
 
 
 def _gloo_device(address: str) -> Any:
-    """Loopback if the sender is there; otherwise the interface that GLOO_SOCKET_IFNAME or the host name says."""
-    try:
-        loopback = address == "localhost" or ipaddress.ip_address(address).is_loopback
-    except ValueError:  # a host name
-        loopback = False
-    if loopback:
-        return dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")
+    """The interface that GLOO_SOCKET_IFNAME names; otherwise the one from which the sender is reached."""
+    own = address_towards(address)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
-    if interface:
+    if interface and not ipaddress.ip_address(own).is_loopback:
         return dist.ProcessGroupGloo.create_device(interface=interface.split(",")[0])
-    return dist.ProcessGroupGloo.create_default_device()
+    return dist.ProcessGroupGloo.create_device(hostname=own)
 
 
 def _broadcast(group: dist.ProcessGroup | None, data: Tensor) -> dist.Work:

@@ -1,4 +1,4 @@
-"""The order in which models are loaded: side by side on different pools, in turn on one, the engine last."""
+"""The order in which models are loaded, and who is blamed when a weight broadcast fails."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import pytest
 
+from hrl.single_controller.base import WorkerDiedError, WorkerError, WorkerTimeoutError
 from hrl.trainer.ppo.roles import Role
 from hrl.trainer.ppo.worker_groups import WorkerGroups, build_worker_groups
 
@@ -87,3 +88,55 @@ def test_pools_do_not_wait_for_each_other() -> None:
         ("b", "rollout", INIT_S),
         ("c", "critic", INIT_S),
     ]
+
+
+class Call:
+    """A call that has given this result, raises this error, or goes on (None)."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+
+    def done(self) -> bool:
+        if isinstance(self.outcome, WorkerError):
+            raise self.outcome
+        return self.outcome is not None
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        assert timeout_s is None or timeout_s > 0
+        if not self.done():
+            raise WorkerTimeoutError([0], "rollout.receive_weights", "weight_sync", timeout_s or 0.0)
+        return self.outcome
+
+
+def synchronise(received: Any, sent: Any) -> dict[str, float]:
+    groups = build({Role.Actor: "train", Role.Rollout: "sample"})
+    groups.actor.send_weights = lambda version: Call(sent)
+    groups.rollout.receive_weights = lambda version, *handle: Call(received)
+    return groups.sync_weights(3)
+
+
+REFUSED = WorkerError(1, "rollout.receive_weights", "weight_sync", "WeightSyncError: checksum of 'norm.weight'")
+DIED = WorkerDiedError(1, "rollout.receive_weights", "weight_sync", 77, "out of memory")
+BROKEN = WorkerError(0, "actor.send_weights", "weight_sync", "WeightSyncError: weight broadcast failed at the sender")
+
+
+def test_the_figures_of_a_broadcast_are_the_senders_and_the_least_that_an_engine_read_back() -> None:
+    engines = [{"weight_sync/read_back_tensors": 9.0}, {}, {"weight_sync/read_back_tensors": 7.0}]
+    assert synchronise(engines, [{"weight_sync/seconds": 1.5}]) == {
+        "weight_sync/seconds": 1.5,
+        "weight_sync/read_back_tensors": 7.0,
+    }
+
+
+@pytest.mark.parametrize("cause", [REFUSED, DIED])
+@pytest.mark.parametrize("sent", [None, BROKEN], ids=["sender waits", "sender failed too"])
+def test_a_receivers_failure_is_the_one_that_is_told(cause: WorkerError, sent: WorkerError | None) -> None:
+    with pytest.raises(WorkerError) as raised:
+        synchronise(cause, sent)
+    assert raised.value is cause
+
+
+def test_a_sender_that_failed_alone_is_told_of_itself() -> None:
+    with pytest.raises(WorkerError) as raised:
+        synchronise(None, BROKEN)
+    assert raised.value is BROKEN

@@ -140,3 +140,15 @@ def test_truncation_keeps_the_most_likely_tokens_and_their_proportions(seed, top
     assert top_k <= 0 or int(kept.sum()) <= max(top_k, 1)
     shift = (cut - log_probs)[kept]
     torch.testing.assert_close(shift, shift[:1].expand_as(shift), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), IndexError("index 9 is out of range")])
+def test_whatever_ends_the_sampling_reaches_the_requests_at_once(host, error, monkeypatch):
+    def fail(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.engine, "_sample", fail)
+        with pytest.raises(type(error), match=str(error)):
+            host.generate_sequences(prompt_batch(PROMPTS, n=4, width=4))
+    assert len(host.generate_sequences(prompt_batch(PROMPTS, n=1, width=4))) == 3
