@@ -11,7 +11,7 @@ micro-batches. Metrics are (sum, count) pairs.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,8 @@ class PolicyLossInput:
         log_prob: Log-probs of the sampled tokens under the policy in training; has the gradient.
         old_log_prob: The same under the policy the batch was sampled from.
         advantages: Advantage of each token.
-        response_mask: 1 on trained tokens; what stands elsewhere in the other columns is ignored.
+        response_mask: 1 on trained tokens; what stands elsewhere in the other columns is ignored, NaN included: a loss
+            finds 0 there.
         rollout_is_weights: Weight of each token's loss, correcting for the sampler.
         selected_tokens: For losses of :data:`hrl.algos.token_selection.TOKEN_SELECTORS`: the tokens they treat
             differently, chosen over the whole batch before it was cut.
@@ -46,12 +47,28 @@ class PolicyLossInput:
     rollout_is_weights: Tensor | None = None
     selected_tokens: Tensor | None = None
 
+    def trained(self) -> PolicyLossInput:
+        """The same columns with 0 at every token that is not trained.
+
+        Raises:
+            ValueError: Shapes differ; names the column.
+        """
+        mask, weights, selected = self.response_mask, self.rollout_is_weights, self.selected_tokens
+        columns = {name: getattr(self, name) for name in ("log_prob", "old_log_prob", "advantages")}
+        check_shapes(mask, **columns, rollout_is_weights=weights, selected_tokens=selected)
+        return replace(
+            self,
+            **{name: keep(column, mask) for name, column in columns.items()},
+            rollout_is_weights=None if weights is None else keep(weights, mask),
+            selected_tokens=None if selected is None else selected.bool() & mask.bool(),
+        )
+
     def log_ratio(self) -> Tensor:
-        """Log of new over old probability, 0 outside the mask."""
-        return keep(self.log_prob - self.old_log_prob, self.response_mask)
+        """Log of new over old probability."""
+        return self.log_prob - self.old_log_prob
 
     def ratio(self) -> Tensor:
-        """New over old probability, 1 outside the mask."""
+        """New over old probability."""
         return self.log_ratio().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -94,7 +111,7 @@ def register_policy_loss(name: str, *, zero_at_zero_advantage: bool = False) -> 
 
 
 def policy_loss(name: str, inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """Check the columns and run the loss of that name.
+    """Check the columns, clear them outside the mask and run the loss of that name.
 
     Args:
         name: A key of :data:`POLICY_LOSSES`.
@@ -103,19 +120,13 @@ def policy_loss(name: str, inp: PolicyLossInput, config: Any) -> PolicyLossOutpu
             ``clip_ratio_c`` and what the loss's own docstring names.
 
     Raises:
-        ValueError: Unknown name; shapes that differ; a setting out of its range.
+        ValueError: Unknown name; shapes that differ, the loss's own among them; a setting out of its range.
     """
     if name not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {name!r}; choose one of {sorted(POLICY_LOSSES)}")
-    check_shapes(
-        inp.response_mask,
-        log_prob=inp.log_prob,
-        old_log_prob=inp.old_log_prob,
-        advantages=inp.advantages,
-        rollout_is_weights=inp.rollout_is_weights,
-        selected_tokens=inp.selected_tokens,
-    )
-    return POLICY_LOSSES[name](inp, config)
+    output = POLICY_LOSSES[name](inp.trained(), config)
+    check_shapes(inp.response_mask, loss_mat=output.loss_mat)
+    return replace(output, loss_mat=keep(output.loss_mat, inp.response_mask))
 
 
 def clip_bounds(config: Any) -> tuple[float, float]:
@@ -132,7 +143,7 @@ def _output(inp: PolicyLossInput, loss_mat: Tensor, **per_token: Tensor) -> Poli
 
 def _unweighted_output(inp: PolicyLossInput, loss_mat: Tensor, **per_token: Tensor) -> PolicyLossOutput:
     metrics = {name: sum_and_count(value.to(loss_mat.dtype), inp.response_mask) for name, value in per_token.items()}
-    return PolicyLossOutput(keep(loss_mat, inp.response_mask), metrics)
+    return PolicyLossOutput(loss_mat, metrics)
 
 
 @register_policy_loss("vanilla", zero_at_zero_advantage=True)
@@ -175,7 +186,7 @@ def gspo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     log_ratio = inp.log_ratio()
     tokens = inp.response_mask.bool().sum(dim=-1).clamp(min=1)
     of_sequence = (log_ratio.detach().sum(dim=-1) / tokens).unsqueeze(-1)
-    own = keep(inp.log_prob - inp.log_prob.detach(), inp.response_mask)
+    own = inp.log_prob - inp.log_prob.detach()
     ratio = (of_sequence.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()
     plain = -inp.advantages * ratio
     clipped = -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
@@ -226,8 +237,8 @@ def geo_mean(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     clipped = log_ratio.clamp(-low, high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * clipped)
     tokens = mask.bool().sum(dim=-1).clamp(min=1)
-    ratio = (keep(pessimistic, mask).sum(dim=-1) / tokens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    row_loss = -keep(inp.advantages, mask).sum(dim=-1) / tokens * ratio
+    ratio = (pessimistic.sum(dim=-1) / tokens).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    row_loss = -inp.advantages.sum(dim=-1) / tokens * ratio
     if inp.rollout_is_weights is not None:
         row_loss = row_loss * (keep(inp.rollout_is_weights.log(), mask).sum(dim=-1) / tokens).exp()
     outside = log_ratio != clipped

@@ -1,10 +1,12 @@
 import math
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hrl.algos.aggregation import aggregate
@@ -44,54 +46,86 @@ def one_token(name: str, ratio: float, advantage: float, **settings: Any) -> tup
     return loss.item(), new.grad.item()
 
 
+@st.composite
+def batches(draw: st.DrawFn) -> Batch:
+    """Random masks, empty rows among them, and columns of any spread."""
+    rows, width, seed = draw(st.integers(1, 6)), draw(st.integers(1, 6)), draw(st.integers(0, 1 << 16))
+    mask = (torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < 0.6).long()
+    return Batch.random(seed, mask)
+
+
 @EVERY_LOSS
-@pytest.mark.parametrize(
-    "filler", [(-7.0, -0.1, 3.0), (-0.1, -7.0, 3.0), (-7.0, -0.1, -3.0)], ids=["fell", "rose", "bad"]
-)
-def test_inserted_masked_tokens_change_nothing(name: str, filler: tuple[float, float, float]) -> None:
-    batch = Batch.random(seed=8)
-    inp = loss_input(batch, name)
-    wide_mask = torch.cat([torch.zeros(8, 1), batch.mask[:, :3], torch.zeros(8, 2), batch.mask[:, 3:]], dim=1)
+@settings(max_examples=20, deadline=None)
+@given(batch=batches(), data=st.data())
+def test_inserted_masked_tokens_change_nothing(name: str, batch: Batch, data: st.DataObject) -> None:
+    """Wherever they stand and whatever they hold: loss, gradient and metrics are those without them."""
+    places = data.draw(st.lists(st.integers(0, batch.mask.shape[1]), min_size=1, max_size=4))
+    filler = st.sampled_from([-7.0, -0.1, 3.0, 1e30, math.inf, math.nan])
+    inp = replace(loss_input(batch, name), rollout_is_weights=batch.weights)
+    fillers = {field.name: data.draw(filler) for field in fields(inp)}
+    fillers |= {"response_mask": 0, "selected_tokens": data.draw(st.booleans())}
 
-    def widen(column: Tensor | None, fill: float) -> Tensor | None:
-        if column is None:
-            return None
-        filler = torch.full_like(column[:, :1], fill)
-        return torch.cat([filler, column[:, :3], filler, filler, column[:, 3:]], dim=1)
+    def widen(column: Tensor, fill: float) -> Tensor:
+        for place in places:
+            inserted = torch.full_like(column[:, :1], fill)
+            column = torch.cat([column[:, :place], inserted, column[:, place:]], dim=1)
+        return column
 
-    wide = PolicyLossInput(
-        log_prob=widen(inp.log_prob, filler[0]),
-        old_log_prob=widen(inp.old_log_prob, filler[1]),
-        advantages=widen(inp.advantages, filler[2]),
-        response_mask=wide_mask,
-        selected_tokens=widen(inp.selected_tokens, 0),
-    )
+    columns = {key: getattr(inp, key) for key in fillers if getattr(inp, key) is not None}
+    wide = PolicyLossInput(**{key: widen(column.detach(), fillers[key]) for key, column in columns.items()})
+    wide = replace(wide, log_prob=wide.log_prob.requires_grad_())
     before, after = policy_loss(name, inp, ACTOR), policy_loss(name, wide, ACTOR)
-    torch.testing.assert_close(
-        after.loss_mat[wide_mask.bool()], before.loss_mat[batch.mask.bool()], rtol=1e-12, atol=1e-12
-    )
-    assert after.loss_mat[~wide_mask.bool()].abs().sum() == 0
+    for each in (before, after):
+        each.loss_mat.sum().backward()
+    trained, inserted = batch.mask.bool(), wide.response_mask.bool()
+    assert inp.log_prob.grad is not None
+    assert wide.log_prob.grad is not None
+    for narrow, widened in ((before.loss_mat, after.loss_mat), (inp.log_prob.grad, wide.log_prob.grad)):
+        torch.testing.assert_close(widened[inserted], narrow[trained], rtol=1e-12, atol=1e-12)
+        assert (widened[~inserted] == 0).all()
     for key, (total, count) in before.metrics.items():
-        assert after.metrics[key][0].item() == pytest.approx(total.item(), abs=1e-12)
-        assert after.metrics[key][1].item() == count.item() == batch.mask.sum().item()
+        assert after.metrics[key][0].item() == pytest.approx(total.item(), rel=1e-12, abs=1e-12)
+        assert after.metrics[key][1].item() == count.item() == trained.sum().item()
 
 
 @EVERY_LOSS
-def test_rubbish_outside_the_mask_does_not_reach_the_gradient(name: str) -> None:
+@pytest.mark.parametrize("rubbish", [math.nan, math.inf, -math.inf, 1e30])
+def test_rubbish_outside_the_mask_reaches_neither_gradient_nor_metrics(name: str, rubbish: float) -> None:
     batch = Batch.random(seed=9)
     outside = ~batch.mask.bool()
-    log_prob = batch.log_prob.masked_fill(outside, -900.0).requires_grad_()
-    dirty = replace(
-        batch,
-        old_log_prob=batch.old_log_prob.masked_fill(outside, 900.0),
-        advantages=batch.advantages.masked_fill(outside, 1e30),
-    )
-    output = policy_loss(name, loss_input(dirty, name, log_prob), ACTOR)
-    aggregate(output.loss_mat, batch.mask, "token-mean").backward()
-    assert log_prob.grad is not None
-    assert torch.isfinite(log_prob.grad).all()
-    assert (log_prob.grad[outside] == 0).all()
-    assert log_prob.grad.abs().max() > 0
+    clean = replace(loss_input(batch, name), rollout_is_weights=batch.weights)
+    columns = ("log_prob", "old_log_prob", "advantages", "rollout_is_weights")
+    dirty = replace(clean, **{key: getattr(clean, key).detach().masked_fill(outside, rubbish) for key in columns})
+    dirty.log_prob.requires_grad_()
+    expected, output = (policy_loss(name, inp, ACTOR) for inp in (clean, dirty))
+    for each in (expected, output):
+        aggregate(each.loss_mat, batch.mask, "token-mean").backward()
+    torch.testing.assert_close(dirty.log_prob.grad, clean.log_prob.grad, rtol=0, atol=0)
+    assert clean.log_prob.grad is not None
+    assert clean.log_prob.grad.abs().max() > 0
+    assert (clean.log_prob.grad[outside] == 0).all()
+    assert output.metrics == expected.metrics
+
+
+def test_a_loss_of_ones_own_sees_zeros_outside_the_mask_and_is_cut_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    def mine(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+        seen.append(inp)
+        return PolicyLossOutput(inp.ratio(), {})  # 1 outside
+
+    monkeypatch.setitem(POLICY_LOSSES, "mine", mine)
+    nan, mask = torch.tensor([[0.0, math.nan]]), torch.tensor([[1, 0]])
+    output = policy_loss("mine", PolicyLossInput(nan, nan, nan, mask, nan, nan), None)
+    assert output.loss_mat.tolist() == [[1.0, 0.0]]
+    for field in fields(PolicyLossInput):
+        assert getattr(seen[0], field.name)[0, 1] == 0, field.name
+
+
+def test_a_loss_that_reduced_its_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICY_LOSSES, "mine", lambda inp, config: PolicyLossOutput(inp.log_prob.sum(), {}))
+    with pytest.raises(ValueError, match="loss_mat has shape"):
+        policy_loss("mine", loss_input(Batch.random()), None)
 
 
 @EVERY_LOSS
