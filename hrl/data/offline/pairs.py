@@ -1,9 +1,9 @@
 """Pairs of answers to one prompt, of which the first was preferred.
 
 A row has ``prompt``, ``chosen`` and ``rejected``, each a chat or a string. A string prompt is one message of the user,
-a string answer one of the assistant; answers may also be whole chats that begin with the prompt. Of two whole chats
-without a prompt, what both begin with is the prompt (TRL's implicit prompt); two whole texts are cut at the last space
-that they share, and no chat template is applied.
+a string answer one of the assistant; either answer may also be a whole chat that begins with the prompt. Of two whole
+chats without a prompt, what both begin with is the prompt (TRL's implicit prompt); two whole texts are cut at the last
+space that they share, and no chat template is applied.
 """
 
 from __future__ import annotations
@@ -68,11 +68,19 @@ def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
         return before
     if not before:
         return f"has no {config.prompt_key!r}, and its two chats share no first message"
-    if all(answer[: len(before)] == before for answer in answers):  # whole chats, beside their prompt or without it
-        answers = answers[0][len(before) :], answers[1][len(before) :]
+    answers = _without(before, answers[0]), _without(before, answers[1])
+    for key, answer in zip((config.chosen_key, config.rejected_key), answers, strict=True):
+        if not answer or answer[0]["role"] != "assistant":
+            found = f"a message of role {answer[0]['role']!r}" if answer else "nothing"
+            return f"{key!r} has {found} behind the prompt, expected one of the assistant: answers share their prompt"
     if answers[0] == answers[1]:
         return f"{config.chosen_key!r} and {config.rejected_key!r} are the same answer"
     return PairRow(before, *answers, margin)
+
+
+def _without(prompt: list[dict[str, str]], answer: list[dict[str, str]]) -> list[dict[str, str]]:
+    """An answer alone, also of a whole chat that begins with the prompt."""
+    return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:

@@ -62,6 +62,8 @@ IN_CHAT = PairRow([USER], [YES], [NO], None)
         ({"prompt": [USER], "chosen": "y", "rejected": [NO]}, IN_CHAT),
         ({"chosen": [USER, YES], "rejected": [USER, NO]}, IN_CHAT),
         ({"prompt": "?", "chosen": [USER, YES], "rejected": [USER, NO]}, IN_CHAT),
+        ({"prompt": [USER], "chosen": [USER, YES], "rejected": "n"}, IN_CHAT),  # each side is stripped by itself
+        ({"prompt": [USER], "chosen": [YES], "rejected": [USER, NO]}, IN_CHAT),
         ({"chosen": [*TALK, YES], "rejected": [*TALK, NO]}, PairRow(TALK, [YES], [NO], None)),
         ({"chosen": "The sky is blue", "rejected": "The sky is red"}, PairRow("The sky is", " blue", " red", None)),
         ({"chosen": "Q: a b A: yes", "rejected": "Q: a b A: yes no"}, PairRow("Q: a b A:", " yes", " yes no", None)),
@@ -80,6 +82,9 @@ def test_every_form_of_a_pair_is_read(raw, row):
         ({"prompt": [], "chosen": "y", "rejected": "n"}, "'prompt' is \\[\\], expected"),
         ({"prompt": "?", "chosen": "y", "rejected": "y"}, "are the same answer"),
         ({"chosen": [USER, YES], "rejected": [NO]}, "has no 'prompt', and its two chats share no first message"),
+        ({"prompt": TALK, "chosen": [USER, YES], "rejected": [NO]}, "'chosen' has a message of role 'user' behind the"),
+        ({"prompt": [USER], "chosen": [YES], "rejected": [USER]}, "'rejected' has nothing behind the prompt"),
+        ({"chosen": [USER, YES], "rejected": [USER, YES, USER, NO]}, "'chosen' has nothing behind the prompt"),
         ({"chosen": "abc", "rejected": "abd"}, "share no beginning"),
         ({"chosen": "a b", "rejected": "a b"}, "the same text twice"),
         ({"prompt": "?", "chosen": [{"role": "assistant"}], "rejected": "n"}, "'content' of message 0 of 'chosen'"),
@@ -148,6 +153,13 @@ def test_a_pair_is_two_rows_that_share_prompt_and_uid(tokenizer):
         tokenizer.decode(ids[: int(n)]) for ids, n in zip(responses, batch.batch["response_mask"].sum(1), strict=True)
     ]
     assert texts == ["y<|end|>", "n<|end|>", "yes<|end|>", "n<|end|>"]
+
+
+def test_the_context_of_a_pair_does_not_tell_its_sides_apart(tokenizer):
+    dataset = pairs(tokenizer, [{"prompt": [USER], "chosen": [USER, YES], "rejected": "n"}])
+    (chosen, rejected) = dataset.answers[0]
+    assert chosen.prompt.tolist() == rejected.prompt.tolist()
+    assert tokenizer.decode(chosen.prompt).count("user") == 1
 
 
 def test_a_batch_goes_through_the_whole_data_set_in_order(tokenizer):
