@@ -56,19 +56,18 @@ def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
     if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
         found = _split_texts(chosen, rejected)
         return found if isinstance(found, str) else PairRow(*found, margin)
-    answers = (
-        as_messages(chosen, config.chosen_key, "assistant"),
-        as_messages(rejected, config.rejected_key, "assistant"),
-    )
-    for answer in answers:
-        if isinstance(answer, str):
-            return answer
-    before = as_messages(prompt, config.prompt_key) if prompt is not None else _shared(*answers)
+    given = as_messages(chosen, config.chosen_key, "assistant")
+    other = as_messages(rejected, config.rejected_key, "assistant")
+    if isinstance(given, str):
+        return given
+    if isinstance(other, str):
+        return other
+    before = as_messages(prompt, config.prompt_key) if prompt is not None else _shared(given, other)
     if isinstance(before, str):
         return before
     if not before:
         return f"has no {config.prompt_key!r}, and its two chats share no first message"
-    answers = _without(before, answers[0]), _without(before, answers[1])
+    answers = _without(before, given), _without(before, other)
     for key, answer in zip((config.chosen_key, config.rejected_key), answers, strict=True):
         if not answer or answer[0]["role"] != "assistant":
             found = f"a message of role {answer[0]['role']!r}" if answer else "nothing"
