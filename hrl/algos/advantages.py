@@ -191,6 +191,17 @@ def gae_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     return gae(inp.token_level_rewards, inp.need("values"), inp.response_mask, config.gamma, config.lam)
 
 
+def _whitened_where_groups_have_spread(row_values: Tensor, inp: AdvantageInput) -> Tensor:
+    """Whitened over the trained tokens of the groups that teach; ``(B,) -> (B, R)``, 0 for all other rows.
+
+    Whitening shifts all that it sees by the batch's mean: a group without spread would be trained on others' lengths.
+    """
+    counted = rows_with_tokens(inp.response_mask)
+    teaches = group_statistics(row_values, inp.need("group_ids"), counted).has_spread
+    mask = inp.response_mask.bool() & teaches.unsqueeze(-1)
+    return whiten(broadcast_rows(row_values, mask, inp.token_level_rewards.dtype), mask)
+
+
 def _normalised_in_group(scores: Tensor, inp: AdvantageInput, divide_by_std: bool) -> Tensor:
     stats = group_statistics(scores, inp.need("group_ids"), rows_with_tokens(inp.response_mask))
     centred = scores.double() - stats.mean
@@ -237,11 +248,11 @@ def reinforce_plus_plus_advantage(inp: AdvantageInput, config: Any) -> tuple[Ten
 def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     """``A_i = whiten(s_i - mean(s))``: group mean, batch spread (REINFORCE++-baseline, arXiv:2501.03262).
 
-    The whitening is over the trained tokens of the batch, so long responses weigh more in its mean and spread. Groups
-    without spread enter it as 0; the batch's mean is then taken from them as from all others.
+    The whitening is over the trained tokens of the groups with spread, so long responses weigh more in its mean and
+    spread; other groups have no part in it.
     """
-    centred = inp.spread(_normalised_in_group(inp.scores(), inp, divide_by_std=False))
-    advantages = whiten(centred, inp.response_mask)
+    centred = _normalised_in_group(inp.scores(), inp, divide_by_std=False)
+    advantages = _whitened_where_groups_have_spread(centred, inp)
     return advantages, advantages
 
 
@@ -311,8 +322,8 @@ def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     """``A_i = whiten(sum_k w_k (s_ik - mean_k) / (std_k + 1e-6))``, group statistics per reward k (arXiv:2601.05242).
 
-    GDPO: several rewards, each normalised in its group, then added up and whitened over the batch's tokens. Adding
-    rewards first would let the one of largest scale hide the others.
+    GDPO: several rewards, each normalised in its group, then added up and whitened over the tokens of the groups in
+    which the sums differ. Adding rewards first would let the one of largest scale hide the others.
     """
     parts = inp.need("reward_parts")
     weights = getattr(config, "gdpo_reward_weights", None) or [1.0] * parts.shape[1]
@@ -321,7 +332,7 @@ def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     total = torch.zeros_like(parts[:, 0], dtype=torch.float64)
     for part, weight in zip(parts.unbind(dim=1), weights, strict=True):
         total += weight * _normalised_in_group(part, inp, config.norm_adv_by_std_in_grpo)
-    advantages = whiten(inp.spread(total), inp.response_mask)
+    advantages = _whitened_where_groups_have_spread(total, inp)
     return advantages, advantages
 
 
@@ -332,7 +343,7 @@ def optimal_token_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[
     ``B_t = sum_i W_it G_it / sum_i W_it`` over the group's responses that have a t-th trained token, where
     ``W_it = sum_{j <= t} 1 - 2 p_ij + sum_v p_v^2`` estimates the squared norm of the log-prob's gradient up to t,
     times the squared correction weight where there is one. Where only one response is that long there is nothing to
-    compare with and the baseline is 0; a response alone in its group gets advantage 0.
+    compare with and the baseline is 0. A group whose scores are all equal gets advantage 0 there too.
     """
     mask, group_ids = inp.response_mask, inp.need("group_ids")
     tokens = TrainedTokens.of(mask)
@@ -353,6 +364,6 @@ def optimal_token_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[
     baseline = over_group(path_energy * packed_returns) / total_energy
     comparable = (over_group(alive) > 1) & (total_energy > 0)
     advantages = packed_returns - torch.where(comparable, baseline, 0.0)
-    alone = group_sum(rows_with_tokens(mask).double(), group_ids) < 2
-    advantages = torch.where(alone.unsqueeze(-1), 0.0, advantages)
+    teaches = group_statistics(inp.scores(), group_ids, rows_with_tokens(mask)).has_spread
+    advantages = torch.where(teaches.unsqueeze(-1), advantages, 0.0)
     return tokens.unpack(advantages).to(returns.dtype), returns

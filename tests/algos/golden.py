@@ -17,6 +17,7 @@ from hrl.algos.advantages import AdvantageConfig, AdvantageInput, compute_advant
 from hrl.algos.aggregation import aggregate
 from hrl.algos.groups import group_codes
 from hrl.algos.kl import AdaptiveKLController, kl_penalty
+from hrl.algos.masked import broadcast_rows, whiten
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.algos.reward_placement import place_scores
 from hrl.algos.value_loss import value_loss
@@ -134,6 +135,38 @@ def gpg_of_negative_scores() -> dict[str, tuple[float, float]]:
     return {"advantage": (6 / 2 * 0.5, advantages[0, 0].item())}
 
 
+def _equal_scores_beside_others() -> tuple[AdvantageInput, dict[str, Tensor]]:
+    """Group a scores 1 with one token, 0 with three; group b 1 and 1, one token each. And verl's advantages."""
+    mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 0, 0], [1, 0, 0]])
+    scores = tensor([1.0, 0.0, 1.0, 1.0])
+    inp = AdvantageInput(place_scores(scores, mask), mask, group_codes("aabb"), reward_parts=scores.unsqueeze(1))
+    deviation = tensor([0.5, -0.5, 0.0, 0.0])
+    centred = {"reinforce_plus_plus_baseline": deviation, "gdpo": deviation / (0.5**0.5 + 1e-6)}
+    return inp, {name: whiten(broadcast_rows(rows, mask, rows.dtype), mask) for name, rows in centred.items()}
+
+
+def whitening_with_equal_scores() -> dict[str, tuple[float, float]]:
+    """What a group of equal scores gets, and the best response of the other: (verl's number, ours)."""
+    inp, verl = _equal_scores_beside_others()
+    numbers = {}
+    for name, theirs in verl.items():
+        ours, _ = compute_advantages(name, inp, AdvantageConfig())
+        numbers[f"{name}, equal scores"] = (theirs[2, 0].item(), ours[2, 0].item())
+        numbers[f"{name}, best of the other group"] = (theirs[0, 0].item(), ours[0, 0].item())
+    return numbers
+
+
+def token_baseline_of_equal_scores() -> dict[str, tuple[float, float]]:
+    """Score 1 with two tokens and with five, at the longer one's last token: (verl's number, ours)."""
+    mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1]])
+    half = torch.full(mask.shape, 0.5, dtype=torch.float64)
+    rewards = place_scores(tensor([1.0, 1.0]), mask)
+    columns = {"old_log_probs": half.log(), "sum_pi_squared": half}
+    inp = AdvantageInput(rewards, mask, group_codes("aa"), **columns)
+    advantages, returns = compute_advantages("optimal_token_baseline", inp, AdvantageConfig())
+    return {"advantage": (returns[1, 4].item(), advantages[1, 4].item())}
+
+
 ON_PURPOSE = {
     "k3 where the policy is five nats below the reference": (
         """\
@@ -152,6 +185,20 @@ be compared with: it gets 0 and is counted.""",
 GPG scales up for the responses that cannot teach, those of groups without spread. verl takes the responses of score 0
 for them, so that the scale depends on where 0 lies. Here two groups have the scores 0 and -1, a third only zeros.""",
         gpg_of_negative_scores,
+    ),
+    "REINFORCE++-baseline and GDPO with a group of equal scores": (
+        """\
+verl whitens over all tokens, so that the mean of the other groups, which depends on their lengths, is subtracted from a
+group that cannot teach: it is pushed up or down as a whole. Here it has no part in the whitening and gets 0. Group a
+has score 1 with one token and 0 with three, group b 1 and 1 with one token each.""",
+        whitening_with_equal_scores,
+    ),
+    "Optimal token baseline of equal scores": (
+        """\
+verl's baseline is 0 where only one response of a group is that long; the tail of the longest is trained on its raw
+score though all scores are equal. Here such a group gets 0. Both responses score 1, with two tokens and with five; the
+number is that of the fifth token.""",
+        token_baseline_of_equal_scores,
     ),
 }
 """What: why, and both numbers. None of the 88 cases has such an input."""
