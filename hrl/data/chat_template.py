@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_PROBE_ANSWER = "Forty-two."
+#: An answer that no template has a reason to treat in another way than the next one.
+PROBE_ANSWER = "Forty-two."
 _SHOWN_TOKENS = 12
 
 
@@ -97,7 +98,7 @@ def check_chat_template(
             "the chat template's generation prompt does not extend the chat: with add_generation_prompt the text ends "
             f"{prompt[-60:]!r}, without it {chat[-60:]!r}"
         )
-    answered = [*messages, {"role": "assistant", "content": _PROBE_ANSWER}]
+    answered = [*messages, {"role": "assistant", "content": PROBE_ANSWER}]
     full_ids = encode_texts(tokenizer, [render_chat(tokenizer, answered, kwargs)])[0]
     if full_ids[: len(prompt_ids)] != prompt_ids:
         raise ChatTemplateError(_prefix_difference(tokenizer, prompt_ids, full_ids))
@@ -131,10 +132,10 @@ def _render(
 def _closing_ids(tokenizer: PreTrainedTokenizerBase, answer_ids: Sequence[int]) -> list[int]:
     """What the template puts after the answer: the ids behind the shortest head that spells the answer out."""
     for length in range(1, len(answer_ids) + 1):
-        if _PROBE_ANSWER in tokenizer.decode(answer_ids[:length]):
+        if PROBE_ANSWER in tokenizer.decode(answer_ids[:length]):
             return list(answer_ids[length:])
     raise ChatTemplateError(
-        f"the chat template changes the assistant's answer: {_PROBE_ANSWER!r} became {tokenizer.decode(answer_ids)!r}"
+        f"the chat template changes the assistant's answer: {PROBE_ANSWER!r} became {tokenizer.decode(answer_ids)!r}"
     )
 
 

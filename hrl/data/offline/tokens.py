@@ -1,20 +1,22 @@
 """An answer with its prompt as tokens, and which of them are trained on: known from positions, never from ids.
 
 A conversation is rendered message by message. Tokens of the prompt are those that a sampler would be given, so that the
-model learns in the contexts it will be asked in; an assistant's message is trained on up to the token that ends it, and
-what a template writes behind that token is context.
+model learns in the contexts it will be asked in. An assistant's message is trained on whole, whatever it holds, with what
+the template closes it with, up to the first token there that ends an answer; the rest of the closing is context.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from hrl.data.chat_template import ChatTemplateError, encode_texts, render_chat, render_prompt
+from hrl.data.chat_template import PROBE_ANSWER, ChatTemplateError, render_chat, render_prompt
+from hrl.data.offline.pieces import encode_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,10 +57,17 @@ class Answer:
 
 @dataclass(frozen=True)
 class Passage:
-    """A text and whether it is trained on."""
+    """A piece of a conversation's text.
+
+    Attributes:
+        text: as rendered.
+        trained: whether it is trained on.
+        closing: what stands behind an answer's own text; it is trained on up to its first stop token.
+    """
 
     text: str
     trained: bool
+    closing: bool = False
 
 
 def passages_of_chat(
@@ -67,7 +76,8 @@ def passages_of_chat(
     """A conversation as passages: the assistant's messages from number ``first_trained`` on, and what lies between.
 
     Raises:
-        ChatTemplateError: nothing to train on, nothing to answer, or a template that rewrites earlier messages.
+        ChatTemplateError: nothing to train on, nothing to answer, or a template that rewrites earlier messages or
+            closes this answer in another way than others.
         jinja2.TemplateError: the template refuses the chat.
     """
     turns = [i for i, message in enumerate(messages) if i >= first_trained and message["role"] == "assistant"]
@@ -90,64 +100,62 @@ def passages_of_chat(
                 "context that is trained on; data.apply_chat_template_kwargs can often switch that off "
                 "(e.g. enable_thinking)"
             )
-        passages += [Passage(before[len(rendered) :], False), Passage(after[len(before) :], True)]
+        closing = _closing(tokenizer, messages, turn, before, template_kwargs)
+        if not after.endswith(closing, len(before)):
+            raise ChatTemplateError(
+                f"the chat template closes message {turn} with {after[len(before) :][-40:]!r}, but other answers in its "
+                f"place with {closing!r}: where it ends can't be told"
+            )
+        content = after[len(before) : len(after) - len(closing)]
+        passages += [Passage(before[len(rendered) :], False), Passage(content, True), Passage(closing, True, True)]
         rendered = after
     return passages
 
 
+def _closing(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, turn: int, before: str, template_kwargs: Mapping[str, Any]
+) -> str:
+    """What the template writes behind the answer of a turn.
+
+    It is found with another answer in its place: the message itself may hold the same text, or end in it.
+    """
+    probe = [*messages[:turn], {**messages[turn], "content": PROBE_ANSWER}]
+    _, found, closing = render_chat(tokenizer, probe, template_kwargs)[len(before) :].rpartition(PROBE_ANSWER)
+    if not found:
+        raise ChatTemplateError(f"the chat template changes the text of message {turn}")
+    return closing
+
+
 def passages_of_text(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> list[Passage]:
     """Plain text without a chat template; the answer ends with the tokenizer's end token, where it has one."""
-    return [Passage(prompt, False), Passage(answer + (tokenizer.eos_token or ""), True)]
+    return [Passage(prompt, False), Passage(answer, True), Passage(tokenizer.eos_token or "", True, True)]
 
 
 def encode_passages(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Passage]], stop_ids: Sequence[int]
 ) -> list[Answer | None]:
     """Tokens of every row; None where a row has no token to train on or none before it."""
-    texts = [[*_growing(passages)] for passages in rows]
-    encoded = iter(encode_texts(tokenizer, [text for growing in texts for text in growing]))
-    return [
-        _answer(tokenizer, passages, [next(encoded) for _ in growing], stop_ids)
-        for passages, growing in zip(rows, texts, strict=True)
-    ]
+    encoded = encode_pieces(tokenizer, [[passage.text for passage in passages] for passages in rows])
+    return [_answer(passages, pieces, stop_ids) for passages, pieces in zip(rows, encoded, strict=True)]
 
 
-def _growing(passages: Sequence[Passage]) -> list[str]:
-    """``[a, b, c]`` to ``[a, ab, abc]``."""
-    texts = [passage.text for passage in passages]
-    return ["".join(texts[: end + 1]) for end in range(len(texts))]
-
-
-def _answer(
-    tokenizer: PreTrainedTokenizerBase,
-    passages: Sequence[Passage],
-    encoded: Sequence[list[int]],
-    stop_ids: Sequence[int],
-) -> Answer | None:
-    """``encoded[i]`` are the tokens of passages 0 … i as one text."""
-    ids: list[int] = []
+def _answer(passages: Sequence[Passage], pieces: Sequence[list[int]], stop_ids: Sequence[int]) -> Answer | None:
+    """``pieces[i]`` are the tokens of passage ``i``."""
     trained: list[bool] = []
-    before: list[int] = []
-    for passage, until_here in zip(passages, encoded, strict=True):
-        if until_here[: len(before)] == before:
-            piece = until_here[len(before) :]
-        else:  # a token would span the border, which no sampler would see: the passage is encoded by itself
-            piece = tokenizer(passage.text, add_special_tokens=False)["input_ids"]
-        ids += piece
-        trained += _up_to_last(piece, stop_ids) if passage.trained else [False] * len(piece)
-        before = until_here
+    for passage, piece in zip(passages, pieces, strict=True):
+        count = _until_stop(piece, stop_ids) if passage.closing else len(piece)
+        trained += [passage.trained and i < count for i in range(len(piece))]
     places = np.flatnonzero(trained)
     if not len(places) or places[0] == 0:
         return None
     first, end = int(places[0]), int(places[-1]) + 1
-    tokens = np.array(ids, dtype=np.int32)
+    tokens = np.array([*chain.from_iterable(pieces)], dtype=np.int32)
     return Answer(tokens[:first], tokens[first:end], np.array(trained[first:end]))
 
 
-def _up_to_last(piece: Sequence[int], stop_ids: Sequence[int]) -> list[bool]:
-    """True up to the last stop token; everywhere, if there is none."""
-    end = max((i for i, token in enumerate(piece) if token in stop_ids), default=len(piece) - 1)
-    return [i <= end for i in range(len(piece))]
+def _until_stop(closing: Sequence[int], stop_ids: Sequence[int]) -> int:
+    """Number of tokens up to the first stop token, where a sampler ends; all of them, if there is none."""
+    return next((i + 1 for i, token in enumerate(closing) if token in stop_ids), len(closing))
 
 
 def pad_answers(rows: Sequence[Answer], pad_id: int) -> dict[str, torch.Tensor]:

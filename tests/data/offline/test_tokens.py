@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hrl.data.chat_template import ChatTemplateError
 from hrl.data.offline.tokens import (
@@ -12,7 +14,7 @@ from hrl.data.offline.tokens import (
     passages_of_chat,
     passages_of_text,
 )
-from tests.data.conftest import make_tokenizer
+from tests.data.conftest import CHATML, make_tokenizer
 
 CHAT = [
     {"role": "user", "content": "hi"},
@@ -57,6 +59,53 @@ def test_an_end_token_in_the_text_of_an_answer_does_not_end_its_training(tokeniz
     chat = [CHAT[0], {"role": "assistant", "content": "a<|end|>b"}]
     answer = encoded(tokenizer, passages_of_chat(tokenizer, chat, 1, {}))
     assert trained_text(tokenizer, answer) == "a<|end|>b<|end|>"
+
+
+TEXT = st.lists(st.sampled_from(["a", " ", "\n", "é", "12", "<|end|>", "<|im_end|>", "<|start|>", "</s>"])).map("".join)
+
+
+@pytest.mark.parametrize("end", ["<|end|>", "<|im_end|>"])
+@settings(max_examples=30, deadline=None)
+@given(answers=st.lists(TEXT, min_size=1, max_size=3))
+def test_all_of_an_answer_and_its_end_token_are_trained_whatever_it_holds(tokenizer, bundled, end, answers):
+    chosen = tokenizer if end == "<|end|>" else bundled
+    assert chosen.eos_token == end
+    chat = [message for text in answers for message in (CHAT[0], {"role": "assistant", "content": text})]
+    answer = encoded(chosen, passages_of_chat(chosen, chat, 0, {}))
+    assert trained_text(chosen, answer) == "".join(text + end for text in answers)
+
+
+def test_a_template_without_an_end_token_trains_the_whole_answer():
+    endless = (
+        "{% for m in messages %}{{ m['role'] }}: {{ m['content'] | trim }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    tokenizer = make_tokenizer(endless)
+    chat = [*CHAT[:3], {"role": "assistant", "content": " a<|end|>b "}]
+    answer = encoded(tokenizer, passages_of_chat(tokenizer, chat, 0, {}))
+    assert text_of(tokenizer, answer.prompt) == "user: hi\nassistant: "
+    assert trained_text(tokenizer, answer) == "yo\na<|end|>b\n"
+
+
+def test_of_what_closes_an_answer_the_first_end_token_is_the_last_that_is_trained():
+    twice = make_tokenizer(CHATML.replace("<|end|>", "<|end|>.<pad>"))
+    stop = [twice.eos_token_id, twice.pad_token_id]
+    passages = passages_of_chat(twice, CHAT[:2], 1, {})
+    assert trained_text(twice, encoded(twice, passages, stop)) == "yo<|end|>"
+    assert trained_text(twice, encoded(twice, passages, stop[1:])) == "yo<|end|>.<pad>"
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ("{{ m['content'] | upper }}<|end|>", "changes the text of message 1"),
+        ("{{ m['content'] }}{% if m['content'] != 'yo' %}<|end|>{% endif %}", "closes message 1 with 'yo', but other"),
+    ],
+)
+def test_a_template_that_hides_where_an_answer_ends_is_refused(written, message):
+    tokenizer = make_tokenizer(CHATML.replace("{{ m['content'] }}<|end|>", written))
+    with pytest.raises(ChatTemplateError, match=message):
+        passages_of_chat(tokenizer, CHAT[:2], 1, {})
 
 
 def test_without_stop_tokens_the_whole_passage_is_trained(tokenizer):
