@@ -1,8 +1,8 @@
 """An answer with its prompt as tokens, and which of them are trained on: known from positions, never from ids.
 
 A conversation is rendered message by message. Tokens of the prompt are those that a sampler would be given, so that the
-model learns in the contexts it will be asked in. An assistant's message is trained on whole, whatever it holds, with what
-the template closes it with, up to the first token there that ends an answer; the rest of the closing is context.
+model learns in the contexts it will be asked in. An assistant's message is trained on whole, whatever it holds, with
+what the template closes it with, up to the first token there that ends an answer; the rest of the closing is context.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def passages_of_chat(
         closing = _closing(tokenizer, messages, turn, before, template_kwargs)
         if not after.endswith(closing, len(before)):
             raise ChatTemplateError(
-                f"the chat template closes message {turn} with {after[len(before) :][-40:]!r}, but other answers in its "
-                f"place with {closing!r}: where it ends can't be told"
+                f"the chat template closes message {turn} with {after[len(before) :][-40:]!r}, but other answers in "
+                f"its place with {closing!r}: where it ends can't be told"
             )
         content = after[len(before) : len(after) - len(closing)]
         passages += [Passage(before[len(rendered) :], False), Passage(content, True), Passage(closing, True, True)]
