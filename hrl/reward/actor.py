@@ -5,8 +5,10 @@ It runs on the driver's node, where the files are that the configuration names.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import ray
@@ -15,9 +17,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardBatch, RewardError, RewardLoop, RewardRow
+from hrl.single_controller.processes import die_with_parent
 from hrl.single_controller.ray.errors import cause_of, death_reason, is_death
 
+logger = logging.getLogger(__name__)
+
 _ANSWER_TIMEOUT_S = 120.0
+_SHUTDOWN_TIMEOUT_S = 10.0
 _MARGIN_S = 10.0
 _CONCURRENT_CALLS = 8
 
@@ -25,8 +31,13 @@ _CONCURRENT_CALLS = 8
 class _Loop:
     """The actor: a `RewardLoop` behind remote calls, of which `collect` waits for what `submit` brings."""
 
+    def __init__(self) -> None:
+        die_with_parent()  # the raylet, which ends with the driver: the kernel is quicker to tell than Ray
+        self._ending = ExitStack()
+
     def start(self, spec: RewardSpec, settings: dict[str, Any]) -> tuple[int, str]:
         self._loop = RewardLoop(spec, **settings)
+        self._ending.callback(self._loop.shutdown)
         self._loop.start()
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
@@ -41,6 +52,9 @@ class _Loop:
 
     def collect(self, step: int, deadline_s: float) -> RewardBatch:
         return self._loop.collect(step, deadline_s)
+
+    def shutdown(self) -> None:
+        self._ending.close()
 
 
 class RewardActor:
@@ -82,8 +96,16 @@ class RewardActor:
         return self._call("collect", step, deadline_s, timeout_s=deadline_s + _MARGIN_S)
 
     def shutdown(self) -> None:
-        """Ends the actor; the kernel ends its processes with it."""
-        ray.kill(self.handle)
+        """Ends the processes with all that reward functions started in them, then the actor.
+
+        An actor that can't be asked is killed: its processes go with it, and their guards end what these have started.
+        """
+        try:
+            self._call("shutdown", timeout_s=_SHUTDOWN_TIMEOUT_S)
+        except RewardError as error:
+            logger.info("%s; it is killed", error)
+        finally:
+            ray.kill(self.handle)
 
     def _call(self, method: str, *args: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
         try:

@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -253,22 +254,21 @@ class RewardPool:
         wanted = self._num_workers
         if self._queue:
             wanted = min(self._num_workers + slow, self._num_workers * _BURST)
-        while len(self._slots) < wanted:
+        while len(self._slots) < wanted and self._broken is None:
             self._launch()
         spare = [slot for slot in self._slots if slot.ready and slot.task is None]
         for slot in spare[: max(0, len(self._slots) - wanted)]:
             self._kill(slot)
 
     def _launch(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "hrl.reward.pool_process", str(theirs.fileno()), str(os.getpid())],
-                env=child_environment(OMP_NUM_THREADS="1", PYTHONHASHSEED="0"),
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # so that its own children can be killed with it, and Ctrl-C is the parent's
+        try:
+            process, ours = _start_process()
+        except OSError as error:
+            self._give_up(
+                f"the system gives no further process: {error}. Lower reward.num_workers, or raise the limits of "
+                "processes, open files or memory (ulimit -a, the container's)"
             )
+            return
         ours.settimeout(_SEND_TIMEOUT_S)
         now = time.monotonic()
         slot = _Slot(process, ours, since=now, deadline=now + self._start_timeout_s)
@@ -383,6 +383,7 @@ class RewardPool:
         self._broken = reason
         self._stopping = True
         self._started.set()
+        self._wake()  # the thread itself, should it be about to wait
 
     def _kill(self, slot: _Slot) -> None:
         self._selector.unregister(slot.connection)
@@ -391,6 +392,26 @@ class RewardPool:
             os.killpg(slot.process.pid, signal.SIGKILL)
         slot.process.wait()
         self._slots.discard(slot)
+
+
+def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """A process that waits for its settings, and this end of its socket.
+
+    Raises:
+        OSError: the system refuses one.
+    """
+    ours, theirs = socket.socketpair()
+    with ExitStack() as on_failure, theirs:
+        on_failure.enter_context(ours)
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "hrl.reward.pool_process", str(theirs.fileno()), str(os.getpid())],
+            env=child_environment(OMP_NUM_THREADS="1", PYTHONHASHSEED="0"),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # so that its own children can be killed with it, and Ctrl-C is the parent's
+        )
+        on_failure.pop_all()
+    return process, ours
 
 
 def _describe_exit(code: int | None) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from hrl.data.child import from_plain
 from hrl.reward.function import RewardFunctionError, RewardSpec, load_reward_function, read_reward
-from hrl.single_controller.processes import die_with_parent
+from hrl.single_controller.processes import die_with_parent, guard_process_group
 
 LENGTH = struct.Struct("!I")
 _LONGEST_TRACEBACK = 4000
@@ -37,6 +37,7 @@ def encode(message: dict[str, Any]) -> bytes:
 def main(socket_number: int, parent_pid: int) -> None:
     """Loads the function, then answers samples until the parent hangs up."""
     die_with_parent(parent_pid)
+    guard_process_group()  # the kernel ends this process with its parent, but not what the function starts in it
     os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
     connection = socket.socket(fileno=socket_number)
     with connection, connection.makefile("rb") as incoming:

@@ -10,11 +10,20 @@ import ray
 from hrl.reward.actor import RewardActor
 from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardError, RewardRow
+from tests.single_controller.process_table import still_alive
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
 FUNCTION = """
+import os, time
+
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "fork":
+        child = os.fork()
+        if child == 0:
+            time.sleep(600)
+            os._exit(0)
+        return {"score": 0.0, "child": child, "parent": os.getpid()}
     return {"score": float(solution_str), "right": solution_str == ground_truth}
 """
 
@@ -106,3 +115,25 @@ def test_no_answer_in_time_is_a_reward_error(actor):
     actor.begin(7, rows(1))
     with pytest.raises(RewardError, match=r"did not answer `collect` within 0.1 s"):
         actor._call("collect", 7, 1.0, timeout_s=0.1)
+
+
+def end_by_shutdown(actor):
+    actor.shutdown()
+
+
+def end_by_sigkill(actor):
+    os.kill(actor.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("end", [end_by_shutdown, end_by_sigkill])
+def test_what_a_reward_function_started_ends_with_the_service(spec, end):
+    ended = RewardActor(spec, num_workers=1, timeout_s=5.0)
+    ended.start()
+    ended.begin(1, rows(1))
+    hand_over(ended, 1, "fork")
+    columns = ended.collect(1, deadline_s=20.0).columns()
+    pids = [int(columns[name][0]) for name in ("parent", "child")]
+    assert still_alive(pids, within_s=0) == pids
+    end(ended)
+    assert not still_alive([ended.pid, *pids], within_s=15)
+    ended.shutdown()

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -178,6 +179,39 @@ def test_a_file_that_never_finishes_loading_is_given_up(tmp_path):
     with pytest.raises(RewardFunctionError, match="loading took longer"):
         pool.start()
     assert time.monotonic() - started < 10
+
+
+def refuse_processes(monkeypatch, after):
+    """From the process number `after` on the system has no room for another."""
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *args, **kwargs):
+            if len(started) >= after:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            started.append(self)
+            super().__init__(*args, **kwargs)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+
+
+def test_a_process_that_cannot_be_started_is_told_at_once(function_file, monkeypatch):
+    refuse_processes(monkeypatch, after=0)
+    started = time.monotonic()
+    with pytest.raises(RewardFunctionError, match=r"Resource temporarily unavailable(?s:.*)reward\.num_workers"):
+        RewardPool(RewardSpec(function_file), num_workers=2, timeout_s=1.0).start()
+    assert time.monotonic() - started < 5
+
+
+def test_samples_end_with_the_reason_why_a_killed_process_was_not_replaced(function_file, monkeypatch):
+    refuse_processes(monkeypatch, after=1)
+    with RewardPool(RewardSpec(function_file), num_workers=1, timeout_s=5.0) as pool:
+        futures = [pool.submit(RewardSample("s", "s", text, "1")) for text in ("die", "four")]
+        outcomes = [future.result(timeout=10) for future in futures]
+        assert [outcome.status for outcome in outcomes] == ["crash", "crash"]
+        assert all("Resource temporarily unavailable" in outcome.error for outcome in outcomes)
+        with pytest.raises(RuntimeError, match="Resource temporarily unavailable"):
+            pool.submit(RewardSample("s", "s", "four", "1"))
 
 
 def test_shutdown_kills_all_and_ends_what_waits(function_file):
