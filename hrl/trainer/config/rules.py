@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from hrl.trainer.config.algorithm_rules import ALGORITHM_RULES
+from hrl.trainer.config.engine_rules import engines_are_told_what_is_theirs
 from hrl.trainer.config.errors import Problem
 from hrl.trainer.config.keys import nearest
 from hrl.trainer.config.names import (
@@ -311,6 +312,7 @@ RULES: tuple[Rule, ...] = (
     one_row_fits_the_token_budget,
     fixed_micro_batches_have_a_size,
     engine_holds_whole_sequences,
+    engines_are_told_what_is_theirs,
     gradients_have_their_range,
     roles_have_pools,
     something_scores,

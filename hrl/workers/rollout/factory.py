@@ -26,7 +26,7 @@ def build_engine(
     """Makes the engine that `rollout.name` names, without starting it.
 
     Raises:
-        ValueError: an unknown name, or `engine_kwargs` of another shape than {engine: {argument: value}}.
+        ValueError: an unknown name.
     """
     extra = dict(config.engine_kwargs.get(config.name) or {})
     match config.name:

@@ -59,6 +59,16 @@ CASES = [
         {f"{ROLLOUT}.enable_chunked_prefill": False, f"{ROLLOUT}.max_num_batched_tokens": 512},
         "Set it to at least 1024.",
     ),
+    ({f"{ROLLOUT}.engine_kwargs": {"vlm": {}}}, "has 'vlm', which is no engine with its arguments. Did you mean vllm?"),
+    ({f"{ROLLOUT}.engine_kwargs": {"swap_space": 4}}, "Write it as {vllm: {swap_space: ...}}."),
+    (
+        {f"{ROLLOUT}.engine_kwargs": {"vllm": {"tensor_parallel_size": 2}}},
+        f"engine_kwargs sets vLLM's tensor_parallel_size. Set {ROLLOUT}.tensor_model_parallel_size.",
+    ),
+    (
+        {f"{ROLLOUT}.engine_kwargs": {"vllm": {"logprobs_mode": "raw_logprobs"}}},
+        "sets vLLM's logprobs_mode, which is fixed: log-probs are those of the distribution that was sampled from.",
+    ),
     ({f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.tensor_model_parallel_size": 2}, "which the hf engine can't do"),
     (
         {f"{ACTOR}.fsdp_config.dtype": "float16"},
