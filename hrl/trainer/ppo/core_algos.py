@@ -4,9 +4,10 @@ Code written against that module ports by changing the import. Nothing is comput
 on purpose is documented in :mod:`hrl.algos`.
 """
 
-from hrl.algos.kl import AdaptiveKLController, FixedKLController, get_kl_controller, kl_penalty
+from hrl.algos.kl import AdaptiveKLController, FixedKLController, get_kl_controller
 
 from .verl_advantages import (
+    ADV_ESTIMATOR_REGISTRY,
     AdvantageEstimator,
     compute_gae_advantage_return,
     compute_gdpo_outcome_advantage,
@@ -27,6 +28,7 @@ from .verl_advantages import (
     register_adv_est,
 )
 from .verl_losses import (
+    POLICY_LOSS_REGISTRY,
     agg_loss,
     compute_entropy_loss,
     compute_policy_loss,
@@ -46,11 +48,14 @@ from .verl_losses import (
     compute_rewards,
     compute_value_loss,
     get_policy_loss_fn,
+    kl_penalty,
     kl_penalty_forward,
     register_policy_loss,
 )
 
 __all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "POLICY_LOSS_REGISTRY",
     "AdaptiveKLController",
     "AdvantageEstimator",
     "FixedKLController",

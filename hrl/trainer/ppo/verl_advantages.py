@@ -211,7 +211,7 @@ def compute_optimal_token_baseline_advantage(
 
 compute_multi_turn_optimal_token_baseline_advantage = compute_optimal_token_baseline_advantage
 
-_ESTIMATOR_FNS: dict[str, AdvantageFn] = {
+ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = {
     "gae": compute_gae_advantage_return,
     "grpo": compute_grpo_outcome_advantage,
     "grpo_vectorized": compute_grpo_vectorized_outcome_advantage,
@@ -227,6 +227,8 @@ _ESTIMATOR_FNS: dict[str, AdvantageFn] = {
     "optimal_token_baseline": compute_optimal_token_baseline_advantage,
     "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
 }
+"""Estimators in verl's form. To read: what is to be chosen by ``algorithm.adv_estimator`` goes through
+:func:`register_adv_est`."""
 
 
 def register_adv_est(name_or_enum: str) -> Callable[[AdvantageFn], AdvantageFn]:
@@ -242,7 +244,7 @@ def register_adv_est(name_or_enum: str) -> Callable[[AdvantageFn], AdvantageFn]:
     name = str(name_or_enum)
 
     def decorator(function: AdvantageFn) -> AdvantageFn:
-        if _ESTIMATOR_FNS.get(name) is function:
+        if ADV_ESTIMATOR_REGISTRY.get(name) is function:
             return function
 
         def adapted(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
@@ -260,7 +262,7 @@ def register_adv_est(name_or_enum: str) -> Callable[[AdvantageFn], AdvantageFn]:
             )
 
         native.register_adv_est(name)(adapted)
-        _ESTIMATOR_FNS[name] = function
+        ADV_ESTIMATOR_REGISTRY[name] = function
         return function
 
     return decorator
@@ -283,6 +285,8 @@ def get_adv_estimator_fn(name_or_enum: str) -> AdvantageFn:
     Raises:
         ValueError: Unknown name.
     """
-    if name_or_enum not in _ESTIMATOR_FNS:
-        raise ValueError(f"unknown advantage estimator {name_or_enum!r}; choose one of {sorted(_ESTIMATOR_FNS)}")
-    return _ESTIMATOR_FNS[name_or_enum]
+    if name_or_enum not in ADV_ESTIMATOR_REGISTRY:
+        raise ValueError(
+            f"unknown advantage estimator {name_or_enum!r}; choose one of {sorted(ADV_ESTIMATOR_REGISTRY)}"
+        )
+    return ADV_ESTIMATOR_REGISTRY[name_or_enum]

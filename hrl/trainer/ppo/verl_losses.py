@@ -29,6 +29,11 @@ def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_pr
     return token_level_scores - kl_ratio * estimate_kl(old_log_prob, ref_log_prob, "k1")
 
 
+def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
+    """See :func:`hrl.algos.kl.kl_penalty`, whose ``kind`` is called ``kl_penalty`` here."""
+    return estimate_kl(logprob, ref_logprob, kl_penalty)
+
+
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
     """The estimate of :func:`hrl.algos.kl.kl_penalty` with its own gradient: ``+`` is left out of the name."""
     return estimate_kl(logprob, ref_logprob, kl_penalty.removesuffix("+"))
@@ -207,7 +212,7 @@ def compute_policy_loss_bypass_mode(
     return loss, metrics | {f"rollout_corr/{key}": _mean(metric).item() for key, metric in corrected.items()}
 
 
-_POLICY_LOSS_FNS: dict[str, PolicyLossFn] = {
+POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {
     "vanilla": compute_policy_loss_vanilla,
     "dppo_tv": compute_policy_loss_dppo_tv,
     "dppo_kl": compute_policy_loss_dppo_kl,
@@ -221,6 +226,8 @@ _POLICY_LOSS_FNS: dict[str, PolicyLossFn] = {
     "cispo": compute_policy_loss_cispo,
     "bypass_mode": compute_policy_loss_bypass_mode,
 }
+"""Policy losses in verl's form. To read: what is to be chosen by ``actor.policy_loss.loss_mode`` goes through
+:func:`register_policy_loss`."""
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
@@ -234,9 +241,9 @@ def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
     """
 
     def decorator(function: PolicyLossFn) -> PolicyLossFn:
-        if _POLICY_LOSS_FNS.get(name) is not function:
+        if POLICY_LOSS_REGISTRY.get(name) is not function:
             native.register_policy_loss(name)(_per_token(name, function))
-            _POLICY_LOSS_FNS[name] = function
+            POLICY_LOSS_REGISTRY[name] = function
         return function
 
     return decorator
@@ -271,9 +278,9 @@ def get_policy_loss_fn(name: str) -> PolicyLossFn:
     Raises:
         ValueError: Unknown name.
     """
-    if name not in _POLICY_LOSS_FNS:
-        raise ValueError(f"unknown policy loss {name!r}; choose one of {sorted(_POLICY_LOSS_FNS)}")
-    return _POLICY_LOSS_FNS[name]
+    if name not in POLICY_LOSS_REGISTRY:
+        raise ValueError(f"unknown policy loss {name!r}; choose one of {sorted(POLICY_LOSS_REGISTRY)}")
+    return POLICY_LOSS_REGISTRY[name]
 
 
 def compute_policy_loss(

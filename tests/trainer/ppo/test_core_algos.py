@@ -1,8 +1,10 @@
 """The door: verl's names and signatures in front of `hrl.algos`."""
 
 import inspect
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -33,54 +35,128 @@ del VERL_ACTOR_ALONE["global_batch_info"]
 
 
 @pytest.fixture(autouse=True)
-def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
+def own_registries() -> Iterator[None]:
     """What a test registers is gone after it."""
-    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
-    monkeypatch.setattr(policy_losses, "POLICY_LOSSES", dict(policy_losses.POLICY_LOSSES))
-    monkeypatch.setattr(verl_advantages, "_ESTIMATOR_FNS", dict(verl_advantages._ESTIMATOR_FNS))
-    monkeypatch.setattr(verl_losses, "_POLICY_LOSS_FNS", dict(verl_losses._POLICY_LOSS_FNS))
+    with (
+        patch.dict(verl_advantages.ADV_ESTIMATOR_REGISTRY),
+        patch.dict(verl_losses.POLICY_LOSS_REGISTRY),
+        patch.dict(policy_losses.POLICY_LOSSES),
+        patch.dict(advantages.ADVANTAGE_ESTIMATORS),
+    ):
+        yield
+
+
+GROUP = "token_level_rewards response_mask index epsilon=1e-06"
+BY_STD = f"{GROUP} norm_adv_by_std_in_grpo=True config=None"
+TOKEN_BASELINE = (
+    "token_level_rewards response_mask index old_log_probs sum_pi_squared rollout_is_weights=None "
+    "handle_zero_tail=True epsilon=1e-08 **kwargs"
+)
+COUNTS = "dp_size=1 batch_num_tokens=None global_batch_size=None loss_scale_factor=None"
+TOKENS, SEQUENCES = "loss_agg_mode='token-mean'", "loss_agg_mode='seq-mean-token-mean'"
+
+
+def loss_signature(mode: str = TOKENS) -> str:
+    return f"old_log_prob log_prob advantages response_mask {mode} config=None rollout_is_weights=None"
 
 
 SIGNATURES = {
+    "AdaptiveKLController": "init_kl_coef target_kl horizon",
+    "FixedKLController": "kl_coef",
+    "agg_loss": f"loss_mat loss_mask loss_agg_mode {COUNTS}",
+    "compute_entropy_loss": f"logits response_mask {TOKENS}",
     "compute_gae_advantage_return": "token_level_rewards values response_mask gamma lam",
-    "compute_grpo_outcome_advantage": "token_level_rewards response_mask index epsilon norm_adv_by_std_in_grpo config",
-    "compute_rloo_outcome_advantage": "token_level_rewards response_mask index epsilon config kwargs",
-    "compute_opo_outcome_advantage": "token_level_rewards response_mask index epsilon config kwargs",
-    "compute_reinforce_plus_plus_outcome_advantage": "token_level_rewards response_mask config kwargs",
-    "compute_remax_outcome_advantage": "token_level_rewards reward_baselines response_mask config kwargs",
-    "compute_gpg_outcome_advantage": "token_level_rewards response_mask index epsilon f_norm alpha config kwargs",
-    "compute_rewards": "token_level_scores old_log_prob ref_log_prob kl_ratio",
-    "agg_loss": "loss_mat loss_mask loss_agg_mode dp_size batch_num_tokens global_batch_size loss_scale_factor",
+    "compute_gdpo_outcome_advantage": f"{BY_STD} non_tensor_batch=None batch=None **kwargs",
+    "compute_gpg_outcome_advantage": f"{GROUP} f_norm=1.0 alpha=1.0 config=None **kwargs",
+    "compute_grpo_outcome_advantage": BY_STD,
+    "compute_grpo_passk_outcome_advantage": f"{BY_STD} **kwargs",
+    "compute_grpo_vectorized_outcome_advantage": BY_STD,
+    "compute_multi_turn_optimal_token_baseline_advantage": TOKEN_BASELINE,
+    "compute_opo_outcome_advantage": f"{GROUP} config=None **kwargs",
+    "compute_optimal_token_baseline_advantage": TOKEN_BASELINE,
+    "compute_pf_ppo_reweight_data": "data reweight_method='pow' weight_pow=2.0",
     "compute_policy_loss": (
-        "old_log_prob log_prob advantages response_mask cliprange cliprange_low cliprange_high clip_ratio_c "
-        "loss_agg_mode"
+        "old_log_prob log_prob advantages response_mask cliprange=None cliprange_low=None cliprange_high=None "
+        f"clip_ratio_c=3.0 {TOKENS}"
     ),
-    "compute_policy_loss_vanilla": (
-        "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights"
-    ),
-    "compute_policy_loss_bypass_mode": (
-        "old_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights"
-    ),
+    "compute_policy_loss_bypass_mode": loss_signature(),
+    "compute_policy_loss_cispo": loss_signature(),
+    "compute_policy_loss_clip_cov": loss_signature(),
+    "compute_policy_loss_dppo_kl": loss_signature(),
+    "compute_policy_loss_dppo_tv": loss_signature(),
+    "compute_policy_loss_dro": loss_signature(),
+    # verl's default is token-mean, which its function then does not read: it takes the mean over sequences.
+    "compute_policy_loss_geo_mean": loss_signature(SEQUENCES),
+    "compute_policy_loss_gpg": loss_signature(),
+    "compute_policy_loss_gspo": loss_signature(SEQUENCES),
+    "compute_policy_loss_kl_cov": loss_signature(),
     "compute_policy_loss_reinforce": (
-        "rollout_log_prob log_prob advantages response_mask loss_agg_mode config rollout_is_weights"
+        "rollout_log_prob log_prob advantages response_mask loss_agg_mode='seq-mean-token-sum' config=None "
+        "rollout_is_weights=None"
     ),
-    "compute_pf_ppo_reweight_data": "data reweight_method weight_pow",
+    "compute_policy_loss_sapo": loss_signature(SEQUENCES),
+    "compute_policy_loss_vanilla": loss_signature(),
+    "compute_reinforce_plus_plus_baseline_outcome_advantage": f"{GROUP} config=None **kwargs",
+    "compute_reinforce_plus_plus_outcome_advantage": "token_level_rewards response_mask config=None **kwargs",
+    "compute_remax_outcome_advantage": "token_level_rewards reward_baselines response_mask config=None **kwargs",
+    "compute_rewards": "token_level_scores old_log_prob ref_log_prob kl_ratio",
+    "compute_rloo_outcome_advantage": f"{GROUP} config=None **kwargs",
+    "compute_rloo_vectorized_outcome_advantage": f"{GROUP} config=None **kwargs",
+    "compute_value_loss": f"vpreds returns values response_mask cliprange_value {TOKENS} {COUNTS}",
+    "get_adv_estimator_fn": "name_or_enum",
+    "get_kl_controller": "kl_ctrl",
+    "get_policy_loss_fn": "name",
+    "kl_penalty": "logprob ref_logprob kl_penalty",
     "kl_penalty_forward": "logprob ref_logprob kl_penalty",
-    "compute_value_loss": (
-        "vpreds returns values response_mask cliprange_value loss_agg_mode dp_size batch_num_tokens "
-        "global_batch_size loss_scale_factor"
-    ),
+    "register_adv_est": "name_or_enum",
+    "register_policy_loss": "name",
 }
+"""Every function and class of verl 0.9's `core_algos`: names of the parameters and their defaults, in order."""
 
 
-@pytest.mark.parametrize(("name", "parameters"), SIGNATURES.items())
-def test_signatures_are_verls(name: str, parameters: str) -> None:
-    assert " ".join(inspect.signature(getattr(core_algos, name)).parameters) == parameters
+def signature_of(function: Any) -> str:
+    words = []
+    for parameter in inspect.signature(function).parameters.values():
+        stars = "**" if parameter.kind is parameter.VAR_KEYWORD else ""
+        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        words.append(f"{stars}{parameter.name}{default}")
+    return " ".join(words)
 
 
-def test_everything_that_is_promised_is_there() -> None:
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_signatures_are_verls(name: str) -> None:
+    assert signature_of(getattr(core_algos, name)) == SIGNATURES[name]
+
+
+def test_everything_that_is_promised_is_there_and_held_to_verls_signature() -> None:
     for name in core_algos.__all__:
         assert hasattr(core_algos, name)
+    without_a_signature = {"AdvantageEstimator", "ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"}
+    assert set(core_algos.__all__) == SIGNATURES.keys() | without_a_signature
+
+
+def test_the_registries_hold_what_is_found_by_name() -> None:
+    assert core_algos.ADV_ESTIMATOR_REGISTRY["grpo"] is core_algos.compute_grpo_outcome_advantage
+    assert core_algos.POLICY_LOSS_REGISTRY["vanilla"] is core_algos.compute_policy_loss_vanilla
+    assert set(core_algos.ADV_ESTIMATOR_REGISTRY) == {member.value for member in core_algos.AdvantageEstimator}
+    assert set(core_algos.POLICY_LOSS_REGISTRY) == set(policy_losses.POLICY_LOSSES) | {"bypass_mode"}
+
+    @core_algos.register_adv_est("mine")
+    def estimator(token_level_rewards: Any, response_mask: Any, **kwargs: Any) -> Any:
+        return token_level_rewards, token_level_rewards
+
+    @core_algos.register_policy_loss("mine")
+    def loss(**kwargs: Any) -> Any:
+        return None
+
+    assert core_algos.ADV_ESTIMATOR_REGISTRY["mine"] is estimator
+    assert core_algos.POLICY_LOSS_REGISTRY["mine"] is loss
+
+
+def test_kl_penalty_takes_its_kind_by_verls_name() -> None:
+    logprob, reference = torch.tensor([-1.0]), torch.tensor([-3.0])
+    assert core_algos.kl_penalty(logprob=logprob, ref_logprob=reference, kl_penalty="kl").item() == 2.0
+    assert core_algos.kl_penalty(logprob, reference, "mse").item() == 2.0**2 / 2
 
 
 @pytest.mark.parametrize("name", sorted(advantages.ADVANTAGE_ESTIMATORS))
