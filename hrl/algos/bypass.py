@@ -27,9 +27,17 @@ def bypass_loss_name(loss_mode: str, correction: Any) -> str:
 
 
 def bypass_loss(
-    loss_mode: str, inp: PolicyLossInput, config: Any, correction: Any
+    loss_mode: str,
+    inp: PolicyLossInput,
+    config: Any,
+    correction: Any,
+    sampler_log_prob: Tensor | None = None,
 ) -> tuple[PolicyLossOutput, Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """A policy loss against the sampler's log-probs.
+
+    Where these are too far from the trainer's to stand for the old ones, the ratio of the clipped losses is taken to
+    the trainer's own instead, and nothing else changes: the same loss, the same weights and rejection against the
+    sampler, the same divisor.
 
     Weights and rejection are decided here, from the policy in training, and not before the update: nobody else has its
     log-probs. What is rejected has no loss and still counts in the divisor, which was fixed before the batch was cut.
@@ -37,11 +45,12 @@ def bypass_loss(
 
     Args:
         loss_mode: A key of :data:`hrl.algos.policy_losses.POLICY_LOSSES`.
-        inp: One micro-batch, with the sampler's log-probs as ``old_log_prob``.
+        inp: One micro-batch; what is in ``old_log_prob`` is what the clipped losses take their ratio to.
         config: The ``actor`` part of the configuration.
         correction: ``algorithm.rollout_correction``: ``loss_type`` (one of :data:`LOSS_TYPES`), and what
             :func:`hrl.algos.rollout_correction.correct` reads. Weights are for ``reinforce`` alone: the clipped losses
             have the ratio inside.
+        sampler_log_prob: ``(B, R)``; None where ``inp.old_log_prob`` is the sampler's.
 
     Returns:
         The loss per token and its metrics; the response mask without what was rejected; metrics of the correction.
@@ -51,7 +60,8 @@ def bypass_loss(
     """
     if correction.loss_type not in LOSS_TYPES:
         raise ValueError(f"unknown loss_type {correction.loss_type!r} of bypass mode; choose one of {LOSS_TYPES}")
-    weights, kept, metrics = correct(inp.log_prob.detach() - inp.old_log_prob, inp.response_mask, correction)
+    sampler = inp.old_log_prob if sampler_log_prob is None else sampler_log_prob
+    weights, kept, metrics = correct(inp.log_prob.detach() - sampler, inp.response_mask, correction)
     effective = replace(
         inp, response_mask=kept, rollout_is_weights=weights if correction.loss_type == "reinforce" else None
     )

@@ -22,6 +22,7 @@ from hrl.trainer.ppo.metrics import (
     compute_validation_metrics,
     count_left_out,
 )
+from hrl.trainer.ppo.sampler_mismatch import is_apart
 from hrl.trainer.reward_curve import REWARD, Curve, write_reward_curve
 from hrl.trainer.rollout_log import rollout_records
 from hrl.trainer.run_folder import RunFolder, read_jsonl, rollouts_file, rollouts_steps
@@ -215,8 +216,13 @@ class RunReporter:
     def warn(self, metrics: Mapping[str, float]) -> None:
         """Tells of a step's numbers that ask for attention."""
         alarm = self.config.actor_rollout_ref.rollout.logprob_diff_alarm
-        drift = metrics.get("rollout/logprob_diff_mean", 0.0)
-        if drift > alarm:
+        drift = metrics.get("rollout/logprob_diff_mean")
+        if drift is None:
+            self.console.note(
+                "alarm: nobody knows how far sampler and trainer are apart: no sample of this step has a token to "
+                "compare (empty answers, or all left out by the reward function). See docs/troubleshooting.md"
+            )
+        elif is_apart(drift, alarm):
             self.console.note(
                 f"alarm: sampler and trainer disagree by {drift:.3f} per token on average, above "
                 f"rollout.logprob_diff_alarm={alarm}. See docs/troubleshooting.md"

@@ -211,10 +211,11 @@ class ActorRolloutRefWorker(ModelWorker):
     def compute_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
         """Log-probs ``old_log_probs (B, R)`` of the sampled tokens, no gradient.
 
-        With ``meta_info["with_sum_pi_squared"]`` also ``sum_pi_squared (B, R)``.
+        With ``meta_info["with_entropy"]`` also ``entropys (B, R)``, with ``meta_info["with_sum_pi_squared"]`` also
+        ``sum_pi_squared (B, R)``.
         """
-        with_squares = batch.meta_info.get("with_sum_pi_squared", False)
-        return self.policy.compute_log_prob(batch, plan, with_sum_pi_squared=with_squares)
+        asked = {name: batch.meta_info.get(name, False) for name in ("with_entropy", "with_sum_pi_squared")}
+        return self.policy.compute_log_prob(batch, plan, **asked)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def compute_ref_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:

@@ -42,7 +42,8 @@ class _Update:
         meter: collects metrics.
         num_mini_batches: optimizer steps of the update.
         steps_before: optimizer steps taken before it.
-        bypass: ``algorithm.rollout_correction`` in bypass mode, where the sampler's log-probs are the old ones.
+        bypass: ``algorithm.rollout_correction`` in bypass mode.
+        old_is_sampler: the sampler's log-probs are the old ones, as bypass mode has them unless they drifted too far.
     """
 
     batch: DataProto
@@ -51,6 +52,7 @@ class _Update:
     num_mini_batches: int
     steps_before: int
     bypass: Any | None
+    old_is_sampler: bool
 
 
 class Policy(EngineModel):
@@ -135,10 +137,11 @@ class Policy(EngineModel):
         """Runs every optimizer step of the plan.
 
         Args:
-            batch: the columns of ``compute_log_prob`` and ``advantages``; ``old_log_probs`` unless
-                ``meta_info["on_policy"]``, or ``rollout_log_probs`` with ``meta_info["bypass"]``; ``ref_log_prob``
-                where the KL loss is on. With ``rollout_log_probs`` the update measures how far sampler and trainer are
-                apart, until its first step moves the weights.
+            batch: the columns of ``compute_log_prob`` and ``advantages``; ``old_log_probs``, unless
+                ``meta_info["on_policy"]`` makes them the update's own or, else, ``meta_info["bypass"]`` the sampler's;
+                with ``bypass`` always ``rollout_log_probs``; ``ref_log_prob`` where the KL loss is on. With
+                ``rollout_log_probs`` the update measures how far sampler and trainer are apart, until its first step
+                moves the weights; not where ``bypass`` has other old log-probs, which were compared before.
             plan: mini-batches with the counts of all ranks.
 
         Returns:
@@ -157,6 +160,7 @@ class Policy(EngineModel):
             len(plan.mini_batches),
             self.steps_taken,
             batch.meta_info.get("bypass"),
+            _old_is_sampler(batch),
         )
 
         def loss_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
@@ -183,16 +187,17 @@ class Policy(EngineModel):
             return aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm)
 
         available = batch.batch.keys()
-        if "rollout_log_probs" in available and self.steps_taken == update.steps_before:
-            _measure_mismatch(meter, log_prob, column("rollout_log_probs"), mask)
-        if update.bypass is not None:
+        sampler = column("rollout_log_probs") if "rollout_log_probs" in available else None
+        is_compared = update.bypass is not None and not update.old_is_sampler
+        if sampler is not None and not is_compared and self.steps_taken == update.steps_before:
+            _measure_mismatch(meter, log_prob, sampler, mask)
+        if update.old_is_sampler:
             old_log_prob = column("rollout_log_probs")
         else:
             old_log_prob = column("old_log_probs") if "old_log_probs" in available else log_prob.detach()
         optional = {name: column(name) for name in OPTIONAL_COLUMNS if name in available}
-        result = self._policy_loss(
-            PolicyLossInput(log_prob, old_log_prob, column("advantages"), mask, **optional), update
-        )
+        inputs = PolicyLossInput(log_prob, old_log_prob, column("advantages"), mask, **optional)
+        result = self._policy_loss(inputs, sampler, update)
         loss = policy_share = share(result.loss_mat)
         meter.add_share("actor/pg_loss", policy_share, update.num_mini_batches)
         for name, (total, count) in result.metrics.items():
@@ -206,11 +211,11 @@ class Policy(EngineModel):
             loss = loss + config.kl_loss_coef * share(divergence)
         return loss
 
-    def _policy_loss(self, inp: PolicyLossInput, update: _Update) -> PolicyLossOutput:
+    def _policy_loss(self, inp: PolicyLossInput, sampler: Tensor | None, update: _Update) -> PolicyLossOutput:
         loss_mode = self.config.policy_loss.loss_mode
         if update.bypass is None:
             return policy_loss(loss_mode, inp, self.config)
-        result, _, correction = bypass_loss(loss_mode, inp, self.config, update.bypass)
+        result, _, correction = bypass_loss(loss_mode, inp, self.config, update.bypass, sampler)
         for name, (total, count) in correction.items():
             update.meter.add(f"rollout_corr/{name}", total, count)
         return result
@@ -220,6 +225,12 @@ def _measure_mismatch(meter: Meter, log_prob: Tensor, sampler_log_prob: Tensor, 
     meter.add_distances("rollout/logprob_diff", (log_prob.detach() - sampler_log_prob)[mask].abs())
     for name, (total, count) in mismatch(log_prob, sampler_log_prob, mask).items():
         meter.add(f"rollout_corr/{name}", total, count)
+
+
+def _old_is_sampler(batch: DataProto) -> bool:
+    """Whether bypass mode left the batch no other old log-probs than the sampler's."""
+    has_own = "old_log_probs" in batch.batch.keys() or batch.meta_info.get("on_policy") is True
+    return batch.meta_info.get("bypass") is not None and not has_own
 
 
 def _temperature(batch: DataProto) -> float:
@@ -237,7 +248,7 @@ def _check_columns(batch: DataProto, plan: RankPlan, config: Any) -> None:
         raise ValueError(f"update_actor lacks the columns {missing}; the batch has {sorted(batch.batch.keys())}")
     if batch.meta_info.get("bypass") is not None and "rollout_log_probs" not in batch.batch.keys():
         raise ValueError("update_actor lacks rollout_log_probs, which bypass mode takes for the old log-probs")
-    if "old_log_probs" in batch.batch.keys() or batch.meta_info.get("bypass") is not None:
+    if "old_log_probs" in batch.batch.keys() or _old_is_sampler(batch):
         return
     if batch.meta_info.get("on_policy") is not True or len(plan.mini_batches) != 1:
         raise ValueError(

@@ -214,3 +214,21 @@ def test_samples_are_shown_every_so_many_steps(tmp_path, freq, shown_at):
         run.step(2)
     assert [step for step in (1, 2) if f"samples of step {step}" in run.shown] == shown_at
     assert ("ended by: length" in run.shown) == bool(shown_at)
+
+
+@pytest.mark.parametrize(
+    ("drift", "told"),
+    [
+        (0.05, None),
+        (0.1, None),
+        (0.2, "disagree by 0.200 per token"),
+        (float("nan"), "disagree by nan per token"),
+        (None, "nobody knows how far sampler and trainer are apart"),
+    ],
+)
+def test_the_alarm_sounds_above_the_limit_and_where_nothing_was_compared(tmp_path, drift, told):
+    run = Run(tmp_path, "actor_rollout_ref.rollout.logprob_diff_alarm=0.1")
+    with run.reporter as reporter:
+        reporter.warn({} if drift is None else {"rollout/logprob_diff_mean": drift})
+    assert ("alarm:" in run.shown) == (told is not None)
+    assert told is None or told in run.shown

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,6 +239,7 @@ def test_bypass_mode_rejects_by_the_policy_in_training_for_any_cut(llama):
     batch = make_batch()
     policy, trained = policy_of(llama), batch.batch["response_mask"].bool()
     now = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    batch.pop(batch_keys=["old_log_probs"])
     # Sampler and trainer agree everywhere but on row 4, which a rule for sequences leaves out.
     batch.batch["rollout_log_probs"] = torch.where(trained, now + 0.01, 0.0)
     batch.batch["rollout_log_probs"][4] += 1.0
@@ -252,6 +254,33 @@ def test_bypass_mode_rejects_by_the_policy_in_training_for_any_cut(llama):
     without = gradients(policy_of(llama), batch, one_plan(batch, 1))
     for name in whole:
         torch.testing.assert_close(whole[name], without[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
+def test_other_old_log_probs_in_bypass_mode_move_the_clipped_ratio_and_nothing_else(llama, loss_type):
+    batch = make_batch()
+    policy, trained = policy_of(llama), batch.batch["response_mask"].bool()
+    now = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    batch.pop(batch_keys=["old_log_probs"])
+    batch.batch["rollout_log_probs"] = torch.where(trained, now + 0.01, 0.0)
+    batch.batch["rollout_log_probs"][4] += 1.0  # rejected, and left in the divisor
+    weights = "token" if loss_type == "reinforce" else None
+    correction = {"rollout_is": weights, "rollout_rs": "seq_mean_k2", "rollout_rs_threshold": 0.1}
+    batch.meta_info["bypass"] = bypass(loss_type=loss_type, **correction)
+    against_sampler = gradients(policy, batch, one_plan(batch, 2))
+    batch.meta_info["on_policy"] = True  # the gate is closed: the update's own log-probs are the old ones
+    got = gradients(policy, batch, one_plan(batch, 2))
+    if loss_type == "reinforce":
+        want = against_sampler
+    else:  # the ratio is 1 and not exp(-0.01), inside of the clip
+        want = {name: gradient * math.exp(0.01) for name, gradient in against_sampler.items()}
+    for name in want:
+        torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-7)
+    metrics = policy.update(batch, one_plan(batch, 2))
+    share = float(trained[4].sum() / trained.sum())
+    assert metrics["rollout_corr/rollout_rs_masked_fraction"].result() == pytest.approx(share)
+    assert metrics["actor/ppo_kl"].result() == 0.0
+    assert "rollout/logprob_diff_mean" not in metrics, "it was measured with the old log-probs"
 
 
 def test_the_mismatch_is_measured_until_the_weights_move(llama):

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from hrl.algos.groups import best_against_worst, group_codes
-from hrl.metrics import reduce_metrics
+from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 
@@ -46,18 +46,25 @@ class OnlineDPOTrainer(RayPPOTrainer):
         """There are none."""
         return batch
 
-    def rows_to_learn(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """The pairs: the best and the worst sample of a prompt, one behind the other."""
+    def rows_to_learn(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        """The pairs: the best and the worst sample of a prompt, one behind the other.
+
+        Where these are few, or none, other samples are compared with the sampler as well.
+        """
         preference, groups = batch.batch["preference"], group_codes(batch.non_tensor_batch["uid"])
         best, worst = (
             rows[groups[rows].argsort()] for rows in ((preference == sign).nonzero().flatten() for sign in (1, -1))
         )
-        pairs = batch.select_idxs(torch.stack([best, worst], dim=1).flatten())
+        rows = torch.stack([best, worst], dim=1).flatten()
+        first_step = rows[: 2 * self.config.actor_rollout_ref.actor.ppo_mini_batch_size].tolist()
+        with self.phase("old_log_prob"):
+            self.compare_with_sampler(batch, first_step, metrics)
+        pairs = batch.select_idxs(rows)
         pairs.batch["is_chosen"] = pairs.batch["preference"] == 1
         metrics["rollout/pairs"] = float(len(best))
         return pairs
 
-    def update_actor(self, batch: DataProto, metrics: dict[str, float]) -> None:
+    def update_actor(self, batch: DataProto, metrics: StepMetrics) -> None:
         """One pass of DPO over the pairs, ``ppo_mini_batch_size`` of them per optimizer step."""
         if not len(batch):
             self.reporter.console.note(f"step {self.global_steps}: no two samples of a prompt differ, nothing to learn")
@@ -73,4 +80,4 @@ class OnlineDPOTrainer(RayPPOTrainer):
         )
         algorithm = self.config.algorithm
         batch.meta_info["preference"] = {"loss_type": algorithm.preference_loss, "beta": self.kl_ctrl.value}
-        metrics |= reduce_metrics(actor.update_preference(batch, plan).meta_info["metrics"])
+        metrics.observe(actor.update_preference(batch, plan).meta_info["metrics"])

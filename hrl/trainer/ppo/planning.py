@@ -121,6 +121,18 @@ class Planner:
         )
 
 
+def rows_of_first_step(plan: BatchPlan) -> list[int]:
+    """The rows of the batch that the first optimizer step of an update runs, over all ranks."""
+    return [
+        held[place]
+        for held, rank in zip(plan.rows, plan.ranks, strict=True)
+        if rank is not None
+        for mini_batch in rank.mini_batches[:1]
+        for micro_batch in mini_batch.micro_batches
+        for place in micro_batch
+    ]
+
+
 def plan_generation(group_ids: np.ndarray, world_size: int, tensor_parallel_size: int) -> BatchPlan:
     """Whole groups, in turn, to the ranks that drive an engine; their tensor-parallel peers get no row.
 

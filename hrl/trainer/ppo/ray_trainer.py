@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from hrl.algos.advantages import estimator_traits
@@ -11,7 +11,7 @@ from hrl.algos.kl import AdaptiveKLController, get_kl_controller
 from hrl.algos.policy_losses import ZERO_AT_ZERO_ADVANTAGE
 from hrl.algos.reward_placement import place_scores
 from hrl.algos.token_selection import TOKEN_SELECTORS
-from hrl.metrics import StepMetrics, reduce_metrics
+from hrl.metrics import Metric, StepMetrics, reduce_metrics
 from hrl.protocol import DataProto
 from hrl.single_controller.ray import RayWorkerGroup
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
@@ -19,9 +19,17 @@ from hrl.trainer.ppo.baselines import take_baselines
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
 from hrl.trainer.ppo.generation import check_policy_version, prompt_batch
 from hrl.trainer.ppo.metrics import validation_troubles
-from hrl.trainer.ppo.planning import AllLimits, Planner, plan_generation
+from hrl.trainer.ppo.planning import AllLimits, Planner, plan_generation, rows_of_first_step
 from hrl.trainer.ppo.roles import ResourcePoolManager, Role
-from hrl.trainer.ppo.sampler_mismatch import DriftGate, correct_for_sampler, corrects, sampler_drift, with_sample_sizes
+from hrl.trainer.ppo.sampler_mismatch import (
+    DriftGate,
+    compared_rows,
+    correct_for_sampler,
+    corrects,
+    sampler_drift,
+    spot_check,
+    with_sample_sizes,
+)
 from hrl.trainer.ppo.selection import draw_by_score, mark_tokens, step_generator
 from hrl.trainer.ppo.worker_groups import WorkerGroups, build_worker_groups
 from hrl.trainer.training_loop import TrainingLoop
@@ -161,6 +169,9 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         if self.global_steps > self.config.trainer.critic_warmup:
             with self.phase("update_actor"):
                 self.update_actor(learnt, metrics)
+        else:
+            with self.phase("old_log_prob"):
+                self.compare_with_sampler(batch, (), metrics)
         with self.phase("weight_sync"):
             metrics |= self.sync_weights()
         self.judge_mismatch(metrics)
@@ -175,7 +186,7 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         """
         return batch
 
-    def rows_to_learn(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def rows_to_learn(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """The rows that critic and policy learn from: all of them, or those that ``algorithm.pf_ppo`` draws."""
         algorithm = self.config.algorithm
         if not algorithm.use_pf_ppo:
@@ -269,7 +280,7 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         """Adds ``old_log_probs (B, R)`` of the policy that sampled, as the trainer computes them.
 
         With ``algorithm.rollout_correction`` also ``rollout_is_weights (B, R)``, and rejected tokens leave the batch.
-        In bypass mode the sampler's own log-probs are taken as they are, and the update does the rest.
+        In bypass mode the update does that, and the sampler's own log-probs are taken as they are unless they drifted.
         """
         if self.bypasses:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -279,7 +290,7 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         plan = self.planner.forward(batch, actor.world_size, self.limits.log_prob)
         batch = batch.union(actor.compute_log_prob(batch, plan))
         metrics.observe(sampler_drift(batch))
-        if corrects(correction):
+        if corrects(correction) and not correction.bypass_mode:
             batch, counts = correct_for_sampler(batch, correction)
             metrics.observe(counts)
         return batch
@@ -326,12 +337,43 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         )
         metrics |= reduce_metrics(self.workers.critic.update_critic(batch, plan).meta_info["metrics"])
 
-    def update_actor(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        """Moves the policy along the advantages. Rows that cannot move it count in the divisor and are not run."""
+    def compare_with_sampler(self, batch: DataProto, compared: Collection[int], metrics: StepMetrics) -> None:
+        """Before an update: compares some of the rows that it does not run, where these are too few to judge by.
+
+        Nothing where all rows were compared when the old log-probs were computed.
+
+        Args:
+            batch: the step's samples.
+            compared: rows of it that the update compares itself: with the weights that sampled, so of its first step.
+            metrics: receives ``rollout/logprob_diff_*``, ``rollout_corr/*`` and ``actor/entropy`` of the others, which
+                those of the update are merged with.
+        """
+        if self.needs_old_log_prob and not self.bypasses:
+            return
+        has_tokens = batch.batch["response_mask"].bool().any(-1)
+        metrics.observe(compared_rows(has_tokens[list(compared)].sum()))
+        rows = spot_check(batch, compared)
+        if not len(rows):
+            return
+        actor, sample = self.workers.actor, batch.select_idxs(rows)
+        sample.meta_info = sample.meta_info | {"with_entropy": True, "with_sum_pi_squared": False}
+        plan = self.planner.forward(sample, actor.world_size, self.limits.log_prob)
+        scored = actor.compute_log_prob(sample, plan).batch
+        sample.batch["old_log_probs"] = scored["old_log_probs"]
+        metrics.observe(sampler_drift(sample))
+        entropies = scored["entropys"][sample.batch["response_mask"].bool()]
+        metrics.observe({"actor/entropy": Metric.mean(entropies.sum(), entropies.numel())})
+
+    def update_actor(self, batch: DataProto, metrics: StepMetrics) -> None:
+        """Moves the policy along the advantages. Rows that cannot move it count in the divisor and are not run.
+
+        ``actor/rows_run`` says how many are: means over tokens such as ``actor/ppo_kl`` and ``actor/pg_clipfrac`` are
+        theirs.
+        """
         settings, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
         metrics |= mark_tokens(batch, settings, self._generator("selected_tokens"))
         loss = settings.policy_loss.loss_mode
-        if self.bypasses:
+        if correction.bypass_mode:
             loss = bypass_loss_name(loss, correction)
         only_policy_loss = not settings.use_kl_loss and settings.entropy_coeff == 0
         may_skip = only_policy_loss and loss in ZERO_AT_ZERO_ADVANTAGE
@@ -344,16 +386,21 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
             skip=rows_without_advantage(batch) if may_skip else None,
             shuffle_seed=self._shuffle_seed(),
         )
-        batch.meta_info |= {"on_policy": self.on_policy, "bypass": correction if self.bypasses else None}
+        self.compare_with_sampler(batch, rows_of_first_step(plan), metrics)
+        metrics["actor/rows_run"] = float(sum(map(len, plan.rows)))
+        batch.meta_info |= {
+            "on_policy": self.on_policy and not self.bypasses,  # the update's own log-probs are the old ones
+            "bypass": correction if correction.bypass_mode else None,
+        }
         kept_back = set()
         if self.on_policy or self.bypasses:
             # On the weights that sampled the update's own log-probs are the old ones, bit for bit; in bypass mode the
-            # sampler's are.
+            # sampler's are, which travel under their own name.
             kept_back.add("old_log_probs")
-        if self.needs_old_log_prob and not self.bypasses:
+        if self.needs_old_log_prob and not correction.bypass_mode:
             kept_back.add("rollout_log_probs")  # they have been compared already
         batch = batch.select(batch_keys=[name for name in batch.batch.keys() if name not in kept_back])
-        metrics |= reduce_metrics(self.workers.actor.update_actor(batch, plan).meta_info["metrics"])
+        metrics.observe(self.workers.actor.update_actor(batch, plan).meta_info["metrics"])
 
     def judge_mismatch(self, metrics: dict[str, float]) -> None:
         """Says how far sampler and trainer are apart, and whether the next step may take the sampler's log-probs."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Collection, Mapping
+from typing import Any, SupportsFloat
 
 import numpy as np
 import torch
@@ -15,6 +15,9 @@ from hrl.protocol import DataProto
 
 PREFIX = "rollout_corr/"
 
+SPOT_CHECK_ROWS = 16
+"""So many rows of a step are compared with the sampler at least, where it has so many with a trained token."""
+
 
 def sampler_drift(batch: DataProto) -> dict[str, Metric]:
     """How far the trainer's log-probs of the sampled tokens are from the sampler's.
@@ -23,8 +26,9 @@ def sampler_drift(batch: DataProto) -> dict[str, Metric]:
         batch: ``old_log_probs`` as the trainer computed them, ``rollout_log_probs`` and ``response_mask``, (B, R) each.
 
     Returns:
-        Mean, p99 and maximum of the absolute difference as ``rollout/logprob_diff_*``, and the rest as
-        ``rollout_corr/*``; nothing without the sampler's log-probs or without a trained token.
+        Mean, p99 and maximum of the absolute difference as ``rollout/logprob_diff_*``, the number of rows that they
+        stand for as ``rollout/logprob_diff_rows``, and the rest as ``rollout_corr/*``; nothing without the sampler's
+        log-probs or without a trained token.
     """
     if "rollout_log_probs" not in batch.batch:
         return {}
@@ -32,11 +36,42 @@ def sampler_drift(batch: DataProto) -> dict[str, Metric]:
     difference = (trainer - sampler)[mask.bool()].abs().double()
     if difference.numel() == 0:
         return {}
-    return {
-        "rollout/logprob_diff_mean": Metric.mean(difference.sum(), difference.numel()),
-        "rollout/logprob_diff_p99": Metric.max(np.quantile(difference.numpy(), 0.99)),
-        "rollout/logprob_diff_max": Metric.max(difference.max()),
-    } | _metrics(mismatch(trainer, sampler, mask))
+    return (
+        {
+            "rollout/logprob_diff_mean": Metric.mean(difference.sum(), difference.numel()),
+            "rollout/logprob_diff_p99": Metric.max(np.quantile(difference.numpy(), 0.99)),
+            "rollout/logprob_diff_max": Metric.max(difference.max()),
+        }
+        | compared_rows(mask.bool().any(-1).sum())
+        | _metrics(mismatch(trainer, sampler, mask))
+    )
+
+
+def compared_rows(count: SupportsFloat) -> dict[str, Metric]:
+    """How many rows ``rollout/logprob_diff_*`` stand for."""
+    return {"rollout/logprob_diff_rows": Metric.total(count)}
+
+
+def spot_check(batch: DataProto, compared: Collection[int]) -> np.ndarray:
+    """The rows to compare with the sampler besides those that are compared anyway.
+
+    An update runs no row that cannot move a weight. When none can, because every reward is equal, that may be *since*
+    the sampler has the wrong weights: so the comparison must not depend on rewards.
+
+    Args:
+        batch: with ``response_mask (B, R)``.
+        compared: rows that the update compares.
+
+    Returns:
+        Evenly over the other rows with a trained token, as many as lack to ``SPOT_CHECK_ROWS``; the same for the same
+        arguments.
+    """
+    has_tokens = batch.batch["response_mask"].bool().any(-1).numpy()
+    is_compared = np.isin(np.arange(len(batch)), list(compared))
+    others = np.flatnonzero(has_tokens & ~is_compared)
+    lacking = SPOT_CHECK_ROWS - int((has_tokens & is_compared).sum())
+    count = min(max(lacking, 0), len(others))
+    return others[np.arange(count) * len(others) // max(count, 1)]
 
 
 def corrects(settings: Any) -> bool:
@@ -87,12 +122,17 @@ def with_sample_sizes(metrics: dict[str, float]) -> None:
         metrics[f"{PREFIX}rollout_is_eff_sample_size"] = effective_share(mean, square)
 
 
+def is_apart(drift: float, limit: float) -> bool:
+    """Whether a mean absolute difference of log-probs is above the limit; NaN is."""
+    return not drift <= limit
+
+
 class DriftGate:
     """Whether the sampler's log-probs may stand for the trainer's in the next step.
 
     It judges by the last difference that was measured: in bypass mode by the update itself, which has the trainer's
-    log-probs of the weights that sampled, else by the forward pass that the closed gate brings back. So it is one step
-    late, and opens again when the two agree.
+    log-probs of the weights that sampled (and by ``spot_check`` of the rows that the update does not run), else by the
+    forward pass that the closed gate brings back. So it is one step late, and opens again when the two agree.
 
     Args:
         limit: the largest mean absolute difference of log-probs.
@@ -106,8 +146,12 @@ class DriftGate:
         self.is_closed = False
 
     def judge(self, drift: float | None) -> str | None:
-        """Takes the step's mean absolute difference, if it was measured; a sentence where the gate moves."""
-        if drift is None or (drift > self.limit) == self.is_closed:
+        """Takes the step's mean absolute difference; a sentence where the gate moves.
+
+        It stays where it is without a measurement (``None``: no sample had a trained token), which says nothing about
+        the next step. NaN is no agreement.
+        """
+        if drift is None or is_apart(drift, self.limit) == self.is_closed:
             return None
         self.is_closed = not self.is_closed
         if self.is_closed:

@@ -18,6 +18,7 @@ from hrl.reward.combine import CombinedScores, Weighting, combine_scores
 from hrl.reward.shaping import RewardShaping
 from hrl.trainer.config import compose_cli
 from hrl.trainer.console import RunConsole
+from hrl.trainer.ppo.planning import rows_of_first_step
 from hrl.trainer.reporting import RunReporter
 from hrl.trainer.run import trainer_class
 from hrl.trainer.run_folder import RunFolder
@@ -51,7 +52,7 @@ class Workers:
 
     Attributes:
         sampler, trainer: what each takes for the log-prob of every token.
-        sampled, learnt: the batches that were asked for and learnt from.
+        sampled, scored, learnt: the batches that were asked for, given log-probs and learnt from.
         plan: of the last update.
     """
 
@@ -63,6 +64,7 @@ class Workers:
         self.version = 0
         self.sampler, self.trainer = sampler, trainer
         self.sampled: list[DataProto] = []
+        self.scored: list[DataProto] = []
         self.learnt: list[DataProto] = []
         self.plan: Any = None
         self.processes: list[Any] = []
@@ -92,7 +94,10 @@ class Workers:
 
     def compute_log_prob(self, batch: DataProto, plan: Any) -> DataProto:
         self.done.append("log_prob")
+        self.scored.append(batch)
         columns = {"old_log_probs": torch.full((len(batch), 2), self.trainer) * batch.batch["response_mask"]}
+        if batch.meta_info.get("with_entropy", False):
+            columns["entropys"] = torch.full((len(batch), 2), 0.25)
         if batch.meta_info["with_sum_pi_squared"]:
             columns["sum_pi_squared"] = torch.full((len(batch), 2), 0.5)
         return DataProto.from_dict(tensors=columns)
@@ -106,8 +111,11 @@ class Workers:
         self.plan = plan
         self.learnt.append(batch)
         metrics = {}
-        if "rollout_log_probs" in batch.batch.keys():  # as the policy does: nobody else has compared them
-            metrics["rollout/logprob_diff_mean"] = Metric.mean(abs(self.trainer - self.sampler), 1)
+        rows, old = rows_of_first_step(plan), "old_log_probs" in batch.batch.keys() or batch.meta_info["on_policy"]
+        if "rollout_log_probs" in batch.batch.keys() and not (batch.meta_info["bypass"] and old):
+            # As the policy does: nobody else has compared them.
+            count = int(batch.batch["response_mask"][rows].sum())
+            metrics["rollout/logprob_diff_mean"] = Metric.mean(count * abs(self.trainer - self.sampler), count)
         return DataProto(meta_info={"metrics": metrics})
 
     def save(self, folder: Path, contents: list[str]) -> None:

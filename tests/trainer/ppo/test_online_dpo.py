@@ -66,7 +66,10 @@ def test_without_a_pair_nothing_is_learnt_and_that_is_said(tmp_path: Path) -> No
     driver = run(tmp_path, *[1.0] * 9)
     assert not {"ref", "update"} & set(driver.workers.done)
     assert "no two samples of a prompt differ" in driver.shown
-    assert read_jsonl(tmp_path / "metrics.jsonl")[0]["rollout/pairs"] == 0.0
+    (record,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert record["rollout/pairs"] == 0.0
+    # Sampler and trainer are compared all the same.
+    assert (record["rollout/logprob_diff_mean"], record["rollout/logprob_diff_rows"]) == (0.0, 9.0)
 
 
 @pytest.mark.parametrize(

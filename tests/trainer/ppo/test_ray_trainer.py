@@ -145,7 +145,7 @@ def test_rows_without_advantage_are_spared_only_where_the_loss_allows_it(
     batch = driver.workers.generate_sequences(Prompts().batch([0, 1, 2]), None)
     batch.non_tensor_batch["uid"] = np.array(["a", "b", "c"], dtype=object)
     batch.batch["advantages"] = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, -1.0]])
-    driver.trainer.update_actor(batch, {})
+    driver.trainer.update_actor(batch, StepMetrics())
     rows, (mini_batch,) = driver.workers.plan.rows[0], driver.workers.plan.ranks[0].mini_batches
     run = {rows[i] for micro_batch in mini_batch.micro_batches for i in micro_batch}
     assert run == ({0, 2} if declared else {0, 1, 2})

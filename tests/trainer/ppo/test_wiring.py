@@ -216,7 +216,7 @@ def test_the_drift_gate_brings_the_forward_pass_back_and_says_so(tmp_path: Path)
     steps = [one_step(driver)[1]["rollout_corr/recomputed"]]
     assert "sampler and trainer differ by 0.500 per token, above rollout.logprob_diff_alarm=0.1" in driver.shown
     steps.append(one_step(driver)[1]["rollout_corr/recomputed"])
-    assert workers.learnt[1].meta_info["bypass"] is None
+    assert workers.learnt[1].meta_info["on_policy"], "the old log-probs are the update's own"
     assert driver.trainer.state()["drift_gate_closed"]
 
     workers.trainer = -1.05  # they agree again, which the forward pass finds out
