@@ -44,6 +44,7 @@ class Runner:
         self.model = model
         self.reward_model = reward_model
         self.reward = reward
+        self._shared_memory: set[str] = set()
 
     def start(self, folder: Path, *overrides: str, script: str | None = None) -> subprocess.Popen[str]:
         program = [script] if script else ["-m", "hrl.trainer.main_ppo"]
@@ -58,10 +59,11 @@ class Runner:
             "data.max_response_length=8",
             *overrides,
         ]
+        self._shared_memory = set(os.listdir("/dev/shm"))
         return launch(*program, *arguments)
 
     def finish(self, process: subprocess.Popen[str], folder: Path, timeout_s: float = RUN_TIMEOUT_S) -> FinishedRun:
-        """Waits for the run and asserts that no process of it outlives it."""
+        """Waits for the run and asserts that no process and no shared memory of it outlives it."""
         family: dict[int, psutil.Process] = {}
         deadline = time.monotonic() + timeout_s
         while process.poll() is None:
@@ -73,6 +75,7 @@ class Runner:
             time.sleep(0.5)
         output, _ = process.communicate()
         left = psutil.wait_procs(list(family.values()), timeout=15)[1]
+        assert not set(os.listdir("/dev/shm")) - self._shared_memory, "shared memory was left"
         assert not left, f"left running: {[child.as_dict(['pid', 'name', 'cmdline']) for child in left]}"
         return FinishedRun(folder, process.returncode, output)
 

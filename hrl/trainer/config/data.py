@@ -11,7 +11,7 @@ class CustomClassConfig(Section):
     """`data.custom_cls`: a data set class of your own."""
 
     path: str | None = None
-    """Python file that defines the data set class; null uses `hrl.RLHFDataset`."""
+    """Python file that defines the data set class; null uses `hrl.data.dataset.RLHFDataset`."""
     name: str | None = None
     """Name of the class inside that file."""
 

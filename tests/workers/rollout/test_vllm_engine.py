@@ -16,13 +16,16 @@ import psutil
 import pytest
 import torch
 
+from hrl.protocol import DataProto
 from hrl.trainer.precision import fastest_dtype
+from hrl.workers.policy import Policy
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, SamplingParams
 from hrl.workers.rollout.host import RolloutHost, TokenInfo
 from hrl.workers.weight_sync.base import WeightSync
 from hrl.workers.weight_sync.broadcast import BroadcastSender
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
+from tests.workers.engine import tiny
 from tests.workers.rollout import models
 from tests.workers.rollout.settings import prompt_batch, rollout_config
 
@@ -200,6 +203,39 @@ def test_pushed_weights_are_the_ones_sampled_from_and_can_be_taken_back(host, fo
     host.push_weights(2, models.specs(original, DTYPE), models.parameters(original))
     assert score_error(host, original, tokens) == pytest.approx(noise, abs=1e-6)
     assert host.policy_version == 2
+
+
+def test_after_an_optimizer_step_engine_and_trainer_agree_and_before_the_sync_they_do_not(host, folder, sampled):
+    batch = sampled[:6]
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    batch.batch["advantages"] = torch.tensor([1.0, -1.0] * 3)[:, None] * batch.batch["response_mask"]
+    batch.meta_info["temperature"] = 1.0
+    train = tiny.actor_config(optim=tiny.optim_config(lr=1e-4))
+    precision = tiny.fsdp_config(str(DTYPE).removeprefix("torch."), model_dtype="float32")
+    with tiny.world_of_one():
+        policy = Policy(tiny.model_config(folder), train, precision, device=torch.device("cpu"), total_steps=None)
+        at_first = difference(host, policy, batch)
+        policy.update(batch, tiny.plan_rows(batch, 1, 1).ranks[0])
+        before_the_sync = difference(host, policy, batch)
+        host.push_weights(31, policy.param_specs(DTYPE), policy.iter_full_params(DTYPE))
+        after_it = difference(host, policy, batch)
+
+    original = models.load(folder)
+    host.push_weights(32, models.specs(original, DTYPE), models.parameters(original))
+    noise = 1e-4 if DTYPE.itemsize == 4 else 0.05
+    assert at_first < noise and after_it < noise
+    assert before_the_sync > 0.2
+
+
+def difference(host: RolloutHost, policy: Policy, batch: DataProto) -> float:
+    """Mean absolute difference between the engine's and the trainer's log-probs of the batch's responses."""
+    trainer, trained = policy.compute_log_prob(batch, None).batch["old_log_probs"], batch.batch["response_mask"].bool()
+    differences = []
+    for row, mask in enumerate(trained):
+        tokens = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()].tolist()
+        count = int(mask.sum())
+        differences.append(torch.tensor(host.score(tokens)[-count:]) - trainer[row][mask])
+    return float(torch.cat(differences).abs().mean())
 
 
 def test_weights_broadcast_from_elsewhere_are_the_ones_sampled_from(host, folder, sampled):
