@@ -184,6 +184,7 @@ class ActorRolloutRefWorker(ModelWorker):
             trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
             visible_devices=visible_devices,
+            shares_device=self.role == "actor_rollout",
         )
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from hrl.single_controller.ray.transport import Sender
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-_CLOSE_TIMEOUT_S = 10.0
+_CLOSE_TIMEOUT_S = 40.0  # an engine has 30 s to leave (hrl.workers.rollout.host)
 _STUCK_GRACE_S = 10.0
 
 

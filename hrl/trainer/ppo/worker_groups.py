@@ -133,6 +133,11 @@ def _raise_cause_in(receiving: GroupFuture, consequence: WorkerError) -> None:
         raise cause from consequence
 
 
+def _least_read_back(engines: Sequence[dict[str, float]]) -> dict[str, float]:
+    key = "weight_sync/read_back_tensors"
+    return {key: min(engine[key] for engine in engines)} if engines else {}
+
+
 @dataclass
 class WorkerGroups:
     """One worker group per role; ``actor`` and ``rollout`` are the same group where the hybrid engine merges them.
@@ -185,7 +190,9 @@ class WorkerGroups:
         """
         actor, rollout = (group.with_timeout(self.sync_timeout_s) for group in (self.actor, self.rollout))
         if self.merged:
-            return actor.sync_weights(version)[0]
+            engines = [engine for engine in actor.sync_weights(version) if engine]
+            slowest = max(engines, key=lambda engine: engine["weight_sync/seconds"])
+            return slowest | _least_read_back(engines)
         receiving = rollout.receive_weights(version, *self._weight_group)
         sending = actor.send_weights(version)
         try:
@@ -194,9 +201,7 @@ class WorkerGroups:
             if error.method.endswith(".send_weights"):
                 _raise_cause_in(receiving, error)
             raise
-        sent = senders[0]
-        received = [engine["weight_sync/read_back_tensors"] for engine in engines if engine]
-        return sent | ({"weight_sync/read_back_tensors": min(received)} if received else {})
+        return senders[0] | _least_read_back([engine for engine in engines if engine])
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the state of the trained roles below ``folder``."""

@@ -22,6 +22,7 @@ def build_engine(
     trust_remote_code: bool,
     override_config: Mapping[str, Any],
     visible_devices: str | None,
+    sleeps: bool,
 ) -> RolloutEngine:
     """Makes the engine that `rollout.name` names, without starting it.
 
@@ -49,7 +50,7 @@ def build_engine(
                     enforce_eager=config.enforce_eager,
                     enable_chunked_prefill=config.enable_chunked_prefill,
                     enable_prefix_caching=config.enable_prefix_caching,
-                    sleeps=config.free_cache_engine,
+                    sleeps=sleeps,
                     trust_remote_code=trust_remote_code,
                     override_config=override_config,
                     visible_devices=visible_devices,

@@ -67,6 +67,8 @@ class RolloutHost:
         trust_remote_code: allow code from the model's folder.
         override_config: fields of the model's configuration to replace, as the trainer does.
         visible_devices: the GPUs of a tensor-parallel engine, as CUDA_VISIBLE_DEVICES has them.
+        shares_device: a trainer wants the engine's memory from time to time; without one, the engine need not be able
+            to give it.
     """
 
     def __init__(
@@ -83,6 +85,7 @@ class RolloutHost:
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
         visible_devices: str | None = None,
+        shares_device: bool = True,
     ) -> None:
         self.name = name
         self._config = config
@@ -105,6 +108,7 @@ class RolloutHost:
             trust_remote_code=trust_remote_code,
             override_config=override_config or {},
             visible_devices=visible_devices,
+            sleeps=config.free_cache_engine and shares_device,
         )
 
     @property

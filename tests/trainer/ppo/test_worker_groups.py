@@ -128,6 +128,14 @@ def test_the_figures_of_a_broadcast_are_the_senders_and_the_least_that_an_engine
     }
 
 
+def test_of_several_engines_in_the_trainers_processes_the_slowest_and_the_least_read_back_count() -> None:
+    groups = build({Role.ActorRollout: "all"})
+    engines = [(1.0, 9.0), (3.0, 8.0), (2.0, 7.0)]
+    reports = [{"weight_sync/seconds": s, "weight_sync/read_back_tensors": read} for s, read in engines]
+    groups.actor.sync_weights = lambda version: [reports[0], {}, *reports[1:]]
+    assert groups.sync_weights(3) == {"weight_sync/seconds": 3.0, "weight_sync/read_back_tensors": 7.0}
+
+
 @pytest.mark.parametrize("cause", [REFUSED, DIED])
 @pytest.mark.parametrize("sent", [None, BROKEN], ids=["sender waits", "sender failed too"])
 def test_a_receivers_failure_is_the_one_that_is_told(cause: WorkerError, sent: WorkerError | None) -> None:
