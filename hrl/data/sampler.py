@@ -71,15 +71,33 @@ class EpochOrder:
         Raises:
             ValueError: a batch larger than the data set, or a position beyond its end.
         """
-        if not 1 <= batch_size <= self.num_rows:
-            raise ValueError(f"a batch of {batch_size} rows can't be drawn from a data set of {self.num_rows} rows")
-        if position.offset > self.num_rows:
-            raise ValueError(f"{position} lies beyond the data set's {self.num_rows} rows: it belongs to another one")
+        self._check(position, batch_size)
         if position.offset + batch_size > self.num_rows:
             position = Position(position.epoch + 1, 0)
         end = position.offset + batch_size
         rows = self.epoch(position.epoch)[position.offset : end]
         return rows.tolist(), Position(position.epoch, end)
+
+    def ahead(self, position: Position, batch_size: int, batches: int) -> np.ndarray:
+        """Whether each row is in one of the next batches, as `next` deals them: bool `(num_rows,)`.
+
+        Raises:
+            ValueError: as `next` does.
+        """
+        self._check(position, batch_size)
+        found = np.zeros(self.num_rows, dtype=bool)
+        while batches > 0 and not found.all():
+            fitting = min(batches, (self.num_rows - position.offset) // batch_size)
+            end = position.offset + fitting * batch_size
+            found[self.epoch(position.epoch)[position.offset : end]] = True
+            batches, position = batches - fitting, Position(position.epoch + 1, 0)
+        return found
+
+    def _check(self, position: Position, batch_size: int) -> None:
+        if not 1 <= batch_size <= self.num_rows:
+            raise ValueError(f"a batch of {batch_size} rows can't be drawn from a data set of {self.num_rows} rows")
+        if position.offset > self.num_rows:
+            raise ValueError(f"{position} lies beyond the data set's {self.num_rows} rows: it belongs to another one")
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

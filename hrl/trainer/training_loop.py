@@ -90,6 +90,9 @@ class TrainingLoop(ABC, Generic[W]):
     def init_workers(self) -> None:
         """Starts the processes, loads their models and sets ``_workers``."""
 
+    def before_load(self) -> None:
+        """Called once, when step and position are those to go on from and the workers still hold the first model."""
+
     def begin(self) -> None:
         """Called once, when a checkpoint was loaded or there is none, before anything is validated or learnt."""
 
@@ -195,12 +198,14 @@ class TrainingLoop(ABC, Generic[W]):
         trainer = self.config.trainer
         path = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
         if path is None:
+            self.before_load()
             return
         state = load_state(path, ("data_position", *self.state()))
-        self.workers.load(path)
         self.global_steps = state["step"]
         self.data_position = type(self.data_position).from_dict(state["data_position"])
         self.load_state(state)
+        self.before_load()
+        self.workers.load(path)
         self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
 
     # ------------------------------------------------------------------ small things

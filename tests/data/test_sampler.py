@@ -39,6 +39,20 @@ def test_going_on_from_a_saved_position_equals_never_having_stopped(rows, data):
     assert again == straight[stop:]
 
 
+@given(st.integers(1, 30), st.data())
+def test_the_rows_ahead_are_those_that_will_be_dealt(rows, data):
+    order = EpochOrder(rows, seed=4)
+    batch, skipped, ahead = (data.draw(st.integers(low, high)) for low, high in ((1, rows), (0, 9), (0, 9)))
+    position = order.start()
+    for _ in range(skipped):
+        _, position = order.next(position, batch)
+    found, start = set(), position
+    for _ in range(ahead):
+        dealt, position = order.next(position, batch)
+        found |= set(dealt)
+    assert order.ahead(start, batch, ahead).nonzero()[0].tolist() == sorted(found)
+
+
 def test_the_end_of_an_epoch_is_followed_by_the_next_ones_order():
     order = EpochOrder(10, seed=0)
     _, position = order.next(Position(0, 5), 5)
@@ -62,5 +76,7 @@ def test_what_cannot_be_dealt_is_refused():
         EpochOrder(5, seed=0).next(Position(), 6)
     with pytest.raises(ValueError, match="belongs to another"):
         EpochOrder(5, seed=0).next(Position(0, 9), 2)
+    with pytest.raises(ValueError, match="batch of 6 rows can't be drawn"):
+        EpochOrder(5, seed=0).ahead(Position(), 6, 1)
     with pytest.raises(ValueError, match="epoch and offset"):
         Position.from_dict({"epoch": 1, "offset": -1})

@@ -128,16 +128,37 @@ class PairDataset(OfflineDataset[PairRow]):
         tensors = pad_answers(rows, self.pad_id)
         tensors["is_chosen"] = torch.arange(len(rows)) % 2 == 0
         if self._reference is not None:
-            tensors["ref_sequence_log_prob"] = self._reference[chosen].reshape(-1)
+            tensors["ref_sequence_log_prob"] = _known(self._reference[chosen], chosen).reshape(-1)
         margins = [self.rows[index].margin for index in chosen]
         if any(margin is not None for margin in margins):
             tensors["margin"] = torch.tensor([margin or 0.0 for margin in margins]).repeat_interleave(2)
         return self.as_proto(tensors, [index for index in chosen for _ in range(2)])
 
-    def set_reference(self, sums: torch.Tensor) -> None:
-        """The reference's log-probs of all rows, summed over trained tokens: (2N,), in the order of ``batch``."""
-        self._reference = sums.reshape(len(self), 2)
+    def set_reference(self, indices: Sequence[int], sums: torch.Tensor) -> None:
+        """The reference's log-probs of some pairs, summed over trained tokens: (B,), in the order of ``batch``.
+
+        Raises:
+            ValueError: a sum is not finite; names the row.
+        """
+        lost = (~torch.isfinite(sums)).nonzero().flatten().tolist()
+        if lost:
+            row, value = indices[lost[0] // 2], float(sums[lost[0]])
+            raise ValueError(f"the reference gives an answer of row {row} the log-prob {value}")
+        if self._reference is None:
+            self._reference = sums.new_full((len(self), 2), math.nan)
+        self._reference[list(indices)] = sums.reshape(-1, 2)
 
     def first_prompt(self) -> list[dict[str, str]] | None:
         """The chat of the first row's prompt; None for plain text."""
         return next((row.prompt for row in self.rows if not isinstance(row.prompt, str)), None)
+
+
+def _known(reference: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
+    """What the reference said of these rows (N, 2), if it was asked for all of them."""
+    unknown = reference[:, 0].isnan().nonzero().flatten().tolist()
+    if unknown:
+        raise ValueError(
+            f"the reference was not asked for row {indices[unknown[0]]}, only for the rows that the order visits up to "
+            "the last step; a trainer that draws others must ask for them before it starts"
+        )
+    return reference

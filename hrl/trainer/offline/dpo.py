@@ -2,21 +2,24 @@
 
 The implicit reward of an answer ``y`` to the prompt ``x`` is ``beta (log pi(y|x) - log ref(y|x))``, and the loss of a
 pair is ``-log sigmoid`` of the chosen answer's reward less the rejected one's (Rafailov et al. 2023, arXiv:2305.18290,
-equation 7). The reference is the model that the run starts from: its log-probs are computed once, by the same engine,
-before a checkpoint is loaded or a step is made.
+equation 7). The reference is the model that the run starts from: the log-probs of the pairs that the run will visit are
+computed once, by the same engine, before a checkpoint is loaded or a step is made.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from hrl.algos.preference import PairOptions, pairs_of_sums, preference_loss
 from hrl.batching import BatchPlan
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import FORWARD_ITEMS, OfflineTrainer
+
+if TYPE_CHECKING:
+    from hrl.data.offline.pairs import PairDataset
 
 
 class DPOTrainer(OfflineTrainer):
@@ -29,15 +32,30 @@ class DPOTrainer(OfflineTrainer):
         names = ("loss_type", "beta", "label_smoothing", "target_margin")
         return {name: getattr(algorithm, name) for name in names}
 
-    def restore(self) -> None:
-        """The reference is the model before its first step, so it is asked before a checkpoint is loaded."""
-        if self.config.needs_reference:
-            with self.phase("ref"):
-                for dataset in (self.train_dataset, self.val_dataset):
-                    if dataset is not None:
-                        batches = dataset.in_order(FORWARD_ITEMS)
-                        dataset.set_reference(torch.cat([self.log_probs(batch).sum(-1) for batch in batches]))
-        super().restore()
+    def before_load(self) -> None:
+        """Asks the reference, which is the model before its first step, for all pairs that are still to come."""
+        if not self.config.needs_reference:
+            return
+        with self.phase("ref"):
+            self.ask_reference(self.train_dataset, self.blocks_ahead())
+            if self.val_dataset is not None:
+                self.ask_reference(self.val_dataset, blocks_of(range(len(self.val_dataset)), FORWARD_ITEMS))
+
+    def blocks_ahead(self) -> list[Sequence[int]]:
+        """The rows that the rest of the run visits, with those they share a batch with in the first epoch.
+
+        A log-prob's last bits depend on what else is in its forward pass. These blocks depend on the order alone, not
+        on where the run begins or ends, so that a resumed run has the numbers of one that was never interrupted.
+        """
+        order, size = self.train_dataset.order, self.config.data.train_batch_size
+        ahead = order.ahead(self.data_position, size, self.total_training_steps - self.global_steps)
+        return [block for block in blocks_of(order.epoch(0).tolist(), size) if ahead[block].any()]
+
+    def ask_reference(self, dataset: PairDataset, blocks: Sequence[Sequence[int]]) -> None:
+        """Gives a data set the log-probs of the present weights, block by block."""
+        found = [self.log_probs(dataset.batch(block)).sum(-1) for block in blocks]
+        for block, sums in zip(blocks, found, strict=True):
+            dataset.set_reference(block, sums)
 
     def plan(self, batch: DataProto) -> BatchPlan:
         world_size = self.workers.model.world_size
@@ -68,3 +86,8 @@ class DPOTrainer(OfflineTrainer):
             "rewards_margins": chosen - rejected,
             "rewards_accuracies": (chosen > rejected).double(),
         }
+
+
+def blocks_of(rows: Sequence[int], size: int) -> list[Sequence[int]]:
+    """Rows in their order, ``size`` at a time."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -140,7 +140,7 @@ def test_a_pair_is_two_rows_that_share_prompt_and_uid(tokenizer):
         {"prompt": "why", "chosen": "y", "rejected": "n", "margin": 3},
     ]
     dataset = pairs(tokenizer, rows)
-    dataset.set_reference(torch.arange(4.0))
+    dataset.set_reference([0, 1], torch.arange(4.0))
     batch = dataset.batch([1, 0])
     assert batch.non_tensor_batch["uid"].tolist() == ["1", "1", "0", "0"]
     assert batch.batch["is_chosen"].tolist() == [True, False, True, False]
@@ -153,6 +153,16 @@ def test_a_pair_is_two_rows_that_share_prompt_and_uid(tokenizer):
         tokenizer.decode(ids[: int(n)]) for ids, n in zip(responses, batch.batch["response_mask"].sum(1), strict=True)
     ]
     assert texts == ["y<|end|>", "n<|end|>", "yes<|end|>", "n<|end|>"]
+
+
+def test_a_pair_that_the_reference_was_not_asked_for_is_not_served(tokenizer):
+    dataset = pairs(tokenizer, [{"prompt": "?", "chosen": "y", "rejected": "n"}] * 3)
+    dataset.set_reference([2, 0], torch.arange(4.0))
+    assert dataset.batch([0, 2]).batch["ref_sequence_log_prob"].tolist() == [2.0, 3.0, 0.0, 1.0]
+    with pytest.raises(ValueError, match="was not asked for row 1"):
+        dataset.batch([0, 1])
+    with pytest.raises(ValueError, match="answer of row 1 the log-prob nan"):
+        dataset.set_reference([0, 1], torch.tensor([0.0, 0.0, 0.0, float("nan")]))
 
 
 def test_the_context_of_a_pair_does_not_tell_its_sides_apart(tokenizer):
