@@ -15,6 +15,7 @@ from hrl.single_controller.base import phase as worker_phase
 from hrl.trainer.display import Display
 from hrl.trainer.html_report import Outcome, write_html_report
 from hrl.trainer.ppo.metrics import (
+    answers_that_are_correct,
     answers_voted_on,
     compute_data_metrics,
     compute_throughput_metrics,
@@ -170,11 +171,14 @@ class RunReporter:
             skipped = count_left_out(batch.non_tensor_batch["data_source"].tolist(), kept.tolist())
             self.console.note(f"validation: the reward function left out {int((~kept).sum())} of {len(kept)} samples")
             batch = batch.select_idxs(kept)
+        parts = batch.non_tensor_batch.get("reward_parts")
         metrics = compute_validation_metrics(
             batch.non_tensor_batch["data_source"].tolist(),
             batch.non_tensor_batch["uid"].tolist(),
             batch.batch["token_level_scores"].sum(-1).tolist(),
-            answers_voted_on(batch.non_tensor_batch.get("reward_parts")),
+            answers_voted_on(parts),
+            num_samples=self.config.actor_rollout_ref.rollout.val_kwargs.n,
+            correct=answers_that_are_correct(parts),
         )
         records = self._records(batch)
         self.folder.write_rollouts(step, records, kind="val")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +53,21 @@ def test_reinforce_weighs_the_gradient_by_the_truncated_ratio() -> None:
 def test_the_clipped_loss_has_the_ratio_inside_and_takes_no_weight() -> None:
     # Ratio 4 lies above the clip: no gradient. Ratio 1/2 with a positive advantage: -A r.
     assert gradient(two_tokens(), rollout_is="token") == [0.0, pytest.approx(-3.0 * 0.5)]
+
+
+def test_other_old_log_probs_move_the_ratio_and_neither_weights_nor_rejection() -> None:
+    inp = two_tokens()
+    closed = replace(inp, old_log_prob=inp.log_prob.detach())
+    settings = correction(rollout_rs="token_k1", rollout_rs_threshold="0.3_3.0")
+    output, kept, _ = bypass_loss("vanilla", closed, ACTOR, settings, inp.old_log_prob)
+    assert kept.tolist() == [[0, 1]], "of the ratios 4 and 1/2 to the sampler"
+    assert output.loss_mat[0].tolist() == [0.0, -3.0], "the ratio to the old log-probs is 1"
+    settings = correction(loss_type="reinforce", rollout_is="token")
+    losses = [
+        bypass_loss("vanilla", inp, ACTOR, settings)[0].loss_mat,
+        bypass_loss("vanilla", closed, ACTOR, settings, inp.old_log_prob)[0].loss_mat,
+    ]
+    assert torch.equal(*losses)
 
 
 def test_what_is_rejected_has_no_loss() -> None:

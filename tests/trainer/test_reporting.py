@@ -14,6 +14,11 @@ from hrl.trainer.console import RunConsole
 from hrl.trainer.reporting import RunReporter
 from hrl.trainer.run_folder import RunFolder, read_jsonl
 
+TWO_SAMPLES = (
+    "actor_rollout_ref.rollout.val_kwargs.n=2",
+    "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+    "actor_rollout_ref.rollout.val_kwargs.temperature=1",
+)
 PROMPT_IDS = [[0, 5], [6, 7]]
 
 
@@ -171,8 +176,29 @@ def test_a_validation_with_answers_has_a_majority_vote(tmp_path):
     batch = scored_batch([1.0, 1.0])
     batch.non_tensor_batch["uid"][:] = "a"
     batch.non_tensor_batch["reward_parts"] = np.array([{"pred": "3"}, {"pred": "3"}], dtype=object)
-    with Run(tmp_path).reporter as reporter:
+    with Run(tmp_path, *TWO_SAMPLES).reporter as reporter:
         assert reporter.validation(0, batch)["val/sums/maj@2"] == 1.0
+
+
+@pytest.mark.parametrize(("parts", "passed"), [({"acc": 1.0}, 1.0), ({"acc": True}, 1.0), ({"acc": 0.5}, 0.0), ({}, 0)])
+def test_what_the_reward_function_calls_acc_decides_what_passes(tmp_path, parts, passed):
+    batch = scored_batch([0.5, 0.5])  # the most that this reward gives
+    batch.non_tensor_batch["uid"][:] = "a"
+    batch.non_tensor_batch["reward_parts"] = np.array([parts, parts], dtype=object)
+    with Run(tmp_path, *TWO_SAMPLES).reporter as reporter:
+        metrics = reporter.validation(0, batch)
+    assert (metrics["val/sums/pass@2"], metrics["val/sums/mean@2"]) == (passed, 0.5)
+
+
+def test_a_validation_with_a_sample_left_out_has_the_names_of_one_without(tmp_path):
+    batch = scored_batch([1.0, 0.0])
+    batch.non_tensor_batch["uid"][:] = "a"
+    with Run(tmp_path, *TWO_SAMPLES).reporter as reporter:
+        whole = reporter.validation(0, batch)
+        part = reporter.validation(1, batch, kept=torch.tensor([True, False]))
+    assert set(part) - set(whole) == {"val/sums/skipped"}
+    assert set(whole) - set(part) == {"val/sums/pass@2"}
+    assert (whole["val/sums/mean@2"], part["val/sums/mean@2"], part["val/sums/n"]) == (0.5, 1.0, 1.0)
 
 
 def test_a_finished_run_that_validates_again_keeps_one_record_a_step(tmp_path):

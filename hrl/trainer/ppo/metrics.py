@@ -138,19 +138,20 @@ def _answer_codes(answers: Sequence[Hashable]) -> list[int]:
 
 
 def _per_prompt(
-    scores: np.ndarray, answers: np.ndarray | None, correct_at: float, rng: np.random.Generator
+    scores: np.ndarray, correct: np.ndarray, answers: np.ndarray | None, n: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """The metrics of P prompts with n samples each, ``(P,)``, from scores and codes of answers ``(P, n)``."""
-    n = scores.shape[1]
+    """The metrics of P prompts of whose n samples m are scored, ``(P,)``, from columns ``(P, m)``; m is at most n."""
+    scored = scores.shape[1]
     metrics = {f"mean@{n}": scores.mean(axis=1)}
     if n > 1:
         metrics[f"std@{n}"] = scores.std(axis=1)
-    sizes, num_correct = _sample_sizes(n), (scores >= correct_at).sum(axis=1)
+    sizes, num_correct = _sample_sizes(n), correct.sum(axis=1)
     majority = {} if answers is None else maj_at_k(answers, scores, sizes, rng)
     for k in sizes:
         metrics[f"best@{k}"] = best_at_k(scores, k)
         metrics[f"worst@{k}"] = worst_at_k(scores, k)
-        metrics[f"pass@{k}"] = pass_at_k(num_correct, n, k)
+        if k <= scored:  # of draws without replacement there can be no more
+            metrics[f"pass@{k}"] = pass_at_k(num_correct, scored, k)
         if k in majority:
             metrics[f"maj@{k}"] = majority[k]
     return metrics
@@ -188,19 +189,37 @@ def answers_voted_on(reward_parts: Iterable[Mapping[str, Hashable]] | None) -> l
     return [part["pred"] for part in parts] if parts and all("pred" in part for part in parts) else None
 
 
+CORRECT_AT = 1.0
+"""A score from here on is a correct answer, where the reward function does not say which are."""
+
+
+def answers_that_are_correct(reward_parts: Iterable[Mapping[str, Hashable]] | None) -> list[bool] | None:
+    """Which samples are correct: the ``acc`` that a reward function returned beside its score, as verl's users do.
+
+    Returns:
+        One bool per sample, True for an ``acc`` of 1 (or True); None (scores decide) where any sample has none.
+    """
+    values = [] if reward_parts is None else [part.get("acc") for part in reward_parts]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    return [value >= CORRECT_AT for value in numbers] if values and len(numbers) == len(values) else None
+
+
 def compute_validation_metrics(
     data_sources: Sequence[str],
     uids: Sequence[Hashable],
     scores: Sequence[float],
     answers: Sequence[Hashable] | None = None,
     *,
-    correct_at: float = 1.0,
+    num_samples: int,
+    correct: Sequence[bool] | None = None,
     seed: int = 0,
 ) -> dict[str, float]:
     """Reduces the scored samples of a validation to numbers per data source.
 
-    Samples of one ``uid`` are the n answers to one prompt. A metric is the mean over the prompts of its source that
-    have that many samples.
+    Samples of one ``uid`` are the answers to one prompt, n of them or, where some have no score, fewer. The names are
+    those of n whatever is missing. A metric is the mean over the prompts of its source, each judged by the samples it
+    has: best, worst and maj are expectations over k draws with replacement from them; pass@k leaves a prompt with fewer
+    than k out, since there is no estimate of k draws without replacement from them.
 
     Args:
         data_sources: source of each sample (N,).
@@ -208,19 +227,21 @@ def compute_validation_metrics(
         scores: score of each sample (N,), finite.
         answers: what each sample answered (N,), for the majority vote (a None among them is an answer too); None
             leaves maj@k out.
-        correct_at: a score from here on counts as correct in pass@k.
+        num_samples: n, how many samples were drawn per prompt.
+        correct: which samples are correct (N,), for pass@k; None takes those with a score of ``CORRECT_AT`` or more.
         seed: seed of the bootstrap's own generator, so that validation moves no other random state.
 
     Returns:
         ``val/<source>/{mean,std,best,worst,pass,maj}@<k>`` and ``val/<source>/n``, the number of prompts.
 
     Raises:
-        ValueError: the sequences differ in length, or a score is not finite.
+        ValueError: the sequences differ in length, a score is not finite, or a prompt has more than n samples.
     """
-    lengths = {len(data_sources), len(uids), len(scores)} | ({len(answers)} if answers is not None else set())
+    lengths = {len(data_sources), len(uids), len(scores)}
+    lengths |= {len(column) for column in (answers, correct) if column is not None}
     if len(lengths) > 1:
         raise ValueError(
-            f"validation samples disagree in number: {sorted(lengths)} sources, prompts, scores or answers"
+            f"validation samples disagree in number: {sorted(lengths)} sources, prompts, scores, answers or verdicts"
         )
     values_of = np.asarray(scores, dtype=np.float64)
     broken = np.flatnonzero(~np.isfinite(values_of))
@@ -231,17 +252,22 @@ def compute_validation_metrics(
     prompts: dict[tuple[str, Hashable], list[int]] = {}
     for row, key in enumerate(zip(data_sources, uids, strict=True)):
         prompts.setdefault(key, []).append(row)
+    for (source, uid), rows in prompts.items():
+        if len(rows) > num_samples:
+            raise ValueError(f"prompt {uid} (source {source!r}) has {len(rows)} samples, but n is {num_samples}")
     alike: dict[tuple[str, int], list[list[int]]] = {}
     for (source, _), rows in prompts.items():
         alike.setdefault((source, len(rows)), []).append(rows)
 
     rng = np.random.default_rng(seed)
+    is_correct = values_of >= CORRECT_AT if correct is None else np.asarray(correct, dtype=bool)
     collected: dict[str, list[np.ndarray]] = {}
     for (source, _), samples in alike.items():
         codes = None
         if answers is not None:
             codes = np.array([_answer_codes([answers[row] for row in rows]) for rows in samples])
-        for name, values in _per_prompt(values_of[np.array(samples)], codes, correct_at, rng).items():
+        picked = np.array(samples)
+        for name, values in _per_prompt(values_of[picked], is_correct[picked], codes, num_samples, rng).items():
             collected.setdefault(f"val/{source}/{name}", []).append(values)
     counts = Counter(source for source, _ in prompts)
     return {name: float(np.concatenate(values).mean()) for name, values in collected.items()} | {

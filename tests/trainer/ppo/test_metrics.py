@@ -107,13 +107,57 @@ def test_throughput_is_per_device():
 
 def test_validation_averages_over_prompts_and_reports_how_many():
     out = m.compute_validation_metrics(
-        ["add", "add", "add", "add", "mul"], ["p", "p", "q", "q", "r"], [1.0, 0.0, 1.0, 1.0, 0.0]
+        ["add", "add", "add", "add", "mul"], ["p", "p", "q", "q", "r"], [1.0, 0.0, 1.0, 1.0, 0.0], num_samples=2
     )
     assert out["val/add/mean@2"] == 0.75
     assert out["val/add/best@2"] == pytest.approx((0.75 + 1.0) / 2)
     assert out["val/add/pass@2"] == 1.0
-    assert (out["val/add/n"], out["val/mul/n"], out["val/mul/mean@1"]) == (2, 1, 0.0)
+    assert (out["val/add/n"], out["val/mul/n"], out["val/mul/mean@2"]) == (2, 1, 0.0)
     assert "val/add/maj@2" not in out
+
+
+def test_a_prompt_with_a_sample_left_out_is_in_every_metric_that_its_samples_can_say():
+    scores = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0]  # four of the one prompt, three of the other
+    out = m.compute_validation_metrics(["s"] * 7, ["p"] * 4 + ["q"] * 3, scores, num_samples=4)
+    assert set(out) == {
+        *(f"val/s/{name}@{k}" for name in ("best", "worst", "pass") for k in (2, 4)),
+        *("val/s/mean@4", "val/s/std@4", "val/s/n"),
+    }
+    assert out["val/s/n"] == 2
+    assert (out["val/s/mean@4"], out["val/s/std@4"]) == (0.75, 0.25)
+    assert out["val/s/best@4"] == pytest.approx((1 - 0.5**4 + 1) / 2)
+    assert out["val/s/worst@2"] == pytest.approx((0.5**2 + 1) / 2)
+    assert out["val/s/pass@2"] == pytest.approx((1 - 1 / 6 + 1) / 2)
+    assert out["val/s/pass@4"] == 1.0  # of the first prompt: the second has three samples, not four
+
+
+def test_the_names_follow_from_n_and_not_from_what_is_missing():
+    rng = np.random.default_rng(0)
+    names = {f"val/s/{name}@{k}" for name in ("best", "worst", "maj") for k in (2, 4, 5)} | {
+        f"val/s/{name}" for name in ("mean@5", "std@5", "n")
+    }
+    for _ in range(20):
+        sizes = rng.integers(1, 6, size=3)
+        uids = [uid for uid, size in enumerate(sizes) for _ in range(size)]
+        arguments = (["s"] * len(uids), uids, rng.random(len(uids)).tolist(), ["1"] * len(uids))
+        out = m.compute_validation_metrics(*arguments, num_samples=5)
+        assert set(out) == names | {f"val/s/pass@{k}" for k in (2, 4, 5) if k <= sizes.max()}
+
+
+def test_more_samples_than_n_name_the_prompt():
+    with pytest.raises(ValueError, match=r"prompt q \(source 's'\) has 2 samples, but n is 1"):
+        m.compute_validation_metrics(["s"] * 3, ["p", "q", "q"], [0.0] * 3, num_samples=1)
+
+
+def test_what_is_correct_is_said_by_acc_or_else_by_the_score():
+    assert m.answers_that_are_correct([{"acc": 1}, {"acc": 0.5}, {"acc": True}]) == [True, False, True]
+    assert m.answers_that_are_correct([{"acc": 1}, {}]) is None
+    assert m.answers_that_are_correct([{"acc": "yes"}]) is None
+    assert m.answers_that_are_correct([]) is None and m.answers_that_are_correct(None) is None
+    scores = [0.5, 0.25]  # a reward that ends at 0.5
+    told = m.compute_validation_metrics(["s"] * 2, ["p"] * 2, scores, num_samples=2, correct=[True, False])
+    untold = m.compute_validation_metrics(["s"] * 2, ["p"] * 2, scores, num_samples=2)
+    assert (told["val/s/pass@2"], untold["val/s/pass@2"]) == (1.0, 0.0)
 
 
 def test_validation_of_ragged_prompts_and_several_sources_is_that_of_each_prompt_alone():
@@ -122,11 +166,15 @@ def test_validation_of_ragged_prompts_and_several_sources_is_that_of_each_prompt
     rows = [key for key, size in sizes.items() for _ in range(size)]
     rows = [rows[i] for i in rng.permutation(len(rows))]
     scores = rng.integers(0, 2, len(rows)).astype(float).tolist()
-    whole = m.compute_validation_metrics([s for s, _ in rows], [u for _, u in rows], scores)
+    whole = m.compute_validation_metrics([s for s, _ in rows], [u for _, u in rows], scores, num_samples=4)
+
+    def of_prompt(source, own):
+        return m.compute_validation_metrics([source] * len(own), ["x"] * len(own), own, num_samples=4)
+
     alone = {}
     for key in sizes:
         own = [score for row, score in zip(rows, scores, strict=True) if row == key]
-        for name, value in m.compute_validation_metrics([key[0]] * len(own), ["x"] * len(own), own).items():
+        for name, value in of_prompt(key[0], own).items():
             alone.setdefault(name, []).append(value)
     expected = {name: sum(values) if name.endswith("/n") else np.mean(values) for name, values in alone.items()}
     assert whole == pytest.approx(expected)
@@ -137,7 +185,7 @@ def test_a_majority_is_voted_among_what_the_reward_function_calls_pred():
     assert m.answers_voted_on(parts) == ["7", "7", None]
     assert m.answers_voted_on([*parts, {"brief": 1.0}]) is None
     assert m.answers_voted_on(None) is None
-    out = m.compute_validation_metrics(["s"] * 3, ["p"] * 3, [1.0, 1.0, 0.0], m.answers_voted_on(parts))
+    out = m.compute_validation_metrics(["s"] * 3, ["p"] * 3, [1.0, 1.0, 0.0], m.answers_voted_on(parts), num_samples=3)
     # Three draws: P(at least two of the right answer) with p = 2/3 is 20/27.
     assert out["val/s/maj@3"] == pytest.approx(20 / 27, abs=0.05)
     # Two draws: both right 4/9, a tie 4/9 that either wins.
@@ -148,11 +196,11 @@ def test_validation_leaves_the_global_generators_alone_and_repeats_itself():
     arguments = (["s"] * 4, ["p"] * 4, [1.0, 0.0, 0.0, 1.0], ["1", "2", "2", "1"])
     np.random.seed(3)
     before = np.random.get_state()[1].copy()
-    first = m.compute_validation_metrics(*arguments)
+    first = m.compute_validation_metrics(*arguments, num_samples=4)
     assert np.array_equal(np.random.get_state()[1], before)
-    assert first == m.compute_validation_metrics(*arguments)
+    assert first == m.compute_validation_metrics(*arguments, num_samples=4)
 
 
 def test_validation_refuses_a_score_that_is_no_number():
     with pytest.raises(ValueError, match="sample 1 .*'add'.*nan"):
-        m.compute_validation_metrics(["add", "add"], ["p", "q"], [1.0, float("nan")])
+        m.compute_validation_metrics(["add", "add"], ["p", "q"], [1.0, float("nan")], num_samples=1)
