@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +16,7 @@ from jinja2 import TemplateError
 from hrl.data.chat_template import ChatTemplateError, encode_texts, render_prompt
 from hrl.data.collate import collate_fn
 from hrl.data.errors import DatasetError
+from hrl.data.fingerprint import fingerprint
 from hrl.data.rows import BadRow, Row, RowKeys, read_rows
 from hrl.data.sampler import EpochOrder
 from hrl.data.tokenizer import token_ids
@@ -148,6 +150,11 @@ class RLHFDataset:
         chosen = list(indices)
         columns = collate_fn([_belongings(self._rows[index], index) for index in chosen])
         return DataProto.from_single_dict({**self._left_padded(chosen), **columns})
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Which rows these are and in which order they come; see `hrl.data.fingerprint`."""
+        return fingerprint(self.order, self._prompt_ids)
 
     @property
     def data_sources(self) -> tuple[str, ...]:

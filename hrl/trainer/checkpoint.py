@@ -7,7 +7,7 @@ disk, ``state.json`` last, so a folder with the final name is always whole:
       actor/      sharded model, optimizer and scheduler of the policy
       critic/     the same of the critic, where there is one
       hf/         config, weights and tokenizer: transformers and vLLM load it as it is
-      state.json  the driver's state: step, position in the data, KL coefficient, generators
+      state.json  the driver's state: step, position in the data and which data that is, KL coefficient, reward shaping
 
 A run that resumes from an older checkpoint makes the later steps again; what it had of them moves to
 ``checkpoints/superseded/<n>/``.
@@ -20,9 +20,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+from hrl.data.fingerprint import differences
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,10 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         """The final folder of a step's checkpoint."""
         return self.folder / f"step_{step}"
+
+    def holds(self, path: Path) -> bool:
+        """Whether a checkpoint is one of this run; another run's is only branched off from."""
+        return path.resolve().is_relative_to(self.folder.resolve())
 
     def begin(self, step: int) -> Path:
         """A fresh temporary folder for a step's checkpoint; what an interrupted save left there is removed."""
@@ -127,7 +133,7 @@ class CheckpointStore:
         if mode == "disable":
             return None
         if mode == "resume_path":
-            path = Path(str(resume_from)).expanduser()
+            path = Path(str(resume_from)).expanduser().resolve()  # workers may run in another folder than the driver
             if not (path / STATE_FILE).is_file():
                 raise CheckpointError(
                     f"trainer.resume_from_path={path} is no whole checkpoint: it has no {STATE_FILE}. "
@@ -167,6 +173,27 @@ def load_state(path: Path, parts: Iterable[str] = ()) -> dict[str, Any]:
             "trainer.default_local_dir of its own"
         )
     return state
+
+
+def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuses a position in other data than the present: from there rows would repeat or never come.
+
+    Args:
+        path: of the checkpoint.
+        saved: the fingerprint of the data that it was saved with, see ``hrl.data.fingerprint``.
+        present: that of the data at hand.
+
+    Raises:
+        CheckpointError: naming what differs, and the ways out.
+    """
+    changes = differences(saved, present)
+    if changes:
+        raise CheckpointError(
+            f"{path} was saved with other training data: {'; '.join(changes)}. Its position means nothing in these "
+            "rows. Continue with the data it was saved with; or train on this data from its beginning, in a "
+            f"trainer.default_local_dir of its own: trainer.resume_mode=resume_path with "
+            f"trainer.resume_from_path={path} takes the model along, trainer.resume_mode=disable starts from scratch"
+        )
 
 
 def _fsync(path: Path) -> None:

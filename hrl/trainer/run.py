@@ -72,6 +72,7 @@ def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
         warnings=warnings(config),
         tokenizer=ready.tokenizer,
         num_processes=sum(map(sum, resolve_placement(config).pools.values())),
+        data=ready.train_dataset.fingerprint,
     )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hrl
@@ -17,7 +17,7 @@ from hrl.data.chat_template import ChatTemplateError
 from hrl.data.errors import DatasetError
 from hrl.data.model_source import ModelSourceError
 from hrl.single_controller.base.errors import PlacementError, WorkerError
-from hrl.trainer.checkpoint import CheckpointError, CheckpointStore, load_state
+from hrl.trainer.checkpoint import CheckpointError, CheckpointStore, check_data, load_state
 from hrl.trainer.cluster import run_cluster
 from hrl.trainer.config.names import JSON_CONSOLE
 from hrl.trainer.console import RunConsole
@@ -101,6 +101,7 @@ def run_session(
     warnings: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     num_processes: int,
+    data: Mapping[str, Any],
     reporter_cls: type[RunReporter] = RunReporter,
 ) -> None:
     """Shows what will run, and trains in a locked run folder on a running Ray.
@@ -113,12 +114,13 @@ def run_session(
         warnings: shown below it.
         tokenizer: of the model that is trained.
         num_processes: worker processes of the run.
+        data: the fingerprint of the training data, see ``hrl.data.fingerprint``.
         reporter_cls: what of the run is reported.
     """
     display.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
     for warning in warnings:
         display.note(f"warning: {warning}")
-    folder = open_run_folder(config, display)
+    folder = open_run_folder(config, display, data)
     with (
         reporter_cls(config, folder, display, tokenizer, num_processes) as reporter,
         run_cluster(config.trainer.ray_kwargs, num_processes),
@@ -134,20 +136,29 @@ def display_of(config: Any, total_steps: int, phases: Sequence[str]) -> Display:
     return RunConsole(total_steps, phases=phases)
 
 
-def open_run_folder(config: Any, console: Display) -> RunFolder:
+def open_run_folder(config: Any, console: Display, data: Mapping[str, Any]) -> RunFolder:
     """Locks the run folder and takes it back to where the run begins, before its log is opened for appending.
 
     Only a checkpoint that lies in the folder continues what the folder holds; one of another run starts a new log here.
 
+    Args:
+        config: the validated configuration.
+        console: is told what is ignored and what moves.
+        data: the fingerprint of the training data.
+
     Raises:
-        CheckpointError: the checkpoint to resume from is missing or torn; the folder is then left as it is.
+        CheckpointError: the checkpoint to resume from is missing or torn, or continues the run in other data; the
+            folder is then left as it is.
         RunFolderError: the folder is in use, or holds checkpoints that this run would not continue.
     """
     trainer = config.trainer
     store = CheckpointStore(RunFolder.checkpoints_in(trainer.default_local_dir))
     checkpoint = store.find(trainer.resume_mode, trainer.resume_from_path)
-    state = {} if checkpoint is None else load_state(checkpoint)
-    continues = checkpoint is not None and checkpoint.resolve().is_relative_to(store.folder)
+    continues, state = False, {}
+    if checkpoint is not None:
+        continues, state = store.holds(checkpoint), load_state(checkpoint, ("data",))
+        if continues:
+            check_data(checkpoint, state["data"], data)
     folder = RunFolder(trainer.default_local_dir, resume=continues)
     for leftover in store.interrupted():
         console.note(f"ignoring {leftover}, left by an interrupted save")

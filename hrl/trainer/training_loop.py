@@ -12,10 +12,11 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from hrl.data.fingerprint import differences
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.single_controller.base import phase as worker_phase
-from hrl.trainer.checkpoint import CheckpointStore, load_state
+from hrl.trainer.checkpoint import CheckpointStore, check_data, load_state
 from hrl.trainer.memory import peak_memory
 from hrl.trainer.run_folder import writing_to
 
@@ -53,7 +54,7 @@ class TrainingLoop(ABC, Generic[W]):
     Args:
         config: the validated configuration; the loop reads its ``trainer`` section and ``data.train_batch_size``.
         tokenizer: saved beside the weights of a checkpoint.
-        train_dataset: rows to train on, with their ``order``.
+        train_dataset: rows to train on, with their ``order`` and ``fingerprint``.
         val_dataset: rows to validate on, ``None`` for no validation.
         reporter: timers, metrics and pictures of the run.
         total_training_steps: where the run ends.
@@ -186,7 +187,11 @@ class TrainingLoop(ABC, Generic[W]):
             folder = self.checkpoints.begin(self.global_steps)
         with worker_phase("save_checkpoint"):
             self.workers.save(folder, self.save_contents)
-        position = {"step": self.global_steps, "data_position": self.data_position.to_dict()}
+        position = {
+            "step": self.global_steps,
+            "data_position": self.data_position.to_dict(),
+            "data": self.train_dataset.fingerprint,
+        }
         with writing_to(run_folder):
             if "hf_model" in self.save_contents:
                 self.tokenizer.save_pretrained(folder / "hf")
@@ -200,13 +205,28 @@ class TrainingLoop(ABC, Generic[W]):
         if path is None:
             self.before_load()
             return
-        state = load_state(path, ("data_position", *self.state()))
+        state = load_state(path, ("data_position", "data", *self.state()))
         self.global_steps = state["step"]
-        self.data_position = type(self.data_position).from_dict(state["data_position"])
+        self.data_position = self._position_after(path, state)
         self.load_state(state)
         self.before_load()
         self.workers.load(path)
         self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
+
+    def _position_after(self, path: Path, state: dict[str, Any]) -> Any:
+        """Where to go on in the data: at its beginning, where a branch of another run is trained on other data.
+
+        Raises:
+            CheckpointError: the checkpoint is this run's own, and the data is not.
+        """
+        present = self.train_dataset.fingerprint
+        if self.checkpoints.holds(path):
+            check_data(path, state["data"], present)
+        changes = differences(state["data"], present)
+        if changes:
+            self.reporter.console.note(f"other training data than {path} ({'; '.join(changes)}): from its beginning")
+            return self.train_dataset.order.start()
+        return type(self.data_position).from_dict(state["data_position"])
 
     # ------------------------------------------------------------------ small things
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -16,6 +17,8 @@ from hrl.trainer.run import phases_of
 from hrl.trainer.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
 from hrl.trainer.session import open_run_folder
 
+DATA = {"rows": 9, "shuffle": True, "seed": 1, "tokens": "d1"}
+
 
 def earlier_run(path: Path, steps: int = 3) -> CheckpointStore:
     folder = RunFolder(path)
@@ -24,15 +27,15 @@ def earlier_run(path: Path, steps: int = 3) -> CheckpointStore:
     store = CheckpointStore(folder.checkpoints)
     for step in range(1, steps + 1):
         store.begin(step)
-        store.commit(step, {"step": step})
+        store.commit(step, {"step": step, "data": DATA})
     return store
 
 
-def opened(path: Path, resume_from: Path | None = None) -> SimpleNamespace:
+def opened(path: Path, resume_from: Path | None = None, data: dict[str, Any] = DATA) -> SimpleNamespace:
     mode = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={resume_from}"] if resume_from else []
     config = compose_cli([f"trainer.default_local_dir={path}", *mode])
     shown = io.StringIO()
-    folder = open_run_folder(config, RunConsole(9, [], Console(file=shown, width=400, color_system=None)))
+    folder = open_run_folder(config, RunConsole(9, [], Console(file=shown, width=400, color_system=None)), data)
     folder.close()
     log = [record["step"] for record in read_jsonl(folder.metrics_file)] if folder.metrics_file.exists() else None
     return SimpleNamespace(folder=folder, log=log, shown=shown.getvalue())
@@ -73,6 +76,26 @@ def test_a_checkpoint_that_cannot_be_read_leaves_the_folder_as_it_is(tmp_path: P
         opened(tmp_path, store.path(2))
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 3
     assert store.steps() == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rows": 8, "tokens": "d2"}, "8 rows, were 9"),
+        ({"tokens": "d2"}, "other tokens"),
+        ({"seed": 2}, "data.seed=2, was 1"),
+        ({"shuffle": False, "seed": None}, "data.shuffle=False, was True"),
+    ],
+)
+def test_other_data_is_refused_by_name_and_leaves_the_folder_as_it_is(
+    tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    store = earlier_run(tmp_path)
+    with pytest.raises(CheckpointError, match=rf"{store.path(1)} was saved with other .*{named}.*default_local_dir"):
+        opened(tmp_path, store.path(1), DATA | change)
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 3
+    assert store.steps() == [1, 2, 3]
+    assert opened(tmp_path / "branch", store.path(1), DATA | change).log is None
 
 
 def test_a_run_killed_in_its_first_save_starts_afresh_and_says_so(tmp_path: Path) -> None:

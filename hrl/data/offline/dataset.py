@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
@@ -15,6 +16,7 @@ from jinja2 import TemplateError
 from hrl.data.chat_template import ChatTemplateError
 from hrl.data.dataset import DatasetCounts
 from hrl.data.errors import DatasetError
+from hrl.data.fingerprint import fingerprint
 from hrl.data.offline.tokens import Answer, Passage, encode_passages
 from hrl.data.rows import BadRow, raw_rows, source_name
 from hrl.data.sampler import EpochOrder
@@ -126,6 +128,12 @@ class OfflineDataset(ABC, Generic[R]):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Which rows these are and in which order they come; see `hrl.data.fingerprint`."""
+        answers = (answer for row in self.answers for answer in row)
+        return fingerprint(self.order, (ids for answer in answers for ids in (answer.prompt, answer.answer)))
 
     @property
     def sources(self) -> list[str]:

@@ -80,6 +80,7 @@ def _run(kind: RunKind[Any], config: OfflineConfig, parts: Parts) -> None:
         warnings=kind.words.warnings(config),
         tokenizer=ready.tokenizer,
         num_processes=config.num_processes,
+        data=ready.train_dataset.fingerprint,
         reporter_cls=OfflineReporter,
     )
 

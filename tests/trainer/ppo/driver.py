@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from hrl.data.fingerprint import fingerprint
 from hrl.data.sampler import EpochOrder
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
@@ -31,6 +32,7 @@ class Prompts:
 
     def __init__(self, count: int = 3) -> None:
         self.order = EpochOrder(count, seed=0)
+        self.fingerprint = fingerprint(self.order, [np.ones(2)] * count)
 
     def __len__(self) -> int:
         return self.order.num_rows

@@ -30,7 +30,8 @@ def saved(tmp_path: Path) -> Path:
     checkpoint.mkdir(parents=True)
     state = {
         "step": 2,
-        "data_position": {"epoch": 0, "offset": 0},
+        "data_position": {"epoch": 0, "offset": 3},
+        "data": Prompts(3).fingerprint,
         "kl_coef": 0.5,
         "drift_gate_closed": False,
         "reward_shaping": {"scale": {"count": 3, "mean": 1.0, "deviation": 8.0}},
@@ -90,6 +91,33 @@ def test_a_checkpoint_without_a_part_of_the_state_is_named(tmp_path: Path, saved
     with pytest.raises(CheckpointError, match=f"{saved}/state.json has no drift_gate_closed"):
         driver.trainer.restore()
     assert driver.workers.done == [], "no weights are loaded before"
+
+
+def test_a_run_is_not_continued_in_other_data(tmp_path: Path, saved: Path) -> None:
+    driver = Driver(tmp_path, prompts=4)
+    with pytest.raises(CheckpointError, match=r"4 rows, were 3(?s:.*)trainer\.resume_mode=disable"):
+        driver.trainer.restore()
+    assert driver.workers.done == [], "no weights are loaded before"
+
+
+@pytest.mark.parametrize(("prompts", "offset"), [(3, 3), (4, 0)])
+def test_a_branch_goes_on_in_the_same_data_and_begins_other_data_anew(
+    tmp_path: Path, saved: Path, prompts: int, offset: int
+) -> None:
+    branch = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    driver = Driver(tmp_path / "branch", *branch, prompts=prompts)
+    driver.trainer.restore()
+    assert driver.trainer.data_position.to_dict() == {"epoch": 0, "offset": offset}
+    assert driver.trainer.global_steps == 2
+    assert ("4 rows, were 3" in driver.shown) == (prompts == 4)
+
+
+def test_a_saved_checkpoint_says_which_data_its_position_is_in(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, "trainer.save_freq=2")
+    driver.fit()
+    state = json.loads((tmp_path / "checkpoints/step_2/state.json").read_text())
+    assert state["data"] == Prompts(3).fingerprint
+    Driver(tmp_path, steps=3).trainer.restore()
 
 
 def test_what_the_first_validation_left_out_stands_in_its_record(tmp_path: Path) -> None:
