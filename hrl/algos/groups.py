@@ -63,11 +63,17 @@ def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Grou
     mean = group_sum(exact, group_ids) / size.clamp(min=1)
     deviation = torch.where(counted, exact - mean, 0.0)
     std = (group_sum(deviation.square(), group_ids) / (size - 1).clamp(min=1)).sqrt()
+    lowest, highest = _extremes(exact, group_ids, counted)
+    return GroupStatistics(size=size, mean=mean, std=std, has_spread=(highest > lowest)[group_ids])
+
+
+def _extremes(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
+    """Lowest and highest counted score of each group ``(G,)``; infinity and minus infinity where nothing counts."""
     groups = int(group_ids.max()) + 1 if len(group_ids) else 0
-    ids, values = group_ids[counted], exact[counted]
+    ids, values = group_ids[counted], scores[counted]
     lowest = values.new_full((groups,), torch.inf).scatter_reduce_(0, ids, values, "amin")
     highest = values.new_full((groups,), -torch.inf).scatter_reduce_(0, ids, values, "amax")
-    return GroupStatistics(size=size, mean=mean, std=std, has_spread=(highest > lowest)[group_ids])
+    return lowest, highest
 
 
 def count_groups_without_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> int:
@@ -89,6 +95,30 @@ GROUP_FILTERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"spread"
 bool. A filter keeps or drops whole groups."""
 
 
+def filter_groups(name: str, scores: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
+    """The rows of the groups that a filter keeps.
+
+    Args:
+        name: A key of :data:`GROUP_FILTERS`.
+        scores: ``(B,)``.
+        group_ids: Integer codes from 0 up ``(B,)``, as of :func:`group_codes`.
+        counted: ``(B,)`` bool, the rows that take part.
+
+    Returns:
+        ``(B,)`` bool.
+
+    Raises:
+        ValueError: Unknown name; a filter that keeps a part of a group.
+    """
+    if name not in GROUP_FILTERS:
+        raise ValueError(f"unknown group filter {name!r}; choose one of {sorted(GROUP_FILTERS)}")
+    kept = GROUP_FILTERS[name](scores, group_ids, counted)
+    torn = kept & (group_sum((~kept).double(), group_ids) > 0)
+    if torn.any():
+        raise ValueError(f"group filter {name!r} keeps row {int(torn.nonzero()[0])} and drops others of its group")
+    return kept
+
+
 def best_against_worst(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
     """The pair of every group that has spread: its row with the highest score and its row with the lowest.
 
@@ -101,10 +131,11 @@ def best_against_worst(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tu
         Row numbers of the best and of the worst, ``(N,)`` int64 each, in the order of the groups; of equal scores the
         first row. Groups of which all counted scores are equal have no pair.
     """
-    best, worst = [], []
-    for group in range(int(group_ids.max()) + 1 if len(group_ids) else 0):
-        rows = ((group_ids == group) & counted).nonzero().flatten()
-        if len(rows) and scores[rows].max() > scores[rows].min():
-            best.append(int(rows[scores[rows].argmax()]))
-            worst.append(int(rows[scores[rows].argmin()]))
-    return torch.tensor(best, dtype=torch.int64), torch.tensor(worst, dtype=torch.int64)
+    lowest, highest = _extremes(scores, group_ids, counted)
+
+    def first_row_at(extreme: Tensor) -> Tensor:
+        rows = (counted & (scores == extreme[group_ids])).nonzero().flatten()
+        return rows.new_full(extreme.shape, len(scores)).scatter_reduce_(0, group_ids[rows], rows, "amin")
+
+    has_pair = highest > lowest
+    return first_row_at(highest)[has_pair], first_row_at(lowest)[has_pair]

@@ -62,7 +62,7 @@ def filtration_weights(scores: Tensor, counted: Tensor, method: str, weight_pow:
         return weights
     if not torch.isfinite(chosen).all():
         raise ValueError("policy filtration needs finite scores")
-    raw = REWEIGHT_METHODS[method](chosen, weight_pow)
+    raw = REWEIGHT_METHODS[method](chosen, weight_pow).double()
     total = raw.sum()
     weights[counted] = raw / total if total > 0 else torch.full_like(raw, 1.0 / len(raw))
     return weights

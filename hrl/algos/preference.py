@@ -119,11 +119,19 @@ PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor, PairOptions], Tensor]] = {
 }
 """From margins of chosen and rejected ``(N,)`` to a loss per pair ``(N,)``."""
 
-MEAN_LOG_PROB_LOSSES = frozenset({"ipo", "simpo", "orpo"})
-"""Losses whose log-probs are means over a response's tokens instead of sums."""
+MEAN_LOG_PROB_LOSSES = {"ipo", "simpo", "orpo"}
+"""Losses whose log-probs are means over a response's tokens instead of sums. A loss of one's own adds its name."""
 
-REFERENCE_FREE_LOSSES = frozenset({"simpo", "orpo"})
-"""Losses that have no reference."""
+REFERENCE_FREE_LOSSES = {"simpo", "orpo"}
+"""Losses that have no reference. A loss of one's own adds its name."""
+
+UNREAD_CONSTANTS: dict[str, tuple[str, ...]] = {
+    "sigmoid": ("target_margin",),
+    "ipo": ("label_smoothing", "target_margin"),
+    "hinge": ("label_smoothing", "target_margin"),
+    "orpo": ("target_margin",),
+}
+"""Fields of :class:`PairOptions` that a loss has no place for; setting one is an error. Other losses read them all."""
 
 
 def sequence_log_prob(log_prob: Tensor, mask: Tensor, *, mean: bool = False) -> Tensor:
@@ -177,10 +185,13 @@ def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Te
         ``accuracy``.
 
     Raises:
-        ValueError: Unknown name; a reference for a loss without one.
+        ValueError: Unknown name; a reference for a loss without one; a constant that the loss does not read.
     """
     if name not in PAIR_LOSSES:
         raise ValueError(f"unknown preference loss {name!r}; choose one of {sorted(PAIR_LOSSES)}")
+    for constant in UNREAD_CONSTANTS.get(name, ()):
+        if getattr(options, constant) != 0:
+            raise ValueError(f"preference loss {name!r} does not read {constant}; leave it at 0")
     if name in REFERENCE_FREE_LOSSES and inp.ref_chosen is not None:
         raise ValueError(f"preference loss {name!r} has no reference; leave ref_chosen and ref_rejected out")
     chosen, rejected = inp.margins()

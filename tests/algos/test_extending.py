@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from hrl.algos import (
 )
 from hrl.algos.advantages import AdvantageConfig, AdvantageInput
 from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput
+from hrl.reward.shaping import RewardShaping
 
 REGISTRIES: dict[str, dict[str, Any]] = {
     "advantage": advantages.ADVANTAGE_ESTIMATORS,
@@ -163,8 +165,13 @@ def test_a_level_of_correction_and_a_rejection() -> None:
 
 def test_a_group_filter() -> None:
     groups.GROUP_FILTERS["solvable"] = lambda scores, ids, counted: groups.group_sum(scores, ids) > 0
-    kept = groups.GROUP_FILTERS["solvable"](torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0, 0, 1]), torch.ones(3))
-    assert kept.tolist() == [True, True, False]
+    scores, ids, counted = torch.tensor([0.0, 1.0, 0.0]), torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.bool)
+    assert groups.filter_groups("solvable", scores, ids, counted).tolist() == [True, True, False]
+    groups.GROUP_FILTERS["right"] = lambda scores, ids, counted: scores > 0
+    with pytest.raises(ValueError, match="'right' keeps row 1 and drops others"):
+        groups.filter_groups("right", scores, ids, counted)
+    with pytest.raises(ValueError, match=r"'solved'.*'right', 'solvable', 'spread'"):
+        groups.filter_groups("solved", scores, ids, counted)
 
 
 def test_losses_of_pairs_scores_and_data() -> None:
@@ -178,10 +185,25 @@ def test_losses_of_pairs_scores_and_data() -> None:
     assert preference.sft_loss(-ONES, MASK, name="twice").tolist() == [[2.0, 2.0, 0.0], [2.0, 0.0, 0.0]]
 
 
+def test_a_loss_of_pairs_says_what_it_takes() -> None:
+    preference.PAIR_LOSSES["linear"] = lambda chosen, rejected, options: rejected - chosen
+    sums, lengths = torch.tensor([-6.0, -4.0]), torch.tensor([3, 1])
+    reference = torch.tensor([-3.0, -1.0])
+
+    def loss() -> list[float]:
+        pairs = preference.pairs_of_sums("linear", sums, lengths, [0], [1], reference)
+        return preference.preference_loss("linear", pairs, preference.PairOptions())[0].tolist()
+
+    assert loss() == [-3.0 - -3.0]  # sums, less the reference's
+    with patch.object(preference, "REFERENCE_FREE_LOSSES", {"linear"}):
+        assert loss() == [-4.0 - -6.0]
+        with patch.object(preference, "MEAN_LOG_PROB_LOSSES", {"linear"}):
+            assert loss() == [-4.0 - -2.0]
+
+
 def test_a_shape_of_rewards_and_a_filtration() -> None:
     reward_shaping.REWARD_SHAPERS["halve"] = lambda rewards, seen, limit: rewards / 2
-    seen = reward_shaping.RunningNormalizer()
-    assert reward_shaping.REWARD_SHAPERS["halve"](torch.tensor([3.0]), seen, 1.0).tolist() == [1.5]
+    assert RewardShaping({"halve": None})(torch.tensor([3.0]), torch.tensor([True])).tolist() == [1.5]
     policy_filtration.REWEIGHT_METHODS["positive"] = lambda scores, power: scores.clamp(min=0) ** power
     weights = policy_filtration.filtration_weights(torch.tensor([-1.0, 3.0]), torch.ones(2).bool(), "positive")
     assert weights.tolist() == [0.0, 1.0]

@@ -1,6 +1,8 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hrl.algos.groups import (
     GROUP_FILTERS,
@@ -75,4 +77,26 @@ def test_the_best_of_a_group_meets_its_worst_and_groups_without_spread_have_no_p
     # Group 1 is a tie, group 2 has one row that counts; in group 3 the first of the two worst is taken.
     assert (best.tolist(), worst.tolist()) == ([1, 9], [0, 7])
     empty = torch.zeros(0)
+    nobody = best_against_worst(scores, groups, torch.zeros_like(counted))
+    assert [t.tolist() for t in nobody] == [[], []]
     assert [t.tolist() for t in best_against_worst(empty, empty.long(), empty.bool())] == [[], []]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.lists(
+        st.tuples(st.integers(0, 3), st.sampled_from([-1.5, 0.0, 0.1, 2.0]), st.booleans()), min_size=1, max_size=12
+    )
+)
+def test_each_pair_is_the_first_best_and_the_first_worst_counted_row_of_its_group(
+    rows: list[tuple[int, float, bool]],
+) -> None:
+    expected = []
+    for group in range(4):
+        counted = [row for row, (owner, _, counts) in enumerate(rows) if owner == group and counts]
+        scores = [rows[row][1] for row in counted]
+        if len(set(scores)) > 1:
+            expected.append((counted[scores.index(max(scores))], counted[scores.index(min(scores))]))
+    ids, scores, counted = (torch.tensor(column) for column in zip(*rows, strict=True))
+    best, worst = best_against_worst(scores, ids, counted)
+    assert list(zip(best.tolist(), worst.tolist(), strict=True)) == expected

@@ -8,6 +8,7 @@ from hrl.algos.preference import (
     MEAN_LOG_PROB_LOSSES,
     PAIR_LOSSES,
     REFERENCE_FREE_LOSSES,
+    UNREAD_CONSTANTS,
     PairInput,
     PairOptions,
     mean_over_pairs,
@@ -142,6 +143,18 @@ def test_pairs_of_responses_are_sums_or_means_as_the_loss_wants_them(name: str) 
 def test_pairs_are_divided_by_those_of_the_whole_mini_batch() -> None:
     assert mean_over_pairs(vector(1.0, 2.0), num_pairs=6).item() == 0.5
     assert mean_over_pairs(vector(), num_pairs=0).item() == 0.0
+
+
+@pytest.mark.parametrize("name", sorted(PAIR_LOSSES))
+@pytest.mark.parametrize("constant", ["label_smoothing", "target_margin"])
+def test_a_constant_moves_the_loss_or_is_refused(name: str, constant: str) -> None:
+    pair, options = PairInput(vector(-1.0, -0.2), vector(-0.3, -2.0)), PairOptions(**{constant: 0.25})
+    if constant in UNREAD_CONSTANTS.get(name, ()):
+        with pytest.raises(ValueError, match=f"'{name}' does not read {constant}"):
+            preference_loss(name, pair, options)
+    else:
+        plain, moved = (preference_loss(name, pair, each)[0] for each in (PairOptions(), options))
+        assert (moved != plain).all()
 
 
 def test_bad_input_is_refused() -> None:

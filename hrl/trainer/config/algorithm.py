@@ -23,8 +23,9 @@ class KlCtrlConfig(Section):
 class PfPpoConfig(Section):
     """`algorithm.pf_ppo`: which samples policy filtration trains on more often."""
 
-    reweight_method: Literal["pow", "max_min", "max_random"] = "pow"
-    """Weight of a sample: |score|^`weight_pow`; the best and the worst score alone; or the best four times as much."""
+    reweight_method: str = "pow"
+    """Weight of a sample: |score|^`weight_pow` (pow), the best and the worst score alone (max_min), the best four times
+    as much (max_random), or a registered method."""
     weight_pow: NonNegativeFloat = 2.0
     """`pow`: the exponent."""
 
@@ -45,8 +46,9 @@ class FilterGroupsConfig(Section):
 class RolloutCorrectionConfig(Section):
     """`algorithm.rollout_correction`: for a sampler whose probabilities differ from the trainer's."""
 
-    rollout_is: Literal["token", "sequence"] | None = None
-    """Weigh losses by the ratio of trainer to sampler, per token or as the product over a sequence; null is off."""
+    rollout_is: str | None = None
+    """Weigh losses by the ratio of trainer to sampler: per token (token), as the product over a sequence (sequence), or
+    at a registered level; null is off."""
     rollout_is_threshold: float | str = 2.0
     """Larger ratios are cut down to this; "0.5_5.0" gives ratios outside of both bounds no weight (IcePop)."""
     rollout_is_batch_normalize: bool = False
@@ -81,9 +83,9 @@ class AlgorithmConfig(Section):
     kl_penalty: str = "kl"
     """Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3)."""
     kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig)
-    preference_loss: Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"] | None = None
-    """Learn from the best and the worst sample of each prompt by this loss instead of advantages (online DPO); its beta
-    is `kl_ctrl.kl_coef`. null is off."""
+    preference_loss: str | None = None
+    """Learn from the best and the worst sample of each prompt by this loss instead of advantages (online DPO): sigmoid,
+    ipo, hinge, simpo, orpo, or a registered one; its beta is `kl_ctrl.kl_coef`. null is off."""
     gdpo_reward_keys: StrList = Field(default_factory=list)
     """gdpo: rewards that are each normalised in their group: numbers that the reward function returns, score,
     reward_model, or overlong (with `reward.overlong_buffer.enable`)."""

@@ -34,6 +34,24 @@ POLICY_LOSSES = frozenset(
     ["vanilla", "gspo", "cispo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dppo_tv", "dppo_kl", "dro"],
 )
 
+
+class PairLossTraits(NamedTuple):
+    """What a loss of pairs reads beside the two answers and beta."""
+
+    reference: bool = True
+    label_smoothing: bool = True
+    target_margin: bool = True
+
+
+PAIR_LOSSES: dict[str, PairLossTraits] = {
+    "sigmoid": PairLossTraits(target_margin=False),
+    "ipo": PairLossTraits(label_smoothing=False, target_margin=False),
+    "hinge": PairLossTraits(label_smoothing=False, target_margin=False),
+    "simpo": PairLossTraits(reference=False),
+    "orpo": PairLossTraits(reference=False, target_margin=False),
+}
+IMPORTANCE_LEVELS = frozenset(["token", "sequence"])
+REWEIGHT_METHODS = frozenset(["pow", "max_min", "max_random"])
 KL_KINDS = frozenset(["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"])
 REWARD_SHAPERS = frozenset(["clip", "scale", "standardise"])
 JSON_CONSOLE = "console-json"
@@ -46,6 +64,12 @@ def _registry(module: str, attribute: str) -> dict[str, object]:
     """The registry's entries if its module is already imported; it is never imported from here."""
     loaded = sys.modules.get(module)
     return dict(getattr(loaded, attribute, {})) if loaded is not None else {}
+
+
+def _declared(module: str, attribute: str) -> set[str]:
+    """Likewise the names in a set that stands beside a registry."""
+    loaded = sys.modules.get(module)
+    return set(getattr(loaded, attribute, ())) if loaded is not None else set()
 
 
 def known_estimators() -> set[str]:
@@ -68,6 +92,21 @@ def known_reward_shapers() -> set[str]:
     return set(REWARD_SHAPERS) | set(_registry("hrl.algos.reward_shaping", "REWARD_SHAPERS"))
 
 
+def known_pair_losses() -> set[str]:
+    """Built-in losses of pairs and those registered so far."""
+    return set(PAIR_LOSSES) | set(_registry("hrl.algos.preference", "PAIR_LOSSES"))
+
+
+def known_importance_levels() -> set[str]:
+    """Built-in values of `rollout_is` and those registered so far."""
+    return set(IMPORTANCE_LEVELS) | set(_registry("hrl.algos.rollout_correction", "IMPORTANCE_LEVELS"))
+
+
+def known_reweight_methods() -> set[str]:
+    """Built-in methods of policy filtration and those registered so far."""
+    return set(REWEIGHT_METHODS) | set(_registry("hrl.algos.policy_filtration", "REWEIGHT_METHODS"))
+
+
 def is_registered_aggregation(name: str) -> bool:
     """Whether an aggregation of token losses was registered under that name so far."""
     return name in _registry("hrl.algos.aggregation", "AGGREGATION_MODES")
@@ -83,3 +122,10 @@ def estimator_needs(name: str) -> EstimatorNeeds:
         getattr(entry, "min_group_size", 1),
         getattr(entry, "needs_baseline", False),
     )
+
+
+def pair_loss_traits(name: str) -> PairLossTraits:
+    """What the loss `name` reads; a registered loss of the user reads every constant."""
+    if name in PAIR_LOSSES:
+        return PAIR_LOSSES[name]
+    return PairLossTraits(reference=name not in _declared("hrl.algos.preference", "REFERENCE_FREE_LOSSES"))

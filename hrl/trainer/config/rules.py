@@ -12,9 +12,12 @@ from hrl.trainer.config.names import (
     LOGGERS,
     estimator_needs,
     known_estimators,
+    known_importance_levels,
     known_kl_kinds,
+    known_pair_losses,
     known_policy_losses,
     known_reward_shapers,
+    known_reweight_methods,
 )
 from hrl.trainer.config.placement import placement_problems, resolve_placement
 from hrl.trainer.config.schema import PPOTrainerConfig
@@ -30,25 +33,37 @@ _SHAPING = "reward.shaping"
 _RESPONSE = ("data.max_prompt_length", "data.max_response_length")
 
 
-def _unknown(key: str, name: str, known: set[str] | frozenset[str]) -> Problem:
+def not_registered(key: str, name: str, known: set[str] | frozenset[str]) -> Problem:
+    """A name that nothing is known under, with the nearest one that is."""
     close = nearest(name, known)
     hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(sorted(known))}."
     return Problem(key, f"names {name!r}, which nothing is registered under.", hint)
 
 
 def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Estimator, losses and KL estimators exist."""
+    """What is chosen by a name exists."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     if algorithm.adv_estimator not in known_estimators():
-        yield _unknown(_ESTIMATOR, algorithm.adv_estimator, known_estimators())
+        yield not_registered(_ESTIMATOR, algorithm.adv_estimator, known_estimators())
     if actor.policy_loss.loss_mode not in known_policy_losses():
-        yield _unknown(_LOSS, actor.policy_loss.loss_mode, known_policy_losses())
+        yield not_registered(_LOSS, actor.policy_loss.loss_mode, known_policy_losses())
+    chosen = {
+        "algorithm.preference_loss": (algorithm.preference_loss, known_pair_losses()),
+        "algorithm.rollout_correction.rollout_is": (
+            algorithm.rollout_correction.rollout_is,
+            known_importance_levels(),
+        ),
+        "algorithm.pf_ppo.reweight_method": (algorithm.pf_ppo.reweight_method, known_reweight_methods()),
+    }
+    for key, (name, known) in chosen.items():
+        if name is not None and name not in known:
+            yield not_registered(key, name, known)
     for key, kind in ((f"{_ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
         if kind.removesuffix("+") not in known_kl_kinds():
-            yield _unknown(key, kind, known_kl_kinds())
+            yield not_registered(key, kind, known_kl_kinds())
     for name in config.reward.shaping:
         if name not in known_reward_shapers():
-            yield _unknown(_SHAPING, name, known_reward_shapers())
+            yield not_registered(_SHAPING, name, known_reward_shapers())
     if "clip" in config.reward.shaping and config.reward.shaping["clip"] is None:
         yield Problem(_SHAPING, "clips to no limit.", "Give one, e.g. {clip: 5}.")
 
@@ -57,7 +72,7 @@ def trackers_are_known(config: AnyRun) -> Iterator[Problem]:
     """Every name in `trainer.logger` is one of a tracker or of a console."""
     for name in config.trainer.logger:
         if name not in LOGGERS:
-            yield _unknown("trainer.logger", name, LOGGERS)
+            yield not_registered("trainer.logger", name, LOGGERS)
 
 
 def one_console_writes(config: AnyRun) -> Iterator[Problem]:

@@ -7,7 +7,7 @@ from hrl.trainer.config.algorithm import AlgorithmConfig
 from hrl.trainer.config.base import Section
 from hrl.trainer.config.critic import CriticConfig
 from hrl.trainer.config.data import DataConfig
-from hrl.trainer.config.names import estimator_needs
+from hrl.trainer.config.names import estimator_needs, pair_loss_traits
 from hrl.trainer.config.reward import RewardConfig
 from hrl.trainer.config.trainer import TrainerConfig
 
@@ -32,7 +32,8 @@ class PPOTrainerConfig(Section):
     @property
     def needs_reference(self) -> bool:
         """Whether a frozen reference policy is built."""
-        compares_pairs = self.algorithm.preference_loss in ("sigmoid", "ipo", "hinge")
+        loss = self.algorithm.preference_loss
+        compares_pairs = loss is not None and pair_loss_traits(loss).reference
         return compares_pairs or self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     @property

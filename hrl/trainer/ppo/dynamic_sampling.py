@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, ClassVar
 
-from hrl.algos.groups import group_codes, groups_with_spread
+from hrl.algos.groups import filter_groups, group_codes
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.reward_parts import reward_values
 
@@ -21,7 +21,12 @@ class GroupFilter:
         settings: ``algorithm.filter_groups``.
         num_groups: groups of a full batch.
         step: for errors.
+
+    Attributes:
+        rule: a key of ``hrl.algos.groups.GROUP_FILTERS``; a subclass may name another.
     """
+
+    rule: ClassVar[str] = "spread"
 
     def __init__(self, settings: Any, num_groups: int, step: int) -> None:
         self._settings = settings
@@ -48,7 +53,7 @@ class GroupFilter:
         values = reward_values(batch, self._settings.metric, "algorithm.filter_groups.metric")
         groups = group_codes(batch.non_tensor_batch["uid"])
         counted = batch.batch["response_mask"].bool().any(-1)
-        keep = groups_with_spread(values, groups, counted)
+        keep = filter_groups(self.rule, values, groups, counted)
         for group in groups[~keep].unique().tolist():
             of_group = values[(groups == group) & counted]
             self._dropped[f"{float(of_group[0]):g}" if len(of_group) else "no score"] += 1

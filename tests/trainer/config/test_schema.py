@@ -1,16 +1,19 @@
 """The schema itself: small, closed, documented, and every constant name equal to its registry."""
 
 import copy
+import math
 import pickle
 import subprocess
 import sys
 
 import pytest
+import torch
 from pydantic import ValidationError
 
-from hrl.trainer.config import PPOTrainerConfig, load_config
+from hrl.trainer.config import PPOTrainerConfig, load_config, names
 from hrl.trainer.config.compat import FIXED, MUST_EQUAL, REFUSED, RENAMED, lookup
 from hrl.trainer.config.derived import DERIVED
+from hrl.trainer.config.errors import ConfigError
 from hrl.trainer.config.keys import leaves, sections
 from hrl.trainer.config.names import ESTIMATORS, KL_KINDS, LOGGERS, POLICY_LOSSES, REWARD_SHAPERS, WITHOUT_TRACKER
 
@@ -56,6 +59,7 @@ def test_an_untouched_schema_is_what_an_empty_tree_loads():
 
 
 def test_names_known_without_torch_equal_the_registries():
+    from hrl.algos import policy_filtration, preference, rollout_correction
     from hrl.algos.advantages import ADVANTAGE_ESTIMATORS
     from hrl.algos.aggregation import AGGREGATION_MODES
     from hrl.algos.kl import KL_ESTIMATORS
@@ -71,6 +75,13 @@ def test_names_known_without_torch_equal_the_registries():
     assert set(REGISTERED_LOSSES) == POLICY_LOSSES
     assert set(KL_ESTIMATORS) == KL_KINDS
     assert set(REGISTERED_SHAPERS) == REWARD_SHAPERS
+    assert set(rollout_correction.IMPORTANCE_LEVELS) == names.IMPORTANCE_LEVELS
+    assert set(policy_filtration.REWEIGHT_METHODS) == names.REWEIGHT_METHODS
+    assert set(preference.PAIR_LOSSES) == names.PAIR_LOSSES.keys()
+    for name, traits in names.PAIR_LOSSES.items():
+        assert traits.reference is (name not in preference.REFERENCE_FREE_LOSSES)
+        unread = {constant for constant in ("label_smoothing", "target_margin") if not getattr(traits, constant)}
+        assert unread == set(preference.UNREAD_CONSTANTS.get(name, ()))
     assert {*TRACKERS, *WITHOUT_TRACKER} == LOGGERS
     modes = leaves()["actor_rollout_ref.actor.loss_agg_mode"].field.annotation.__args__
     assert set(AGGREGATION_MODES) == set(modes)
@@ -91,6 +102,62 @@ def test_a_kl_estimator_and_an_aggregation_of_the_user_are_found_too(monkeypatch
     monkeypatch.setitem(aggregation.AGGREGATION_MODES, "root-mean", aggregation.AGGREGATION_MODES["token-mean"])
     actor = {"kl_loss_type": "quartic+", "loss_agg_mode": "root-mean"}
     assert load_config({"actor_rollout_ref": {"actor": actor}}).actor_rollout_ref.actor.loss_agg_mode == "root-mean"
+
+
+def test_a_level_of_correction_of_the_user_is_accepted_and_computed_with(monkeypatch):
+    from hrl.algos import rollout_correction
+
+    def largest(log_ratio):
+        return log_ratio.amax(dim=-1, keepdim=True).exp().expand(log_ratio.shape)
+
+    monkeypatch.setitem(rollout_correction.IMPORTANCE_LEVELS, "largest", (largest, None))
+    settings = load_config({"algorithm": {"rollout_correction": {"rollout_is": "largest"}}}).algorithm
+    log_ratio = torch.tensor([[0.0, math.log(1.5)]])
+    weights, _, _ = rollout_correction.correct(log_ratio, torch.ones(1, 2), settings.rollout_correction)
+    assert weights.tolist() == [[pytest.approx(1.5)] * 2]
+
+
+def test_a_method_of_filtration_of_the_user_is_accepted_and_drawn_with(monkeypatch):
+    from hrl.algos import policy_filtration
+
+    monkeypatch.setitem(policy_filtration.REWEIGHT_METHODS, "worst", lambda scores, power: (scores == scores.min()) * 1)
+    settings = load_config({"algorithm": {"use_pf_ppo": True, "pf_ppo": {"reweight_method": "worst"}}}).algorithm.pf_ppo
+    drawn = policy_filtration.draw_rows(
+        torch.tensor([3.0, -1.0, 2.0]),
+        torch.ones(3, dtype=torch.bool),
+        settings.reweight_method,
+        settings.weight_pow,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert drawn.tolist() == [1, 1, 1]
+
+
+def test_a_loss_of_pairs_of_the_user_says_whether_it_has_a_reference(monkeypatch):
+    from hrl.algos import preference
+
+    monkeypatch.setitem(preference.PAIR_LOSSES, "linear", lambda chosen, rejected, options: rejected - chosen)
+    tree = {"algorithm": {"preference_loss": "linear", "kl_ctrl": {"kl_coef": 0.1}}}
+    assert load_config(tree).needs_reference
+    monkeypatch.setattr(preference, "REFERENCE_FREE_LOSSES", {"linear"})
+    assert not load_config(tree).needs_reference
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "nearest"),
+    [
+        ("preference_loss", "sigmoyd", "sigmoid"),
+        ("rollout_correction.rollout_is", "sequenze", "sequence"),
+        ("pf_ppo.reweight_method", "max_rand", "max_random"),
+    ],
+)
+def test_a_name_that_nothing_is_registered_under_is_refused(key, name, nearest):
+    section, _, leaf = key.rpartition(".")
+    tree = {section: {leaf: name}} if section else {leaf: name}
+    with pytest.raises(ConfigError) as refused:
+        load_config({"algorithm": tree})
+    assert [str(problem) for problem in refused.value.problems] == [
+        f"algorithm.{key} names {name!r}, which nothing is registered under. Did you mean {nearest}?"
+    ]
 
 
 def test_composing_imports_neither_torch_nor_ray():

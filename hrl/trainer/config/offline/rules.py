@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator
 
 from hrl.trainer.config.errors import Problem
+from hrl.trainer.config.names import PAIR_LOSSES, known_pair_losses, pair_loss_traits
 from hrl.trainer.config.offline.schema import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.trainer.config.rules import (
+    not_registered,
     one_console_writes,
     resume_names_its_folder,
     trackers_are_known,
     validation_has_rows,
 )
-
-_SMOOTHED = ("sigmoid", "simpo", "orpo")
 
 
 def one_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Problem]:
@@ -50,16 +50,23 @@ def checkpoints_can_be_resumed(config: OfflineConfig) -> Iterator[Problem]:
         yield Problem("checkpoint.save_contents", what, hint, ("trainer.save_freq",))
 
 
+def loss_is_registered(config: DPOTrainerConfig) -> Iterator[Problem]:
+    """The loss of pairs exists."""
+    name, known = config.algorithm.loss_type, known_pair_losses()
+    if name not in known:
+        yield not_registered("algorithm.loss_type", name, known)
+
+
 def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
     """A constant that the chosen loss does not read is refused."""
-    algorithm = config.algorithm
-    if algorithm.label_smoothing > 0 and algorithm.loss_type not in _SMOOTHED:
-        what = f"is {algorithm.label_smoothing}, which the loss {algorithm.loss_type} does not read."
-        hint = f"Set it to 0, or take one of {', '.join(_SMOOTHED)}."
-        yield Problem("algorithm.label_smoothing", what, hint, ("algorithm.loss_type",))
-    if algorithm.target_margin > 0 and algorithm.loss_type != "simpo":
-        what = f"is {algorithm.target_margin}, which the loss {algorithm.loss_type} does not read."
-        yield Problem("algorithm.target_margin", what, "Set it to 0, or take simpo.", ("algorithm.loss_type",))
+    algorithm, name = config.algorithm, config.algorithm.loss_type
+    for constant in ("label_smoothing", "target_margin"):
+        value = getattr(algorithm, constant)
+        if value > 0 and not getattr(pair_loss_traits(name), constant):
+            readers = [loss for loss, traits in PAIR_LOSSES.items() if getattr(traits, constant)]
+            what = f"is {value}, which the loss {name} does not read."
+            hint = f"Set it to 0, or take {'one of ' if len(readers) > 1 else ''}{', '.join(readers)}."
+            yield Problem(f"algorithm.{constant}", what, hint, ("algorithm.loss_type",))
 
 
 OFFLINE_RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
@@ -72,7 +79,7 @@ OFFLINE_RULES: tuple[Callable[..., Iterator[Problem]], ...] = (
     resume_names_its_folder,
     checkpoints_can_be_resumed,
 )
-DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
+DPO_RULES = (*OFFLINE_RULES, loss_is_registered, constants_belong_to_the_loss)
 
 
 def warnings(config: OfflineConfig) -> list[str]:

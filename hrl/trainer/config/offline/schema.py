@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from hrl.trainer.config.base import Label, MinusOneOrMore, Section, StrList
+from hrl.trainer.config.base import AggregationMode, Label, MinusOneOrMore, Section, StrList
 from hrl.trainer.config.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig
+from hrl.trainer.config.names import pair_loss_traits
 from hrl.trainer.config.trainer import RunConfig
 
 
@@ -123,8 +124,8 @@ class OfflineConfig(Section):
 class DPOAlgorithmConfig(Section):
     """`algorithm.*`: how a pair becomes a loss."""
 
-    loss_type: Literal["sigmoid", "ipo", "hinge", "simpo", "orpo"] = "sigmoid"
-    """sigmoid (DPO), ipo, hinge (SLiC), or without a reference simpo and orpo."""
+    loss_type: str = "sigmoid"
+    """sigmoid (DPO), ipo, hinge (SLiC), without a reference simpo and orpo, or a registered one."""
     beta: PositiveFloat = 0.1
     """How strongly the policy is held to the reference; IPO's tau, SimPO's scale, ORPO's weight."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
@@ -154,15 +155,15 @@ class DPOTrainerConfig(OfflineConfig):
     @property
     def needs_reference(self) -> bool:
         """Whether log-probs of the reference are computed."""
-        return not self.algorithm.reference_free and self.algorithm.loss_type not in ("simpo", "orpo")
+        return not self.algorithm.reference_free and pair_loss_traits(self.algorithm.loss_type).reference
 
 
 class SFTAlgorithmConfig(Section):
     """`algorithm.*`: how token losses become one number."""
 
-    loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean"] = "token-mean"
-    """Every token weighs the same (token-mean), or every answer (the seq-mean modes); the divisors are those of the
-    whole batch over all processes."""
+    loss_agg_mode: AggregationMode = "token-mean"
+    """Every token weighs the same (token-mean), or every answer (the seq-mean modes; with norm also divided by
+    `data.max_length`); the divisors are those of the whole batch over all processes."""
 
 
 class SFTRunConfig(OfflineRunConfig):

@@ -110,6 +110,11 @@ def test_keys_of_verls_sft_trainer_are_understood():
         ),
         (
             DPO,
+            {"algorithm__loss_type": "sigmoyd", "algorithm__label_smoothing": 0.1},
+            "algorithm.loss_type names 'sigmoyd', which nothing is registered under. Did you mean sigmoid?",
+        ),
+        (
+            DPO,
             {"algorithm__target_margin": 1.0},
             "algorithm.target_margin is 1.0, which the loss sigmoid does not read. Set it to 0, or take simpo.",
         ),
@@ -160,16 +165,21 @@ def test_a_reference_is_built_where_the_loss_reads_it(loss, free, needs):
     assert ("reference" in dict(batch_arithmetic(config))) is needs
 
 
-def test_losses_of_the_schema_equal_the_registry():
-    from hrl.algos.aggregation import AGGREGATION_MODES
-    from hrl.algos.preference import PAIR_LOSSES, REFERENCE_FREE_LOSSES
+def test_every_registered_loss_of_pairs_is_accepted_one_of_the_user_too(monkeypatch):
+    from hrl.algos import preference
 
-    losses = leaves(DPO.schema)["algorithm.loss_type"].field.annotation.__args__
-    assert set(losses) == set(PAIR_LOSSES)
-    free = {name for name in losses if not validate_kind(DPO, {"algorithm.loss_type": name}).needs_reference}
-    assert free == REFERENCE_FREE_LOSSES
+    monkeypatch.setitem(preference.PAIR_LOSSES, "linear", lambda chosen, rejected, options: rejected - chosen)
+    configs = {name: validate_kind(DPO, {"algorithm.loss_type": name}) for name in preference.PAIR_LOSSES}
+    assert {name for name in configs if not configs[name].needs_reference} == preference.REFERENCE_FREE_LOSSES
+    constants = {"algorithm.label_smoothing": 0.1, "algorithm.target_margin": 0.5}
+    assert validate_kind(DPO, {"algorithm.loss_type": "linear", **constants}).algorithm.target_margin == 0.5
+
+
+def test_modes_of_the_schema_equal_the_registry():
+    from hrl.algos.aggregation import AGGREGATION_MODES
+
     modes = leaves(SFT.schema)["algorithm.loss_agg_mode"].field.annotation.__args__
-    assert set(modes) == set(AGGREGATION_MODES) - {"seq-mean-token-sum-norm"}
+    assert set(modes) == set(AGGREGATION_MODES)
 
 
 @EVERY_KIND
