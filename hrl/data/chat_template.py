@@ -69,6 +69,8 @@ def render_chat(
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     """Token ids of rendered prompts; special tokens are in the text already, unless there is no chat template."""
+    if not texts:
+        return []
     return tokenizer(list(texts), add_special_tokens=tokenizer.chat_template is None)["input_ids"]
 
 
