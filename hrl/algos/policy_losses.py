@@ -119,14 +119,20 @@ def policy_loss(name: str, inp: PolicyLossInput, config: Any) -> PolicyLossOutpu
         config: The ``actor`` part of the configuration: ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``,
             ``clip_ratio_c`` and what the loss's own docstring names.
 
+    Returns:
+        The loss per token, and the loss's own metrics with ``ppo_kl``, the sum of old minus new log-probs: k1's
+        estimate of KL(old || new), which is the same quantity for every loss and may be below 0.
+
     Raises:
         ValueError: Unknown name; shapes that differ, the loss's own among them; a setting out of its range.
     """
     if name not in POLICY_LOSSES:
         raise ValueError(f"unknown policy loss {name!r}; choose one of {sorted(POLICY_LOSSES)}")
-    output = POLICY_LOSSES[name](inp.trained(), config)
+    trained = inp.trained()
+    output = POLICY_LOSSES[name](trained, config)
     check_shapes(inp.response_mask, loss_mat=output.loss_mat)
-    return replace(output, loss_mat=keep(output.loss_mat, inp.response_mask))
+    drift = {"ppo_kl": sum_and_count(-trained.log_ratio(), inp.response_mask)}
+    return PolicyLossOutput(keep(output.loss_mat, inp.response_mask), output.metrics | drift)
 
 
 def clip_bounds(config: Any) -> tuple[float, float]:
@@ -171,7 +177,6 @@ def vanilla(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
         torch.where(negative, torch.minimum(surrogate, worst), surrogate),
         pg_clipfrac=clipped > plain,
         pg_clipfrac_lower=negative & (surrogate > worst),
-        ppo_kl=-inp.log_ratio(),
     )
 
 
@@ -190,7 +195,7 @@ def gspo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     ratio = (of_sequence.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()
     plain = -inp.advantages * ratio
     clipped = -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    return _output(inp, torch.maximum(plain, clipped), pg_clipfrac=clipped > plain, ppo_kl=-log_ratio)
+    return _output(inp, torch.maximum(plain, clipped), pg_clipfrac=clipped > plain)
 
 
 @register_policy_loss("cispo", zero_at_zero_advantage=True)
@@ -203,13 +208,13 @@ def cispo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     ratio = inp.ratio().detach()
     weight = ratio.clamp(1.0 - low, 1.0 + high)
     loss_mat = -weight * inp.advantages * inp.log_prob
-    return _output(inp, loss_mat, pg_clipfrac=weight != ratio, ppo_kl=-inp.log_ratio())
+    return _output(inp, loss_mat, pg_clipfrac=weight != ratio)
 
 
 @register_policy_loss("gpg", zero_at_zero_advantage=True)
 def gpg(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     """The plain policy gradient, ``-A log p`` (GPG, arXiv:2504.02546)."""
-    return _output(inp, -inp.advantages * inp.log_prob, ppo_kl=-inp.log_ratio())
+    return _output(inp, -inp.advantages * inp.log_prob)
 
 
 @register_policy_loss("sapo", zero_at_zero_advantage=True)
@@ -220,7 +225,7 @@ def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     """
     tau = torch.full_like(inp.advantages, config.tau_neg).masked_fill(inp.advantages > 0, config.tau_pos)
     gate = torch.sigmoid(tau * (inp.ratio() - 1.0)) * 4.0 / tau
-    return _output(inp, -inp.advantages * gate, ppo_kl=-inp.log_ratio())
+    return _output(inp, -inp.advantages * gate)
 
 
 @register_policy_loss("geo_mean", zero_at_zero_advantage=True)
@@ -247,7 +252,6 @@ def geo_mean(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
         broadcast_rows(row_loss, mask, row_loss.dtype),
         pg_clipfrac=outside & (inp.advantages > 0),
         pg_clipfrac_lower=outside & (inp.advantages < 0),
-        ppo_kl=-log_ratio,
     )
 
 
@@ -255,9 +259,7 @@ def _trust_region(inp: PolicyLossInput, config: Any, inside: Tensor) -> PolicyLo
     ceiling = config.clip_ratio_c
     ratio = inp.ratio().detach()
     loss_mat = -inp.advantages * ratio.clamp(max=ceiling) * inp.log_prob * inside
-    return _output(
-        inp, loss_mat, pg_clipfrac=~inside, pg_clipfrac_lower=inside & (ratio > ceiling), ppo_kl=-inp.log_ratio()
-    )
+    return _output(inp, loss_mat, pg_clipfrac=~inside, pg_clipfrac_lower=inside & (ratio > ceiling))
 
 
 @register_policy_loss("dppo_tv", zero_at_zero_advantage=True)
@@ -295,7 +297,7 @@ def dro(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
         raise ValueError(f"actor.policy_loss.dro_beta must be a positive number, got {beta}")
     log_ratio = inp.log_ratio()
     loss_mat = -(inp.advantages * inp.log_prob - 0.5 * beta * log_ratio.square())
-    return _output(inp, loss_mat, ppo_kl=-log_ratio)
+    return _output(inp, loss_mat)
 
 
 def _selected(inp: PolicyLossInput) -> Tensor:
@@ -320,7 +322,7 @@ def clip_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     clipped = -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
     dropped = _selected(inp) & (clipped <= plain)
     surrogate = torch.maximum(plain, clipped).masked_fill(dropped, 0.0)
-    return _output(inp, surrogate, pg_clipfrac=dropped, ppo_kl=-inp.log_ratio())
+    return _output(inp, surrogate, pg_clipfrac=dropped)
 
 
 @register_policy_loss("kl_cov")
@@ -331,4 +333,4 @@ def kl_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     """
     log_ratio = inp.log_ratio()
     penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs() * _selected(inp)
-    return _output(inp, -inp.advantages * inp.ratio() + penalty, ppo_kl=log_ratio.abs())
+    return _output(inp, -inp.advantages * inp.ratio() + penalty)

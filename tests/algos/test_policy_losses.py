@@ -129,6 +129,16 @@ def test_a_loss_that_reduced_its_tokens_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @EVERY_LOSS
+def test_drift_is_the_same_signed_number_for_every_loss(name: str) -> None:
+    """Old minus new log-probs: 0.5 and -2 at the trained tokens. verl's kl_cov reports their magnitudes, 2.5."""
+    log_prob = torch.tensor([[-1.5, -1.0, -9.0]])
+    inp = PolicyLossInput(log_prob, torch.tensor([[-1.0, -3.0, -1.0]]), torch.ones(1, 3), torch.tensor([[1, 1, 0]]))
+    inp = replace(inp, selected_tokens=torch.tensor([[True, False, False]]))
+    total, count = policy_loss(name, inp, ACTOR).metrics["ppo_kl"]
+    assert (total.item(), count.item()) == (-1.5, 2)
+
+
+@EVERY_LOSS
 def test_extreme_ratios_give_finite_gradients(name: str) -> None:
     log_prob = torch.tensor([[-0.01, -800.0, -0.01, -800.0]], requires_grad=True)
     old = torch.tensor([[-800.0, -0.01, -800.0, -0.01]])
