@@ -138,7 +138,7 @@ def test_memory_is_sharded_over_the_pool():
 
 def test_what_is_sampled_beside_the_batch_is_said():
     dapo, remax = (dict(batch_arithmetic(compose_cli([f"recipe={name}"]))) for name in ("dapo", "remax"))
-    bound = "until the samples of 8 prompts differ in reward, at most 10 batches = 80 prompts a step"
+    bound = "until the samples of 8 prompts differ in score, at most 10 batches = 80 prompts a step"
     assert dapo["dynamic sampling"] == bound
     assert remax["baselines"] == "8 greedy responses more per step, one for each prompt"
     assert "algorithm.filter_groups.max_num_gen_batches" not in dict(units_in_words(compose_cli([])))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
+from hrl.reward.combine import CombinedScores
 from hrl.trainer.ppo.dynamic_sampling import DynamicSamplingError
 from hrl.trainer.ppo.reward_parts import RewardPartError
 from tests.trainer.ppo.driver import Driver, Rewards
@@ -121,6 +124,26 @@ def test_a_part_of_the_reward_may_decide(tmp_path: Path) -> None:
     driver = Driver(tmp_path / "f1", *FILTER, "algorithm.filter_groups.metric=f1", rewards=BySolvability(), steps=1)
     with pytest.raises(RewardPartError, match=r"algorithm.filter_groups.metric names 'f1'.*its parts are acc"):
         driver.fit()
+
+
+class Overlong(BySolvability):
+    """The first sample of every prompt is too long, which costs it all it can cost; the second is right."""
+
+    def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
+        combined = super().collect(batch, metrics)
+        penalty = torch.tensor([float(sample == 0) for sample in batch.non_tensor_batch["sample_index"]])
+        return replace(combined, scores=combined.scores - penalty)
+
+
+def test_the_recipe_of_dapo_keeps_groups_by_correctness_and_not_by_length(tmp_path: Path) -> None:
+    def learnt(folder: str, *overrides: str) -> set[int]:
+        driver = Driver(tmp_path / folder, *FILTER, *overrides, prompts=8, rewards=Overlong(3, 6), steps=1)
+        driver.fit()
+        return set(driver.workers.learnt[0].non_tensor_batch["index"])
+
+    order = Driver(tmp_path / "order", prompts=8).trainer.train_dataset.order.epoch(0).tolist()
+    assert learnt("by_score", "recipe=dapo") == {3, 6}  # eq. 11: some samples right, some wrong
+    assert learnt("by_reward", "recipe=dapo", "algorithm.filter_groups.metric=reward") == set(order[:2])
 
 
 def test_the_hook_sees_every_batch_before_groups_are_dropped(tmp_path: Path) -> None:
