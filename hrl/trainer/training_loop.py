@@ -19,6 +19,7 @@ from hrl.single_controller.base import phase as worker_phase
 from hrl.trainer.checkpoint import CheckpointStore, check_data, load_state
 from hrl.trainer.memory import peak_memory
 from hrl.trainer.run_folder import writing_to
+from hrl.trainer.shared_disk import require_all_shards, require_shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -31,9 +32,13 @@ class Workers(Protocol):
 
     Attributes:
         processes: one group per pool.
+        trained: the groups whose models learn, and are saved.
     """
 
     processes: list[Any]
+
+    @property
+    def trained(self) -> list[Any]: ...
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the state of every trained role below ``folder``."""
@@ -127,6 +132,8 @@ class TrainingLoop(ABC, Generic[W]):
 
         Where no step is left, it validates once.
         """
+        if self.config.trainer.save_freq > 0:
+            require_shared(self.reporter.folder.path, self.workers.trained)
         self.restore()
         self.begin()
         if self.global_steps >= self.total_training_steps:
@@ -187,6 +194,7 @@ class TrainingLoop(ABC, Generic[W]):
             folder = self.checkpoints.begin(self.global_steps)
         with worker_phase("save_checkpoint"):
             self.workers.save(folder, self.save_contents)
+            require_all_shards(folder, self.workers.trained, run_folder)
         position = {
             "step": self.global_steps,
             "data_position": self.data_position.to_dict(),

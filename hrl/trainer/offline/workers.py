@@ -95,6 +95,11 @@ class OfflineWorkers:
             raise
         return workers
 
+    @property
+    def trained(self) -> list[Any]:
+        """The groups whose models learn, and are saved."""
+        return [self.model]
+
     def save(self, folder: Path, contents: Sequence[str]) -> None:
         """Writes the model's state below ``folder``, and a transformers folder ``hf`` where asked."""
         hf_folder = str(folder / "hf") if "hf_model" in contents else None

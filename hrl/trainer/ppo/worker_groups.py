@@ -165,6 +165,11 @@ class WorkerGroups:
         """Whether the policy and its engines share processes, so that weights pass by memory handles."""
         return self.actor is self.rollout
 
+    @property
+    def trained(self) -> list[Any]:
+        """The groups whose models learn, and are saved."""
+        return [group for group in (self.actor, self.critic) if group is not None]
+
     def init_models(self) -> None:
         """Loads every model and starts the engines: pools side by side, the roles of a pool one after the other.
 

@@ -35,7 +35,7 @@ class Asked(DPOTrainer):
         self.loaded = False
 
     def init_workers(self) -> None:
-        self._workers = SimpleNamespace(load=self.take, save=lambda folder, contents: None, processes=[])
+        self._workers = SimpleNamespace(load=self.take, save=lambda folder, contents: None, processes=[], trained=[])
 
     def take(self, folder: Path) -> None:
         self.loaded = True

@@ -70,6 +70,7 @@ class Workers:
         self.learnt: list[DataProto] = []
         self.plan: Any = None
         self.processes: list[Any] = []
+        self.trained: list[Any] = []
 
     def sync_weights(self, version: int) -> dict[str, float]:
         self.version = version
