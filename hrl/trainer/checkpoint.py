@@ -9,8 +9,8 @@ disk, ``state.json`` last, so a folder with the final name is always whole:
       hf/         config, weights and tokenizer: transformers and vLLM load it as it is
       state.json  the driver's state: step, position in the data and which data that is, KL coefficient, reward shaping
 
-A run that resumes from an older checkpoint makes the later steps again; what it had of them moves to
-``checkpoints/superseded/<n>/``.
+A run that resumes from an older checkpoint makes the later steps again; what it had of them, metrics and samples
+included, moves to ``checkpoints/superseded/<n>/``.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.data.fingerprint import differences
+from hrl.trainer.run_folder import next_numbered
 
 logger = logging.getLogger(__name__)
 
@@ -101,23 +102,25 @@ class CheckpointStore:
         """What saves that were killed left behind; never resumed from."""
         return sorted(self.folder.glob("tmp.step_*"))
 
-    def supersede(self, after: int) -> Path | None:
+    def next_superseded(self) -> Path:
+        """The folder for what a run has of steps that it makes again; not yet made."""
+        return next_numbered(self.folder / "superseded")
+
+    def supersede(self, after: int, aside: Path) -> bool:
         """Moves the checkpoints of the steps beyond ``after`` aside, because these steps are made again.
 
+        Args:
+            after: the last step whose checkpoint stays.
+            aside: the folder they move to; made if there are any.
+
         Returns:
-            Where they are now; ``None`` where there are none.
+            Whether there were any.
         """
         later = [step for step in self.steps() if step > after]
-        if not later:
-            return None
-        superseded = self.folder / "superseded"
-        superseded.mkdir(exist_ok=True)
-        taken = [int(entry.name) for entry in superseded.iterdir() if entry.name.isdigit()]
-        target = superseded / str(max(taken, default=0) + 1)
-        target.mkdir()
         for step in later:
-            self.path(step).rename(target / self.path(step).name)
-        return target
+            aside.mkdir(parents=True, exist_ok=True)
+            self.path(step).rename(aside / self.path(step).name)
+        return bool(later)
 
     def find(self, mode: str, resume_from: str | None) -> Path | None:
         """The checkpoint to resume from, or ``None`` for a fresh start.

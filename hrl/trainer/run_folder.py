@@ -108,17 +108,38 @@ class RunFolder:
             self.rollouts.mkdir(parents=True, exist_ok=True)
             return write_text(rollouts_file(self.rollouts, step, kind), text)
 
-    def rewind(self, step: int) -> None:
-        """Forgets metrics and samples of the steps after ``step``, which a resumed run makes again.
+    def rewind(self, step: int, aside: Path) -> bool:
+        """Moves metrics and samples of the steps after ``step`` aside, because a resumed run makes these steps again.
 
-        A last line that a crash left unfinished goes too.
+        A last line that a crash left unfinished goes with them.
+
+        Args:
+            step: the last one that stays.
+            aside: the folder they move to; made if there are any.
+
+        Returns:
+            Whether there were any.
         """
-        if self.metrics_file.exists():
-            kept = (json_line(record) for record in read_jsonl(self.metrics_file) if record["step"] <= step)
-            write_text(self.metrics_file, "".join(kept))
-        for file in self.rollouts.glob("*step_*.jsonl"):
-            if int(file.stem.rsplit("_", 1)[1]) > step:
-                file.unlink()
+        with writing_to(self.path):
+            files = [file for file in self.rollouts.glob("*step_*.jsonl") if _step_of(file) > step]
+            for file in files:
+                (aside / "rollouts").mkdir(parents=True, exist_ok=True)
+                file.rename(aside / "rollouts" / file.name)
+            return self._rewind_metrics(step, aside) or bool(files)
+
+    def _rewind_metrics(self, step: int, aside: Path) -> bool:
+        if not self.metrics_file.exists():
+            return False
+        steps = [record["step"] for record in read_jsonl(self.metrics_file)]
+        *lines, unfinished = self.metrics_file.read_text(encoding="utf-8").split("\n")
+        later = [f"{line}\n" for line, made in zip(lines, steps, strict=True) if made > step] + [unfinished]
+        if not any(later):
+            return False
+        aside.mkdir(parents=True, exist_ok=True)
+        write_text(aside / self.metrics_file.name, "".join(later))
+        kept = (f"{line}\n" for line, made in zip(lines, steps, strict=True) if made <= step)
+        write_text(self.metrics_file, "".join(kept))
+        return True
 
     def _acquire_lock(self) -> IO[str]:
         lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the run lives)
@@ -146,11 +167,8 @@ class RunFolder:
         found = [self.path / name for name in _OUTPUTS if (self.path / name).exists()]
         if not found:
             return
-        earlier = self.path / "earlier"
-        earlier.mkdir(exist_ok=True)
-        taken = [int(entry.name) for entry in earlier.iterdir() if entry.name.isdigit()]
-        target = earlier / str(max(taken, default=0) + 1)
-        target.mkdir()
+        target = next_numbered(self.path / "earlier")
+        target.mkdir(parents=True)
         for entry in found:
             entry.rename(target / entry.name)
         logger.info("moved the outputs of an earlier run to %s", target)
@@ -174,6 +192,12 @@ def writing_to(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def next_numbered(parent: Path) -> Path:
+    """The first of the folders ``1``, ``2``, … below ``parent`` that comes after all that are there; not yet made."""
+    taken = [int(entry.name) for entry in parent.glob("*") if entry.name.isdigit()]
+    return parent / str(max(taken, default=0) + 1)
+
+
 def rollouts_file(rollouts: Path, step: int, kind: RolloutKind = "train") -> Path:
     """Where the samples of a step, or of the validation after it, lie in the folder ``rollouts``."""
     return rollouts / (f"step_{step}.jsonl" if kind == "train" else f"val_step_{step}.jsonl")
@@ -181,8 +205,12 @@ def rollouts_file(rollouts: Path, step: int, kind: RolloutKind = "train") -> Pat
 
 def rollouts_steps(rollouts: Path, kind: RolloutKind = "train") -> list[int]:
     """The steps whose samples lie in the folder ``rollouts``, in order."""
-    found = (int(file.stem.rsplit("_", 1)[1]) for file in rollouts.glob("*step_*.jsonl"))
+    found = (_step_of(file) for file in rollouts.glob("*step_*.jsonl"))
     return sorted(step for step in set(found) if rollouts_file(rollouts, step, kind).exists())
+
+
+def _step_of(rollouts_file: Path) -> int:
+    return int(rollouts_file.stem.rsplit("_", 1)[1])
 
 
 def describe_environment() -> dict[str, Any]:

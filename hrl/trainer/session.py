@@ -163,9 +163,8 @@ def open_run_folder(config: Any, console: Display, data: Mapping[str, Any]) -> R
     for leftover in store.interrupted():
         console.note(f"ignoring {leftover}, left by an interrupted save")
     if continues:
-        step = state["step"]
-        folder.rewind(step)
-        superseded = store.supersede(after=step)
-        if superseded is not None:
-            console.note(f"checkpoints of steps after {step}, which are made again, are now in {superseded}")
+        step, aside = state["step"], store.next_superseded()
+        moved = [folder.rewind(step, aside), store.supersede(step, aside)]
+        if any(moved):
+            console.note(f"what the run had of steps after {step}, which are made again, is now in {aside}")
     return folder

@@ -53,10 +53,13 @@ def test_later_checkpoints_make_way_for_the_steps_that_are_made_again(tmp_path: 
         for step in (10, 20, 30):
             if step not in store.steps():
                 save(store, step)
-        assert store.supersede(after=20) == tmp_path / "superseded" / repetition
+        aside = store.next_superseded()
+        assert aside == tmp_path / "superseded" / repetition
+        assert store.supersede(20, aside)
         assert (tmp_path / "superseded" / repetition / "step_30" / "weights.bin").stat().st_size == 30
         assert store.find("auto", None) == store.path(20)
-    assert store.supersede(after=20) is None
+    assert not store.supersede(20, store.next_superseded())
+    assert not store.next_superseded().exists()
     save(store, 30)
 
 
@@ -74,6 +77,14 @@ def test_resume_path_must_be_a_whole_checkpoint(tmp_path: Path) -> None:
         store.find("resume_path", str(torn))
     whole = save(store, 7)
     assert store.find("resume_path", str(whole)) == whole
+
+
+def test_a_relative_path_to_resume_from_means_the_same_wherever_a_worker_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = save(CheckpointStore(tmp_path), 7)
+    monkeypatch.chdir(tmp_path)
+    assert CheckpointStore(tmp_path / "branch").find("resume_path", "step_7") == whole
 
 
 def test_rotation_keeps_the_newest(tmp_path: Path) -> None:

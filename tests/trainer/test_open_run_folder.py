@@ -53,7 +53,10 @@ def test_an_older_checkpoint_of_the_folder_takes_log_and_checkpoints_back(tmp_pa
     run = opened(tmp_path, store.path(1))
     assert run.log == [1]
     assert store.steps() == [1]
-    assert f"checkpoints of steps after 1, which are made again, are now in {store.folder}/superseded/1" in run.shown
+    aside = store.folder / "superseded/1"
+    assert f"what the run had of steps after 1, which are made again, is now in {aside}" in run.shown
+    assert [record["step"] for record in read_jsonl(aside / "metrics.jsonl")] == [2, 3]
+    assert sorted(path.name for path in aside.glob("step_*")) == ["step_2", "step_3"]
 
 
 def test_a_checkpoint_of_another_run_leaves_that_run_alone_and_starts_a_new_log(tmp_path: Path) -> None:

@@ -73,20 +73,31 @@ def test_a_folder_with_checkpoints_is_not_started_over(tmp_path):
     RunFolder(tmp_path, resume=True).close()  # and the refusal let go of the lock
 
 
-def test_rewinding_forgets_later_steps_and_a_torn_line(tmp_path):
-    folder = RunFolder(tmp_path)
-    folder.metrics_file.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+def test_rewinding_moves_later_steps_and_a_torn_line_aside(tmp_path):
+    folder, aside = RunFolder(tmp_path), tmp_path / "aside/1"
+    folder.metrics_file.write_text('{"step": 1}\n{"step":  2}\n{"step": 3}\n{"ste')
     for step in (1, 2, 3, 10):
         folder.write_rollouts(step, [{"step": step}])
         folder.write_rollouts(step, [{"step": step}], kind="val")
-    folder.rewind(2)
-    assert read_jsonl(folder.metrics_file) == [{"step": 1}, {"step": 2}]
-    assert sorted(file.name for file in folder.rollouts.iterdir()) == [
-        "step_1.jsonl",
-        "step_2.jsonl",
-        "val_step_1.jsonl",
-        "val_step_2.jsonl",
-    ]
+    assert folder.rewind(2, aside)
+    assert folder.metrics_file.read_text() == '{"step": 1}\n{"step":  2}\n'
+    assert (aside / "metrics.jsonl").read_text() == '{"step": 3}\n{"ste'
+    stayed, moved = (
+        sorted(file.name for file in rollouts.iterdir()) for rollouts in (folder.rollouts, aside / "rollouts")
+    )
+    assert stayed == ["step_1.jsonl", "step_2.jsonl", "val_step_1.jsonl", "val_step_2.jsonl"]
+    assert moved == ["step_10.jsonl", "step_3.jsonl", "val_step_10.jsonl", "val_step_3.jsonl"]
+    assert read_jsonl(aside / "rollouts/val_step_10.jsonl") == [{"step": 10}]
+    folder.close()
+
+
+def test_rewinding_to_the_last_step_changes_nothing(tmp_path):
+    folder, aside = RunFolder(tmp_path), tmp_path / "aside/1"
+    folder.metrics_file.write_text('{"step": 1}\n{"step": 2}\n')
+    folder.write_rollouts(2, [{"step": 2}])
+    assert not folder.rewind(2, aside)
+    assert folder.metrics_file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert not aside.parent.exists()
     folder.close()
 
 

@@ -60,9 +60,7 @@ def test_a_rank_that_does_not_see_the_run_folder_is_named_before_the_first_step(
 ) -> None:
     monkeypatch.setattr("hrl.trainer.training_loop.require_shared", lambda *a: require_shared(*a, patience_s=0.0))
     driver = Driver(tmp_path / "run", "trainer.save_freq=1", workers=Saving(Nodes(HERE, elsewhere)))
-    with pytest.raises(
-        CheckpointError, match=r"^rank 1 of actor on node 10\.0\.0\.1 does not .*default_local_dir"
-    ):
+    with pytest.raises(CheckpointError, match=r"^rank 1 of actor on node 10\.0\.0\.1 does not .*default_local_dir"):
         driver.fit()
     assert driver.workers.done == []
     assert not list((tmp_path / "run").glob(".probe*"))
