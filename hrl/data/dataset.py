@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -17,6 +14,7 @@ from hrl.data.chat_template import ChatTemplateError, encode_texts, render_promp
 from hrl.data.collate import collate_fn
 from hrl.data.errors import DatasetError
 from hrl.data.fingerprint import fingerprint
+from hrl.data.intake import DataFiles, DatasetCounts, Intake, sources_of
 from hrl.data.rows import BadRow, Row, RowKeys, read_rows
 from hrl.data.sampler import EpochOrder
 from hrl.data.tokenizer import token_ids
@@ -26,13 +24,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["DatasetConfig", "DatasetCounts", "DatasetError", "RLHFDataset"]
-
-logger = logging.getLogger(__name__)
-
-_ROWS_AT_ONCE = 1024
-_BAD_ROWS_SHOWN = 5
-
-DataFiles = str | Sequence[str] | Sequence[Mapping[str, Any]]
 
 
 class DatasetConfig(Protocol):
@@ -66,23 +57,6 @@ class DatasetConfig(Protocol):
     def seed(self) -> int: ...
 
 
-@dataclass(frozen=True)
-class DatasetCounts:
-    """What became of the rows that were read."""
-
-    read: int
-    bad: int
-    too_long: int
-    truncated: int
-    kept: int
-
-    def __str__(self) -> str:
-        return (
-            f"{self.read} rows read, {self.bad} bad, {self.too_long} too long, {self.truncated} truncated, "
-            f"{self.kept} kept"
-        )
-
-
 class RLHFDataset:
     """Prompts with what their reward function needs.
 
@@ -109,21 +83,14 @@ class RLHFDataset:
         self._prompt_ids: list[np.ndarray] = []
         self._truncation = config.truncation
         self._filter_overlong = config.filter_overlong_prompts
-        self._too_long: list[str] = []
-        self._num_truncated = 0
-        bad: list[BadRow] = []
-        usable = _sort_out(_read_all(data_files, config), bad)
-        usable = islice(usable, max_samples) if max_samples >= 0 else usable
-        while block := list(islice(usable, _ROWS_AT_ONCE)):
-            bad += self._take(block, tokenizer, config.apply_chat_template_kwargs)
-        self.counts = DatasetCounts(
-            read=len(self._rows) + len(bad) + len(self._too_long),
-            bad=len(bad),
-            too_long=len(self._too_long),
-            truncated=self._num_truncated,
-            kept=len(self._rows),
+        intake = Intake(data_files)
+        for block in intake.blocks(_read_all(data_files, config), max_samples):
+            self._take(block, tokenizer, config.apply_chat_template_kwargs, intake)
+        self.counts = intake.close(
+            len(self._rows),
+            skip_bad=config.bad_rows == "skip",
+            too_long=None if self._filter_overlong else _too_long(config),
         )
-        self._report(data_files, bad, config)
         self.order = EpochOrder(len(self._rows), seed=config.seed, shuffle=config.shuffle)
 
     def __len__(self) -> int:
@@ -174,24 +141,25 @@ class RLHFDataset:
         if len(self) < needed:
             raise DatasetError(f"too few rows for {purpose}: {self.counts}, {needed} needed")
 
-    def _take(self, block: list[Row], tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> list[BadRow]:
-        """Renders and tokenises rows and keeps those that fit; returns those that the chat template refuses."""
-        bad, rendered = [], []
+    def _take(
+        self, block: list[Row], tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], intake: Intake
+    ) -> None:
+        """Renders and tokenises rows and keeps those that the chat template accepts and that fit."""
+        rendered = []
         for row in block:
             try:
                 rendered.append((row, render_prompt(tokenizer, row.messages, kwargs)))
             except (TemplateError, ChatTemplateError) as error:
-                bad.append(BadRow(row.origin, f"can't be rendered: {error}"))
-        encoded = encode_texts(tokenizer, [text for _, text in rendered]) if rendered else []
+                intake.bad.append(BadRow(row.origin, f"can't be rendered: {error}"))
+        encoded = encode_texts(tokenizer, [text for _, text in rendered])
         for (row, _), ids in zip(rendered, encoded, strict=True):
             fitted = self._fitted(ids)
             if fitted is None:
-                self._too_long.append(f"{row.origin} ({len(ids)} tokens)")
+                intake.too_long.append(f"{row.origin} ({len(ids)} tokens)")
                 continue
-            self._num_truncated += len(fitted) < len(ids)
+            intake.truncated += len(fitted) < len(ids)
             self._rows.append(row)
             self._prompt_ids.append(np.array(fitted, dtype=np.int32))
-        return bad
 
     def _fitted(self, ids: list[int]) -> list[int] | None:
         """The prompt, cut where the configuration says so; `None` if it is too long and not to be cut."""
@@ -201,23 +169,6 @@ class RLHFDataset:
         if self._filter_overlong or self._truncation == "error":
             return None
         return ids[-limit:] if self._truncation == "left" else ids[:limit]
-
-    def _report(self, data_files: DataFiles, bad: Sequence[BadRow], config: DatasetConfig) -> None:
-        name = data_files if isinstance(data_files, str) else ", ".join(s for s in data_files if isinstance(s, str))
-        shown = "; ".join(f"{row.origin}: {row.reason}" for row in bad[:_BAD_ROWS_SHOWN])
-        if bad and config.bad_rows == "error":
-            raise DatasetError(f"{len(bad)} bad rows, or data.bad_rows=skip leaves them out: {shown}")
-        if self._too_long and not config.filter_overlong_prompts:
-            raise DatasetError(
-                f"{len(self._too_long)} prompts are longer than data.max_prompt_length={config.max_prompt_length}, the "
-                f"first {self._too_long[0]}: raise it, or set data.filter_overlong_prompts=True to drop them, or "
-                "data.truncation=left or right to cut them"
-            )
-        if not self._rows:
-            raise DatasetError(f"no row to use in {name or 'the list'}: {self.counts}" + (f" ({shown})" if bad else ""))
-        if bad:
-            logger.warning("%s: skipped %d bad rows: %s", name, len(bad), shown)
-        logger.info("%s: %s", name or "list of rows", self.counts)
 
     def _left_padded(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         shape = (len(indices), self.max_prompt_length)
@@ -245,23 +196,13 @@ def _belongings(row: Row, index: int) -> dict[str, Any]:
 
 def _read_all(data_files: DataFiles, config: DatasetConfig) -> Iterator[Row | BadRow]:
     keys = RowKeys(prompt=config.prompt_key, data_source=config.reward_fn_key)
-    if isinstance(data_files, str):
-        yield from read_rows(data_files, keys)
-        return
-    rows = [item for item in data_files if not isinstance(item, str)]
-    if rows and len(rows) < len(data_files):
-        raise DatasetError("a list of data holds either the names of sources or the rows themselves, not both")
-    if rows:
-        yield from read_rows(rows, keys)
-    for source in data_files:
-        if isinstance(source, str):
-            yield from read_rows(source, keys)
+    for source in sources_of(data_files):
+        yield from read_rows(source, keys)
 
 
-def _sort_out(rows: Iterable[Row | BadRow], bad: list[BadRow]) -> Iterator[Row]:
-    """Passes the usable rows on and puts the others into `bad`."""
-    for row in rows:
-        if isinstance(row, BadRow):
-            bad.append(row)
-        else:
-            yield row
+def _too_long(config: DatasetConfig) -> tuple[str, str]:
+    """What a prompt is that does not fit, and what can be done."""
+    return (
+        f"prompts are longer than data.max_prompt_length={config.max_prompt_length}",
+        "raise it, or set data.filter_overlong_prompts=True to drop them, or data.truncation=left or right to cut them",
+    )

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -14,9 +12,9 @@ import torch
 from jinja2 import TemplateError
 
 from hrl.data.chat_template import ChatTemplateError
-from hrl.data.dataset import DatasetCounts
 from hrl.data.errors import DatasetError
 from hrl.data.fingerprint import fingerprint
+from hrl.data.intake import DataFiles, Intake, sources_of
 from hrl.data.offline.tokens import Answer, Passage, encode_passages
 from hrl.data.rows import BadRow, raw_rows, source_name
 from hrl.data.sampler import EpochOrder
@@ -26,11 +24,7 @@ from hrl.protocol import DataProto
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-logger = logging.getLogger(__name__)
-
 R = TypeVar("R")
-_ROWS_AT_ONCE = 512
-_SHOWN = 5
 
 
 class OfflineDatasetConfig(Protocol):
@@ -80,7 +74,7 @@ class OfflineDataset(ABC, Generic[R]):
 
     def __init__(
         self,
-        data_files: str | Sequence[str] | Sequence[Mapping[str, Any]],
+        data_files: DataFiles,
         tokenizer: PreTrainedTokenizerBase,
         config: Any,
         max_samples: int = -1,
@@ -94,17 +88,11 @@ class OfflineDataset(ABC, Generic[R]):
         self.answers: list[list[Answer]] = []
         self._sources: list[str] = []
         self._stop_ids = stop_ids
-        self._too_long: list[str] = []
-        self._num_truncated = 0
-        bad: list[BadRow] = []
-        usable = self._usable(data_files, bad)
-        usable = islice(usable, max_samples) if max_samples >= 0 else usable
-        while block := list(islice(usable, _ROWS_AT_ONCE)):
-            self._take(block, bad)
-        kept, too_long = len(self.rows), len(self._too_long)
-        self.counts = DatasetCounts(len(bad) + too_long + kept, len(bad), too_long, self._num_truncated, kept)
-        self._report(data_files, bad)
-        self.order = EpochOrder(kept, seed=config.seed, shuffle=config.shuffle)
+        intake = Intake(data_files)
+        for block in intake.blocks(self._checked(data_files), max_samples):
+            self._take(block, intake)
+        self.counts = intake.close(len(self.rows), skip_bad=config.bad_rows == "skip", too_long=_too_long(config))
+        self.order = EpochOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
 
     # ------------------------------------------------------------------ what a data set is
 
@@ -162,41 +150,39 @@ class OfflineDataset(ABC, Generic[R]):
 
     # ------------------------------------------------------------------ reading
 
-    def _usable(self, data_files: Any, bad: list[BadRow]) -> Iterator[tuple[R, str, str]]:
-        """Checked rows with their source and origin; the others go into `bad`."""
-        for origin, raw, name in _read(data_files):
-            if isinstance(raw, BadRow):
-                bad.append(raw)
-                continue
-            if not isinstance(raw, Mapping):
-                bad.append(BadRow(origin, f"is a {type(raw).__name__}, expected an object"))
-                continue
-            row = self.check(raw)
-            if isinstance(row, str):
-                bad.append(BadRow(origin, row))
-            else:
-                yield row, str(raw.get(self.config.data_source_key) or name), origin
+    def _checked(self, data_files: DataFiles) -> Iterator[tuple[R, str, str] | BadRow]:
+        """Checked rows with their source and origin, and bad ones."""
+        for source in sources_of(data_files):
+            for origin, raw in raw_rows(source):
+                if isinstance(raw, BadRow):
+                    yield raw
+                elif not isinstance(raw, Mapping):
+                    yield BadRow(origin, f"is a {type(raw).__name__}, expected an object")
+                else:
+                    row = self.check(raw)
+                    name = str(raw.get(self.config.data_source_key) or source_name(source))
+                    yield BadRow(origin, row) if isinstance(row, str) else (row, name, origin)
 
-    def _take(self, block: list[tuple[R, str, str]], bad: list[BadRow]) -> None:
+    def _take(self, block: list[tuple[R, str, str]], intake: Intake) -> None:
         rendered = []
         for row, source, origin in block:
             try:
                 rendered.append((row, source, origin, self.passages(row)))
             except (TemplateError, ChatTemplateError) as error:
-                bad.append(BadRow(origin, str(error)))
+                intake.bad.append(BadRow(origin, str(error)))
         flat = [passages for *_, texts in rendered for passages in texts]
         encoded = iter(encode_passages(self.tokenizer, flat, self._stop_ids))
         for row, source, origin, texts in rendered:
             found = [next(encoded) for _ in texts]
             answers = [answer for answer in found if answer is not None]
             if len(answers) < len(texts):
-                bad.append(BadRow(origin, "has an answer without a token, or no prompt before it"))
+                intake.bad.append(BadRow(origin, "has an answer without a token, or no prompt before it"))
                 continue
             fitted = self._fit(answers)
             if fitted is None:
-                self._too_long.append(f"{origin} ({max(map(len, answers))} tokens)")
+                intake.too_long.append(f"{origin} ({max(map(len, answers))} tokens)")
                 continue
-            self._num_truncated += sum(map(len, fitted)) < sum(map(len, answers))
+            intake.truncated += sum(map(len, fitted)) < sum(map(len, answers))
             self.rows.append(row)
             self.answers.append(fitted)
             self._sources.append(source)
@@ -219,29 +205,14 @@ class OfflineDataset(ABC, Generic[R]):
         fitted = [answer for answer in cut if answer is not None]
         return fitted if len(fitted) == len(answers) else None
 
-    def _report(self, data_files: Any, bad: Sequence[BadRow]) -> None:
-        config = self.config
-        shown = "; ".join(f"{row.origin}: {row.reason}" for row in bad[:_SHOWN])
-        if bad and config.bad_rows == "error":
-            raise DatasetError(f"{len(bad)} bad rows, or data.bad_rows=skip leaves them out: {shown}")
-        if self._too_long and config.truncation != "drop":
-            cut = {"left": ", even without their prompts", "right": ", prompts alone"}.get(config.truncation, "")
-            raise DatasetError(
-                f"{len(self._too_long)} rows are longer than data.max_length={config.max_length}{cut}, the first "
-                f"{self._too_long[0]}: raise it, or set data.truncation=drop to leave them out"
-                + ("" if cut else ", left to cut prompts, or right to cut answers")
-            )
-        if not self.rows:
-            raise DatasetError(f"no row to use in {data_files}: {self.counts}" + (f" ({shown})" if bad else ""))
-        if bad:
-            logger.warning("skipped %d bad rows: %s", len(bad), shown)
-        logger.info("%s", self.counts)
 
-
-def _read(data_files: Any) -> Iterator[tuple[str, object, str]]:
-    """Origin, raw row and the source's name, of one source or several."""
-    several = isinstance(data_files, Sequence) and not isinstance(data_files, str)
-    sources = data_files if several and all(isinstance(item, str) for item in data_files) else [data_files]
-    for source in sources:
-        for origin, raw in raw_rows(source):
-            yield origin, raw, source_name(source)
+def _too_long(config: OfflineDatasetConfig) -> tuple[str, str] | None:
+    """What a row is that does not fit, and what can be done; None where it is left out."""
+    if config.truncation == "drop":
+        return None
+    cut = {"left": ", even without their prompts", "right": ", prompts alone"}.get(config.truncation, "")
+    return (
+        f"rows are longer than data.max_length={config.max_length}{cut}",
+        "raise it, or set data.truncation=drop to leave them out"
+        + ("" if cut else ", left to cut prompts, or right to cut answers"),
+    )
