@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hrl.data.model_source import ModelSourceError
+from hrl.data.model_source import ModelSourceError, find_on_this_node
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,26 @@ class TokenIds:
     pad: int
     stop: tuple[int, ...]
     vocab_size: int
+
+
+def resolve_tokenizer(path: str) -> str:
+    """`model.tokenizer_path` as every process understands it: a folder's absolute path, or the hub id that it is.
+
+    Workers need not run in the driver's folder.
+    """
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
+
+
+def find_tokenizer_on_this_node(path: str) -> str:
+    """What `resolve_tokenizer` gave on the driver's node, on this one.
+
+    Raises:
+        ModelSourceError: the folder is not here and can't be made here; names node and folder.
+    """
+    if not os.path.isabs(path) or os.path.isdir(path):  # of the hub, or here
+        return path
+    return str(find_on_this_node(path))
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hrl.data.chat_template import check_chat_template
 from hrl.data.custom import dataset_class
 from hrl.data.model_source import resolve_model
-from hrl.data.tokenizer import TokenIds, load_tokenizer, token_ids
+from hrl.data.tokenizer import TokenIds, load_tokenizer, resolve_tokenizer, token_ids
 from hrl.data.user_file import UserFileError, names_in_user_file
 from hrl.trainer.config.arithmetic import total_steps
 from hrl.trainer.tracking import installed_trackers
@@ -68,7 +68,8 @@ def preflight(config: PPOTrainerConfig) -> Preflight:
     _check_reward_function(config.reward.custom_reward_function)
     model = config.actor_rollout_ref.model
     model_path = resolve_model(model.path)
-    tokenizer = load_tokenizer(model.tokenizer_path or model_path, trust_remote_code=model.trust_remote_code)
+    named = resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else model_path
+    tokenizer = load_tokenizer(named, trust_remote_code=model.trust_remote_code)
     ids = token_ids(tokenizer, model_path)
     _check_lengths(config, model_path)
 

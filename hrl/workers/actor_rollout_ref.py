@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from hrl.data.model_source import find_on_this_node
-from hrl.data.tokenizer import load_tokenizer
+from hrl.data.tokenizer import find_tokenizer_on_this_node, load_tokenizer
 from hrl.protocol import DataProto
 from hrl.single_controller.base.decorator import Dispatch, Execute, register
 from hrl.workers.model_worker import ModelWorker
@@ -88,6 +88,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self._host: RolloutHost | None = None
         self._broadcast: WeightBroadcast | None = None
         self._reward_sink: Any = None
+        self._tokenizer_path = ""
         self._tokenizer: Any = None
 
     # ------------------------------------------------------------------ set-up and state
@@ -119,6 +120,8 @@ class ActorRolloutRefWorker(ModelWorker):
         memory left; and so does an engine in this process, since transformers cannot load two models at once.
         """
         self.model_path = str(find_on_this_node(self.model_path))
+        if self.role in ENGINE_ROLES:
+            self._tokenizer_path = find_tokenizer_on_this_node(self.config.model.tokenizer_path or self.model_path)
         self.device = join_world(self.runtime)
         visible_devices = self._engine_devices() if self.role in ENGINE_ROLES else None
         if self.drives_engine:
@@ -261,9 +264,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def set_reward_sink(self, sink: Any) -> None:
         """Names the Ray actor that finished samples are sent to (``None``: nobody)."""
         self._reward_sink = sink
-        self._tokenizer = load_tokenizer(
-            self.config.model.tokenizer_path or self.model_path, trust_remote_code=self.config.model.trust_remote_code
-        )
+        self._tokenizer = load_tokenizer(self._tokenizer_path, trust_remote_code=self.config.model.trust_remote_code)
 
     def _reward_hook(self, batch: DataProto) -> Callable[[int, list[int], str], None] | None:
         if self._reward_sink is None:

@@ -38,7 +38,7 @@ def worker_mapping(
     """
     actor_steps = max(total_training_steps - config.trainer.critic_warmup, 0) * step_sizes(config).optimizer_steps
     critic_steps = total_training_steps * step_sizes(config, config.critic).optimizer_steps
-    policy = config.actor_rollout_ref
+    policy = with_absolute_tokenizer(config.actor_rollout_ref)
     built = {
         Role.ActorRollout: (ActorRolloutRefWorker, policy, "actor_rollout", actor_steps),
         Role.Actor: (ActorRolloutRefWorker, policy, "actor", actor_steps),
@@ -52,6 +52,15 @@ def worker_mapping(
         for role, (worker, *arguments) in built.items()
         if role in roles
     }
+
+
+def with_absolute_tokenizer(policy: Any) -> Any:
+    """``actor_rollout_ref`` with a tokenizer's folder as processes in other folders find it."""
+    path = policy.model.tokenizer_path
+    if path is None:
+        return policy
+    model = policy.model.model_copy(update={"tokenizer_path": resolve_tokenizer(path)})
+    return policy.model_copy(update={"model": model})
 
 
 def start_processes(

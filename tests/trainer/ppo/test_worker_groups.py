@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Self
 
 import pytest
 
 from hrl.single_controller.base import WorkerDiedError, WorkerError, WorkerTimeoutError
+from hrl.trainer.config import compose_cli
 from hrl.trainer.ppo.roles import Role
-from hrl.trainer.ppo.worker_groups import WorkerGroups, build_worker_groups
+from hrl.trainer.ppo.worker_groups import WorkerGroups, build_worker_groups, worker_mapping
 
 INIT_S = 100.0
 
@@ -148,3 +150,20 @@ def test_a_sender_that_failed_alone_is_told_of_itself() -> None:
     with pytest.raises(WorkerError) as raised:
         synchronise(None, BROKEN)
     assert raised.value is BROKEN
+
+
+def test_processes_are_told_the_tokenizers_folder_by_its_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "words").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for named, told in (("words", str(tmp_path / "words")), ("org/words", "org/words"), ("null", None)):
+        config = compose_cli(
+            [
+                "data.train_batch_size=8",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+                f"actor_rollout_ref.model.tokenizer_path={named}",
+            ]
+        )
+        worker = worker_mapping(config, [Role.ActorRollout], None, dict.fromkeys(Role, "/model"), 1)[Role.ActorRollout]
+        assert worker.args[0].model.tokenizer_path == told
