@@ -223,9 +223,10 @@ def grpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("rloo", min_group_size=2)
 def rloo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = s_i - mean of s_j over the group's other responses`` (RLOO, arXiv:2402.14740).
+    """``A_i = s_i - mean of s_j over the group's other responses``.
 
-    Equal to ``n / (n - 1) (s_i - mean(s))`` for a group of n, which is how it is computed.
+    RLOO, arXiv:2402.14740, section "REINFORCE Leave-One-Out (RLOO)". Equal to ``n / (n - 1) (s_i - mean(s))`` for a
+    group of n, which is how it is computed.
     """
     scores = inp.scores()
     stats = group_statistics(scores, inp.need("group_ids"), rows_with_tokens(inp.response_mask))
@@ -236,7 +237,7 @@ def rloo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("reinforce_plus_plus")
 def reinforce_plus_plus_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_t = whiten(sum_l gamma^l r_{t+l})`` over the whole batch (REINFORCE++, arXiv:2501.03262).
+    """``A_t = whiten(sum_l gamma^l r_{t+l})`` over the whole batch (arXiv:2501.03262, the variant "REINFORCE++").
 
     Returns are the sums before whitening.
     """
@@ -246,10 +247,10 @@ def reinforce_plus_plus_advantage(inp: AdvantageInput, config: Any) -> tuple[Ten
 
 @register_adv_est("reinforce_plus_plus_baseline", min_group_size=2)
 def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = whiten(s_i - mean(s))``: group mean, batch spread (REINFORCE++-baseline, arXiv:2501.03262).
+    """``A_i = whiten(s_i - mean(s))``: group mean, batch spread.
 
-    The whitening is over the trained tokens of the groups with spread, so long responses weigh more in its mean and
-    spread; other groups have no part in it.
+    arXiv:2501.03262, the variant "REINFORCE++ w/ Baseline". The whitening is over the trained tokens of the groups with
+    spread, so long responses weigh more in its mean and spread; other groups have no part in it.
     """
     centred = _normalised_in_group(inp.scores(), inp, divide_by_std=False)
     advantages = _whitened_where_groups_have_spread(centred, inp)
@@ -258,9 +259,10 @@ def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> 
 
 @register_adv_est("remax", needs_baseline=True)
 def remax_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_t = sum_l r_{t+l} - s(greedy response to the same prompt)`` (ReMax, arXiv:2310.10505).
+    """``A_t = sum_l r_{t+l} - s(greedy response to the same prompt)``.
 
-    Returns are the rewards to go.
+    arXiv:2310.10505, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large
+    Language Models". Returns are the rewards to go.
     """
     returns = reward_to_go(inp.token_level_rewards, inp.response_mask, gamma=1.0)
     return returns - inp.spread(inp.need("reward_baselines")), returns
@@ -268,9 +270,10 @@ def remax_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("opo", min_group_size=2)
 def opo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = s_i - sum_j l_j s_j / sum_j l_j`` with lengths ``l`` in trained tokens (OPO, arXiv:2505.23585).
+    """``A_i = s_i - sum_j l_j s_j / sum_j l_j`` with lengths ``l`` in trained tokens.
 
-    The baseline of least variance where the squared norm of a response's gradient grows with its length.
+    OPO, arXiv:2505.23585, "On-Policy RL with Optimal Reward Baseline". The baseline of least variance where the squared
+    norm of a response's gradient grows with its length.
     """
     scores, group_ids = inp.scores(), inp.need("group_ids")
     lengths = inp.response_mask.bool().sum(dim=-1).double()
@@ -282,10 +285,11 @@ def opo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("grpo_passk", min_group_size=2)
 def grpo_passk_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_best = s_best - s_second best`` of the group, 0 for all others (pass@k training, arXiv:2503.19595).
+    """``A_best = s_best - s_second best`` of the group, 0 for all others.
 
-    With ``norm_adv_by_std_in_grpo`` the lead is divided by the group's standard deviation. A tie for the best is a lead
-    of 0.
+    What the best of the group loses without the response: arXiv:2503.19595, "Optimizing Language Models for Inference
+    Time Objectives using Reinforcement Learning". With ``norm_adv_by_std_in_grpo`` the lead is divided by the group's
+    standard deviation. A tie for the best is a lead of 0.
     """
     scores, group_ids, counted = inp.scores(), inp.need("group_ids"), rows_with_tokens(inp.response_mask)
     stats = group_statistics(scores, group_ids, counted)
@@ -307,7 +311,7 @@ def grpo_passk_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tens
 
 @register_adv_est("gpg", min_group_size=2)
 def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = B / (B - M) (s_i - mean(s))`` (GPG, arXiv:2504.02546).
+    """``A_i = B / (B - M) (s_i - mean(s))`` (GPG, arXiv:2504.02546 equations 7 and 8).
 
     M of the B counted rows stand in groups without spread and have no gradient; the others make up for them.
     """
@@ -320,10 +324,11 @@ def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("gdpo", min_group_size=2, needs_parts=True)
 def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = whiten(sum_k w_k (s_ik - mean_k) / (std_k + 1e-6))``, group statistics per reward k (arXiv:2601.05242).
+    """``A_i = whiten(sum_k w_k (s_ik - mean_k) / (std_k + 1e-6))``, group statistics per reward k.
 
-    GDPO: several rewards, each normalised in its group, then added up and whitened over the tokens of the groups in
-    which the sums differ. Adding rewards first would let the one of largest scale hide the others.
+    GDPO, arXiv:2601.05242 equations 4, 6 and 7: several rewards, each normalised in its group, then added up and
+    whitened over the tokens of the groups in which the sums differ. Adding rewards first would let the one of largest
+    scale hide the others.
     """
     parts = inp.need("reward_parts")
     weights = getattr(config, "gdpo_reward_weights", None) or [1.0] * parts.shape[1]
@@ -338,8 +343,9 @@ def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("optimal_token_baseline", min_group_size=2, needs_old_log_probs=True, needs_sum_pi_squared=True)
 def optimal_token_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_it = R_it - B_t``, reward to go minus the group's mean weighted by gradient energy (arXiv:2602.07078).
+    """``A_it = R_it - B_t``, reward to go minus the group's mean weighted by gradient energy.
 
+    arXiv:2602.07078 section 3, with its "Logit-Gradient Proxy" for the energy.
     ``B_t = sum_i W_it G_it / sum_i W_it`` over the group's responses that have a t-th trained token, where
     ``W_it = sum_{j <= t} 1 - 2 p_ij + sum_v p_v^2`` estimates the squared norm of the log-prob's gradient up to t,
     times the squared correction weight where there is one. Where only one response is that long there is nothing to

@@ -48,7 +48,10 @@ def _token_sum(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float
 
 
 def _seq_mean_token_sum(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
-    """``sum_it l_it / S``: the likelihood of whole responses (REINFORCE, RLOO, arXiv:2402.14740)."""
+    """``sum_it l_it / S``: the likelihood of whole responses.
+
+    As REINFORCE has it: arXiv:2402.14740, section "REINFORCE Leave-One-Out (RLOO)".
+    """
     return row_sums.sum() / max(counts.sequences, 1.0)
 
 

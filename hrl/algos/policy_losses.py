@@ -213,13 +213,13 @@ def cispo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("gpg", zero_at_zero_advantage=True)
 def gpg(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """The plain policy gradient, ``-A log p`` (GPG, arXiv:2504.02546)."""
+    """The plain policy gradient, ``-A log p`` (GPG, arXiv:2504.02546: the objective that equation 8 scales)."""
     return _output(inp, -inp.advantages * inp.log_prob)
 
 
 @register_policy_loss("sapo", zero_at_zero_advantage=True)
 def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-A (4 / tau) sigmoid(tau (r - 1))``, a soft gate instead of a clip (SAPO, arXiv:2511.20347).
+    """``-A (4 / tau) sigmoid(tau (r - 1))``, a soft gate instead of a clip (SAPO, arXiv:2511.20347 equation 6).
 
     ``tau`` is ``tau_pos`` for positive advantages and ``tau_neg`` for the others.
     """
@@ -230,11 +230,11 @@ def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("geo_mean", zero_at_zero_advantage=True)
 def geo_mean(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-A (prod_t clipped r_t)^(1 / |y|)``, the geometric mean of a sequence's ratios (GMPO, arXiv:2507.20673).
+    """``-A (prod_t clipped r_t)^(1 / |y|)``, the geometric mean of a sequence's ratios.
 
-    Log-ratios are clipped to ``[-low, high]`` against the advantage's sign; the sequence's loss stands at each of its
-    tokens, so ``seq-mean-token-mean`` is the paper's mean over sequences. Correction weights enter as their geometric
-    mean too.
+    GMPO, arXiv:2507.20673 equation 4 in the form of its Algorithm 1. Log-ratios are clipped to ``[-low, high]`` against
+    the advantage's sign; the sequence's loss stands at each of its tokens, so ``seq-mean-token-mean`` is the paper's
+    mean over sequences. Correction weights enter as their geometric mean too.
     """
     low, high = clip_bounds(config)
     log_ratio, mask = inp.log_ratio(), inp.response_mask
@@ -264,10 +264,11 @@ def _trust_region(inp: PolicyLossInput, config: Any, inside: Tensor) -> PolicyLo
 
 @register_policy_loss("dppo_tv", zero_at_zero_advantage=True)
 def dppo_tv(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-sg(min(r, c)) A log p`` where ``|p - p_old|`` is within bounds, else 0 (DPPO, arXiv:2602.04879, binary TV).
+    """``-sg(min(r, c)) A log p`` where ``|p - p_old|`` is within bounds, else 0.
 
-    Only tokens that have already moved too far the way the advantage pulls are dropped: ``p - p_old > high`` for
-    ``A > 0``, ``p_old - p > low`` otherwise. ``c`` is ``clip_ratio_c``.
+    DPPO, arXiv:2602.04879, with its binary total variation, equation 13; ``min(r, c)`` is of section 5.4. Only tokens
+    that have already moved too far the way the advantage pulls are dropped: ``p - p_old > high`` for ``A > 0``,
+    ``p_old - p > low`` otherwise. ``c`` is ``clip_ratio_c``.
     """
     low, high = clip_bounds(config)
     moved = inp.log_prob.detach().exp() - inp.old_log_prob.exp()
@@ -277,7 +278,7 @@ def dppo_tv(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("dppo_kl", zero_at_zero_advantage=True)
 def dppo_kl(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """As :func:`dppo_tv` with ``KL(p_old || p)`` of "this token or another" as distance (arXiv:2602.04879)."""
+    """As :func:`dppo_tv` with ``KL(p_old || p)`` of "this token or another" as distance (equation 14)."""
     low, high = clip_bounds(config)
     log_prob, old_log_prob = inp.log_prob.detach(), inp.old_log_prob
     new, old = log_prob.exp(), old_log_prob.exp()
@@ -291,7 +292,11 @@ def dppo_kl(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("dro")
 def dro(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-(A log p - beta / 2 (log r)^2)``, ``beta = policy_loss.dro_beta`` (DRO, arXiv:2405.19107)."""
+    """``-(A log p - beta / 2 (log r)^2)``, ``beta = policy_loss.dro_beta``.
+
+    arXiv:2405.19107: the policy's gradient in "DRO-V" over its regularisation ``tau``, here ``beta``, per token, with
+    the old policy for the reference and ``A`` for the reward less its value.
+    """
     beta = config.policy_loss.dro_beta
     if beta is None or beta <= 0:
         raise ValueError(f"actor.policy_loss.dro_beta must be a positive number, got {beta}")
