@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hrl.data.tokenizer import resolve_tokenizer
 from hrl.single_controller.base import WorkerError, WorkerTimeoutError
 from hrl.single_controller.base.worker_group import GroupFuture, wait_for_all
 from hrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
