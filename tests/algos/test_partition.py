@@ -7,7 +7,7 @@ over real models and ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 
 import pytest
@@ -141,12 +141,32 @@ def packed(batch: Batch, leaf: Tensor, loss_of: LossOf) -> dict[str, tuple[Tenso
     }
 
 
-def assert_invariant(name: str, batch: Batch) -> dict[str, tuple[Tensor, Tensor]]:
+def with_inserted(batch: Batch, leaf: Tensor, loss_of: LossOf, seed: int) -> dict[str, tuple[Tensor, Tensor]]:
+    """With columns of masked tokens, a tool's answers, somewhere between the others."""
+    width = leaf.shape[1]
+    places = torch.randperm(width + 3, generator=torch.Generator().manual_seed(seed))[:width].sort().values
+
+    def widen(column: Tensor, filler: float) -> Tensor:
+        return column.new_full((len(column), width + 3), filler).index_copy(1, places, column)
+
+    columns = {field.name: widen(getattr(batch, field.name), -2.5) for field in fields(batch) if field.name != "mask"}
+    wide = Batch(**columns, mask=widen(batch.mask, 0))
+    part = widen(leaf, -0.7).requires_grad_()
+    found = losses_and_gradients(loss_of(wide, part), part, wide.mask, Counts.of(wide.mask))
+    for mode, (_, gradient) in found.items():
+        assert (gradient[~wide.mask.bool()] == 0).all(), mode
+    return {mode: (loss, gradient[:, places]) for mode, (loss, gradient) in found.items()}
+
+
+def assert_invariant(
+    name: str, batch: Batch, cuts: tuple[int, ...] = CUTS, seed: int = 0
+) -> dict[str, tuple[Tensor, Tensor]]:
     loss_of, batch = LOSSES[name], prepared(name, batch)
     leaf, tolerance = batch.log_prob, TOLERANCE[batch.log_prob.dtype]
     whole = over_pieces(batch, leaf, loss_of, 1)
-    others = {f"{pieces} micro-batches": over_pieces(batch, leaf, loss_of, pieces) for pieces in CUTS}
+    others = {f"{pieces} micro-batches": over_pieces(batch, leaf, loss_of, pieces) for pieces in cuts}
     others["packed"] = packed(batch, leaf, loss_of)
+    others["masked tokens inserted"] = with_inserted(batch, leaf, loss_of, seed)
     for cut, found in others.items():
         for mode, (loss, gradient) in found.items():
             expected_loss, expected = whole[mode]
@@ -166,11 +186,17 @@ def test_a_loss_does_not_depend_on_the_cut(name: str, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@settings(max_examples=2, deadline=None)
-@given(rows=st.integers(1, 9), width=st.integers(1, 7), seed=st.integers(0, 1 << 16))
-def test_on_random_ragged_batches(name: str, rows: int, width: int, seed: int) -> None:
-    mask = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < 0.6
-    assert_invariant(name, Batch.random(seed=seed, mask=mask.long()))
+@settings(max_examples=6, deadline=None)
+@given(
+    rows=st.integers(1, 9),
+    width=st.integers(1, 7),
+    share=st.sampled_from([0.0, 0.3, 0.6, 1.0]),
+    pieces=st.integers(2, 9),
+    seed=st.integers(0, 1 << 16),
+)
+def test_on_random_ragged_batches(name: str, rows: int, width: int, share: float, pieces: int, seed: int) -> None:
+    mask = torch.rand(rows, width, generator=torch.Generator().manual_seed(seed)) < share
+    assert_invariant(name, Batch.random(seed=seed, mask=mask.long()), cuts=(pieces,), seed=seed)
 
 
 # ------------------------------------------------------------------------------------------- pairs
