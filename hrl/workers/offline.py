@@ -170,23 +170,26 @@ def update_supervised(engine: Engine, batch: DataProto, plan: RankPlan | None) -
 
     Args:
         engine: of a causal language model.
-        batch: the rows' columns; ``meta_info`` has ``temperature`` and ``loss_agg_mode``, the aggregation.
+        batch: the rows' columns; ``meta_info`` has ``temperature``, ``loss_type`` (a key of ``SFT_LOSSES``),
+            ``loss_agg_mode``, the aggregation, and for ``seq-mean-token-sum-norm`` its constant divisor in tokens,
+            ``loss_scale_factor``.
         plan: mini-batches with the counts of all ranks.
 
     Returns:
         ``train/...`` and ``train/nll``, the mean negative log-likelihood of a trained token.
 
     Raises:
-        ValueError: no plan, or an unknown aggregation.
+        ValueError: no plan, an unknown loss or aggregation, or a divisor that is missing.
         NonFiniteStepError: several steps in a row were not finite.
     """
-    mode = batch.meta_info["loss_agg_mode"]
+    loss_type, mode = batch.meta_info["loss_type"], batch.meta_info["loss_agg_mode"]
+    norm = batch.meta_info.get("loss_scale_factor")
 
     def loss_of(piece: Piece) -> Tensor:
         mask, step = piece.packed.mask, piece.mini_batch
-        losses = sft_loss(piece.result, mask)
-        piece.meter.add("train/nll", losses.sum(), mask.sum())
-        return aggregate(losses, mask, mode, Counts(step.num_tokens, step.num_sequences, step.num_groups))
+        losses = sft_loss(piece.result, mask, name=loss_type)
+        piece.meter.add("train/nll", -piece.result.sum(), mask.sum())
+        return aggregate(losses, mask, mode, Counts(step.num_tokens, step.num_sequences, step.num_groups), norm)
 
     return _learn(engine, batch, plan, _log_probs(engine, batch), loss_of, wanted="next")
 
@@ -197,22 +200,24 @@ def update_reward_model(engine: Engine, batch: DataProto, plan: RankPlan | None)
     Args:
         engine: of a model with a scalar head.
         batch: the rows' columns, non-tensor ``uid (B,)`` (the pair), ``is_chosen (B,)`` and optionally ``margin (B,)``,
-            of which the chosen row's counts: the lead that its score must have.
+            of which the chosen row's counts: the lead that its score must have. ``meta_info`` has ``loss_type``, a key
+            of ``REWARD_MODEL_LOSSES``.
         plan: mini-batches of whole pairs, whose ``num_groups`` counts pairs.
 
     Returns:
         ``train/...`` and ``rewards/{chosen,rejected,margins,accuracies}``, rewards being scores.
 
     Raises:
-        ValueError: no plan, or a pair is torn apart.
+        ValueError: no plan, an unknown loss, or a pair is torn apart.
         NonFiniteStepError: several steps in a row were not finite.
     """
+    loss_type = batch.meta_info["loss_type"]
 
     def loss_of(piece: Piece) -> Tensor:
         chosen, rejected = piece.pairs()
         scores = piece.result[:, 0]
         margin = piece.rows("margin")[chosen].to(scores.dtype) if "margin" in batch.batch.keys() else None
-        losses, metrics = reward_model_loss(scores[chosen], scores[rejected], margin)
+        losses, metrics = reward_model_loss(scores[chosen], scores[rejected], margin, name=loss_type)
         piece.note(metrics)
         for name, slots in (("chosen", chosen), ("rejected", rejected)):
             piece.meter.add(f"rewards/{name}", scores[slots].sum(), len(slots))

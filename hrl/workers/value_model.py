@@ -91,17 +91,18 @@ class ValueModel(EngineModel):
         return (self.engine.module(packed),)
 
     def update(self, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
-        """Runs every optimizer step of the plan on the clipped value loss.
+        """Runs every optimizer step of the plan on a value loss.
 
         Args:
-            batch: the rows' columns, ``values`` and ``returns``.
+            batch: the rows' columns, ``values`` and ``returns``. ``meta_info["value_loss"]`` may name the loss, a key
+                of ``VALUE_LOSSES``; otherwise ``cliprange_value`` says whether it is the clipped one.
             plan: mini-batches with the counts of all ranks.
 
         Returns:
             Metrics under verl's names, ``critic/...``.
 
         Raises:
-            ValueError: no plan, or a column is missing.
+            ValueError: no plan, an unknown loss, or a column is missing.
             NonFiniteStepError: several steps in a row were not finite.
         """
         plan = require_plan(plan)
@@ -135,7 +136,9 @@ class ValueModel(EngineModel):
         values, returns = (
             batch.batch[name][list(picked), : mask.shape[1]].to(mask.device) for name in ("values", "returns")
         )
-        loss_mat, metrics = value_loss(packed.unpack(flat), values, returns, mask, config.cliprange_value)
+        loss_mat, metrics = value_loss(
+            packed.unpack(flat), values, returns, mask, config.cliprange_value, name=batch.meta_info.get("value_loss")
+        )
         counts = Counts(mini_batch.num_tokens, mini_batch.num_sequences, mini_batch.num_groups)
         loss = aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm=rows.responses.shape[1])
         meter.add_share("critic/vf_loss", loss, num_mini_batches)

@@ -7,10 +7,10 @@ of their own, depend on the cut as soon as one member does, and a step costs the
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from hrl.algos.aggregation import AGGREGATION_MODES, Counts
+from hrl.algos.bypass import LOSS_TYPES
 from hrl.algos.kl import KL_ESTIMATORS
 from hrl.algos.policy_losses import POLICY_LOSSES, PolicyLossInput, PolicyLossOutput
-from hrl.algos.preference import PAIR_LOSSES
+from hrl.algos.preference import PAIR_LOSSES, REWARD_MODEL_LOSSES, SFT_LOSSES, UNREAD_CONSTANTS
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
+from hrl.algos.value_loss import VALUE_LOSSES
 from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
 from hrl.workers.engine.optim import StepReport
@@ -37,51 +39,77 @@ from hrl.workers.offline import update_preference, update_reward_model, update_s
 from hrl.workers.policy import Policy
 from hrl.workers.value_model import ValueModel
 from tests.algos.batches import ACTOR
-from tests.workers.engine.tiny import SHAPE, actor_config, critic_config, fsdp_config, make_batch, model_config
+from tests.workers import padded
+from tests.workers.engine.tiny import (
+    RESPONSE_WIDTH,
+    SHAPE,
+    actor_config,
+    critic_config,
+    fsdp_config,
+    make_batch,
+    model_config,
+)
 
 CPU = torch.device("cpu")
 CUTS = (1, 2, 3, 8)
 EVERY = "every"
-CONSTANT = "seq-mean-token-sum-norm"
+TEMPERATURE = 0.8
 SMALL = SHAPE | {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
 TIMEOUT = timedelta(seconds=120)
+
+Gradients = dict[str, Tensor]
+
+
+# ------------------------------------------------------------------------------------------- all members at once
 
 
 def every_mode(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
     """All registered aggregation modes, weighted 1, 1/2, 1/3, ..."""
-    shares = [AGGREGATION_MODES[name](row_sums, row_tokens, counts, norm) for name in members(AGGREGATION_MODES)]
-    return sum(share / (1 + i) for i, share in enumerate(shares))
+    return _weighted([mode(row_sums, row_tokens, counts, norm) for mode in members(AGGREGATION_MODES).values()])
 
 
 def every_policy_loss(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     """All registered policy losses, likewise; they share one choice of tokens."""
-    outputs = [POLICY_LOSSES[name](inp, config) for name in members(POLICY_LOSSES)]
-    return PolicyLossOutput(sum(output.loss_mat / (1 + i) for i, output in enumerate(outputs)), {})
+    return PolicyLossOutput(_weighted([loss(inp, config).loss_mat for loss in members(POLICY_LOSSES).values()]), {})
 
 
-def every_kl(difference: Tensor) -> Tensor:
-    """All registered KL estimators, likewise."""
-    return sum(KL_ESTIMATORS[name](difference) / (1 + i) for i, name in enumerate(members(KL_ESTIMATORS)))
+def every_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
+    """All registered value losses, likewise."""
+    losses = [loss(vpreds, values, returns, cliprange)[0] for loss in members(VALUE_LOSSES).values()]
+    return _weighted(losses), torch.zeros_like(returns, dtype=torch.bool)
 
 
-REGISTRIES = {every_mode: AGGREGATION_MODES, every_policy_loss: POLICY_LOSSES, every_kl: KL_ESTIMATORS}
+def _every_of(registry: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+    return lambda values: _weighted([member(values) for member in members(registry).values()])
 
 
-def members(registry: dict[str, Any]) -> list[str]:
-    """Names of all entries but ``every`` and aliases."""
+def _weighted(terms: list[Tensor]) -> Tensor:
+    return torch.stack([term / (1 + i) for i, term in enumerate(terms)]).sum(0)
+
+
+REGISTRIES: list[tuple[dict[str, Any], Callable[..., Any]]] = [
+    (AGGREGATION_MODES, every_mode),
+    (POLICY_LOSSES, every_policy_loss),
+    (VALUE_LOSSES, every_value_loss),
+    *((registry, _every_of(registry)) for registry in (KL_ESTIMATORS, SFT_LOSSES, REWARD_MODEL_LOSSES)),
+]
+
+
+def members(registry: dict[str, Any]) -> dict[str, Any]:
+    """All entries but ``every`` and aliases."""
     first = {id(entry): name for name, entry in reversed(registry.items())}
-    return [name for name, entry in registry.items() if name != EVERY and first[id(entry)] == name]
+    return {name: entry for name, entry in registry.items() if name != EVERY and first[id(entry)] == name}
 
 
 @contextlib.contextmanager
 def every_registered() -> Iterator[None]:
     """The entries ``every`` are there inside the block."""
-    for entry, registry in REGISTRIES.items():
+    for registry, entry in REGISTRIES:
         registry[EVERY] = entry
     try:
         yield
     finally:
-        for registry in REGISTRIES.values():
+        for registry, _ in REGISTRIES:
             del registry[EVERY]
 
 
@@ -109,60 +137,80 @@ def deal(batch: DataProto, world_size: int, micro_batches: int) -> BatchPlan:
     return BatchPlan(tuple(rows), tuple(ranks))
 
 
-def pair_by_pair(batch: DataProto) -> BatchPlan:
-    """The reference: one rank, nothing packed beside anything but its pair."""
-    return deal(batch, 1, len(batch) // 2)
-
-
 # ------------------------------------------------------------------------------------------- losses
 
 
 class Models:
     """One actor and one critic of a dtype, told anew which loss they have."""
 
-    def __init__(self, path: Path, dtype: str, *, share_prefix: bool) -> None:
-        model, fsdp = model_config(path, share_prefix=share_prefix), fsdp_config(dtype)
+    def __init__(self, path: Path, dtype: str) -> None:
+        model, fsdp = model_config(path, share_prefix=True), fsdp_config(dtype)
         self.actor = Policy(model, actor_config(), fsdp, device=CPU, total_steps=10)
         self.critic = ValueModel(model, critic_config(), fsdp, device=CPU, total_steps=10)
-        with torch.no_grad():  # at zero, as it starts, a head passes no gradient to the backbone
-            self.critic.engine.module.model.score.weight.fill_(0.1)
-
-
-def actor_with(**changes: Any) -> SimpleNamespace:
-    """An actor's configuration under which every loss has something to clip."""
-    return actor_config(
-        **{**vars(ACTOR), "loss_agg_mode": EVERY, "policy_loss": deepcopy(ACTOR.policy_loss), **changes}
-    )
+        torch.nn.init.constant_(self.critic.engine.module.model.score.weight, padded.HEAD)
 
 
 Update = Callable[[DataProto, RankPlan], Any]
-Subject = Callable[[Models, DataProto], tuple[Policy | ValueModel, DataProto, Update]]
-"""Which model takes a step on which batch, and how."""
 
 
-def policy_subject(name: str, mode: str = EVERY) -> Subject:
-    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
-        models.actor.config = actor_with(loss_agg_mode=mode)
-        models.actor.config.policy_loss.loss_mode = name
-        return models.actor, batch, models.actor.update
+@dataclass(frozen=True)
+class Subject:
+    """One loss on one batch.
 
-    return prepare
+    Attributes:
+        batch: all its rows.
+        update: the model that takes a step, and how it does.
+        plain: the gradients by a padded forward of the whole batch.
+    """
 
-
-def without_policy_loss(**changes: Any) -> Subject:
-    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
-        models.actor.config = actor_with(**changes)
-        models.actor.config.policy_loss.loss_mode = "vanilla"
-        still = deepcopy(batch)
-        still.batch["advantages"] = torch.zeros_like(still.batch["advantages"])
-        return models.actor, still, models.actor.update
-
-    return prepare
+    batch: DataProto
+    update: Callable[[Models], tuple[Policy | ValueModel, Update]]
+    plain: Callable[[padded.Plain], Gradients]
 
 
-def value_subject(models: Models, batch: DataProto) -> tuple[ValueModel, DataProto, Update]:
-    models.critic.config = critic_config(loss_agg_mode=EVERY)
-    return models.critic, batch, models.critic.update
+def policy_subject(
+    loss: str, *, still: bool = False, bypass: Any | None = None, gate_closed: bool = False, **changes: Any
+) -> Subject:
+    """A policy loss under an actor's configuration; ``still`` leaves only what is added to it."""
+    config = SimpleNamespace(**vars(actor_config()) | vars(deepcopy(ACTOR)) | {"loss_agg_mode": EVERY} | changes)
+    config.policy_loss.loss_mode = loss
+    batch = batch_for("clip_cov" if loss == EVERY else loss)
+    if still:
+        batch.batch["advantages"].zero_()
+    if bypass is not None:
+        batch.meta_info["bypass"] = bypass
+        batch.batch["rollout_log_probs"] = batch.batch["ref_log_prob"]
+        if not gate_closed:
+            batch.pop(batch_keys=["old_log_probs"])
+
+    def update(models: Models) -> tuple[Policy, Update]:
+        models.actor.config = config
+        return models.actor, models.actor.update
+
+    return Subject(batch, update, lambda plain: padded.policy_gradients(plain, batch, config))
+
+
+def kl_subject(kind: str) -> Subject:
+    return policy_subject("vanilla", still=True, use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=1.0)
+
+
+def bypass_subject(loss_type: str, *, gate_closed: bool = False) -> Subject:
+    """The sampler's log-probs as the old ones, weights and rejection decided by the policy in training."""
+    weights = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False}
+    rejection = {"rollout_rs": "token_k1,seq_mean_k2", "rollout_rs_threshold": "0.4_2.5,0.5"}
+    settings = SimpleNamespace(loss_type=loss_type, **weights, **rejection)
+    return policy_subject("vanilla", bypass=settings, gate_closed=gate_closed)
+
+
+def value_subject(name: str, mode: str = EVERY) -> Subject:
+    config, batch = critic_config(loss_agg_mode=mode), batch_for("vanilla")
+    batch.meta_info["value_loss"] = name
+
+    def update(models: Models) -> tuple[ValueModel, Update]:
+        models.critic.config = config
+        return models.critic, models.critic.update
+
+    return Subject(batch, update, lambda plain: padded.value_gradients(plain, batch, config))
 
 
 def as_pairs(batch: DataProto) -> DataProto:
@@ -176,60 +224,71 @@ def as_pairs(batch: DataProto) -> DataProto:
 
 
 def pair_subject(name: str) -> Subject:
-    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
-        margin = {"target_margin": 0.3} if name == "simpo" else {}
-        batch.meta_info["preference"] = {"loss_type": name, "beta": 0.4, "label_smoothing": 0.1, **margin}
-        return models.actor, as_pairs(batch), partial(update_preference, models.actor.engine)
-
-    return prepare
-
-
-def supervised_subject(mode: str) -> Subject:
-    def prepare(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
-        batch.meta_info["loss_agg_mode"] = mode
-        return models.actor, batch, partial(update_supervised, models.actor.engine)
-
-    return prepare
-
-
-def reward_model_subject(models: Models, batch: DataProto) -> tuple[ValueModel, DataProto, Update]:
-    return models.critic, as_pairs(batch), partial(update_reward_model, models.critic.engine)
-
-
-def everything(models: Models, batch: DataProto) -> tuple[Policy, DataProto, Update]:
-    """All policy losses, all KL estimators and the entropy in one step."""
-    models.actor.config = actor_with(
-        use_kl_loss=True, kl_loss_type=EVERY, kl_loss_coef=1.0, entropy_coeff=0.3, loss_agg_mode=EVERY
+    batch = as_pairs(make_batch(num_groups=4, samples=4, temperature=TEMPERATURE))
+    constants = {"beta": 0.4, "label_smoothing": 0.1, "target_margin": 0.3}
+    read = {constant: value for constant, value in constants.items() if constant not in UNREAD_CONSTANTS.get(name, ())}
+    batch.meta_info["preference"] = {"loss_type": name} | read
+    return Subject(
+        batch,
+        lambda models: (models.actor, partial(update_preference, models.actor.engine)),
+        lambda plain: padded.preference_gradients(plain, batch),
     )
-    models.actor.config.policy_loss.loss_mode = EVERY
-    return models.actor, batch, models.actor.update
 
 
-WHOLE: dict[str, Subject] = {"everything": everything, "value": value_subject}
-"""Run with every number of micro-batches."""
+def supervised_subject(name: str, mode: str = EVERY) -> Subject:
+    batch = batch_for("vanilla")
+    batch.meta_info |= {"loss_type": name, "loss_agg_mode": mode, "loss_scale_factor": RESPONSE_WIDTH}
+    return Subject(
+        batch,
+        lambda models: (models.actor, partial(update_supervised, models.actor.engine)),
+        lambda plain: padded.supervised_gradients(plain, batch),
+    )
+
+
+def reward_model_subject(name: str) -> Subject:
+    batch = as_pairs(make_batch(num_groups=4, samples=4, temperature=TEMPERATURE))
+    batch.meta_info["loss_type"] = name
+    return Subject(
+        batch,
+        lambda models: (models.critic, partial(update_reward_model, models.critic.engine)),
+        lambda plain: padded.reward_model_gradients(plain, batch),
+    )
+
+
+def whole() -> dict[str, Subject]:
+    """Every loss with every mode, as sums where they go by one path. In all cuts, on all worlds."""
+    kl = {"use_kl_loss": True, "kl_loss_type": EVERY, "kl_loss_coef": 0.7}
+    return (
+        {"policy": policy_subject(EVERY, entropy_coeff=0.3, **kl)}
+        | {f"bypass {loss_type}": bypass_subject(loss_type) for loss_type in LOSS_TYPES}
+        | {"bypass, gate closed": bypass_subject("ppo_clip", gate_closed=True)}
+        | {"value": value_subject(EVERY), "supervised": supervised_subject(EVERY)}
+        | {f"pair {name}": pair_subject(name) for name in members(PAIR_LOSSES)}
+        | {"reward model": reward_model_subject(EVERY)}
+    )
 
 
 def single() -> dict[str, Subject]:
-    """Every registered loss, with all modes at once; and each mode alone, with PPO's loss. One cut each, in turn."""
+    """Every loss by itself with all modes, and every mode by itself with one loss: they say which member is wrong."""
     kinds = [kind + plus for kind in members(KL_ESTIMATORS) for plus in ("", "+")]
+    modes = list(members(AGGREGATION_MODES))
     return (
         {f"policy {name}": policy_subject(name) for name in members(POLICY_LOSSES)}
-        | {f"policy vanilla, {mode}": policy_subject("vanilla", mode) for mode in members(AGGREGATION_MODES)}
-        | {f"kl {kind}": without_policy_loss(use_kl_loss=True, kl_loss_type=kind, kl_loss_coef=1.0) for kind in kinds}
-        | {"entropy": without_policy_loss(entropy_coeff=1.0)}
-        | {f"pair {name}": pair_subject(name) for name in members(PAIR_LOSSES)}
-        | {f"supervised, {mode}": supervised_subject(mode) for mode in members(AGGREGATION_MODES) if mode != CONSTANT}
-        | {"reward model": reward_model_subject}
+        | {f"policy vanilla, {mode}": policy_subject("vanilla", loss_agg_mode=mode) for mode in modes}
+        | {f"kl {kind}": kl_subject(kind) for kind in kinds}
+        | {"entropy": policy_subject("vanilla", still=True, entropy_coeff=1.0)}
+        | {f"value {name}": value_subject(name) for name in members(VALUE_LOSSES)}
+        | {f"supervised {name}": supervised_subject(name) for name in members(SFT_LOSSES)}
+        | {f"reward model {name}": reward_model_subject(name) for name in members(REWARD_MODEL_LOSSES)}
     )
 
 
-def batch_for(name: str, seed: int) -> DataProto:
-    """A ragged batch with every column that a loss reads."""
-    batch = make_batch(num_groups=3, samples=4, seed=seed)
+def batch_for(loss: str) -> DataProto:
+    """A ragged batch with every column that a policy or value loss reads."""
+    batch = make_batch(num_groups=4, samples=4, temperature=TEMPERATURE)
     columns = batch.batch
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     columns["rollout_is_weights"] = 0.2 + torch.rand(columns["advantages"].shape, generator=generator).double()
-    loss = name.removeprefix("policy ") if name != "everything" else "clip_cov"
     if loss in TOKEN_SELECTORS:  # chosen over the whole batch, before it is cut
         columns["selected_tokens"] = select_tokens(
             loss, columns["old_log_probs"], columns["advantages"], columns["response_mask"], ACTOR, generator
@@ -240,7 +299,7 @@ def batch_for(name: str, seed: int) -> DataProto:
 # ------------------------------------------------------------------------------------------- gradients
 
 
-def local_gradients(model: Policy | ValueModel, update: Update, batch: DataProto, plan: RankPlan) -> dict[str, Tensor]:
+def local_gradients(model: Policy | ValueModel, update: Update, batch: DataProto, plan: RankPlan) -> Gradients:
     """This rank's shards of the gradients of the plan's only mini-batch, before clipping; the weights stay."""
     optimizer, found = model.engine.optimizer, {}
     apply = optimizer.step
@@ -259,51 +318,44 @@ def local_gradients(model: Policy | ValueModel, update: Update, batch: DataProto
     return found
 
 
-def run(models: Models, name: str, plan_of: Callable[[DataProto], BatchPlan], rank: int) -> dict[str, Tensor]:
-    """Gradients of one loss under one plan."""
-    model, batch, update = (WHOLE | single())[name](models, batch_for(name, seed=0))
-    plan = plan_of(batch)
-    return local_gradients(model, update, batch.select_idxs(list(plan.rows[rank])), plan.ranks[rank])
-
-
-def references(path: Path, dtype: str) -> dict[str, dict[str, Tensor]]:
-    """Full gradients of every loss on one rank, pair by pair, no prompt shared."""
-    models = Models(path, dtype, share_prefix=False)
-    return {name: run(models, name, pair_by_pair, 0) for name in WHOLE | single()}
+def references(path: Path) -> dict[str, Gradients]:
+    """Full gradients of every loss in float64, by a padded forward."""
+    plain = padded.Plain(path)
+    return {name: subject.plain(plain) for name, subject in (whole() | single()).items()}
 
 
 def squared_errors(
-    models: Models, name: str, cut: int, rank: int, world_size: int, reference: dict[str, Tensor]
-) -> float:
-    """Squared distance of this rank's shards from its part of the reference, over the reference's squared norm."""
-    found = run(models, name, lambda batch: deal(batch, world_size, cut), rank)
-    error = 0.0
+    models: Models, subject: Subject, cut: int, rank: int, world_size: int, reference: Gradients
+) -> Tensor:
+    """Squared distance ``(P,)`` of this rank's shard of every parameter's gradient from its part of the reference."""
+    plan = deal(subject.batch, world_size, cut)
+    model, update = subject.update(models)
+    mine = subject.batch.select_idxs(list(plan.rows[rank]))
+    found = local_gradients(model, update, mine, plan.ranks[rank])
+    assert found.keys() == reference.keys()
+    errors = []
     for parameter, full in reference.items():
         shards = full.chunk(world_size)
-        mine = shards[rank] if rank < len(shards) else full[:0]
-        error += float((found[parameter] - mine).double().square().sum())
-    return error / sum(float(full.double().square().sum()) for full in reference.values())
+        expected = shards[rank] if rank < len(shards) else full[:0]
+        errors.append((found[parameter].double() - expected).square().sum())
+    return torch.stack(errors)
 
 
-ALONE_IN = {1: ("float64", "float32"), 2: ("float32",), 4: ("float64",)}
-"""Ranks: the precisions in which every loss is also run by itself. What is whole runs in both on all of them."""
-
-
-def cases(world_size: int, dtype: str) -> Iterator[tuple[str, int]]:
+def cases(world_size: int) -> Iterator[tuple[str, Subject, int]]:
     """Loss and number of micro-batches."""
-    yield from ((name, cut) for name in WHOLE for cut in CUTS)
-    if dtype in ALONE_IN[world_size]:
-        turn = world_size + len(dtype)
-        yield from ((name, CUTS[(turn + index) % len(CUTS)]) for index, name in enumerate(single()))
+    for name, subject in whole().items():
+        yield from ((name, subject, cut) for cut in CUTS)
+    if world_size == 1:
+        for index, (name, subject) in enumerate(single().items()):
+            yield name, subject, CUTS[index % len(CUTS)]
 
 
-def errors_of_rank(rank: int, world_size: int, path: Path, folder: Path, dtype: str) -> dict[str, float]:
-    """Squared relative errors by loss and cut."""
-    models = Models(path, dtype, share_prefix=True)
-    expected = torch.load(folder / f"{dtype}.pt", weights_only=True)
+def errors_of_rank(rank: int, world_size: int, path: Path, folder: Path, dtype: str) -> dict[str, Tensor]:
+    """Squared errors by loss and cut."""
+    models, expected = Models(path, dtype), torch.load(folder / "references.pt", weights_only=True)
     return {
-        f"{name}, {cut} micro-batches": squared_errors(models, name, cut, rank, world_size, expected[name])
-        for name, cut in cases(world_size, dtype)
+        f"{name}, {cut} micro-batches": squared_errors(models, subject, cut, rank, world_size, expected[name])
+        for name, subject, cut in cases(world_size)
     }
 
 
@@ -332,14 +384,12 @@ def _fork_ranks(_: int, sizes: tuple[int, ...], *args: Any) -> None:
 
 def run_worlds(
     sizes: tuple[int, ...], path: Path, folder: Path, dtypes: tuple[str, ...]
-) -> dict[str, dict[str, float]]:
-    """Relative error by dtype and by loss, cut and ranks, over all ranks of worlds of these sizes."""
+) -> dict[tuple[int, str], dict[str, Tensor]]:
+    """Squared errors ``(P,)`` by loss and cut, for worlds of these sizes and these dtypes, over all their ranks."""
     mp.spawn(_fork_ranks, args=(sizes, path, folder, dtypes), nprocs=1)
-    errors: dict[str, dict[str, float]] = {}
+    errors: dict[tuple[int, str], dict[str, Tensor]] = {}
     for size in sizes:
         ranks = [torch.load(folder / f"errors-{size}-{rank}.pt", weights_only=True) for rank in range(size)]
         for dtype in dtypes:
-            for case in ranks[0][dtype]:
-                total = math.sqrt(sum(rank[dtype][case] for rank in ranks))
-                errors.setdefault(dtype, {})[f"{case}, {size} ranks"] = total
+            errors[size, dtype] = {case: sum(rank[dtype][case] for rank in ranks) for case in ranks[0][dtype]}
     return errors

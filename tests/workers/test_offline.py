@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from hrl.algos.preference import REWARD_MODEL_LOSSES, SFT_LOSSES
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.workers.offline import update_preference, update_reward_model, update_supervised
 from hrl.workers.value_model import ValueModel
@@ -138,16 +140,20 @@ def test_a_pair_that_is_torn_apart_is_named(llama):
 # ---------------------------------------------------------------------------------------------- demonstrations
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_supervised_loss_is_the_mean_negative_log_likelihood_of_trained_tokens(llama, mode):
     batch = make_batch()
-    batch.meta_info["loss_agg_mode"] = mode
+    batch.meta_info |= {"loss_type": "nll", "loss_agg_mode": mode, "loss_scale_factor": 20}
     mask = batch.batch["response_mask"].bool()
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64, attn_implementation="eager")
     nll = -plain_log_probs(model, batch, 1.0) * mask
     rows = mask.any(1)
     per_row = nll.sum(1)[rows] / mask.sum(1)[rows]
-    loss = nll.sum() / mask.sum() if mode == "token-mean" else per_row.mean()
+    loss = {
+        "token-mean": nll.sum() / mask.sum(),
+        "seq-mean-token-mean": per_row.mean(),
+        "seq-mean-token-sum-norm": nll.sum() / rows.sum() / 20,
+    }[mode]
     loss.backward()
     policy, plan = policy_of(llama), deal(batch, 1, 3)
     mine = batch.select_idxs(list(plan.rows[0]))
@@ -157,6 +163,23 @@ def test_the_supervised_loss_is_the_mean_negative_log_likelihood_of_trained_toke
     assert metrics["train/loss"].result() == pytest.approx(float(loss.detach()), rel=1e-4)
     assert metrics["train/nll"].result() == pytest.approx(float(nll.sum() / mask.sum()), rel=1e-4)
     assert metrics["train/nll"].count == int(mask.sum())
+
+
+def test_a_supervised_loss_of_ones_own_is_told_by_name(llama, monkeypatch):
+    batch, policy = make_batch(), policy_of(llama)
+    batch.meta_info |= {"loss_type": "nll", "loss_agg_mode": "token-mean"}
+    plan = deal(batch, 1, 2)
+    mine, update = batch.select_idxs(list(plan.rows[0])), partial(update_supervised, policy.engine)
+    usual = local_gradients(policy, update, mine, plan.ranks[0])
+    monkeypatch.setitem(SFT_LOSSES, "twice", lambda log_prob: -2.0 * log_prob)
+    mine.meta_info["loss_type"] = "twice"
+    for name, gradient in local_gradients(policy, update, mine, plan.ranks[0]).items():
+        torch.testing.assert_close(gradient, 2.0 * usual[name], rtol=1e-12, atol=0)
+    metrics = update(mine, plan.ranks[0])
+    assert metrics["train/loss"].result() == pytest.approx(2.0 * metrics["train/nll"].result())
+    mine.meta_info["loss_type"] = "thrice"
+    with pytest.raises(ValueError, match="unknown supervised loss 'thrice'"):
+        update(mine, plan.ranks[0])
 
 
 # ---------------------------------------------------------------------------------------------- reward models
@@ -181,6 +204,7 @@ def classifier_of(path: Path, head: float) -> ValueModel:
 @pytest.mark.parametrize("with_margin", [True, False])
 def test_the_reward_models_loss_is_that_of_bradley_and_terry_at_the_last_token(llama, with_margin):
     batch = pairs_of()
+    batch.meta_info["loss_type"] = "bradley_terry"
     if not with_margin:
         batch.pop(batch_keys=["margin"])
     model, scores = plain_scores(llama, batch, head=0.1)
@@ -205,12 +229,29 @@ def test_the_reward_models_loss_is_that_of_bradley_and_terry_at_the_last_token(l
 
 def test_a_fresh_head_starts_at_even_odds(llama):
     batch = pairs_of()
+    batch.meta_info["loss_type"] = "bradley_terry"
     batch.pop(batch_keys=["margin"])
     plan = deal(batch, 1, 1)
     model = ValueModel(model_config(llama), critic_config(), fsdp_config(), device=CPU, total_steps=10)
     metrics = update_reward_model(model.engine, batch.select_idxs(list(plan.rows[0])), plan.ranks[0])
     assert metrics["train/loss"].result() == pytest.approx(math.log(2))
     assert metrics["rewards/accuracies"].result() == 0.0  # a tie is not won
+
+
+def test_a_reward_models_loss_of_ones_own_is_told_by_name(llama, monkeypatch):
+    batch = pairs_of()
+    batch.pop(batch_keys=["margin"])
+    _, scores = plain_scores(llama, batch, head=0.1)
+    plan = deal(batch, 1, 2)
+    mine, engine = batch.select_idxs(list(plan.rows[0])), classifier_of(llama, 0.1).engine
+    monkeypatch.setitem(REWARD_MODEL_LOSSES, "hinge", lambda lead: torch.relu(0.5 - lead))
+    mine.meta_info["loss_type"] = "hinge"
+    by_hand = torch.relu(0.5 - (scores[0::2] - scores[1::2])).mean()
+    metrics = update_reward_model(engine, mine, plan.ranks[0])
+    assert metrics["train/loss"].result() == pytest.approx(float(by_hand.detach()), rel=1e-4)
+    mine.meta_info["loss_type"] = "squared"
+    with pytest.raises(ValueError, match="unknown reward model loss 'squared'"):
+        update_reward_model(engine, mine, plan.ranks[0])
 
 
 def test_an_exported_classifier_scores_the_same_in_transformers_and_as_a_frozen_reward_model(llama, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from hrl.algos.aggregation import Counts, aggregate
-from hrl.algos.value_loss import value_loss
+from hrl.algos.value_loss import VALUE_LOSSES, value_loss
 from hrl.workers.engine.packing import Rows
 from hrl.workers.value_model import ValueModel
 from tests.workers.engine.ranks import CPU, gradients, parameters
@@ -79,6 +79,21 @@ def test_gradients_equal_those_of_plain_forwards(classifier):
     got = gradients(critic_of(classifier, loss_agg_mode="seq-mean-token-sum"), batch, plan_rows(batch, 1, 2).ranks[0])
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(got[f"model.{name}"], parameter.grad, rtol=1e-4, atol=5e-6)
+
+
+@pytest.mark.parametrize(("cliprange", "named"), [(None, "squared"), (0.5, "squared"), (0.5, "absolute")])
+def test_the_loss_is_the_named_one_or_follows_the_clip_range(classifier, monkeypatch, cliprange, named):
+    monkeypatch.setitem(
+        VALUE_LOSSES, "absolute", lambda new, old, to, clip: ((new - to).abs(), (new - old).abs() > clip)
+    )
+    batch = make_batch()
+    if cliprange is not None:
+        batch.meta_info["value_loss"] = named
+    _, values, _ = plain_head_outputs(classifier, batch)
+    error = (values - batch.batch["returns"])[batch.batch["response_mask"].bool()]
+    by_hand = {"squared": 0.5 * error.square(), "absolute": error.abs()}[named].mean()
+    metrics = critic_of(classifier, cliprange_value=cliprange).update(batch, plan_rows(batch, 1, 2).ranks[0])
+    assert metrics["critic/vf_loss"].result() == pytest.approx(float(by_hand), rel=1e-4)
 
 
 def test_a_critic_from_a_causal_model_starts_at_zero_and_learns(tmp_path):

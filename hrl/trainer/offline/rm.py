@@ -7,6 +7,8 @@ arXiv:2307.09288, equation 2). What it saves as ``hf`` is what ``reward.reward_m
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from torch import Tensor
 
 from hrl.algos.preference import reward_model_loss
@@ -17,15 +19,21 @@ from hrl.trainer.ppo.roles import Role
 
 
 class RMTrainer(OfflineTrainer):
-    """Learns scores from pairs."""
+    """Learns scores from pairs.
+
+    Attributes:
+        loss_type: a key of ``hrl.algos.preference.REWARD_MODEL_LOSSES``; a subclass may name another.
+    """
 
     role = Role.RewardModel
+    loss_type: ClassVar[str] = "bradley_terry"
 
     def plan(self, batch: DataProto) -> BatchPlan:
         world_size = self.workers.model.world_size
         return self.planner.pairs(batch, world_size, self.limits, mini_batch_pairs=len(batch) // 2)
 
     def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
+        batch.meta_info["loss_type"] = self.loss_type
         return self.workers.model.update_reward_model(batch, plan)
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
@@ -34,7 +42,7 @@ class RMTrainer(OfflineTrainer):
         chosen, rejected = scores[0::2], scores[1::2]
         margin = batch.batch["margin"][0::2] if "margin" in batch.batch.keys() else None
         return {
-            "loss": reward_model_loss(chosen, rejected, margin)[0],
+            "loss": reward_model_loss(chosen, rejected, margin, name=self.loss_type)[0],
             "rewards_chosen": chosen,
             "rewards_rejected": rejected,
             "rewards_margins": chosen - rejected,

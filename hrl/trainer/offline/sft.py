@@ -7,6 +7,7 @@ The loss is the negative log-likelihood of the assistant's tokens, ``-log pi(y_t
 from __future__ import annotations
 
 import math
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,7 +17,13 @@ from hrl.trainer.offline.trainer import OfflineTrainer
 
 
 class SFTTrainer(OfflineTrainer):
-    """Learns from demonstrations."""
+    """Learns from demonstrations.
+
+    Attributes:
+        loss_type: a key of ``hrl.algos.preference.SFT_LOSSES``; a subclass may name another.
+    """
+
+    loss_type: ClassVar[str] = "nll"
 
     def plan(self, batch: DataProto) -> BatchPlan:
         return self.planner.update(
@@ -24,7 +31,11 @@ class SFTTrainer(OfflineTrainer):
         )
 
     def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
-        batch.meta_info["loss_agg_mode"] = self.config.algorithm.loss_agg_mode
+        batch.meta_info |= {
+            "loss_type": self.loss_type,
+            "loss_agg_mode": self.config.algorithm.loss_agg_mode,
+            "loss_scale_factor": self.config.data.max_length,  # as long as any answer may be, and the same in all steps
+        }
         return self.workers.model.update_supervised(batch, plan)
 
     def train_step(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:

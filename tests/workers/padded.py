@@ -1,0 +1,144 @@
+"""Losses of a whole mini-batch from one padded forward of a plain transformers model: nothing of hrl's engine is here.
+
+What an update must find in any packing and cut, the gradients of these numbers say.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from hrl.algos.aggregation import Counts, aggregate
+from hrl.algos.bypass import bypass_loss
+from hrl.algos.kl import kl_penalty
+from hrl.algos.policy_losses import PolicyLossInput, policy_loss
+from hrl.algos.preference import (
+    MEAN_LOG_PROB_LOSSES,
+    REFERENCE_FREE_LOSSES,
+    PairInput,
+    PairOptions,
+    preference_loss,
+    reward_model_loss,
+    sft_loss,
+)
+from hrl.algos.value_loss import value_loss
+from hrl.protocol import DataProto
+
+HEAD = 0.1
+"""Every weight of a scalar head: at zero, as it starts, a head passes no gradient to the backbone."""
+
+
+class Plain:
+    """A causal model and a classifier of one folder in float64, norms included, which transformers has in float32."""
+
+    def __init__(self, path: Path) -> None:
+        options: dict[str, Any] = {"dtype": torch.float64, "attn_implementation": "sdpa"}
+        self.actor = AutoModelForCausalLM.from_pretrained(path, **options)
+        self.critic = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1, **options)
+        nn.init.constant_(self.critic.score.weight, HEAD)
+        for module in (*self.actor.modules(), *self.critic.modules()):
+            if type(module).__name__.endswith("RMSNorm"):
+                shape, epsilon = module.weight.shape, module.variance_epsilon
+                module.forward = partial(rms_norm, normalized_shape=shape, weight=module.weight, eps=epsilon)
+
+    def statistics(self, batch: DataProto) -> tuple[Tensor, Tensor]:
+        """Log-probs of the responses' tokens and entropies ``(B, R)``."""
+        logits = self.actor(**_inputs(batch)).logits[:, batch.batch["prompts"].shape[1] - 1 : -1]
+        log_probs = (logits / batch.meta_info["temperature"]).log_softmax(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(-1, batch.batch["responses"].unsqueeze(-1))[..., 0], entropy
+
+    def values(self, batch: DataProto) -> Tensor:
+        """Of the states before each token of the responses ``(B, R)``."""
+        return self._head(batch)[:, batch.batch["prompts"].shape[1] - 1 : -1]
+
+    def scores(self, batch: DataProto) -> Tensor:
+        """At the last token of each row ``(B,)``."""
+        mask = batch.batch["attention_mask"]
+        last = (mask * torch.arange(mask.shape[1])).argmax(-1, keepdim=True)
+        return self._head(batch).gather(1, last)[:, 0]
+
+    def _head(self, batch: DataProto) -> Tensor:
+        return self.critic.score(self.critic.model(**_inputs(batch)).last_hidden_state)[..., 0]
+
+
+def _inputs(batch: DataProto) -> dict[str, Tensor]:
+    mask = batch.batch["attention_mask"]
+    length = mask.shape[1]
+    seen = torch.ones(length, length, dtype=torch.bool).tril() & mask.bool().unsqueeze(1)
+    seen |= torch.eye(length, dtype=torch.bool)  # padding sees itself: a softmax of nothing is NaN
+    return {
+        "input_ids": torch.cat([batch.batch["prompts"], batch.batch["responses"]], dim=1),
+        "attention_mask": torch.zeros(seen.shape, dtype=torch.float64).masked_fill(~seen, -torch.inf).unsqueeze(1),
+        "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+    }
+
+
+def gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """Of every parameter, under the names of an engine's."""
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, parameters)
+    return {f"model.{name}": gradient for name, gradient in zip(names, found, strict=True)}
+
+
+def _whole(loss_mat: Tensor, batch: DataProto, mode: str) -> Tensor:
+    mask = batch.batch["response_mask"]
+    return aggregate(loss_mat, mask, mode, Counts.of(mask), norm=mask.shape[1])
+
+
+def policy_gradients(plain: Plain, batch: DataProto, config: Any) -> dict[str, Tensor]:
+    """Of the configured policy loss, entropy and KL."""
+    log_prob, entropy = plain.statistics(batch)
+    columns = batch.batch
+    optional = {name: columns[name] for name in ("rollout_is_weights", "selected_tokens") if name in columns.keys()}
+    old = columns["old_log_probs" if "old_log_probs" in columns.keys() else "rollout_log_probs"]
+    inp = PolicyLossInput(log_prob, old, columns["advantages"], columns["response_mask"], **optional)
+    name, bypass = config.policy_loss.loss_mode, batch.meta_info.get("bypass")
+    if bypass is None:
+        output = policy_loss(name, inp, config)
+    else:
+        output, _, _ = bypass_loss(name, inp, config, bypass, columns["rollout_log_probs"])
+    loss = _whole(output.loss_mat - config.entropy_coeff * entropy, batch, config.loss_agg_mode)
+    if config.use_kl_loss:
+        divergence = kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
+        loss = loss + config.kl_loss_coef * _whole(divergence, batch, config.loss_agg_mode)
+    return gradients(plain.actor, loss)
+
+
+def value_gradients(plain: Plain, batch: DataProto, config: Any) -> dict[str, Tensor]:
+    """Of the named value loss."""
+    columns, name = batch.batch, batch.meta_info["value_loss"]
+    old, returns, mask = (columns[name] for name in ("values", "returns", "response_mask"))
+    loss_mat, _ = value_loss(plain.values(batch), old, returns, mask, config.cliprange_value, name=name)
+    return gradients(plain.critic, _whole(loss_mat, batch, config.loss_agg_mode))
+
+
+def preference_gradients(plain: Plain, batch: DataProto) -> dict[str, Tensor]:
+    """Of the named loss of pairs, rows 2i and 2i + 1 being the chosen and the rejected answer of pair i."""
+    settings = dict(batch.meta_info["preference"])
+    name, mask = settings.pop("loss_type"), batch.batch["response_mask"]
+    sums = (plain.statistics(batch)[0] * mask).sum(-1)
+    scale = mask.sum(-1).clamp(min=1) if name in MEAN_LOG_PROB_LOSSES else 1
+    ours, theirs = sums / scale, batch.batch["ref_sequence_log_prob"] / scale
+    reference = (None, None) if name in REFERENCE_FREE_LOSSES else (theirs[0::2], theirs[1::2])
+    losses, _ = preference_loss(name, PairInput(ours[0::2], ours[1::2], *reference), PairOptions(**settings))
+    return gradients(plain.actor, losses.mean())
+
+
+def supervised_gradients(plain: Plain, batch: DataProto) -> dict[str, Tensor]:
+    """Of the named loss of demonstrations."""
+    loss_mat = sft_loss(plain.statistics(batch)[0], batch.batch["response_mask"], name=batch.meta_info["loss_type"])
+    return gradients(plain.actor, _whole(loss_mat, batch, batch.meta_info["loss_agg_mode"]))
+
+
+def reward_model_gradients(plain: Plain, batch: DataProto) -> dict[str, Tensor]:
+    """Of the named loss of scores."""
+    scores, name = plain.scores(batch), batch.meta_info["loss_type"]
+    losses, _ = reward_model_loss(scores[0::2], scores[1::2], batch.batch["margin"][0::2], name=name)
+    return gradients(plain.critic, losses.mean())
