@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from math import ceil
 from typing import Any, ClassVar
 
 from hrl.algos.groups import filter_groups, group_codes
@@ -11,7 +12,11 @@ from hrl.trainer.ppo.reward_parts import reward_values
 
 
 class DynamicSamplingError(RuntimeError):
-    """Too few groups have a spread to fill a batch within the bound."""
+    """Too few groups have a spread to fill a batch within the bound.
+
+    A smaller batch is not trained on in its place: it would be another algorithm in the steps that are the hardest to
+    fill, a full step of the learning rate from a few groups.
+    """
 
 
 class GroupFilter:
@@ -23,7 +28,8 @@ class GroupFilter:
         step: for errors.
 
     Attributes:
-        rule: a key of ``hrl.algos.groups.GROUP_FILTERS``; a subclass may name another.
+        rule: a key of ``hrl.algos.groups.GROUP_FILTERS``; a subclass names another, and a subclass of the trainer that
+            subclass as its ``group_filter``.
     """
 
     rule: ClassVar[str] = "spread"
@@ -81,7 +87,15 @@ class GroupFilter:
         found = ", ".join(f"{count} groups with {value} everywhere" for value, count in self._dropped.most_common(4))
         return (
             f"step {self._step}: {bound} batches of prompts were sampled, and {self._num_kept} of the {self._wanted} "
-            f"groups that a batch needs differ in {metric!r} ({found}). Raise "
-            "algorithm.filter_groups.max_num_gen_batches, take prompts that are neither always nor never solved, "
-            "sample more per prompt (actor_rollout_ref.rollout.n), or set algorithm.filter_groups.enable=false"
+            f"groups that a batch needs differ in {metric!r} ({found}). {self._more_batches()}, take prompts that are "
+            "neither always nor never solved, sample more per prompt (actor_rollout_ref.rollout.n), or set "
+            "algorithm.filter_groups.enable=false, which trains on the groups that differ among those that do not. "
+            "The same command goes on from the last checkpoint, where trainer.save_freq has left one"
         )
+
+    def _more_batches(self) -> str:
+        key = "algorithm.filter_groups.max_num_gen_batches"
+        if not self._num_kept:
+            return f"With none found, more batches promise little: instead of raising {key}"
+        needed = ceil(self._wanted * self.num_batches / self._num_kept)
+        return f"At this rate it takes {needed} batches: raise {key} above that, lower data.train_batch_size"

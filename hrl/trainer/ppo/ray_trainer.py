@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hrl.algos.advantages import estimator_traits
 from hrl.algos.bypass import bypass_loss_name
@@ -83,7 +83,12 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         val_dataset: prompts to validate on, ``None`` for no validation.
         rewards: scores finished samples, see ``hrl.trainer.ppo.rewards``.
         reporter: timers, metrics, samples and pictures of the run.
+
+    Attributes:
+        group_filter: which groups ``algorithm.filter_groups`` keeps; a subclass may name another.
     """
+
+    group_filter: ClassVar[type[GroupFilter]] = GroupFilter
 
     def __init__(
         self,
@@ -222,7 +227,8 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         Raises:
             DynamicSamplingError: ``algorithm.filter_groups.max_num_gen_batches`` batches did not suffice.
         """
-        groups = GroupFilter(self.config.algorithm.filter_groups, self.config.data.train_batch_size, self.global_steps)
+        settings, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
+        groups = self.group_filter(settings, wanted, self.global_steps)
         groups.add(batch)
         while not groups.is_full:
             with self.phase("gen"):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from hrl.algos.groups import GROUP_FILTERS, group_sum
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.combine import CombinedScores
-from hrl.trainer.ppo.dynamic_sampling import DynamicSamplingError
+from hrl.trainer.ppo.dynamic_sampling import DynamicSamplingError, GroupFilter
 from hrl.trainer.ppo.reward_parts import RewardPartError
 from tests.trainer.ppo.driver import Driver, Rewards
 
@@ -95,6 +96,44 @@ def test_the_bound_stops_the_run_and_says_what_was_found(tmp_path: Path) -> None
     assert "of the 2 groups that a batch needs differ in 'reward'" in text
     assert "groups with 10 everywhere" in text and "max_num_gen_batches" in text
     assert len(driver.workers.sampled) == 3 and "update" not in driver.workers.done
+
+
+@pytest.mark.parametrize(
+    ("solvable", "found", "way_out"),
+    [
+        (1, "1 of the 2 groups that a batch needs differ in 'reward' (5 groups with 10 everywhere)",
+         "At this rate it takes 6 batches: raise algorithm.filter_groups.max_num_gen_batches above that, lower data."),
+        (0, "0 of the 2 groups that a batch needs differ in 'reward' (6 groups with 10 everywhere)",
+         "With none found, more batches promise little: instead of raising algorithm.filter_groups.max_num_gen_"),
+    ],
+)  # fmt: skip
+def test_the_way_out_depends_on_what_was_found(tmp_path: Path, solvable: int, found: str, way_out: str) -> None:
+    order = Driver(tmp_path / "order", prompts=9).trainer.train_dataset.order.epoch(0).tolist()
+    bound = "algorithm.filter_groups.max_num_gen_batches=3"
+    rewards = BySolvability(*order[:solvable])
+    with pytest.raises(DynamicSamplingError) as caught:
+        Driver(tmp_path / "run", *FILTER, bound, prompts=9, rewards=rewards, steps=1).fit()
+    text = str(caught.value)
+    assert found in text and way_out in text
+    assert "enable=false, which trains on the groups that differ among those that do not" in text
+
+
+def test_a_filter_from_outside_decides_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of which nothing is wrong, in the place of those whose samples differ."""
+    monkeypatch.setitem(GROUP_FILTERS, "solved", lambda scores, ids, _: group_sum((scores < 1).double(), ids) == 0)
+
+    class Solved(GroupFilter):
+        rule = "solved"
+
+    order = Driver(tmp_path / "order", prompts=8).trainer.train_dataset.order.epoch(0).tolist()
+    driver = Driver(tmp_path / "run", *FILTER, prompts=8, rewards=BySolvability(*order[:3]), steps=1)
+    monkeypatch.setattr(type(driver.trainer), "group_filter", Solved)
+    driver.fit()
+    assert driver.workers.learnt[0].non_tensor_batch["index"].tolist() == [order[3]] * 2 + [order[4]] * 2
+
+    monkeypatch.setattr(Solved, "rule", "slved")
+    with pytest.raises(ValueError, match=r"unknown group filter 'slved'; choose one of \['solved', 'spread'\]"):
+        Driver(tmp_path / "typo", *FILTER, rewards=BySolvability(), steps=1).fit()
 
 
 def test_a_resumed_run_goes_on_with_the_prompts_behind_those_of_the_refill(tmp_path: Path) -> None:
