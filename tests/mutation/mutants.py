@@ -29,7 +29,7 @@ class Mutant:
 
     Attributes:
         file: The file it is made in.
-        tests: The test files that must notice.
+        tests: The test files that must notice, or single tests as pytest names them.
         breaks: What is wrong then.
         old: What stands there.
         new: What the mistake makes of it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,7 +15,7 @@ from hrl.protocol import DataProto
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.generation import PolicyVersionError, check_policy_version, prompt_batch
 from hrl.trainer.ppo.planning import plan_generation
-from hrl.trainer.ppo.sampler_mismatch import sampler_drift
+from hrl.trainer.ppo.sampler_mismatch import correct_for_sampler, sampler_drift, with_sample_sizes
 
 
 def batch(**tensors: torch.Tensor) -> DataProto:
@@ -58,6 +59,17 @@ def test_grpo_advantages_by_uid_and_rows_without_advantage() -> None:
     assert rows_without_advantage(data).tolist() == [False, False, True, True]
 
 
+def test_gae_takes_its_values_gamma_and_lambda() -> None:
+    data = batch(
+        token_level_rewards=torch.tensor([[0.0, 1.0]]),
+        values=torch.tensor([[0.5, 0.2]]),
+        response_mask=torch.tensor([[1, 1]]),
+    )
+    data = compute_advantage(data, "gae", gamma=0.5, lam=0.8)
+    # backwards: 1 - 0.2 = 0.8, then 0.5 * 0.2 - 0.5 + 0.5 * 0.8 * 0.8 = -0.08; returns are these plus the values
+    torch.testing.assert_close(data.batch["returns"], torch.tensor([[0.42, 1.0]]))
+
+
 def test_an_advantage_outside_the_mask_moves_nothing() -> None:
     data = batch(advantages=torch.tensor([[0.0, 3.0], [1.0, 0.0]]), response_mask=torch.tensor([[1, 0], [1, 0]]))
     assert rows_without_advantage(data).tolist() == [True, False]
@@ -91,6 +103,38 @@ def test_sampler_drift_counts_trained_tokens_only() -> None:
     drift = reduce_metrics(sampler_drift(data))
     assert drift["rollout/logprob_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.0) / 3, abs=1e-6)
     assert drift["rollout/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
+    assert drift["rollout/logprob_diff_p99"] == pytest.approx(0.1 + 0.98 * 0.2, abs=1e-6)  # of 0, 0.1 and 0.3
+    assert drift["rollout_corr/kl"] == pytest.approx(-(0.1 + 0.3 + 0.0) / 3, abs=1e-6)  # sampler less trainer
+
+
+def test_a_token_that_the_trainer_finds_unlikely_is_rejected_and_its_score_moves() -> None:
+    data = batch(
+        old_log_probs=torch.tensor([[-1.0, -1.0, -4.0], [-1.0, -1.0, 0.0]]),
+        rollout_log_probs=torch.tensor([[-1.0, -2.0, -1.0], [-1.5, -1.0, 0.0]]),
+        token_level_scores=torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.5, 0.0]]),
+        response_mask=torch.tensor([[1, 1, 1], [1, 1, 0]]),
+    )
+    settings = SimpleNamespace(
+        rollout_is="token",
+        rollout_is_threshold=2.0,
+        rollout_is_batch_normalize=False,
+        rollout_rs="token_k1",
+        rollout_rs_threshold="0.1_9.0",
+    )
+    corrected, _ = correct_for_sampler(data, settings)
+    # ratios 1, e, e^-3 (below 0.1: rejected) and e^0.5, 1; weights are cut at 2
+    assert corrected.batch["response_mask"].tolist() == [[1, 1, 0], [1, 1, 0]]
+    assert corrected.batch["token_level_scores"].tolist() == [[0.0, 1.0, 0.0], [0.0, 0.5, 0.0]]
+    weights = corrected.batch["rollout_is_weights"]
+    torch.testing.assert_close(weights[:, :2], torch.tensor([[1.0, 2.0], [math.exp(0.5), 1.0]]))
+
+
+def test_effective_sample_sizes_are_squared_means_over_second_moments() -> None:
+    metrics = {"rollout_corr/ratio": 0.9, "rollout_corr/chi2_token": 0.35}
+    metrics |= {"rollout_corr/rollout_is_mean": 0.5, "rollout_corr/rollout_is_mean_square": 0.4}
+    with_sample_sizes(metrics)
+    assert metrics["rollout_corr/eff_sample_size"] == pytest.approx(0.9**2 / 1.35)
+    assert metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(0.5**2 / 0.4)
 
 
 def test_a_batch_of_another_policy_version_is_refused_naming_both() -> None:
