@@ -1,9 +1,9 @@
 """Does a test notice? Puts each mistake of ``mutants/`` into a copy of the package and runs the tests named for it.
 
-``python -m tests.mutation.run [words ...]`` (``make mutation``) prints a table and fails where less than 95 % of the
-mistakes are caught. Caught is a mistake with which a test fails. Tests that do not end in time, that are interrupted or
-that can not be collected say nothing about it; they are counted by themselves, and not as caught. Words choose mutants
-whose file or description contains one of them.
+``python -m tests.mutation.run [words ...]`` (``make mutation``) prints each verdict and fails where less than 95 % of
+the mistakes are caught. Caught is a mistake with which a test fails. Tests that do not end in time or can not be
+collected say nothing about it; they are counted by themselves, and not as caught. Words choose mutants whose file or
+description contains one of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ import pytest
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  (likewise)
 from rich.console import Console
-from rich.table import Table
 
 from tests.mutation.mutants import Mutant, all_mutants
 
@@ -103,8 +102,8 @@ def verdict(process: mp.Process, folder: Path) -> Verdict:
     return Verdict(CAUGHT, found[1].removeprefix("tests/"))
 
 
-def examine_all(mutants: list[Mutant], scratch: Path) -> list[Verdict]:
-    """The verdict on each, ``JOBS`` at a time."""
+def examine_all(mutants: list[Mutant], scratch: Path, console: Console) -> list[Verdict]:
+    """The verdict on each, ``JOBS`` at a time, printed as it falls."""
     verdicts = [Verdict(NO_VERDICT)] * len(mutants)
     waiting, running = list(enumerate(mutants)), {}
     while waiting or running:
@@ -115,7 +114,9 @@ def examine_all(mutants: list[Mutant], scratch: Path) -> list[Verdict]:
         wait([process.sentinel for process, _, _ in running.values()], timeout=1.0)
         for index, (process, folder, started) in list(running.items()):
             if not process.is_alive() or time.monotonic() - started > TIMEOUT_S:
-                verdicts[index] = verdict(process, folder)
+                found = verdicts[index] = verdict(process, folder)
+                mutant = f"{Path(mutants[index].file).stem}, {mutants[index].breaks}"
+                console.print(f"{mutant:<70} {found.kind:<9} {found.said}", markup=False, highlight=False)
                 shutil.rmtree(folder)
                 del running[index]
     return verdicts
@@ -144,12 +145,7 @@ def main(words: list[str]) -> int:
             console.print("no mutant chosen" if not mutants else "the tests fail without any mistake in the code")
             return 2
         started = time.monotonic()
-        verdicts = examine_all(mutants, scratch)
-    table = Table("file", "mistake", "caught by", box=None)
-    for mutant, found in zip(mutants, verdicts, strict=True):
-        by = found.said if found.kind == CAUGHT else f"{found.kind.upper()} {found.said}"
-        table.add_row(Path(mutant.file).stem, mutant.breaks, by)
-    console.print(table)
+        verdicts = examine_all(mutants, scratch, console)
     counts = Counter(found.kind for found in verdicts)
     share, seconds = counts[CAUGHT] / len(mutants), time.monotonic() - started
     others = ", ".join(f"{counts[kind]} {kind}" for kind in (SURVIVED, TIMEOUT, NO_VERDICT))
