@@ -160,6 +160,22 @@ def test_rows_of_a_group_that_lie_apart_come_together():
     assert [sorted(rows_run(plan, step)) for step in range(2)] == [[0, 2], [1, 3]]
 
 
+def test_rows_that_are_brought_together_bring_their_counts_and_whether_they_run():
+    plan = plan_update(
+        [1] * 4,
+        [8] * 4,
+        [1, 2, 4, 8],
+        world_size=1,
+        mini_batch_rows=2,
+        epochs=1,
+        max_tokens=99,
+        group_ids=["a", "b", "a", "b"],
+        skip=[False, True, False, False],
+    )
+    assert [step.num_tokens for step in plan.ranks[0].mini_batches] == [1 + 4, 2 + 8]
+    assert [sorted(rows_run(plan, step)) for step in range(2)] == [[0, 2], [3]]
+
+
 def test_a_mini_batch_of_which_every_row_is_left_out_stays_an_optimizer_step():
     plan = plan_update(
         [2] * 8,
