@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -29,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 CONTENTS = ("model", "optimizer", "extra")
 STATE_FILE = "state.json"
-FORMAT = 2
+FORMAT = 3
 
 
 def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> None:
@@ -40,7 +42,7 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
         module: the sharded module.
         optimizer: ``None`` for a model that isn't trained.
         contents: of ``model``, ``optimizer`` (moments and their step count), ``extra`` (position in the learning rate's
-            schedule, RNG); others are somebody else's.
+            schedule, the global generators of Python, numpy and torch); others are somebody else's.
     """
     tensors = _tensors(module, optimizer, contents)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,8 +78,13 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
     state = json.loads(path.read_text())
     wanted = [c for c in CONTENTS if c in contents and (c != "optimizer" or optimizer is not None)]
     lacking = [c for c in wanted if c not in state["contents"]]
-    if state["format"] != FORMAT or lacking:
-        raise ValueError(f"{folder} (format {state['format']}) holds {state['contents']}, but {wanted} was asked for")
+    if state["format"] != FORMAT:
+        raise ValueError(
+            f"{folder} has format {state['format']}, this version of hrl reads {FORMAT}: continue it with the version "
+            "that wrote it, or start anew from the model in its hf folder"
+        )
+    if lacking:
+        raise ValueError(f"{folder} holds {state['contents']}, but {wanted} was asked for")
     tensors = _tensors(module, optimizer, wanted)
     _compare(folder, {k: tuple(v) for k, v in state["tensors"].items()}, tensors, wanted)
     with torch.no_grad():
@@ -131,7 +138,12 @@ def _rng_file(folder: Path) -> Path:
 
 
 def _rng_state() -> dict[str, Tensor]:
-    state = {"torch": torch.get_rng_state()}
+    """Every global generator that ``seed_everything`` seeds; what a user's code draws from goes on too."""
+    state = {
+        "torch": torch.get_rng_state(),
+        "python": _json_tensor(random.getstate()),
+        "numpy": _json_tensor(np.random.get_state(legacy=False)),
+    }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
@@ -139,5 +151,18 @@ def _rng_state() -> dict[str, Tensor]:
 
 def _set_rng_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["torch"])
+    version, words, gauss = _from_json_tensor(state["python"])
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(_from_json_tensor(state["numpy"]))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _json_tensor(state: Any) -> Tensor:
+    """Numbers, exactly, in the one form that safetensors stores."""
+    text = json.dumps(state, default=lambda array: array.tolist())
+    return torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
+
+
+def _from_json_tensor(stored: Tensor) -> Any:
+    return json.loads(bytes(stored.tolist()))
