@@ -47,6 +47,8 @@ class Done:
 class InProcessGroup(WorkerGroup):
     """One rank, an object per role; made and called as a `RayWorkerGroup` is."""
 
+    node_ips = ("127.0.0.1",)
+
     def __init__(self, *, ray_cls_with_init: ColocatedClasses, call_timeout_s: float, **_: Any) -> None:
         super().__init__(1, ray_cls_with_init.methods(), call_timeout_s)
         self._classes = ray_cls_with_init
