@@ -17,6 +17,7 @@ from torch import Tensor
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.bypass import bypass_loss
 from hrl.algos.kl import check_kl_loss_type, kl_penalty
+from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput, policy_loss
 from hrl.algos.rollout_correction import mismatch
 from hrl.batching import MiniBatchPlan, RankPlan
@@ -206,7 +207,7 @@ class Policy(EngineModel):
         if config.entropy_coeff != 0:
             loss = loss - config.entropy_coeff * share(entropy)
         if config.use_kl_loss:
-            divergence = kl_penalty(log_prob, column("ref_log_prob"), config.kl_loss_type)
+            divergence = kl_penalty(log_prob, keep(column("ref_log_prob"), mask), config.kl_loss_type)
             meter.add("actor/kl_loss", (divergence * mask).sum(), mask.sum())
             loss = loss + config.kl_loss_coef * share(divergence)
         return loss

@@ -349,6 +349,17 @@ def test_a_mini_batch_of_which_no_row_runs_is_still_a_step(llama):
         torch.testing.assert_close(value, decayed[name], rtol=1e-12, atol=0)
 
 
+def test_what_stands_at_untrained_tokens_reaches_no_gradient(llama):
+    policy = policy_of(llama, use_kl_loss=True, entropy_coeff=0.1)
+    batch = make_batch()
+    clean = gradients(policy, batch, one_plan(batch, 2))
+    untrained = ~batch.batch["response_mask"].bool()
+    for name in ("advantages", "old_log_probs", "ref_log_prob"):
+        batch.batch[name] = batch.batch[name].masked_fill(untrained, float("nan"))
+    for name, gradient in gradients(policy, batch, one_plan(batch, 2)).items():
+        assert torch.equal(gradient, clean[name]), name
+
+
 def test_non_finite_steps_are_not_applied_and_stop_after_three(llama):
     policy, batch = policy_of(llama), make_batch()
     before = parameters(policy)
