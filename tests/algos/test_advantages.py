@@ -301,6 +301,13 @@ def test_passk_by_hand() -> None:
     assert got == pytest.approx([0.0, 1.5, 0.0, 0.0, 0.0, 0.0])
 
 
+def test_passk_of_bad_answers_knows_no_empty_one_that_is_better() -> None:
+    mask = torch.tensor([[1, 1], [1, 0], [0, 0]])
+    inp = AdvantageInput(place_scores(torch.tensor([-1.0, -3.0, 0.0]), mask), mask, group_ids=group_codes("aaa"))
+    advantages, _ = compute_advantages("grpo_passk", inp, AdvantageConfig(norm_adv_by_std_in_grpo=False))
+    assert advantages.tolist() == [[2.0, 2.0], [0.0, 0.0], [0.0, 0.0]]
+
+
 def test_gpg_scales_by_the_rows_that_teach() -> None:
     """Two of three groups have spread, so 6 / 4. verl scales by rows of nonzero score, here 6 / 4 too but by luck."""
     uids = ["a", "a", "b", "b", "c", "c"]
