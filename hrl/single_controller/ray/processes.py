@@ -22,7 +22,8 @@ from hrl.single_controller.ray.transport import Sender
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-_CLOSE_TIMEOUT_S = 40.0  # an engine has 30 s to leave (hrl.workers.rollout.host)
+_BUSY_GRACE_S = 10.0  # for what a process still does, such as loading a model, when it is to close
+_CLOSE_TIMEOUT_S = 40.0  # for closing; an engine alone has 30 s to leave (hrl.workers.rollout.host)
 _STUCK_GRACE_S = 10.0
 
 
@@ -129,9 +130,14 @@ class RankProcesses:
 
     def _close_workers(self) -> None:
         stuck = self._stuck_ranks(grace_s=1.0)  # their close would wait behind the call that they are stuck in
-        refs = {actor.close.remote(): rank for rank, actor in enumerate(self.actors) if rank not in stuck}
-        if not refs:
+        # A process does one thing after the other: one that does not say who it is would not close either.
+        asked = {actor.info.remote(): rank for rank, actor in enumerate(self.actors) if rank not in stuck}
+        if not asked:
             return
+        free, busy = ray.wait(list(asked), num_returns=len(asked), timeout=_BUSY_GRACE_S)
+        for ref in busy:
+            logger.warning("%s is busy for more than %g s and is killed", self.names[asked[ref]], _BUSY_GRACE_S)
+        refs = {self.actors[asked[ref]].close.remote(): asked[ref] for ref in free}
         closed, late = ray.wait(list(refs), num_returns=len(refs), timeout=_CLOSE_TIMEOUT_S)
         for ref in late:
             logger.warning("%s did not close within %g s and is killed", self.names[refs[ref]], _CLOSE_TIMEOUT_S)
