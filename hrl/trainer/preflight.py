@@ -68,8 +68,7 @@ def preflight(config: PPOTrainerConfig) -> Preflight:
     _check_reward_function(config.reward.custom_reward_function)
     model = config.actor_rollout_ref.model
     model_path = resolve_model(model.path)
-    named = resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else model_path
-    tokenizer = load_tokenizer(named, trust_remote_code=model.trust_remote_code)
+    tokenizer = tokenizer_of(model, model_path)
     ids = token_ids(tokenizer, model_path)
     _check_lengths(config, model_path)
 
@@ -98,6 +97,12 @@ def preflight(config: PPOTrainerConfig) -> Preflight:
         val_dataset=val,
         total_training_steps=total_steps(config, len(train)),
     )
+
+
+def tokenizer_of(model: Any, model_path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a ``model`` section, which may name another folder or hub id than the model's own."""
+    named = resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else model_path
+    return load_tokenizer(named, trust_remote_code=model.trust_remote_code)
 
 
 def check_trackers(names: list[str]) -> None:

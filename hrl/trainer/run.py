@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hrl.reward.function import RewardFunctionError
 from hrl.reward.loop import RewardError
-from hrl.trainer.cluster import available_cores, choose_device, scarcity
+from hrl.trainer.cluster import available_cores
 from hrl.trainer.config import resolve_placement
 from hrl.trainer.config.arithmetic import batch_arithmetic, placement_facts
 from hrl.trainer.config.rules import warnings
@@ -27,7 +27,7 @@ from hrl.trainer.ppo.worker_groups import worker_mapping
 from hrl.trainer.precision import with_dtypes
 from hrl.trainer.preflight import Preflight, preflight
 from hrl.trainer.reporting import RunReporter
-from hrl.trainer.session import EXPLAINED, display_of, run_guarded, run_session
+from hrl.trainer.session import EXPLAINED, device_of, display_of, run_guarded, run_session
 from hrl.workers.runtime import Runtime
 
 if TYPE_CHECKING:
@@ -72,16 +72,13 @@ def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
         warnings=warnings(config),
         tokenizer=ready.tokenizer,
         num_processes=sum(map(sum, resolve_placement(config).pools.values())),
-        data=ready.train_dataset.fingerprint,
+        train_dataset=ready.train_dataset,
     )
 
 
 def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], reporter: RunReporter) -> None:
     """Builds the trainer, fits it and ends its workers, on a running Ray."""
-    device = choose_device(config.trainer.device)
-    scarce = scarcity(config.trainer.device, device, reporter.num_devices)
-    if scarce is not None:
-        reporter.console.note(scarce)
+    device = device_of(config, reporter)
     config = with_dtypes(config, device)
     roles = config.actor_rollout_ref
     reporter.console.note(f"on {device}: trainer in {roles.actor.fsdp_config.dtype}, engine in {roles.rollout.dtype}")

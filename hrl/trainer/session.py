@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hrl
@@ -18,7 +18,7 @@ from hrl.data.errors import DatasetError
 from hrl.data.model_source import ModelSourceError
 from hrl.single_controller.base.errors import PlacementError, WorkerError
 from hrl.trainer.checkpoint import CheckpointError, CheckpointStore, check_data, load_state
-from hrl.trainer.cluster import run_cluster
+from hrl.trainer.cluster import choose_device, run_cluster, scarcity
 from hrl.trainer.config.names import JSON_CONSOLE
 from hrl.trainer.console import RunConsole
 from hrl.trainer.display import Display
@@ -101,7 +101,7 @@ def run_session(
     warnings: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     num_processes: int,
-    data: Mapping[str, Any],
+    train_dataset: Any,
     reporter_cls: type[RunReporter] = RunReporter,
 ) -> None:
     """Shows what will run, and trains in a locked run folder on a running Ray.
@@ -114,13 +114,13 @@ def run_session(
         warnings: shown below it.
         tokenizer: of the model that is trained.
         num_processes: worker processes of the run.
-        data: the fingerprint of the training data, see ``hrl.data.fingerprint``.
+        train_dataset: the rows to train on.
         reporter_cls: what of the run is reported.
     """
     display.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
     for warning in warnings:
         display.note(f"warning: {warning}")
-    folder = open_run_folder(config, display, data)
+    folder = open_run_folder(config, display, train_dataset)
     with (
         reporter_cls(config, folder, display, tokenizer, num_processes) as reporter,
         run_cluster(config.trainer.ray_kwargs, num_processes),
@@ -136,7 +136,16 @@ def display_of(config: Any, total_steps: int, phases: Sequence[str]) -> Display:
     return RunConsole(total_steps, phases=phases)
 
 
-def open_run_folder(config: Any, console: Display, data: Mapping[str, Any]) -> RunFolder:
+def device_of(config: Any, reporter: RunReporter) -> str:
+    """``cpu`` or ``cuda`` for a run on the running Ray; says so where GPUs are missed."""
+    device = choose_device(config.trainer.device)
+    scarce = scarcity(config.trainer.device, device, reporter.num_devices)
+    if scarce is not None:
+        reporter.console.note(scarce)
+    return device
+
+
+def open_run_folder(config: Any, console: Display, train_dataset: Any) -> RunFolder:
     """Locks the run folder and takes it back to where the run begins, before its log is opened for appending.
 
     Only a checkpoint that lies in the folder continues what the folder holds; one of another run starts a new log here.
@@ -144,7 +153,7 @@ def open_run_folder(config: Any, console: Display, data: Mapping[str, Any]) -> R
     Args:
         config: the validated configuration.
         console: is told what is ignored and what moves.
-        data: the fingerprint of the training data.
+        train_dataset: its ``fingerprint`` is read where a run continues; it costs a pass over all rows.
 
     Raises:
         CheckpointError: the checkpoint to resume from is missing or torn, or continues the run in other data; the
@@ -158,7 +167,7 @@ def open_run_folder(config: Any, console: Display, data: Mapping[str, Any]) -> R
     if checkpoint is not None:
         continues, state = store.holds(checkpoint), load_state(checkpoint, ("data",))
         if continues:
-            check_data(checkpoint, state["data"], data)
+            check_data(checkpoint, state["data"], train_dataset.fingerprint)
     folder = RunFolder(trainer.default_local_dir, resume=continues)
     for leftover in store.interrupted():
         console.note(f"ignoring {leftover}, left by an interrupted save")

@@ -131,6 +131,6 @@ def run_in_process(*overrides: str) -> None:
     config = compose_cli([*overrides, "trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"])
     ready = preflight(config)
     console = display_of(config, ready.total_training_steps, phases_of(config))
-    folder = open_run_folder(config, console, ready.train_dataset.fingerprint)
+    folder = open_run_folder(config, console, ready.train_dataset)
     with RunReporter(config, folder, console, ready.tokenizer, num_devices=1) as reporter:
         train(config, ready, in_this_process(trainer_class(config)), reporter)

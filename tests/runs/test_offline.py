@@ -65,7 +65,7 @@ def run(kind_name: str, model: Path, folder: Path, *overrides: str) -> list[dict
     ready = prepare(config, PARTS[kind_name])
     console = display_of(config, ready.total_training_steps, ["update"])
     with OfflineReporter(
-        config, open_run_folder(config, console, ready.train_dataset.fingerprint), console, ready.tokenizer, 1
+        config, open_run_folder(config, console, ready.train_dataset), console, ready.tokenizer, 1
     ) as reporter:
         train(config, ready, PARTS[kind_name], reporter)
     return read_jsonl(folder / "metrics.jsonl")

@@ -6,6 +6,7 @@ composed are found through the registry itself, which is then already imported.
 """
 
 import sys
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -72,39 +73,44 @@ def _declared(module: str, attribute: str) -> set[str]:
     return set(getattr(loaded, attribute, ())) if loaded is not None else set()
 
 
+def _known(built_in: Iterable[str], module: str, attribute: str) -> set[str]:
+    """The built-in names and those registered so far."""
+    return {*built_in, *_registry(module, attribute)}
+
+
 def known_estimators() -> set[str]:
     """Built-in advantage estimators and those registered so far."""
-    return set(ESTIMATORS) | set(_registry("hrl.algos.advantages", "ADVANTAGE_ESTIMATORS"))
+    return _known(ESTIMATORS, "hrl.algos.advantages", "ADVANTAGE_ESTIMATORS")
 
 
 def known_policy_losses() -> set[str]:
     """Built-in policy losses and those registered so far."""
-    return set(POLICY_LOSSES) | set(_registry("hrl.algos.policy_losses", "POLICY_LOSSES"))
+    return _known(POLICY_LOSSES, "hrl.algos.policy_losses", "POLICY_LOSSES")
 
 
 def known_kl_kinds() -> set[str]:
     """Built-in KL estimators and those registered so far, without `+`."""
-    return set(KL_KINDS) | set(_registry("hrl.algos.kl", "KL_ESTIMATORS"))
+    return _known(KL_KINDS, "hrl.algos.kl", "KL_ESTIMATORS")
 
 
 def known_reward_shapers() -> set[str]:
     """Built-in members of `reward.shaping` and those registered so far."""
-    return set(REWARD_SHAPERS) | set(_registry("hrl.algos.reward_shaping", "REWARD_SHAPERS"))
+    return _known(REWARD_SHAPERS, "hrl.algos.reward_shaping", "REWARD_SHAPERS")
 
 
 def known_pair_losses() -> set[str]:
     """Built-in losses of pairs and those registered so far."""
-    return set(PAIR_LOSSES) | set(_registry("hrl.algos.preference", "PAIR_LOSSES"))
+    return _known(PAIR_LOSSES, "hrl.algos.preference", "PAIR_LOSSES")
 
 
 def known_importance_levels() -> set[str]:
     """Built-in values of `rollout_is` and those registered so far."""
-    return set(IMPORTANCE_LEVELS) | set(_registry("hrl.algos.rollout_correction", "IMPORTANCE_LEVELS"))
+    return _known(IMPORTANCE_LEVELS, "hrl.algos.rollout_correction", "IMPORTANCE_LEVELS")
 
 
 def known_reweight_methods() -> set[str]:
     """Built-in methods of policy filtration and those registered so far."""
-    return set(REWEIGHT_METHODS) | set(_registry("hrl.algos.policy_filtration", "REWEIGHT_METHODS"))
+    return _known(REWEIGHT_METHODS, "hrl.algos.policy_filtration", "REWEIGHT_METHODS")
 
 
 def is_registered_aggregation(name: str) -> bool:

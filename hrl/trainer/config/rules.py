@@ -43,27 +43,28 @@ def not_registered(key: str, name: str, known: set[str] | frozenset[str]) -> Pro
 def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
     """What is chosen by a name exists."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    if algorithm.adv_estimator not in known_estimators():
-        yield not_registered(_ESTIMATOR, algorithm.adv_estimator, known_estimators())
-    if actor.policy_loss.loss_mode not in known_policy_losses():
-        yield not_registered(_LOSS, actor.policy_loss.loss_mode, known_policy_losses())
-    chosen = {
-        "algorithm.preference_loss": (algorithm.preference_loss, known_pair_losses()),
-        "algorithm.rollout_correction.rollout_is": (
+    chosen: list[tuple[str, str | None, set[str]]] = [
+        (_ESTIMATOR, algorithm.adv_estimator, known_estimators()),
+        (_LOSS, actor.policy_loss.loss_mode, known_policy_losses()),
+        ("algorithm.preference_loss", algorithm.preference_loss, known_pair_losses()),
+        (
+            "algorithm.rollout_correction.rollout_is",
             algorithm.rollout_correction.rollout_is,
             known_importance_levels(),
         ),
-        "algorithm.pf_ppo.reweight_method": (algorithm.pf_ppo.reweight_method, known_reweight_methods()),
-    }
-    for key, (name, known) in chosen.items():
+        ("algorithm.pf_ppo.reweight_method", algorithm.pf_ppo.reweight_method, known_reweight_methods()),
+        *((_SHAPING, name, known_reward_shapers()) for name in config.reward.shaping),
+    ]
+    for key, name, known in chosen:
         if name is not None and name not in known:
             yield not_registered(key, name, known)
     for key, kind in ((f"{_ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
         if kind.removesuffix("+") not in known_kl_kinds():
             yield not_registered(key, kind, known_kl_kinds())
-    for name in config.reward.shaping:
-        if name not in known_reward_shapers():
-            yield not_registered(_SHAPING, name, known_reward_shapers())
+
+
+def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Other members of `reward.shaping` have none."""
     if "clip" in config.reward.shaping and config.reward.shaping["clip"] is None:
         yield Problem(_SHAPING, "clips to no limit.", "Give one, e.g. {clip: 5}.")
 
@@ -316,6 +317,7 @@ def checkpoints_can_be_resumed(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 RULES: tuple[Rule, ...] = (
     names_are_registered,
+    clipped_rewards_have_a_limit,
     trackers_are_known,
     one_console_writes,
     mini_batches_divide_the_batch,

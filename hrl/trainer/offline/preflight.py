@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from hrl.data.chat_template import check_chat_template
 from hrl.data.model_source import resolve_model
-from hrl.data.tokenizer import TokenIds, load_tokenizer, resolve_tokenizer, token_ids
+from hrl.data.tokenizer import TokenIds, token_ids
 from hrl.trainer.config.arithmetic import total_steps
 from hrl.trainer.config.offline.schema import OfflineConfig
-from hrl.trainer.preflight import PreflightError, check_trackers, model_config
+from hrl.trainer.preflight import PreflightError, check_trackers, model_config, tokenizer_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,8 +54,7 @@ def offline_preflight(config: OfflineConfig, dataset_cls: type[OfflineDataset[An
     check_trackers(config.trainer.logger)
     model, data = config.model, config.data
     path = resolve_model(model.path)
-    named = resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else path
-    tokenizer = load_tokenizer(named, trust_remote_code=model.trust_remote_code)
+    tokenizer = tokenizer_of(model, path)
     ids = token_ids(tokenizer, path)
     limit = (model_config(path) | model.override_config).get("max_position_embeddings")
     if limit is not None and data.max_length > limit:

@@ -11,7 +11,7 @@ from hrl.data.offline.dataset import OfflineDataset
 from hrl.data.offline.demonstrations import DemonstrationDataset
 from hrl.data.offline.pairs import PairDataset
 from hrl.single_controller.ray import RayClassWithInitArgs
-from hrl.trainer.cluster import available_cores, choose_device, scarcity
+from hrl.trainer.cluster import available_cores
 from hrl.trainer.config.kinds import RunKind
 from hrl.trainer.config.offline.schema import OfflineConfig
 from hrl.trainer.config.offline.words import batch_arithmetic
@@ -24,7 +24,7 @@ from hrl.trainer.offline.trainer import OfflineTrainer
 from hrl.trainer.offline.workers import OfflineWorkers, policy_worker, reward_model_worker
 from hrl.trainer.precision import with_dtypes
 from hrl.trainer.reporting import RunReporter
-from hrl.trainer.session import display_of, run_guarded, run_session
+from hrl.trainer.session import device_of, display_of, run_guarded, run_session
 from hrl.workers.runtime import Runtime
 
 
@@ -80,7 +80,7 @@ def _run(kind: RunKind[Any], config: OfflineConfig, parts: Parts) -> None:
         warnings=kind.words.warnings(config),
         tokenizer=ready.tokenizer,
         num_processes=config.num_processes,
-        data=ready.train_dataset.fingerprint,
+        train_dataset=ready.train_dataset,
         reporter_cls=OfflineReporter,
     )
 
@@ -95,10 +95,7 @@ def prepare(config: OfflineConfig, parts: Parts) -> OfflinePreflight:
 
 def train(config: OfflineConfig, ready: OfflinePreflight, parts: Parts, reporter: RunReporter) -> None:
     """Builds the trainer, fits it and ends its workers, on a running Ray."""
-    device = choose_device(config.trainer.device)
-    scarce = scarcity(config.trainer.device, device, reporter.num_devices)
-    if scarce is not None:
-        reporter.console.note(scarce)
+    device = device_of(config, reporter)
     config = with_dtypes(config, device)
     reporter.console.note(f"on {device}: trainer in {config.model.fsdp_config.dtype}")
     for name, dataset in (("training", ready.train_dataset), ("validation", ready.val_dataset)):
