@@ -1,7 +1,8 @@
-"""Prompts as the model sees them, and a check at start that the chat template is fit for training.
+"""Prompts as the model sees them, and what a look at the chat template at start says about it.
 
-A template that quietly breaks one of these rules costs a run: the model is then trained on contexts that it never
-samples from, or can't learn to stop.
+Sampling needs nothing but a prompt that the template renders. Training on answers that were not sampled (SFT, DPO) asks
+for more: a template that breaks one of the rules of `inspect_chat_template` would train the model on contexts that it
+never samples from, or would not teach it to stop.
 """
 
 from __future__ import annotations
@@ -10,33 +11,68 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import TemplateError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+#: Role, content and whatever else the template reads of a message, such as ``tool_calls``.
+Message = Mapping[str, Any]
 
 #: An answer that no template has a reason to treat in another way than the next one.
 PROBE_ANSWER = "Forty-two."
 _SHOWN_TOKENS = 12
+_SHOWN_CHARACTERS = 400
 
 
 class ChatTemplateError(ValueError):
-    """The chat template can't be used for training; the message shows the difference."""
+    """A chat can't be rendered, or its answers can't be trained on; the message shows the difference."""
 
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """One prompt and a made-up answer as tokens, for the banner.
+    """One prompt of the data set with a made-up answer.
 
     Attributes:
-        tokens: prompt, answer and end token, one string per token.
+        prompt: its text as it is sent to the model.
+        tokens: prompt, answer and end token, one string per token; without the answer where there is a fault.
         trained: per token whether it stands where the policy samples.
+        has_template: false for a base model, whose prompts are sent as raw text.
+        faults: why answers that were not sampled can't be trained on, a sentence each.
     """
 
+    prompt: str
     tokens: tuple[str, ...]
     trained: tuple[bool, ...]
+    has_template: bool
+    faults: tuple[str, ...] = ()
+
+    @property
+    def shown_prompt(self) -> str:
+        """The prompt on one line, its middle cut out if it is long."""
+        text = self.prompt
+        if len(text) > _SHOWN_CHARACTERS:
+            half = _SHOWN_CHARACTERS // 2
+            text = f"{text[:half]} … {text[-half:]}"
+        return repr(text)
+
+    def warnings_for_sampling(self) -> list[str]:
+        """What somebody who samples from these prompts should know."""
+        if not self.has_template:
+            return [
+                "the tokenizer has no chat template: prompts are sent as raw text, which the model continues. If it is "
+                "an instruct model, set the tokenizer's folder (tokenizer_path) to one that has its template"
+            ]
+        return [f"{fault}. Sampled answers do not need this; SFT and DPO would refuse it" for fault in self.faults]
+
+
+def with_tools(template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
+    """Arguments of the template for a row: those of the configuration, and the tools that the row brings."""
+    return {**template_kwargs, **({"tools": tools} if tools else {})}
 
 
 def render_prompt(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_kwargs: Mapping[str, Any]
 ) -> str:
     """The text of a prompt, ready for the assistant's answer.
 
@@ -47,7 +83,7 @@ def render_prompt(
         jinja2.TemplateError: the template refuses the chat.
     """
     if tokenizer.chat_template is None:
-        if len(messages) == 1:
+        if len(messages) == 1 and isinstance(messages[0]["content"], str):
             return messages[0]["content"]
         raise ChatTemplateError(
             "the prompt is a chat of several messages, but the tokenizer has no chat template: "
@@ -57,7 +93,7 @@ def render_prompt(
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_kwargs: Mapping[str, Any]
 ) -> str:
     """The text of a chat as it stands, with nothing added for an answer to come.
 
@@ -74,51 +110,95 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     return tokenizer(list(texts), add_special_tokens=tokenizer.chat_template is None)["input_ids"]
 
 
-def check_chat_template(
+def inspect_chat_template(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Message],
     stop_ids: Sequence[int],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TemplateReport:
-    """Checks the template on one prompt of the data set.
+    """Renders one prompt of the data set, and looks for what would keep its answers from being trained on.
 
-    1. The generation prompt only adds to the chat (the answer starts where the chat ends).
+    1. The prompt opens the answer: nothing but space stands between the two.
     2. Prompt tokens are a prefix of the tokens of the same chat with the answer in it.
-    3. The template closes the answer with one of the stop ids, so that the end that is trained is the one sampled.
+    3. The template writes the answer as it is.
+    4. It closes the answer with one of the stop ids, so that the end that is trained is the one sampled.
+    5. Tools that a row brings reach the prompt.
+
+    Args:
+        tokenizer: of the policy.
+        messages: the prompt.
+        stop_ids: tokens at which sampling stops.
+        template_kwargs: of ``data.apply_chat_template_kwargs``, and the row's ``tools``.
 
     Raises:
-        ChatTemplateError: naming the rule, with both sides of the difference.
+        ChatTemplateError, jinja2.TemplateError: the prompt itself can't be rendered.
     """
     kwargs = dict(template_kwargs or {})
     prompt = render_prompt(tokenizer, messages, kwargs)
     prompt_ids = encode_texts(tokenizer, [prompt])[0]
     if tokenizer.chat_template is None:
-        return _report(tokenizer, prompt_ids, [])
-    chat = render_chat(tokenizer, messages, kwargs)
-    if not prompt.startswith(chat) or prompt == chat:
-        raise ChatTemplateError(
-            "the chat template's generation prompt does not extend the chat: with add_generation_prompt the text ends "
-            f"{prompt[-60:]!r}, without it {chat[-60:]!r}"
-        )
-    answered = [*messages, {"role": "assistant", "content": PROBE_ANSWER}]
-    full_ids = encode_texts(tokenizer, [render_chat(tokenizer, answered, kwargs)])[0]
-    if full_ids[: len(prompt_ids)] != prompt_ids:
+        return _report(tokenizer, prompt, prompt_ids, [])
+    faults = []
+    if kwargs.get("tools") and render_prompt(tokenizer, messages, {**kwargs, "tools": None}) == prompt:
+        faults.append("the rows bring tools, but the chat template does not show them to the model")
+    try:
+        answer_ids = _answer_ids(tokenizer, messages, prompt, prompt_ids, stop_ids, kwargs)
+    except (ChatTemplateError, TemplateError) as error:
+        faults.append(str(error))
+        answer_ids = []
+    return _report(tokenizer, prompt, prompt_ids, answer_ids, faults)
+
+
+def check_chat_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    stop_ids: Sequence[int],
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> TemplateReport:
+    """As ``inspect_chat_template``, for those who train on answers that were not sampled: a fault is an error.
+
+    Raises:
+        ChatTemplateError: naming the rule, with both sides of the difference.
+    """
+    report = inspect_chat_template(tokenizer, messages, stop_ids, template_kwargs)
+    if report.faults:
+        raise ChatTemplateError("; ".join(report.faults))
+    return report
+
+
+def _answer_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    prompt: str,
+    prompt_ids: Sequence[int],
+    stop_ids: Sequence[int],
+    kwargs: Mapping[str, Any],
+) -> list[int]:
+    """Tokens of a made-up answer up to the one that ends it; see the rules of ``inspect_chat_template``."""
+    full = render_chat(tokenizer, [*messages, {"role": "assistant", "content": PROBE_ANSWER}], kwargs)
+    full_ids = encode_texts(tokenizer, [full])[0]
+    if full_ids[: len(prompt_ids)] != list(prompt_ids):
         raise ChatTemplateError(_prefix_difference(tokenizer, prompt_ids, full_ids))
+    opening = full[len(prompt) :].partition(PROBE_ANSWER)[0]
     answer_ids = full_ids[len(prompt_ids) :]
     closing = _closing_ids(tokenizer, answer_ids)
+    if opening.strip():
+        raise ChatTemplateError(
+            f"the chat template's generation prompt does not open the answer: the prompt ends {prompt[-60:]!r}, and "
+            f"an answer then begins with {opening!r}"
+        )
     if stop_ids and (not closing or closing[0] not in stop_ids):
         raise ChatTemplateError(
             f"the chat template closes an answer with {_show(tokenizer, closing) or 'nothing'}, but generation stops "
             f"at {_show(tokenizer, stop_ids)}: set the tokenizer's eos_token or generation_config's eos_token_id to "
             "the token that closes an answer"
         )
-    end = len(answer_ids) - len(closing) + min(len(closing), 1)
-    return _report(tokenizer, prompt_ids, answer_ids[:end])
+    return answer_ids[: len(answer_ids) - len(closing) + min(len(closing), 1)]
 
 
 def _render(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Message],
     kwargs: Mapping[str, Any],
     *,
     add_generation_prompt: bool,
@@ -157,7 +237,17 @@ def _show(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return " ".join(f"{tokenizer.decode([i])!r}({i})" for i in ids[:_SHOWN_TOKENS])
 
 
-def _report(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> TemplateReport:
-    ids = [*prompt_ids, *answer_ids]
-    trained = [False] * len(prompt_ids) + [True] * len(answer_ids)
-    return TemplateReport(tuple(tokenizer.decode([i]) for i in ids), tuple(trained))
+def _report(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    prompt_ids: Sequence[int],
+    answer_ids: Sequence[int],
+    faults: Sequence[str] = (),
+) -> TemplateReport:
+    return TemplateReport(
+        prompt=prompt,
+        tokens=tuple(tokenizer.decode([i]) for i in (*prompt_ids, *answer_ids)),
+        trained=(False,) * len(prompt_ids) + (True,) * len(answer_ids),
+        has_template=tokenizer.chat_template is not None,
+        faults=tuple(faults),
+    )

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from jinja2 import TemplateError
 
-from hrl.data.chat_template import ChatTemplateError, encode_texts, render_prompt
+from hrl.data.chat_template import ChatTemplateError, encode_texts, render_prompt, with_tools
 from hrl.data.collate import collate_fn
 from hrl.data.errors import DatasetError
 from hrl.data.fingerprint import fingerprint
@@ -99,8 +99,8 @@ class RLHFDataset:
     def __getitem__(self, index: int) -> dict[str, Any]:
         """One prompt: `input_ids`, `attention_mask`, `position_ids`, int64 (P,), left-padded; and what belongs to it.
 
-        `raw_prompt` is the chat, `raw_prompt_ids` its tokens without padding, `index` the row's number in this data
-        set.
+        `raw_prompt` is the chat, `raw_prompt_ids` its tokens without padding, `tools` the functions it offers (or
+        None), `index` the row's number in this data set.
         """
         row, ids = self._rows[index], self._prompt_ids[index]
         padded = self._left_padded([index])
@@ -109,6 +109,7 @@ class RLHFDataset:
             "attention_mask": padded["attention_mask"][0],
             "position_ids": padded["position_ids"][0],
             "raw_prompt_ids": ids.tolist(),
+            "tools": row.tools,
             **_belongings(row, index % len(self._rows)),
         }
 
@@ -148,7 +149,7 @@ class RLHFDataset:
         rendered = []
         for row in block:
             try:
-                rendered.append((row, render_prompt(tokenizer, row.messages, kwargs)))
+                rendered.append((row, render_prompt(tokenizer, row.messages, with_tools(kwargs, row.tools))))
             except (TemplateError, ChatTemplateError) as error:
                 intake.bad.append(BadRow(row.origin, f"can't be rendered: {error}"))
         encoded = encode_texts(tokenizer, [text for _, text in rendered])

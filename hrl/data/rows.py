@@ -1,7 +1,8 @@
 """Rows of a data set, from wherever they come, checked one by one.
 
 A row is a dict with verl's keys: `data_source` (str), `prompt` (a chat, or a string), `reward_model`
-(`{"style": …, "ground_truth": …}`) and `extra_info` (a dict). Reading executes nothing: Parquet and JSON only.
+(`{"style": …, "ground_truth": …}`) and `extra_info` (a dict); and, for a chat template that shows them, `tools` (JSON
+schemas of functions). Reading executes nothing: Parquet and JSON only.
 """
 
 from __future__ import annotations
@@ -32,18 +33,21 @@ class Row:
     """One checked row.
 
     Attributes:
-        messages: the prompt as a chat; a string prompt is one message of the user.
+        messages: the prompt as a chat; a string prompt is one message of the user. Each has a role, a content, and
+            whatever else of it the chat template may read, such as `tool_calls`.
         data_source: names the scorer and groups validation metrics.
         reward_model: `ground_truth` and whatever else the reward function wants; empty if the row has none.
         extra_info: free for the reward function.
         origin: file and row, for messages.
+        tools: schemas of the functions that the prompt offers; None for none.
     """
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     data_source: str
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]
     origin: str
+    tools: list[dict[str, Any]] | None = None
 
 
 @dataclass(frozen=True)
@@ -85,11 +89,19 @@ def check_row(raw: object, keys: RowKeys, origin: str) -> Row | BadRow:
         if not isinstance(value, Mapping):
             return BadRow(origin, f"{key!r} is {show_value(value)}, expected an object (leave the key out for none)")
         plain[key] = dict(value)
-    return Row(messages, data_source, plain["reward_model"], plain["extra_info"], origin)
+    tools = as_tools(raw.get("tools"))
+    if isinstance(tools, str):
+        return BadRow(origin, tools)
+    return Row(messages, data_source, plain["reward_model"], plain["extra_info"], origin, tools)
 
 
-def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, str]] | str:
-    """A chat, or a sentence about what is wrong with it; a string is one message of ``role``."""
+def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, Any]] | str:
+    """A chat, or a sentence about what is wrong with it; a string is one message of ``role``.
+
+    Messages keep every field, since only the chat template knows which of them it shows. A content is text, a list of
+    parts of text, or null where the message says something else (an assistant's `tool_calls`). Other fields that are
+    null are left out: Parquet gives every message every field, and templates ask whether a field is there.
+    """
     if isinstance(prompt, str):
         return [{"role": role, "content": prompt}] if prompt else f"{key!r} is an empty string"
     if not isinstance(prompt, Sequence) or not prompt:
@@ -98,13 +110,51 @@ def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, 
     for position, message in enumerate(prompt):
         if not isinstance(message, Mapping):
             return f"message {position} of {key!r} is {show_value(message)}, expected an object with role and content"
-        for part in ("role", "content"):
-            if not isinstance(message.get(part), str):
-                return (
-                    f"{part!r} of message {position} of {key!r} is {show_value(message.get(part))}, expected a string"
-                )
-        messages.append({name: value for name, value in message.items() if isinstance(value, str)})
+        if not isinstance(message.get("role"), str):
+            return f"'role' of message {position} of {key!r} is {show_value(message.get('role'))}, expected a string"
+        fields = {name: value for name, value in message.items() if value is not None and name != "content"}
+        content = message.get("content")
+        wrong = _wrong_content(content, says_more=len(fields) > 1)
+        if wrong is not None:
+            return f"'content' of message {position} of {key!r} is {show_value(content)}, {wrong}"
+        messages.append({"role": fields.pop("role"), "content": content, **fields})
     return messages
+
+
+def _wrong_content(content: object, *, says_more: bool) -> str | None:
+    """What a message's content should have been; None if it is right."""
+    if isinstance(content, str) or (content is None and says_more):
+        return None
+    if not isinstance(content, Sequence) or not content:
+        return "expected a string, a list of text parts, or null beside fields such as tool_calls"
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            return 'expected parts {"type": "text", "text": …}: hrl trains on text'
+    return None
+
+
+def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
+    """Schemas of functions, given as a list or as a list in JSON; or a sentence about what is wrong with them."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            return f"'tools' is a string, but not JSON ({error.msg} at column {error.colno})"
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        return f"'tools' is {show_value(tools)}, expected a list of JSON schemas"
+    return [dict(tool) for tool in tools]
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """What a message says, for people: its text, its text parts joined, or its other fields as JSON."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    if content is not None:
+        return "".join(part["text"] for part in content)
+    return json.dumps({name: value for name, value in message.items() if name not in ("role", "content")}, default=str)
 
 
 def show_value(value: object) -> str:
@@ -181,6 +231,16 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
                 origin = f"{path} row {number}"
                 number += 1
                 try:
-                    yield origin, batch.slice(offset, 1).to_pylist()[0]
+                    row = batch.slice(offset, 1).to_pylist()[0]
+                    yield origin, {name: _without_missing(v) if isinstance(v, list) else v for name, v in row.items()}
                 except UnicodeDecodeError as error:
                     yield origin, BadRow(origin, f"holds text that is not UTF-8 ({error.reason})")
+
+
+def _without_missing(value: Any) -> Any:
+    """What was written: Parquet gives every struct in a list the fields of all of them, null where one has none."""
+    if isinstance(value, list):
+        return [_without_missing(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_missing(item) for name, item in value.items() if item is not None}
+    return value

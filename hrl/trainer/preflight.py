@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hrl.data.chat_template import check_chat_template
+from hrl.data.chat_template import TemplateReport, inspect_chat_template, with_tools
 from hrl.data.custom import dataset_class
 from hrl.data.model_source import resolve_model
 from hrl.data.tokenizer import TokenIds, load_tokenizer, resolve_tokenizer, token_ids
@@ -43,6 +43,7 @@ class Preflight:
         reward_model_path: of the reward model; ``None`` without one.
         tokenizer: the policy's.
         ids: padding and stop tokens.
+        template: the first prompt as it is sent, and what the chat template can't do.
         train_dataset: prompts to train on.
         val_dataset: prompts to validate on, ``None`` where none are configured.
         total_training_steps: from ``trainer.total_training_steps``, or the epochs and the size of the data.
@@ -53,6 +54,7 @@ class Preflight:
     reward_model_path: Path | None
     tokenizer: PreTrainedTokenizerBase
     ids: TokenIds
+    template: TemplateReport
     train_dataset: RLHFDataset
     val_dataset: RLHFDataset | None
     total_training_steps: int
@@ -76,7 +78,9 @@ def preflight(config: PPOTrainerConfig) -> Preflight:
     train = dataset_cls(data.train_files, tokenizer, data, data.train_max_samples)
     train.require_rows(data.train_batch_size, "one batch (data.train_batch_size)")
     val = dataset_cls(data.val_files, tokenizer, data, data.val_max_samples) if data.val_files else None
-    check_chat_template(tokenizer, train[0]["raw_prompt"], ids.stop, data.apply_chat_template_kwargs)
+    first = train[0]
+    kwargs = with_tools(data.apply_chat_template_kwargs, first.get("tools"))  # not every custom data set has tools
+    template = inspect_chat_template(tokenizer, first["raw_prompt"], ids.stop, kwargs)
 
     critic_path = resolve_model(config.critic.model.path) if config.needs_critic else None
     # A critic in the policy's own folder reads what the policy reads, whichever tokenizer that is.
@@ -93,6 +97,7 @@ def preflight(config: PPOTrainerConfig) -> Preflight:
         reward_model_path=reward_model_path,
         tokenizer=tokenizer,
         ids=ids,
+        template=template,
         train_dataset=train,
         val_dataset=val,
         total_training_steps=total_steps(config, len(train)),

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from hrl.data.rows import text_of
 from hrl.trainer.ppo.lengths import lengths_of
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ def rollout_records(
     for row in range(len(batch)):
         record: dict[str, Any] = {"prompt": prompts[row]}
         if "raw_prompt" in batch.non_tensor_batch:
-            record["question"] = batch.non_tensor_batch["raw_prompt"][row][-1]["content"]
+            record["question"] = text_of(batch.non_tensor_batch["raw_prompt"][row][-1])
         record["response"] = responses[row]
         record |= {name: values[row] for name, values in numbers.items()}
         if reward_parts is not None:

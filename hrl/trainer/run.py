@@ -13,7 +13,7 @@ from hrl.reward.function import RewardFunctionError
 from hrl.reward.loop import RewardError
 from hrl.trainer.cluster import available_cores
 from hrl.trainer.config import resolve_placement
-from hrl.trainer.config.arithmetic import batch_arithmetic, placement_facts
+from hrl.trainer.config.arithmetic import Fact, batch_arithmetic, placement_facts
 from hrl.trainer.config.rules import warnings
 from hrl.trainer.phases import PHASES
 from hrl.trainer.ppo.dynamic_sampling import DynamicSamplingError
@@ -68,8 +68,12 @@ def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
         config,
         partial(train, config, ready, trainer_cls),
         display=display_of(config, ready.total_training_steps, phases_of(config)),
-        facts=[*batch_arithmetic(config, train_rows=len(ready.train_dataset)), *placement_facts(config)],
-        warnings=warnings(config),
+        facts=[
+            *batch_arithmetic(config, train_rows=len(ready.train_dataset)),
+            *placement_facts(config),
+            Fact("first prompt", ready.template.shown_prompt),
+        ],
+        warnings=[*warnings(config), *ready.template.warnings_for_sampling()],
         tokenizer=ready.tokenizer,
         num_processes=sum(map(sum, resolve_placement(config).pools.values())),
         train_dataset=ready.train_dataset,

@@ -1,4 +1,5 @@
 import json
+import re
 
 import numpy as np
 import pyarrow as pa
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from hrl.data.dataset import DatasetError, RLHFDataset
+from hrl.data.rows import text_of
 
 OVERHEAD = len("<") + len("user\n") + len("<") + len("\n") + len("<") + len("assistant\n")  # template tokens per prompt
 
@@ -171,3 +173,62 @@ def test_padding_is_known_from_lengths_even_when_pad_is_the_end_token(tokenizer_
     item = RLHFDataset([make_row("x")], shared, config)[0]
     assert int(item["attention_mask"].sum()) == OVERHEAD + 1
     assert np.count_nonzero(item["input_ids"].numpy() == shared.eos_token_id) > 40 - OVERHEAD - 1
+
+
+CALLING = (
+    "{% if tools %}{{ tools[0]['name'] }};{% endif %}{% for m in messages %}<|start|>{{ m['role'] }}:"
+    "{{ m['content'] if m['content'] is not none }}"
+    "{% if m['tool_calls'] is defined %}{{ m['tool_calls'][0]['arguments'] | tojson }}{% endif %}"
+    "{% if m['name'] is defined %}({{ m['name'] }}){% endif %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant:{% endif %}"
+)
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"arguments": {"city": "Bern"}}]}
+RESULT = {"role": "tool", "content": "rain", "name": "weather"}
+
+
+@pytest.mark.parametrize("kind", ["list", "jsonl", "parquet"])
+def test_tools_and_every_field_of_a_message_reach_the_template(tmp_path, tokenizer_with, config, make_row, kind):
+    config.max_prompt_length = 200
+    row = make_row([{"role": "user", "content": "Weather?"}, CALL, RESULT], tools=[{"name": "weather"}])
+    path = str(tmp_path / f"rows.{kind}")
+    if kind == "parquet":  # every message then has every field, null where it has none
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    elif kind == "jsonl":
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    dataset = RLHFDataset([row] if kind == "list" else path, tokenizer_with(CALLING), config)
+    assert dataset.batch([0]).non_tensor_batch["raw_prompt"][0][1] == CALL
+    assert tokenizer_with(CALLING).decode(dataset[0]["raw_prompt_ids"]) == (
+        "weather;<|start|>user:Weather?<|end|>"
+        '<|start|>assistant:{"city": "Bern"}<|end|><|start|>tool:rain(weather)<|end|><|start|>assistant:'
+    )
+
+
+def test_tools_may_be_json_and_arguments_keep_their_nulls(tmp_path, tokenizer_with, config, make_row):
+    config.max_prompt_length = 200
+    call = {"role": "assistant", "content": None, "tool_calls": [{"arguments": {"unit": None}}]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(make_row([call], tools='[{"name": "weather"}]')) + "\n")
+    dataset = RLHFDataset(str(tmp_path / "rows.jsonl"), tokenizer_with(CALLING), config)
+    text = tokenizer_with(CALLING).decode(dataset[0]["raw_prompt_ids"])
+    assert text.startswith('weather;<|start|>assistant:{"unit": null}<|end|>')
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tools": "{"}, "'tools' is a string, but not JSON"),
+        ({"tools": ["f"]}, "'tools' is ['f'], expected a list of JSON schemas"),
+        ({"prompt": [{"role": "user", "content": None}]}, "'content' of message 0 of 'prompt' is missing or null"),
+        ({"prompt": [{"role": "user", "content": [{"type": "image"}]}]}, "hrl trains on text"),
+        ({"prompt": [{"role": "user", "content": []}]}, "expected a string, a list of text parts"),
+        ({"prompt": [{"content": "hi"}]}, "'role' of message 0 of 'prompt' is missing or null"),
+    ],
+)
+def test_messages_and_tools_of_a_wrong_form_are_named(tokenizer, config, make_row, changes, message):
+    with pytest.raises(DatasetError, match=re.escape(message)):
+        RLHFDataset([make_row(**changes)], tokenizer, config)
+
+
+def test_what_a_message_says_is_its_text_its_parts_or_its_call():
+    assert text_of({"role": "user", "content": "hi"}) == "hi"
+    assert text_of({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}) == "ab"
+    assert json.loads(text_of(CALL)) == {"tool_calls": CALL["tool_calls"]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -50,6 +50,13 @@ class OfflineDatasetConfig(Protocol):
 
     @property
     def seed(self) -> int: ...
+
+
+class Prompt(NamedTuple):
+    """What comes before an answer: a chat, and the functions that it offers."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
 
 
 class OfflineDataset(ABC, Generic[R]):
@@ -109,8 +116,8 @@ class OfflineDataset(ABC, Generic[R]):
         """The rows of a step."""
 
     @abstractmethod
-    def first_prompt(self) -> list[dict[str, str]] | None:
-        """A chat that the template can be checked on; None where there is only plain text."""
+    def first_prompt(self) -> Prompt | None:
+        """A prompt that the template can be checked on; None where there is only plain text."""
 
     # ------------------------------------------------------------------ what all of them do
 

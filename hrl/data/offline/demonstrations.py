@@ -2,7 +2,7 @@
 
 A row has ``messages``, a whole chat of which every message of the assistant is trained on; or ``prompt`` and
 ``completion`` (``response``), each a chat or a string, of which only the answer is. A string prompt is one message of
-the user, a string answer one of the assistant.
+the user, a string answer one of the assistant. ``tools`` are schemas of functions, for a chat template that shows them.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hrl.data.offline.dataset import OfflineDataset
+from hrl.data.chat_template import with_tools
+from hrl.data.offline.dataset import OfflineDataset, Prompt
 from hrl.data.offline.tokens import Passage, pad_answers, passages_of_chat
-from hrl.data.rows import as_messages
+from hrl.data.rows import as_messages, as_tools
 from hrl.protocol import DataProto
 
 _COMPLETION_KEYS = ("completion", "response")
@@ -26,10 +27,12 @@ class Demonstration:
     Attributes:
         messages: the whole chat.
         first_trained: number of the first message whose tokens may be trained on.
+        tools: schemas of the functions that the chat offers; None for none.
     """
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     first_trained: int
+    tools: list[dict[str, Any]] | None = None
 
 
 def check_demonstration(raw: Mapping[str, Any], config: Any) -> Demonstration | str:
@@ -39,9 +42,12 @@ def check_demonstration(raw: Mapping[str, Any], config: Any) -> Demonstration | 
         raw: the row.
         config: has ``messages_key``, ``prompt_key`` and ``completion_key``.
     """
+    tools = as_tools(raw.get("tools"))
+    if isinstance(tools, str):
+        return tools
     if raw.get(config.messages_key) is not None:
         messages = as_messages(raw[config.messages_key], config.messages_key)
-        return messages if isinstance(messages, str) else Demonstration(messages, 0)
+        return messages if isinstance(messages, str) else Demonstration(messages, 0, tools)
     known = (config.completion_key,) if config.completion_key else _COMPLETION_KEYS
     key = next((key for key in known if raw.get(key) is not None), known[0])
     if config.prompt_key not in raw:
@@ -50,7 +56,7 @@ def check_demonstration(raw: Mapping[str, Any], config: Any) -> Demonstration | 
     answer = as_messages(raw.get(key), key, "assistant")
     if isinstance(prompt, str) or isinstance(answer, str):
         return prompt if isinstance(prompt, str) else str(answer)
-    return Demonstration([*prompt, *answer], len(prompt))
+    return Demonstration([*prompt, *answer], len(prompt), tools)
 
 
 class DemonstrationDataset(OfflineDataset[Demonstration]):
@@ -60,7 +66,7 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
         return check_demonstration(raw, self.config)
 
     def passages(self, row: Demonstration) -> list[list[Passage]]:
-        kwargs = self.config.apply_chat_template_kwargs
+        kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
         return [passages_of_chat(self.tokenizer, row.messages, row.first_trained, kwargs)]
 
     def batch(self, indices: Iterable[int]) -> DataProto:
@@ -68,7 +74,7 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
         chosen = list(indices)
         return self.as_proto(pad_answers([self.answers[index][0] for index in chosen], self.pad_id), chosen)
 
-    def first_prompt(self) -> list[dict[str, str]] | None:
+    def first_prompt(self) -> Prompt | None:
         row = self.rows[0]
         roles = [message["role"] for message in row.messages]
-        return row.messages[: roles.index("assistant", row.first_trained)]
+        return Prompt(row.messages[: roles.index("assistant", row.first_trained)], row.tools)

@@ -3,7 +3,8 @@
 A row has ``prompt``, ``chosen`` and ``rejected``, each a chat or a string. A string prompt is one message of the user,
 a string answer one of the assistant; either answer may also be a whole chat that begins with the prompt. Of two whole
 chats without a prompt, what both begin with is the prompt (TRL's implicit prompt); two whole texts are cut at the last
-space that they share, and no chat template is applied.
+space that they share, and no chat template is applied. ``tools`` are schemas of functions, for a template that
+shows them.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any
 
 import torch
 
-from hrl.data.offline.dataset import OfflineDataset
+from hrl.data.chat_template import with_tools
+from hrl.data.offline.dataset import OfflineDataset, Prompt
 from hrl.data.offline.tokens import Passage, pad_answers, passages_of_chat, passages_of_text
-from hrl.data.rows import as_messages, show_value
+from hrl.data.rows import as_messages, as_tools, show_value
 from hrl.protocol import DataProto
 
 _SIDES = ("chosen", "rejected")
@@ -33,12 +35,14 @@ class PairRow:
         chosen: what follows the prompt.
         rejected: the other answer.
         margin: the lead that the chosen answer's score must have; None if the row says nothing about it.
+        tools: schemas of the functions that the prompt offers; None for none.
     """
 
-    prompt: list[dict[str, str]] | str
-    chosen: list[dict[str, str]] | str
-    rejected: list[dict[str, str]] | str
+    prompt: list[dict[str, Any]] | str
+    chosen: list[dict[str, Any]] | str
+    rejected: list[dict[str, Any]] | str
     margin: float | None
+    tools: list[dict[str, Any]] | None = None
 
 
 def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
@@ -56,6 +60,9 @@ def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
     if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
         found = _split_texts(chosen, rejected)
         return found if isinstance(found, str) else PairRow(*found, margin)
+    tools = as_tools(raw.get("tools"))
+    if isinstance(tools, str):
+        return tools
     given = as_messages(chosen, config.chosen_key, "assistant")
     other = as_messages(rejected, config.rejected_key, "assistant")
     if isinstance(given, str):
@@ -74,10 +81,10 @@ def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
             return f"{key!r} has {found} behind the prompt, expected one of the assistant: answers share their prompt"
     if answers[0] == answers[1]:
         return f"{config.chosen_key!r} and {config.rejected_key!r} are the same answer"
-    return PairRow(before, *answers, margin)
+    return PairRow(before, *answers, margin, tools)
 
 
-def _without(prompt: list[dict[str, str]], answer: list[dict[str, str]]) -> list[dict[str, str]]:
+def _without(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """An answer alone, also of a whole chat that begins with the prompt."""
     return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
 
@@ -113,7 +120,7 @@ class PairDataset(OfflineDataset[PairRow]):
             if isinstance(row.prompt, str):
                 found.append(passages_of_text(self.tokenizer, row.prompt, answer))
             else:
-                kwargs = self.config.apply_chat_template_kwargs
+                kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
                 found.append(passages_of_chat(self.tokenizer, [*row.prompt, *answer], len(row.prompt), kwargs))
         return found
 
@@ -148,9 +155,9 @@ class PairDataset(OfflineDataset[PairRow]):
             self._reference = sums.new_full((len(self), 2), math.nan)
         self._reference[list(indices)] = sums.reshape(-1, 2)
 
-    def first_prompt(self) -> list[dict[str, str]] | None:
-        """The chat of the first row's prompt; None for plain text."""
-        return next((row.prompt for row in self.rows if not isinstance(row.prompt, str)), None)
+    def first_prompt(self) -> Prompt | None:
+        """The first row's prompt; None for plain text."""
+        return next((Prompt(row.prompt, row.tools) for row in self.rows if not isinstance(row.prompt, str)), None)
 
 
 def _known(reference: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import torch
 
-from hrl.data.chat_template import PROBE_ANSWER, ChatTemplateError, render_chat, render_prompt
+from hrl.data.chat_template import PROBE_ANSWER, ChatTemplateError, Message, render_chat, render_prompt
 from hrl.data.offline.pieces import encode_pieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = Sequence[Mapping[str, str]]
+Messages = Sequence[Message]
 Truncation = Literal["error", "drop", "left", "right"]
 
 
@@ -86,9 +86,10 @@ def passages_of_chat(
     if turns[0] == 0:
         raise ChatTemplateError("begins with the assistant's message, which answers nothing")
     if tokenizer.chat_template is None:
-        if len(messages) != 2:
-            raise ChatTemplateError("is a chat of several messages, but the tokenizer has no chat template")
-        return passages_of_text(tokenizer, messages[0]["content"], messages[1]["content"])
+        texts = [message["content"] for message in messages]
+        if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
+            raise ChatTemplateError("is more than a text and its answer, but the tokenizer has no chat template")
+        return passages_of_text(tokenizer, *texts)
     passages: list[Passage] = []
     rendered = ""
     for turn in turns:
@@ -100,12 +101,7 @@ def passages_of_chat(
                 "context that is trained on; data.apply_chat_template_kwargs can often switch that off "
                 "(e.g. enable_thinking)"
             )
-        closing = _closing(tokenizer, messages, turn, before, template_kwargs)
-        if not after.endswith(closing, len(before)):
-            raise ChatTemplateError(
-                f"the chat template closes message {turn} with {after[len(before) :][-40:]!r}, but other answers in "
-                f"its place with {closing!r}: where it ends can't be told"
-            )
+        closing = _closing(tokenizer, messages, turn, before, after, template_kwargs)
         content = after[len(before) : len(after) - len(closing)]
         passages += [Passage(before[len(rendered) :], False), Passage(content, True), Passage(closing, True, True)]
         rendered = after
@@ -113,17 +109,33 @@ def passages_of_chat(
 
 
 def _closing(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, turn: int, before: str, template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    turn: int,
+    before: str,
+    after: str,
+    template_kwargs: Mapping[str, Any],
 ) -> str:
     """What the template writes behind the answer of a turn.
 
-    It is found with another answer in its place: the message itself may hold the same text, or end in it.
+    It is found with another answer in its place: the message itself may hold the same text, or end in it. What else the
+    message holds, such as tool calls, is part of its answer, unless the template then closes it in another way.
+
+    Raises:
+        ChatTemplateError: other answers are closed in another way.
     """
-    probe = [*messages[:turn], {**messages[turn], "content": PROBE_ANSWER}]
-    _, found, closing = render_chat(tokenizer, probe, template_kwargs)[len(before) :].rpartition(PROBE_ANSWER)
-    if not found:
-        raise ChatTemplateError(f"the chat template changes the text of message {turn}")
-    return closing
+    plain, whole = {"role": "assistant", "content": PROBE_ANSWER}, {**messages[turn], "content": PROBE_ANSWER}
+    for probe in (plain, whole):
+        rendered = render_chat(tokenizer, [*messages[:turn], probe], template_kwargs)
+        _, found, closing = rendered[len(before) :].rpartition(PROBE_ANSWER)
+        if not found:
+            raise ChatTemplateError(f"the chat template changes the text of message {turn}")
+        if after.endswith(closing, len(before)):
+            return closing
+    raise ChatTemplateError(
+        f"the chat template closes message {turn} with {after[len(before) :][-40:]!r}, but other answers in its place "
+        f"with {closing!r}: where it ends can't be told"
+    )
 
 
 def passages_of_text(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> list[Passage]:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hrl.data.chat_template import check_chat_template
+from hrl.data.chat_template import check_chat_template, with_tools
 from hrl.data.model_source import resolve_model
 from hrl.data.tokenizer import TokenIds, token_ids
 from hrl.trainer.config.arithmetic import total_steps
@@ -67,7 +67,8 @@ def offline_preflight(config: OfflineConfig, dataset_cls: type[OfflineDataset[An
     val = read(data.val_files, max_samples=data.val_max_samples) if data.val_files else None
     prompt = train.first_prompt()
     if prompt is not None:
-        check_chat_template(tokenizer, prompt, ids.stop, data.apply_chat_template_kwargs)
+        kwargs = with_tools(data.apply_chat_template_kwargs, prompt.tools)
+        check_chat_template(tokenizer, prompt.messages, ids.stop, kwargs)
     return OfflinePreflight(path, tokenizer, ids, train, val, total_steps(config, len(train)))
 
 

@@ -192,7 +192,7 @@ def test_parquet_and_lists_hold_the_same_pairs(tokenizer, tmp_path):
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
     from_file, from_list = pairs(tokenizer, str(tmp_path / "pairs.parquet")), pairs(tokenizer, rows)
     assert torch.equal(from_file.batch([0]).batch["responses"], from_list.batch([0]).batch["responses"])
-    assert (from_file.first_prompt(), len(from_file)) == ([USER], 3)
+    assert (from_file.first_prompt(), len(from_file)) == (([USER], None), 3)
 
 
 # ---------------------------------------------------------------------------------------------- what does not fit
@@ -273,3 +273,16 @@ def test_bundled_pairs_hold_the_right_answer_beside_wrong_ones(split, sums):
         assert int(row["rejected"][0]["content"]) in set(range(2, 19)) - {int(truth)}
     answers = list(bundled_rows(f"addition_answers/{split}"))
     assert {row["messages"][0]["content"]: row["messages"][1]["content"] for row in answers} == truths
+
+
+def test_tools_of_a_row_reach_both_answers_and_the_look_at_the_template(tokenizer_with):
+    tokenizer = tokenizer_with(
+        "{% if tools %}{{ tools[0]['name'] }};{% endif %}{% for m in messages %}<|start|>{{ m['content'] }}<|end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|start|>{% endif %}"
+    )
+    dataset = pairs(tokenizer, [{"prompt": "?", "chosen": "y", "rejected": "n", "tools": [{"name": "f"}]}])
+    assert dataset.first_prompt() == ([USER], [{"name": "f"}])
+    assert [tokenizer.decode(answer.prompt) for answer in dataset.answers[0]] == ["f;<|start|>?<|end|><|start|>"] * 2
+    shown = demonstrations(tokenizer, [{"messages": [USER, YES], "tools": '[{"name": "f"}]'}])
+    assert shown.first_prompt() == ([USER], [{"name": "f"}])
+    assert tokenizer.decode(shown.answers[0][0].prompt) == "f;<|start|>?<|end|><|start|>"

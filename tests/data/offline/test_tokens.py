@@ -180,3 +180,23 @@ def test_columns_are_as_wide_as_their_longest_row():
         "attention_mask": [[1] * 9, [0, 0, 0, 1, 1, 1, 0, 0, 0]],
         "response_mask": [[1, 0, 0, 1, 1], [1, 1, 0, 0, 0]],
     }
+
+
+CALLING = (  # the answer's own text is set off from a call that follows it, as in Qwen's template
+    "{% for m in messages %}<|start|>{{ m['role'] }}\n{{ m['content'] if m['content'] is not none }}"
+    "{% if m['tool_calls'] is defined %}{{ '\n' if m['content'] }}"
+    "<call>{{ m['tool_calls'][0]['name'] }}</call>{% endif %}"
+    "<|end|>\n{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "trained"), [(None, "<call>f</call><|end|>"), ("So:", "So:\n<call>f</call><|end|>")]
+)
+def test_a_call_of_a_tool_is_trained_on_with_the_token_that_ends_it(content, trained):
+    tokenizer = make_tokenizer(CALLING)
+    call = {"role": "assistant", "content": content, "tool_calls": [{"name": "f"}]}
+    chat = [{"role": "user", "content": "hi"}, call, {"role": "tool", "content": "1"}]
+    answer = encoded(tokenizer, passages_of_chat(tokenizer, chat, 1, {}))
+    assert text_of(tokenizer, answer.prompt) == "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert trained_text(tokenizer, answer) == trained
