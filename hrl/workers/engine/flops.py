@@ -94,7 +94,8 @@ def _measured_cpu_flops(threads: int) -> float:
 
 def _product_flops(dtype: torch.dtype) -> float:
     size = 1024
-    a = torch.randn(size, size).to(dtype)
+    # A generator of its own: the global one is part of a checkpoint, and a resume must not draw what a run does not.
+    a = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     best = float("inf")
     for _ in range(5):
         start = time.perf_counter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,12 +14,19 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import GenerationConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from hrl.workers.engine.checkpoint_form import CheckpointForm, saved_tensors
 
 #: The wrapper's attribute that holds the transformers model.
 PREFIX = "model."
+#: What a model's folder says of its use beside ``config.json``: training changes nothing of it.
+COMPANIONS = (
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+)
 
 
 class ParamSpec(NamedTuple):
@@ -69,7 +77,7 @@ def export_hf(
     dtype: torch.dtype,
     max_shard: str = "5GB",
 ) -> None:
-    """Writes a folder that transformers and vLLM load: ``config.json`` and safetensors.
+    """Writes a folder that transformers and vLLM load: ``config.json``, its companions and safetensors.
 
     Every rank takes part in gathering; rank 0 keeps the tensors and writes. Tokenizer files are the caller's.
 
@@ -87,10 +95,8 @@ def export_hf(
             kept[name] = tensor.to("cpu", copy=True).contiguous()
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        config.dtype = dtype
-        config.save_pretrained(folder)
-        if Path(config.name_or_path, "generation_config.json").is_file():
-            GenerationConfig.from_pretrained(config.name_or_path).save_pretrained(folder)
+        _write_config(config, dtype, folder)
+        _copy_companions(Path(config.name_or_path), folder, has_code=bool(getattr(config, "auto_map", None)))
         plan = split_torch_state_dict_into_shards(kept, max_shard_size=max_shard)
         for file, names in plan.filename_to_tensors.items():
             save_file({name: kept[name] for name in names}, folder / file, metadata={"format": "pt"})
@@ -98,3 +104,23 @@ def export_hf(
             index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     dist.barrier()
+
+
+def _write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
+    """Writes ``config.json``, whatever stands in it.
+
+    ``save_pretrained`` is stricter than ``from_pretrained``: a folder that loads and trains could not be exported, for
+    instance because its ``config.json`` sets a temperature, as many published ones do.
+    """
+    config.dtype = dtype
+    fields = json.loads(config.to_json_string())
+    fields.pop("transformers_weights", None)  # the name of the file that was loaded; the export has other files
+    (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+
+
+def _copy_companions(source: Path, folder: Path, *, has_code: bool) -> None:
+    """Copies them byte for byte: to read and write them again would refuse what some published ones say."""
+    code = sorted(file.name for file in source.glob("*.py")) if has_code else []
+    for name in (*COMPANIONS, *code):
+        if (source / name).is_file():
+            shutil.copyfile(source / name, folder / name)

@@ -100,6 +100,13 @@ def test_the_peak_of_a_cpu_is_measured_once():
     assert peak is not None and peak > 1e8 and peak_flops(torch.device("cpu")) == peak
 
 
+def test_measuring_a_cpu_draws_nothing_from_the_runs_generator():
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    flops._measured_cpu_flops.__wrapped__(1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("faster", ["float32", "bfloat16"])
 def test_a_cpus_peak_is_that_of_the_dtype_it_is_faster_in(faster, monkeypatch):
     rates = {torch.float32: 1.0, torch.bfloat16: 1.0} | {getattr(torch, faster): 3.0}

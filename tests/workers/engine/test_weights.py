@@ -1,0 +1,68 @@
+"""What an export writes beside the weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+from hrl.workers.policy import Policy
+from tests.workers.engine.tiny import fsdp_config, model_config, save_llama, world_of_one
+
+#: As early Llama 2 and Vicuna have it. transformers reads it, and refuses to write it.
+SAMPLING_WITHOUT_DO_SAMPLE = b'{\n  "bos_token_id": 1,\n  "temperature": 0.9,\n  "top_p": 0.6\n}\n'
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+def policy_of(source: Path) -> Policy:
+    return Policy(model_config(source), None, fsdp_config("float32"), device=torch.device("cpu"), total_steps=None)
+
+
+def export(source: Path, target: Path) -> Path:
+    policy_of(source).export_hf(target)
+    return target
+
+
+def test_a_generation_config_that_transformers_would_not_write_is_copied_byte_for_byte(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "source")
+    (source / "generation_config.json").write_bytes(SAMPLING_WITHOUT_DO_SAMPLE)
+    (source / "preprocessor_config.json").write_bytes(b'{"image_size":  28}')
+    with pytest.raises(ValueError, match="Fix these issues"):
+        GenerationConfig.from_pretrained(source).save_pretrained(tmp_path / "strict")
+    exported = export(source, tmp_path / "hf")
+    for name in ("generation_config.json", "preprocessor_config.json"):
+        assert (exported / name).read_bytes() == (source / name).read_bytes()
+    assert not list(exported.glob("*.py")), "only a folder whose configuration names code brings any"
+
+
+def test_a_config_with_odd_fields_is_exported_and_loads_again(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "source")
+    fields = json.loads((source / "config.json").read_text())
+    odd = {"temperature": 0.6, "do_sample": True, "own_field": [1, 2]}
+    (source / "config.json").write_text(json.dumps(fields | odd | {"transformers_weights": "model.safetensors"}))
+    policy = policy_of(source)
+    policy.engine.source_config.top_k = 5  # as a class of its own would leave it in the configuration
+    with pytest.raises(ValueError, match="generation parameters"):
+        policy.engine.source_config.save_pretrained(tmp_path / "strict")
+    policy.export_hf(tmp_path / "hf")
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert written["own_field"] == [1, 2] and "transformers_weights" not in written
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert again.dtype == torch.float32 and again.config.architectures == fields["architectures"]
+
+
+def test_code_that_the_configuration_names_comes_along(tmp_path: Path) -> None:
+    source = save_llama(tmp_path / "source")
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | {"auto_map": {"AutoConfig": "own.OwnConfig"}}))
+    (source / "own.py").write_text("OwnConfig = None\n")
+    assert (export(source, tmp_path / "hf") / "own.py").read_text() == "OwnConfig = None\n"
