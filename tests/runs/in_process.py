@@ -128,7 +128,7 @@ def run_in_process(*overrides: str) -> None:
     Raises:
         What ends the run.
     """
-    config = compose_cli([*overrides, "trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"])
+    config = compose_cli(["quickstart=ppo", *overrides, "trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"])
     ready = preflight(config)
     console = display_of(config, ready.total_training_steps, phases_of(config))
     folder = open_run_folder(config, console, ready.train_dataset)

@@ -49,6 +49,7 @@ class Runner:
     def start(self, folder: Path, *overrides: str, script: str | None = None) -> subprocess.Popen[str]:
         program = [script] if script else ["-m", "hrl.trainer.main_ppo"]
         arguments = [
+            "quickstart=ppo",
             f"trainer.default_local_dir={folder}",
             f"actor_rollout_ref.model.path={self.model}",
             f"reward.custom_reward_function.path={self.reward}",

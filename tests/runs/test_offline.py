@@ -52,6 +52,7 @@ def run(kind_name: str, model: Path, folder: Path, *overrides: str) -> list[dict
     config = compose_kind(
         KINDS[kind_name],
         [
+            f"quickstart={kind_name}",
             f"model.path={model}",
             f"trainer.default_local_dir={folder}",
             "trainer.device=cpu",

@@ -37,7 +37,8 @@ class ActorConfig(Section):
     """`actor_rollout_ref.actor`: the update of the policy."""
 
     ppo_mini_batch_size: PositiveInt = 256
-    """Prompts per optimizer step; times `rollout.n` gives sequences."""
+    """Prompts per optimizer step; times `rollout.n` gives sequences. Default: 256, or all of a smaller
+    `data.train_batch_size`."""
     ppo_epochs: PositiveInt = 1
     """Passes over each step's batch."""
     use_dynamic_bsz: bool = True

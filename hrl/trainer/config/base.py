@@ -1,5 +1,6 @@
 """What every section of the schema has in common."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
@@ -46,16 +47,35 @@ class Section(BaseModel):
     )
 
     _remarks: tuple[str, ...] = PrivateAttr(())
+    _origins: Mapping[str, str] | None = PrivateAttr(None)
+
+    def __eq__(self, other: object) -> bool:
+        """Equal values; what is known about them beside does not count."""
+        return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """What was noticed while this was composed and can't be seen from the values; a warning each."""
         return self._remarks
 
+    @property
+    def origins(self) -> Mapping[str, str] | None:
+        """Dotted key → who set it (`yours`, `recipe=ppo`, …), of keys that are not at their default.
+
+        None where this was not composed from a command line.
+        """
+        return self._origins
+
     def with_remarks(self, *remarks: str) -> Self:
         """The same values with remarks."""
         copy = self.model_copy()
         copy._remarks = remarks
+        return copy
+
+    def with_origins(self, origins: Mapping[str, str]) -> Self:
+        """The same values, knowing where they come from."""
+        copy = self.model_copy()
+        copy._origins = dict(origins)
         return copy
 
 

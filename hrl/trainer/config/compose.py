@@ -6,7 +6,7 @@ are read with hydra's grammar and applied afterwards, so that every wrong key is
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -28,8 +28,18 @@ from hrl.trainer.config.keys import flatten, leaves, nearest, unflatten
 from hrl.trainer.config.kinds import PPO, C, RunKind
 from hrl.trainer.config.load import validate_kind
 from hrl.trainer.config.overrides import apply_override, read_override
-from hrl.trainer.config.quickstart import borrowed, in_words, without_its_validation
+from hrl.trainer.config.quickstart import GROUP as QUICKSTART
+from hrl.trainer.config.quickstart import (
+    TRAIN_FILES,
+    is_the_quickstarts_task,
+    rows_are_missing,
+    without_its_validation,
+)
 from hrl.trainer.config.schema import PPOTrainerConfig
+
+
+YOURS = "yours"
+"""The origin of what stands on the command line or in a YAML file of the user's."""
 
 
 @dataclass
@@ -38,12 +48,12 @@ class Composition:
 
     Attributes:
         values: dotted key → value, interpolations resolved.
-        borrowed: the quickstart's values that another task has taken over, see `hrl.trainer.config.quickstart`.
+        origins: dotted key → who set it: `YOURS`, or a chosen file such as `recipe=ppo`; other keys have their default.
         problems: what could not be read.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
-    borrowed: dict[str, Any] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -66,6 +76,12 @@ class Options:
     overrides: tuple[str, ...]
     help: bool = False
     cfg: bool = False
+
+    @property
+    def own_file(self) -> Path | None:
+        """The primary YAML file, where it is one of the user's."""
+        file = self.folders[0] / f"{self.config_name}.yaml"
+        return None if file.parent == config_folder() else file
 
     @property
     def folders(self) -> list[Path]:
@@ -106,7 +122,21 @@ def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
     config = validate_kind(kind, composition.values, tuple(composition.problems))
     if options.cfg:
         _answer(to_yaml(config))
-    return config.with_remarks(in_words(composition.borrowed)) if composition.borrowed else config
+    return config.with_origins(composition.origins)
+
+
+def config_problems(kind: RunKind[Section], argv: Sequence[str]) -> tuple[Problem, ...]:
+    """What is wrong with a command line, judged by itself: no file that it names is opened, no device looked at.
+
+    Args:
+        kind: of the run.
+        argv: as `compose_kind` takes it.
+    """
+    try:
+        compose_kind(kind, argv)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 def to_yaml(config: Section) -> str:
@@ -144,32 +174,65 @@ def parse_options(argv: Sequence[str], config_name: str) -> Options:
 
 
 def compose_tree(options: Options, kind: RunKind[Section]) -> Composition:
-    """Compose the YAML files and put the overrides on top; collects problems instead of stopping."""
-    composition = Composition()
-    choices: list[str] = []
+    """Compose the YAML files and put the overrides on top; collects problems instead of stopping.
+
+    hrl's own model and rows get the quickstart's values, unless another YAML file or a quickstart was chosen.
+    """
+    problems: list[Problem] = []
+    choices: dict[str, str] = {}
     values: list[Override] = []
     for text in options.overrides:
         override = read_override(text)
         if isinstance(override, Problem):
-            composition.problems.append(override)
+            problems.append(override)
         elif group := _group_options(options.folders, override.key_or_group):
             problem = _choice_problem(override, group)
-            composition.problems += [problem] if problem else []
-            choices += [] if problem else [text.lstrip("+")]
+            problems += [problem] if problem else []
+            choices |= {} if problem else {override.key_or_group: text.lstrip("+")}
         else:
             values.append(override)
-    tree = _compose_files(options, choices, composition.problems)
-    for override in values:
+    composed = None
+    if options.own_file is None and QUICKSTART not in choices and _is_quickstart(kind, _written(values)):
+        composed = _composed(options, kind, [f"{QUICKSTART}={kind.name}", *choices.values()], values)
+    if composed is None or not _is_quickstart(kind, composed.values):
+        composed = _composed(options, kind, list(choices.values()), values)
+    composed.problems = [*problems, *composed.problems]
+    return composed
+
+
+def _written(overrides: Sequence[Override]) -> dict[str, Any]:
+    return {override.key_or_group: override.value() for override in overrides if not override.is_delete()}
+
+
+def _is_quickstart(kind: RunKind[Section], values: Mapping[str, Any]) -> bool:
+    return is_the_quickstarts_task(kind, {present_name(key, kind.spellings.renamed): values[key] for key in values})
+
+
+def _composed(
+    options: Options, kind: RunKind[Section], choices: Sequence[str], overrides: Sequence[Override]
+) -> Composition:
+    """Files, groups and values together, and where each value comes from."""
+    composition = Composition()
+    tree, files = _compose_files(options, choices, composition.problems)
+    for override in overrides:
         problem = apply_override(tree, override, kind.schema)
         composition.problems += [problem] if problem else []
     composition.values = _resolve(tree, kind, composition.problems)
-    own_file = options.folders[0] / f"{options.config_name}.yaml"
-    written = [present_name(override.key_or_group, kind.spellings.renamed) for override in values]
-    named = {present_name(key, kind.spellings.renamed): value for key, value in composition.values.items()}
-    composition.borrowed = borrowed(kind, named, written, own_file)
-    for key in without_its_validation(kind, composition.values, composition.borrowed):
-        del composition.values[key], composition.borrowed[key]
+    keys = {key: origin for file, origin in files.items() for key in _keys_of(file, kind)}
+    keys |= dict.fromkeys((override.key_or_group for override in overrides), YOURS)
+    composition.origins = {present_name(key, kind.spellings.renamed): origin for key, origin in keys.items()}
+    for key in without_its_validation(kind, composition.values, composition.origins):
+        del composition.values[key], composition.origins[key]
+    if not any(problem.key in (TRAIN_FILES, f"{options.config_name}.yaml") for problem in composition.problems):
+        missing = rows_are_missing(kind, composition.values)
+        composition.problems += [missing] if missing else []
     return composition
+
+
+def _keys_of(file: Path, kind: RunKind[Section]) -> list[str]:
+    """The dotted keys that a YAML file sets itself."""
+    tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    return [key for key, _ in flatten({name: value for name, value in tree.items() if name != "defaults"}, kind.schema)]
 
 
 def _group_options(folders: Sequence[Path], name: str) -> list[str]:
@@ -189,26 +252,45 @@ def _choice_problem(override: Override, group: list[str]) -> Problem | None:
     return Problem(override.key_or_group, f"has no choice {choice!r}.", hint)
 
 
-def _compose_files(options: Options, choices: list[str], problems: list[Problem]) -> DictConfig:
-    """Let hydra compose the primary file with its groups; an empty tree, and a problem, if it can't."""
+def _compose_files(
+    options: Options, choices: Sequence[str], problems: list[Problem]
+) -> tuple[DictConfig, dict[Path, str]]:
+    """Let hydra compose the primary file with its groups; an empty tree, and a problem, if it can't.
+
+    Returns:
+        The tree; and every file that went into it and holds values of a run, with what `Composition.origins` calls it.
+    """
     primary, *others = options.folders
     search_path = ",".join(f"'file://{folder}'" for folder in others)
     overrides = [f"hydra.searchpath=[{search_path}]", *choices]
+    files: dict[Path, str] = {}
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             try:
-                tree = compose(options.config_name, overrides)
+                tree = compose(options.config_name, overrides, return_hydra_config=True)
             except ConfigCompositionException as error:
                 if "Could not override" not in str(error):
                     raise
                 # The primary file has no place for the group: a user's own YAML without hrl's defaults list.
-                tree = compose(options.config_name, [overrides[0], *(f"+{choice}" for choice in choices)])
+                added = [overrides[0], *(f"+{choice}" for choice in choices)]
+                tree = compose(options.config_name, added, return_hydra_config=True)
+        chosen = tree.hydra.runtime.choices
+        files = {
+            folder / group / f"{choice}.yaml": f"{group}={choice}"
+            for group, choice in sorted(chosen.items(), key=lambda item: item[0] != QUICKSTART)  # the others win
+            for folder in options.folders
+            if (folder / group / f"{choice}.yaml").is_file()
+        }
+        if options.own_file is not None:
+            files[options.own_file] = YOURS
+        OmegaConf.set_struct(tree, False)
+        del tree["hydra"]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         problems.append(Problem(f"{options.config_name}.yaml", f"can't be composed: {'; '.join(lines[:3])}."))
         tree = OmegaConf.create({})
     OmegaConf.set_struct(tree, False)
-    return tree
+    return tree, files
 
 
 def _resolve(tree: DictConfig, kind: RunKind[Section], problems: list[Problem]) -> dict[str, Any]:

@@ -59,6 +59,19 @@ def _actor_rows(get: Values) -> Any:
     return None if get(f"{_ACTOR}.use_dynamic_bsz") else get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
 
 
+def _mini_batch(get: Values) -> Any:
+    """The whole batch where that is smaller than the plain default: one optimizer step."""
+    plain, batch = leaves(get.root)[f"{_ACTOR}.ppo_mini_batch_size"].default, get("data.train_batch_size")
+    return batch if isinstance(batch, int) and 0 < batch < plain else plain
+
+
+def _overlong_zone(get: Values) -> Any:
+    """A fifth of the longest response, as in DAPO's paper (arXiv:2503.14476, section 4.1: 4,096 of 20,480 tokens)."""
+    longest = get("data.max_response_length")
+    wanted = get("reward.overlong_buffer.enable") is True and isinstance(longest, int)
+    return max(longest // 5, 1) if wanted else 0
+
+
 def _default_pools(get: Values) -> dict[str, Any]:
     return {"global": get("trainer.n_gpus_per_node")}
 
@@ -109,6 +122,7 @@ _ACTOR_ROWS = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
 
 DERIVED: dict[str, Derive] = {
     f"{_ACTOR}.use_dynamic_bsz": _actor_dynamic,
+    f"{_ACTOR}.ppo_mini_batch_size": _mini_batch,
     f"{_ACTOR}.clip_ratio_low": same_as(f"{_ACTOR}.clip_ratio"),
     f"{_ACTOR}.clip_ratio_high": same_as(f"{_ACTOR}.clip_ratio"),
     f"{_ACTOR}.checkpoint.load_contents": load_contents(f"{_ACTOR}.checkpoint"),
@@ -134,6 +148,7 @@ DERIVED: dict[str, Derive] = {
     "critic.ppo_epochs": same_as(f"{_ACTOR}.ppo_epochs"),
     "critic.loss_agg_mode": same_as(f"{_ACTOR}.loss_agg_mode"),
     "critic.model.path": same_as(f"{_MODEL}.path"),
+    "reward.overlong_buffer.len": _overlong_zone,
     "reward.reward_model.max_token_len_per_gpu": same_as(_ACTOR_BUDGET),
     "reward.reward_model.micro_batch_size_per_gpu": _actor_rows,
     "trainer.default_local_dir": run_folder,

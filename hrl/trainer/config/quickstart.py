@@ -1,75 +1,63 @@
-"""What of the quickstart's values a run on another model or other rows would take over without having asked for it.
+"""Whether a command line asks for the quickstart, or brings a task of its own.
 
-hrl's primary YAML files hold the values of a quickstart: a small model, short sequences. They stay in force when only
-the model or the rows are exchanged, which is said aloud.
+The quickstart's values suit a small model and short answers. They stand in `configs/quickstart/`, apart from the primary
+files, and are in force for hrl's own model and rows alone: a run on anything else starts from the schema's defaults.
 """
 
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.folder import config_folder
-from hrl.trainer.config.keys import flatten, leaves
+from hrl.trainer.config.errors import Problem
+from hrl.trainer.config.keys import leaves
 from hrl.trainer.config.kinds import RunKind
 
-_TASK = ("actor_rollout_ref.model.path", "model.path", "data.train_files")
-_TEST_FREQ = "trainer.test_freq"
+GROUP = "quickstart"
+"""The group of YAML files; a kind's file has the kind's name."""
+
+TRAIN_FILES = "data.train_files"
+_VAL_FILES, _TEST_FREQ = "data.val_files", "trainer.test_freq"
+_MODELS = ("actor_rollout_ref.model.path", "model.path")
+_BUNDLED = "bundled:"
 
 
-def borrowed(
-    kind: RunKind[Section], values: Mapping[str, Any], overridden: Iterable[str], own_file: Path
-) -> dict[str, Any]:
-    """The quickstart's values that are in force for a task that is not the quickstart's.
+def is_the_quickstarts_task(kind: RunKind[Section], values: Mapping[str, Any]) -> bool:
+    """Whether neither another model nor other rows are named.
 
     Args:
         kind: of the run.
-        values: dotted key → value, as composed.
-        overridden: keys of the command line.
-        own_file: the primary YAML file; where it is not hrl's, what stands in it was given too.
-
-    Returns:
-        Key → value, in the order of the quickstart's file; empty for the quickstart's own task.
+        values: dotted key → value, without the quickstart's own.
     """
     known = leaves(kind.schema)
-    defaults = {key: known[key].default for key in _TASK if key in known}
-    if all(_as_list(values.get(key, default)) == _as_list(default) for key, default in defaults.items()):
-        return {}
-    quickstart = config_folder() / f"{kind.config_name}.yaml"
-    given = set(overridden)
-    if own_file != quickstart and own_file.is_file():
-        given |= _values_in(own_file, kind).keys()
-    return {
-        key: value
-        for key, value in _values_in(quickstart, kind).items()
-        if key not in given and key in values and values[key] == value
-    }
+    for key in (*_MODELS, TRAIN_FILES):
+        if key in known and _as_list(values.get(key, known[key].default)) != _as_list(known[key].default):
+            return False
+    held_out = _as_list(values.get(_VAL_FILES) or [])
+    return not isinstance(held_out, list) or all(str(source).startswith(_BUNDLED) for source in held_out)
 
 
-def without_its_validation(kind: RunKind[Section], values: Mapping[str, Any], taken: Mapping[str, Any]) -> set[str]:
-    """Keys of `taken` that make no sense without the quickstart's validation rows, where these are not used."""
-    default = leaves(kind.schema)["data.train_files"].default
-    own_rows = _as_list(values.get("data.train_files", default)) != default
-    return {_TEST_FREQ} & taken.keys() if own_rows and "data.val_files" not in values else set()
+def without_its_validation(kind: RunKind[Section], values: Mapping[str, Any], origins: Mapping[str, str]) -> set[str]:
+    """Keys of the quickstart that make no sense without its validation rows, where it was asked for beside other rows."""
+    default = leaves(kind.schema)[TRAIN_FILES].default
+    own_rows = _as_list(values.get(TRAIN_FILES, default)) != default
+    lonely = own_rows and _VAL_FILES not in values and origins.get(_TEST_FREQ) == _origin(kind)
+    return {_TEST_FREQ} if lonely else set()
 
 
-def in_words(taken: Mapping[str, Any]) -> str:
-    """One line for `hrl check` and the banner."""
-    listed = ", ".join(f"{key}={_as_yaml(value)}" for key, value in taken.items())
-    return f"from the quickstart: {listed}; set them, or start from your own YAML."
+def rows_are_missing(kind: RunKind[Section], values: Mapping[str, Any]) -> Problem | None:
+    """A task of one's own has rows of its own."""
+    if TRAIN_FILES in values:
+        return None
+    hint = (
+        f"Name yours, e.g. {TRAIN_FILES}=train.parquet; or add {_origin(kind)}, which brings bundled rows and settings for a "
+        "small model."
+    )
+    return Problem(TRAIN_FILES, "is not set.", hint)
 
 
-def _values_in(file: Path, kind: RunKind[Section]) -> dict[str, Any]:
-    tree = yaml.safe_load(file.read_text(encoding="utf-8"))
-    tree = {name: value for name, value in tree.items() if name != "defaults"} if isinstance(tree, dict) else {}
-    return dict(flatten(tree, kind.schema))
+def _origin(kind: RunKind[Section]) -> str:
+    return f"{GROUP}={kind.name}"
 
 
 def _as_list(value: object) -> object:
     return [value] if isinstance(value, str) else value
-
-
-def _as_yaml(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

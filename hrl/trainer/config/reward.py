@@ -55,7 +55,7 @@ class OverlongBufferConfig(Section):
     enable: bool = False
     """Lower the reward linearly inside the last `len` tokens before `data.max_response_length`."""
     len: NonNegativeInt = 0
-    """Width of that zone in tokens."""
+    """Width of that zone in tokens. Default: a fifth of `data.max_response_length`."""
     penalty_factor: NonNegativeFloat = 1.0
     """Penalty at the end of the zone."""
 

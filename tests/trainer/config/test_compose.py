@@ -119,10 +119,13 @@ def test_pools_given_as_a_whole_replace_the_placement():
     assert config.trainer.role_pools == {"actor": "a", "rollout": "b"}
 
 
+ROWS = "data:\n  train_files: rows.jsonl\n"
+
+
 @pytest.fixture
 def own(tmp_path: Path) -> Path:
-    (tmp_path / "mine.yaml").write_text("defaults:\n  - ppo_trainer\n  - _self_\ntrainer:\n  seed: 5\n")
-    (tmp_path / "bare.yaml").write_text("trainer:\n  seed: 6\ndata:\n  train_batch_size: 256\n")
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - ppo_trainer\n  - _self_\ntrainer:\n  seed: 5\n{ROWS}")
+    (tmp_path / "bare.yaml").write_text(f"trainer:\n  seed: 6\n{ROWS}  train_batch_size: 256\n")
     (tmp_path / "wrong.yaml").write_text("trainer:\n  sed: 6\n")
     (tmp_path / "broken.yaml").write_text("trainer: [\n")
     (tmp_path / "mandatory.yaml").write_text("data:\n  train_files: ???\n")
@@ -133,7 +136,7 @@ def own(tmp_path: Path) -> Path:
 
 def test_a_file_of_the_user_builds_on_hrls(own):
     config = compose_cli(["--config-path", str(own), "--config-name", "mine", "recipe=ppo"])
-    assert (config.trainer.seed, config.algorithm.adv_estimator, config.data.train_batch_size) == (5, "gae", 8)
+    assert (config.trainer.seed, config.algorithm.adv_estimator, config.data.train_batch_size) == (5, "gae", 1024)
 
 
 def test_a_file_of_the_user_may_stand_alone_and_still_choose_a_recipe(own):

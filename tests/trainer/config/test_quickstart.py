@@ -1,21 +1,72 @@
-"""What a run on other rows or another model takes over from the quickstart."""
+"""The quickstart's values are in force for hrl's own model and rows, and for nothing else unless they are asked for."""
 
 import shlex
 
 import pytest
 
 from hrl.trainer.config import ConfigError, compose_cli
-from hrl.trainer.config.compose import compose_kind
+from hrl.trainer.config.arithmetic import value_of
+from hrl.trainer.config.compose import YOURS, compose_kind
+from hrl.trainer.config.keys import leaves
 from hrl.trainer.config.kinds import PPO
 from hrl.trainer.config.offline.kinds import KINDS, SFT
-from hrl.trainer.config.rules import warnings
 
 OWN = "data.train_files=rows.jsonl"
 MODEL = "actor_rollout_ref.model.path=some/model"
-SAVED = "trainer.save_freq=10"  # whatever is not saved is a warning of its own
+EVERY_KIND = pytest.mark.parametrize("kind", [PPO, *KINDS.values()], ids=lambda kind: kind.name)
+OF_THE_QUICKSTART = (
+    "data.train_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "actor_rollout_ref.model.enable_gradient_checkpointing",
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.actor.optim.lr",
+    "trainer.total_epochs",
+    "trainer.test_freq",
+)
 
 
-@pytest.mark.parametrize("kind", [PPO, *KINDS.values()], ids=lambda kind: kind.name)
+def plain_default(key):
+    return leaves()[key].default
+
+
+@EVERY_KIND
+def test_the_bare_command_is_the_quickstart(kind):
+    config = compose_kind(kind, [])
+    quickstart = {key for key, origin in config.origins.items() if origin == f"quickstart={kind.name}"}
+    assert {"data.train_files", "data.train_batch_size", "trainer.test_freq"} <= quickstart
+
+
+@pytest.mark.parametrize("given", ["recipe=dapo", "placement=separate", "actor_rollout_ref.rollout.n=4"])
+def test_the_quickstart_takes_recipes_placements_and_values(given):
+    config = compose_cli([given])
+    assert (config.data.train_batch_size, config.data.max_response_length) == (8, 32)
+    assert config.actor_rollout_ref.actor.optim.lr == 2e-5
+    assert compose_cli(["recipe=dapo"]).reward.overlong_buffer.len == 6
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        [OWN],
+        [MODEL, OWN],
+        [MODEL, "data.train_files=bundled:addition/train"],
+        ["data.train_files=reasoning_gym:chain_sum?size=9"],
+        ["data.train_files=bundled:addition/train", "data.val_files=held_out.jsonl"],
+    ],
+    ids=" ".join,
+)
+def test_nothing_of_it_reaches_a_task_of_ones_own(task):
+    config = compose_cli(task)
+    assert {key: value_of(config, key) for key in OF_THE_QUICKSTART} == {
+        key: plain_default(key) for key in OF_THE_QUICKSTART
+    }
+    assert config.trainer.experiment_name == "ppo"
+    assert set(config.origins.values()) == {YOURS, "placement=colocated"}
+
+
+@EVERY_KIND
 def test_other_training_rows_are_not_validated_on_the_bundled_ones(kind):
     config = compose_kind(kind, [OWN])
     assert config.data.val_files == []
@@ -26,55 +77,88 @@ def test_other_training_rows_are_not_validated_on_the_bundled_ones(kind):
 def test_validation_rows_that_are_named_are_used():
     config = compose_cli([OWN, "data.val_files=held_out.jsonl"])
     assert config.data.val_files == ["held_out.jsonl"]
-    assert config.trainer.val_before_train and config.trainer.val_after_train and config.trainer.test_freq == 5
+    assert config.trainer.val_before_train and config.trainer.val_after_train
 
 
-@pytest.mark.parametrize("argument", [MODEL, "data.train_files=bundled:addition/train"])
-def test_the_bundled_rows_keep_their_validation(argument):
-    config = compose_cli([argument])
-    assert config.data.val_files == ["bundled:addition/val"]
-    assert config.trainer.val_after_train and config.trainer.test_freq == 5
+def test_the_quickstart_may_leave_validation_out():
+    off = ["data.val_files=[]", *(f"trainer.{name}" for name in ("val_before_train=false", "val_after_train=false"))]
+    off.append("trainer.test_freq=-1")
+    assert compose_cli(off).data.train_batch_size == 8
 
 
-def test_a_frequency_without_rows_is_a_problem_where_it_was_asked_for():
-    with pytest.raises(ConfigError, match=r"trainer\.test_freq is 20, but data\.val_files is empty"):
-        compose_cli([OWN, "trainer.test_freq=20"])
-
-
-def test_the_quickstart_itself_takes_nothing_over():
-    assert warnings(compose_cli([SAVED])) == []
-    assert warnings(compose_cli([SAVED, "recipe=grpo", "data.train_batch_size=16"])) == []
-
-
-@pytest.mark.parametrize("task", [MODEL, OWN])
-def test_values_of_the_quickstart_that_nobody_gave_are_listed(task):
-    given = ["data.max_response_length=32", "trainer.total_epochs=2", "trainer.experiment_name=mine"]
-    (warning,) = warnings(compose_cli([SAVED, task, *given]))
-    frequency = ", trainer.test_freq=5" if task == MODEL else ""
-    assert warning == (
-        "from the quickstart: data.train_batch_size=8, data.max_prompt_length=64, "
-        "actor_rollout_ref.model.enable_gradient_checkpointing=false, actor_rollout_ref.actor.ppo_mini_batch_size=8, "
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=4096, actor_rollout_ref.actor.optim.lr=2e-05"
-        f"{frequency}; set them, or start from your own YAML."
+@EVERY_KIND
+def test_rows_are_asked_for_beside_another_model(kind):
+    key = "actor_rollout_ref.model.path" if kind is PPO else "model.path"
+    with pytest.raises(ConfigError) as caught:
+        compose_kind(kind, [f"{key}=some/model", "trainer.sed=1"])
+    (wrong, missing) = sorted(map(str, caught.value.problems), reverse=True)
+    assert missing == (
+        "data.train_files is not set. Name yours, e.g. data.train_files=train.parquet; or add "
+        f"quickstart={kind.name}, which brings bundled rows and settings for a small model."
     )
+    assert "Did you mean trainer.seed?" in wrong
+
+
+def test_the_quickstart_can_be_asked_for_beside_a_model_of_ones_own():
+    config = compose_cli(["quickstart=ppo", MODEL])
+    assert (config.data.train_files, config.data.max_response_length) == (["bundled:addition/train"], 32)
+    assert (config.data.val_files, config.trainer.test_freq) == (["bundled:addition/val"], 5)
+    assert config.origins[MODEL.partition("=")[0]] == YOURS
+
+
+def test_the_quickstart_beside_rows_of_ones_own_does_not_validate():
+    config = compose_cli(["quickstart=ppo", OWN])
+    assert (config.data.val_files, config.trainer.test_freq, config.data.train_batch_size) == ([], -1, 8)
+    with pytest.raises(ConfigError, match=r"trainer\.test_freq is 20, but data\.val_files is empty"):
+        compose_cli(["quickstart=ppo", OWN, "trainer.test_freq=20"])
+
+
+def test_a_recipe_wins_over_the_quickstart_and_the_line_over_both():
+    config = compose_cli(["recipe=ppo", "trainer.seed=3"])
+    assert config.origins["trainer.experiment_name"] == "recipe=ppo"
+    assert config.origins["algorithm.adv_estimator"] == "recipe=ppo"
+    assert config.origins["trainer.seed"] == YOURS
+    assert config.origins["actor_rollout_ref.actor.optim.lr"] == "quickstart=ppo"
+    assert "critic.optim.weight_decay" not in config.origins
 
 
 def test_a_model_under_another_name_counts():
-    assert "data.max_length=96" in compose_kind(SFT, ["model.partial_pretrain=some/model"]).remarks[0]
+    config = compose_kind(SFT, ["model.partial_pretrain=some/model", OWN])
+    assert (config.data.max_length, config.origins["model.path"]) == (1024, YOURS)
 
 
-def test_what_stands_in_a_file_of_the_user_was_given(tmp_path):
+def test_a_file_of_the_user_starts_from_the_defaults(tmp_path):
     here = ["--config-path", str(tmp_path)]
     rows = "data:\n  train_files: rows.jsonl\n  max_prompt_length: 64\n"
     (tmp_path / "on_top.yaml").write_text(f"defaults:\n  - ppo_trainer\n  - _self_\n{rows}")
     (tmp_path / "alone.yaml").write_text(rows)
-    (remark,) = compose_cli([*here, "--config-name", "on_top"]).remarks
-    assert "max_response_length=32" in remark and "max_prompt_length" not in remark
-    assert compose_cli([*here, "--config-name", "alone"]).remarks == ()
+    (tmp_path / "asks.yaml").write_text("defaults:\n  - ppo_trainer\n  - override quickstart: ppo\n  - _self_\n")
+    (tmp_path / "without_rows.yaml").write_text("trainer: {seed: 3}\n")
+    for name in ("on_top", "alone"):
+        config = compose_cli([*here, "--config-name", name])
+        assert (config.data.max_prompt_length, config.data.max_response_length) == (64, 512)
+        assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+        assert config.origins["data.max_prompt_length"] == YOURS
+    assert compose_cli([*here, "--config-name", "asks"]).data.max_response_length == 32
+    with pytest.raises(ConfigError, match="data.train_files is not set"):
+        compose_cli([*here, "--config-name", "without_rows"])
 
 
-@pytest.mark.parametrize("kind", [PPO, *KINDS.values()], ids=lambda kind: kind.name)
-def test_the_example_of_the_help_takes_nothing_over(kind):
+@pytest.mark.parametrize(("batch", "mini_batch"), [(8, 8), (255, 255), (256, 256), (1024, 256)])
+def test_a_small_batch_is_one_optimizer_step(batch, mini_batch):
+    config = compose_cli([OWN, f"data.train_batch_size={batch}"])
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == mini_batch
+
+
+@pytest.mark.parametrize(("response", "zone"), [(20480, 4096), (512, 102), (4, 1)])
+def test_the_overlong_zone_is_a_fifth_of_the_longest_response(response, zone):
+    length = [f"data.max_response_length={response}", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=32768"]
+    assert compose_cli([OWN, "recipe=dapo", *length]).reward.overlong_buffer.len == zone
+    assert compose_cli([OWN, *length]).reward.overlong_buffer.len == 0
+
+
+@EVERY_KIND
+def test_the_example_of_the_help_composes(kind):
     (example,) = (text for text in kind.help.examples if "train_files" in text)
     config = compose_kind(kind, shlex.split(example.replace("\\\n", " ")))
-    assert config.remarks == ()
+    assert not any(origin.startswith("quickstart") for origin in config.origins.values())
