@@ -73,7 +73,7 @@ def test_memory_is_estimated_from_a_folder_that_is_there(capsys, tmp_path):
         "vocab_size": 1000,
     }
     (tmp_path / "config.json").write_text(json.dumps(facts))
-    assert cli.main(["check", "--json", f"actor_rollout_ref.model.path={tmp_path}"]) == 0
+    assert cli.main(["check", "--json", "quickstart=ppo", f"actor_rollout_ref.model.path={tmp_path}"]) == 0
     assert set(json.loads(capsys.readouterr().out)["memory"]) >= {"model", "actor_rollout, per process"}
 
 

@@ -180,6 +180,7 @@ def test_two_ranks_on_a_cluster_of_their_own(runner: Runner, tmp_path: Path) -> 
         launch(
             "-m",
             "hrl.trainer.main_dpo",
+            "quickstart=dpo",
             f"model.path={runner.model}",
             f"trainer.default_local_dir={tmp_path / 'run'}",
             "data.train_batch_size=4",

@@ -37,7 +37,6 @@ from hrl.trainer.config.quickstart import (
 )
 from hrl.trainer.config.schema import PPOTrainerConfig
 
-
 YOURS = "yours"
 """The origin of what stands on the command line or in a YAML file of the user's."""
 

@@ -1,7 +1,8 @@
 """Whether a command line asks for the quickstart, or brings a task of its own.
 
-The quickstart's values suit a small model and short answers. They stand in `configs/quickstart/`, apart from the primary
-files, and are in force for hrl's own model and rows alone: a run on anything else starts from the schema's defaults.
+The quickstart's values suit a small model and short answers. They stand in `configs/quickstart/`, apart from the
+primary files, and are in force for hrl's own model and rows alone: a run on anything else starts from the schema's
+defaults.
 """
 
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ def is_the_quickstarts_task(kind: RunKind[Section], values: Mapping[str, Any]) -
 
 
 def without_its_validation(kind: RunKind[Section], values: Mapping[str, Any], origins: Mapping[str, str]) -> set[str]:
-    """Keys of the quickstart that make no sense without its validation rows, where it was asked for beside other rows."""
+    """Keys of the quickstart that make no sense without its validation rows, where other rows are trained on."""
     default = leaves(kind.schema)[TRAIN_FILES].default
     own_rows = _as_list(values.get(TRAIN_FILES, default)) != default
     lonely = own_rows and _VAL_FILES not in values and origins.get(_TEST_FREQ) == _origin(kind)
@@ -49,8 +50,8 @@ def rows_are_missing(kind: RunKind[Section], values: Mapping[str, Any]) -> Probl
     if TRAIN_FILES in values:
         return None
     hint = (
-        f"Name yours, e.g. {TRAIN_FILES}=train.parquet; or add {_origin(kind)}, which brings bundled rows and settings for a "
-        "small model."
+        f"Name yours, e.g. {TRAIN_FILES}=train.parquet; or add {_origin(kind)}, which brings bundled rows and settings "
+        "for a small model."
     )
     return Problem(TRAIN_FILES, "is not set.", hint)
 

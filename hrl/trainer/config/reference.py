@@ -33,11 +33,11 @@ $ python -m hrl.trainer.main_ppo recipe=ppo placement=separate      # a recipe a
 $ python -m hrl.trainer.main_ppo --config-path my/configs --config-name my_run trainer.seed=3
 ```
 
-The bare command takes the quickstart's values from `configs/quickstart/ppo.yaml`: short answers, small batches, a learning
-rate for 135M parameters. Recipes, placements and single keys go on top of them. As soon as a line names another model
-(`actor_rollout_ref.model.path`), other rows (`data.train_files`, `data.val_files`) or a YAML file of your own, none of
-these values is in force any more: every key that you leave out has the default that stands below, and `data.train_files`
-is asked for. `quickstart=ppo` brings the values back, also beside a model of your own.
+The bare command takes the quickstart's values from `configs/quickstart/ppo.yaml`: short answers, small batches, a
+learning rate for 135M parameters. Recipes, placements and single keys go on top of them. As soon as a line names
+another model (`actor_rollout_ref.model.path`), other rows (`data.train_files`, `data.val_files`) or a YAML file of your
+own, none of these values is in force any more: every key that you leave out has the default that stands below, and
+`data.train_files` is asked for. `quickstart=ppo` brings the values back, also beside a model of your own.
 
 A file of your own starts from hrl's by naming it:
 

@@ -91,7 +91,7 @@ CASES = [
     ({"trainer.resource_pools": {}}, "trainer.resource_pools has no pool."),
     ({"reward.reward_model.enable": True}, "reward.reward_model.model_path needs a folder or hub id"),
     ({"reward.function_weight": 0.0}, "every reward would be 0"),
-    ({"reward.overlong_buffer.enable": True, "reward.overlong_buffer.len": 0}, "reward.overlong_buffer.len is 0 tokens"),
+    ({"reward.overlong_buffer": {"enable": True, "len": 0}}, "reward.overlong_buffer.len is 0 tokens"),
     ({"data.custom_cls.path": "my.py"}, "data.custom_cls.name needs the name of the class"),
     ({"data.val_files": [], "trainer.test_freq": 5}, "trainer.test_freq is 5, but data.val_files is empty."),
     ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path needs a checkpoint folder"),
