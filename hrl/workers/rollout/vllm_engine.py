@@ -37,6 +37,7 @@ from hrl.workers.rollout.base import (
     SamplingParams,
 )
 from hrl.workers.rollout.lifeline import ProcessLife
+from hrl.workers.rollout.vllm_versions import request_errors, require_supported
 from hrl.workers.weight_sync.base import ReceiverReport, WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 
@@ -164,6 +165,7 @@ class VllmEngine(RolloutEngine):
     async def start(self) -> None:
         with _environment(self._options.environment()):
             try:
+                from vllm import __version__
                 from vllm.engine.arg_utils import AsyncEngineArgs
                 from vllm.v1.engine.async_llm import AsyncLLM
             except ImportError as error:
@@ -171,6 +173,7 @@ class VllmEngine(RolloutEngine):
                     f"rollout.name=vllm needs vLLM, which can't be imported ({error}): install hrl[cpu] or hrl[gpu] or "
                     "choose rollout.name=hf"
                 ) from error
+            require_supported(__version__)
             try:
                 # Blocks this loop, on purpose: the child is bound to the life of the thread that starts it.
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._options.engine_args()))
@@ -275,7 +278,6 @@ class VllmEngine(RolloutEngine):
             task.cancel()
 
     async def _request(self, prompt_ids: list[int], params: VllmSamplingParams, request_id: str) -> Any:
-        from vllm.exceptions import VLLMError
         from vllm.inputs.engine import tokens_input
 
         if self._unusable is not None:
@@ -284,7 +286,7 @@ class VllmEngine(RolloutEngine):
         self._in_flight += 1
         try:
             outputs = [output async for output in llm.generate(tokens_input(prompt_ids), params, request_id)]
-        except (VLLMError, RuntimeError, ValueError) as error:
+        except request_errors() as error:
             raise self._explain(error, f"request {request_id}") from error
         finally:
             self._in_flight -= 1

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from hrl.single_controller.processes import die_with_parent
-from hrl.workers.rollout.vllm_precision import match_trainer
+from hrl.workers.rollout.vllm_precision import match_trainer, use_float32_head
+from hrl.workers.rollout.vllm_versions import load_numel
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
@@ -107,7 +108,6 @@ class VllmModelWriter:
         """Modules that got only some of what they fuse, such as queries and values without keys."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-        from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
         found = []
         for name, module in self._model.named_modules():
@@ -115,7 +115,7 @@ class VllmModelWriter:
             # An embedding is padded beyond what there is to load, and never fused: its name says whether it was.
             if not got or isinstance(module, VocabParallelEmbedding):
                 continue
-            want = sum(get_tensor_load_numel(p) for p in module.parameters(recurse=False))
+            want = sum(load_numel(p) for p in module.parameters(recurse=False))
             if got < want:
                 found.append(f"{got} of {want} elements of {name}")
         return found
@@ -153,6 +153,7 @@ class RolloutWorkerExtension:
         _unlink_collective_memory()
         self._hrl_unlink_rendezvous()
         rank = self._hrl_rank()
+        use_float32_head(self.model_runner.get_model())  # type: ignore[attr-defined]
         if not torch.cuda.is_available():
             _count_ranks_without_a_compiler()
             match_trainer(self.model_runner.get_model(), self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
