@@ -31,6 +31,25 @@ ABSENT = 1 << 40
 
 
 @dataclass(frozen=True)
+class Reach:
+    """How far back a token sees, in tokens of its own sequence. Without either limit: to the first.
+
+    Attributes:
+        window: the last ``window`` tokens, itself included (sliding-window attention).
+        chunk: only tokens of its own chunk; a sequence is cut every ``chunk`` tokens (Llama 4).
+    """
+
+    window: int | None = None
+    chunk: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("window", "chunk"):
+            size = getattr(self, name)
+            if size is not None and size < 1:
+                raise ValueError(f"an attention {name} is at least 1 token, not {size}")
+
+
+@dataclass(frozen=True)
 class Block:
     """Query runs of similar size, stacked with padding so that they run as one batched product.
 
@@ -52,15 +71,17 @@ class Block:
 
     def to(self, device: torch.device) -> Block:
         """The same block on ``device``."""
-        return Block(*(getattr(self, f.name).to(device) for f in fields(self)))
+        return Block(*(send(getattr(self, f.name), device) for f in fields(self)))
 
-    def visible(self, window: int | None) -> Tensor:
-        """``(N, Q, K)`` bool: key at or before the query and, with a sliding window, fewer than ``window`` back."""
+    def visible(self, reach: Reach) -> Tensor:
+        """``(N, Q, K)`` bool: the key is at or before the query, and within its reach."""
         query, key = self.query_position[:, :, None], self.key_position[:, None, :]
         mask = key <= query
-        if window is not None:
-            # A padded query has no key within any window; let it see all, so that its softmax is defined (and unused).
-            mask &= (key > query - window) | (query >= ABSENT - 1)
+        # A padded query reaches no key; let it see all, so that its softmax is defined (and unused).
+        if reach.window is not None:
+            mask &= (key > query - reach.window) | (query >= ABSENT - 1)
+        if reach.chunk is not None:
+            mask &= (key // reach.chunk == query // reach.chunk) | (query >= ABSENT - 1)
         return mask
 
 
@@ -69,11 +90,12 @@ class VarlenIndex:
     """The same segments as variable-length attention kernels want them.
 
     Queries stay where they are in the row. Keys are gathered: prefix and segment of each query run, one after the
-    other. The causal mask of these kernels is aligned to the last query and the last key, which a prefix needs.
+    other. The causal mask of these kernels is aligned to the last query and the last key, which a prefix needs. A query
+    run is a segment, or the part of one that lies in one chunk.
     """
 
-    query_offsets: Tensor  # (S + 1,) int32
-    key_offsets: Tensor  # (S + 1,) int32
+    query_offsets: Tensor  # (runs + 1,) int32
+    key_offsets: Tensor  # (runs + 1,) int32
     key_index: Tensor | None  # (sum of key lengths,) int64; None: keys are the queries
     max_query: int
     max_key: int
@@ -126,11 +148,22 @@ class AttentionLayout:
             self._cache["blocks"] = [block.to(device) for block in _stack_blocks(_query_runs(self))]
         return self._cache["blocks"]  # type: ignore[return-value]
 
-    def varlen(self, device: torch.device) -> VarlenIndex:
+    def varlen(self, device: torch.device, chunk: int | None = None) -> VarlenIndex:
         """Offsets and key index for variable-length kernels; made once, used by every layer."""
-        if "varlen" not in self._cache:
-            self._cache["varlen"] = _varlen_index(self, device)
-        return self._cache["varlen"]  # type: ignore[return-value]
+        name = f"varlen/{chunk}"
+        if name not in self._cache:
+            self._cache[name] = _varlen_index(self, chunk, device)
+        return self._cache[name]  # type: ignore[return-value]
+
+    def full_mask(self, device: torch.device) -> Tensor:
+        """``(1, T)`` bool, all ones: nothing of a packed row is padding.
+
+        Models are handed it so that transformers asks them for the shape of their masks without reading the position
+        ids first, which would make the host wait for the device in every forward.
+        """
+        if "full_mask" not in self._cache:
+            self._cache["full_mask"] = torch.ones(1, self.num_tokens, dtype=torch.bool, device=device)
+        return self._cache["full_mask"]  # type: ignore[return-value]
 
 
 @dataclass(frozen=True)
@@ -199,24 +232,45 @@ def _pad(stack: list[_QueryRun], queries: int, keys: int) -> Block:
     )
 
 
-def _varlen_index(layout: AttentionLayout, device: torch.device) -> VarlenIndex:
-    key_length = layout.prefix_length + layout.length
-    key_index = None
-    if layout.prefix_length.any():
-        parts = []
-        for start, length, prefix_start, prefix in zip(
-            layout.start, layout.length, layout.prefix_start, layout.prefix_length, strict=True
-        ):
-            parts += [np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)]
-        key_index = torch.from_numpy(np.concatenate(parts)).to(device)
+def _varlen_index(layout: AttentionLayout, chunk: int | None, device: torch.device) -> VarlenIndex:
+    query_length: list[int] = []
+    keys: list[np.ndarray] = []
+    for start, length, prefix_start, prefix in zip(
+        layout.start.tolist(),
+        layout.length.tolist(),
+        layout.prefix_start.tolist(),
+        layout.prefix_length.tolist(),
+        strict=True,
+    ):
+        seen = np.concatenate([np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)])
+        position, end = prefix, prefix + length
+        while position < end:
+            first = 0 if chunk is None else position // chunk * chunk
+            after = end if chunk is None else min(end, first + chunk)
+            query_length.append(after - position)
+            keys.append(seen[first:after])
+            position = after
+    key_length = [len(part) for part in keys]
+    key_index = np.concatenate(keys)
+    is_identity = len(key_index) == layout.num_tokens and bool((key_index == np.arange(len(key_index))).all())
     return VarlenIndex(
-        query_offsets=_offsets(layout.length, device),
+        query_offsets=_offsets(query_length, device),
         key_offsets=_offsets(key_length, device),
-        key_index=key_index,
-        max_query=int(layout.length.max()),
-        max_key=int(key_length.max()),
+        key_index=None if is_identity else send(torch.from_numpy(key_index), device),
+        max_query=max(query_length),
+        max_key=max(key_length),
     )
 
 
-def _offsets(lengths: np.ndarray, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(device)
+def _offsets(lengths: list[int], device: torch.device) -> Tensor:
+    return send(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on ``device``, without waiting for it: a copy from pageable memory would wait for all queued work.
+
+    The source is pinned by torch's caching allocator, which keeps it until the copy has run.
+    """
+    if device.type != "cuda" or tensor.is_cuda:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -8,64 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.workers.ops import attention, layout
-from hrl.workers.ops.attention import packed_attention, transformers_attention
-from hrl.workers.ops.layout import AttentionLayout
+from hrl.workers.ops import layout
+from hrl.workers.ops.attention import packed_attention
+from hrl.workers.ops.layout import AttentionLayout, Reach
+from tests.workers.ops.dense import assert_equals_dense, inputs, make_layout
 
 CPU = torch.device("cpu")
-
-
-def make_layout(groups: list[tuple[int, list[int]]]) -> AttentionLayout:
-    """``[(prompt length, [response lengths])]`` as segments; a group without responses is a plain sequence."""
-    length, prefix_start, prefix_length, position = [], [], [], 0
-    for prompt, responses in groups:
-        start = position
-        for index, tokens in enumerate([prompt, *responses]):
-            length.append(tokens)
-            prefix_start.append(start)
-            prefix_length.append(prompt if index else 0)
-            position += tokens
-    return AttentionLayout(np.array(length), np.array(prefix_start), np.array(prefix_length))
-
-
-def dense(query, key, value, segments: AttentionLayout, scale: float, window: int | None):
-    """The definition: every token of a segment sees prefix and segment up to itself."""
-    tokens = segments.num_tokens
-    mask = torch.zeros(tokens, tokens, dtype=torch.bool)
-    position = torch.from_numpy(segments.position_ids())
-    for start, length, prefix_start, prefix in zip(
-        segments.start, segments.length, segments.prefix_start, segments.prefix_length, strict=True
-    ):
-        seen = [*range(prefix_start, prefix_start + prefix), *range(start, start + length)]
-        for token in range(start, start + length):
-            for other in seen:
-                near = window is None or position[other] > position[token] - window
-                mask[token, other] = bool(position[other] <= position[token] and near)
-    repeats = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
-    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, value)
-
-
-def inputs(tokens: int, heads: int = 4, kv_heads: int = 2, width: int = 8, dtype=torch.float64):
-    generator = torch.Generator().manual_seed(tokens)
-    return [
-        torch.randn(tokens, h, width, generator=generator, dtype=dtype).requires_grad_()
-        for h in (heads, kv_heads, kv_heads)
-    ]
-
-
-def assert_equals_dense(segments: AttentionLayout, window: int | None = None, **shape) -> None:
-    tensors = inputs(segments.num_tokens, **shape)
-    weight = torch.randn_like(tensors[0])
-    want = dense(*tensors, segments, 0.3, window)
-    want_grads = torch.autograd.grad((want * weight).sum(), tensors)
-    got = packed_attention(*tensors, segments, scale=0.3, window=window)
-    got_grads = torch.autograd.grad((got * weight).sum(), tensors)
-    torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
-    for mine, theirs in zip(got_grads, want_grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
@@ -75,7 +23,7 @@ def assert_equals_dense(segments: AttentionLayout, window: int | None = None, **
     ids=["one token", "one sequence", "one group", "mixed"],
 )
 def test_equals_the_dense_definition(groups, window):
-    assert_equals_dense(make_layout(groups), window)
+    assert_equals_dense(make_layout(groups), window=window)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (6, 2), (3, 3)])
@@ -83,13 +31,100 @@ def test_any_ratio_of_query_to_key_heads(heads, kv_heads):
     assert_equals_dense(make_layout([(3, [2, 4])]), heads=heads, kv_heads=kv_heads)
 
 
+LAYOUTS = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), max_size=4)), min_size=1, max_size=4)
+
+
 @settings(max_examples=25, deadline=None)
-@given(
-    st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 12), max_size=4)), min_size=1, max_size=4),
-    st.one_of(st.none(), st.integers(1, 9)),
-)
+@given(LAYOUTS, st.one_of(st.none(), st.integers(1, 9)))
 def test_equals_the_dense_definition_for_any_layout(groups, window):
-    assert_equals_dense(make_layout(groups), window)
+    assert_equals_dense(make_layout(groups), window=window)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    LAYOUTS,
+    st.one_of(st.none(), st.integers(1, 9)),
+    st.one_of(st.none(), st.integers(1, 9)),
+    st.sampled_from([None, 0.5, 3.0]),
+    st.booleans(),
+    st.sampled_from([(4, 2), (3, 3), (6, 1)]),
+    st.sampled_from([(8, 8), (8, 5), (3, 7)]),
+)
+def test_soft_cap_sinks_chunks_and_unequal_widths_equal_the_dense_definition(
+    groups, window, chunk, softcap, with_sinks, heads, widths
+):
+    assert_equals_dense(
+        make_layout(groups),
+        window=window,
+        chunk=chunk,
+        softcap=softcap,
+        with_sinks=with_sinks,
+        heads=heads[0],
+        kv_heads=heads[1],
+        width=widths[0],
+        value_width=widths[1],
+    )
+
+
+def test_a_sink_by_hand():
+    """One token sees itself with score 0 beside a sink of log 3: it keeps a quarter of its value."""
+    zero, value = torch.zeros(1, 1, 1), torch.full((1, 1, 1), 8.0)
+    sink = torch.log(torch.tensor([3.0])).requires_grad_()
+    out = packed_attention(zero, zero, value, make_layout([(1, [])]), scale=1.0, sinks=sink)
+    out.sum().backward()
+    assert out.item() == pytest.approx(2.0)
+    assert sink.grad.item() == pytest.approx(-0.75 * 2.0)  # d(8 / (1 + e^b)) / db = -8 * 3 / 16
+
+
+def test_a_soft_cap_by_hand():
+    """Scores 0 and 3, capped at 1, are 0 and tanh 3."""
+    query, key = torch.tensor([1.0, 1.0]).view(2, 1, 1), torch.tensor([0.0, 3.0]).view(2, 1, 1)
+    value = torch.tensor([0.0, 1.0]).view(2, 1, 1)
+    out = packed_attention(query, key, value, make_layout([(2, [])]), scale=1.0, softcap=1.0)
+    assert out.flatten().tolist() == pytest.approx([0.0, torch.tensor(3.0).tanh().sigmoid().item()])
+
+
+def test_a_chunk_by_hand():
+    """With equal scores a token's output is the mean of the values it sees: from the start of its chunk to itself."""
+    zero, value = torch.zeros(6, 1, 1), torch.arange(6.0).view(6, 1, 1)
+    segments = make_layout([(3, [2, 1])])  # positions 0 1 2 | 3 4 | 3
+    out = packed_attention(zero, zero, value, segments, scale=1.0, chunk=2)
+    assert out.flatten().tolist() == pytest.approx([0, 0.5, 2, (2 + 3) / 2, 4, (2 + 5) / 2])
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"window": 4}, {"chunk": 3}, {"sinks": True}], ids=str)
+def test_a_shared_prompt_equals_a_copy_of_it_for_each_response(options):
+    """Two packings of the same sequences: outputs of the responses and all gradients agree."""
+    shared, apart = make_layout([(5, [3, 4])]), make_layout([(5 + 3, []), (5 + 4, [])])
+    copies = torch.tensor([*range(5), 5, 6, 7, *range(5), 8, 9, 10, 11])  # tokens of `shared` in the order of `apart`
+    query, key, value = inputs(12)
+    options = dict(options)
+    if options.pop("sinks", False):
+        options["sinks"] = torch.randn(4, dtype=torch.float64).requires_grad_()
+    leaves = [query, key, value, *([options["sinks"]] if "sinks" in options else [])]
+    together = packed_attention(query, key, value, shared, scale=0.3, **options)[copies]
+    alone = packed_attention(query[copies], key[copies], value[copies], apart, scale=0.3, **options)
+    torch.testing.assert_close(together, alone, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(alone)
+    got, want = (torch.autograd.grad((out * weight).sum(), leaves) for out in (together, alone))
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_bfloat16_scores_are_not_rounded_before_the_soft_cap():
+    query, key, value = (t.detach() for t in inputs(40, width=64, dtype=torch.float32))
+    low = [(4 * t).bfloat16() for t in (query, key)] + [value.bfloat16()]
+    segments = make_layout([(40, [])])
+    got = packed_attention(*low, segments, scale=0.125, softcap=30.0)
+    want = packed_attention(*(t.double() for t in low), make_layout([(40, [])]), scale=0.125, softcap=30.0)
+    assert got.dtype == torch.bfloat16
+    assert (got.double() - want).abs().max() < 0.02
+
+
+@pytest.mark.parametrize("reach", [{"window": 0}, {"chunk": 0}, {"window": -1}])
+def test_a_reach_is_at_least_one_token(reach):
+    with pytest.raises(ValueError, match="at least 1"):
+        Reach(**reach)
 
 
 def test_long_segments_are_cut_into_blocks_without_changing_a_number(monkeypatch):
@@ -99,6 +134,7 @@ def test_long_segments_are_cut_into_blocks_without_changing_a_number(monkeypatch
     assert len(segments.blocks(CPU)) > 5
     assert_equals_dense(segments)
     assert_equals_dense(make_layout([(9, [11, 2, 5]), (13, [])]), window=6)
+    assert_equals_dense(make_layout([(9, [11, 2, 5]), (13, [])]), chunk=5, softcap=2.0, with_sinks=True)
 
 
 def test_blocks_stay_within_the_limits_on_padding_and_size():
@@ -126,85 +162,6 @@ def test_position_ids_of_each_response_start_at_the_prompt_length():
     assert segments.num_pairs == 6 + (2 * 3 + 3) + (3 + 1) + 3
 
 
-def test_varlen_index_gathers_prefix_and_segment():
-    index = make_layout([(3, [2, 1]), (2, [])]).varlen(torch.device("cpu"))
-    assert index.query_offsets.tolist() == [0, 3, 5, 6, 8]
-    assert index.key_offsets.tolist() == [0, 3, 8, 12, 14]
-    assert index.key_index.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
-    assert (index.max_query, index.max_key) == (3, 5)
-    assert make_layout([(3, []), (2, [])]).varlen(torch.device("cpu")).key_index is None
-
-
-def test_gathered_rows_sum_their_gradient_in_float32():
-    source = torch.ones(2, 1, 1, dtype=torch.bfloat16, requires_grad=True)
-    index = torch.tensor([0] * 301 + [1])
-    attention._GatherRows.apply(source, index).sum().backward()
-    assert source.grad.flatten().tolist() == [300.0, 1.0]  # 301 rounded once; a bfloat16 sum of ones stops at 256
-
-
 def test_empty_segments_are_refused():
     with pytest.raises(ValueError, match="no empty ones"):
         AttentionLayout(np.array([3, 0]), np.array([0, 0]), np.array([0, 3]))
-
-
-def test_the_adapter_names_what_it_does_not_have():
-    module, x = torch.nn.Identity(), torch.randn(1, 2, 3, 4)
-    segments = make_layout([(3, [])])
-    with pytest.raises(ValueError, match="without its packing"):
-        transformers_attention(module, x, x, x, None)
-    with pytest.raises(ValueError, match="softcap"):
-        transformers_attention(module, x, x, x, None, packing=segments, softcap=30.0)
-    with pytest.raises(ValueError, match="attention_dropout"):
-        transformers_attention(module, x, x, x, None, packing=segments, dropout=0.1)
-    with pytest.raises(ValueError, match=r"\(1, heads, 3, D\)"):
-        transformers_attention(module, x[:, :, :2], x, x, None, packing=segments)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("window", [None, 5])
-def test_cuda_kernels_agree_with_the_cpu(window):
-    segments = make_layout([(37, [20, 5, 33]), (64, [])])
-    tensors = inputs(segments.num_tokens, width=64, dtype=torch.float32)
-    want = dense(*tensors, segments, 0.125, window)
-    want_grads = torch.autograd.grad(want.square().sum(), tensors)
-    on_gpu = [t.detach().cuda().bfloat16().requires_grad_() for t in tensors]
-    got = packed_attention(*on_gpu, segments, scale=0.125, window=window)
-    got_grads = torch.autograd.grad(got.float().square().sum(), on_gpu)
-    torch.testing.assert_close(got.float().cpu(), want, rtol=2e-2, atol=2e-2)
-    for mine, theirs in zip(got_grads, want_grads, strict=True):
-        torch.testing.assert_close(mine.float().cpu(), theirs, rtol=5e-2, atol=1e-1)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads, kv_heads", [(8, 8), (8, 2)], ids=["every head its own keys", "grouped queries"])
-def test_cuda_kernels_agree_with_sdpa_over_whole_sequences(heads, kv_heads):
-    """Shared prompts against what they stand for: each response behind a copy of its prompt."""
-    groups = [(129, [64, 1, 200]), (33, [17, 17])]
-    segments = make_layout(groups)
-    query, key, value = (
-        t.detach().cuda().bfloat16().requires_grad_()
-        for t in inputs(segments.num_tokens, heads, kv_heads, width=64, dtype=torch.float32)
-    )
-    got = packed_attention(query, key, value, segments, scale=0.125)
-
-    want, position = torch.empty_like(got), 0
-    for prompt, responses in groups:
-        shared = range(position, position + prompt)
-        position += prompt
-        for tokens in responses:
-            own = range(position, position + tokens)
-            position += tokens
-            rows = torch.tensor([*shared, *own], device="cuda")
-            q, k, v = (t[rows].transpose(0, 1)[None] for t in (query, key, value))
-            out = torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, scale=0.125, enable_gqa=heads != kv_heads
-            )
-            # A prompt's rows are the same in every copy of it: the last one's stay, and so does their gradient.
-            want = want.index_copy(0, rows, out[0].transpose(0, 1))
-    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
-
-    weight = torch.randn_like(got)
-    got_grads = torch.autograd.grad((got * weight).sum(), (query, key, value))
-    want_grads = torch.autograd.grad((want * weight).sum(), (query, key, value))
-    for mine, theirs in zip(got_grads, want_grads, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=5e-2, atol=5e-2)
