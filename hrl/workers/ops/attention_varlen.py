@@ -1,7 +1,7 @@
 """Packed attention by the variable-length kernels of a GPU: flash-attn's where installed, else torch's own.
 
 What the kernels don't take is brought into a form that they do: values narrower than queries are padded with zeros
-(MLA), head widths are padded to a multiple of 8, key and value heads are repeated where torch's function (2.11) knows no
+(MLA), head widths are padded to a multiple of 8, key and value heads repeated where torch's function (2.11) knows no
 grouped queries. Sinks have no kernel, but the backward of flash attention asks only for the output and the log-sum-exp
 of the scores; given those of the softmax *with* the sink, it computes the gradients of that softmax (the formulas stand
 in ``attention_blocks``).

@@ -1,4 +1,4 @@
-"""The variable-length kernels of a GPU: what is asked of them, on stand-ins, and on the real ones where there is one."""
+"""The variable-length kernels of a GPU: what is asked of them, on stand-ins and, where there is one, on the GPU."""
 
 from __future__ import annotations
 
