@@ -4,7 +4,9 @@ The logits of a batch, ``(T, V)``, are its largest tensor by far, and nobody wan
 tile (tokens × vocabulary), folded into a running log-sum-exp, and computed once more in the backward pass, so that the
 peak memory depends on the tile and not on ``T`` times ``V``.
 
-With logits ``z``, ``p = softmax(z)`` and entropy ``H = -sum(p log p)``:
+A head makes logits ``z = scale * (hidden W^T + bias)``, and some models cap them: ``cap * tanh(z / cap)``, whose slope is
+``1 - (capped / cap)^2``. Then comes the temperature. With ``p`` the softmax of the result ``z`` and entropy
+``H = -sum(p log p)``:
 
 - ``d log p(y) / d z = onehot(y) - p``
 - ``d H / d z = -p (log p + H)``
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +50,23 @@ class TokenStatistics(NamedTuple):
     sum_pi_squared: Tensor | None = None
 
 
+@dataclass(frozen=True)
+class LogitForm:
+    """What a model does to the products of its head before a temperature.
+
+    Attributes:
+        scale: factor of the products (Cohere's ``logit_scale``, one over Granite's ``logits_scaling``).
+        softcap: logits are ``softcap * tanh(logits / softcap)`` (Gemma's ``final_logit_softcapping``); ``None``: as is.
+    """
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
+#: Logits are the products.
+PLAIN = LogitForm()
+
+
 def token_statistics(
     hidden: Tensor,
     weight: Tensor,
@@ -56,8 +76,10 @@ def token_statistics(
     chunk: int,
     with_entropy: bool,
     with_sum_pi_squared: bool = False,
+    bias: Tensor | None = None,
+    form: LogitForm = PLAIN,
 ) -> TokenStatistics:
-    """Log-probs of ``labels``, and more where asked, under ``softmax(hidden @ weight.T / temperature)``.
+    """Log-probs of ``labels``, and more where asked, under ``softmax(form(hidden @ weight.T + bias) / temperature)``.
 
     Args:
         hidden: ``(T, H)`` last hidden states, response positions only.
@@ -67,6 +89,8 @@ def token_statistics(
         chunk: logits held at once (tokens × vocabulary entries of one tile).
         with_entropy: whether entropies are wanted. They cost one more pass over the tile.
         with_sum_pi_squared: whether sums of squared probabilities are wanted. They cost as much.
+        bias: ``(V,)`` of the head, with gradient.
+        form: what happens to the products before the temperature.
 
     Returns:
         Float32 (float64 for float64 inputs).
@@ -81,8 +105,10 @@ def token_statistics(
             f"hidden (T, H), weight (V, H), labels (T,) don't fit: {tuple(hidden.shape)}, {tuple(weight.shape)}, "
             f"{tuple(labels.shape)}"
         )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(f"a bias (V,) of {tuple(bias.shape)} does not fit a weight (V, H) of {tuple(weight.shape)}")
     log_prob, entropy, sum_pi_squared = _LogProb.apply(
-        hidden, weight, labels, float(temperature), int(chunk), with_entropy, with_sum_pi_squared
+        hidden, weight, bias, labels, form, float(temperature), int(chunk), with_entropy, with_sum_pi_squared
     )
     return TokenStatistics(log_prob, entropy if with_entropy else None, sum_pi_squared if with_sum_pi_squared else None)
 
@@ -99,16 +125,25 @@ def _slices(total: int, size: int) -> Iterator[slice]:
         yield slice(start, min(start + size, total))
 
 
-def _scaled_logits(hidden: Tensor, weight: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Logits of one tile over the temperature, ``(t, v)``, in the accumulation type."""
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, dtype: torch.dtype) -> Tensor:
+    """Logits of one tile, ``(t, v)``, in the accumulation type."""
+    logits = _products(hidden, weight, dtype)
+    if bias is not None:
+        logits.add_(bias)
+    if form.scale != 1.0:
+        logits.mul_(form.scale)
+    if form.softcap is not None:
+        logits.div_(form.softcap).tanh_().mul_(form.softcap)
+    return logits
+
+
+def _products(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     if hidden.dtype == dtype:
-        logits = torch.mm(hidden, weight.t())
-    elif hidden.is_cuda:
-        logits = torch.mm(hidden, weight.t(), out_dtype=dtype)
-    else:  # no `out_dtype` on a CPU
-        with _bf16_matmul():
-            logits = torch.mm(hidden.to(dtype), weight.to(dtype).t())
-    return logits if temperature == 1.0 else logits.div_(temperature)
+        return torch.mm(hidden, weight.t())
+    if hidden.is_cuda:
+        return torch.mm(hidden, weight.t(), out_dtype=dtype)
+    with _bf16_matmul():  # no `out_dtype` on a CPU
+        return torch.mm(hidden.to(dtype), weight.to(dtype).t())
 
 
 def allow_bf16_matmul() -> None:
@@ -138,7 +173,9 @@ class _LogProb(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
+        form: LogitForm,
         temperature: float,
         chunk: int,
         with_entropy: bool,
@@ -157,7 +194,9 @@ class _LogProb(torch.autograd.Function):
             first_moment = torch.zeros_like(top)  # sum of exp(z - top) * z
             squared_mass = torch.zeros_like(top)  # sum of exp(z - top)^2
             for columns in vocab_tiles:
-                logits = _scaled_logits(hidden[rows], weight[columns], temperature, dtype)
+                logits = _logits(hidden[rows], weight[columns], _part(bias, columns), form, dtype)
+                if temperature != 1.0:
+                    logits.div_(temperature)
                 _pick_labels(logits, labels[rows], columns, label_logit[rows])
                 new_top = torch.maximum(top, logits.amax(1))
                 shrink = torch.exp(top - new_top)
@@ -175,26 +214,31 @@ class _LogProb(torch.autograd.Function):
                 mean_logit[rows] = first_moment / mass
             sum_pi_squared[rows] = squared_mass / mass.square()
         entropy = normaliser - mean_logit if mean_logit is not None else torch.empty_like(normaliser)
-        ctx.save_for_backward(hidden, weight, labels, normaliser, entropy)
-        ctx.temperature, ctx.chunk, ctx.accumulation_dtype = temperature, chunk, dtype
+        ctx.save_for_backward(hidden, weight, bias, labels, normaliser, entropy)
+        ctx.form, ctx.temperature, ctx.chunk, ctx.accumulation_dtype = form, temperature, chunk, dtype
         ctx.mark_non_differentiable(sum_pi_squared)
         return label_logit - normaliser, entropy, sum_pi_squared
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         grad_log_prob, grad_entropy, _ = grads
-        hidden, weight, labels, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, labels, normaliser, entropy = ctx.saved_tensors
         if grad_log_prob is None and grad_entropy is None:
-            return (None,) * 7
-        want_hidden, want_weight = ctx.needs_input_grad[:2]
+            return (None,) * 9
+        form = ctx.form
+        want_hidden, want_weight, want_bias = ctx.needs_input_grad[:3]
         row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], ctx.chunk)
         dtype = ctx.accumulation_dtype
         grad_hidden = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device) if want_hidden else None
         grad_weight = torch.empty_like(weight) if want_weight else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=dtype, device=weight.device) if want_bias else None
         for columns in vocab_tiles:
             grad_columns: Tensor | None = None
             for rows in row_tiles:
-                logits = _scaled_logits(hidden[rows], weight[columns], ctx.temperature, dtype)
+                logits = _logits(hidden[rows], weight[columns], _part(bias, columns), form, dtype)
+                slope = None if form.softcap is None else 1.0 - (logits / form.softcap).square_()
+                if ctx.temperature != 1.0:
+                    logits.div_(ctx.temperature)
                 grad_logits = _grad_of_logits(
                     logits,
                     normaliser[rows],
@@ -204,8 +248,12 @@ class _LogProb(torch.autograd.Function):
                     None if grad_log_prob is None else grad_log_prob[rows],
                     None if grad_entropy is None else grad_entropy[rows],
                 )
-                if ctx.temperature != 1.0:
-                    grad_logits.div_(ctx.temperature)
+                if slope is not None:
+                    grad_logits.mul_(slope)
+                if form.scale != ctx.temperature:
+                    grad_logits.mul_(form.scale / ctx.temperature)
+                if grad_bias is not None:
+                    grad_bias[columns] += grad_logits.sum(0)
                 grad_logits = grad_logits.to(hidden.dtype)
                 if grad_hidden is not None:
                     grad_hidden[rows] += torch.mm(grad_logits, weight[columns])
@@ -218,12 +266,13 @@ class _LogProb(torch.autograd.Function):
         return (
             None if grad_hidden is None else grad_hidden.to(hidden.dtype),
             grad_weight,
-            None,
-            None,
-            None,
-            None,
-            None,
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 6,
         )
+
+
+def _part(bias: Tensor | None, columns: slice) -> Tensor | None:
+    return None if bias is None else bias[columns]
 
 
 def _pick_labels(logits: Tensor, labels: Tensor, columns: slice, out: Tensor) -> None:
