@@ -62,7 +62,7 @@ class Engine:
         self.module, loaded = build_sharded(load, wrap, fsdp, self.mesh, device)
         self.source_config = loaded.source_config
         self.form = CheckpointForm.of(loaded.model)
-        self.flops = ModelFlops.of(loaded.model.config)
+        self.flops = ModelFlops.of(loaded.model)
         self.optimizer: Optimizer | None = None
         if train is None:
             self.module.requires_grad_(False)
@@ -314,7 +314,7 @@ class Meter:
 
     def add_work(self, packed: PackedMicroBatch, *, with_head: bool) -> None:
         """Counts the FLOPs of one forward and backward."""
-        if not packed.is_empty:
+        if not packed.is_empty and self.engine.flops is not None:
             head_tokens = packed.labels.numel() if with_head else 0
             self._flops += self.engine.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
 

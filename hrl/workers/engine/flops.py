@@ -9,6 +9,8 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 
 #: Dense bfloat16 FLOP/s without sparsity, from the vendors' data sheets; the longest name in a card's name wins.
 PEAK_FLOPS = {
@@ -30,9 +32,13 @@ PEAK_FLOPS = {
 BACKWARD_OVER_FORWARD = 2.0
 
 
+#: Names that configurations give to the number of experts a token visits.
+_EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
+
+
 @dataclass(frozen=True)
 class ModelFlops:
-    """Forward cost of a transformer, from its config.
+    """Forward cost of a transformer.
 
     Attributes:
         per_token: of one token through the layers, attention scores excluded.
@@ -45,21 +51,33 @@ class ModelFlops:
     per_head_token: float
 
     @classmethod
-    def of(cls, config: Any) -> ModelFlops:
-        """Counts multiplications and additions of all matrix products; of the experts those a token visits."""
-        c = config.get_text_config()
-        heads = c.num_attention_heads
-        head_dim = getattr(c, "head_dim", None) or c.hidden_size // heads
-        kv_heads = getattr(c, "num_key_value_heads", None) or heads
-        attention = c.hidden_size * head_dim * (2 * heads + 2 * kv_heads)
-        experts = getattr(c, "num_experts_per_tok", None) or 1
-        width = (getattr(c, "moe_intermediate_size", None) if experts > 1 else None) or c.intermediate_size
-        mlp = 3 * c.hidden_size * width * experts
-        return cls(
-            per_token=2.0 * c.num_hidden_layers * (attention + mlp),
-            per_pair=4.0 * c.num_hidden_layers * heads * head_dim,
-            per_head_token=2.0 * c.hidden_size * c.vocab_size,
-        )
+    def of(cls, model: PreTrainedModel) -> ModelFlops | None:
+        """Counts two operations per weight that a token of text meets: of experts those it visits, of embeddings none.
+
+        Attention scores are counted by the shapes of the modules that compute them, without sliding windows; what else
+        depends on the sequence (the states of linear attention) is small and left out.
+
+        Args:
+            model: on any device, sharded or without storage.
+
+        Returns:
+            ``None`` for a model that can't be counted: its experts or its heads are not where models have them.
+        """
+        text, config = model.get_decoder(), model.config.get_text_config()
+        head = model.get_output_embeddings()
+        weights = 0.0
+        for name, module in text.named_modules():
+            if isinstance(module, nn.Embedding) or module is head:
+                continue
+            share = _visited_share(text, config, name, module)
+            if share is None:
+                return None
+            weights += share * sum(p.numel() for p in module.parameters(recurse=False) if p.ndim >= 2)
+        per_pair = _per_pair(text, config)
+        if per_pair is None:
+            return None
+        per_head_token = 0.0 if head is None else 2.0 * head.weight.numel()
+        return cls(per_token=2.0 * weights, per_pair=per_pair, per_head_token=per_head_token)
 
     def forward(self, tokens: int, pairs: int, head_tokens: int) -> float:
         """FLOPs of one forward over a packed row."""
@@ -68,6 +86,46 @@ class ModelFlops:
     def update(self, tokens: int, pairs: int, head_tokens: int) -> float:
         """FLOPs of forward and backward, without what is recomputed to save memory."""
         return (1.0 + BACKWARD_OVER_FORWARD) * self.forward(tokens, pairs, head_tokens)
+
+
+def _visited_share(text: nn.Module, config: Any, name: str, module: nn.Module) -> float | None:
+    """The share of a module's own weights that a token meets; ``None``: it belongs to experts that can't be counted."""
+    parts = name.split(".")
+    if "experts" not in parts or not any(p.ndim >= 2 for p in module.parameters(recurse=False)):
+        return 1.0
+    place = parts.index("experts")
+    experts = text.get_submodule(".".join(parts[: place + 1]))
+    is_list = isinstance(experts, nn.ModuleList)
+    counts = {len(experts)} if is_list else {p.shape[0] for p in experts.parameters(recurse=False) if p.ndim == 3}
+    visited = _experts_per_token(text.get_submodule(".".join(parts[:place])), config)
+    if len(counts) != 1 or visited is None:
+        return None
+    return visited / counts.pop()
+
+
+def _experts_per_token(block: nn.Module, config: Any) -> int | None:
+    """From the modules around the experts, whose routers know it best, else from the configuration."""
+    for module in (block, *block.children()):
+        if isinstance(getattr(module, "top_k", None), int):
+            return module.top_k
+    found = (getattr(config, name, None) for name in _EXPERTS_PER_TOKEN)
+    return next((number for number in found if isinstance(number, int)), None)
+
+
+def _per_pair(text: nn.Module, config: Any) -> float | None:
+    """Two products per query–key pair: scores over the queries' width, outputs over the values'."""
+    total = 0.0
+    for module in text.modules():
+        if not isinstance(getattr(module, "is_causal", None), bool):
+            continue  # transformers' attention modules say whether they are causal
+        heads = getattr(module, "num_heads", None) or getattr(config, "num_attention_heads", None)
+        widths = (getattr(module, name, None) for name in ("qk_head_dim", "head_dim", "head_size"))
+        query = next((width for width in widths if width is not None), None)
+        if not isinstance(heads, int) or not isinstance(query, int):
+            return None
+        value = getattr(module, "v_head_dim", None) or query
+        total += 2.0 * heads * (query + value)
+    return total
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -1,10 +1,10 @@
 """What a causal language model does between its last hidden states and its logits, measured instead of known.
 
-Families differ: Cohere multiplies its logits, Granite divides them, Gemma caps them, MiniCPM3 divides the hidden states,
-and two families use one field's name for opposite things. vLLM applies the same in its logits processor. So no field of a
-configuration is read here. The model's own forward is run once around a stand-in backbone that hands out chosen hidden
-states and a stand-in head that hands out chosen products; what comes out says what was done to them. That costs no
-weight: it works on a model without storage.
+Families differ: Cohere multiplies its logits, Granite divides them, Gemma caps them, MiniCPM3 divides the hidden
+states, and two families use one field's name for opposite things. vLLM does the same in its logits processor. So no
+field of a configuration is read here. The model's own forward is run once around a stand-in backbone that hands out
+chosen hidden states and a stand-in head that hands out chosen products; what comes out says what was done to them. No
+weight is read: it works on a model without storage.
 """
 
 from __future__ import annotations
@@ -124,7 +124,15 @@ def _forward_around(
         ids = torch.zeros(1, len(hidden), dtype=torch.int64)
         try:
             logits = model.forward(input_ids=ids, use_cache=False).logits
-        except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
             raise ValueError(
                 f"{type(model).__name__} has a forward whose way from hidden states to logits could not be followed: "
                 f"{type(error).__name__}: {error}"

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hrl.protocol import DataProto
-from hrl.workers.ops.layout import AttentionLayout
+from hrl.workers.ops.layout import AttentionLayout, send
 
 #: ``next``: the state before each trained token. ``last``: the state at the last token of each row.
 Wanted = Literal["next", "last"]
@@ -90,6 +90,7 @@ class PackedMicroBatch:
         hidden_index: ``(N,)`` int64, the tokens of the row whose hidden states are wanted.
         labels: ``(N,)`` int64, the token that follows each of them (for ``last``: the token itself).
         mask: ``(b, r)`` bool, where the N results stand in the micro-batch's rows, row-major; ``r`` is the longest.
+        mask_index: ``(N,)`` int64, the same as flat positions: what reads a mask on a GPU waits for it.
         is_empty: nothing is wanted. One token runs all the same, so that every rank joins every collective.
     """
 
@@ -99,13 +100,14 @@ class PackedMicroBatch:
     hidden_index: Tensor
     labels: Tensor
     mask: Tensor
+    mask_index: Tensor
     is_empty: bool
 
     def unpack(self, flat: Tensor) -> Tensor:
         """``(N,)`` results to ``(b, r)``, zero outside the mask. Differentiable."""
         if self.is_empty:
             return flat.new_zeros(self.mask.shape)
-        return flat.new_zeros(self.mask.shape).masked_scatter(self.mask, flat)
+        return flat.new_zeros(self.mask.numel()).index_copy(0, self.mask_index, flat).view(self.mask.shape)
 
 
 def pack(
@@ -156,14 +158,19 @@ def pack(
         mask[slot, columns] = True
     layout = writer.layout()
     return PackedMicroBatch(
-        torch.from_numpy(np.concatenate(writer.tokens))[None].to(device),
-        torch.from_numpy(layout.position_ids())[None].to(device),
+        _send(np.concatenate(writer.tokens)[None], device),
+        _send(layout.position_ids()[None], device),
         layout,
-        torch.from_numpy(np.concatenate(index)).to(device),
-        torch.from_numpy(np.concatenate(labels)).to(device),
-        torch.from_numpy(mask).to(device),
+        _send(np.concatenate(index), device),
+        _send(np.concatenate(labels), device),
+        _send(mask, device),
+        _send(np.flatnonzero(mask), device),
         is_empty=False,
     )
+
+
+def _send(array: np.ndarray, device: torch.device) -> Tensor:
+    return send(torch.from_numpy(array), device)
 
 
 def _used_lengths(rows: Rows, picked: tuple[int, ...], wanted: Wanted) -> list[int | None]:
@@ -211,4 +218,4 @@ def _empty(num_rows: int, device: torch.device) -> PackedMicroBatch:
     zero = torch.zeros(1, dtype=torch.int64, device=device)
     layout = AttentionLayout(np.array([1]), np.array([0]), np.array([0]))
     mask = torch.zeros(num_rows, 1, dtype=torch.bool, device=device)
-    return PackedMicroBatch(zero[None], zero[None], layout, zero, zero, mask, is_empty=True)
+    return PackedMicroBatch(zero[None], zero[None], layout, zero, zero, mask, zero[:0], is_empty=True)

@@ -97,7 +97,8 @@ def transformers_attention(
     name = type(module).__name__
     if packing is None:
         raise ValueError(
-            f"{name} ran without its packing: this model was loaded for packed training, call it through its engine"
+            f"{name} ran without its packing: either this model, loaded for packed training, was not called through "
+            "its engine, or its layers don't hand on their keyword arguments, and then it can't be trained packed"
         )
     unsupported = sorted(key for key, given in kwargs.items() if _asks_for_something(key, given))
     if dropout > 0:

@@ -4,8 +4,8 @@ The logits of a batch, ``(T, V)``, are its largest tensor by far, and nobody wan
 tile (tokens × vocabulary), folded into a running log-sum-exp, and computed once more in the backward pass, so that the
 peak memory depends on the tile and not on ``T`` times ``V``.
 
-A head makes logits ``z = scale * (hidden W^T + bias)``, and some models cap them: ``cap * tanh(z / cap)``, whose slope is
-``1 - (capped / cap)^2``. Then comes the temperature. With ``p`` the softmax of the result ``z`` and entropy
+A head makes logits ``z = scale * (hidden W^T + bias)``, and some models cap them: ``cap * tanh(z / cap)``, whose slope
+is ``1 - (capped / cap)^2``. Then comes the temperature. With ``p`` the softmax of the result ``z`` and entropy
 ``H = -sum(p log p)``:
 
 - ``d log p(y) / d z = onehot(y) - p``

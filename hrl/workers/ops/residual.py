@@ -1,8 +1,12 @@
-"""A residual stream in float32 beside matrix products in bfloat16, the same way in the trainer and in the sampler.
+"""A residual stream in float32 beside products in bfloat16, where trainer and sampler can both have it: on a CPU.
 
 Every layer adds to the residual stream; in bfloat16 each of these sums is rounded to 8 bits, and the rounding errors of
 all layers arrive at the head. They are the largest part of what a trainer and a sampler disagree on. In float32 the
 stream costs a few bytes per token, and the matrix products stay in bfloat16: each norm rounds what it hands on.
+
+On a GPU vLLM adds and normalises in one fused kernel whose stream is bfloat16. A wide stream in the trainer alone would
+be nearer to the truth and further from the sampler, and it is the sampler's distribution that the trainer has to know.
+So there the trainer rounds where vLLM rounds: after each sum, to bfloat16, which is what transformers does by itself.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ _NARROW = (torch.bfloat16, torch.float16)
 
 
 def widen_residual(model: Any) -> bool:
-    """Lets the residual stream of a transformers model begin in float32; sums with narrower numbers then stay there.
+    """Lets the residual stream of a transformers model on a CPU begin in float32; sums then stay there.
 
     Its norms must return their weight's dtype, see ``hrl.workers.ops.rms_norm``.
 
@@ -43,7 +47,7 @@ class _WideStream:
     def widen(self, module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
         """Where the stream begins."""
         self._dtype = embedded.dtype
-        return embedded.float() if embedded.dtype in _NARROW else embedded
+        return embedded.float() if embedded.device.type == "cpu" and embedded.dtype in _NARROW else embedded
 
     def keep_narrow(self, module: nn.Module, args: Any, rotary: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Sines and cosines follow the stream's dtype; queries and keys, which they multiply, don't."""

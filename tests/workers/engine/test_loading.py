@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    OPTConfig,
+    OPTForCausalLM,
+)
 
 from hrl.workers.engine import flops
+from hrl.workers.engine.engine import Meter
 from hrl.workers.engine.flops import ModelFlops, peak_flops, peak_flops_of_card
 from hrl.workers.engine.loading import _refuse_unpackable, dtype_of, load_causal_lm, load_scalar_model
 from tests.workers.engine.tiny import SHAPE, model_config, save_llama
@@ -87,12 +100,78 @@ def test_dtypes_by_name():
 
 
 def test_flops_by_hand():
-    flops = ModelFlops.of(LlamaConfig(**SHAPE))
+    flops = ModelFlops.of(LlamaForCausalLM(LlamaConfig(**SHAPE)))
     attention = 32 * 8 * (2 * 4 + 2 * 2)  # q and o of 4 heads, k and v of 2
     assert flops.per_token == 2 * 2 * (attention + 3 * 32 * 48)
     assert flops.per_pair == 2 * 2 * 2 * 4 * 8  # two products, two layers, four heads of eight
     assert flops.per_head_token == 2 * 32 * 61
     assert flops.update(10, 5, 3) == 3 * flops.forward(10, 5, 3)
+
+
+def test_flops_of_a_scalar_model_have_no_head():
+    flops = ModelFlops.of(LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=1)))
+    assert flops.per_head_token == 0
+    assert flops.per_token == ModelFlops.of(LlamaForCausalLM(LlamaConfig(**SHAPE))).per_token
+
+
+def test_flops_of_families_with_other_names_by_hand():
+    """GPT-2 and OPT: four square products and an inner layer of four times the width, in each of two layers."""
+    layers = 2 * (4 * 32 * 32 + 2 * 32 * 128)
+    gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+    opt = OPTConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=128, word_embed_proj_dim=32
+    )
+    for model in (gpt2, OPTForCausalLM(opt)):
+        assert ModelFlops.of(model) == ModelFlops(2 * layers, 2 * 2 * 2 * 4 * 8, 2 * 32 * 61)
+
+
+def deepseek() -> DeepseekV3ForCausalLM:
+    config = DeepseekV3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=8,
+        num_hidden_layers=3,
+        first_k_dense_replace=1,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        n_group=2,
+        topk_group=1,
+        q_lora_rank=16,
+        kv_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=4,
+        v_head_dim=6,
+    )
+    with torch.device("meta"):
+        return DeepseekV3ForCausalLM(config)
+
+
+def test_flops_of_latent_attention_and_experts_by_hand():
+    """One dense layer, two of a shared expert and 2 of 8 others; queries are 12 wide and values 6."""
+    attention = 32 * 16 + 16 * 4 * 12 + 32 * (12 + 4) + 12 * 4 * (8 + 6) + 4 * 6 * 32
+    experts = 32 * 8 + (2 + 1) * 3 * 32 * 8
+    flops = ModelFlops.of(deepseek())
+    assert flops.per_token == 2 * (3 * attention + 3 * 32 * 48 + 2 * experts)
+    assert flops.per_pair == 3 * 2 * 4 * (12 + 6)
+
+
+def test_what_cannot_be_counted_is_none():
+    model = deepseek()
+    for module in model.modules():
+        if hasattr(module, "top_k"):
+            module.top_k = None
+    model.config.num_experts_per_tok = None
+    assert ModelFlops.of(model) is None
+
+
+def test_a_model_that_cannot_be_counted_has_no_utilisation():
+    meter = Meter(SimpleNamespace(flops=None, device=torch.device("cpu")), world_size=1)
+    meter.add_work(SimpleNamespace(is_empty=False), with_head=True)
+    assert "perf/mfu/actor" not in meter.metrics("actor", [])
 
 
 def test_the_peak_of_a_cpu_is_measured_once():

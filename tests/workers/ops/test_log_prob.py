@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.workers.ops.log_prob import token_statistics
+from hrl.workers.ops.log_prob import PLAIN, LogitForm, token_statistics
 
 
-def plain(hidden, weight, labels, temperature):
-    log_p = (hidden @ weight.t() / temperature).log_softmax(-1)
+def logits_of(hidden, weight, bias=None, form=PLAIN):
+    logits = hidden @ weight.t()
+    logits = form.scale * (logits if bias is None else logits + bias)
+    return logits if form.softcap is None else form.softcap * torch.tanh(logits / form.softcap)
+
+
+def plain(hidden, weight, labels, temperature, bias=None, form=PLAIN):
+    log_p = (logits_of(hidden, weight, bias, form) / temperature).log_softmax(-1)
     return log_p.gather(1, labels[:, None]).squeeze(1), -(log_p.exp() * log_p).sum(-1)
 
 
@@ -29,25 +37,37 @@ def inputs(tokens: int, width: int, vocabulary: int, dtype=torch.float64):
     chunk=st.integers(1, 200),
     temperature=st.sampled_from([0.3, 1.0, 1.7]),
     weights=st.tuples(st.sampled_from([0.0, 1.0]), st.sampled_from([0.0, 0.5])),
+    form=st.builds(LogitForm, st.sampled_from([1.0, 0.0625, 1.7]), st.sampled_from([None, 0.8, 30.0])),
+    with_bias=st.booleans(),
 )
-def test_values_and_gradients_for_any_tiling(tokens, vocabulary, chunk, temperature, weights):
+def test_values_and_gradients_for_any_tiling(tokens, vocabulary, chunk, temperature, weights, form, with_bias):
     hidden, weight, labels = inputs(tokens, 5, vocabulary)
+    bias = torch.linspace(-1, 2, vocabulary, dtype=torch.float64).requires_grad_() if with_bias else None
+    leaves = [leaf for leaf in (hidden, weight, bias) if leaf is not None]
     scale = torch.linspace(-1.0, 2.0, tokens, dtype=torch.float64)
 
     def total(log_prob, entropy):
         return weights[0] * (scale * log_prob).sum() + weights[1] * (scale.flip(0) * entropy).sum()
 
-    want = plain(hidden, weight, labels, temperature)
+    want = plain(hidden, weight, labels, temperature, bias, form)
     *got, squares = token_statistics(
-        hidden, weight, labels, temperature, chunk=chunk, with_entropy=True, with_sum_pi_squared=True
+        hidden,
+        weight,
+        labels,
+        temperature,
+        chunk=chunk,
+        with_entropy=True,
+        with_sum_pi_squared=True,
+        bias=bias,
+        form=form,
     )
-    probabilities = (hidden @ weight.t() / temperature).softmax(-1)
+    probabilities = (logits_of(hidden, weight, bias, form) / temperature).softmax(-1)
     torch.testing.assert_close(squares, probabilities.square().sum(-1), rtol=1e-11, atol=1e-11)
     assert not squares.requires_grad
     for mine, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-11, atol=1e-11)
-    want_grads = torch.autograd.grad(total(*want), (hidden, weight))
-    got_grads = torch.autograd.grad(total(*got), (hidden, weight))
+    want_grads = torch.autograd.grad(total(*want), leaves)
+    got_grads = torch.autograd.grad(total(*got), leaves)
     for mine, theirs in zip(got_grads, want_grads, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-10)
 
@@ -58,6 +78,23 @@ def test_a_hand_computed_case():
     assert log_prob.item() == pytest.approx(torch.log(torch.tensor(2 / 7)).item())  # probabilities 1/7, 2/7, 4/7
     want = -sum(p * torch.log(torch.tensor(p)).item() for p in (1 / 7, 2 / 7, 4 / 7))
     assert entropy.item() == pytest.approx(want, rel=1e-6)
+
+
+def test_a_cap_comes_after_bias_and_scale_and_before_the_temperature():
+    """Products 0 and 1, bias 0 and 1, scale 3, cap 2, temperature 0.5: logits 0 and 2 tanh 3, over a half."""
+    hidden, weight = torch.tensor([[1.0]]), torch.tensor([[0.0], [1.0]])
+    log_prob, _, _ = token_statistics(
+        hidden,
+        weight,
+        torch.tensor([0]),
+        0.5,
+        chunk=1,
+        with_entropy=False,
+        bias=torch.tensor([0.0, 1.0]),
+        form=LogitForm(scale=3.0, softcap=2.0),
+    )
+    capped = 2 * math.tanh(3 * 2 / 2)
+    assert log_prob.item() == pytest.approx(-math.log(1 + math.exp(capped / 0.5)), rel=1e-6)
 
 
 def test_entropy_is_only_there_when_asked_for():
@@ -101,6 +138,8 @@ def test_the_temperature_must_be_positive(temperature):
 
 def test_shapes_must_fit():
     hidden, weight, labels = inputs(2, 4, 7)
+    with pytest.raises(ValueError, match="a bias"):
+        token_statistics(hidden, weight, labels, 1.0, chunk=64, with_entropy=False, bias=torch.zeros(6))
     with pytest.raises(ValueError, match="don't fit"):
         token_statistics(hidden, weight[:, :3], labels, 1.0, chunk=64, with_entropy=False)
 

@@ -73,3 +73,12 @@ def test_add_and_norm_is_the_norm_of_the_sum():
     assert torch.equal(stream, residual + hidden.float())
     assert normal.dtype == torch.bfloat16
     torch.testing.assert_close(normal, rms_norm(stream, weight, 1e-5), rtol=1e-2, atol=1e-2)
+
+
+def test_on_another_device_the_stream_is_as_narrow_as_the_samplers():
+    """A GPU's sampler rounds the stream to bfloat16 after each sum. The meta device stands for any that is no CPU."""
+    model = low_precision(LlamaForCausalLM(LlamaConfig(**SIZES)), widen=True).to("meta")
+    seen = {}
+    model.model.layers[5].register_forward_hook(lambda module, args, out: seen.update(stream=out.dtype))
+    model(IDS.to("meta")).logits.sum().backward()
+    assert seen == {"stream": torch.bfloat16}
