@@ -1,94 +1,68 @@
 """The built-in reward functions, chosen by a row's `data_source`.
 
-Each has the signature of a user's function, `compute_score(data_source, solution_str, ground_truth, extra_info=None)`,
-and gives 1.0 or 0.0. They run in the reward pool's processes: importing this module must stay cheap.
+Where verl has a function for a data source, the one here pays for the same answers in the same format with the same
+numbers, and is stricter in one respect: it pays for a final answer, explicit and single (`scorers.final_answer`).
+They run in the reward pool's processes: importing this module must stay cheap.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from decimal import Decimal
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX as REASONING_GYM
-
-Scorer = Callable[..., Any]
-
-_NUMBER = re.compile(r"(?<![0-9A-Za-z.])-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?(?![0-9])")
-_FINAL_ANSWER = re.compile(r"####\s*\$?(-?[0-9][0-9,]*(?:\.[0-9]+)?)")
-_LONGEST_NUMBER = 64
-
-
-def score_numeric(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
-    """1.0 if the *last* number in the response is the right one.
-
-    Only the last one counts, so that naming many numbers doesn't pay; `7 + 5 = 12` and `The answer is 12.` are both
-    right. A minus sign belongs to a number that nothing stands directly in front of; `1,234` is one number.
-
-    Raises:
-        ValueError: the ground truth is no number.
-    """
-    right = _as_number(str(ground_truth))
-    if right is None:
-        raise ValueError(f"ground truth {ground_truth!r} of data source {data_source!r} is not a number")
-    numbers = _NUMBER.findall(solution_str)
-    return float(bool(numbers) and _as_number(numbers[-1]) == right)
-
-
-def score_gsm8k(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
-    """1.0 if the last `#### <number>` of the response is the ground truth, which may be a number or a full solution."""
-    gold = _FINAL_ANSWER.findall(str(ground_truth)) or [str(ground_truth)]
-    right = _as_number(gold[-1])
-    if right is None:
-        raise ValueError(f"ground truth {ground_truth!r} of data source {data_source!r} is not a number")
-    answers = _FINAL_ANSWER.findall(solution_str)
-    return float(bool(answers) and _as_number(answers[-1]) == right)
-
-
-def score_math(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
-    """1.0 if the response's final answer is mathematically equal to the ground truth, by math-verify.
-
-    The parsers' own alarms are off: the pool's deadline ends what takes too long, and counts it.
-
-    Raises:
-        ValueError: the ground truth can't be parsed.
-    """
-    from math_verify import parse, verify
-
-    text = str(ground_truth)
-    gold = parse(text if "\\boxed" in text or "$" in text else f"${text}$", parsing_timeout=None)
-    if not gold:
-        raise ValueError(f"ground truth {ground_truth!r} of data source {data_source!r} is no mathematical expression")
-    answer = parse(solution_str, parsing_timeout=None)
-    return float(bool(answer) and verify(gold, answer, timeout_seconds=None))
-
-
-def _score_reasoning_gym(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-) -> float:
-    from hrl.reward.reasoning_gym import compute_score as score
-
-    return score(data_source, solution_str, ground_truth, extra_info)
-
+from hrl.reward.scorers import math_equal, math_text, numbers, question_answering, reasoning_gym
+from hrl.reward.scorers.base import Reward, Scorer
 
 SCORERS: dict[str, Scorer] = {
-    "bundled/addition": score_numeric,
-    "openai/gsm8k": score_gsm8k,
-    "gsm8k": score_gsm8k,
-    "lighteval/MATH": score_math,
-    "DigitalLearningGmbH/MATH-lighteval": score_math,
-    "HuggingFaceH4/MATH-500": score_math,
-    "numeric": score_numeric,
-    "math": score_math,
+    "numeric": numbers.NUMERIC,
+    "bundled/addition": numbers.NUMERIC,
+    "gsm8k": numbers.GSM8K,
+    "openai/gsm8k": numbers.GSM8K,
+    "gsm8k_flexible": numbers.GSM8K_FLEXIBLE,
+    **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math_text.MATH),
+    **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning"), math_text.DAPO),
+    "math_verify": math_equal.MATH_VERIFY,
+    **dict.fromkeys(
+        ("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12"),
+        math_equal.NUMINA,
+    ),
+    "numina_olympiads": math_equal.NUMINA,
+    "hiyouga/geometry3k": math_equal.GEOMETRY,
+    **dict.fromkeys(
+        ("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa", "searchR1_2wikimultihopqa"),
+        question_answering.EXACT_MATCH,
+    ),
+    **dict.fromkeys(("searchR1_musique", "searchR1_bamboogle"), question_answering.EXACT_MATCH),
 }
 """By exact data source. The short names are for rows of your own that want one of these rules."""
+
+PREFIXES: dict[str, Scorer] = {"aime": math_text.DAPO, REASONING_GYM: reasoning_gym.REASONING_GYM}
+"""By how a data source begins."""
+
+PROGRAMS = frozenset({"codecontests", "apps", "codeforces", "taco"})
+"""Data sources that verl has functions for and hrl has not: the answers are programs."""
+
+_OWN = "Give a function of your own with reward.custom_reward_function.path"
+
+
+def why_no_scorer(data_source: str) -> str | None:
+    """Why no built-in function scores a data source, with the way out; None where one does. Imports nothing heavy."""
+    if data_source in SCORERS or data_source.startswith(tuple(PREFIXES)):
+        return None
+    if data_source in PROGRAMS:
+        return (
+            f"no built-in reward function for data_source {data_source!r}: its answers are programs, and running them "
+            f"needs a sandbox, which hrl does not ship. {_OWN} that calls your sandbox"
+        )
+    near = get_close_matches(data_source, SCORERS, n=1, cutoff=0.8)
+    known = [*sorted(SCORERS), *(f"{prefix}…" for prefix in sorted(PREFIXES))]
+    return (
+        f"no built-in reward function for data_source {data_source!r}"
+        + (f" (did you mean {near[0]!r}?)" if near else "")
+        + f"; there are: {', '.join(known)}. {_OWN}, or name the rule of a built-in one as the row's data source"
+    )
 
 
 def find_scorer(data_source: str) -> Scorer:
@@ -97,34 +71,43 @@ def find_scorer(data_source: str) -> Scorer:
     Raises:
         ValueError: there is none; names those that exist and the way to bring your own.
     """
-    if data_source.startswith(REASONING_GYM):
-        return _score_reasoning_gym
-    if data_source not in SCORERS:
-        raise ValueError(
-            f"no built-in reward function for data_source {data_source!r}; there are: {', '.join(sorted(SCORERS))}, "
-            f"{REASONING_GYM}<dataset>. Give your own with reward.custom_reward_function.path"
-        )
-    return SCORERS[data_source]
+    if (reason := why_no_scorer(data_source)) is not None:
+        raise ValueError(reason)
+    if data_source in SCORERS:
+        return SCORERS[data_source]
+    return next(scorer for prefix, scorer in PREFIXES.items() if data_source.startswith(prefix))
 
 
 def warm_up(data_source: str) -> None:
     """Imports what the data source's scorer needs, so that the first sample's deadline doesn't pay for it."""
-    scorer = find_scorer(data_source)
-    if scorer is score_math:
-        score_math(data_source, "$1$", "1")
-    elif scorer is _score_reasoning_gym:
-        import reasoning_gym  # noqa: F401
+    find_scorer(data_source).load()
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None, **kwargs: Any
-) -> Any:
-    """Scores a response by the built-in function of its data source."""
-    return find_scorer(data_source)(data_source, solution_str, ground_truth, extra_info, **kwargs)
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    *,
+    on_truth_read: Callable[[], None] | None = None,
+) -> Reward:
+    """Scores a response by the built-in function of its data source.
+
+    Args:
+        data_source, solution_str, ground_truth, extra_info: as every reward function gets them.
+        on_truth_read: called when the row has proved good, before the first look at the response: whatever goes wrong
+            from then on is the response's doing.
+
+    Raises:
+        ValueError: no such function, or a ground truth that it can't read. What an adverse response raises is passed on.
+    """
+    scorer = find_scorer(data_source)
+    truth = scorer.read_truth(data_source, ground_truth, extra_info or {})
+    if on_truth_read is not None:
+        on_truth_read()
+    return scorer.score(solution_str, truth)
 
 
-def _as_number(text: str) -> Decimal | None:
-    plain = text.strip().replace(",", "")
-    if len(plain) > _LONGEST_NUMBER or not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", plain):
-        return None
-    return Decimal(plain)
+def wrong_score(data_source: str) -> Reward:
+    """What the built-in function gives a wrong answer, and one that can't be scored."""
+    return find_scorer(data_source).wrong

@@ -5,9 +5,9 @@ import warnings
 
 import pytest
 
-from hrl.reward.reasoning_gym import (
+from hrl.reward.score import compute_score
+from hrl.reward.scorers.reasoning_gym import (
     GRAMMARS,
-    compute_score,
     extract_answer,
     is_arithmetic,
     is_formula,
@@ -80,9 +80,21 @@ def test_the_right_answer_scores_1_and_nonsense_does_not(name):
         assert compute_score(source, nonsense, entry, info) <= 0.05
 
 
-def test_the_last_answer_counts():
-    assert extract_answer("<answer>1</answer> no <answer> 2 </answer>") == "2"
+def test_a_single_answer_counts_and_only_outside_of_the_reasoning():
+    assert extract_answer("<think><answer>1</answer></think> <answer> 2 </answer><answer>2</answer>") == "2"
+    assert extract_answer("<answer>1</answer> no <answer> 2 </answer>") is None
+    assert extract_answer("<think><answer>2</answer>") is None
     assert extract_answer("2") is None
+
+
+def test_a_right_answer_among_others_is_not_paid_by_its_share_of_the_text():
+    entry, info = _entry("chain_sum"), {"parameters": {"size": 1, "seed": 3}}
+    right = entry["answer"]
+    scored = {
+        answer: compute_score("reasoning_gym/chain_sum", f"<answer>{answer}</answer>", entry, info)
+        for answer in (right, f"{right}.0", f"1 {right}", f"{right}, {right}1")
+    }
+    assert scored == {right: 1.0, f"{right}.0": 1.0, f"1 {right}": 0.0, f"{right}, {right}1": 0.0}
 
 
 def test_rows_made_elsewhere_are_refused():

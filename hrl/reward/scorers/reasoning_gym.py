@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX, create_dataset
+from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.final_answer import after_thinking, tagged_answers
 
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _ARITHMETIC = re.compile(r"[0-9+\-*/().\s]{1,200}")
 _FORMULA = re.compile(r"[0-9A-Za-z+\-*/().\s]{1,1000}")
 _FORMULA_NAMES = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "sinh", "cosh", "exp", "log", "sqrt"})
@@ -69,37 +72,73 @@ GRAMMARS: dict[str, Callable[[str], bool]] = {
 
 
 def extract_answer(text: str) -> str | None:
-    """What stands in the last `<answer>…</answer>`, stripped; `None` if there is none."""
-    found = _ANSWER.findall(text)
-    return found[-1].strip() if found else None
+    """What stands in `<answer>…</answer>`, stripped; `None` if there is none, or if several differ."""
+    found = tagged_answers(after_thinking(text))
+    return found[0] if len(found) == 1 else None
 
 
-def compute_score(
-    data_source: str, solution_str: str, ground_truth: Mapping[str, Any], extra_info: Mapping[str, Any] | None = None
-) -> float:
-    """The task's own score, 0 to 1, of the answer in `solution_str`.
+@dataclass(frozen=True)
+class Task:
+    """What an answer is held against.
 
-    An answer that the scorer can't read scores 0; that the fault lies with the answer is checked by scoring the right
-    one.
+    Attributes:
+        dataset: of reasoning-gym, which has the scorer.
+        entry: the row that it made.
+        allows: the grammar that an answer must match.
+    """
+
+    dataset: Any
+    entry: dict[str, Any]
+    allows: Callable[[str], bool] | None
+
+
+def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Task:
+    """The task of a row.
 
     Raises:
-        ValueError: the row wasn't made by `reasoning_gym:`.
+        ValueError: the row wasn't made by `reasoning_gym:`, .
     """
     if not isinstance(extra_info, Mapping) or "parameters" not in extra_info:
         raise ValueError(f"extra_info of a {data_source} row has no 'parameters': it was not made by reasoning_gym:…")
+    if not isinstance(ground_truth, Mapping):
+        raise ValueError(f"ground truth of a {data_source} row is no entry of a dataset, but {str(ground_truth)[:80]!r}")
     name = data_source.removeprefix(DATA_SOURCE_PREFIX)
     dataset = _dataset(name, json.dumps(extra_info["parameters"], sort_keys=True))
-    answer = extract_answer(solution_str)
-    allowed = GRAMMARS.get(name)
-    if answer is None or (allowed is not None and not allowed(answer)):
+    return Task(dataset, dict(ground_truth), GRAMMARS.get(name))
+
+
+def score(text: str, task: Task) -> float:
+    """The task's own score, 0 to 1, of the answer in `text`; 0 for what it pays for the right answer among other text.
+
+    An answer that the scorer can't read scores 0; that the fault lies with the answer is checked by scoring the right
+    one.
+    """
+    answer = extract_answer(text)
+    if answer is None or (task.allows is not None and not task.allows(answer)):
         return 0.0
     try:
-        return float(dataset.score_answer(answer, dict(ground_truth)))
+        value = float(task.dataset.score_answer(answer, dict(task.entry)))
     except _UNREADABLE_ANSWER:
-        dataset.score_answer(ground_truth["answer"], dict(ground_truth))
+        task.dataset.score_answer(task.entry["answer"], dict(task.entry))
         return 0.0
+    return 0.0 if _is_paid_for_containing(answer, task.entry.get("answer"), value) else value
+
+
+def _is_paid_for_containing(answer: str, right: Any, value: float) -> bool:
+    """Whether a score is reasoning-gym's share of an answer that is the right one: 1 of 3 for "4" in "3 4"."""
+    if not isinstance(right, str):
+        return False
+    spellings = [(right, answer), (right.replace(",", ""), answer.replace(",", ""))]  # some scorers leave commas out
+    return any(r != a and r in a and math.isclose(value, len(r) / len(a)) for r, a in spellings)
+
+
+def _import() -> None:
+    import reasoning_gym  # noqa: F401
 
 
 @lru_cache(maxsize=32)
 def _dataset(name: str, parameters: str) -> Any:
     return create_dataset(name, json.loads(parameters))
+
+
+REASONING_GYM = Scorer("the dataset's own rule for the text in <answer>…</answer>", read_task, score, load=_import)

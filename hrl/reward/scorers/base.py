@@ -1,0 +1,36 @@
+"""What a built-in scorer is: a way to read the ground truth, and a score for a text against it.
+
+The two are apart because they have different culprits. A ground truth that can't be read is the data's fault and goes
+by `reward.on_error`; a text that breaks the scorer once the truth is read is the policy's, and scores as wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Reward = float | Mapping[str, Any]
+
+
+def _nothing() -> None:
+    """For scorers that need no import of their own."""
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A built-in reward function.
+
+    Attributes:
+        rule: what it pays for, in a phrase, for messages and the documentation.
+        read_truth: from a row's `(data_source, ground_truth, extra_info)` to what `score` compares with. Raises `ValueError`.
+        score: from a response's text and that truth to the reward.
+        wrong: the reward of a wrong answer, and of one that can't be scored.
+        load: imports what the scorer needs, so that the first sample's deadline doesn't pay for it.
+    """
+
+    rule: str
+    read_truth: Callable[[str, Any, Mapping[str, Any]], Any]
+    score: Callable[[str, Any], Reward]
+    wrong: Reward = 0.0
+    load: Callable[[], None] = _nothing

@@ -1,0 +1,142 @@
+"""Answers of mathematics compared as text, after spellings that mean the same are made one.
+
+Two normal forms are in use, each with the data it was made for: that of the MATH data set (Hendrycks et al. 2021,
+arXiv:2103.03874, code of the paper), and that of Minerva (Lewkowycz et al. 2022, arXiv:2206.14858, listing in the
+appendix), which DAPO took over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.final_answer import after_thinking, boxed_answers, sides_of
+
+_LONGEST_ANSWER = 2000
+_DAPO_WINDOW = 300
+_DAPO_BOX_WINDOW = 100
+_NO_ANSWER = "[INVALID]"
+_ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+_MATH_REMOVED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%")
+_MATH_LEADING_POINT = re.compile(r"(^| |\{)\.")
+_UNIT = re.compile(r"\\text\{ (?!(?:or|and)\b).*", re.DOTALL)
+_BARE_ROOT = re.compile(r"\\sqrt([^{])")
+_FRACTION = re.compile(r"\\frac(?:([^{])([^{])|([^{])(?=\{))")
+_PLAIN_FRACTION = re.compile(r"-?(?:0|[1-9][0-9]*)/-?(?:0|[1-9][0-9]*)")
+
+_MINERVA_REPLACED = (
+    ("an ", ""),
+    ("a ", ""),
+    (".$", "$"),
+    ("\\$", ""),
+    ("\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (",\\text{and}", ","),
+    ("\\text{and}", ","),
+    ("\\text{m}", "\\text{}"),
+)
+_MINERVA_REMOVED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
+    *("\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
+)
+_MINERVA_UNWRAPPED = (re.compile(r"\\text\{(.*?)\}"), re.compile(r"\\textbf\{(.*?)\}"), re.compile(r"\\overline\{(.*?)\}"))
+
+
+def math_form(answer: str) -> str:
+    r"""MATH's normal form: one spelling of fractions, roots, decimals; no spaces, units, degrees, percent signs.
+
+    `\dfrac12`, `\frac{1}{2}`, `1/2` and `0.5` are one; `x = 5` is `5`. Numbers are otherwise not computed with.
+    """
+    text = answer
+    for removed in _MATH_REMOVED[:2]:
+        text = text.replace(removed, "")
+    text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
+    for removed in _MATH_REMOVED[2:-1]:
+        text = text.replace(removed, "")
+    text = _UNIT.sub("", text) if text.count("\\text{ ") == 1 else text
+    text = _MATH_LEADING_POINT.sub(r"\g<1>0.", text.replace(_MATH_REMOVED[-1], ""))
+    name, equals, value = text.partition("=")
+    if equals and "=" not in value and len(name) <= 2 and not any(sign.isdigit() for sign in name):
+        text = value
+    text = _BARE_ROOT.sub(r"\\sqrt{\1}", text).replace(" ", "")
+    text = _FRACTION.sub(_in_braces, text)
+    if text == "0.5":
+        return "\\frac{1}{2}"
+    if _PLAIN_FRACTION.fullmatch(text):
+        over, under = text.split("/")
+        return f"\\frac{{{over}}}{{{under}}}"
+    return text
+
+
+def minerva_form(answer: str) -> str:
+    """Minerva's normal form: what stands behind the last `=`, without units, articles, dollar signs, text commands."""
+    text = answer.split("=")[-1]
+    for old, new in _MINERVA_REPLACED:
+        text = text.replace(old, new)
+    for removed in _MINERVA_REMOVED:
+        text = text.replace(removed, "")
+    if (math := re.search(r"\$(.*?)\$", text)) is not None:
+        text = math.group(1)
+    for unwrapped in _MINERVA_UNWRAPPED:
+        text = unwrapped.sub(r"\1", text)
+    text = re.sub(r"\\boxed\{(.*)\}", r"\1", text)
+    text = re.sub(r"frac([^{])(.)", r"frac{\1}{\2}", text)
+    text = re.sub(r"sqrt([^{])", r"sqrt{\1}", text).replace("$", "")
+    if re.fullmatch(r"[0-9]{1,3}(,[0-9]{3})+", text):
+        text = text.replace(",", "")
+    return text.strip()
+
+
+def _in_braces(match: re.Match[str]) -> str:
+    over, under, alone = match.groups()
+    return f"\\frac{{{alone}}}" if alone is not None else f"\\frac{{{over}}}{{{under}}}"
+
+
+def _read_text(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str:
+    if not isinstance(ground_truth, str | int | float) or not str(ground_truth).strip():
+        shown = str(ground_truth)[:80]
+        raise ValueError(f"ground truth {shown!r} of data source {data_source!r} is not the text of an answer")
+    return str(ground_truth)
+
+
+def _score_math(text: str, truth: str) -> float:
+    boxes = boxed_answers(after_thinking(text))
+    right = math_form(truth)
+    return float(bool(boxes) and all(len(box) <= _LONGEST_ANSWER and math_form(box) == right for box in boxes))
+
+
+def _score_dapo(text: str, truth: str) -> dict[str, Any]:
+    text = after_thinking(text)
+    lines = _ANSWER_LINE.findall(text[-_DAPO_WINDOW:])
+    if lines:
+        forms = [minerva_form(line) for line in lines]
+        right = {minerva_form(truth)}
+        is_right = set(forms) == right and all(_agrees_with_itself(line, right) for line in lines)
+        return _dapo_reward(is_right, forms[-1])
+    boxes = boxed_answers(text[-_DAPO_BOX_WINDOW:])
+    return _dapo_reward(set(boxes) == {truth.strip()}, boxes[-1] if boxes else _NO_ANSWER)
+
+
+def _agrees_with_itself(line: str, right: set[str]) -> bool:
+    """Whether the sides of `1 + 2 = 3` that are plain numbers are the same number."""
+    sides = {minerva_form(side) for side in sides_of(line)}
+    return {side for side in sides if re.fullmatch(r"-?[0-9.]+", side)} <= right
+
+
+def _dapo_reward(is_right: bool, answer: str) -> dict[str, Any]:
+    return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": answer}
+
+
+MATH = Scorer("the text of the box, in MATH's normal form", _read_text, _score_math)
+DAPO = Scorer(
+    "the line 'Answer: …', else the box, in Minerva's normal form; 1 and -1",
+    _read_text,
+    _score_dapo,
+    wrong=_dapo_reward(False, _NO_ANSWER),
+)

@@ -1,0 +1,44 @@
+"""Short answers to questions of fact, compared word by word."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.final_answer import after_thinking, tagged_answers
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_TAGS_ALLOWED = 10
+_SPAM_FACTOR = 0.25
+
+
+def squad_form(answer: str) -> str:
+    """SQuAD's normal form (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces."""
+    return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
+
+
+def _read_targets(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> frozenset[str]:
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
+    texts = [target] if isinstance(target, str) else target
+    if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
+        shown = str(ground_truth)[:80]
+        raise ValueError(
+            f"ground truth {shown!r} of data source {data_source!r} has no 'target': a text, or a list of them"
+        )
+    return frozenset(map(squad_form, texts))
+
+
+def _score_exact_match(text: str, targets: frozenset[str]) -> float:
+    text = after_thinking(text)
+    answers = {squad_form(answer) for answer in tagged_answers(text)}
+    if len(answers) != 1 or not answers <= targets:
+        return 0.0
+    spam = max(text.count("<answer>"), text.count("</answer>")) > _TAGS_ALLOWED
+    return _SPAM_FACTOR if spam else 1.0
+
+
+EXACT_MATCH = Scorer("the text in <answer>…</answer>, equal to a target but for case, articles, punctuation", _read_targets, _score_exact_match)
