@@ -90,6 +90,7 @@ class RewardLoop:
         spec: the reward function.
         num_workers: processes that run it.
         timeout_s: for one call of it.
+        max_concurrency: calls of an async function that one process awaits at once.
         memory_limit_bytes: address space of a process; None for no limit.
         on_error: `raise` stops at the first sample that fails (an exception, no reward returned, the deadline, a
             process that died twice); `skip` leaves failed samples out and counts them, and stops when they are more
@@ -103,6 +104,7 @@ class RewardLoop:
         *,
         num_workers: int,
         timeout_s: float,
+        max_concurrency: int = 64,
         memory_limit_bytes: int | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         max_failed_share: float = _MAX_FAILED_SHARE,
@@ -113,7 +115,11 @@ class RewardLoop:
         self._on_error = on_error
         self._max_failed_share = max_failed_share
         self._pool = RewardPool(
-            spec, num_workers=num_workers, timeout_s=timeout_s, memory_limit_bytes=memory_limit_bytes
+            spec,
+            num_workers=num_workers,
+            timeout_s=timeout_s,
+            max_concurrency=max_concurrency,
+            memory_limit_bytes=memory_limit_bytes,
         )
         self._changed = threading.Condition()
         self._steps: dict[int, _Step] = {}
@@ -274,11 +280,15 @@ def _describe_late(state: _Step, deadline_s: float) -> str:
 
 
 def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
-    """Counts of what went wrong, the time a call took, and the mean of every numeric part."""
+    """Counts of what went wrong, the time a call took, and the mean of every numeric part.
+
+    `reward/num_unscorable` counts responses that broke a built-in function and got what a wrong answer gets.
+    """
     metrics = {
         f"reward/num_{name}": Metric.total(sum(outcome.status == status for outcome in outcomes))
         for name, status in (("errors", "error"), ("timeouts", "timeout"), ("crashes", "crash"), ("skipped", "skip"))
     }
+    metrics["reward/num_unscorable"] = Metric.total(sum(outcome.unscorable is not None for outcome in outcomes))
     metrics["reward/num_retries"] = Metric.total(sum(max(0, outcome.attempts - 1) for outcome in outcomes))
     durations = [outcome.duration_s for outcome in outcomes]
     metrics["reward/call_s_mean"] = Metric.mean(sum(durations), len(durations))

@@ -1,13 +1,16 @@
 """Processes for reward functions: each sample under a deadline, each process killable.
 
-One thread of the parent owns all processes. It starts them, hands every idle one a sample, and kills the one whose
-deadline has passed, whatever it is doing, a loop in C included. The kernel kills them when that thread ends, so they
-outlive no parent.
+One thread of the parent owns all processes. It starts them, hands each as many samples as it takes at once (one, or
+many calls of an async function), and kills the one whose deadline has passed, whatever it is doing, a loop in C
+included. The kernel kills them when that thread ends, so they outlive no parent.
+
+A built-in function never fails because of a response: what breaks it scores as a wrong answer does, and is marked.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import os
@@ -19,15 +22,17 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hrl.data.child import child_environment, to_plain
-from hrl.reward.function import RewardFunctionError, RewardSpec
+from hrl.data.child import child_environment, to_plain, withheld_names
+from hrl.reward.event_loop import LoopState
+from hrl.reward.function import RewardFunctionError, RewardSpec, read_reward
 from hrl.reward.pool_process import LENGTH, encode
+from hrl.reward.score import wrong_score
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +42,11 @@ _SLOW_AFTER_S = 1.0
 """A sample counts as taking long after this time, or a quarter of its deadline if that is shorter."""
 _LAST_WORDS_S = 0.5
 """How long a process whose socket has closed may take to end on its own, which tells its exit code."""
-_SEND_TIMEOUT_S = 10.0
+_SILENCE_S = 5.0
+"""How much longer than a deadline an event loop may stand still with nobody in it, before its process is killed."""
 _FAILED_STARTS_ALLOWED = 3
 _MAX_ATTEMPTS = 2
+_LONGEST_REASON = 300
 
 Status = Literal["ok", "skip", "error", "timeout", "crash"]
 
@@ -73,6 +80,7 @@ class RewardOutcome:
         error: a message or traceback for the last three.
         duration_s: of the last attempt.
         attempts: 2 after a crash.
+        unscorable: why a built-in function could not score the response, whose score is then that of a wrong answer.
     """
 
     status: Status
@@ -81,25 +89,45 @@ class RewardOutcome:
     error: str | None = None
     duration_s: float = 0.0
     attempts: int = 1
+    unscorable: str | None = None
 
 
 @dataclass
 class _Task:
+    number: int
     name: str
+    data_source: str
     frame: bytes
     future: Future[RewardOutcome]
     attempts: int = 0
+    since: float = 0.0
+    truth_read: bool = False
 
 
 @dataclass(eq=False)
 class _Slot:
     process: subprocess.Popen[bytes]
     connection: socket.socket
+    state: LoopState
     since: float
-    deadline: float
-    ready: bool = False
-    task: _Task | None = None
-    buffer: bytearray = field(default_factory=bytearray)
+    concurrency: int = 0  # 0: not yet ready
+    awaits: bool = False
+    tasks: dict[int, _Task] = field(default_factory=dict)
+    incoming: bytearray = field(default_factory=bytearray)
+    outgoing: bytearray = field(default_factory=bytearray)
+
+    @property
+    def is_ready(self) -> bool:
+        return self.concurrency > 0
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.tasks) >= self.concurrency
+
+    @property
+    def oldest_s(self) -> float:
+        """When the sample that it has had longest was handed over; now, if it has none."""
+        return min((task.since for task in self.tasks.values()), default=time.monotonic())
 
 
 class RewardPool:
@@ -108,7 +136,9 @@ class RewardPool:
     Args:
         spec: the function.
         num_workers: processes.
-        timeout_s: for one call of the function; then its process is killed and replaced.
+        timeout_s: for one call of the function; then an await is cancelled, and anything else ends with its process,
+            which is replaced.
+        max_concurrency: calls of an async function that one process awaits at once.
         start_timeout_s: for starting a process and loading the function.
         memory_limit_bytes: address space of a process, beyond which the function gets a `MemoryError`; None for no
             limit.
@@ -120,19 +150,30 @@ class RewardPool:
         *,
         num_workers: int,
         timeout_s: float,
+        max_concurrency: int = 64,
         start_timeout_s: float = 60.0,
         memory_limit_bytes: int | None = None,
     ) -> None:
-        if num_workers < 1 or timeout_s <= 0:
-            raise ValueError(f"a reward pool needs a worker and a deadline, got {num_workers=}, {timeout_s=}")
+        if num_workers < 1 or timeout_s <= 0 or max_concurrency < 1:
+            raise ValueError(
+                f"a reward pool needs a worker, a deadline and a call at a time, got {num_workers=}, {timeout_s=}, "
+                f"{max_concurrency=}"
+            )
         self._spec = spec
         self._num_workers = num_workers
         self._timeout_s = timeout_s
         self._slow_after_s = min(_SLOW_AFTER_S, timeout_s / 4)
         self._start_timeout_s = start_timeout_s
-        plain = {"path": spec.path, "name": spec.name, "kwargs": to_plain(spec.kwargs, "reward_kwargs")}
-        plain["data_sources"] = list(spec.data_sources)
-        self._settings = encode({"memory_limit_bytes": memory_limit_bytes, "spec": plain})
+        self._withheld = withheld_names(keep=spec.env.values())
+        self._settings = encode(
+            {
+                "memory_limit_bytes": memory_limit_bytes,
+                "spec": spec.to_plain(),
+                "timeout_s": timeout_s,
+                "max_concurrency": max_concurrency,
+            }
+        )
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._queue: deque[_Task] = deque()
         self._slots: set[_Slot] = set()
@@ -152,8 +193,16 @@ class RewardPool:
         Raises:
             RewardFunctionError: the function can't be loaded; with the traceback of the process.
         """
+        missing = {name: key for name, key in self._spec.env.items() if key not in os.environ}
+        if missing:
+            name, key = next(iter(missing.items()))
+            raise RewardFunctionError(
+                f"reward.custom_reward_function.reward_kwargs.{name} is the environment variable {key}, which is not set "
+                "where the reward processes start. Export it before the run; on a cluster that runs already, before "
+                "`ray start` on the driver's node"
+            )
         self._thread.start()
-        limit_s = self._start_timeout_s * (_FAILED_STARTS_ALLOWED + 1) + _SEND_TIMEOUT_S
+        limit_s = self._start_timeout_s * (_FAILED_STARTS_ALLOWED + 1) + _LAST_WORDS_S
         if not self._started.wait(limit_s):
             self._broken = f"no reward process was ready within {limit_s:.0f} s"
         if self._broken is not None:
@@ -167,15 +216,17 @@ class RewardPool:
             ValueError: ground truth or extra info hold something that is no plain data.
             RuntimeError: the pool isn't running.
         """
+        number = next(self._numbers)
         frame = encode(
             {
+                "id": number,
                 "data_source": sample.data_source,
                 "solution_str": sample.solution_str,
                 "ground_truth": to_plain(sample.ground_truth, f"ground truth of {sample.name}"),
                 "extra_info": to_plain(sample.extra_info, f"extra_info of {sample.name}"),
             }
         )
-        task = _Task(sample.name, frame, Future())
+        task = _Task(number, sample.name, sample.data_source, frame, Future())
         with self._lock:
             if self._stopping or not self._thread.is_alive():
                 raise RuntimeError(f"the reward pool is not running: {self._broken or 'start it first'}")
@@ -210,10 +261,13 @@ class RewardPool:
             while not self._stopping:
                 self._keep_enough_processes()
                 self._hand_out()
-                for key, _ in self._selector.select(self._next_deadline_s()):
+                for key, events in self._selector.select(self._next_deadline_s()):
                     if key.data is None:
                         self._drain_wakeups()
-                    else:
+                        continue
+                    if events & selectors.EVENT_WRITE and key.data in self._slots:
+                        self._send(key.data)
+                    if events & selectors.EVENT_READ:
                         self._receive(key.data)
                 self._enforce_deadlines()
         finally:
@@ -223,7 +277,7 @@ class RewardPool:
                 self._queue.clear()
             for slot in list(self._slots):
                 self._kill(slot)
-                abandoned += [slot.task] if slot.task is not None else []
+                abandoned += slot.tasks.values()
             for task in abandoned:
                 self._abandon(task)
             self._selector.close()
@@ -232,7 +286,7 @@ class RewardPool:
 
     def _abandon(self, task: _Task) -> None:
         """Ends a task without a reward. A future that its owner has cancelled takes no result."""
-        if task.attempts > 0 or task.future.set_running_or_notify_cancel():
+        if task.future.running() or task.future.set_running_or_notify_cancel():
             reason = self._broken or "the reward pool was shut down"
             task.future.set_result(RewardOutcome("crash", error=reason, attempts=task.attempts))
 
@@ -249,128 +303,203 @@ class RewardPool:
         """Replaces what was killed; adds processes while some sit on slow samples and others wait behind them."""
         if self._broken is not None:
             return
-        now = time.monotonic()
-        slow = sum(slot.task is not None and now - slot.since > self._slow_after_s for slot in self._slots)
+        slow_since = time.monotonic() - self._slow_after_s
+        slow = sum(slot.is_ready and slot.is_full and slot.oldest_s < slow_since for slot in self._slots)
         wanted = self._num_workers
         if self._queue:
             wanted = min(self._num_workers + slow, self._num_workers * _BURST)
         while len(self._slots) < wanted and self._broken is None:
             self._launch()
-        spare = [slot for slot in self._slots if slot.ready and slot.task is None]
+        spare = [slot for slot in self._slots if slot.is_ready and not slot.tasks]
         for slot in spare[: max(0, len(self._slots) - wanted)]:
             self._kill(slot)
 
     def _launch(self) -> None:
         try:
-            process, ours = _start_process()
+            process, ours, state = _start_process(self._spec.env.values())
         except OSError as error:
             self._give_up(
                 f"the system gives no further process: {error}. Lower reward.num_workers, or raise the limits of "
                 "processes, open files or memory (ulimit -a, the container's)"
             )
             return
-        ours.settimeout(_SEND_TIMEOUT_S)
-        now = time.monotonic()
-        slot = _Slot(process, ours, since=now, deadline=now + self._start_timeout_s)
+        ours.setblocking(False)
+        slot = _Slot(process, ours, state, since=time.monotonic())
         self._slots.add(slot)
         self._selector.register(ours, selectors.EVENT_READ, slot)
-        with contextlib.suppress(OSError):  # dead already: its closed socket says so in the next round
-            ours.sendall(self._settings)
+        slot.outgoing += self._settings
+        self._send(slot)
 
     def _hand_out(self) -> None:
-        idle = [slot for slot in self._slots if slot.ready and slot.task is None]
-        for slot in idle:
+        """Gives waiting samples to the processes that have the fewest."""
+        open_slots = [slot for slot in self._slots if slot.is_ready and not slot.is_full]
+        while open_slots:
             task = self._next_task()
             if task is None:
                 return
+            slot = min(open_slots, key=lambda candidate: len(candidate.tasks))
             task.attempts += 1
-            slot.task = task
-            slot.since = time.monotonic()
-            slot.deadline = slot.since + self._timeout_s
-            with contextlib.suppress(OSError):  # dead already: its closed socket says so in the next round
-                slot.connection.sendall(task.frame)
+            task.since = time.monotonic()
+            task.truth_read = False
+            slot.tasks[task.number] = task
+            slot.outgoing += task.frame
+            self._send(slot)
+            if slot.is_full:
+                open_slots.remove(slot)
+
+    def _send(self, slot: _Slot) -> None:
+        """Sends what fits; the rest when the process has read it."""
+        with contextlib.suppress(OSError):  # full; or dead already: its closed socket says so in the next round
+            while slot.outgoing:
+                del slot.outgoing[: slot.connection.send(slot.outgoing)]
+        writing = selectors.EVENT_WRITE if slot.outgoing else 0
+        self._selector.modify(slot.connection, selectors.EVENT_READ | writing, slot)
 
     def _next_task(self) -> _Task | None:
         """The next sample that nobody has cancelled."""
         with self._lock:
             while self._queue:
                 task = self._queue.popleft()
-                if task.attempts > 0 or task.future.set_running_or_notify_cancel():
+                if task.future.running() or task.future.set_running_or_notify_cancel():
                     return task
         return None
 
+    def _deadline_s(self, slot: _Slot) -> float:
+        """The moment at which a process is killed if nothing changes; infinite for an idle one."""
+        if not slot.is_ready:
+            return slot.since + self._start_timeout_s
+        if not slot.tasks:
+            return float("inf")
+        if not slot.awaits:
+            return slot.oldest_s + self._timeout_s
+        # Awaits have their deadlines inside the process. From here only a loop that stands still is seen.
+        holder, since_s = slot.state.read()
+        return max(since_s, slot.oldest_s) + self._timeout_s + (0.0 if holder else _SILENCE_S)
+
     def _next_deadline_s(self) -> float | None:
         now = time.monotonic()
-        moments = [slot.deadline for slot in self._slots if slot.task is not None or not slot.ready]
+        moments = [moment for slot in self._slots if (moment := self._deadline_s(slot)) != float("inf")]
+        # A loop that turns now may stand still by then: look again when it could have done so for too long.
+        moments += [now + self._timeout_s for slot in self._slots if slot.awaits and slot.tasks]
         if self._queue:  # somebody waits: look again when a running sample starts to count as slow
-            counts_as_slow = (slot.since + self._slow_after_s + 0.01 for slot in self._slots)
+            counts_as_slow = (slot.oldest_s + self._slow_after_s + 0.01 for slot in self._slots)
             moments += [moment for moment in counts_as_slow if moment > now]
         return max(0.0, min(moments) - now) if moments else None
 
     def _receive(self, slot: _Slot) -> None:
+        if slot not in self._slots:  # killed since the selector saw it
+            return
         try:
             data = slot.connection.recv(1 << 16)
+        except BlockingIOError:
+            return
         except OSError:
             data = b""
         if not data:
             self._lost(slot)
             return
-        slot.buffer += data
-        if len(slot.buffer) < LENGTH.size:
-            return
-        (length,) = LENGTH.unpack_from(slot.buffer)
-        if len(slot.buffer) < LENGTH.size + length:
-            return
-        payload = bytes(slot.buffer[LENGTH.size :])
-        slot.buffer.clear()
-        self._answered(slot, json.loads(payload))
+        slot.incoming += data
+        while len(slot.incoming) >= LENGTH.size and slot in self._slots:
+            (length,) = LENGTH.unpack_from(slot.incoming)
+            if len(slot.incoming) < LENGTH.size + length:
+                return
+            payload = bytes(slot.incoming[LENGTH.size : LENGTH.size + length])
+            del slot.incoming[: LENGTH.size + length]
+            self._answered(slot, json.loads(payload))
 
     def _answered(self, slot: _Slot, message: dict[str, Any]) -> None:
         if "load_error" in message:
             self._kill(slot)
-            self._give_up(str(message["load_error"]))
-        elif slot.task is None:
-            slot.ready = True
+            self._give_up(self._with_hint(str(message["load_error"])))
+        elif "ready" in message:
+            slot.concurrency, slot.awaits = message["concurrency"], message["awaits"]
             self._failed_starts = 0
             self._started.set()
+        elif "truth_read" in message:
+            slot.tasks[message["id"]].truth_read = True
+        else:
+            self._take_answer(slot, slot.tasks.pop(message["id"]), message)
+
+    def _take_answer(self, slot: _Slot, task: _Task, message: dict[str, Any]) -> None:
+        if "timeout" in message:
+            self._finish(task, "timeout", error=f"took longer than {self._timeout_s:g} s and was cancelled")
+            if message["stuck"]:  # a call that ignores its cancellation ends with its process
+                self._kill(slot)
+                self._put_back(list(slot.tasks.values()), charge=False)
         elif "error" in message:
-            self._finish(slot, "error", error=message["error"])
+            self._finish(task, "error", error=self._with_hint(message["error"]))
         else:
             status: Status = "skip" if message["score"] is None else "ok"
-            self._finish(slot, status, score=message["score"], parts=message["parts"])
+            self._finish(task, status, score=message["score"], parts=message["parts"])
 
-    def _finish(self, slot: _Slot, status: Status, **outcome: Any) -> None:
-        task = slot.task
-        assert task is not None  # only busy slots are finished
-        slot.task = None
-        duration_s = time.monotonic() - slot.since
+    def _with_hint(self, error: str) -> str:
+        """Adds to a function's error that a variable was kept from it, if it names one."""
+        for name in self._withheld:
+            if f"'{name}'" in error or f'"{name}"' in error:
+                return (
+                    f"{error}\n(the variable {name} looks like a secret, which reward processes do not get unless it is "
+                    f"named: reward.custom_reward_function.reward_kwargs.<argument>=env:{name})"
+                )
+        return error
+
+    def _finish(self, task: _Task, status: Status, **outcome: Any) -> None:
+        """Ends a sample; what a response did to a built-in function counts as a wrong answer."""
+        duration_s = time.monotonic() - task.since
+        if self._spec.path is None and task.truth_read and status in ("error", "timeout", "crash"):
+            reason = outcome["error"].rstrip().splitlines()[-1][:_LONGEST_REASON]
+            logger.info("reward of %s: the response can't be scored: %s", task.name, reason)
+            score, parts = read_reward(wrong_score(task.data_source))
+            status, outcome = "ok", {"score": score, "parts": parts | {"unscorable": reason}, "unscorable": reason}
         task.future.set_result(RewardOutcome(status, duration_s=duration_s, attempts=task.attempts, **outcome))
 
+    def _put_back(self, tasks: list[_Task], *, charge: bool) -> None:
+        """Samples of a process that is gone, to be tried elsewhere; not charged where another one ended it."""
+        for task in tasks:
+            task.attempts -= 0 if charge else 1
+        with self._lock:
+            self._queue.extendleft(reversed(tasks))
+
     def _lost(self, slot: _Slot) -> None:
-        """A process ended on its own: the sample it had is tried once more, elsewhere."""
+        """A process ended on its own: the sample that it was busy with is tried once more, elsewhere."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             slot.process.wait(_LAST_WORDS_S)
+        holder, _ = slot.state.read()
         self._kill(slot)
         how = f"its process {slot.process.pid} {_describe_exit(slot.process.returncode)}"
-        if slot.task is None:
-            if not slot.ready:
-                self._start_failed(f"{how} while loading")
-        elif slot.task.attempts < _MAX_ATTEMPTS:
-            logger.warning("reward of %s: %s; trying once more", slot.task.name, how)
-            with self._lock:
-                self._queue.appendleft(slot.task)
-        else:
-            self._finish(slot, "crash", error=f"{how}, twice")
+        if not slot.is_ready:
+            self._start_failed(f"{how} while loading")
+        guilty = [slot.tasks.pop(holder)] if holder in slot.tasks else list(slot.tasks.values())
+        self._put_back([task for task in slot.tasks.values() if task not in guilty], charge=False)
+        for task in guilty:
+            if task.attempts < _MAX_ATTEMPTS:
+                logger.warning("reward of %s: %s; trying once more", task.name, how)
+            else:
+                self._finish(task, "crash", error=f"{how}, twice")
+        self._put_back([task for task in guilty if task.attempts < _MAX_ATTEMPTS], charge=True)
 
     def _enforce_deadlines(self) -> None:
         now = time.monotonic()
-        for slot in [s for s in self._slots if now >= s.deadline and (s.task is not None or not s.ready)]:
-            self._kill(slot)
-            if slot.task is None:
-                self._start_failed(f"loading took longer than {self._start_timeout_s:g} s")
-            else:
-                logger.warning("reward of %s: killed after %.1f s", slot.task.name, self._timeout_s)
-                self._finish(slot, "timeout", error=f"took longer than {self._timeout_s:g} s and was killed")
+        for slot in [slot for slot in self._slots if now >= self._deadline_s(slot)]:
+            self._stop(slot)
+
+    def _stop(self, slot: _Slot) -> None:
+        """Kills a process that is over its deadline; who held it is charged, and the others are tried again."""
+        holder, _ = slot.state.read()
+        self._kill(slot)
+        if not slot.is_ready:
+            self._start_failed(f"loading took longer than {self._start_timeout_s:g} s")
+            return
+        guilty = slot.tasks.pop(holder, None) if slot.awaits else slot.tasks.popitem()[1]
+        if guilty is not None:
+            logger.warning("reward of %s: killed after %.1f s", guilty.name, self._timeout_s)
+            self._finish(guilty, "timeout", error=f"took longer than {self._timeout_s:g} s and was killed")
+            self._put_back(list(slot.tasks.values()), charge=False)
+            return
+        error = f"its process stood still for {self._timeout_s + _SILENCE_S:g} s, twice"
+        for task in slot.tasks.values():
+            if task.attempts >= _MAX_ATTEMPTS:
+                self._finish(task, "crash", error=error)
+        self._put_back([task for task in slot.tasks.values() if task.attempts < _MAX_ATTEMPTS], charge=True)
 
     def _start_failed(self, reason: str) -> None:
         self._failed_starts += 1
@@ -391,11 +520,15 @@ class RewardPool:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(slot.process.pid, signal.SIGKILL)
         slot.process.wait()
+        slot.state.close()
         self._slots.discard(slot)
 
 
-def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    """A process that waits for its settings, and this end of its socket.
+def _start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket.socket, LoopState]:
+    """A process that waits for its settings, this end of its socket, and what it shows of its event loop.
+
+    Args:
+        env: variables that it gets although they look like secrets.
 
     Raises:
         OSError: the system refuses one.
@@ -403,15 +536,17 @@ def _start_process() -> tuple[subprocess.Popen[bytes], socket.socket]:
     ours, theirs = socket.socketpair()
     with ExitStack() as on_failure, theirs:
         on_failure.enter_context(ours)
+        shared = LoopState.create()
+        on_failure.callback(os.close, shared)
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hrl.reward.pool_process", str(theirs.fileno()), str(os.getpid())],
-            env=child_environment(OMP_NUM_THREADS="1", PYTHONHASHSEED="0"),
-            pass_fds=[theirs.fileno()],
+            [sys.executable, "-P", "-m", "hrl.reward.pool_process", *map(str, (theirs.fileno(), shared, os.getpid()))],
+            env=child_environment(keep=env, OMP_NUM_THREADS="1", PYTHONHASHSEED="0"),
+            pass_fds=[theirs.fileno(), shared],
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # so that its own children can be killed with it, and Ctrl-C is the parent's
         )
         on_failure.pop_all()
-    return process, ours
+    return process, ours, LoopState(shared)
 
 
 def _describe_exit(code: int | None) -> str:

@@ -94,12 +94,16 @@ def compute_score(
     """Scores a response by the built-in function of its data source.
 
     Args:
-        data_source, solution_str, ground_truth, extra_info: as every reward function gets them.
-        on_truth_read: called when the row has proved good, before the first look at the response: whatever goes wrong
-            from then on is the response's doing.
+        data_source: of the prompt's row; it chooses the function.
+        solution_str: the response's text.
+        ground_truth: of the row.
+        extra_info: of the row.
+        on_truth_read: called when the row has proved good, before the first look at the response: whatever goes
+            wrong from then on is the response's doing.
 
     Raises:
-        ValueError: no such function, or a ground truth that it can't read. What an adverse response raises is passed on.
+        ValueError: no such function, or a ground truth that it can't read. What a response makes it raise is passed
+            on.
     """
     scorer = find_scorer(data_source)
     truth = scorer.read_truth(data_source, ground_truth, extra_info or {})

@@ -1,9 +1,17 @@
+import functools
 from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from hrl.reward.function import RewardFunctionError, RewardSpec, load_reward_function, read_reward
+from hrl.reward.function import (
+    RewardFunctionError,
+    RewardSpec,
+    is_async,
+    load_reward_function,
+    read_reward,
+    signature_problem,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +37,9 @@ def test_none_leaves_the_sample_out():
         (float("nan"), "returned nan, which is not finite"),
         (float("-inf"), "returned -inf"),
         (10**400, "returned inf"),
+        (1e308, r"returned 1e\+308, which is not finite in float32"),
+        (-3.5e38, "not finite in float32"),
+        ({"score": 1, "part": 1e39}, "returned as 'part' 1e\\+39, which is not finite in float32"),
         ("1.0", "returned '1.0', a str"),
         ([1.0], r"returned \[1.0\], a list"),
         (1j, "a complex"),
@@ -66,3 +77,96 @@ def test_a_data_source_without_scorer_is_found_at_loading():
         RewardFunctionError, match=r"no built-in reward function for data_source 'my/set'.*custom_reward"
     ):
         load_reward_function(RewardSpec(data_sources=("bundled/addition", "my/set")))
+
+
+def test_the_largest_float32_is_a_score():
+    assert read_reward(3.4028234663852886e38)[0] == 3.4028234663852886e38
+
+
+def verls(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    return 1.0
+
+
+def keyword_only(*, data_source, solution_str, ground_truth, extra_info):
+    return 1.0
+
+
+async def asynchronous(data_source, solution_str, ground_truth, extra_info=None):
+    return 1.0
+
+
+class Judge:
+    def __call__(self, data_source, solution_str, ground_truth, extra_info=None, weight=1.0):
+        return weight
+
+
+class AsyncJudge:
+    async def __call__(self, **row):
+        return 1.0
+
+
+def without_extra(data_source, solution_str, ground_truth):
+    return 1.0
+
+
+def trl_like(completions, **kwargs):
+    return [1.0]
+
+
+def by_position(data_source, solution_str, /, ground_truth, extra_info=None):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    "function, kwargs",
+    [
+        (verls, {"anything": 1}),
+        (keyword_only, {}),
+        (asynchronous, {}),
+        (Judge(), {"weight": 2.0}),
+        (AsyncJudge(), {"weight": 2.0}),
+        (functools.partial(verls, bonus=1), {}),
+        (dict, {}),
+    ],
+)
+def test_what_can_be_called_as_rewards_are_fits(function, kwargs):
+    assert signature_problem(function, kwargs) is None
+
+
+@pytest.mark.parametrize(
+    "function, kwargs, problem",
+    [
+        (without_extra, {}, "does not take extra_info. It is called as without_extra(data_source=…, solution_str=…"),
+        (asynchronous, {"url": "x"}, "does not take url"),
+        (trl_like, {}, "needs completions, which nothing gives: add it to reward_kwargs, or a default"),
+        (by_position, {}, "takes data_source, solution_str by position only"),
+        (Judge(), {"wieght": 1}, "does not take wieght"),
+        (verls, {"solution_str": "x"}, "gets solution_str with every sample; take it out of reward_kwargs"),
+        (
+            lambda solution, truth: 1.0,
+            {},
+            "does not take data_source, solution_str, ground_truth, extra_info and needs",
+        ),
+    ],
+)
+def test_what_cannot_is_told_without_calling_it(function, kwargs, problem):
+    assert problem in signature_problem(function, kwargs)
+
+
+def test_a_signature_that_does_not_fit_is_found_at_loading(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def compute_score(solution_str, ground_truth):\n    return 1.0\n")
+    with pytest.raises(RewardFunctionError, match=r"mine\.py does not take data_source, extra_info\. It is called as"):
+        load_reward_function(RewardSpec(str(file)))
+
+
+def test_async_functions_are_told_from_others():
+    assert all(map(is_async, (asynchronous, AsyncJudge(), functools.partial(asynchronous, extra_info=None))))
+    assert not any(map(is_async, (verls, Judge(), AsyncJudge, functools.partial(verls))))
+
+
+def test_a_spec_goes_to_another_process_and_back():
+    spec = RewardSpec("a.py", "f", {"a": (1, [10**5000]), "key": "env:MY_KEY"}, ("s",))
+    assert RewardSpec.from_plain(spec.to_plain()) == spec
+    assert spec.env == {"key": "MY_KEY"}
+    assert spec.resolve({"MY_KEY": "k"}).kwargs["key"] == "k"

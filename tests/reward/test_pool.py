@@ -4,12 +4,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
 
 from hrl.reward.function import RewardFunctionError, RewardSpec
-from hrl.reward.pool import RewardPool, RewardSample
+from hrl.reward.pool import RewardPool, RewardSample, _Task
 
 FUNCTION = """
 import asyncio, os, sys, time
@@ -49,6 +50,45 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
 async def slowly(data_source, solution_str, ground_truth, extra_info=None):
     await asyncio.sleep(0.01)
     return 3.0
+
+inside = most = 0
+
+async def judge(data_source, solution_str, ground_truth, extra_info=None):
+    global inside, most
+    inside += 1
+    most = max(most, inside)
+    try:
+        if solution_str == "hang":
+            await asyncio.sleep(1000)
+        if solution_str == "hang and ignore":
+            while True:
+                try:
+                    await asyncio.sleep(1000)
+                except asyncio.CancelledError:
+                    pass
+        if solution_str == "sleep":
+            await asyncio.sleep(0.05)
+            time.sleep(1000)
+        if solution_str == "spin in a task":
+            async def spin():
+                await asyncio.sleep(0.05)
+                sum(range(10**13))
+            await asyncio.gather(asyncio.sleep(1000), spin())
+        if solution_str == "die":
+            await asyncio.sleep(0.05)
+            os.kill(os.getpid(), 9)
+        if solution_str == "exit":
+            await asyncio.sleep(0.05)
+            sys.exit(0)
+        if solution_str == "raise":
+            raise ZeroDivisionError("by the user")
+        if solution_str == "compute":
+            await asyncio.sleep(0)
+            time.sleep(0.15)
+        await asyncio.sleep(0.2)
+        return {"score": 1.0, "most": most, "process": os.getpid()}
+    finally:
+        inside -= 1
 """
 
 
@@ -254,6 +294,139 @@ def test_processes_die_with_a_parent_that_is_killed(function_file):
         assert all(map(is_alive, pids))
         parent.send_signal(signal.SIGKILL)
     assert wait_for_death(pids)
+
+
+@pytest.fixture
+def judges(function_file):
+    with RewardPool(RewardSpec(function_file, "judge"), num_workers=2, timeout_s=1.5, max_concurrency=32) as started:
+        yield started
+
+
+def score_all(pool, texts):
+    futures = [pool.submit(RewardSample(text, "s", text, "1")) for text in texts]
+    return [future.result(timeout=60) for future in futures]
+
+
+def test_one_process_awaits_as_many_calls_at_once_as_it_may_and_no_more(judges):
+    outcomes = score_all(judges, ["ok"] * 256)
+    assert {outcome.status for outcome in outcomes} == {"ok"}
+    assert max(outcome.parts["most"] for outcome in outcomes) == 32
+    assert len({outcome.parts["process"] for outcome in outcomes}) == 2
+
+
+def test_an_await_that_hangs_is_cancelled_and_harms_no_neighbour(judges):
+    before = judges.process_ids
+    outcomes = score_all(judges, ["hang", *["ok"] * 20, "raise"])
+    assert outcomes[0].status == "timeout"
+    assert "and was cancelled" in outcomes[0].error
+    assert outcomes[-1].error.endswith("ZeroDivisionError: by the user")
+    assert all((outcome.status, outcome.attempts) == ("ok", 1) for outcome in outcomes[1:-1])
+    assert judges.process_ids == before
+
+
+@pytest.mark.parametrize(
+    "culprit, status",
+    [
+        ("sleep", "timeout"),
+        ("spin in a task", "timeout"),
+        ("hang and ignore", "timeout"),
+        ("die", "crash"),
+        ("exit", "crash"),
+    ],
+)
+def test_a_call_that_stops_or_ends_its_process_is_charged_alone(judges, culprit, status):
+    outcomes = score_all(judges, [*["ok"] * 4, culprit, *["ok"] * 4])
+    assert outcomes[4].status == status
+    assert [outcome.status for outcome in outcomes if outcome is not outcomes[4]] == ["ok"] * 8
+    assert {outcome.attempts for outcome in outcomes if outcome is not outcomes[4]} == {1}
+    assert score(judges, "ok").score == 1.0
+
+
+def test_calls_that_compute_are_not_charged_for_each_other(judges):
+    """Sixteen in each process, 0.15 s of computing each: together longer than the deadline of 1.5 s."""
+    assert {outcome.status for outcome in score_all(judges, ["compute"] * 32)} == {"ok"}
+
+
+def test_the_samples_of_a_process_that_does_not_read_wait_without_holding_up_others(function_file):
+    with RewardPool(RewardSpec(function_file, "judge"), num_workers=2, timeout_s=1.5) as pool:
+        pool.submit(RewardSample("s", "s", "sleep", "1"))
+        time.sleep(0.3)
+        large = [pool.submit(RewardSample("s", "s", "x" * 500_000, "1")) for _ in range(8)]
+        assert score(pool, "ok").duration_s < 1.0
+        assert {future.result(timeout=30).status for future in large} == {"ok"}
+
+
+ENDLESS = r"\boxed{10^{10^{10}}}"
+SLOW = r"\boxed{(x+y+z+w)^{9}-(x+y)^{9}}"
+
+
+def test_a_hundred_responses_that_no_computer_could_compute_cost_their_own_score_and_no_process():
+    with RewardPool(RewardSpec(data_sources=("math_verify",)), num_workers=1, timeout_s=20.0) as pool:
+        before = pool.process_ids
+        futures = [pool.submit(RewardSample("s", "math_verify", ENDLESS, "3")) for _ in range(100)]
+        good = pool.submit(RewardSample("s", "math_verify", r"\boxed{3}", "3"))
+        outcomes = [future.result(timeout=60) for future in futures]
+        assert {(outcome.status, outcome.score) for outcome in outcomes} == {("ok", 0.0)}
+        assert all("too complex" in outcome.unscorable == outcome.parts["unscorable"] for outcome in outcomes)
+        assert (good.result(timeout=60).score, good.result().unscorable) == (1.0, None)
+        assert pool.process_ids == before
+
+
+def test_below_that_the_deadline_ends_what_a_response_does_to_a_built_in_function():
+    with RewardPool(RewardSpec(data_sources=("math_verify",)), num_workers=1, timeout_s=0.4) as pool:
+        future = pool.submit(RewardSample("s", "math_verify", SLOW, "x^2+z"))
+        outcome = future.result(timeout=60)
+        assert (outcome.status, outcome.score) == ("ok", 0.0)
+        assert "took longer than 0.4 s and was killed" in outcome.unscorable
+
+
+@pytest.mark.parametrize("status", ["error", "timeout", "crash"])
+@pytest.mark.parametrize("is_built_in, truth_read", [(True, True), (True, False), (False, True)])
+def test_what_goes_wrong_is_the_responses_fault_only_in_a_built_in_function_that_has_read_the_truth(
+    function_file, status, is_built_in, truth_read
+):
+    pool = RewardPool(RewardSpec() if is_built_in else RewardSpec(function_file), num_workers=1, timeout_s=1.0)
+    task = _Task(1, "s", "math_dapo", b"", Future(), attempts=1, truth_read=truth_read)
+    pool._finish(task, status, error="Traceback\nMemoryError: no more")
+    outcome = task.future.result()
+    if is_built_in and truth_read:
+        assert (outcome.status, outcome.score, outcome.unscorable) == ("ok", -1.0, "MemoryError: no more")
+        assert outcome.parts == {"acc": 0.0, "pred": "[INVALID]", "unscorable": "MemoryError: no more"}
+    else:
+        assert (outcome.status, outcome.score, outcome.unscorable) == (status, None, None)
+
+
+def test_a_ground_truth_that_cannot_be_read_stays_an_error():
+    with RewardPool(RewardSpec(data_sources=("math",)), num_workers=1, timeout_s=20.0) as pool:
+        outcome = pool.submit(RewardSample("s", "math", "Answer: 3", [3])).result(timeout=60)
+    assert (outcome.status, outcome.unscorable) == ("error", None)
+    assert "is not the text of an answer" in outcome.error
+
+
+def test_a_variable_that_is_named_reaches_the_function_and_one_that_is_kept_from_it_is_told(tmp_path, monkeypatch):
+    (tmp_path / "keyed.py").write_text(
+        "import os\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, key=None):\n"
+        "    return {'score': 1.0, 'key': key, 'same': key == os.environ[solution_str]}\n"
+    )
+    monkeypatch.setenv("JUDGE_API_KEY", "canary-1")
+    monkeypatch.setenv("OTHER_API_KEY", "canary-2")
+    spec = RewardSpec(str(tmp_path / "keyed.py"), kwargs={"key": "env:JUDGE_API_KEY"})
+    with RewardPool(spec, num_workers=1, timeout_s=5.0) as pool:
+        assert score(pool, "JUDGE_API_KEY").parts == {"key": "canary-1", "same": 1.0}
+        error = score(pool, "OTHER_API_KEY").error
+    assert "KeyError: 'OTHER_API_KEY'" in error
+    assert "named: reward.custom_reward_function.reward_kwargs.<argument>=env:OTHER_API_KEY" in error
+    assert "canary-2" not in error
+
+
+def test_a_variable_that_is_named_and_not_set_is_told_at_start(function_file, monkeypatch):
+    monkeypatch.delenv("JUDGE_API_KEY", raising=False)
+    with pytest.raises(
+        RewardFunctionError, match=r"reward_kwargs\.key is the environment variable JUDGE_API_KEY, which"
+    ):
+        spec = RewardSpec(function_file, kwargs={"key": "env:JUDGE_API_KEY"})
+        RewardPool(spec, num_workers=1, timeout_s=1.0).start()
 
 
 def test_a_pool_without_workers_or_deadline_is_refused():

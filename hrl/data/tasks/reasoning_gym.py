@@ -1,8 +1,8 @@
 """Procedural tasks of the package reasoning-gym: `reasoning_gym:<dataset>?size=1000&seed=1&<parameter>=<value>`.
 
 Rows are made from the seed; each keeps its whole entry as the ground truth, and the dataset's own scorer judges the
-answer (`hrl.reward.scorers.reasoning_gym`). Several of its generators walk through sets of strings, whose order Python shuffles
-anew in every process: the rows are therefore made in a child process with a fixed hash seed.
+answer (`hrl.reward.scorers.reasoning_gym`). Several of its generators walk through sets of strings, whose order Python
+shuffles anew in every process: the rows are therefore made in a child process with a fixed hash seed.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ class Scorer:
 
     Attributes:
         rule: what it pays for, in a phrase, for messages and the documentation.
-        read_truth: from a row's `(data_source, ground_truth, extra_info)` to what `score` compares with. Raises `ValueError`.
+        read_truth: from a row's `(data_source, ground_truth, extra_info)` to what `score` compares with.
+            Raises `ValueError`.
         score: from a response's text and that truth to the reward.
         wrong: the reward of a wrong answer, and of one that can't be scored.
         load: imports what the scorer needs, so that the first sample's deadline doesn't pay for it.

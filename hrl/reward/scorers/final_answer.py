@@ -88,7 +88,7 @@ def stated_answers(text: str) -> tuple[str, ...]:
         [(match.start(), match.end()) for match in _MARKER.finditer(text)]
         + [(match.start(), match.end()) for match in _HEADING.finditer(text)]
     )
-    ends = [start for start, _ in markers][1:] + [len(text)]
+    ends = [*(start for start, _ in markers[1:]), len(text)]
     stated = (
         _first_value(text[start : max(start, min(end, start + _LONGEST_STATEMENT))])
         for (_, start), end in zip(markers, ends, strict=False)

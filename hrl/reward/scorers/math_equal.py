@@ -92,7 +92,9 @@ def _is_equal(truth: MathTruth, side: str) -> bool:
 
     parsed = parse_bounded(side)
     if parsed is None:
-        raise AnswerTooComplexError(f"an answer of {len(side)} characters is too complex to be computed with: {side[:60]!r}")
+        raise AnswerTooComplexError(
+            f"an answer of {len(side)} characters is too complex to be computed with: {side[:60]!r}"
+        )
     with _limited_cpu():
         return bool(parsed) and bool(verify(list(truth.parsed), list(parsed), timeout_seconds=None))
 
@@ -109,9 +111,7 @@ def parse_bounded(text: str) -> tuple[Any, ...] | None:
         return None
     text = text.encode("utf-8", "replace").decode("utf-8").strip().strip("$").strip()
     with _limited_cpu():
-        parsed = parse(
-            f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None
-        )
+        parsed = parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
     return tuple(parsed) if all(_is_small(expression) for expression in parsed) else None
 
 
@@ -138,7 +138,7 @@ def _is_small(expression: Any) -> bool:
 
 
 def _bits(expression: Any) -> float:
-    """An upper bound of log2 of every number that computing the expression passes through; infinite if none is known."""
+    """An upper bound of log2 of every number that computing passes through; infinite if none is known."""
     from sympy import Add, Float, Integer, Mul, Pow, Rational, factorial
 
     if isinstance(expression, Float):

@@ -45,7 +45,11 @@ _MINERVA_REMOVED = (
     *("childrentickets", "multiples", "\\text{s}", "\\text{.}", "\\text{\ns}", "\\text{}^2", "\\text{}^3"),
     *("\\text{\n}", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}", "\\;", ",\\!", "{,}", '"', "\\dots"),
 )
-_MINERVA_UNWRAPPED = (re.compile(r"\\text\{(.*?)\}"), re.compile(r"\\textbf\{(.*?)\}"), re.compile(r"\\overline\{(.*?)\}"))
+_MINERVA_UNWRAPPED = (
+    re.compile(r"\\text\{(.*?)\}"),
+    re.compile(r"\\textbf\{(.*?)\}"),
+    re.compile(r"\\overline\{(.*?)\}"),
+)
 
 
 def math_form(answer: str) -> str:

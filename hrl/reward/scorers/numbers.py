@@ -107,4 +107,6 @@ def _score_last_number(text: str, truth: Decimal) -> float:
 
 NUMERIC = Scorer("one number, stated as the answer or concluded", _read_number, _score_numeric)
 GSM8K = Scorer("the number behind '#### '", _read_number, _score_hashes)
-GSM8K_FLEXIBLE = Scorer("the last number of the last 300 characters, whatever it stands for", _read_number, _score_last_number)
+GSM8K_FLEXIBLE = Scorer(
+    "the last number of the last 300 characters, whatever it stands for", _read_number, _score_last_number
+)

@@ -41,4 +41,8 @@ def _score_exact_match(text: str, targets: frozenset[str]) -> float:
     return _SPAM_FACTOR if spam else 1.0
 
 
-EXACT_MATCH = Scorer("the text in <answer>…</answer>, equal to a target but for case, articles, punctuation", _read_targets, _score_exact_match)
+EXACT_MATCH = Scorer(
+    "the text in <answer>…</answer>, equal to a target but for case, articles, punctuation",
+    _read_targets,
+    _score_exact_match,
+)

@@ -101,7 +101,9 @@ def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]
     if not isinstance(extra_info, Mapping) or "parameters" not in extra_info:
         raise ValueError(f"extra_info of a {data_source} row has no 'parameters': it was not made by reasoning_gym:…")
     if not isinstance(ground_truth, Mapping):
-        raise ValueError(f"ground truth of a {data_source} row is no entry of a dataset, but {str(ground_truth)[:80]!r}")
+        raise ValueError(
+            f"ground truth of a {data_source} row is no entry of a dataset, but {str(ground_truth)[:80]!r}"
+        )
     name = data_source.removeprefix(DATA_SOURCE_PREFIX)
     dataset = _dataset(name, json.dumps(extra_info["parameters"], sort_keys=True))
     return Task(dataset, dict(ground_truth), GRAMMARS.get(name))

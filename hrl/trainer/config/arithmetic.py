@@ -43,6 +43,7 @@ UNITS: dict[str, str] = {
     "algorithm.kl_ctrl.horizon": "sequences",
     "algorithm.filter_groups.max_num_gen_batches": "batches of prompts per step",
     "reward.num_workers": "processes",
+    "reward.max_concurrency": "async calls per process",
     "reward.reward_model.max_token_len_per_gpu": "tokens per process",
     "reward.reward_model.micro_batch_size_per_gpu": "sequences per process",
     "reward.overlong_buffer.len": "tokens",

@@ -16,7 +16,8 @@ class CustomRewardFunctionConfig(Section):
     name: str = "compute_score"
     """Name of the function in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments handed to every call."""
+    """Keyword arguments handed to every call. `api_key: "env:NAME"` is the environment variable NAME, which the
+    function's process then has too; others that look like secrets are kept from it."""
 
 
 class RewardBackboneConfig(Section):
@@ -66,12 +67,15 @@ class RewardConfig(Section):
     num_workers: PositiveInt = 1
     """Processes that run reward functions."""
     timeout_s: PositiveFloat = 30.0
-    """Seconds one call of a reward function may take before its process is replaced."""
+    """Seconds one call of a reward function may take before it is cancelled, or its process replaced."""
+    max_concurrency: PositiveInt = 64
+    """Calls of an async reward function that one process awaits at once; other functions run one call at a time."""
     memory_limit_gib: PositiveFloat | None = 8.0
     """Address space of one such process, so that a function that eats memory fails alone; null for no limit, as a
     function needs that uses a GPU."""
     on_error: Literal["raise", "skip"] = "raise"
-    """A failing reward function stops the run, or its samples are counted and train nothing."""
+    """A failing reward function stops the run, or its samples are counted and train nothing. A response that breaks a
+    built-in function is neither: it scores as a wrong answer and is counted in `reward/num_unscorable`."""
     function_weight: float = 1.0
     """Weight of the reward function's score in the sum."""
     shaping: dict[str, PositiveFloat | None] = Field(default_factory=dict)

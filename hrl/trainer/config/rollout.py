@@ -1,6 +1,6 @@
 """`actor_rollout_ref.rollout`: how responses are sampled."""
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -78,8 +78,7 @@ class RolloutConfig(Section):
     """Share the prompt's KV cache among the samples of a group."""
     free_cache_engine: bool = True
     """Put a colocated engine to sleep while training, on devices that can."""
-    sleep_level: Literal[1, 2] = 2
-    """Sleep level: 1 keeps the engine's weights in host memory, 2 drops them until the next sync."""
+    sleep_level: ClassVar[int] = 2  # weights are synced before the engine samples again: it need not keep its own
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine's constructor, e.g. `{vllm: {swap_space: 4}}`."""
     log_prob_use_dynamic_bsz: bool = True

@@ -64,6 +64,7 @@ class RewardService:
                 spec,
                 num_workers=reward.num_workers,
                 timeout_s=reward.timeout_s,
+                max_concurrency=reward.max_concurrency,
                 memory_limit_bytes=None if limit_gib is None else int(limit_gib * 2**30),
                 on_error=reward.on_error,
             )
