@@ -197,8 +197,8 @@ class RewardPool:
         if missing:
             name, key = next(iter(missing.items()))
             raise RewardFunctionError(
-                f"reward.custom_reward_function.reward_kwargs.{name} is the environment variable {key}, which is not set "
-                "where the reward processes start. Export it before the run; on a cluster that runs already, before "
+                f"reward.custom_reward_function.reward_kwargs.{name} is the environment variable {key}, which is not "
+                "set where the reward processes start. Export it before the run; on a cluster that runs already, before "
                 "`ray start` on the driver's node"
             )
         self._thread.start()
@@ -437,7 +437,7 @@ class RewardPool:
         for name in self._withheld:
             if f"'{name}'" in error or f'"{name}"' in error:
                 return (
-                    f"{error}\n(the variable {name} looks like a secret, which reward processes do not get unless it is "
+                    f"{error}\n(the variable {name} looks like a secret, which reward processes get only if it is "
                     f"named: reward.custom_reward_function.reward_kwargs.<argument>=env:{name})"
                 )
         return error
