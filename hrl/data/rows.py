@@ -18,6 +18,8 @@ from hrl.data.errors import DatasetError
 BUNDLED_PREFIX = "bundled:"
 REASONING_GYM_PREFIX = "reasoning_gym:"
 _PARQUET_ROWS_AT_ONCE = 1024
+_DEEPEST = 100
+"""Levels that rows may be nested: as many as reach another process (`hrl.data.child`)."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +82,22 @@ def check_row(raw: object, keys: RowKeys, origin: str) -> Row | BadRow:
     messages = as_messages(raw.get(keys.prompt), keys.prompt)
     if isinstance(messages, str):
         return BadRow(origin, messages)
+    if not _is_shallow(messages):
+        return BadRow(origin, f"{keys.prompt!r} is nested more than {_DEEPEST} levels deep")
+    if not _is_unicode(messages):
+        return BadRow(origin, f"{keys.prompt!r} holds half a character (a lone surrogate, such as \\ud800)")
     data_source = raw.get(keys.data_source)
     if not isinstance(data_source, str) or not data_source:
         return BadRow(origin, f"{keys.data_source!r} is {show_value(data_source)}, expected a non-empty string")
+    if not _is_unicode(data_source):
+        return BadRow(origin, f"{keys.data_source!r} holds half a character (a lone surrogate, such as \\ud800)")
     plain: dict[str, dict[str, Any]] = {}
     for key in ("reward_model", "extra_info"):
         value = raw.get(key, {})
         if not isinstance(value, Mapping):
             return BadRow(origin, f"{key!r} is {show_value(value)}, expected an object (leave the key out for none)")
+        if not _is_shallow(value):
+            return BadRow(origin, f"{key!r} is nested more than {_DEEPEST} levels deep")
         plain[key] = dict(value)
     tools = as_tools(raw.get("tools"))
     if isinstance(tools, str):
@@ -145,6 +155,26 @@ def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         return f"'tools' is {show_value(tools)}, expected a list of JSON schemas"
     return [dict(tool) for tool in tools]
+
+
+def _is_unicode(value: object) -> bool:
+    """Whether all text in messages can be written as UTF-8, without half of a character (a lone surrogate)."""
+    if isinstance(value, str):
+        return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
+    if isinstance(value, Mapping):
+        return all(_is_unicode(item) for item in value.values())
+    return not isinstance(value, Sequence) or all(map(_is_unicode, value))
+
+
+def _is_shallow(value: object) -> bool:
+    """Whether lists and objects in it go no deeper than `_DEEPEST`."""
+    level: list[object] = [value]
+    for _ in range(_DEEPEST):
+        inner = (item for item in level if isinstance(item, Mapping | list | tuple))
+        level = [part for item in inner for part in (item.values() if isinstance(item, Mapping) else item)]
+        if not level:
+            return True
+    return not any(isinstance(item, Mapping | list | tuple) for item in level)
 
 
 def text_of(message: Mapping[str, Any]) -> str:
@@ -214,6 +244,10 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, object]]:
                 yield origin, BadRow(origin, f"is not UTF-8 (byte {error.start} of the line)")
             except json.JSONDecodeError as error:
                 yield origin, BadRow(origin, f"is not JSON ({error.msg} at column {error.colno})")
+            except ValueError:
+                yield origin, BadRow(origin, "holds an integer of thousands of digits; write it as a string")
+            except RecursionError:
+                yield origin, BadRow(origin, f"is nested more than {_DEEPEST} levels deep")
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
@@ -221,12 +255,19 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
     import pyarrow.parquet as pq
 
     try:
-        file = pq.ParquetFile(path)
-    except pa.ArrowInvalid as error:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
         raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
     number = 0
     with file:
-        for batch in file.iter_batches(batch_size=_PARQUET_ROWS_AT_ONCE):
+        batches = file.iter_batches(batch_size=_PARQUET_ROWS_AT_ONCE)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pa.ArrowException, OSError) as error:
+                raise DatasetError(f"data file {path} is damaged behind row {number}: {error}") from error
+            if batch is None:
+                return
             for offset in range(batch.num_rows):
                 origin = f"{path} row {number}"
                 number += 1

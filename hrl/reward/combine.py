@@ -49,16 +49,17 @@ class CombinedScores:
 
 
 class NonFiniteScoreError(ValueError):
-    """A score of the reward model isn't finite.
+    """A score of the reward model, or the weighted and shaped sum, isn't finite in float32.
 
     Attributes:
         row: the first such row of the batch.
         score: its score.
+        source: what gave it.
     """
 
-    def __init__(self, row: int, score: float) -> None:
-        super().__init__(f"the reward model's score of row {row} is {score}")
-        self.row, self.score = row, score
+    def __init__(self, row: int, score: float, source: str = "reward model's score") -> None:
+        super().__init__(f"the {source} of row {row} is {score}")
+        self.row, self.score, self.source = row, score, source
 
 
 def combine_scores(
@@ -81,7 +82,7 @@ def combine_scores(
 
     Raises:
         ValueError: no source of reward, or another number of scores than responses.
-        NonFiniteScoreError: a score of the reward model isn't finite.
+        NonFiniteScoreError: a score of the reward model, or what is made of the scores, isn't finite.
     """
     rows = len(response_lengths)
     if function_scores is None and model_scores is None:
@@ -90,10 +91,8 @@ def combine_scores(
     kept = torch.ones(rows, dtype=torch.bool)
     if model_scores is not None:
         _check_rows("reward model", len(model_scores), rows)
-        if not torch.isfinite(model_scores).all():
-            row = int((~torch.isfinite(model_scores)).nonzero()[0])
-            raise NonFiniteScoreError(row, float(model_scores[row]))
         plain = model_scores.float().cpu()
+        _check_finite(plain, "reward model's score")
         scores = scores + weighting.model * plain
     if function_scores is not None:
         _check_rows("reward function", len(function_scores), rows)
@@ -107,12 +106,20 @@ def combine_scores(
         penalty = overlong_penalty(
             response_lengths.cpu(), max_response_tokens, weighting.overlong_buffer_tokens, weighting.overlong_factor
         )
+    scores = torch.where(kept, scores + penalty, 0.0)
+    _check_finite(scores, "sum of weighted and shaped scores")
     return CombinedScores(
-        scores=torch.where(kept, scores + penalty, 0.0),
+        scores=scores,
         kept=kept,
         overlong=torch.where(kept, penalty, 0.0),
         plain=torch.where(kept, plain, 0.0),
     )
+
+
+def _check_finite(scores: Tensor, source: str) -> None:
+    wrong = (~torch.isfinite(scores)).nonzero().flatten().tolist()
+    if wrong:
+        raise NonFiniteScoreError(wrong[0], float(scores[wrong[0]]), source)
 
 
 def _check_rows(source: str, found: int, expected: int) -> None:

@@ -198,8 +198,8 @@ class RewardPool:
             name, key = next(iter(missing.items()))
             raise RewardFunctionError(
                 f"reward.custom_reward_function.reward_kwargs.{name} is the environment variable {key}, which is not "
-                "set where the reward processes start. Export it before the run; on a cluster that runs already, before "
-                "`ray start` on the driver's node"
+                "set where the reward processes start. Export it before the run; on a cluster that runs already, "
+                "before `ray start` on the driver's node"
             )
         self._thread.start()
         limit_s = self._start_timeout_s * (_FAILED_STARTS_ALLOWED + 1) + _LAST_WORDS_S

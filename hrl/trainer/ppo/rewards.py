@@ -132,6 +132,11 @@ class RewardService:
             )
         except NonFiniteScoreError as error:
             uid, sample = sample_keys(batch)[error.row]
+            if error.source != "reward model's score":
+                raise RewardError(
+                    f"the {error.source} is {error.score} in {self._title}: uid {uid}, sample {sample}. Lower "
+                    "reward.function_weight or reward.reward_model.weight, or the function's scores"
+                ) from error
             raise RewardError(
                 f"the reward model {self._model_path} scored {error.score} in {self._title}: uid {uid}, sample "
                 f"{sample}. Check the model on its own, or in float32 (reward.reward_model.model.fsdp_config.dtype)"

@@ -154,3 +154,13 @@ def test_a_reward_model_that_gives_no_number_is_named_with_the_sample() -> None:
     service.begin(batch)
     with pytest.raises(RewardError, match="reward model some/model scored nan in step 7: uid a, sample 2"):
         service.collect(batch, StepMetrics())
+
+
+def test_a_sum_that_float32_cannot_hold_is_named_with_the_sample(loops: list[Loop]) -> None:
+    service = RewardService(compose_cli(["reward.function_weight=1e39"]), ())
+    batch = sampled()
+    batch.non_tensor_batch["sample_index"] = np.array([0, 1, 2], dtype=object)
+    batch.meta_info |= {"step": 7, "validate": False}
+    service._title = "step 7"
+    with pytest.raises(RewardError, match="sum of weighted and shaped scores is inf in step 7: uid a, sample 0"):
+        service.collect(batch, StepMetrics())
