@@ -101,6 +101,8 @@ def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], repor
         vocab_size=ready.ids.vocab_size,
         share_prefix=config.actor_rollout_ref.model.share_prefix,
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+        max_model_len=roles.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
+        probe=config.actor_rollout_ref.model.probe,
         run_folder=str(reporter.folder.path),
     )
     policy_path = str(ready.model_path)

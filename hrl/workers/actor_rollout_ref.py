@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from hrl.data.model_config import load_config
 from hrl.data.model_source import find_on_this_node
 from hrl.data.tokenizer import find_tokenizer_on_this_node, load_tokenizer
 from hrl.protocol import DataProto
@@ -35,6 +36,7 @@ from hrl.workers.runtime import Runtime, join_world, release_cached_memory
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
+    from hrl.workers.engine.loading import ModelSource
     from hrl.workers.policy import Policy
     from hrl.workers.rollout.host import RolloutHost
     from hrl.workers.weight_sync.base import ReceiverReport, SyncReport
@@ -123,6 +125,10 @@ class ActorRolloutRefWorker(ModelWorker):
         if self.role in ENGINE_ROLES:
             self._tokenizer_path = find_tokenizer_on_this_node(self.config.model.tokenizer_path or self.model_path)
         self.device = join_world(self.runtime)
+        if self.role != "rollout":
+            from hrl.workers.engine.probe import require_right_causal_lm
+
+            self.probe(require_right_causal_lm, self._model_source())
         visible_devices = self._engine_devices() if self.role in ENGINE_ROLES else None
         if self.drives_engine:
             self._host = self._build_host(visible_devices)
@@ -143,13 +149,18 @@ class ActorRolloutRefWorker(ModelWorker):
 
         trained = self.role != "ref"
         return Policy(
-            self.config.model.model_copy(update={"path": self.model_path}),
+            self._model_source(),
             self.config.actor if trained else None,
             self.config.actor.fsdp_config if trained else self.config.ref.fsdp_config,
             device=self.device,
             total_steps=self.total_optimizer_steps if trained else None,
             run_folder=Path(self.runtime.run_folder),
         )
+
+    def _model_source(self) -> ModelSource:
+        from hrl.workers.engine.loading import ModelSource
+
+        return ModelSource.of(self.config.model, self.model_path, self.runtime)
 
     def _engine_devices(self) -> str | None:
         """The GPUs of the ranks that form this rank's engine, as CUDA_VISIBLE_DEVICES names them; every rank calls it.
@@ -165,14 +176,10 @@ class ActorRolloutRefWorker(ModelWorker):
         return engine_devices(places, self.rank, self.config.rollout.tensor_model_parallel_size)
 
     def _build_host(self, visible_devices: str | None) -> RolloutHost:
-        from transformers import AutoConfig
-
         from hrl.workers.rollout.host import RolloutHost, TokenInfo
 
         runtime, model = self.runtime, self.config.model
-        embedded = AutoConfig.from_pretrained(
-            self.model_path, trust_remote_code=model.trust_remote_code, **model.override_config
-        )
+        embedded = load_config(self.model_path, model.override_config, trust_remote_code=model.trust_remote_code)
         # Models pad their embedding beyond the tokenizer, and a sampler can draw what is there.
         vocab_size = max(runtime.vocab_size, embedded.get_text_config().vocab_size)
         return RolloutHost(

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
+from hrl.data.model_config import ModelConfigError
 from hrl.metrics import Metric
 from hrl.single_controller.base import Worker
 from hrl.single_controller.base.decorator import Dispatch, register
 from hrl.workers.folder import file_sizes
 from hrl.workers.memory import peak_memory
 from hrl.workers.runtime import Runtime, local_device
+
+if TYPE_CHECKING:
+    from hrl.workers.engine.loading import ModelSource
+
+logger = logging.getLogger(__name__)
 
 
 class ModelWorker(Worker):
@@ -24,6 +35,31 @@ class ModelWorker(Worker):
         super().__init__()
         self.runtime = runtime
         self.model_path = model_path
+
+    def probe(self, check: Callable[[ModelSource], object], source: ModelSource) -> None:
+        """Lets rank 0 compare this role's model with its own forward; every rank calls it, before anything is started.
+
+        Args:
+            check: ``require_right_causal_lm`` or ``require_right_scalar_model``.
+            source: the role's model.
+
+        Raises:
+            ProbeError: on every rank, so that none waits for another.
+        """
+        from hrl.workers.engine.probe import ProbeError
+
+        if not self.runtime.probe:
+            logger.warning("%s: not compared with its own forward (model.probe=false)", source.path)
+            return
+        refusal: list[str | None] = [None]
+        if self.rank == 0:
+            try:
+                check(source)
+            except (ProbeError, ModelConfigError) as error:
+                refusal = [str(error)]
+        dist.broadcast_object_list(refusal, src=0)
+        if refusal[0] is not None:
+            raise ProbeError(refusal[0])
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def peak_memory(self) -> dict[str, Metric]:

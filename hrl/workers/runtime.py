@@ -39,6 +39,8 @@ class Runtime:
         vocab_size: token ids are below it.
         share_prefix: equal prompts of a micro-batch are computed once, by every model alike: one plan serves them all.
         trust_remote_code: model folders may run code; one switch for all roles.
+        max_model_len: the longest sequence of the run in tokens, for which an engine is opened as well.
+        probe: compare every model's packed forward with its own before anything is started.
         run_folder: of the run; on another node than the driver's the same path, which need not be shared.
     """
 
@@ -54,6 +56,8 @@ class Runtime:
     vocab_size: int
     share_prefix: bool
     trust_remote_code: bool
+    max_model_len: int
+    probe: bool
     run_folder: str
 
 

@@ -40,14 +40,18 @@ class ScalarModelWorker(ModelWorker):
     def init_model(self) -> None:
         """Loads the backbone with its head and, where it learns, its optimizer and schedule."""
         from hrl.workers.engine.loading import ModelSource
+        from hrl.workers.engine.probe import require_right_scalar_model
         from hrl.workers.value_model import ValueModel
 
         self.model_path = str(find_on_this_node(self.model_path))
+        device = join_world(self.runtime)
+        source = ModelSource.of(self.config.model, self.model_path, self.runtime)
+        self.probe(require_right_scalar_model, source)
         self.value_model = ValueModel(
-            ModelSource.of(self.config.model, self.model_path, self.runtime),
+            source,
             self.train,
             self.config.model.fsdp_config,
-            device=join_world(self.runtime),
+            device=device,
             total_steps=self.total_optimizer_steps,
             run_folder=Path(self.runtime.run_folder),
         )

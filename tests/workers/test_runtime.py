@@ -12,7 +12,7 @@ JOIN = """
 import json, psutil, torch, torch.distributed as dist
 from hrl.workers.runtime import Runtime, join_world
 
-runtime = Runtime("cpu", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, "unused")
+runtime = Runtime("cpu", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, False, "unused")
 assert join_world(runtime) == torch.device("cpu") == join_world(runtime)
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)

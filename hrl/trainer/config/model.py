@@ -27,6 +27,9 @@ class ModelConfig(BackboneConfig):
 
     trust_remote_code: bool = False
     """Let transformers and vLLM run code from model folders; one switch for the models of all roles."""
+    probe: bool = True
+    """Before anything starts, compare a small cut of every role's model, packed as it is trained, with its own plain
+    forward; a family that packed training would compute wrongly is refused. Costs seconds."""
     share_prefix: bool = True
     """Compute the prompt of a group once for all of its samples when they share a micro-batch, in every model."""
     tokenizer_path: str | None = None

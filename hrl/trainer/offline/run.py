@@ -115,6 +115,8 @@ def train(config: OfflineConfig, ready: OfflinePreflight, parts: Parts, reporter
         vocab_size=ready.ids.vocab_size,
         share_prefix=config.model.share_prefix,
         trust_remote_code=config.model.trust_remote_code,
+        max_model_len=config.data.max_length,
+        probe=config.model.probe,
         run_folder=str(reporter.folder.path),
     )
     worker = parts.worker(config, ready.total_training_steps, runtime, str(ready.model_path))

@@ -1,7 +1,8 @@
-"""Loading transformers models for packed training, and refusing what packed training would compute wrongly.
+"""Loading transformers models for packed training.
 
 Loading executes nothing from the model folder: weights are read from safetensors only, and remote code runs only where
-``trust_remote_code`` says so.
+``trust_remote_code`` says so. Whether a family may be trained packed is not known here: ``hrl.workers.engine.probe``
+compares.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
+from hrl.data.model_config import load_config
+from hrl.workers.engine.recompute import recompute_layers
 from hrl.workers.ops.attention import ATTENTION_NAME
 from hrl.workers.ops.residual import widen_residual
 from hrl.workers.ops.rms_norm import use_fused_rms_norms
+from hrl.workers.ops.rope import fix_rope_frequencies
 
 if TYPE_CHECKING:
     from hrl.workers.runtime import Runtime
@@ -40,9 +43,9 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-#: Config fields that change logits after the head; a log-prob computed from the head's weight alone would be wrong.
-_LOGIT_FIELDS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
-_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+#: Parts of names of config fields that are chances: of a dropped activation, layer or token, of noise in a router.
+_CHANCES = ("drop", "jitter")
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -58,7 +61,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Which model a role beside the policy loads, and how.
+    """Which model a role loads, and how.
 
     Attributes:
         path: a local folder.
@@ -66,6 +69,7 @@ class ModelSource:
         enable_gradient_checkpointing: recompute activations in the backward pass.
         share_prefix: compute equal prompts of a micro-batch once.
         trust_remote_code: its folder may run code.
+        max_model_len: the longest sequence of the run in tokens, for which the engine is opened as well.
     """
 
     path: str
@@ -73,6 +77,7 @@ class ModelSource:
     enable_gradient_checkpointing: bool
     share_prefix: bool
     trust_remote_code: bool
+    max_model_len: int
 
     @classmethod
     def of(cls, section: Any, path: str, runtime: Runtime) -> ModelSource:
@@ -83,6 +88,7 @@ class ModelSource:
             section.enable_gradient_checkpointing,
             runtime.share_prefix,
             runtime.trust_remote_code,
+            runtime.max_model_len,
         )
 
 
@@ -105,12 +111,12 @@ def load_causal_lm(config: Any, dtype: torch.dtype, *, meta: bool = False) -> Lo
     """Loads a causal language model.
 
     Args:
-        config: ``path``, ``override_config``, ``trust_remote_code``, ``enable_gradient_checkpointing``.
+        config: a ``ModelSource``, or what has its attributes.
         dtype: of the parameters.
         meta: build the structure without storage (the weights will come from another rank).
 
     Raises:
-        ValueError: the model cannot be trained packed, or ``override_config`` names a field it does not have.
+        ModelConfigError: ``override_config`` does not fit the model.
     """
     source, used = _configs(config)
     options = {"trust_remote_code": config.trust_remote_code, "attn_implementation": ATTENTION_NAME, "dtype": dtype}
@@ -119,10 +125,7 @@ def load_causal_lm(config: Any, dtype: torch.dtype, *, meta: bool = False) -> Lo
             model = AutoModelForCausalLM.from_config(used, **options)
     else:
         model = AutoModelForCausalLM.from_pretrained(config.path, config=used, use_safetensors=True, **options)
-    head = model.get_output_embeddings()
-    if head is None or getattr(head, "bias", None) is not None:
-        raise ValueError(f"{type(model).__name__} at {config.path}: packed log-probs need a head without a bias")
-    return Loaded(_prepare(model, config), source)
+    return Loaded(_prepared(model, config), source)
 
 
 def load_scalar_model(config: Any, dtype: torch.dtype, *, meta: bool = False, head_required: bool = False) -> Loaded:
@@ -149,7 +152,7 @@ def load_scalar_model(config: Any, dtype: torch.dtype, *, meta: bool = False, he
     if meta:
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(used, **options)
-        return Loaded(_prepare(model, config), source)
+        return Loaded(_prepared(model, config), source)
     model, info = AutoModelForSequenceClassification.from_pretrained(
         config.path, config=used, use_safetensors=True, output_loading_info=True, **options
     )
@@ -165,44 +168,50 @@ def load_scalar_model(config: Any, dtype: torch.dtype, *, meta: bool = False, he
     if fresh:
         nn.init.zeros_(model.score.weight)
         logger.info("%s has no scalar head: the value head starts at zero", config.path)
-    return Loaded(_prepare(model, config), source, fresh_head=fresh)
+    return Loaded(_prepared(model, config), source, fresh_head=fresh)
 
 
 def _configs(config: Any) -> tuple[PretrainedConfig, PretrainedConfig]:
     """The folder's config with ``override_config`` twice: one to keep, one to build the model from."""
-    own = AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code)
-    unknown = sorted(key for key in config.override_config if not hasattr(own, key))
-    if unknown:
-        raise ValueError(f"model.override_config sets {unknown}, which {type(own).__name__} does not have")
     source, used = (
-        AutoConfig.from_pretrained(config.path, trust_remote_code=config.trust_remote_code, **config.override_config)
-        for _ in range(2)
+        load_config(config.path, config.override_config, trust_remote_code=config.trust_remote_code) for _ in range(2)
     )
     return source, used
 
 
-def _prepare(model: PreTrainedModel, config: Any) -> PreTrainedModel:
-    _refuse_unpackable(model, config.path)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
-            logger.warning("%s: dropout %.2f switched off: the sampler has none", config.path, module.p)
-            module.p = 0.0
+def prepare(model: PreTrainedModel, *, max_model_len: int, recompute: bool) -> None:
+    """Makes a transformers model what the engine runs, whether it is trained or only asked.
+
+    It stays in evaluation mode also in the update: whatever reads ``module.training`` (dropout of any kind, noise in
+    routers, layer drop) would make the update's log-probs other ones than the sampler's.
+
+    Args:
+        model: loaded with ``attn_implementation=ATTENTION_NAME``.
+        max_model_len: the longest sequence of the run in tokens.
+        recompute: activations in the backward pass, to save memory.
+    """
+    fix_rope_frequencies(model, max_model_len)
     use_fused_rms_norms(model)
     widen_residual(model)
     model.config.use_cache = False
-    if config.enable_gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model.train()
+    model.eval()
+    if recompute:
+        recompute_layers(model)
 
 
-def _refuse_unpackable(model: PreTrainedModel, path: str) -> None:
-    name = type(model).__name__
-    if not model._supports_attention_backend:
-        raise ValueError(f"{name} at {path} does not take another attention, so it cannot be trained packed")
-    settings = model.config.get_text_config()
-    strange = sorted(set(getattr(settings, "layer_types", None) or ()) - _LAYER_TYPES)
-    if strange:
-        raise ValueError(f"{name} at {path} has layers of type {strange}; packed training knows {sorted(_LAYER_TYPES)}")
-    for key, neutral in _LOGIT_FIELDS.items():
-        if getattr(settings, key, neutral) not in (None, neutral):
-            raise ValueError(f"{name} at {path} sets {key}={getattr(settings, key)}, which the log-prob does not apply")
+def _prepared(model: PreTrainedModel, config: Any) -> PreTrainedModel:
+    chances = _chances(model)
+    if chances:
+        logger.warning("%s: %s switched off: the sampler has none", config.path, ", ".join(chances))
+    prepare(model, max_model_len=config.max_model_len, recompute=config.enable_gradient_checkpointing)
+    return model
+
+
+def _chances(model: PreTrainedModel) -> list[str]:
+    """``name=value`` of the config's fields that are chances and not zero."""
+    settings = model.config.get_text_config().to_dict()
+    return [
+        f"{key}={value}"
+        for key, value in settings.items()
+        if isinstance(value, float) and value > 0 and any(word in key for word in _CHANCES)
+    ]

@@ -66,6 +66,7 @@ def build_engine(
                 dtype=getattr(torch, config.dtype),
                 device=device,
                 max_num_seqs=config.max_num_seqs,
+                max_model_len=max_model_len,
                 trust_remote_code=trust_remote_code,
                 override_config=override_config,
                 **extra,

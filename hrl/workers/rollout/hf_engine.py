@@ -15,9 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from hrl.data.model_config import load_config
 from hrl.workers.engine.checkpoint_form import CheckpointForm, saved_tensors
+from hrl.workers.ops.rope import fix_rope_frequencies
 from hrl.workers.rollout.base import (
     INITIAL_VERSION,
     EngineDeadError,
@@ -97,6 +99,7 @@ class HfEngine(RolloutEngine):
         dtype: of the weights.
         device: of the model.
         max_num_seqs: largest batch.
+        max_model_len: longest prompt + response, in tokens.
         trust_remote_code: allow code from the model's folder.
         override_config: fields of the model's configuration to replace.
     """
@@ -111,6 +114,7 @@ class HfEngine(RolloutEngine):
         dtype: torch.dtype,
         device: torch.device,
         max_num_seqs: int,
+        max_model_len: int,
         trust_remote_code: bool = False,
         override_config: Mapping[str, Any] | None = None,
     ) -> None:
@@ -120,6 +124,7 @@ class HfEngine(RolloutEngine):
         self._dtype = dtype
         self._device = device
         self._max_num_seqs = max_num_seqs
+        self._max_model_len = max_model_len
         self._trust_remote_code = trust_remote_code
         self._model: PreTrainedModel | None = None
         self._receiver: WeightReceiver | None = None
@@ -179,10 +184,9 @@ class HfEngine(RolloutEngine):
             self._model_path,
             dtype=self._dtype,
             trust_remote_code=self._trust_remote_code,
-            config=AutoConfig.from_pretrained(
-                self._model_path, trust_remote_code=self._trust_remote_code, **self._override_config
-            ),
+            config=load_config(self._model_path, self._override_config, trust_remote_code=self._trust_remote_code),
         )
+        fix_rope_frequencies(model, self._max_model_len)
         return model.to(self._device).eval()
 
     async def _run_waiting(self) -> None:

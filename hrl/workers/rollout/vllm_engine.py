@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from hrl.data.model_config import engine_overrides
 from hrl.workers.rollout.base import (
     INITIAL_VERSION,
     EngineDeadError,
@@ -119,7 +120,7 @@ class VllmOptions:
             "use_tqdm_on_load": False,
             "trust_remote_code": self.trust_remote_code,
             # Logits in fp32, as the trainer has them: rounding them to bf16 moves log-probs by about 0.02 on average.
-            "hf_overrides": {"head_dtype": "float32", **self.override_config},
+            "hf_overrides": {"head_dtype": "float32", **self._attributes()},
             "distributed_executor_backend": (
                 vllm_executor.SingleProcessExecutor if single else vllm_executor.TensorParallelExecutor
             ),
@@ -131,6 +132,9 @@ class VllmOptions:
         else:
             args |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleeps}
         return args | dict(self.engine_kwargs)
+
+    def _attributes(self) -> dict[str, Any]:
+        return engine_overrides(self.model_path, self.override_config, trust_remote_code=self.trust_remote_code)
 
     def environment(self) -> dict[str, str]:
         """Environment of the engine's processes."""

@@ -21,7 +21,7 @@ from transformers import (
 from hrl.workers.engine import flops
 from hrl.workers.engine.engine import Meter
 from hrl.workers.engine.flops import ModelFlops, peak_flops, peak_flops_of_card
-from hrl.workers.engine.loading import _refuse_unpackable, dtype_of, load_causal_lm, load_scalar_model
+from hrl.workers.engine.loading import dtype_of, load_causal_lm, load_scalar_model
 from tests.workers.engine.tiny import SHAPE, model_config, save_llama
 
 FLOAT32 = torch.float32
@@ -72,16 +72,6 @@ def test_config_fields_can_be_overridden_and_unknown_ones_are_named(llama):
     assert load_causal_lm(config, FLOAT32).model.config.rope_parameters["rope_theta"] == 5e5
     with pytest.raises(ValueError, match="max_positions"):
         load_causal_lm(model_config(llama, override_config={"max_positions": 3}), FLOAT32)
-
-
-@pytest.mark.parametrize("change", [{"logit_scale": 0.5}, {"layer_types": ["mamba"] * 2}])
-def test_what_packed_training_would_compute_wrongly_is_refused(tmp_path, change):
-    config = LlamaConfig(**SHAPE)
-    model = LlamaForCausalLM(config)
-    for key, value in change.items():
-        setattr(model.config, key, value)
-    with pytest.raises(ValueError, match="logit_scale|mamba"):
-        _refuse_unpackable(model, str(tmp_path))
 
 
 def test_weights_that_are_not_safetensors_are_refused(llama, tmp_path):

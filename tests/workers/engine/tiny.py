@@ -79,6 +79,7 @@ def model_config(path: Path, **changes: Any) -> SimpleNamespace:
         "enable_gradient_checkpointing": False,
         "override_config": {},
         "trust_remote_code": False,
+        "max_model_len": 128,
     }
     return SimpleNamespace(**(base | changes))
 

@@ -1,0 +1,169 @@
+"""The smallest copy of a model's configuration that computes in the same way.
+
+What decides how a family computes stays: kinds of layers and their order, widths of heads, the ratio of query to key
+heads, numbers of experts, every switch. What only costs goes: vocabulary, width, repeated layers. Lengths at which
+something changes (sliding windows, chunks, the pre-training length of a RoPE) come down to a handful of tokens where
+the run's sequences are long enough to cross them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+#: A length that a cut's short sequences cross, and one that none of them reaches.
+CROSSED_TOKENS, UNREACHED_TOKENS = 8, 64
+#: Words in names of config fields that are lengths in tokens at which a layer changes what it does.
+_LENGTHS = ("sliding_window", "window_size", "attention_chunk_size", "floor_scale", "original_max_position_embeddings")
+_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
+_VOCABULARY, _WIDTH, _MLA_HIDDEN = 128, 64, 256
+_MIN_LAYERS = 2
+#: Two copies of a cut and their gradients in float32 take sixteen bytes for each.
+MAX_PARAMETERS = 200_000_000
+#: Attributes of a layer that number it.
+_NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
+
+
+def cuts(
+    config: PretrainedConfig, max_length: int, build: Callable[[PretrainedConfig], PreTrainedModel]
+) -> Iterator[PretrainedConfig]:
+    """Copies of ``config``, the smallest first; a family whose widths depend on each other may need a later one.
+
+    Args:
+        config: of the model.
+        max_length: the longest sequence of the run, in tokens.
+        build: makes the model of a config.
+    """
+    for change in (_narrow, _shorten):
+        candidate = _changed(config, change, max_length)
+        if candidate is None:
+            continue
+        for smaller in (_first_of_every_kind(candidate, build), candidate):
+            if smaller is not None and _num_parameters(smaller, build) <= MAX_PARAMETERS:
+                yield smaller
+
+
+def _num_parameters(config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build(config).parameters())
+
+
+def _changed(
+    config: PretrainedConfig, change: Callable[[dict[str, Any], PretrainedConfig, int], None], max_length: int
+) -> PretrainedConfig | None:
+    """A copy of the configuration after ``change`` of it and of every section in it; ``None`` if it is not valid."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    fields = config.to_dict()
+    for name, section in vars(config).items():
+        if isinstance(section, PretrainedConfig):
+            changed = _changed(section, change, max_length)
+            if changed is None:
+                return None
+            fields[name] = changed.to_dict()
+    fields.pop("quantization_config", None)
+    change(fields, config, max_length)
+    try:
+        return type(config).from_dict(fields)
+    except (StrictDataclassError, ValueError, TypeError, KeyError, ZeroDivisionError):
+        return None
+
+
+def _shorten(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -> None:
+    """Fewer tokens in the vocabulary and before anything changes."""
+    for key, value in fields.items():
+        if isinstance(value, dict):
+            if "model_type" not in value:
+                _shorten(value, config, max_length)
+        elif not isinstance(key, str) or isinstance(value, bool) or not isinstance(value, int):
+            continue
+        elif "vocab_size" in key:
+            fields[key] = min(value, _VOCABULARY)
+        elif key.endswith("token_id") and value >= _VOCABULARY:
+            fields[key] = 0
+        elif any(word in key for word in _LENGTHS) and value > 0:
+            fields[key] = min(value, CROSSED_TOKENS) if value < max_length else max(value, UNREACHED_TOKENS)
+        elif key in ("max_position_embeddings", "n_positions"):
+            fields[key] = max(value, UNREACHED_TOKENS)
+
+
+def _narrow(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -> None:
+    """Fewer heads of the same width, and whatever depends on their number; narrow feed-forward layers."""
+    _shorten(fields, config, max_length)
+    for key, value in fields.items():
+        if any(word in key for word in _WIDTHS):
+            if isinstance(value, list):
+                fields[key] = [min(item, _WIDTH) for item in value]
+            elif isinstance(value, int):
+                fields[key] = min(value, _WIDTH)
+    names = {name: config.attribute_map.get(name, name) for name in ("hidden_size", "num_attention_heads")}
+    hidden, heads = (fields.get(name) for name in names.values())
+    if not isinstance(hidden, int) or not isinstance(heads, int):
+        return
+    head_dim = fields.get("head_dim") or hidden // heads
+    key_heads = fields.get("num_key_value_heads")
+    if not isinstance(key_heads, int):
+        fewer = min(heads, 2)
+    else:
+        fields["num_key_value_heads"] = min(key_heads, 2)
+        fewer = fields["num_key_value_heads"] * min(max(heads // key_heads, 1), 2)
+    narrower = _MLA_HIDDEN if fields.get("kv_lora_rank") else fewer * head_dim
+    fields[names["num_attention_heads"]] = fewer
+    for key, value in fields.items():  # the width may have several names
+        if value == hidden and not isinstance(value, bool) and any(word in key for word in ("size", "width", "dim")):
+            fields[key] = narrower
+    fields[names["hidden_size"]] = narrower
+
+
+def _first_of_every_kind(
+    config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]
+) -> PretrainedConfig | None:
+    """The configuration with only as many first layers as it takes to have every kind; ``None`` if that is unknown."""
+    settings = config.get_text_config()
+    depth = settings.num_hidden_layers
+    per_layer = [key for key, value in settings.to_dict().items() if isinstance(value, list) and len(value) == depth]
+    kinds = _kinds_of_layers(config, build, per_layer)
+    count = max(_MIN_LAYERS, 1 + max(kinds.index(kind) for kind in set(kinds)))
+    if count >= depth:
+        return None
+
+    def keep_first(fields: dict[str, Any], section: PretrainedConfig, _: int) -> None:
+        name = section.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+        if fields.get(name) == depth:
+            fields |= {name: count} | {key: fields[key][:count] for key in per_layer if key in fields}
+
+    shallow = _changed(config, keep_first, 0)
+    if shallow is None or _kinds_of_layers(shallow, build, per_layer) != kinds[:count]:
+        return None
+    return shallow
+
+
+def _kinds_of_layers(
+    config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel], per_layer: list[str]
+) -> list[str]:
+    """What distinguishes each decoder layer from others: classes, shapes, settings, and its entries in lists."""
+    with torch.device("meta"):
+        model = build(config)
+    settings = model.config.get_text_config()
+    count = settings.num_hidden_layers
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len(m) == count]
+    lists = [getattr(settings, key) for key in per_layer]
+    return [repr(([_kind(stack[i]) for stack in stacks], [_plain(v[i]) for v in lists])) for i in range(count)]
+
+
+def _kind(layer: nn.Module) -> list[Any]:
+    parts: list[Any] = []
+    for name, module in layer.named_modules():
+        settings = {k: _plain(v) for k, v in vars(module).items() if k not in _NUMBERS and not k.startswith("_")}
+        shapes = [(k, tuple(p.shape)) for k, p in module.named_parameters(recurse=False)]
+        parts.append((name, type(module).__name__, sorted(settings.items()), shapes))
+    return parts
+
+
+def _plain(value: Any) -> str:
+    """Switches, names and whole numbers; a float scales, and makes no other kind of layer."""
+    return repr(value) if isinstance(value, (bool, int, str, type(None))) else type(value).__name__

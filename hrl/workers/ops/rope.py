@@ -1,0 +1,53 @@
+"""Rotary frequencies that do not depend on what else is in the batch.
+
+Two kinds of RoPE choose their frequencies in the forward pass, from the longest position that they are handed: LongRoPE
+(Phi-3-128k, Phi-4-mini) has one set below and one above the length of its pre-training, dynamic NTK scaling has one for
+every length. In a packed row that position belongs to some other sequence, so a row's log-probs would depend on its
+neighbours.
+
+vLLM decides once, when it starts: LongRoPE's long set where ``max_model_len`` is above the pre-training length, and for
+dynamic scaling the frequencies at ``max_position_embeddings``. A run knows its longest sequence as well, and its engine
+is opened for exactly that. So every forward here is told that this longest position is present.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+
+def fix_rope_frequencies(model: nn.Module, max_length: int) -> None:
+    """Lets the model's rotary embeddings choose their frequencies as for a sequence of ``max_length`` tokens.
+
+    Args:
+        model: a transformers model.
+        max_length: the longest sequence of the run, which is what the engine is opened for.
+    """
+    for module in model.modules():
+        kinds = [kind for kind in _rope_types(module) if kind == "longrope" or "dynamic" in kind]
+        if kinds:
+            module.forward = _at_length(module.forward, max_length)
+            logger.info("%s: %s RoPE as for %d tokens", type(model).__name__, " and ".join(kinds), max_length)
+
+
+def _rope_types(module: nn.Module) -> list[str]:
+    """What transformers' decorator of rotary embeddings reads: one name, or one for each kind of layer."""
+    own = getattr(module, "rope_type", None)
+    return list(own.values()) if isinstance(own, dict) else [own] if isinstance(own, str) else []
+
+
+def _at_length(forward: Callable[..., Any], max_length: int) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def with_last_position(x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        last = position_ids.new_full((*position_ids.shape[:-1], 1), max_length - 1)
+        cos, sin = forward(x, torch.cat([position_ids, last], dim=-1), *args, **kwargs)
+        return cos[..., :-1, :], sin[..., :-1, :]
+
+    return with_last_position
