@@ -164,7 +164,7 @@ FIXED: dict[str, Fixed] = {
         f"the critic reads the policy's tokens; set {_MODEL}.tokenizer_path.", [None], ["critic.model.tokenizer_path"]
     ),
     **_fixed("entropy is always measured; remove the key.", [True], [f"{_ACTOR}.calculate_entropy"]),
-    **_fixed(f"set {_MODEL}.share_prefix.", [True], [f"{_ACTOR}.use_prefix_grouper"]),
+    **_fixed("the prompt of a group is always computed once.", [True], [f"{_ACTOR}.use_prefix_grouper"]),
     **_fixed(
         "the critic's seq-mean-token-sum-norm divides by data.max_response_length; remove the key.",
         [None],

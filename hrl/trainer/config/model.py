@@ -30,8 +30,9 @@ class ModelConfig(BackboneConfig):
     probe: bool = True
     """Before anything starts, compare a small cut of every role's model, packed as it is trained, with its own plain
     forward; a family that packed training would compute wrongly is refused. Costs seconds."""
-    share_prefix: bool = True
-    """Compute the prompt of a group once for all of its samples when they share a micro-batch, in every model."""
+    # The prompt of a group is computed once for all samples that share a micro-batch, in every model. That changes no
+    # number, which the probe compares.
+    share_prefix: ClassVar[bool] = True
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; null uses the model's own."""
 

@@ -20,7 +20,7 @@ CROSSED_TOKENS, UNREACHED_TOKENS = 8, 64
 #: Words in names of config fields that are lengths in tokens at which a layer changes what it does.
 _LENGTHS = ("sliding_window", "window_size", "attention_chunk_size", "floor_scale", "original_max_position_embeddings")
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
-_VOCABULARY, _WIDTH, _MLA_HIDDEN = 128, 64, 256
+_VOCABULARY, _WIDTH, _MLA_HIDDEN = 128, 16, 256
 _MIN_LAYERS = 2
 #: Two copies of a cut and their gradients in float32 take sixteen bytes for each.
 MAX_PARAMETERS = 200_000_000
