@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX as REASONING_GYM
-from hrl.reward.scorers import math_equal, math_text, numbers, question_answering, reasoning_gym
+from hrl.reward.scorers import math_equal, math_graded, math_text, numbers, question_answering, reasoning_gym
 from hrl.reward.scorers.base import Reward, Scorer
 
 SCORERS: dict[str, Scorer] = {
@@ -26,10 +26,10 @@ SCORERS: dict[str, Scorer] = {
     "math_verify": math_equal.MATH_VERIFY,
     **dict.fromkeys(
         ("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12"),
-        math_equal.NUMINA,
+        math_graded.NUMINA,
     ),
-    "numina_olympiads": math_equal.NUMINA,
-    "hiyouga/geometry3k": math_equal.GEOMETRY,
+    "numina_olympiads": math_graded.NUMINA,
+    "hiyouga/geometry3k": math_graded.GEOMETRY,
     **dict.fromkeys(
         ("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa", "searchR1_2wikimultihopqa"),
         question_answering.EXACT_MATCH,

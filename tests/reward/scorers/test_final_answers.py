@@ -196,7 +196,10 @@ NUMINA = [
     (r"\boxed{3/4}", True),
     (r"The answer is $\frac{3}{4}$.", True),
     (r"\boxed{0.75}", True),
-    (r"\boxed{\frac{6}{8}}", False),  # a fraction is to be reduced
+    (r"\boxed{\frac{6}{8}}", True),
+    (r"\boxed{75\%}", False),
+    (r"\boxed{0.75002}", True),
+    (r"\boxed{0.76}", False),
     (r"\boxed{\frac14} \boxed{\frac34}", False),
     (r"\boxed{\frac14, \frac34}", False),
     ("we get 3/4", False),
@@ -259,3 +262,48 @@ def score_of(data_source, text, truth):
 )
 def test_only_a_final_answer_explicit_and_single_is_paid(data_source, truth, text, expected):
     assert score_of(data_source, text, truth) == pytest.approx(expected)
+
+
+EQUALITIES = [
+    # (truth, answer): MATH's form, Minerva's form, PRM800K's grading, Numina's; the first three as verl 0.9.1 has them
+    (r"\frac{1}{2}", "0.5", True, False, True, True),
+    (r"\dfrac{1}{2}", r"\frac12", True, False, True, True),
+    (r"\frac{1}{2}", "1/2", True, False, True, True),
+    ("5", "x = 5", True, True, True, True),
+    ("5", "x=5", True, True, True, True),
+    ("5", r"5 \text{ cm}^2", True, True, True, True),
+    ("90", r"90^\circ", True, True, True, True),
+    ("50", r"50\%", True, False, True, True),
+    ("50", "50%", False, False, True, True),
+    ("10", r"\$10", True, True, True, True),
+    (r"\sqrt{3}", r"\sqrt3", True, True, True, True),
+    ("(1,2)", "(1, 2)", True, True, True, True),
+    ("(1,2)", "[1,2]", False, False, False, False),
+    ("(1,2)", "(2,1)", False, False, False, False),
+    ("1,2", "2,1", False, False, False, True),
+    ("1234", "1,234", False, True, True, True),
+    ("1234", r"1{,}234", False, True, True, True),
+    ("x^2+2x+1", "(x+1)^2", False, False, True, True),
+    ("3", "3.0", False, False, True, True),
+    ("6", "2*3", False, False, False, True),
+    (r"\frac{2}{3}", r"\frac{4}{6}", False, False, False, True),
+    (r"\text{Monday}", "monday", False, False, True, True),
+    (r"7\frac{3}{4}", r"\frac{31}{4}", False, False, True, True),
+    ("12", "12 inches", False, True, True, True),
+    ("0.25", "25", False, False, False, True),
+    ("1/3", "0.3333", False, False, False, True),
+    ("1000000", "1000001", False, False, False, True),
+    ("100.02", "100", False, False, False, False),
+]
+
+
+@pytest.mark.parametrize("truth, answer, math, minerva, graded, numina", EQUALITIES)
+def test_each_rule_calls_equal_what_it_should(truth, answer, math, minerva, graded, numina):
+    box = rf"\boxed{{{answer}}}"
+    scores = [
+        score_of("lighteval/MATH", box, truth) == 1.0,
+        score_of("math_dapo", f"Answer: {answer}", truth) == 1.0,
+        score_of("hiyouga/geometry3k", box, truth) == 0.9,
+        score_of("numina_cn_k12", box, truth) == 1.0,
+    ]
+    assert scores == [math, minerva, graded, numina]
