@@ -139,3 +139,20 @@ def test_wrong_keys_and_steps_are_refused(strict):
 def test_an_unknown_policy_is_refused():
     with pytest.raises(ValueError, match="on_error is 'zero'"):
         RewardLoop(RewardSpec(), num_workers=1, timeout_s=1.0, on_error="zero")
+
+
+def test_responses_that_break_a_built_in_function_do_not_stop_a_strict_run_and_are_counted():
+    endless, right = r"\boxed{10^{10^{10}}}", r"\boxed{3}"
+    with RewardLoop(RewardSpec(data_sources=("math_verify",)), num_workers=1, timeout_s=20.0) as loop:
+        loop.begin(1, [RewardRow(index, "math_verify", "3") for index in range(3)])
+        for index, text in enumerate((endless, right, endless)):
+            loop.submit(1, index, text)
+        batch = loop.collect(1, deadline_s=30)
+        assert batch.scores == [0.0, 1.0, 0.0]
+        assert batch.metrics["reward/num_unscorable"].result() == 2
+        assert batch.metrics["reward/num_errors"].result() == 0
+        assert ["too complex" in (why or "") for why in batch.columns()["unscorable"]] == [True, False, True]
+        loop.begin(2, [RewardRow(0, "math_verify", "")])
+        loop.submit(2, 0, right)
+        with pytest.raises(RewardError, match=r"on_error=raise(?s:.*)ground truth '' of data source 'math_verify'"):
+            loop.collect(2, deadline_s=30)

@@ -231,6 +231,21 @@ EXACT_MATCH = [
     ("<answer>" * 100_000, False),
 ]
 
+SAMPLED = [  # SmolLM2-135M-Instruct on the quickstart's prompts, at temperature 1
+    ("4", "The given quantity is simply 1 + 3, so 1 + 3 is simply 4.", True),
+    ("12", "7 + 5 = 12.\nThe answer, seven plus five, is simply stated as 12.", True),
+    (
+        "16",
+        "The answer is 16.\n\nTo handle the equation, we add 8 to 8 and perform the operation. The final answer is ",
+        True,
+    ),
+    ("8", "The final number is 8. There is no single-digit answer to 4 + 4 with its own suffix", True),
+    ("11", "Adding a multiple of 4 to 7, it is simply 11. However, this doesn't directly add to", True),
+    ("12", "The answer to 7 + 5 is 12 with no repeats, but 7 + 5", True),
+    ("8", "4 + 4 = 8 in math  8 in completeness.", False),
+    ("12", "3 + 9 = 22", False),
+]
+
 TABLES = [
     ("numeric", "12", NUMERIC),
     ("openai/gsm8k", "72", GSM8K),
@@ -241,6 +256,11 @@ TABLES = [
     ("hiyouga/geometry3k", "24", GEOMETRY),
     ("searchR1_nq", {"target": ["Eiffel Tower", "La tour Eiffel"]}, EXACT_MATCH),
 ]
+
+
+@pytest.mark.parametrize("truth, text, expected", SAMPLED)
+def test_what_a_small_model_says_is_understood(truth, text, expected):
+    assert compute_score("bundled/addition", text, truth) == float(expected)
 
 
 def score_of(data_source, text, truth):
