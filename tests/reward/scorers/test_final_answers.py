@@ -242,7 +242,7 @@ SAMPLED = [  # SmolLM2-135M-Instruct on the quickstart's prompts, at temperature
     ("8", "The final number is 8. There is no single-digit answer to 4 + 4 with its own suffix", True),
     ("11", "Adding a multiple of 4 to 7, it is simply 11. However, this doesn't directly add to", True),
     ("12", "The answer to 7 + 5 is 12 with no repeats, but 7 + 5", True),
-    ("8", "4 + 4 = 8 in math  8 in completeness.", False),
+    ("8", "4 + 4 = 8 in math  8 in completeness.", True),
     ("12", "3 + 9 = 22", False),
 ]
 
