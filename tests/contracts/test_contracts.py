@@ -90,8 +90,6 @@ def test_every_call_binds_in_every_version(call: Call) -> None:
         for form, versions in forms_of(call.name).items()
         if form.startswith(("def", "class")) and (reason := refusal(call, form)) is not None
     }
-    if wrong and call.where.startswith("workers/ops/attention.py:") and call.name.endswith("varlen_attn"):
-        pytest.xfail("torch 2.11 has no enable_gqa")
     assert not wrong, f"{call.where}: {call.name}"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
-from hrl.protocol import DataProto
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
 from hrl.workers.engine.checkpoint_form import CheckpointForm
 from hrl.workers.engine.flops import ModelFlops, peak_flops
@@ -26,6 +25,9 @@ from hrl.workers.engine.optim import Optimizer, StepReport, local
 from hrl.workers.engine.packing import PackedMicroBatch, Rows, Wanted, pack
 from hrl.workers.engine.sharding import build_mesh, build_sharded
 from hrl.workers.engine.weights import ParamSpec, export_hf, iter_full_params, param_specs
+
+if TYPE_CHECKING:
+    from hrl.protocol import DataProto
 
 
 class Engine:

@@ -18,7 +18,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hrl.batching import MiniBatchPlan
-from hrl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from hrl.protocol import DataProto
 
 logger = logging.getLogger(__name__)
 

@@ -12,14 +12,16 @@ Three savings, none of which changes a number:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hrl.protocol import DataProto
 from hrl.workers.ops.layout import AttentionLayout, send
+
+if TYPE_CHECKING:
+    from hrl.protocol import DataProto
 
 #: ``next``: the state before each trained token. ``last``: the state at the last token of each row.
 Wanted = Literal["next", "last"]

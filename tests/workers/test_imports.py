@@ -1,0 +1,40 @@
+"""What a bare machine can import: the maths, the kernels, the training engine and the weight sync."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+#: On the first machine with a GPU there may be torch, transformers and nothing else.
+ABSENT = ("hydra", "omegaconf", "ray", "tensordict", "vllm")
+MODULES = (
+    "hrl.algos",
+    "hrl.batching",
+    "hrl.workers.engine.engine",
+    "hrl.workers.engine.packing",
+    "hrl.workers.memory",
+    "hrl.workers.ops.attention",
+    "hrl.workers.ops.log_prob",
+    "hrl.workers.ops.rms_norm",
+    "hrl.workers.runtime",
+    "hrl.workers.weight_sync.broadcast",
+    "hrl.workers.weight_sync.cuda_ipc",
+    "hrl.workers.weight_sync.receiver",
+)
+SCRIPT = """
+import importlib, sys
+absent, modules = (words.split(",") for words in sys.argv[1:])
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in absent:
+            raise ModuleNotFoundError(f"{name} is not installed on this machine", name=name)
+sys.meta_path.insert(0, Absent())
+for module in modules:
+    importlib.import_module(module)
+"""
+
+
+def test_they_need_none_of_the_packages_around_them() -> None:
+    command = [sys.executable, "-c", SCRIPT, ",".join(ABSENT), ",".join(MODULES)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
