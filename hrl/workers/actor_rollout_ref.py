@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from hrl.workers.rollout.host import RolloutHost
     from hrl.workers.weight_sync.base import ReceiverReport, SyncReport
     from hrl.workers.weight_sync.broadcast import WeightBroadcast
+    from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead
     from hrl.workers.weight_sync.manifest import Manifest
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class ActorRolloutRefWorker(ModelWorker):
         self._policy: Policy | None = None
         self._host: RolloutHost | None = None
         self._broadcast: WeightBroadcast | None = None
+        self._lead: Lead | None = None
+        self._fellow: FellowRank | None = None
         self._reward_sink: Any = None
         self._tokenizer_path = ""
         self._tokenizer: Any = None
@@ -165,15 +168,36 @@ class ActorRolloutRefWorker(ModelWorker):
     def _engine_devices(self) -> str | None:
         """The GPUs of the ranks that form this rank's engine, as CUDA_VISIBLE_DEVICES names them; every rank calls it.
 
+        Ranks that will send weights to a common engine find each other here.
+
         Raises:
             RolloutError: the ranks of an engine are on several nodes.
         """
         if self.device.type == "cpu":
             return None
         own = own_device(os.environ.get("CUDA_VISIBLE_DEVICES"), self.device.index)
+        size = self.config.rollout.tensor_model_parallel_size
+        first = self.rank - self.rank % size
+        together = self.role == "actor_rollout" and self.config.rollout.name == "vllm" and size > 1
+        if together and self.drives_engine:
+            from hrl.workers.weight_sync.cuda_ipc import merge_handles
+            from hrl.workers.weight_sync.engine_ranks import Lead
+
+            self._lead = Lead(range(first + 1, first + size), merge_handles)
         places: list[Any] = [None] * self.world_size
-        dist.all_gather_object(places, (socket.gethostname(), own))
-        return engine_devices(places, self.rank, self.config.rollout.tensor_model_parallel_size)
+        dist.all_gather_object(places, (socket.gethostname(), own, self._lead.address if self._lead else ""))
+        devices = engine_devices([(node, device) for node, device, _ in places], self.rank, size)
+        if together and not self.drives_engine:
+            from hrl.workers.weight_sync.engine_ranks import FellowRank, LeadTarget
+
+            sync = self.config.rollout.weight_sync
+            self._fellow = FellowRank(
+                LeadTarget(places[first][2], self.rank, first),
+                self.device,
+                bucket_bytes=sync.bucket_mb << 20,
+                timeout_s=sync.timeout_s,
+            )
+        return devices
 
     def _build_host(self, visible_devices: str | None) -> RolloutHost:
         from hrl.workers.rollout.host import RolloutHost, TokenInfo
@@ -195,12 +219,15 @@ class ActorRolloutRefWorker(ModelWorker):
             override_config=model.override_config,
             visible_devices=visible_devices,
             shares_device=self.role == "actor_rollout",
+            fellows=self._lead,
         )
 
     def close(self) -> None:
         """Ends the engine and its processes."""
         if self._broadcast is not None:
             self._broadcast.close()
+        if self._fellow is not None:
+            self._fellow.close()
         if self._host is not None:
             self._host.shutdown()
 
@@ -303,24 +330,33 @@ class ActorRolloutRefWorker(ModelWorker):
         finds that memory free again when they are through.
         """
         release_cached_memory(self.device)
-        dtype = getattr(torch, self.config.rollout.dtype)
-        weights = self.policy.iter_full_params(dtype)
-        if self._host is None:  # a tensor-parallel peer: only takes part in gathering
-            for _ in weights:
-                pass
-            release_cached_memory(self.device)
-            return {}
         try:
-            self._host.wake(("weights",))
-        except RolloutError:
-            for _ in weights:  # the other ranks are gathering already
-                pass
-            raise
-        report = self._host.push_weights(version, self.policy.param_specs(dtype), weights)
-        del weights  # the last gathered tensors
-        release_cached_memory(self.device)
+            report = self._push_weights(version)
+        finally:  # also after a failure: the others wait here
+            release_cached_memory(self.device)
+        if self._host is None or report is None:
+            return {}
         self._host.wake(("kv_cache",))
         return sync_metrics(report)
+
+    def _push_weights(self, version: int) -> SyncReport | None:
+        """This rank's part of a sync. Every rank gathers all weights, and no reference to them outlives the call."""
+        dtype = getattr(torch, self.config.rollout.dtype)
+        weights = self.policy.iter_full_params(dtype)
+        if self._host is not None:
+            try:
+                self._host.wake(("weights",))
+            except RolloutError as error:
+                self._host.refuse_weights(str(error))
+                for _ in weights:  # the other ranks are gathering already
+                    pass
+                raise
+            return self._host.push_weights(version, self.policy.param_specs(dtype), weights)
+        if self._fellow is not None:
+            return self._fellow.push_weights(version, self.policy.param_specs(dtype), weights)
+        for _ in weights:  # a rank of a tensor-parallel engine on a CPU, whose lead sends for all
+            pass
+        return None
 
     # ------------------------------------------------------------------ weights, by broadcast between pools
 

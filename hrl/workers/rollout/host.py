@@ -23,6 +23,7 @@ from hrl.workers.rollout.loop_thread import LoopThread
 from hrl.workers.rollout.vllm_engine import default_num_threads, engine_process_ids, kill_engine_processes
 from hrl.workers.weight_sync.base import ReceiverReport, SenderTransport, SyncReport, WeightSync, WeightSyncError
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender
+from hrl.workers.weight_sync.engine_ranks import Lead
 from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
 
@@ -69,6 +70,7 @@ class RolloutHost:
         visible_devices: the GPUs of a tensor-parallel engine, as CUDA_VISIBLE_DEVICES has them.
         shares_device: a trainer wants the engine's memory from time to time; without one, the engine need not be able
             to give it.
+        fellows: the other ranks of a tensor-parallel engine on GPUs, which send weights along with this process.
     """
 
     def __init__(
@@ -86,8 +88,10 @@ class RolloutHost:
         override_config: Mapping[str, Any] | None = None,
         visible_devices: str | None = None,
         shares_device: bool = True,
+        fellows: Lead | None = None,
     ) -> None:
         self.name = name
+        self._fellows = fellows
         self._config = config
         self._tokens = tokens
         self._max_response_length = max_response_length
@@ -157,6 +161,8 @@ class RolloutHost:
             sync, self._sync = self._sync, None
             if sync is not None:
                 sync.close()
+            if self._fellows is not None:
+                self._fellows.close()
 
     def _shutdown_engine(self, loop: LoopThread) -> None:
         try:
@@ -249,8 +255,15 @@ class RolloutHost:
         self._running()
         if self._sync is None:
             manifest, transport = self._transport(specs)
-            self._sync = WeightSync(manifest, transport, [self], timeout_s=self._config.weight_sync.timeout_s)
+            self._sync = WeightSync(
+                manifest, transport, [self], timeout_s=self._config.weight_sync.timeout_s, fellows=self._fellows
+            )
         return self._sync.push(version, weights)
+
+    def refuse_weights(self, reason: str) -> None:
+        """Tells the ranks that send along that this sync will not begin."""
+        if self._fellows is not None:
+            self._fellows.refuse(reason, CONTROL_TIMEOUT_S)
 
     def receive_weights(self, version: int, manifest: Manifest, handle: Mapping[str, Any]) -> list[ReceiverReport]:
         """The receiving side of a sync whose sender is elsewhere (`weight_sync.broadcast`).

@@ -10,7 +10,7 @@ import inspect
 import logging
 import multiprocessing
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
 
 if TYPE_CHECKING:
-    from vllm.config import ModelConfig
+    from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
 
@@ -35,32 +35,39 @@ _FILE_STORE = "file://"
 class VllmModelWriter:
     """Writes checkpoint-format weights into a running vLLM model by its layer-wise reload.
 
-    A plain `load_weights` fails on a running CPU engine, where the loaded weights were re-packed for the kernels and
-    the originals dropped. The layer-wise reload brings every layer back to its loadable form, collects its weights,
-    packs them again, and copies the result into the memory that the kernels already use.
+    A plain `load_weights` fails on a running engine that keeps its weights in another form than it loads them in:
+    packed on a CPU, quantised to FP8, transposed for a kernel. The layer-wise reload brings every layer back to its
+    loadable form, with the names that it then has, collects its weights, converts them again, and copies the result
+    into the memory that the kernels already use. Conversions look up vLLM's current configuration, so all of it runs
+    under that.
     """
 
-    def __init__(self, model: nn.Module, model_config: ModelConfig) -> None:
+    def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
         self._model = model
-        self._model_config = model_config
-        self._parameters: set[str] = set()
+        self._vllm_config = vllm_config
+        self._required: set[str] = set()
         self._loaded: set[str] | None = None
         self._tied: list[nn.Module] = []
         self._written: dict[str, Tensor] = {}
         self._silent = False
 
     def begin(self) -> None:
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._parameters = {name for name, _ in self._model.named_parameters()}
         self._tied = _tied_modules(self._model)
         self._loaded = set()
         _forget_expert_kernels(self._model)
-        initialize_layerwise_reload(self._model)
+        with set_current_vllm_config(self._vllm_config):
+            initialize_layerwise_reload(self._model)
+        self._required = _required_parameters(self._model, self._tied)
 
     def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        from vllm.config import set_current_vllm_config
+
         try:
-            loaded = self._model.load_weights(iter(weights))
+            with set_current_vllm_config(self._vllm_config):
+                loaded = self._model.load_weights(iter(weights))
         except (KeyError, ValueError, AttributeError, AssertionError, RuntimeError) as error:
             refused = f"the engine's model refused one of {weights[0][0]!r} to {weights[-1][0]!r}"
             raise WeightSyncError(f"{refused}: {type(error).__name__}: {error}") from error
@@ -73,24 +80,26 @@ class VllmModelWriter:
         else:
             self._loaded = None
         self._keep_unfinished_layers()
-        _finish_copies(weights)
 
     def finish(self) -> None:
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self._loaded is not None:
-            missing = [f"nothing for {name}" for name in sorted(self._parameters - self._loaded)]
+            missing = [f"nothing for {name}" for name in sorted(self._required - self._loaded)]
             missing += self._incomplete_modules()
             if missing:
-                raise WeightSyncError(f"the trainer sent {'; '.join(missing[:8])} (the engine's names)")
-        finalize_layerwise_reload(self._model, self._model_config)
-        for module in self._tied:
-            # A module that shares another one's weight (the output head of tied embeddings) got no weight of its own to
-            # load, and so kept what it had packed from the old one.
-            module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
-        self._written = {name: parameter.detach() for name, parameter in self._model.named_parameters()}
+                raise WeightSyncError(f"the trainer sent {'; '.join(missing[:8])} (the engine's names){self._hint()}")
+        with set_current_vllm_config(self._vllm_config):
+            finalize_layerwise_reload(self._model, self._vllm_config.model_config)
+            for module in self._tied:
+                # A module that shares another one's weight (the output head of tied embeddings) got no weight of its
+                # own to load, and so kept what it had packed from the old one.
+                module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
+        self._written = dict(_as_loaded(self._model))
 
     def cancel(self) -> None:
+        from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
@@ -99,10 +108,21 @@ class VllmModelWriter:
             if info.can_load():
                 info.loaded_weights.clear()
                 info.load_numel = 0
-        finalize_layerwise_reload(self._model, self._model_config)
+        with set_current_vllm_config(self._vllm_config):
+            finalize_layerwise_reload(self._model, self._vllm_config.model_config)
 
     def read_back(self, name: str) -> Tensor | None:
         return self._written.get(name)
+
+    def _hint(self) -> str:
+        """What to do about a folder whose weights are stored quantised, scales and all; a trainer has no scales."""
+        stored = getattr(self._vllm_config.model_config.hf_config, "quantization_config", None)
+        if stored is None:
+            return ""
+        return (
+            ". The model's folder holds quantised weights: take its unquantised one, and have the engine quantise what "
+            "it gets, with rollout.engine_kwargs.vllm.quantization=fp8"
+        )
 
     def _incomplete_modules(self) -> list[str]:
         """Modules that got only some of what they fuse, such as queries and values without keys."""
@@ -131,16 +151,36 @@ class VllmModelWriter:
                         call.arguments[key] = value.clone()
 
 
-def _finish_copies(weights: Sequence[tuple[str, Tensor]]) -> None:
-    """Waits until every copy out of the weights' memory is made: the sender writes there again.
+def _required_parameters(model: nn.Module, tied: Sequence[nn.Module]) -> set[str]:
+    """Names of what a model in its loadable form has to be sent.
 
-    Under tensor parallelism the weights lie on the sender's GPU: what was cloned there runs on that GPU's stream, what
-    was copied into this process's model on that of its own.
+    Not the weight that a module shares with an earlier one, and not the scales of an attention layer's cache: a
+    checkpoint may have them, and without them they are what they were.
     """
-    if torch.cuda.is_available():
-        own = torch.device("cuda", torch.cuda.current_device())
-        for device in {own} | {tensor.device for _, tensor in weights if tensor.is_cuda}:
-            torch.cuda.synchronize(device)
+    from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
+
+    return {
+        f"{path}.{name}" if path else name
+        for path, module in model.named_modules()
+        if not any(module is other for other in tied)
+        and not isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod)
+        for name, _ in module.named_parameters(recurse=False)
+    }
+
+
+def _as_loaded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters that are kept in the form in which they are loaded, so that they can be compared with what was sent.
+
+    What a quantisation made can have the name, shape and dtype of what it was made from, and other contents.
+    """
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+    for path, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if method is None or isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+            for name, parameter in module.named_parameters(recurse=False):
+                yield (f"{path}.{name}" if path else name), parameter.detach()
 
 
 class RolloutWorkerExtension:
@@ -158,7 +198,7 @@ class RolloutWorkerExtension:
             _count_ranks_without_a_compiler()
             match_trainer(self.model_runner.get_model(), self.model_runner.model_config.hf_config.model_type)  # type: ignore[attr-defined]
         self._hrl_receiver = WeightReceiver(
-            VllmModelWriter(self.model_runner.get_model(), self.model_runner.model_config),  # type: ignore[attr-defined]
+            VllmModelWriter(self.model_runner.get_model(), self.vllm_config),  # type: ignore[attr-defined]
             f"vllm worker {rank}",
             rank,
         )
@@ -183,9 +223,12 @@ class RolloutWorkerExtension:
     def hrl_weights_commit(self) -> dict[str, Any]:
         """Puts the new weights into effect. See `WeightReceiver.commit`."""
         try:
-            return self._hrl_receiver.commit()
+            report = self._hrl_receiver.commit()
         except WeightSyncError as error:
             return {"error": str(error)}
+        if torch.cuda.is_available():  # what the sync used is the cache's, which wakes next in a pool of its own
+            torch.cuda.empty_cache()
+        return report
 
     def hrl_weights_abort(self) -> dict[str, Any]:
         """Forgets a sync; says which version's weights are here, and whether wholly."""

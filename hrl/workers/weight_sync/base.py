@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Bucket, Manifest, seal
+from hrl.workers.weight_sync.manifest import Bucket, Manifest, TensorSpec, seal
 
 __all__ = ["Deadline", "ReceiverReport", "SenderTransport", "SyncReport", "SyncTarget", "WeightSync", "WeightSyncError"]
 
@@ -78,7 +78,7 @@ class Deadline:
         """
         left = self._end - time.monotonic()
         if left <= 0:
-            raise self._passed(doing)
+            raise self.passed(doing)
         return left
 
     def wait(self, future: Future[Any], doing: str) -> Any:
@@ -86,9 +86,10 @@ class Deadline:
         try:
             return future.result(timeout=self.remaining_s(doing))
         except FutureTimeoutError:
-            raise self._passed(doing) from None
+            raise self.passed(doing) from None
 
-    def _passed(self, doing: str) -> WeightSyncError:
+    def passed(self, doing: str) -> WeightSyncError:
+        """The error for what was not done by then."""
         return WeightSyncError(f"{self.what} took longer than {self.seconds:g} s (weight_sync.timeout_s), at: {doing}")
 
 
@@ -102,7 +103,7 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def handle(self) -> dict[str, Any]:
-        """How a receiver attaches: integers, strings and bytes only."""
+        """How a receiver attaches to the sync that begins: integers and strings, in lists and dictionaries."""
 
     @abstractmethod
     def buffer(self, index: int) -> Tensor:
@@ -117,6 +118,9 @@ class SenderTransport(ABC):
 
     def abort(self) -> None:
         """Frees receivers that wait for a bucket which will not come."""
+
+    def release(self) -> None:
+        """Gives back the memory that only a sync needs; called when one has ended, well or not."""
 
     @abstractmethod
     def close(self) -> None:
@@ -139,8 +143,34 @@ class SyncTarget(Protocol):
         """Forgets the sync: serves the old version, or nothing until the next good sync."""
 
 
+class FellowSenders(Protocol):
+    """Other processes that send the same weights to the same receivers, each from memory of its own.
+
+    The sync here tells the receivers, so it waits for the others' buckets and passes on what the receivers answer.
+    """
+
+    def begin(self, manifest: Manifest, handle: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
+        """One handle of all senders, made of this one's and the others'.
+
+        Raises:
+            WeightSyncError: another one is gone, failed, came too late or sends other weights; names it.
+        """
+
+    def wait_published(self, index: int, deadline: Deadline) -> None:
+        """Returns when every other one has written bucket `index`; raises as `begin`."""
+
+    def tell_loaded(self, index: int) -> None:
+        """Bucket `index` was loaded: its buffer is free. Harmless when repeated."""
+
+    def tell_committed(self) -> None:
+        """The receivers serve the new version."""
+
+    def tell_aborted(self, reason: str) -> None:
+        """The sync has failed. Reaches all that still live, and raises nothing."""
+
+
 class WeightSync:
-    """Sends the trainer's weights, again and again, over the same buffers.
+    """Sends the trainer's weights, again and again, over the same transport.
 
     Args:
         manifest: what every sync sends.
@@ -148,15 +178,23 @@ class WeightSync:
         targets: receivers to be told about each bucket. Empty for a broadcast, whose receivers run the receiving side
             of the protocol by themselves.
         timeout_s: a sync that takes longer is aborted.
+        fellows: processes that send along with this one.
     """
 
     def __init__(
-        self, manifest: Manifest, transport: SenderTransport, targets: Sequence[SyncTarget] = (), *, timeout_s: float
+        self,
+        manifest: Manifest,
+        transport: SenderTransport,
+        targets: Sequence[SyncTarget] = (),
+        *,
+        timeout_s: float,
+        fellows: FellowSenders | None = None,
     ) -> None:
         self.manifest = manifest
         self._transport = transport
         self._targets = tuple(targets)
         self._timeout_s = timeout_s
+        self._fellows = fellows
 
     def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """One sync.
@@ -182,6 +220,8 @@ class WeightSync:
                 for _ in source:
                     pass
             raise
+        finally:
+            self._transport.release()
         return SyncReport(
             version, len(self.manifest.tensors), self.manifest.nbytes, time.monotonic() - started, tuple(reports)
         )
@@ -191,22 +231,25 @@ class WeightSync:
         self._transport.close()
 
     def _send(self, version: int, source: Iterator[tuple[str, Tensor]], deadline: Deadline) -> list[ReceiverReport]:
-        handle = self._transport.handle()
+        handle, fellows = self._transport.handle(), self._fellows
+        if fellows is not None:
+            handle = fellows.begin(self.manifest, handle, deadline)
         for begun in [target.weights_begin(self.manifest, handle, version) for target in self._targets]:
             deadline.wait(begun, "begin")
         loads: list[list[Future[None]]] = []
+        filler = Filler(source)
         for index, bucket in enumerate(self.manifest.buckets):
             if index >= self._transport.depth:
                 self._wait_loaded(loads, index - self._transport.depth, deadline)
             data = self._transport.buffer(index)
-            fill(data, bucket, source)
+            filler.fill(data, bucket)
             seal(data, bucket, index, version)
             deadline.remaining_s(f"bucket {index} of {len(self.manifest.buckets)}")
             self._transport.publish(index)
+            if fellows is not None:
+                fellows.wait_published(index, deadline)
             loads.append([target.weights_load(index) for target in self._targets])
-        surplus = next(source, None)
-        if surplus is not None:
-            raise WeightSyncError(f"the trainer sent {surplus[0]!r}, which is not in the manifest")
+        filler.finish()
         for index in range(len(loads)):
             self._wait_loaded(loads, index, deadline)
         self._transport.flush()
@@ -214,11 +257,15 @@ class WeightSync:
         reports = [report for commit in commits for report in deadline.wait(commit, "commit")]
         for report in reports:
             self._check(report, version)
+        if fellows is not None:
+            fellows.tell_committed()
         return reports
 
     def _wait_loaded(self, loads: list[list[Future[None]]], index: int, deadline: Deadline) -> None:
         for load in loads[index]:
             deadline.wait(load, f"loading bucket {index} of {len(self.manifest.buckets)}")
+        if self._fellows is not None:
+            self._fellows.tell_loaded(index)
 
     def _check(self, report: ReceiverReport, version: int) -> None:
         want = (version, len(self.manifest.tensors), self.manifest.nbytes)
@@ -230,6 +277,8 @@ class WeightSync:
 
     def _abort(self, reason: str) -> None:
         self._transport.abort()
+        if self._fellows is not None:
+            self._fellows.tell_aborted(reason)
         for future in [target.weights_abort(reason) for target in self._targets]:
             try:
                 future.result(timeout=ABORT_TIMEOUT_S)
@@ -238,14 +287,49 @@ class WeightSync:
                 logger.warning("weight sync: a receiver did not answer the abort: %s: %s", type(error).__name__, error)
 
 
-def fill(data: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> None:
-    """Copies the bucket's tensors from `source` to their places in `data`, cast to their wire dtype.
+class Filler:
+    """Writes the trainer's tensors, as they come, into bucket after bucket.
 
-    Raises:
-        WeightSyncError: `source` ends early, or its next tensor is another one.
+    Args:
+        source: (name, full tensor) in the manifest's order.
     """
-    for spec in bucket.tensors:
-        item = next(source, None)
+
+    def __init__(self, source: Iterator[tuple[str, Tensor]]) -> None:
+        self._source = source
+        self._cut: Tensor | None = None
+
+    def fill(self, data: Tensor, bucket: Bucket) -> None:
+        """Copies the bucket's tensors to their places in `data` ``(bucket.nbytes,) uint8``, cast to their wire dtype.
+
+        A tensor that is cut is held until its last piece was written.
+
+        Raises:
+            WeightSyncError: the tensors end early, or the next one is another one.
+        """
+        for piece in bucket.pieces:
+            if piece.is_whole:
+                piece.view(data).copy_(self._next(piece.tensor))
+                continue
+            if piece.start == 0:
+                self._cut = self._next(piece.tensor).reshape(-1)
+            if self._cut is None:
+                raise WeightSyncError(f"a middle piece of {piece.name!r} came first")
+            piece.view(data).copy_(self._cut[piece.elements])
+            if piece.is_last:
+                self._cut = None
+
+    def finish(self) -> None:
+        """Checks that nothing is left.
+
+        Raises:
+            WeightSyncError: there is a further tensor.
+        """
+        surplus = next(self._source, None)
+        if surplus is not None:
+            raise WeightSyncError(f"the trainer sent {surplus[0]!r}, which is not in the manifest")
+
+    def _next(self, spec: TensorSpec) -> Tensor:
+        item = next(self._source, None)
         if item is None:
             raise WeightSyncError(f"the trainer's weights end before {spec.name!r}")
         name, tensor = item
@@ -253,4 +337,4 @@ def fill(data: Tensor, bucket: Bucket, source: Iterator[tuple[str, Tensor]]) -> 
             raise WeightSyncError(f"the trainer sent {name!r} where {spec.name!r} was expected")
         if tuple(tensor.shape) != spec.shape:
             raise WeightSyncError(f"{name!r} has shape {tuple(tensor.shape)}, the manifest says {spec.shape}")
-        spec.view(data).copy_(tensor)
+        return tensor

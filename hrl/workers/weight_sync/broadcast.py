@@ -2,6 +2,10 @@
 
 The process group is built on a TCP store of its own and never becomes torch's default group, so it cannot clash with
 the trainer's world or with an engine's tensor-parallel one. Rank 0 is the sender; ``gloo`` on CPU, ``nccl`` on GPUs.
+
+All waiting happens here, under the deadline of the sync, so that whoever is missing is named. The store is where all
+meet before the group forms: NCCL would wait for a missing one without end. The group's own timeout is longer than any
+deadline: when it passes, NCCL's watchdog takes the whole process down.
 """
 
 from __future__ import annotations
@@ -18,13 +22,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hrl.workers.store import address_towards, connect_store, serve_store
-from hrl.workers.weight_sync.base import SenderTransport, SyncReport, WeightSync
+from hrl.workers.weight_sync.base import Deadline, SenderTransport, SyncReport, WeightSync
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 
 KIND = "broadcast"
 _DEPTH = 2
 _PREFIX = "hrl_weights"
+_COMPLETE = "complete"
+
+
+def group_timeout_s(backend: str, timeout_s: float) -> float:
+    """The group's own timeout, which no sync reaches: an error under the sync's deadline comes first, and says more.
+
+    Gloo's also bounds how long the group takes to form, once all have come.
+    """
+    return 2 * timeout_s + 60.0 if backend == "nccl" else timeout_s + 5.0
 
 
 class WeightBroadcast:
@@ -97,8 +110,8 @@ class BroadcastSender(SenderTransport):
         self._store = serve_store(address, 0, timeout_s)
         self._group: dist.ProcessGroup | None = None
         self._closed = False
-        size = manifest.largest_bucket_bytes
-        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(_DEPTH)]
+        self._device = device
+        self._buffers: list[Tensor] = []
         self._works: deque[dist.Work] = deque()
 
     def handle(self, first_rank: int = 1) -> dict[str, Any]:
@@ -118,11 +131,16 @@ class BroadcastSender(SenderTransport):
         if self._closed:
             raise WeightSyncError("the weight broadcast was aborted or closed; open a new one")
         if self._group is None:
-            device, world_size = self._buffers[0].device, self._num_receivers + 1
-            self._group = _join(self._store, self._backend, 0, world_size, self._timeout_s, self._address, device)
+            store = dist.PrefixStore(_PREFIX, self._store)
+            world_size = self._num_receivers + 1
+            _await_receivers(store, world_size, self._timeout_s)
+            self._group = _join(store, self._backend, 0, world_size, self._timeout_s, self._address, self._device)
 
     def buffer(self, index: int) -> Tensor:
         self.connect()
+        if not self._buffers:
+            size = self._manifest.largest_bucket_bytes
+            self._buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(_DEPTH)]
         while len(self._works) >= _DEPTH:
             self._finish(self._works.popleft())
         return self._buffers[index % _DEPTH][: self._manifest.buckets[index].nbytes]
@@ -142,6 +160,10 @@ class BroadcastSender(SenderTransport):
         group, self._group = self._group, None
         if group is not None:
             group.abort()
+
+    def release(self) -> None:
+        if self._device.type == "cuda":  # host memory stays: to touch its pages again would cost more than the copy
+            self._buffers = []
 
     def close(self) -> None:
         self.abort()
@@ -163,40 +185,94 @@ class BroadcastReader:
         self._timeout_s = float(handle["timeout_s"])
         self.staged = handle["backend"] == "gloo"
         device = torch.device("cpu") if self.staged else torch.device("cuda", torch.cuda.current_device())
-        self._starts, total = manifest.offsets()
+        self._starts, self._nbytes = manifest.offsets()
         if not self.staged:
-            self._starts, total = (0,) * len(manifest.buckets), manifest.largest_bucket_bytes
-        self._data = torch.zeros(total, dtype=torch.uint8, device=device)
-        rank = handle["first_rank"] + rank_in_engine
-        self._who = f"receiver {rank} of {handle['world_size'] - 1}"
-        store = connect_store(handle["address"], handle["port"], self._timeout_s)
-        self._group = _join(
-            store, handle["backend"], rank, handle["world_size"], self._timeout_s, handle["address"], device
-        )
+            self._starts, self._nbytes = (0,) * len(manifest.buckets), manifest.largest_bucket_bytes
+        self._device = device
+        self._data: Tensor | None = None
+        rank, world_size = handle["first_rank"] + rank_in_engine, handle["world_size"]
+        self._who = f"receiver {rank} of {world_size - 1}"
+        self._sender = f"the trainer at {handle['address']}"
+        self._deadline = Deadline(self._timeout_s, "")
+        store = _reach(handle, rank, self._timeout_s)
+        _await_the_others(store, rank, world_size, self._timeout_s)
+        self._group = _join(store, handle["backend"], rank, world_size, self._timeout_s, handle["address"], device)
 
     def bucket(self, index: int) -> Tensor:
         """Takes part in the broadcast of bucket `index`."""
+        if index == 0:
+            self._deadline = Deadline(self._timeout_s, f"weight broadcast at {self._who}")
+        if self._data is None:
+            self._data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
         start = self._starts[index]
         data = self._data[start : start + self._manifest.buckets[index].nbytes]
-        _wait(_broadcast(self._group, data), self._timeout_s, self._who)
+        awaited = f"bucket {index} from {self._sender}"
+        try:
+            _wait(_broadcast(self._group, data), self._deadline.remaining_s(awaited), f"{self._who}, at {awaited}")
+        except WeightSyncError:
+            self._group.abort()  # a kernel that waits for the sender would never end
+            raise
         return data
+
+    def release(self) -> None:
+        """Frees the buffer of a GPU; host memory stays, as the sender's does."""
+        if self._device.type == "cuda":
+            self._data = None
+
+
+def _await_receivers(store: dist.Store, world_size: int, timeout_s: float) -> None:
+    """Returns when every receiver has come to the store, and lets them go on."""
+    keys = [_arrival(rank) for rank in range(1, world_size)]
+    try:
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = [str(rank) for rank, key in enumerate(keys, 1) if not store.check([key])]
+        raise WeightSyncError(
+            f"rank 0 of {world_size} could not join the weight broadcast within {timeout_s:g} s: receiver "
+            f"{', '.join(missing)} of {world_size - 1} did not come"
+        ) from error
+    store.set(_COMPLETE, "")
+
+
+def _await_the_others(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
+    store.set(_arrival(rank), "")
+    try:
+        store.wait([_COMPLETE], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: the sender has "
+            f"gone, or waits for another of the {world_size - 1} receivers: {error}"
+        ) from error
+
+
+def _arrival(rank: int) -> str:
+    return f"receiver_{rank}"
+
+
+def _reach(handle: Mapping[str, Any], rank: int, timeout_s: float) -> dist.Store:
+    address, port = handle["address"], handle["port"]
+    try:
+        return dist.PrefixStore(_PREFIX, connect_store(address, port, timeout_s))
+    except RuntimeError as error:
+        raise WeightSyncError(
+            f"receiver {rank} could not reach the trainer's store at {address}:{port} within {timeout_s:g} s: {error}"
+        ) from error
 
 
 def _join(
     store: dist.Store, backend: str, rank: int, world_size: int, timeout_s: float, address: str, device: torch.device
 ) -> dist.ProcessGroup:
-    timeout = timedelta(seconds=timeout_s)
-    prefixed = dist.PrefixStore(_PREFIX, store)
+    timeout = timedelta(seconds=group_timeout_s(backend, timeout_s))
     try:
         if backend == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             torch.cuda.set_device(device)
-            return dist.ProcessGroupNCCL(prefixed, rank, world_size, options)
+            return dist.ProcessGroupNCCL(store, rank, world_size, options)
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = timeout
         gloo._devices = [_gloo_device(address)]
-        return dist.ProcessGroupGloo(prefixed, rank, world_size, gloo)
+        return dist.ProcessGroupGloo(store, rank, world_size, gloo)
     except RuntimeError as error:
         raise WeightSyncError(
             f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: {error}"

@@ -1,13 +1,18 @@
-"""Weights to a process on the same GPU: two persistent buffers, shared by CUDA IPC handles.
+"""Weights to processes on the same GPUs: two buffers of one bucket on each, shared by CUDA IPC handles.
 
-A handle is the 64 bytes that the driver gives for the buffer's allocation, plus integers; it is never a pickle. The
-buffers stay allocated from sync to sync, so a receiver opens them once.
+Every rank of a tensor-parallel engine sends from a buffer on its own GPU, and every process of the engine reads the one
+on its own: a handle opened on another GPU would be read through it. GPUs are told apart by their UUID, since each
+process may see other ones, in another order.
+
+A handle is the 64 bytes that the driver gives for a buffer's allocation, plus integers; it is never a pickle. Buffers
+are made when a sync begins and freed when it ends, on both sides: between syncs the memory is the optimizer's and the
+engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +36,65 @@ _FIELDS = (
 )
 
 
+class Devices(Protocol):
+    """What the transport asks of the GPUs that this process sees."""
+
+    def current(self) -> torch.device:
+        """The device of this process."""
+
+    def uuid(self, device: torch.device) -> str:
+        """Which GPU it is, the same in every process."""
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        """Bytes ``(nbytes,) uint8`` that can be shared."""
+
+    def share(self, buffer: Tensor) -> dict[str, Any]:
+        """The buffer's handle: integers and strings."""
+
+    def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
+        """The buffer of another process on the same GPU, ``(nbytes,) uint8``."""
+
+    def synchronize(self, device: torch.device) -> None:
+        """Waits for what was queued on the device: another process does not see this one's streams."""
+
+    def collect(self) -> None:
+        """Frees what was shared and is no longer open anywhere."""
+
+
+class CudaDevices:
+    """The real ones."""
+
+    def current(self) -> torch.device:
+        return torch.device("cuda", torch.cuda.current_device())
+
+    def uuid(self, device: torch.device) -> str:
+        return str(torch.cuda.get_device_properties(device).uuid)
+
+    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    def share(self, buffer: Tensor) -> dict[str, Any]:
+        fields = dict(zip(_FIELDS, buffer.untyped_storage()._share_cuda_(), strict=True))
+        return {name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()}
+
+    def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
+        fields = [bytes.fromhex(value) if isinstance(value := handle[name], str) else value for name in _FIELDS]
+        fields[0] = device.index  # the sender's number for it
+        storage = torch.UntypedStorage._new_shared_cuda(*fields)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+    def synchronize(self, device: torch.device) -> None:
+        torch.cuda.current_stream(device).synchronize()
+
+    def collect(self) -> None:
+        # torch counts the receivers of a shared buffer in a file of its own in /dev/shm. This has torch remove the file
+        # if they are gone. To unlink it here would be wrong: torch aborts the process when it finds its file missing.
+        torch.cuda.ipc_collect()
+
+
+DEVICES: Devices = CudaDevices()
+
+
 class CudaIpcSender(SenderTransport):
     """Double buffers on the trainer's GPU: bucket i + 1 is gathered into one, bucket i loaded from the other."""
 
@@ -39,60 +103,64 @@ class CudaIpcSender(SenderTransport):
     def __init__(self, manifest: Manifest, device: torch.device) -> None:
         self._manifest = manifest
         self._device = device
-        size = manifest.largest_bucket_bytes
-        self._buffers = [torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(_DEPTH)]
-        shared = [buffer.untyped_storage()._share_cuda_() for buffer in self._buffers]
-        self._handle: dict[str, Any] = {
-            "kind": KIND,
-            "gpu_uuid": str(torch.cuda.get_device_properties(device).uuid),
-            "buffers": [dict(zip(_FIELDS, fields, strict=True)) for fields in shared],
-        }
+        self._buffers: list[Tensor] = []
+        self._exports = 0
 
     def handle(self) -> dict[str, Any]:
-        return self._handle
+        self.release()
+        size = self._manifest.largest_bucket_bytes
+        self._buffers = [DEVICES.allocate(size, self._device) for _ in range(_DEPTH)]
+        self._exports += 1
+        own = {"gpu_uuid": DEVICES.uuid(self._device), "buffers": [DEVICES.share(buffer) for buffer in self._buffers]}
+        # The driver may give new buffers the old ones' handle: the number tells a receiver to open them again.
+        return {"kind": KIND, "export": self._exports, "senders": [own]}
 
     def buffer(self, index: int) -> Tensor:
         if not self._buffers:
-            raise WeightSyncError("the shared GPU buffers of the weight sync are closed")
+            raise WeightSyncError("the shared GPU buffers of the weight sync are not there: no sync is under way")
         return self._buffers[index % _DEPTH][: self._manifest.buckets[index].nbytes]
 
     def publish(self, index: int) -> None:
-        """Waits for the copies: another process does not see this one's streams."""
-        torch.cuda.current_stream(self._device).synchronize()
+        DEVICES.synchronize(self._device)
+
+    def release(self) -> None:
+        if self._buffers:
+            self._buffers = []
+            DEVICES.collect()
 
     def close(self) -> None:
-        self._buffers = []
-        # torch counts the receivers of a shared buffer in a file of its own in /dev/shm. This has torch remove the file
-        # if they are gone. To unlink it here would be wrong: torch aborts the process when it finds its file missing.
-        torch.cuda.ipc_collect()
+        self.release()
 
 
 class CudaIpcReader:
-    """The receiver's view of the sender's buffers."""
+    """The receiver's view of the buffers on its own GPU."""
 
     staged = False
 
     def __init__(self, manifest: Manifest, handle: Mapping[str, Any]) -> None:
         self._manifest = manifest
-        device = _device_of(handle["gpu_uuid"])
-        self._buffers = []
-        for buffer in handle["buffers"]:
-            fields = [buffer[name] for name in _FIELDS]
-            fields[0] = device.index
-            storage = torch.UntypedStorage._new_shared_cuda(*fields)
-            self._buffers.append(torch.empty(0, dtype=torch.uint8, device=device).set_(storage))
+        device = DEVICES.current()
+        own = DEVICES.uuid(device)
+        sender = next((sender for sender in handle["senders"] if sender["gpu_uuid"] == own), None)
+        if sender is None:
+            there = ", ".join(sender["gpu_uuid"] for sender in handle["senders"])
+            raise WeightSyncError(
+                f"no trainer rank of this engine is on its GPU {own} ({device}): they are on {there}. Weights by CUDA "
+                "IPC need trainer and engine on the same GPUs; use separate pools, whose weights are broadcast"
+            )
+        self._buffers = [DEVICES.open(buffer, device) for buffer in sender["buffers"]]
 
     def bucket(self, index: int) -> Tensor:
         """Bytes of a published bucket."""
         return self._buffers[index % _DEPTH][: self._manifest.buckets[index].nbytes]
 
+    def release(self) -> None:
+        """Closes the sender's buffers, which cannot be freed before."""
+        if self._buffers:
+            self._buffers = []
+            DEVICES.collect()
 
-def _device_of(uuid: str) -> torch.device:
-    """This process's number for the sender's GPU: each process may see other devices, in another order."""
-    for index in range(torch.cuda.device_count()):
-        if str(torch.cuda.get_device_properties(index).uuid) == uuid:
-            return torch.device("cuda", index)
-    raise WeightSyncError(
-        f"the trainer's GPU {uuid} is not visible to this engine process; weights by CUDA IPC need trainer and engine "
-        "on the same GPU: use the broadcast of separate pools, or make the device visible"
-    )
+
+def merge_handles(handles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One handle of several senders, the first of which talks to the receivers."""
+    return {**handles[0], "senders": [sender for handle in handles for sender in handle["senders"]]}

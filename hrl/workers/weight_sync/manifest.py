@@ -2,7 +2,10 @@
 
 A bucket is one flat run of bytes::
 
-    | tensor 0 | pad | tensor 1 | pad | ... | seal: magic, version, bucket, checksum 0, checksum 1, ... |
+    | piece 0 | pad | piece 1 | pad | ... | seal: magic, version, bucket, checksum 0, checksum 1, ... |
+
+A piece is a whole tensor, unless the tensor is larger than a bucket: then it is cut into pieces that fill buckets of
+their own, so that no buffer is larger than a bucket, however large the embedding. ``Assembler`` joins them again.
 
 The seal travels with the data, so a receiver can tell on its own, whatever the transport, that the bucket is the right
 one, of the right version, and that each tensor arrived as it was written.
@@ -13,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -38,47 +41,93 @@ _ROW_FACTOR = 0x42B2AE3D27D4EB4F
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor and its place in its bucket.
+    """One tensor.
 
     Attributes:
         name: as transformers (and so the checkpoint) calls it.
         dtype: name of the torch dtype on the wire, e.g. ``"bfloat16"``.
         shape: of the full tensor.
-        offset: first byte in the bucket.
-        nbytes: without padding.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype that `dtype` names."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the full tensor."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Consecutive bytes of a tensor, mostly all of them, and their place in a bucket.
+
+    Attributes:
+        tensor: that they are of.
+        start: first byte in the tensor; a multiple of ``ALIGNMENT_BYTES``, so that no element is cut.
+        offset: first byte in the bucket.
+        nbytes: without padding.
+    """
+
+    tensor: TensorSpec
+    start: int
     offset: int
     nbytes: int
 
+    @property
+    def name(self) -> str:
+        """Name of the tensor."""
+        return self.tensor.name
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this is all of the tensor."""
+        return self.nbytes == self.tensor.nbytes
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the tensor ends here."""
+        return self.start + self.nbytes == self.tensor.nbytes
+
+    @property
+    def elements(self) -> slice:
+        """Where the piece lies in the flattened tensor."""
+        size = self.tensor.torch_dtype.itemsize
+        return slice(self.start // size, (self.start + self.nbytes) // size)
+
     def view(self, bucket: Tensor) -> Tensor:
-        """The tensor as a view of the bucket's bytes ``(nbytes,) uint8``."""
-        return bucket[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype)).view(self.shape)
+        """A view of the bucket's bytes ``(nbytes,) uint8``: the tensor, or ``(elements,)`` of it."""
+        flat = bucket[self.offset : self.offset + self.nbytes].view(self.tensor.torch_dtype)
+        return flat.view(self.tensor.shape) if self.is_whole else flat
 
     def words(self, bucket: Tensor) -> Tensor:
-        """The tensor's bytes, padding included, as int64 words."""
+        """The piece's bytes, padding included, as int64 words."""
         return bucket[self.offset : self.offset + _round_up(self.nbytes, _WORD_BYTES)].view(torch.int64)
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """Tensors that travel together.
+    """What travels together.
 
     Attributes:
-        tensors: in the order of writing.
+        pieces: in the order of writing.
         payload_bytes: bytes before the seal.
     """
 
-    tensors: tuple[TensorSpec, ...]
+    pieces: tuple[Piece, ...]
     payload_bytes: int
 
     @property
     def nbytes(self) -> int:
         """Payload and seal."""
-        return self.payload_bytes + _WORD_BYTES * (_SEAL_WORDS + len(self.tensors))
+        return self.payload_bytes + _WORD_BYTES * (_SEAL_WORDS + len(self.pieces))
 
 
 @dataclass(frozen=True)
@@ -93,34 +142,43 @@ class Manifest:
 
         Args:
             specs: (name, dtype, shape) of every tensor, in the order in which the trainer will yield them.
-            bucket_bytes: size at which a bucket is closed. A tensor above it gets a bucket of its own.
+            bucket_bytes: the most that a bucket holds, and at least ``ALIGNMENT_BYTES``. A larger tensor is cut.
 
         Raises:
             WeightSyncError: a name stands twice, or there is no tensor.
         """
+        limit = max(bucket_bytes - bucket_bytes % ALIGNMENT_BYTES, ALIGNMENT_BYTES)
         buckets: list[Bucket] = []
-        tensors: list[TensorSpec] = []
+        pieces: list[Piece] = []
         seen: set[str] = set()
         end = 0
         for name, dtype, shape in specs:
             if name in seen:
                 raise WeightSyncError(f"tensor {name!r} stands twice in the list of weights")
             seen.add(name)
-            nbytes = math.prod(shape) * dtype.itemsize
-            if tensors and end + nbytes > bucket_bytes:
-                buckets.append(Bucket(tuple(tensors), end))
-                tensors, end = [], 0
-            tensors.append(TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape), end, nbytes))
-            end = _round_up(end + nbytes, ALIGNMENT_BYTES)
-        if not tensors:
+            tensor = TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape))
+            # A tensor without elements is one empty piece.
+            for start in range(0, max(tensor.nbytes, 1), limit):
+                nbytes = min(tensor.nbytes - start, limit)
+                if pieces and (end + nbytes > limit or (tensor.nbytes > limit and start == 0)):
+                    buckets.append(Bucket(tuple(pieces), end))
+                    pieces, end = [], 0
+                pieces.append(Piece(tensor, start, end, nbytes))
+                end = _round_up(end + nbytes, ALIGNMENT_BYTES)
+        if not pieces:
             raise WeightSyncError("the list of weights is empty")
-        buckets.append(Bucket(tuple(tensors), end))
+        buckets.append(Bucket(tuple(pieces), end))
         return cls(tuple(buckets))
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """All pieces in order."""
+        return tuple(piece for bucket in self.buckets for piece in bucket.pieces)
 
     @property
     def tensors(self) -> tuple[TensorSpec, ...]:
         """All tensors in order."""
-        return tuple(spec for bucket in self.buckets for spec in bucket.tensors)
+        return tuple(piece.tensor for piece in self.pieces if piece.start == 0)
 
     @property
     def nbytes(self) -> int:
@@ -154,10 +212,7 @@ class Manifest:
         """Turns ``to_plain`` back, also after JSON or msgpack made lists of its tuples."""
         return cls(
             tuple(
-                Bucket(
-                    tuple(TensorSpec(**{**spec, "shape": tuple(spec["shape"])}) for spec in bucket["tensors"]),
-                    bucket["payload_bytes"],
-                )
+                Bucket(tuple(map(_piece_from_plain, bucket["pieces"])), bucket["payload_bytes"])
                 for bucket in plain["buckets"]
             )
         )
@@ -175,6 +230,16 @@ class Manifest:
         return sorted(found)
 
 
+def _piece_from_plain(plain: Mapping[str, Any]) -> Piece:
+    tensor = plain["tensor"]
+    return Piece(
+        TensorSpec(tensor["name"], tensor["dtype"], tuple(tensor["shape"])),
+        plain["start"],
+        plain["offset"],
+        plain["nbytes"],
+    )
+
+
 def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
     """Writes checksums, bucket number and version behind the payload.
 
@@ -184,17 +249,17 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
         index: its number in the manifest.
         version: policy version of the weights.
     """
-    for spec in bucket.tensors:  # what another bucket left there is no part of the tensor, and so of its checksum
-        data[spec.offset + spec.nbytes : spec.offset + _round_up(spec.nbytes, _WORD_BYTES)] = 0
-    checksums = torch.stack([checksum(spec.words(data)) for spec in bucket.tensors])
+    for piece in bucket.pieces:  # what another bucket left there is no part of the tensor, and so of its checksum
+        data[piece.offset + piece.nbytes : piece.offset + _round_up(piece.nbytes, _WORD_BYTES)] = 0
+    checksums = torch.stack([checksum(piece.words(data)) for piece in bucket.pieces])
     head = torch.tensor([_SEAL_MAGIC, version, index], dtype=torch.int64)
     words = _seal_words(data, bucket)
     words[:_SEAL_WORDS].copy_(head)
     words[_SEAL_WORDS:].copy_(checksums)
 
 
-def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[tuple[str, Tensor]]:
-    """The (name, tensor) pairs of a bucket, as views of `data`, after its seal was checked.
+def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[tuple[Piece, Tensor]]:
+    """The pieces of a bucket with their views of `data` (``Piece.view``), after its seal was checked.
 
     Raises:
         WeightSyncError: not this bucket, not this version, or bytes that changed on the way; names the tensors.
@@ -206,18 +271,41 @@ def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[
         raise WeightSyncError(
             f"expected bucket {index} of version {version}, found bucket {words[2]} of version {words[1]}"
         )
-    found = torch.stack([checksum(spec.words(data)) for spec in bucket.tensors]).tolist()
+    found = torch.stack([checksum(piece.words(data)) for piece in bucket.pieces]).tolist()
     broken = [
-        spec.name for spec, want, got in zip(bucket.tensors, words[_SEAL_WORDS:], found, strict=True) if want != got
+        piece.name for piece, want, got in zip(bucket.pieces, words[_SEAL_WORDS:], found, strict=True) if want != got
     ]
     if broken:
         names = ", ".join(map(repr, broken))
         raise WeightSyncError(f"checksum of {names} differs from the sender's: corrupted on the way")
-    return [(spec.name, spec.view(data)) for spec in bucket.tensors]
+    return [(piece, piece.view(data)) for piece in bucket.pieces]
+
+
+class Assembler:
+    """Joins the tensors that came in pieces, where the pieces are.
+
+    It holds one tensor at a time: the pieces of a tensor follow each other, and a cut tensor begins a bucket.
+    """
+
+    def __init__(self) -> None:
+        self._unfinished: Tensor | None = None
+
+    def join(self, pieces: Iterable[tuple[Piece, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yields (name, tensor) of every tensor that ends in these pieces of a bucket; whole ones are passed on."""
+        for piece, view in pieces:
+            if piece.is_whole:
+                yield piece.name, view
+                continue
+            if self._unfinished is None:
+                self._unfinished = torch.empty(piece.tensor.shape, dtype=view.dtype, device=view.device)
+            self._unfinished.view(-1)[piece.elements].copy_(view)
+            if piece.is_last:
+                finished, self._unfinished = self._unfinished, None
+                yield piece.name, finished
 
 
 def sealed_checksums(data: Tensor, bucket: Bucket) -> list[int]:
-    """The checksum that the sender gave each of the bucket's tensors, comparable to ``tensor_checksum``."""
+    """The checksum that the sender gave each of the bucket's pieces, comparable to ``tensor_checksum``."""
     checksums: list[int] = _seal_words(data, bucket)[_SEAL_WORDS:].tolist()
     return checksums
 

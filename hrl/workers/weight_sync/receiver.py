@@ -14,7 +14,14 @@ from torch import Tensor
 from hrl.workers.weight_sync import broadcast, cuda_ipc, shared_memory
 from hrl.workers.weight_sync.base import ReceiverReport
 from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest, open_sealed, sealed_checksums, tensor_checksum
+from hrl.workers.weight_sync.manifest import (
+    Assembler,
+    Manifest,
+    Piece,
+    open_sealed,
+    sealed_checksums,
+    tensor_checksum,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +62,9 @@ class BucketReader(Protocol):
     def bucket(self, index: int) -> Tensor:
         """Bytes of a published bucket, ``(bucket.nbytes,) uint8``."""
 
+    def release(self) -> None:
+        """Gives back the memory that only a sync needs; called when one has ended, well or not."""
+
 
 class WeightReceiver:
     """Receives syncs into one model.
@@ -79,7 +89,8 @@ class WeightReceiver:
         self._manifest: Manifest | None = None
         self._version = 0
         self.served_version = 0
-        self._pending: list[tuple[str, Tensor]] = []
+        self._pending: list[list[tuple[Piece, Tensor]]] = []
+        self._assembler = Assembler()
         self._loaded: list[int] = []
         self._checksums: list[int] = []
         self._said_nothing_reads_back = False
@@ -102,6 +113,7 @@ class WeightReceiver:
         self._attach(manifest, handle)
         self._manifest, self._version = manifest, version
         self._pending, self._loaded, self._checksums = [], [], []
+        self._assembler = Assembler()
 
     def load(self, index: int) -> None:
         """Takes and verifies one published bucket.
@@ -113,13 +125,15 @@ class WeightReceiver:
         if index != len(self._loaded):
             raise WeightSyncError(f"{self._name}: expected bucket {len(self._loaded)}, was told to load {index}")
         data, bucket = reader.bucket(index), manifest.buckets[index]
-        weights = open_sealed(data, bucket, index, self._version)
+        pieces = open_sealed(data, bucket, index, self._version)
         # Kept for the commit, when a streaming transport's buffer holds another bucket.
         self._checksums += sealed_checksums(data, bucket)
         if reader.staged:
-            self._pending += weights
+            self._pending.append(pieces)
         else:
-            self._write(weights)
+            self._write(pieces)
+            if data.is_cuda:  # the sender writes there again once this returns, and copies are still under way
+                torch.cuda.synchronize(data.device)
         self._loaded.append(index)
 
     def commit(self) -> dict[str, Any]:
@@ -134,14 +148,15 @@ class WeightReceiver:
         manifest, _ = self._under_way()
         if len(self._loaded) != len(manifest.buckets):
             raise WeightSyncError(f"{self._name}: {len(self._loaded)} of {len(manifest.buckets)} buckets have arrived")
-        if self._pending:
-            self._write(self._pending)
+        for pieces in self._pending:
+            self._write(pieces)
         self._writer.finish()
         read_back = self._read_back(manifest)
         report = ReceiverReport(self._name, self._version, len(manifest.tensors), manifest.nbytes, read_back)
         self._known_good, self._manifest, self._pending = manifest, None, []
         self._checksums = []
         self._writing, self.intact, self.served_version = False, True, self._version
+        self._release()
         return asdict(report)
 
     def abort(self) -> bool:
@@ -150,11 +165,18 @@ class WeightReceiver:
             self._writer.cancel()
             self.intact, self._writing = False, False
         self._manifest, self._pending, self._loaded, self._checksums = None, [], [], []
+        self._release()
         return self.intact
 
     def detach(self) -> None:
         """Lets go of the sender's memory or process group."""
+        self._release()
         self._reader, self._attached = None, None
+
+    def _release(self) -> None:
+        self._assembler = Assembler()
+        if self._reader is not None:
+            self._reader.release()
 
     def _under_way(self) -> tuple[Manifest, BucketReader]:
         if self._manifest is None or self._reader is None:
@@ -169,31 +191,34 @@ class WeightReceiver:
         self._reader = attach(manifest, handle, self._rank_in_engine)
         self._attached = key
 
-    def _write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+    def _write(self, pieces: Sequence[tuple[Piece, Tensor]]) -> None:
         if not self._writing:
             self._writing = True
             self._writer.begin()
-        self._writer.write(weights)
+        weights = list(self._assembler.join(pieces))
+        if weights:
+            self._writer.write(weights)
 
     def _read_back(self, manifest: Manifest) -> int:
         """Compares what the model has now with what was sent, tensor by tensor; returns how many could be compared."""
         names, sent, found = [], [], []
-        for spec, sealed in zip(manifest.tensors, self._checksums, strict=True):
-            written = self._writer.read_back(spec.name)
-            if written is not None and (str(written.dtype), tuple(written.shape)) == (
-                f"torch.{spec.dtype}",
-                spec.shape,
+        for piece, sealed in zip(manifest.pieces, self._checksums, strict=True):
+            written = self._writer.read_back(piece.name)
+            if written is None or (written.dtype, tuple(written.shape)) != (
+                piece.tensor.torch_dtype,
+                piece.tensor.shape,
             ):
-                names.append(spec.name)
-                sent.append(sealed)
-                found.append(tensor_checksum(written))
+                continue
+            names.append(piece.name)
+            sent.append(sealed)
+            found.append(tensor_checksum(written if piece.is_whole else written.reshape(-1)[piece.elements]))
         for name, want, got in zip(names, sent, torch.stack(found).tolist() if found else (), strict=True):
             if want != got:
                 raise WeightSyncError(f"{self._name}: {name!r} reads back differently from what was sent")
         if not names and not self._said_nothing_reads_back:
             self._said_nothing_reads_back = True
             logger.warning("%s: the model holds every tensor fused, sharded or packed: none is read back", self._name)
-        return len(names)
+        return len(set(names))
 
 
 def attach(manifest: Manifest, handle: Mapping[str, Any], rank_in_engine: int) -> BucketReader:

@@ -81,6 +81,9 @@ class SharedMemoryReader:
         start = self._starts[index]
         return self._data[start : start + self._manifest.buckets[index].nbytes]
 
+    def release(self) -> None:
+        """Keeps the mapping: to touch the pages for the first time again would cost several times the copy."""
+
 
 def _map(fd: int, nbytes: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)

@@ -301,7 +301,7 @@ def test_a_bad_sync_is_named_and_the_old_version_goes_on_being_served(
     elif fault == "renamed":
         sent[20] = ("layers.3.x", sent[20][1])
     else:
-        spec = next(spec for spec in host._sync.manifest.tensors if spec.name == "model.layers.7.mlp.up_proj.weight")
+        spec = next(spec for spec in host._sync.manifest.pieces if spec.name == "model.layers.7.mlp.up_proj.weight")
         monkeypatch.setattr(transport, "publish", lambda index: transport.buffer(index)[spec.offset].bitwise_xor_(1))
 
     with pytest.raises(WeightSyncError, match=message):

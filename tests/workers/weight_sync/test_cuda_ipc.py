@@ -60,8 +60,8 @@ def test_every_version_arrives_through_the_same_two_buffers():
         assert answers.get(timeout=60)
         for index, bucket in enumerate(MANIFEST.buckets):
             data = sender.buffer(index)
-            for spec in bucket.tensors:
-                spec.view(data).copy_(value(names[spec.name], version))
+            for piece in bucket.pieces:
+                piece.view(data).copy_(value(names[piece.name], version))
             seal(data, bucket, index, version)
             sender.publish(index)
             steps.put(("load", index))

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import ALIGNMENT_BYTES, Manifest, checksum, open_sealed, seal
+from hrl.workers.weight_sync.manifest import ALIGNMENT_BYTES, Assembler, Manifest, checksum, open_sealed, seal
 
 SPECS = [
     ("embed", torch.bfloat16, (7, 5)),
@@ -24,14 +24,14 @@ SPECS = [
 def sealed_buckets(manifest: Manifest, version: int) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     weights = {
-        spec.name: torch.randn(spec.shape, generator=generator).to(getattr(torch, spec.dtype))
-        for spec in manifest.tensors
+        spec.name: torch.randn(spec.shape, generator=generator).to(spec.torch_dtype) for spec in manifest.tensors
     }
     data = []
     for index, bucket in enumerate(manifest.buckets):
         raw = torch.zeros(bucket.nbytes, dtype=torch.uint8)
-        for spec in bucket.tensors:
-            spec.view(raw).copy_(weights[spec.name])
+        for piece in bucket.pieces:
+            weight = weights[piece.name]
+            piece.view(raw).copy_(weight if piece.is_whole else weight.reshape(-1)[piece.elements])
         seal(raw, bucket, index, version)
         data.append(raw)
     return data, weights
@@ -50,11 +50,16 @@ def test_tensors_keep_their_order_do_not_overlap_and_fill_buckets_up_to_the_limi
     assert [(t.name, getattr(torch, t.dtype), t.shape) for t in manifest.tensors] == specs
     for bucket in manifest.buckets:
         ends = [0]
-        for spec in bucket.tensors:
-            assert spec.offset % ALIGNMENT_BYTES == 0 and spec.offset >= ends[-1]
-            ends.append(spec.offset + spec.nbytes)
+        for piece in bucket.pieces:
+            assert piece.offset % ALIGNMENT_BYTES == 0 and piece.offset >= ends[-1]
+            ends.append(piece.offset + piece.nbytes)
         assert ends[-1] <= bucket.payload_bytes
-        assert ends[-1] <= bucket_bytes or len(bucket.tensors) == 1
+        assert ends[-1] <= max(bucket_bytes, ALIGNMENT_BYTES)
+    for spec in manifest.tensors:
+        pieces = [piece for piece in manifest.pieces if piece.tensor is spec]
+        ends = [piece.start + piece.nbytes for piece in pieces]
+        assert [piece.start for piece in pieces] == [0, *ends[:-1]] and ends[-1] == spec.nbytes
+        assert len(pieces) == 1 or spec.nbytes > bucket_bytes - ALIGNMENT_BYTES
     starts, total = manifest.offsets()
     for start, bucket, following in zip(starts, manifest.buckets, (*starts[1:], total), strict=True):
         assert start + bucket.nbytes <= following
@@ -90,9 +95,12 @@ def test_a_sealed_bucket_gives_back_exactly_what_was_written():
     manifest = Manifest.build(SPECS, 200)
     data, weights = sealed_buckets(manifest, version=3)
 
-    opened = [pair for i, raw in enumerate(data) for pair in open_sealed(raw, manifest.buckets[i], i, 3)]
+    assembler = Assembler()
+    opened = [
+        pair for i, raw in enumerate(data) for pair in assembler.join(open_sealed(raw, manifest.buckets[i], i, 3))
+    ]
 
-    assert len(manifest.buckets) > 1
+    assert len(manifest.buckets) > 1 and len(manifest.pieces) > len(SPECS)
     assert [name for name, _ in opened] == [name for name, _, _ in SPECS]
     for name, tensor in opened:
         assert torch.equal(tensor, weights[name]) and tensor.dtype == weights[name].dtype
@@ -102,7 +110,7 @@ def test_a_sealed_bucket_gives_back_exactly_what_was_written():
 def test_one_flipped_bit_names_the_tensor(name):
     manifest = Manifest.build(SPECS, 1 << 20)
     (raw,), _ = sealed_buckets(manifest, version=1)
-    spec = next(spec for spec in manifest.tensors if spec.name == name)
+    spec = next(piece for piece in manifest.pieces if piece.name == name)
 
     for byte in (0, spec.nbytes - 1):
         raw[spec.offset + byte] ^= 0x80
@@ -110,6 +118,33 @@ def test_one_flipped_bit_names_the_tensor(name):
             open_sealed(raw, manifest.buckets[0], 0, 1)
         raw[spec.offset + byte] ^= 0x80
     open_sealed(raw, manifest.buckets[0], 0, 1)
+
+
+def test_one_flipped_bit_in_the_middle_piece_of_a_cut_tensor_names_it():
+    manifest = Manifest.build(SPECS, 1024)
+    data, _ = sealed_buckets(manifest, version=1)
+    index, piece = next(
+        (index, piece)
+        for index, bucket in enumerate(manifest.buckets)
+        for piece in bucket.pieces
+        if piece.start and not piece.is_last
+    )
+
+    data[index][piece.offset + 5] ^= 1
+
+    with pytest.raises(WeightSyncError, match="checksum of 'proj' differs"):
+        open_sealed(data[index], manifest.buckets[index], index, 1)
+
+
+def test_a_cut_tensor_begins_a_bucket_and_no_buffer_is_larger_than_asked_for():
+    manifest = Manifest.build(SPECS, 1024)  # `proj` has 3000 bytes
+
+    pieces = [(piece.start, piece.offset, piece.nbytes) for piece in manifest.pieces if piece.name == "proj"]
+
+    assert pieces == [(0, 0, 1024), (1024, 0, 1024), (2048, 0, 952)]
+    assert manifest.buckets[-1].pieces[-1].name == "bias"  # what is left of the last bucket is used
+    assert manifest.largest_bucket_bytes <= 1024 + 8 * 3 + 8 * 3
+    assert manifest.nbytes == 7 * 5 * 2 + 5 * 4 + 2 + 300 * 5 * 2 + 3 * 4
 
 
 def test_another_version_another_bucket_and_an_unwritten_one_are_refused():

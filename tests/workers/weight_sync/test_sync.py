@@ -8,7 +8,6 @@ import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,8 +16,9 @@ from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync.base import ReceiverReport, SenderTransport, WeightSync
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
-from hrl.workers.weight_sync.receiver import BucketReader, WeightReceiver
+from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.shared_memory import SharedMemoryReader, SharedMemorySender
+from tests.workers.weight_sync.streaming import StreamingSender, StreamingTarget, done, stream
 
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(9)] + [("norm", torch.float32, (5,))]
 MANIFEST = Manifest.build(SPECS, 3000)
@@ -27,15 +27,6 @@ MANIFEST = Manifest.build(SPECS, 3000)
 def weights(version: int) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(version)
     return [(name, torch.randn(shape, generator=generator)) for name, _, shape in SPECS]
-
-
-def done(function, *args) -> Future:
-    future: Future = Future()
-    try:
-        future.set_result(function(*args))
-    except RuntimeError as error:
-        future.set_exception(error)
-    return future
 
 
 class Target:
@@ -65,43 +56,10 @@ class Target:
             assert torch.equal(self.writer.weights[name], sent.to(dtype)), name
 
 
-class StreamingSender(SenderTransport):
-    """Two buffers in this process, as GPU transports have them: what was loaded is overwritten."""
-
-    depth = 2
-    readers: ClassVar[dict[int, StreamingSender]] = {}
-
-    def __init__(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        self.buffers = [torch.zeros(manifest.largest_bucket_bytes, dtype=torch.uint8) for _ in range(2)]
-        self.readers[id(self)] = self
-
-    def handle(self):
-        return {"kind": "streaming", "id": id(self)}
-
-    def buffer(self, index):
-        return self.buffers[index % 2][: self.manifest.buckets[index].nbytes]
-
-    def publish(self, index):
-        pass
-
-    def close(self):
-        self.buffers = []
-
-
-class StreamingReader(BucketReader):
-    staged = False
-
-    def __init__(self, handle) -> None:
-        self.bucket = StreamingSender.readers[handle["id"]].buffer
-
-
 @pytest.fixture(params=["staged", "streaming"])
 def sender(request, monkeypatch):
     if request.param == "streaming":
-        monkeypatch.setattr(
-            "hrl.workers.weight_sync.receiver.attach", lambda manifest, handle, rank: StreamingReader(handle)
-        )
+        stream(monkeypatch)
         transport: SenderTransport = StreamingSender(MANIFEST)
     else:
         transport = SharedMemorySender(MANIFEST)
@@ -152,12 +110,12 @@ def test_a_corrupted_tensor_is_named_and_never_served(sender, bucket, monkeypatc
 
     def corrupt(index):
         if index == bucket:
-            spec = MANIFEST.buckets[index].tensors[1]
+            spec = MANIFEST.buckets[index].pieces[1]
             sender.buffer(index)[spec.offset + 7] ^= 1
         publish(index)
 
     monkeypatch.setattr(sender, "publish", corrupt)
-    with pytest.raises(WeightSyncError, match=f"'{MANIFEST.buckets[bucket].tensors[1].name}'.*corrupted"):
+    with pytest.raises(WeightSyncError, match=f"'{MANIFEST.buckets[bucket].pieces[1].name}'.*corrupted"):
         sync.push(2, weights(2))
 
     # Staged buckets are written only when all are good; streamed ones before the bad one were written.
@@ -172,9 +130,7 @@ def test_a_corrupted_tensor_is_named_and_never_served(sender, bucket, monkeypatc
 
 
 def test_a_good_sync_heals_a_model_that_an_aborted_one_left_mixed(monkeypatch):
-    monkeypatch.setattr(
-        "hrl.workers.weight_sync.receiver.attach", lambda manifest, handle, rank: StreamingReader(handle)
-    )
+    stream(monkeypatch)
     target = Target()
     sync = WeightSync(MANIFEST, StreamingSender(MANIFEST), [target], timeout_s=10)
     with pytest.raises(WeightSyncError):
@@ -184,6 +140,83 @@ def test_a_good_sync_heals_a_model_that_an_aborted_one_left_mixed(monkeypatch):
     sync.push(1, weights(1))
 
     target.assert_serves(1)
+
+
+@pytest.mark.parametrize("bucket_bytes", [256, 1024, 3000])
+def test_buffers_are_not_read_once_their_load_is_acknowledged_and_hold_no_more_than_a_bucket(bucket_bytes, monkeypatch):
+    """At that moment they turn into NaNs, as otherwise, a little later, into the next bucket. Tensors are cut."""
+    stream(monkeypatch)
+    manifest = Manifest.build(SPECS, bucket_bytes)
+    sender, writer = StreamingSender(manifest, poison=True), DictWriter(Script())
+    sync = WeightSync(manifest, sender, [StreamingTarget(writer, sender)], timeout_s=10)
+
+    for version in (1, 2):
+        report = sync.push(version, weights(version))
+
+        for (name, sent), (_, dtype, _) in zip(weights(version), SPECS, strict=True):
+            assert torch.equal(writer.weights[name], sent.to(dtype)), name
+        assert (report.tensors, report.receivers[0].read_back) == (len(SPECS), len(SPECS))
+        assert sender.buffers == []  # given back
+    assert any(not piece.is_whole for piece in manifest.pieces) == (bucket_bytes < 33 * 17 * 2)
+    assert sender.largest_bytes <= 2 * (bucket_bytes + 8 * (3 + len(SPECS)))
+
+
+def test_a_receiver_that_reads_a_buffer_after_its_load_is_caught_by_the_poison(monkeypatch):
+    class Keeps(DictWriter):
+        def write(self, weights):
+            super().write(weights)
+            self.weights |= dict(weights)  # views of the buffer
+
+    stream(monkeypatch)
+    manifest = Manifest.build(SPECS, 3000)
+    sender = StreamingSender(manifest, poison=True)
+    target = StreamingTarget(Keeps(Script()), sender)
+
+    with pytest.raises(WeightSyncError, match=r"'layers\.0\.weight' reads back differently"):
+        WeightSync(manifest, sender, [target], timeout_s=10).push(1, weights(1))
+
+
+def test_a_cut_tensor_is_put_together_before_the_model_is_given_it_and_one_at_a_time(monkeypatch):
+    class Watching(DictWriter):
+        def write(self, weights):
+            calls.append([name for name, _ in weights])
+            super().write(weights)
+
+    calls: list[list[str]] = []
+
+    stream(monkeypatch)
+    specs = [("small", torch.float32, (4,)), ("large", torch.bfloat16, (40, 44)), ("next", torch.float32, (4,))]
+    manifest = Manifest.build(specs, 1024)
+    sender, writer = StreamingSender(manifest), Watching(Script())
+    large = torch.randn(44, 40).T  # not contiguous, as a gathered weight may be
+
+    WeightSync(manifest, sender, [StreamingTarget(writer, sender)], timeout_s=10).push(
+        1, [("small", torch.zeros(4)), ("large", large), ("next", torch.ones(4))]
+    )
+
+    assert calls == [["small"], ["large", "next"]]
+    assert torch.equal(writer.weights["large"], large.bfloat16())
+
+
+def test_a_sync_that_failed_within_a_cut_tensor_leaves_nothing_of_it_to_the_next(monkeypatch):
+    stream(monkeypatch)
+    manifest = Manifest.build([("large", torch.bfloat16, (40, 50))], 1024)
+    sender, writer = StreamingSender(manifest), DictWriter(Script())
+    target = StreamingTarget(writer, sender)
+    sync = WeightSync(manifest, sender, [target], timeout_s=10)
+    good, publish = torch.randn(40, 50), sender.publish
+
+    def corrupt(index):
+        if index == 2:
+            sender.buffer(index)[3] ^= 1
+
+    sender.publish = corrupt
+    with pytest.raises(WeightSyncError, match="checksum of 'large' differs"):
+        sync.push(1, [("large", torch.zeros(40, 50))])
+    sender.publish = publish
+    sync.push(2, [("large", good)])
+
+    assert torch.equal(writer.weights["large"], good.bfloat16())
 
 
 @pytest.mark.parametrize(

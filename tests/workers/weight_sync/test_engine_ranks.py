@@ -1,0 +1,354 @@
+"""A tensor-parallel engine of two processes, sent to by two trainer ranks, on a machine with two stand-ins for GPUs."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from hrl.workers.rollout.scripted import DictWriter, Script
+from hrl.workers.weight_sync import cuda_ipc
+from hrl.workers.weight_sync.base import Deadline, ReceiverReport, WeightSync
+from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender, merge_handles
+from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead, LeadTarget
+from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.receiver import WeightReceiver
+from tests.workers.weight_sync.fake_devices import FakeDevices
+
+SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)] + [("head", torch.bfloat16, (64, 64))]
+BUCKET_BYTES = 3072
+MANIFEST = Manifest.build(SPECS, BUCKET_BYTES)
+TIMEOUT_S = 90.0
+
+pytestmark = pytest.mark.timeout(240)
+
+
+def weights(version: int) -> list[tuple[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(version)
+    return [(name, torch.randn(shape, generator=generator)) for name, _, shape in SPECS]
+
+
+# ---------------------------------------------------------------------- processes
+
+
+def run_engine_worker(rank: int, connection) -> None:
+    """One process of the engine. It sees the GPUs in their physical order, and sits on GPU `rank`."""
+    devices = FakeDevices(visible=[0, 1], current=rank)
+    cuda_ipc.DEVICES = devices
+    writer = DictWriter(Script())
+    receiver = WeightReceiver(writer, f"worker {rank}", rank)
+    while (command := connection.recv())[0] != "end":
+        match command:
+            case ("begin", manifest, handle, version):
+                receiver.begin(Manifest.from_plain(manifest), handle, version)
+                connection.send(True)
+            case ("load", index):
+                receiver.load(index)
+                receiver._reader.bucket(index).fill_(0xFF)  # from here on it may be overwritten
+                connection.send(True)
+            case ("commit",):
+                connection.send(receiver.commit())
+            case ("abort",):
+                connection.send(receiver.abort())
+            case ("check", version):
+                right = all(torch.equal(writer.weights[name], sent.bfloat16()) for name, sent in weights(version))
+                connection.send((right, set(devices.opened), receiver._reader._buffers == []))
+
+
+def run_fellow(address: str, versions: list[int], dies_at: str | None, connection) -> None:
+    """Trainer rank 1, on GPU 1. It sees the GPUs the other way round."""
+    devices = FakeDevices(visible=[1, 0], current=0)
+    cuda_ipc.DEVICES = devices
+    rank = FellowRank(LeadTarget(address, 1, 0), devices.current(), bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+    for version in versions:
+        rank.push_weights(version, SPECS, dying(weights(version), dies_at))
+        connection.send((version, devices.open_bytes))
+    rank.close()
+
+
+def dying(source: list[tuple[str, torch.Tensor]], name: str | None) -> Iterator[tuple[str, torch.Tensor]]:
+    for pair in source:
+        if pair[0] == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield pair
+
+
+class EngineTarget:
+    """The engine, as its lead sees it: every call goes to all of its processes."""
+
+    def __init__(self, connections) -> None:
+        self._connections = connections
+        self._pool = ThreadPoolExecutor(1)
+        self.aborted: list[str] = []
+
+    def call(self, *command: Any) -> Future[Any]:
+        def ask() -> list[Any]:
+            for connection in self._connections:
+                connection.send(command)
+            return [connection.recv() for connection in self._connections]
+
+        return self._pool.submit(ask)
+
+    def weights_begin(self, manifest, handle, version):
+        return self.call("begin", manifest.to_plain(), handle, version)
+
+    def weights_load(self, index):
+        return self.call("load", index)
+
+    def weights_commit(self):
+        return self._pool.submit(lambda asked: [ReceiverReport(**r) for r in asked.result()], self._ask_commit())
+
+    def _ask_commit(self) -> Future[Any]:
+        for connection in self._connections:
+            connection.send(("commit",))
+        answers: Future[Any] = Future()
+        answers.set_result([connection.recv() for connection in self._connections])
+        return answers
+
+    def weights_abort(self, reason):
+        self.aborted.append(reason)
+        return self.call("abort")
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineTarget]:
+    context = multiprocessing.get_context("spawn")
+    pairs = [context.Pipe() for _ in range(2)]
+    workers = [
+        context.Process(target=run_engine_worker, args=(rank, theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pairs)
+    ]
+    for worker in workers:
+        worker.start()
+    target = EngineTarget([ours for ours, _ in pairs])
+    yield target
+    for ours, _ in pairs:
+        ours.send(("end",))
+    for worker in workers:
+        worker.join(10)
+        assert worker.exitcode == 0
+
+
+def start_fellow(lead: Lead, versions: list[int], dies_at: str | None = None):
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    fellow = context.Process(target=run_fellow, args=(lead.address, versions, dies_at, theirs), daemon=True)
+    fellow.start()
+    return fellow, ours
+
+
+@pytest.fixture
+def devices(monkeypatch) -> FakeDevices:
+    """Trainer rank 0 is this process: on GPU 0, which it knows as its second one."""
+    devices = FakeDevices(visible=[1, 0], current=1)
+    monkeypatch.setattr(cuda_ipc, "DEVICES", devices)
+    return devices
+
+
+def test_every_process_of_the_engine_reads_the_trainer_rank_on_its_own_gpu_whatever_each_sees(engine, devices):
+    lead = Lead([1], merge_handles)
+    fellow, answers = start_fellow(lead, [1, 2])
+    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [engine], timeout_s=TIMEOUT_S, fellows=lead)
+
+    for version in (1, 2):
+        report = sync.push(version, weights(version))
+
+        assert [receiver.read_back for receiver in report.receivers] == [len(SPECS)] * 2
+        assert answers.recv() == (version, 0)  # it knows of the commit, and has freed its buffers
+        assert devices.open_bytes == 0
+        assert engine.call("check", version).result(10) == [(True, {"GPU-0"}, True), (True, {"GPU-1"}, True)]
+    fellow.join(10)
+    assert fellow.exitcode == 0
+    lead.close()
+
+
+def test_a_rank_that_dies_while_it_sends_is_named_at_once_and_the_engine_is_told(engine, devices):
+    lead = Lead([1], merge_handles)
+    fellow, _ = start_fellow(lead, [3], dies_at="layers.3.weight")
+    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [engine], timeout_s=TIMEOUT_S, fellows=lead)
+    seen = []
+
+    with pytest.raises(WeightSyncError, match="rank 1 of the engine is gone"):
+        sync.push(3, (seen.append(name) or (name, tensor) for name, tensor in weights(3)))
+
+    fellow.join(10)
+    assert fellow.exitcode == -signal.SIGKILL
+    assert len(seen) == len(SPECS)  # all ranks gather, so this one has gone on to the end
+    assert "rank 1 of the engine is gone" in engine.aborted[-1]
+    lead.close()
+
+
+# ---------------------------------------------------------------------- one process: what is said to whom
+
+
+class InProcess:
+    """An engine of one receiver, which reads the lead's buffers."""
+
+    def __init__(self) -> None:
+        self.receiver = WeightReceiver(DictWriter(Script()), "test")
+
+    def _done(self, function, *args) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args))
+        except RuntimeError as error:
+            future.set_exception(error)
+        return future
+
+    def weights_begin(self, manifest, handle, version):
+        return self._done(self.receiver.begin, manifest, handle, version)
+
+    def weights_load(self, index):
+        return self._done(self.receiver.load, index)
+
+    def weights_commit(self):
+        return self._done(lambda: [ReceiverReport(**self.receiver.commit())])
+
+    def weights_abort(self, reason):
+        return self._done(self.receiver.abort)
+
+
+class Pair:
+    """A lead and one fellow, each in a thread."""
+
+    def __init__(self, devices: FakeDevices, timeout_s: float = TIMEOUT_S) -> None:
+        self.lead = Lead([1], merge_handles)
+        sender = CudaIpcSender(MANIFEST, devices.current())
+        self.sync = WeightSync(MANIFEST, sender, [InProcess()], timeout_s=timeout_s, fellows=self.lead)
+        self.fellow = FellowRank(
+            LeadTarget(self.lead.address, 1, 0), torch.device("cuda", 0), bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
+        )
+
+    def push(self, version: int, lead_sends, fellow_sends) -> tuple[str | None, str | None]:
+        """What the two of them say of a sync; nothing if it succeeds."""
+        with ThreadPoolExecutor(2) as pool:
+            first = pool.submit(self.sync.push, version, lead_sends)
+            second = pool.submit(self.fellow.push_weights, version, SPECS, fellow_sends)
+            errors = [future.exception(timeout=TIMEOUT_S) for future in (first, second)]
+        assert all(error is None or isinstance(error, WeightSyncError) for error in errors)
+        return tuple(str(error) if error else None for error in errors)
+
+    def close(self) -> None:
+        self.fellow.close()
+        self.lead.close()
+
+
+@pytest.fixture
+def pair(devices) -> Iterator[Pair]:
+    pair = Pair(devices)
+    yield pair
+    pair.close()
+
+
+def renamed(version: int, index: int) -> list[tuple[str, torch.Tensor]]:
+    return [("other" if i == index else name, tensor) for i, (name, tensor) in enumerate(weights(version))]
+
+
+def test_what_either_rank_finds_wrong_the_other_reports_with_its_name_and_the_next_sync_is_good(pair):
+    lead_says, fellow_says = pair.push(1, renamed(1, 4), weights(1))
+    assert "'other' where 'layers.4.weight' was expected" in lead_says
+    assert "rank 0, which drives the engine, aborted the weight sync" in fellow_says and "'other'" in fellow_says
+
+    lead_says, fellow_says = pair.push(2, weights(2), renamed(2, 4))
+    assert "rank 1 of the engine aborted the weight sync" in lead_says and "'other'" in lead_says
+    assert "'other' where 'layers.4.weight' was expected" in fellow_says
+
+    assert pair.push(3, weights(3), weights(3)) == (None, None)
+
+
+def test_a_sync_that_the_lead_cannot_begin_ends_for_the_others_too_and_is_not_confused_with_the_next(pair):
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(pair.fellow.push_weights, 1, SPECS, weights(1))
+        pair.lead.refuse("the engine did not wake up", 10.0)
+        assert "aborted the weight sync: the engine did not wake up" in str(refused.exception(timeout=TIMEOUT_S))
+
+    assert pair.push(1, weights(1), weights(1)) == (None, None)
+
+
+def test_a_rank_that_never_comes_is_named_at_the_deadline(devices):
+    lead = Lead([1, 2], merge_handles)
+    fellow = LeadTarget(lead.address, 2, 0)
+    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [InProcess()], timeout_s=0.5, fellows=lead)
+    started = time.monotonic()
+
+    with pytest.raises(WeightSyncError, match=r"longer than 0\.5 s .*at: rank 1 of the engine has not come"):
+        sync.push(1, weights(1))
+
+    assert time.monotonic() - started < 5
+    fellow.close()
+    lead.close()
+
+
+def test_a_rank_that_stops_half_way_is_named_with_the_bucket_that_is_awaited(devices):
+    pair = Pair(devices, timeout_s=1.0)
+    go_on = threading.Event()
+
+    def slow():
+        for index, item in enumerate(weights(1)):
+            if index == 4:
+                go_on.wait(20)
+            yield item
+
+    with ThreadPoolExecutor(1) as pool:
+        stuck = pool.submit(pair.fellow.push_weights, 1, SPECS, slow())
+        with pytest.raises(
+            WeightSyncError, match=r"longer than 1 s .*at: waiting for bucket 2 of rank 1 of the engine"
+        ):
+            pair.sync.push(1, weights(1))
+        go_on.set()
+        assert isinstance(stuck.exception(timeout=TIMEOUT_S), WeightSyncError)
+    pair.close()
+
+
+def test_a_lead_that_is_gone_is_named(devices):
+    lead = Lead([1], merge_handles)
+    fellow = FellowRank(
+        LeadTarget(lead.address, 1, 0), torch.device("cuda", 0), bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S
+    )
+    lead._await_others(Deadline(5, "test"))
+    lead.close()
+
+    with pytest.raises(WeightSyncError, match="rank 0, which drives the engine, is gone"):
+        fellow.push_weights(1, SPECS, weights(1))
+    with pytest.raises(WeightSyncError, match="rank 0, which drives the engine, is gone"):
+        LeadTarget(lead.address, 1, 0)
+
+
+def test_ranks_that_would_send_different_tensors_are_told_so(pair):
+    fewer = SPECS[:-1]
+    with ThreadPoolExecutor(1) as pool:
+        sent = pool.submit(pair.fellow.push_weights, 1, fewer, weights(1)[:-1])
+        with pytest.raises(WeightSyncError, match="rank 1 would send other tensors"):
+            pair.sync.push(1, weights(1))
+        assert "rank 1 would send other tensors" in str(sent.exception(timeout=TIMEOUT_S))
+
+
+def test_an_engine_process_on_a_gpu_of_no_trainer_rank_is_told_which_there_are(devices):
+    sender = CudaIpcSender(MANIFEST, devices.current())
+    handle = sender.handle()
+    cuda_ipc.DEVICES = FakeDevices(visible=[2], current=0)
+
+    with pytest.raises(WeightSyncError, match=r"no trainer rank of this engine is on its GPU GPU-2 .* are on GPU-0"):
+        CudaIpcReader(MANIFEST, handle)
+
+
+def test_buffers_hold_two_buckets_and_only_during_a_sync(pair, devices):
+    sender = CudaIpcSender(MANIFEST, devices.current())
+    assert devices.open_bytes == 0
+
+    sender.handle()
+
+    assert devices.open_bytes == 2 * MANIFEST.largest_bucket_bytes < 2 * BUCKET_BYTES + 256
+    sender.release()
+    assert devices.open_bytes == 0
+    with pytest.raises(WeightSyncError, match="no sync is under way"):
+        sender.buffer(0)
