@@ -9,12 +9,27 @@ from typing import Any
 import ray
 
 from hrl.single_controller.ray import ray_cluster
+from hrl.single_controller.ray.cluster import most_object_store_bytes
 
-#: Object store of a run's own Ray. Only batches pass through it, and a step's batch is a few megabytes.
-LOCAL_OBJECT_STORE_BYTES = 1 << 30
+#: The least that the object store of a run's own Ray has. Its memory is taken when it is written to.
+LEAST_OBJECT_STORE_BYTES = 1 << 30
+#: What a token has in all columns of a batch, of 4 bytes each: ids, masks, log-probs, values, rewards, advantages.
+BYTES_PER_TOKEN = 16 * 4
+#: Batches that are in the store at once: that of a step goes when the next one has come.
+BATCHES_IN_STORE = 2
 
 
-def run_cluster(ray_kwargs: dict[str, Any], num_processes: int) -> AbstractContextManager[None]:
+def object_store_bytes(batch_tokens: int) -> int:
+    """Size of the object store of a run's own Ray: only batches pass through it, and one that doesn't fit goes to disk.
+
+    Args:
+        batch_tokens: in the largest batch, all rows at their full length.
+    """
+    wanted = BATCHES_IN_STORE * BYTES_PER_TOKEN * batch_tokens
+    return max(LEAST_OBJECT_STORE_BYTES, min(wanted, most_object_store_bytes()))
+
+
+def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: int = 0) -> AbstractContextManager[None]:
     """Ray for the time of a ``with`` block.
 
     Args:
@@ -22,11 +37,15 @@ def run_cluster(ray_kwargs: dict[str, Any], num_processes: int) -> AbstractConte
             environment's ``RAY_ADDRESS``; ``local`` starts one in any case.
         num_processes: worker processes of the run. Ray reserves one CPU for each, so a machine with fewer cores is
             given as many on paper: ranks take turns there, which is slow and right.
+        batch_tokens: see ``object_store_bytes``.
     """
     address = ray_kwargs.get("address") or os.environ.get("RAY_ADDRESS") or "local"
     settings = ray_kwargs | {"address": address}
     if address == "local":
-        own = {"num_cpus": max(available_cores(), num_processes), "object_store_bytes": LOCAL_OBJECT_STORE_BYTES}
+        own = {
+            "num_cpus": max(available_cores(), num_processes),
+            "object_store_bytes": object_store_bytes(batch_tokens),
+        }
         settings = own | settings
     return ray_cluster(**settings)
 

@@ -77,7 +77,16 @@ def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
         tokenizer=ready.tokenizer,
         num_processes=sum(map(sum, resolve_placement(config).pools.values())),
         train_dataset=ready.train_dataset,
+        batch_tokens=largest_batch_tokens(config, len(ready.val_dataset) if ready.val_dataset is not None else 0),
     )
+
+
+def largest_batch_tokens(config: PPOTrainerConfig, val_rows: int) -> int:
+    """Tokens of the largest batch of a run, of training or of validation, with all rows at their full length."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    validated = min(data.val_batch_size or val_rows, val_rows) * rollout.val_kwargs.n
+    rows = max(data.train_batch_size * rollout.n, validated)
+    return rows * (data.max_prompt_length + data.max_response_length)
 
 
 def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], reporter: RunReporter) -> None:
@@ -104,6 +113,7 @@ def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], repor
         max_model_len=roles.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
         probe=config.actor_rollout_ref.model.probe,
         run_folder=str(reporter.folder.path),
+        engine_threads=config.trainer.cpu_threads_per_worker,
     )
     policy_path = str(ready.model_path)
     paths = dict.fromkeys(Role, policy_path) | {

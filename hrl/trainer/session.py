@@ -102,6 +102,7 @@ def run_session(
     tokenizer: PreTrainedTokenizerBase,
     num_processes: int,
     train_dataset: Any,
+    batch_tokens: int,
     reporter_cls: type[RunReporter] = RunReporter,
 ) -> None:
     """Shows what will run, and trains in a locked run folder on a running Ray.
@@ -115,6 +116,7 @@ def run_session(
         tokenizer: of the model that is trained.
         num_processes: worker processes of the run.
         train_dataset: the rows to train on.
+        batch_tokens: in the largest batch, all rows at their full length.
         reporter_cls: what of the run is reported.
     """
     display.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
@@ -123,7 +125,7 @@ def run_session(
     folder = open_run_folder(config, display, train_dataset)
     with (
         reporter_cls(config, folder, display, tokenizer, num_processes) as reporter,
-        run_cluster(config.trainer.ray_kwargs, num_processes),
+        run_cluster(config.trainer.ray_kwargs, num_processes, batch_tokens),
     ):
         _end_on_signals()
         train(reporter)

@@ -214,7 +214,7 @@ class ActorRolloutRefWorker(ModelWorker):
             max_response_length=runtime.max_response_length,
             device=self.device,
             name=f"rollout rank {self.rank}",
-            num_threads=runtime.num_threads,
+            num_threads=runtime.num_threads if self.device.type == "cpu" else runtime.engine_threads,
             trust_remote_code=model.trust_remote_code,
             override_config=model.override_config,
             visible_devices=visible_devices,

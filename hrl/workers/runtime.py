@@ -42,6 +42,7 @@ class Runtime:
         max_model_len: the longest sequence of the run in tokens, for which an engine is opened as well.
         probe: compare every model's packed forward with its own before anything is started.
         run_folder: of the run; on another node than the driver's the same path, which need not be shared.
+        engine_threads: CPU threads of an engine on a GPU; None leaves them to the engine.
     """
 
     device: str
@@ -59,20 +60,32 @@ class Runtime:
     max_model_len: int
     probe: bool
     run_folder: str
+    engine_threads: int | None = None
 
 
 def local_device(runtime: Runtime) -> torch.device:
     """The device of this rank.
 
-    Ray narrows ``CUDA_VISIBLE_DEVICES`` to the devices of one actor, so a rank usually sees its own GPU as number 0;
-    where it does not (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``), ``LOCAL_RANK`` says which one is meant.
+    Ray narrows ``CUDA_VISIBLE_DEVICES`` to the devices of one actor, so a rank usually sees its own GPU as number 0.
+    Where it does not (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``), Ray knows which one it gave to this process:
+    ``LOCAL_RANK`` counts the ranks of one group on this node, and several groups may share it. Outside Ray it decides.
+
+    Raises:
+        RuntimeError: no GPU is visible, or not the one that Ray gave.
     """
     if runtime.device == "cpu":
         return torch.device("cpu")
     visible = torch.cuda.device_count()
     if visible == 0:
         raise RuntimeError("trainer.device=cuda, but this process sees no CUDA device: check CUDA_VISIBLE_DEVICES")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) if visible > 1 else 0)
+    if visible == 1:
+        return torch.device("cuda", 0)
+    from hrl.single_controller.ray.gpus import assigned_gpu, visible_index  # needs Ray, which few ranks do
+
+    given = assigned_gpu()
+    if given is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cuda", visible_index(given, os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
 def join_world(runtime: Runtime) -> torch.device:

@@ -17,10 +17,37 @@ def settings_of(monkeypatch):
 
 
 def test_a_run_starts_its_own_ray_on_the_cores_it_was_given(settings_of):
-    own = {"address": "local", "num_cpus": 3, "object_store_bytes": cluster.LOCAL_OBJECT_STORE_BYTES}
+    own = {"address": "local", "num_cpus": 3, "object_store_bytes": 1 << 30}
     assert settings_of() == own
     assert settings_of(num_processes=8) == own | {"num_cpus": 8}
     assert settings_of(num_cpus=2, log_to_driver=True) == own | {"num_cpus": 2, "log_to_driver": True}
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_tokens", "machine_gib", "expected_gib"),
+    [
+        (64, 96, 4, 1),  # the quickstart: the least there is
+        (8192, 9216, 600, 9),  # 1024 prompts × 8 samples: 2 batches × 64 bytes × 75 million tokens
+        (8192, 9216, 7, 7),  # as much as a smaller machine has
+        (8192, 9216, 0.25, 1),
+    ],
+)
+def test_the_object_store_holds_two_batches_where_the_machine_has_the_memory(
+    rows, row_tokens, machine_gib, expected_gib, settings_of, monkeypatch
+):
+    monkeypatch.setattr(cluster, "most_object_store_bytes", lambda: int(machine_gib * 2**30))
+
+    assert cluster.run_cluster({}, 1, rows * row_tokens)["object_store_bytes"] == expected_gib * 2**30
+
+
+def test_a_machine_gives_the_object_store_a_share_of_its_memory_and_no_more_than_dev_shm_has(monkeypatch):
+    from hrl.single_controller.ray import cluster as ray_cluster
+
+    monkeypatch.setattr(ray_cluster, "get_system_memory", lambda: 1000 << 30)
+    monkeypatch.setattr(ray_cluster, "get_shared_memory_bytes", lambda: 500 << 30)
+    assert ray_cluster.most_object_store_bytes() == int(0.3 * (1000 << 30))
+    monkeypatch.setattr(ray_cluster, "get_shared_memory_bytes", lambda: 64 << 20)
+    assert ray_cluster.most_object_store_bytes() == int(0.95 * (64 << 20))
 
 
 def test_the_environment_names_a_cluster_to_join(settings_of, monkeypatch):

@@ -8,6 +8,14 @@ import socket
 import subprocess
 import sys
 
+import pytest
+import torch
+
+from hrl.single_controller.ray import gpus
+from hrl.workers.runtime import Runtime, local_device
+
+SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, "unused")
+
 JOIN = """
 import json, psutil, torch, torch.distributed as dist
 from hrl.workers.runtime import Runtime, join_world
@@ -50,3 +58,35 @@ def test_a_world_on_one_machine_listens_on_loopback_only():
 
 def test_the_ranks_of_a_world_find_each_other():
     assert [total for total, _ in join(2)] == [3.0, 3.0]
+
+
+@pytest.mark.parametrize(
+    ("given", "visible", "index"),
+    [("2", None, 2), ("6", "4,5,6,7", 2), ("GPU-b", "GPU-a, GPU-b", 1), (None, None, 1)],
+)
+def test_a_rank_that_sees_every_gpu_takes_the_one_that_ray_gave_it(given, visible, index, monkeypatch):
+    """As with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES; two groups on a node both have a LOCAL_RANK 1."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(gpus, "assigned_gpu", lambda: given)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+
+    assert local_device(SEES_FOUR) == torch.device("cuda", index)
+
+
+def test_a_gpu_that_ray_gave_and_the_process_does_not_see_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(gpus, "assigned_gpu", lambda: "3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+
+    with pytest.raises(RuntimeError, match="Ray gave this process GPU 3, but CUDA_VISIBLE_DEVICES is '0,1'"):
+        local_device(SEES_FOUR)
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+
+    assert local_device(SEES_FOUR) == torch.device("cuda", 0)

@@ -9,9 +9,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import ray
+from ray._common.utils import get_system_memory
+from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
+from ray._private.utils import get_shared_memory_bytes
 
 from hrl.single_controller.processes import guarded_processes
 from hrl.single_controller.ray.address import reaching
+
+_SHARED_MEMORY_SHARE = 0.95  # of what is free, as Ray takes it
 
 _SYSTEM_CONFIG = {
     # Ray starts a worker per core in advance. A worker group's processes have an environment of their own and use none
@@ -23,6 +28,12 @@ _SYSTEM_CONFIG = {
     "kill_child_processes_on_worker_exit": False,
     "process_group_cleanup_enabled": False,
 }
+
+
+def most_object_store_bytes() -> int:
+    """What this machine has for batches: Ray's own share of its memory, as far as ``/dev/shm`` has it free."""
+    share = int(get_system_memory() * DEFAULT_OBJECT_STORE_MEMORY_PROPORTION)
+    return min(share, int(get_shared_memory_bytes() * _SHARED_MEMORY_SHARE))
 
 
 @contextmanager

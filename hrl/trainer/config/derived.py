@@ -10,6 +10,9 @@ from hrl.trainer.config.schema import PPOTrainerConfig
 
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 DEFAULT_GROUP_SIZE = 8
+OWN_GPU_SHARE = 0.9
+"""vLLM's own default, a little lower: the buffer of a weight sync comes on top."""
+SHARED_GPU_SHARE = 0.5
 
 
 class Values:
@@ -74,6 +77,16 @@ def _overlong_zone(get: Values) -> Any:
 
 def _default_pools(get: Values) -> dict[str, Any]:
     return {"global": get("trainer.n_gpus_per_node")}
+
+
+def _engine_share(get: Values) -> float:
+    """An engine whose pool holds no other role has its GPUs to itself, whether or not the other roles are built."""
+    placed = get("trainer.role_pools")
+    pool = placed.get("rollout") if isinstance(placed, dict) else None
+    pools = get("trainer.resource_pools")
+    home = placed.get("actor", next(iter(pools))) if pool is not None and isinstance(pools, dict) and pools else pool
+    alone = pool is not None and pool not in (home, *(other for role, other in placed.items() if role != "rollout"))
+    return OWN_GPU_SHARE if alone else SHARED_GPU_SHARE
 
 
 def run_folder(get: Values) -> str:
@@ -153,6 +166,7 @@ DERIVED: dict[str, Derive] = {
     "reward.reward_model.micro_batch_size_per_gpu": _actor_rows,
     "trainer.default_local_dir": run_folder,
     "trainer.resource_pools": _default_pools,
+    f"{_ROLLOUT}.gpu_memory_utilization": _engine_share,
 }
 """Key → its default as a function of other keys, in an order in which sources come first."""
 

@@ -60,7 +60,8 @@ class RolloutConfig(Section):
     tensor_model_parallel_size: PositiveInt = 1
     """Processes that one engine spans."""
     gpu_memory_utilization: Fraction = 0.5
-    """Share of a GPU's memory that the engine may take while awake."""
+    """Share of a GPU's memory that the engine may take while awake. Default: 0.5 where it shares its GPUs with a
+    trainer or another model, 0.9 on a pool of its own."""
     kv_cache_gib: PositiveFloat = 1.0
     """Size of the engine's KV cache in GiB on a machine without a GPU."""
     max_num_seqs: PositiveInt = 256

@@ -47,7 +47,8 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models run; auto takes the GPUs if there are any."""
     cpu_threads_per_worker: PositiveInt | None = None
-    """torch threads of a CPU process; null divides the cores that the run may use."""
+    """torch threads of a CPU process; null divides the cores that the run may use. On a GPU, threads of the engine's
+    processes; null leaves them to the engine."""
     seed: NonNegativeInt = 1
     """Seed of the run: initial heads, order of the data and samples derive from it."""
     project_name: Label = "hrl"

@@ -81,6 +81,7 @@ def _run(kind: RunKind[Any], config: OfflineConfig, parts: Parts) -> None:
         tokenizer=ready.tokenizer,
         num_processes=config.num_processes,
         train_dataset=ready.train_dataset,
+        batch_tokens=2 * config.data.train_batch_size * config.data.max_length,  # of pairs, a row is two answers
         reporter_cls=OfflineReporter,
     )
 

@@ -18,7 +18,7 @@ def build_engine(
     vocab_size: int,
     max_model_len: int,
     device: torch.device,
-    num_threads: int,
+    num_threads: int | None,
     trust_remote_code: bool,
     override_config: Mapping[str, Any],
     visible_devices: str | None,

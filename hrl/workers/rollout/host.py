@@ -6,7 +6,7 @@ import asyncio
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,9 +33,11 @@ START_TIMEOUT_S = 600.0
 GENERATE_TIMEOUT_S = 1800.0
 SHUTDOWN_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 120.0
+RECEIVE_MARGIN_S = 10.0
+"""Beyond a sync's deadline: the engine's processes, which know what they wait for, say it first."""
 
 OnSample = Callable[[int, list[int], str], None]
-"""Called with (row, token ids, finish reason) on the engine's thread as each sample ends; must not block."""
+"""Called with (row, token ids, finish reason) as each sample ends, in that order, on a thread of its own."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class RolloutHost:
         max_response_length: R, in tokens.
         device: where the engine runs.
         name: for messages and threads, e.g. ``"rollout rank 0"``.
-        num_threads: CPU threads of the engine; None takes every core.
+        num_threads: CPU threads of the engine; None takes every core, and on a GPU leaves them to the engine.
         trust_remote_code: allow code from the model's folder.
         override_config: fields of the model's configuration to replace, as the trainer does.
         visible_devices: the GPUs of a tensor-parallel engine, as CUDA_VISIBLE_DEVICES has them.
@@ -108,7 +110,7 @@ class RolloutHost:
             vocab_size=tokens.vocab_size,
             max_model_len=config.max_model_len or max_prompt_length + max_response_length,
             device=device,
-            num_threads=num_threads or default_num_threads(),
+            num_threads=num_threads or (default_num_threads() if device.type == "cpu" else None),
             trust_remote_code=trust_remote_code,
             override_config=override_config or {},
             visible_devices=visible_devices,
@@ -206,11 +208,16 @@ class RolloutHost:
         names = [SampleName(row, *key) for row, key in enumerate(sample_keys(batch))]
         is_greedy = batch.non_tensor_batch.get("greedy", np.zeros(len(names), dtype=object))
         samplings = [replace(sampling, temperature=0.0) if greedy else sampling for greedy in is_greedy]
-        work = self._generate_all(prompt_tokens(prompts, prompt_mask), names, samplings, batch.meta_info, on_sample)
+        loop, tokens = self._running(), prompt_tokens(prompts, prompt_mask)
+        # One thread, so that samples are heard of in order; and not the engine's, which has others to serve meanwhile.
+        listener = ThreadPoolExecutor(1, f"{self.name} samples")
+        work = self._generate_all(tokens, names, samplings, batch.meta_info, on_sample, listener)
         try:
-            outputs = self._running().run(work, timeout_s=timeout_s, what=f"{self.name}: sampling {len(names)} rows")
+            outputs = loop.run(work, timeout_s=timeout_s, what=f"{self.name}: sampling {len(names)} rows")
         except TimeoutError as error:
             raise RolloutError(str(error)) from None
+        finally:
+            listener.shutdown(wait=False, cancel_futures=True)
         columns = response_columns(prompts, prompt_mask, outputs, self._max_response_length, self._tokens.pad_token_id)
         kept = {key: batch.non_tensor_batch[key] for key in ("uid", "sample_index")}
         reasons = np.array([output.finish_reason for output in outputs], dtype=object)
@@ -271,7 +278,7 @@ class RolloutHost:
         Raises:
             WeightSyncError: what arrived is not what was sent, or not in time.
         """
-        timeout_s = self._config.weight_sync.timeout_s
+        timeout_s = self._config.weight_sync.timeout_s + RECEIVE_MARGIN_S
         what = f"{self.name}: receiving weights of version {version}"
         try:
             return self._running().run(self._receive(version, manifest, handle), timeout_s=timeout_s, what=what)
@@ -323,6 +330,7 @@ class RolloutHost:
         samplings: list[SamplingParams],
         meta: Mapping[str, Any],
         on_sample: OnSample | None,
+        listener: Executor,
     ) -> list[SampleOutput]:
         step = int(meta["step"])
         # Validation draws its own samples, also at a step that trains on the same prompts.
@@ -330,6 +338,7 @@ class RolloutHost:
         version = self.policy_version
         self._requests += 1
         wave = self._requests
+        loop = asyncio.get_running_loop()
 
         async def one(prompt: list[int], name: SampleName, sampling: SamplingParams) -> SampleOutput:
             params = replace(sampling, seed=sample_seed(run_seed, step, name.uid, name.sample_index))
@@ -338,7 +347,8 @@ class RolloutHost:
                 output, name, max_tokens=params.max_tokens, vocab_size=self._tokens.vocab_size, version=version
             )
             if on_sample is not None:
-                on_sample(name.row, output.token_ids, output.finish_reason)
+                heard = loop.run_in_executor(listener, on_sample, name.row, output.token_ids, output.finish_reason)
+                await heard
             return output
 
         try:

@@ -67,7 +67,7 @@ class VllmOptions:
         model_path: local folder.
         device_type: ``"cpu"`` or ``"cuda"``.
         max_model_len: longest prompt + response, in tokens.
-        num_threads: threads of each engine process on CPU.
+        num_threads: threads of all engine processes together; None, on a GPU, leaves them to vLLM.
         stop_token_ids: tokens that end a response.
         override_config: fields of the model's configuration to replace.
         visible_devices: the GPUs of an engine over several ranks, as CUDA_VISIBLE_DEVICES has them; Ray shows each rank
@@ -79,7 +79,7 @@ class VllmOptions:
     device_type: str
     max_model_len: int
     stop_token_ids: tuple[int, ...]
-    num_threads: int
+    num_threads: int | None
     dtype: str = "bfloat16"
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.5
@@ -136,16 +136,18 @@ class VllmOptions:
     def _attributes(self) -> dict[str, Any]:
         return engine_overrides(self.model_path, self.override_config, trust_remote_code=self.trust_remote_code)
 
-    def environment(self) -> dict[str, str]:
-        """Environment of the engine's processes."""
+    def environment(self) -> dict[str, str | None]:
+        """Environment of the engine's processes; None is a variable that they must not have."""
         devices = {} if self.visible_devices is None else {"CUDA_VISIBLE_DEVICES": self.visible_devices}
+        threads = None if self.num_threads is None else str(max(1, self.num_threads // self.tensor_parallel_size))
         return devices | {
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_DO_NOT_TRACK": "1",
-            # Ray gives an actor with one CPU OMP_NUM_THREADS=1, and vLLM's own binding leaves one core to a scheduler
-            # process that is idle while the model runs.
-            "OMP_NUM_THREADS": str(max(1, self.num_threads // self.tensor_parallel_size)),
+            # Ray gives an actor with one CPU OMP_NUM_THREADS=1. On a CPU, vLLM's own binding leaves one core to a
+            # scheduler process that is idle while the model runs. On a GPU it loads with many threads and serves with
+            # one, unless the variable is there.
+            "OMP_NUM_THREADS": threads,
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         }
@@ -360,18 +362,22 @@ def default_num_threads() -> int:
 
 
 @contextlib.contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the processes that are started meanwhile."""
+def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Sets environment variables, or with None removes them, for the processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in values}
     threads = torch.get_num_threads()
-    os.environ.update(values)
+    _set_environment(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        _set_environment(before)
         if torch.get_num_threads() != threads:  # vLLM's import lowers it
             torch.set_num_threads(threads)
+
+
+def _set_environment(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

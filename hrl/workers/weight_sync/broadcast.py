@@ -113,6 +113,7 @@ class BroadcastSender(SenderTransport):
         self._device = device
         self._buffers: list[Tensor] = []
         self._works: deque[dist.Work] = deque()
+        self._syncs = 0
 
     def handle(self, first_rank: int = 1) -> dict[str, Any]:
         """The handle of the engine whose processes are ranks `first_rank`, `first_rank` + 1 and so on."""
@@ -141,6 +142,8 @@ class BroadcastSender(SenderTransport):
         if not self._buffers:
             size = self._manifest.largest_bucket_bytes
             self._buffers = [torch.zeros(size, dtype=torch.uint8, device=self._device) for _ in range(_DEPTH)]
+        if index == 0:
+            self._syncs += 1
         while len(self._works) >= _DEPTH:
             self._finish(self._works.popleft())
         return self._buffers[index % _DEPTH][: self._manifest.buckets[index].nbytes]
@@ -152,6 +155,18 @@ class BroadcastSender(SenderTransport):
     def flush(self) -> None:
         while self._works:
             self._finish(self._works.popleft())
+        # What was sent may still lie in a socket of a receiver that has ended.
+        keys = [_receipt(self._syncs, rank) for rank in range(1, self._num_receivers + 1)]
+        store = dist.PrefixStore(_PREFIX, self._store)
+        left_s = self.deadline.remaining_s("the last bucket")
+        missing = _missing(store, keys, left_s)
+        if missing:
+            raise WeightSyncError(
+                f"weight broadcast failed at the sender: {_receivers(missing, self._num_receivers)} did not take every "
+                f"bucket within {self.deadline.seconds:g} s"
+            )
+        for key in keys:
+            store.delete_key(key)
 
     def abort(self) -> None:
         """Takes the group down: receivers that wait in a broadcast get an error now, not at their deadline."""
@@ -170,7 +185,8 @@ class BroadcastSender(SenderTransport):
         self._buffers = []
 
     def _finish(self, work: dist.Work) -> None:
-        _wait(work, self.deadline.remaining_s("the broadcast of a bucket"), "the sender")
+        left_s = self.deadline.remaining_s("the broadcast of a bucket")
+        _wait(work, left_s, "the sender: a receiver is gone, or does not take its bucket")
 
 
 class BroadcastReader:
@@ -191,16 +207,20 @@ class BroadcastReader:
         self._device = device
         self._data: Tensor | None = None
         rank, world_size = handle["first_rank"] + rank_in_engine, handle["world_size"]
+        self._rank, self._syncs = rank, 0
         self._who = f"receiver {rank} of {world_size - 1}"
         self._sender = f"the trainer at {handle['address']}"
         self._deadline = Deadline(self._timeout_s, "")
-        store = _reach(handle, rank, self._timeout_s)
-        _await_the_others(store, rank, world_size, self._timeout_s)
-        self._group = _join(store, handle["backend"], rank, world_size, self._timeout_s, handle["address"], device)
+        self._store = _reach(handle, rank, self._timeout_s)
+        _await_the_others(self._store, rank, world_size, self._timeout_s)
+        self._group = _join(
+            self._store, handle["backend"], rank, world_size, self._timeout_s, handle["address"], device
+        )
 
     def bucket(self, index: int) -> Tensor:
         """Takes part in the broadcast of bucket `index`."""
         if index == 0:
+            self._syncs += 1
             self._deadline = Deadline(self._timeout_s, f"weight broadcast at {self._who}")
         if self._data is None:
             self._data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
@@ -212,6 +232,8 @@ class BroadcastReader:
         except WeightSyncError:
             self._group.abort()  # a kernel that waits for the sender would never end
             raise
+        if index == len(self._manifest.buckets) - 1:
+            self._store.set(_receipt(self._syncs, self._rank), "")
         return data
 
     def release(self) -> None:
@@ -222,16 +244,26 @@ class BroadcastReader:
 
 def _await_receivers(store: dist.Store, world_size: int, timeout_s: float) -> None:
     """Returns when every receiver has come to the store, and lets them go on."""
-    keys = [_arrival(rank) for rank in range(1, world_size)]
-    try:
-        store.wait(keys, timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        missing = [str(rank) for rank, key in enumerate(keys, 1) if not store.check([key])]
+    missing = _missing(store, [_arrival(rank) for rank in range(1, world_size)], timeout_s)
+    if missing:
         raise WeightSyncError(
-            f"rank 0 of {world_size} could not join the weight broadcast within {timeout_s:g} s: receiver "
-            f"{', '.join(missing)} of {world_size - 1} did not come"
-        ) from error
+            f"rank 0 of {world_size} could not join the weight broadcast within {timeout_s:g} s: "
+            f"{_receivers(missing, world_size - 1)} did not come"
+        )
     store.set(_COMPLETE, "")
+
+
+def _missing(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[int]:
+    """The receivers, counted from 1, whose key was not set in time."""
+    try:
+        store.wait(list(keys), timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        return [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
+    return []
+
+
+def _receivers(ranks: Sequence[int], of: int) -> str:
+    return f"receiver {', '.join(map(str, ranks))} of {of}"
 
 
 def _await_the_others(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
@@ -247,6 +279,10 @@ def _await_the_others(store: dist.Store, rank: int, world_size: int, timeout_s: 
 
 def _arrival(rank: int) -> str:
     return f"receiver_{rank}"
+
+
+def _receipt(sync: int, rank: int) -> str:
+    return f"sync_{sync}_receiver_{rank}"
 
 
 def _reach(handle: Mapping[str, Any], rank: int, timeout_s: float) -> dist.Store:
@@ -301,4 +337,4 @@ def _wait(work: dist.Work, timeout_s: float, who: str) -> None:
     try:
         work.wait(timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise WeightSyncError(f"weight broadcast failed at {who}: {error}") from error
+        raise WeightSyncError(f"weight broadcast failed at {who} ({error})") from error

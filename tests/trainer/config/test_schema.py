@@ -52,6 +52,36 @@ def test_derived_defaults_belong_to_keys_of_the_schema_and_say_so():
     assert [key for key, leaf in leaves().items() if "Default: " in leaf.help and key not in DERIVED] == []
 
 
+@pytest.mark.parametrize(
+    ("placement", "share"),
+    [
+        ({}, 0.5),
+        ({"resource_pools": {"train": [2], "gen": [2]}, "role_pools": {"actor": "train", "rollout": "gen"}}, 0.9),
+        ({"resource_pools": {"train": [2], "gen": [2]}, "role_pools": {"rollout": "gen"}}, 0.9),
+        ({"resource_pools": {"gen": [2], "train": [2]}, "role_pools": {"rollout": "gen"}}, 0.5),  # the actor joins it
+        ({"resource_pools": {"all": [2]}, "role_pools": {"actor": "all", "rollout": "all"}}, 0.5),
+        (
+            {
+                "resource_pools": {"train": [2], "gen": [2]},
+                "role_pools": {"actor": "train", "rollout": "gen", "ref": "gen"},
+            },
+            0.5,
+        ),
+    ],
+)
+def test_an_engine_takes_most_of_a_gpu_of_its_own_and_half_of_a_shared_one(placement, share):
+    config = load_config({"trainer": placement})
+
+    assert config.actor_rollout_ref.rollout.gpu_memory_utilization == share
+
+
+def test_a_share_that_was_asked_for_stands():
+    placement = {"resource_pools": {"train": [2], "gen": [2]}, "role_pools": {"actor": "train", "rollout": "gen"}}
+    tree = {"trainer": placement, "actor_rollout_ref": {"rollout": {"gpu_memory_utilization": 0.7}}}
+
+    assert load_config(tree).actor_rollout_ref.rollout.gpu_memory_utilization == 0.7
+
+
 def test_an_untouched_schema_is_what_an_empty_tree_loads():
     config = load_config({"actor_rollout_ref": {"rollout": {"n": 1}}, "algorithm": {"adv_estimator": "gae"}})
     assert config.data == PPOTrainerConfig().data

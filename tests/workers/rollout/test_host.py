@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import threading
 import time
@@ -43,6 +44,38 @@ def scripted(script: dict[str, Any] | None = None, name: str = "scripted", **cha
 def weights(seed: int) -> list[tuple[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(seed)
     return [(name, torch.randn(shape, generator=generator)) for name, _, shape in SPECS]
+
+
+def test_samples_are_heard_of_one_after_the_other_and_not_on_the_engines_thread():
+    """What is done with a sample, such as decoding its text, takes the engine no time: its loop runs meanwhile."""
+    threads, heard, under_way = set(), [], []
+    with scripted({"delay_s": 0.01}) as host:
+
+        def on_sample(row: int, token_ids: list[int], finish_reason: str) -> None:
+            under_way.append(row)
+            threads.add(threading.current_thread().name)
+            host._running().run(asyncio.sleep(0.01), timeout_s=10, what="a turn of the engine's loop")
+            heard.append((row, token_ids, finish_reason))
+            assert under_way == [row]
+            under_way.clear()
+
+        out = host.generate_sequences(prompt_batch([[1], [2]], n=4, width=4), on_sample)
+
+    assert sorted(row for row, _, _ in heard) == list(range(8))
+    for row, token_ids, finish_reason in heard:
+        assert out.batch["responses"][row][: len(token_ids)].tolist() == token_ids
+        assert out.non_tensor_batch["finish_reason"][row] == finish_reason
+    assert len(threads) == 1 and "engine" not in threads.pop()
+
+
+def test_what_hearing_of_a_sample_raises_ends_the_batch():
+    def on_sample(row: int, token_ids: list[int], finish_reason: str) -> None:
+        raise ValueError(f"row {row} cannot be decoded")
+
+    with scripted() as host:
+        with pytest.raises(ValueError, match=r"row \d cannot be decoded"):
+            host.generate_sequences(prompt_batch([[1], [2]], n=2, width=4), on_sample)
+        assert len(host.generate_sequences(prompt_batch([[1]], n=2, width=4))) == 2
 
 
 def test_the_columns_of_two_known_responses():

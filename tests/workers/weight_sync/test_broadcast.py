@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing
+import os
 import queue
+import signal
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -13,7 +19,7 @@ import torch.distributed as dist
 
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync.base import WeightSync
-from hrl.workers.weight_sync.broadcast import BroadcastReader, BroadcastSender
+from hrl.workers.weight_sync.broadcast import BroadcastReader, BroadcastSender, group_timeout_s
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
@@ -101,6 +107,128 @@ def test_a_receiver_that_never_comes_is_an_error_in_time():
 
     assert time.monotonic() - started < 10
     sender.close()
+
+
+def test_the_receivers_that_did_not_come_are_named():
+    answers: queue.Queue = queue.Queue()
+    sender = BroadcastSender(MANIFEST, 3, device=torch.device("cpu"), timeout_s=1)
+    present = start_receiver(sender, 2, 0, [1], answers)
+
+    with pytest.raises(WeightSyncError, match="receiver 1, 3 of 3 did not come"):
+        WeightSync(MANIFEST, sender, timeout_s=5).push(1, weights(1))
+
+    _, answer, _ = answers.get(timeout=10)
+    assert "rank 2 of 4 could not join the weight broadcast within 1 s" in answer
+    present.join(10)
+    sender.close()
+
+
+def test_a_receiver_that_finds_no_sender_is_told_where_it_looked():
+    sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=1)
+    handle = sender.handle()
+    del sender  # and its store with it
+    gc.collect()
+
+    with pytest.raises(WeightSyncError, match=f"could not reach the trainer's store at 127.0.0.1:{handle['port']}"):
+        BroadcastReader(MANIFEST, handle, 0)
+
+
+def dying(source: Iterable[tuple[str, torch.Tensor]], name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for pair in source:
+        if pair[0] == name:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield pair
+
+
+def run_sender(connection, dies_at: str) -> None:
+    """The body of a trainer that is killed in the middle of a sync."""
+    sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=120)
+    connection.send(sender.handle())
+    WeightSync(MANIFEST, sender, timeout_s=120).push(1, dying(weights(1), dies_at))
+
+
+def run_receiver(handle: dict, buckets: int) -> None:
+    """The body of an engine that is killed when it has taken so many buckets."""
+    receiver = WeightReceiver(DictWriter(Script()), "test")
+    receiver.begin(MANIFEST, handle, 1)
+    for index in range(buckets):
+        receiver.load(index)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_sender_that_dies_in_a_sync_is_an_error_at_the_receiver_long_before_the_deadline():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    trainer = context.Process(target=run_sender, args=(theirs, "layers.4.weight"), daemon=True)
+    trainer.start()
+    handle = ours.recv()
+    receiver = WeightReceiver(DictWriter(Script()), "test")
+    receiver.begin(MANIFEST, handle, 1)
+    assert len(MANIFEST.buckets) == 3
+
+    with pytest.raises(WeightSyncError, match="receiver 1 of 1, at bucket 2 from the trainer at 127.0.0.1"):
+        for index in range(3):
+            receiver.load(index)
+            trainer_alive_until = time.monotonic()
+
+    assert time.monotonic() - trainer_alive_until < 30
+    assert receiver.abort() and receiver.served_version == 0  # staged: nothing was written
+    trainer.join(10)
+    assert trainer.exitcode == -signal.SIGKILL
+
+
+def test_a_receiver_that_dies_in_a_sync_is_named_by_the_sender_also_when_its_socket_took_the_rest():
+    context = multiprocessing.get_context("spawn")
+    sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=60)
+    engine = context.Process(target=run_receiver, args=(sender.handle(), 1), daemon=True)
+    engine.start()
+    sender.connect()  # as the first sync does; the deadline below is for what comes after
+    seen = []
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(1):
+            seen.append(name)
+            if name == "layers.4.weight":
+                engine.join(60)
+            yield name, tensor
+
+    with pytest.raises(WeightSyncError, match=r"receiver 1 of 1 did not take every bucket|a receiver is gone"):
+        WeightSync(MANIFEST, sender, timeout_s=3).push(1, source())
+
+    assert engine.exitcode == -signal.SIGKILL
+    assert seen == [name for name, _, _ in SPECS]
+    sender.close()
+
+
+def test_a_sender_that_stops_is_an_error_at_the_receivers_deadline_which_names_the_bucket():
+    answers: queue.Queue = queue.Queue()
+    sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=1)
+    receiver = start_receiver(sender, 1, 0, [1], answers)
+    heard = threading.Event()
+
+    def source() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights(1):
+            if name == "layers.4.weight":
+                heard.wait(30)
+            yield name, tensor
+
+    with ThreadPoolExecutor(1) as pool:
+        pushed = pool.submit(WeightSync(MANIFEST, sender, timeout_s=3).push, 1, source())
+        _, answer, _ = answers.get(timeout=30)
+        heard.set()
+        error = str(pushed.exception(60))
+
+    assert "receiver 1 of 1 did not take every bucket" in error or "a receiver is gone" in error
+    assert "receiver 1 of 1, at bucket 2 from the trainer at 127.0.0.1" in answer
+    receiver.join(10)
+    sender.close()
+
+
+@pytest.mark.parametrize("timeout_s", [1.0, 300.0])
+def test_a_sync_ends_by_its_own_deadline_before_the_groups_timeout_which_ends_the_process_on_a_gpu(timeout_s):
+    """NCCL's watchdog takes the process down when a collective has run for the group's timeout."""
+    assert group_timeout_s("nccl", timeout_s) >= timeout_s + 60
+    assert group_timeout_s("gloo", timeout_s) > timeout_s
 
 
 def test_receivers_hear_of_an_aborted_broadcast_before_their_deadline():
