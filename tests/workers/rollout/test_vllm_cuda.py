@@ -101,3 +101,26 @@ def test_weights_by_cuda_ipc_are_the_ones_sampled_from(host, folder, original):
     assert score_error(host, original, tokens) > 1
     push(host, 4, original)
     assert score_error(host, original, tokens) == pytest.approx(noise, abs=1e-3)
+
+
+@torch.no_grad()
+def test_an_engine_that_quantises_to_fp8_samples_from_the_weights_it_was_sent(folder, original):
+    tokens = [1, 788, 253, 1675, 30, 216, 34]
+    changed = models.perturb(models.load(folder, torch.bfloat16), 0.1).to(CUDA)
+    fp8 = {"vllm": {"quantization": "fp8"}}
+    with RolloutHost(
+        rollout_config("vllm", gpu_memory_utilization=0.3, engine_kwargs=fp8),
+        str(folder),
+        TokenInfo(STOP, (STOP,), VOCAB),
+        max_prompt_length=P,
+        max_response_length=R,
+        device=CUDA,
+    ) as quantised:
+        noise = score_error(quantised, original, tokens)
+        for version, model in ((1, changed), (2, original)):
+            quantised.sleep()
+            quantised.wake(("weights",))
+            push(quantised, version, model)
+            quantised.wake(("kv_cache",))
+            assert score_error(quantised, model, tokens) < max(3 * noise, 0.3)
+        assert score_error(quantised, changed, tokens) > 1

@@ -1,84 +1,87 @@
-"""Weights between two processes on one GPU."""
+"""Weights between processes on the same GPUs."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 
 import pytest
 import torch
 
-from hrl.workers.rollout.scripted import DictWriter, Script
-from hrl.workers.weight_sync.base import seal
-from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender
+from hrl.workers.weight_sync.base import WeightSync
+from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender, merge_handles
+from hrl.workers.weight_sync.engine_ranks import Lead
 from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
-from hrl.workers.weight_sync.receiver import WeightReceiver
+from tests.workers.weight_sync.engine_processes import (
+    BUCKET_BYTES,
+    MANIFEST,
+    SPECS,
+    TIMEOUT_S,
+    engine_of,
+    start_fellow,
+    weights,
+)
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(240)]
 
-SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)]
-MANIFEST = Manifest.build(SPECS, 3000)
-
-
-def value(index: int, version: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(100 * version + index)
-    return torch.randn(33, 17, generator=generator).bfloat16()
-
-
-def receive(handle: dict, steps, answers) -> None:
-    """The body of the receiving process: loads what it is told to, answers when it is done with a buffer."""
-    writer = DictWriter(Script())
-    receiver = WeightReceiver(writer, "test")
-    while (step := steps.get()) is not None:
-        command, argument = step
-        if command == "begin":
-            receiver.begin(MANIFEST, handle, argument)
-        elif command == "load":
-            receiver.load(argument)
-            torch.cuda.synchronize()
-        else:
-            receiver.commit()
-            answers.put(
-                all(torch.equal(writer.weights[name].cpu(), value(i, argument)) for i, (name, _, _) in enumerate(SPECS))
-            )
-            continue
-        answers.put(True)
+CUDA = torch.device("cuda", 0)
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 
 
-def test_every_version_arrives_through_the_same_two_buffers():
-    context = multiprocessing.get_context("spawn")
-    steps, answers = context.Queue(), context.Queue()
+def test_every_version_arrives_and_the_buffers_go_with_it():
     before = set(os.listdir("/dev/shm"))
-    sender = CudaIpcSender(MANIFEST, torch.device("cuda", 0))
-    process = context.Process(target=receive, args=(sender.handle(), steps, answers), daemon=True)
-    process.start()
+    torch.cuda.init()
+    held = torch.cuda.memory_allocated(CUDA)
+    with engine_of(1, fake=False) as engine:
+        sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, CUDA), [engine], timeout_s=TIMEOUT_S)
+        for version in (1, 2, 3):
+            report = sync.push(version, [(name, tensor.to(CUDA)) for name, tensor in weights(version)])
 
-    names = {name: i for i, (name, _, _) in enumerate(SPECS)}
-    for version in (1, 2):
-        steps.put(("begin", version))
-        assert answers.get(timeout=60)
-        for index, bucket in enumerate(MANIFEST.buckets):
-            data = sender.buffer(index)
-            for piece in bucket.pieces:
-                piece.view(data).copy_(value(names[piece.name], version))
-            seal(data, bucket, index, version)
-            sender.publish(index)
-            steps.put(("load", index))
-            assert answers.get(timeout=60)
-        steps.put(("commit", version))
-        assert answers.get(timeout=60)
-
-    steps.put(None)
-    process.join(30)
-    sender.close()
-    assert process.exitcode == 0 and len(MANIFEST.buckets) > 2
+            assert report.receivers[0].read_back == len(SPECS)
+            assert engine.call("check", version).result(TIMEOUT_S) == [(True, {"cuda:0"}, True)]
+            torch.cuda.ipc_collect()
+            assert torch.cuda.memory_allocated(CUDA) == held
+    sync.close()
+    sync.close()  # harmless when repeated
+    assert any(not piece.is_whole for piece in MANIFEST.pieces) and len(MANIFEST.buckets) > 3
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("torch_")}
-    sender.close()  # harmless when repeated
 
 
-def test_a_gpu_that_is_not_visible_is_named():
-    sender = CudaIpcSender(MANIFEST, torch.device("cuda", 0))
+@needs_two
+def test_every_process_of_an_engine_reads_the_trainer_rank_on_its_own_gpu():
+    lead = Lead([1], merge_handles)
+    fellow, answers = start_fellow(lead, [1, 2], fake=False)
+    with engine_of(2, fake=False) as engine:
+        sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, CUDA), [engine], timeout_s=TIMEOUT_S, fellows=lead)
+        for version in (1, 2):
+            sync.push(version, weights(version))
 
-    with pytest.raises(WeightSyncError, match="not visible to this engine process"):
-        CudaIpcReader(MANIFEST, {**sender.handle(), "gpu_uuid": "GPU-of-another-machine"})
+            assert answers.recv() == (version, 0)
+            assert engine.call("check", version).result(TIMEOUT_S) == [
+                (True, {"cuda:0"}, True),
+                (True, {"cuda:1"}, True),
+            ]
+    fellow.join(10)
+    assert fellow.exitcode == 0
+    lead.close()
+
+
+def test_buffers_hold_two_buckets_and_only_during_a_sync():
+    held = torch.cuda.memory_allocated(CUDA)
+    sender = CudaIpcSender(MANIFEST, CUDA)
+    assert torch.cuda.memory_allocated(CUDA) == held
+
+    sender.handle()
+
+    assert 0 < torch.cuda.memory_allocated(CUDA) - held <= 2 * (BUCKET_BYTES + 1024)
+    sender.release()
+    assert torch.cuda.memory_allocated(CUDA) == held
+
+
+def test_a_gpu_of_no_trainer_rank_is_named():
+    sender = CudaIpcSender(MANIFEST, CUDA)
+    handle = sender.handle()
+    elsewhere = {**handle, "senders": [{**handle["senders"][0], "gpu_uuid": "GPU-of-another-machine"}]}
+
+    with pytest.raises(WeightSyncError, match="they are on GPU-of-another-machine"):
+        CudaIpcReader(MANIFEST, elsewhere)
+    sender.close()

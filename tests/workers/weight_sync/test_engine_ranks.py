@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import signal
 import threading
 import time
@@ -20,130 +18,26 @@ from hrl.workers.weight_sync.base import Deadline, ReceiverReport, WeightSync
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender, merge_handles
 from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead, LeadTarget
 from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from tests.workers.weight_sync.engine_processes import (
+    BUCKET_BYTES,
+    MANIFEST,
+    SPECS,
+    TIMEOUT_S,
+    EngineTarget,
+    engine_of,
+    start_fellow,
+    weights,
+)
 from tests.workers.weight_sync.fake_devices import FakeDevices
-
-SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)] + [("head", torch.bfloat16, (64, 64))]
-BUCKET_BYTES = 3072
-MANIFEST = Manifest.build(SPECS, BUCKET_BYTES)
-TIMEOUT_S = 90.0
 
 pytestmark = pytest.mark.timeout(240)
 
 
-def weights(version: int) -> list[tuple[str, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(version)
-    return [(name, torch.randn(shape, generator=generator)) for name, _, shape in SPECS]
-
-
-# ---------------------------------------------------------------------- processes
-
-
-def run_engine_worker(rank: int, connection) -> None:
-    """One process of the engine. It sees the GPUs in their physical order, and sits on GPU `rank`."""
-    devices = FakeDevices(visible=[0, 1], current=rank)
-    cuda_ipc.DEVICES = devices
-    writer = DictWriter(Script())
-    receiver = WeightReceiver(writer, f"worker {rank}", rank)
-    while (command := connection.recv())[0] != "end":
-        match command:
-            case ("begin", manifest, handle, version):
-                receiver.begin(Manifest.from_plain(manifest), handle, version)
-                connection.send(True)
-            case ("load", index):
-                receiver.load(index)
-                receiver._reader.bucket(index).fill_(0xFF)  # from here on it may be overwritten
-                connection.send(True)
-            case ("commit",):
-                connection.send(receiver.commit())
-            case ("abort",):
-                connection.send(receiver.abort())
-            case ("check", version):
-                right = all(torch.equal(writer.weights[name], sent.bfloat16()) for name, sent in weights(version))
-                connection.send((right, set(devices.opened), receiver._reader._buffers == []))
-
-
-def run_fellow(address: str, versions: list[int], dies_at: str | None, connection) -> None:
-    """Trainer rank 1, on GPU 1. It sees the GPUs the other way round."""
-    devices = FakeDevices(visible=[1, 0], current=0)
-    cuda_ipc.DEVICES = devices
-    rank = FellowRank(LeadTarget(address, 1, 0), devices.current(), bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
-    for version in versions:
-        rank.push_weights(version, SPECS, dying(weights(version), dies_at))
-        connection.send((version, devices.open_bytes))
-    rank.close()
-
-
-def dying(source: list[tuple[str, torch.Tensor]], name: str | None) -> Iterator[tuple[str, torch.Tensor]]:
-    for pair in source:
-        if pair[0] == name:
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield pair
-
-
-class EngineTarget:
-    """The engine, as its lead sees it: every call goes to all of its processes."""
-
-    def __init__(self, connections) -> None:
-        self._connections = connections
-        self._pool = ThreadPoolExecutor(1)
-        self.aborted: list[str] = []
-
-    def call(self, *command: Any) -> Future[Any]:
-        def ask() -> list[Any]:
-            for connection in self._connections:
-                connection.send(command)
-            return [connection.recv() for connection in self._connections]
-
-        return self._pool.submit(ask)
-
-    def weights_begin(self, manifest, handle, version):
-        return self.call("begin", manifest.to_plain(), handle, version)
-
-    def weights_load(self, index):
-        return self.call("load", index)
-
-    def weights_commit(self):
-        return self._pool.submit(lambda asked: [ReceiverReport(**r) for r in asked.result()], self._ask_commit())
-
-    def _ask_commit(self) -> Future[Any]:
-        for connection in self._connections:
-            connection.send(("commit",))
-        answers: Future[Any] = Future()
-        answers.set_result([connection.recv() for connection in self._connections])
-        return answers
-
-    def weights_abort(self, reason):
-        self.aborted.append(reason)
-        return self.call("abort")
-
-
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineTarget]:
-    context = multiprocessing.get_context("spawn")
-    pairs = [context.Pipe() for _ in range(2)]
-    workers = [
-        context.Process(target=run_engine_worker, args=(rank, theirs), daemon=True)
-        for rank, (_, theirs) in enumerate(pairs)
-    ]
-    for worker in workers:
-        worker.start()
-    target = EngineTarget([ours for ours, _ in pairs])
-    yield target
-    for ours, _ in pairs:
-        ours.send(("end",))
-    for worker in workers:
-        worker.join(10)
-        assert worker.exitcode == 0
-
-
-def start_fellow(lead: Lead, versions: list[int], dies_at: str | None = None):
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    fellow = context.Process(target=run_fellow, args=(lead.address, versions, dies_at, theirs), daemon=True)
-    fellow.start()
-    return fellow, ours
+    with engine_of(2) as target:
+        yield target
 
 
 @pytest.fixture
