@@ -79,7 +79,7 @@ class VllmModelWriter:
             self._loaded |= loaded
         else:
             self._loaded = None
-        self._keep_unfinished_layers()
+        self._keep_unfinished_layers(weights)
 
     def finish(self) -> None:
         from vllm.config import set_current_vllm_config
@@ -140,14 +140,19 @@ class VllmModelWriter:
                 found.append(f"{got} of {want} elements of {name}")
         return found
 
-    def _keep_unfinished_layers(self) -> None:
-        """Copies what layers with weights still to come hold of this bucket, whose memory will be written again."""
+    def _keep_unfinished_layers(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Copies what layers with weights still to come hold of this bucket, whose memory will be written again.
+
+        What they hold of earlier ones was copied then.
+        """
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
+        bucket = {tensor.untyped_storage().data_ptr() for _, tensor in weights}
         for module in self._model.modules():
             for _, call in get_layerwise_info(module).loaded_weights:
                 for key, value in call.arguments.items():
-                    if isinstance(value, Tensor) and not value.is_meta and key != "param":
+                    sent = isinstance(value, Tensor) and not value.is_meta and key != "param"
+                    if sent and value.untyped_storage().data_ptr() in bucket:
                         call.arguments[key] = value.clone()
 
 
