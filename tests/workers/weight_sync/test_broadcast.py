@@ -166,7 +166,7 @@ def test_a_sender_that_dies_in_a_sync_is_an_error_at_the_receiver_long_before_th
     receiver.begin(MANIFEST, handle, 1)
     assert len(MANIFEST.buckets) == 3
 
-    with pytest.raises(WeightSyncError, match="receiver 1 of 1, at bucket 2 from the trainer at 127.0.0.1"):
+    with pytest.raises(WeightSyncError, match="receiver 1 of 1, at bucket [12] from the trainer at 127.0.0.1"):
         for index in range(3):
             receiver.load(index)
             trainer_alive_until = time.monotonic()
