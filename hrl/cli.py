@@ -1,6 +1,7 @@
 """The console script `hrl`: look before a run (`check`), at its samples (`rollouts`), at the machine (`env`), or start.
 
-Nothing heavy is imported here: `hrl check` answers in about a second.
+Nothing heavy is imported here. `hrl check` reads data and tokenizer as a run does, which takes seconds; with
+`--config-only` it answers in about one, without torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from hrl.trainer.config import ConfigError
     from hrl.trainer.config.base import Section
-    from hrl.trainer.config.kinds import RunKind
 
 RUN_KINDS = ("ppo", "dpo", "sft", "rm")
 EXIT_OK = 0
@@ -47,6 +49,23 @@ _PACKAGES = (
 _NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
+@dataclass(frozen=True)
+class CheckOptions:
+    """How `hrl check` was asked.
+
+    Attributes:
+        full: every value instead of a summary.
+        config_only: judge the configuration alone, for a line that is written for another machine.
+        json: one JSON object.
+        help: explain the arguments instead.
+    """
+
+    full: bool = False
+    config_only: bool = False
+    json: bool = False
+    help: bool = False
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
@@ -66,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, rest = parser.parse_known_args(arguments)
     if options.command == "check":
         kind = rest.pop(0) if rest[:1] and rest[0] in RUN_KINDS else "ppo"
-        return check(rest, kind, as_json=options.json, help_wanted=options.help)
+        return check(rest, kind, CheckOptions(options.full, options.config_only, options.json, options.help))
     if rest:
         parser.error(f"hrl {options.command} takes no argument {rest[0]!r}")
     if options.command == "rollouts":
@@ -84,9 +103,11 @@ def _parser() -> argparse.ArgumentParser:
     checking = commands.add_parser(
         "check",
         add_help=False,
-        help="validate a configuration and say in words what a run would do; starts nothing. `check dpo`, `check sft` "
-        "and `check rm` are for the other trainers",
+        help="look at a configuration and everything it names, and say in words what a run would do; starts nothing. "
+        "`check dpo`, `check sft` and `check rm` are for the other trainers",
     )
+    checking.add_argument("--full", action="store_true", help="every value, with its default, instead of a summary")
+    checking.add_argument("--config-only", action="store_true", help="open no file that the configuration names")
     checking.add_argument("--json", action="store_true", help="one JSON object instead of text")
     checking.add_argument("--help", "-h", action="store_true")
     samples = commands.add_parser("rollouts", help="show samples of a run, with their rewards")
@@ -127,111 +148,111 @@ def rollouts(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def check(overrides: Sequence[str], kind_name: str = "ppo", *, as_json: bool = False, help_wanted: bool = False) -> int:
-    """`hrl check`: compose and validate exactly as a run would, and report.
+def check(overrides: Sequence[str], kind_name: str = "ppo", options: CheckOptions | None = None) -> int:
+    """`hrl check`: compose and validate exactly as a run would, take its look at everything it names, and report.
 
     Args:
         overrides: `key=value` and `--config-*` arguments, as a run takes them.
         kind_name: which trainer would run, one of ``RUN_KINDS``.
-        as_json: write one JSON object.
-        help_wanted: explain the arguments instead.
+        options: what to look at and how to say it.
     """
     from hrl.trainer.config import ConfigError
     from hrl.trainer.config.compose import compose_kind
     from hrl.trainer.config.kinds import PPO
     from hrl.trainer.config.offline.kinds import KINDS
 
+    options = options or CheckOptions()
     kind = PPO if kind_name == "ppo" else KINDS[kind_name]
-    if help_wanted:
-        from hrl.trainer.config.help import run_help
+    if options.help:
+        from hrl.trainer.config.help import check_help
 
-        sys.stdout.write(run_help(f"{kind.check} [--json]", kind) + "\n")
+        sys.stdout.write(check_help(kind) + "\n")
         return EXIT_OK
     try:
         config = compose_kind(kind, overrides)
+        from hrl.trainer.check import look, report
+
+        findings, rows = (None, None) if options.config_only else look(kind, config)
+        if findings is not None:
+            findings.raise_problems()
     except ConfigError as error:
-        if as_json:
-            _write_json({"valid": False, "problems": [_problem_json(problem) for problem in error.problems]})
-        else:
-            sys.stderr.write(f"{error}\n")
+        _show_problems(error, as_json=options.json)
         return EXIT_CONFIG
-    report = check_report(config, kind)
-    if as_json:
-        _write_json({"valid": True, **report})
+    said = report(kind, config, findings, rows)
+    if options.json:
+        _write_json({"valid": True, **said})
     else:
-        _show_report(config, report)
+        _show_report(config, said, options)
     return EXIT_OK
 
 
-def _problem_json(problem: Any) -> dict[str, str]:
-    return {"key": problem.key, "what": problem.what, "hint": problem.hint}
+def _show_problems(error: ConfigError, *, as_json: bool) -> None:
+    if as_json:
+        problems = [{"key": one.key, "what": one.what, "hint": one.hint} for one in error.problems]
+        _write_json({"valid": False, "problems": problems})
+    else:
+        sys.stderr.write(f"{error}\n")
 
 
-def check_report(config: Section, kind: RunKind[Section]) -> dict[str, Any]:
-    """What `hrl check` says, as plain data."""
-    from hrl.trainer.config import memory
-    from hrl.trainer.config.arithmetic import differences
+def _show_report(config: Section, said: dict[str, Any], options: CheckOptions) -> None:
+    from hrl.trainer.check import summary
 
-    words = kind.words
-    facts = local_model_facts(words.model_path(config))
-    size = memory.model_size(facts) if facts is not None else None
-    return {
-        "config": config.model_dump(),
-        "differs_from_default": {
-            key: {"value": value, "default": default} for key, (value, default) in differences(config).items()
-        },
-        "placement": dict(words.placement(config)),
-        "arithmetic": dict(words.arithmetic(config)),
-        "units": dict(words.units(config)),
-        "memory": dict(words.memory(config, size)) if size is not None else {},
-        "warnings": words.warnings(config),
-    }
+    console = _console()
+    if options.full:
+        _show_everything(console, config, said)
+    _heading(console, "Summary")
+    _table(console, summary(config, said))
+    unchecked = [] if options.config_only else said["unchecked"]
+    for title, remarks in (
+        ("Worth a second look", [*said["warnings"], *said["notes"]]),
+        ("Not checked", unchecked),
+    ):
+        if remarks:
+            _heading(console, title)
+            _list(console, remarks)
+    console.print(f"\n{_verdict(options, whole=not unchecked)}", style="green", highlight=False)
 
 
-def local_model_facts(path: str) -> dict[str, Any] | None:
-    """The model's config.json if its folder is on this machine already; nothing is fetched or converted.
-
-    Args:
-        path: as the configuration names the model.
-    """
-    folders = [Path(path).expanduser()]
-    if path.startswith("bundled:"):
-        from hrl.data.model_source import cache_root
-
-        folders = sorted((cache_root() / "models").glob(f"{path.removeprefix('bundled:')}-*"))
-    files = [folder / "config.json" for folder in folders if (folder / "config.json").is_file()]
-    return json.loads(files[-1].read_text()) if files else None
+def _verdict(options: CheckOptions, *, whole: bool) -> str:
+    if options.config_only:
+        return "The configuration is valid. No file that it names was opened, and nothing was started."
+    there = ", and what it names is there" if whole else "; what could be looked at is there"
+    more = "" if options.full else " --full shows every value."
+    return f"The configuration is valid{there}. Nothing was started.{more}"
 
 
-def _show_report(config: Section, report: dict[str, Any]) -> None:
+def _show_everything(console: Console, config: Section, said: dict[str, Any]) -> None:
     from rich.syntax import Syntax
 
     from hrl.trainer.config.compose import to_yaml
 
-    console = _console()
     _heading(console, "Configuration")
     if console.is_terminal:
         console.print(Syntax(to_yaml(config).rstrip(), "yaml", background_color="default"))
     else:
         console.print(to_yaml(config).rstrip(), markup=False, highlight=False, soft_wrap=True)
     changed = {
-        key: f"{_yaml_value(pair['value'])}  (default {_yaml_value(pair['default'])})"
-        for key, pair in report["differs_from_default"].items()
+        key: f"{_yaml_value(pair['value'])}  (default {_yaml_value(pair['default'])}; {_origin(said, key)})"
+        for key, pair in said["differs_from_default"].items()
     }
     for title, lines in (
         ("Differs from the default", changed),
-        ("Units", report["units"]),
-        ("Placement", report["placement"]),
-        ("Arithmetic", report["arithmetic"]),
-        ("Memory, roughly", report["memory"] or {"skipped": "the model's config.json is not on this machine yet"}),
+        ("Units", said["units"]),
+        ("Found", said["found"]),
+        ("Placement", said["placement"]),
+        ("Arithmetic", said["arithmetic"]),
+        (
+            "Memory, roughly",
+            said["memory"] or {"skipped": "the model's config.json was not looked at, or tells no size"},
+        ),
     ):
-        _heading(console, title)
-        _table(console, lines)
-    if report["warnings"]:
-        _heading(console, "Worth a second look")
-        for warning in report["warnings"]:
-            console.print(f"  - {warning}", markup=False, highlight=False)
-    console.print("\nThe configuration is valid. Nothing was started.", style="green")
+        if lines:
+            _heading(console, title)
+            _table(console, lines)
+
+
+def _origin(said: dict[str, Any], key: str) -> str:
+    return said["origins"].get(key, "follows from other keys")
 
 
 def _console() -> Console:
@@ -254,6 +275,17 @@ def _table(console: Console, lines: dict[str, str]) -> None:
     for label, text in lines.items():
         table.add_row(Text(f"  {label}"), Text(text))
     console.print(table)
+
+
+def _list(console: Console, items: Sequence[str]) -> None:
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 1))
+    for item in items:
+        table.add_row(Text("-"), Text(item))
+    console.print(Padding(table, (0, 0, 0, 2)))
 
 
 def _yaml_value(value: Any) -> str:

@@ -7,8 +7,11 @@ import sys
 import pytest
 
 from hrl import cli
+from hrl.trainer.check import local_model_facts
 
-HEADINGS = ["Configuration", "Differs from the default", "Units", "Placement", "Arithmetic", "Memory, roughly"]
+HEADINGS = [
+    "Configuration", "Differs from the default", "Units", "Placement", "Arithmetic", "Memory, roughly", "Summary",
+]  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -18,20 +21,22 @@ def no_cached_model(tmp_path, monkeypatch):
 
 
 def test_check_reports_and_starts_nothing(capsys):
-    assert cli.main(["check", "recipe=ppo", "placement=pairs"]) == 0
+    assert cli.main(["check", "--config-only", "--full", "recipe=ppo", "placement=pairs"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if line in HEADINGS] == HEADINGS
     text = "\n".join(lines)
     assert "pool policy   1 process with actor, ref" in text
     assert "8 prompts × 8 samples = 64 sequences" in text
-    assert "skipped  the model's config.json is not on this machine yet" in text
-    assert lines[-1] == "The configuration is valid. Nothing was started."
+    assert "skipped  the model's config.json was not looked at, or tells no size" in text
+    assert lines[-1] == "The configuration is valid. No file that it names was opened, and nothing was started."
 
 
 @pytest.mark.parametrize("columns", [80, 120])
 def test_check_fits_the_terminal(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    cli.main(["check"])
+    cli.main(["check", "--config-only"])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
+    cli.main(["check", "--config-only", "--full"])
     text = capsys.readouterr().out
     assert max(map(len, text[text.index("Differs") :].splitlines())) <= columns
 
@@ -44,13 +49,14 @@ def test_check_lists_all_problems_with_status_2(capsys):
 
 
 def test_check_as_json(capsys):
-    assert cli.main(["check", "--json", "trainer.seed=3"]) == 0
+    assert cli.main(["check", "--config-only", "--json", "trainer.seed=3"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["valid"] is True
     assert report["config"]["trainer"]["seed"] == 3
     assert report["differs_from_default"]["trainer.seed"] == {"value": 3, "default": 1}
     assert set(report) == {
-        "valid", "config", "differs_from_default", "placement", "arithmetic", "units", "memory", "warnings",
+        "valid", "config", "origins", "differs_from_default", "found", "placement", "arithmetic", "units", "memory",
+        "warnings", "notes", "unchecked",
     }  # fmt: skip
 
 
@@ -64,25 +70,14 @@ def test_problems_as_json(capsys):
     }
 
 
-def test_memory_is_estimated_from_a_folder_that_is_there(capsys, tmp_path):
-    facts = {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 128,
-        "vocab_size": 1000,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(facts))
-    assert cli.main(["check", "--json", "quickstart=ppo", f"actor_rollout_ref.model.path={tmp_path}"]) == 0
-    assert set(json.loads(capsys.readouterr().out)["memory"]) >= {"model", "actor_rollout, per process"}
-
-
 def test_a_converted_bundled_model_is_found(tmp_path):
+    assert local_model_facts("bundled:smollm2-135m-instruct") is None  # and not converted to be looked at
     folder = tmp_path / "models" / "smollm2-135m-instruct-0123"
     folder.mkdir(parents=True)
     (folder / "config.json").write_text('{"hidden_size": 576}')
-    assert cli.local_model_facts("bundled:smollm2-135m-instruct") == {"hidden_size": 576}
-    assert cli.local_model_facts("some/model") is None
+    assert local_model_facts("bundled:smollm2-135m-instruct") == {"hidden_size": 576}
+    assert local_model_facts(str(folder)) == {"hidden_size": 576}
+    assert local_model_facts("/no/such/model") is None
 
 
 def test_env_names_versions_and_no_folder(capsys, monkeypatch):
@@ -103,7 +98,9 @@ def test_help_lists_the_subcommands(capsys):
 
 def test_check_help_explains_overrides(capsys):
     assert cli.main(["check", "--help"]) == 0
-    assert "usage: hrl check" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "usage: hrl check" in text and "--config-only" in text and "--full" in text
+    assert max(map(len, text.splitlines())) <= 110
 
 
 def test_an_unknown_subcommand_is_refused(capsys):
@@ -121,9 +118,9 @@ def test_demo_is_a_run_with_the_same_arguments(monkeypatch):
     assert seen == [["trainer.seed=3"]]
 
 
-def test_check_imports_neither_torch_nor_ray():
+def test_judging_the_configuration_alone_imports_neither_torch_nor_ray():
     code = (
-        "import sys; from hrl.cli import main; main(['check', '--json']); "
+        "import sys; from hrl.cli import main; main(['check', '--config-only', '--json']); "
         "sys.exit(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)) != [])"
     )
     done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60, check=False)

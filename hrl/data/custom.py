@@ -28,6 +28,8 @@ def dataset_class(custom_cls: Any) -> type[RLHFDataset]:
         module = load_user_file(custom_cls.path)
     except UserFileError as error:
         raise DatasetError(f"data.custom_cls.path: {error}") from error
+    except Exception as error:  # the user's own code, which may raise anything
+        raise DatasetError(f"data.custom_cls.path: {custom_cls.path} raises {type(error).__name__}: {error}") from error
     found = getattr(module, custom_cls.name, None)
     if not (isinstance(found, type) and issubclass(found, RLHFDataset)):
         raise DatasetError(

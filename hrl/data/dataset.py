@@ -125,6 +125,16 @@ class RLHFDataset:
         return fingerprint(self.order, self._prompt_ids)
 
     @property
+    def checked_rows(self) -> Sequence[Row]:
+        """The rows that are used, in their order."""
+        return self._rows
+
+    @property
+    def prompt_lengths(self) -> np.ndarray:
+        """Tokens of every prompt, int64 (N,)."""
+        return np.array([len(ids) for ids in self._prompt_ids], dtype=np.int64)
+
+    @property
     def data_sources(self) -> tuple[str, ...]:
         """The data sources of the rows, sorted."""
         return tuple(sorted({row.data_source for row in self._rows}))

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from hrl.data.nearest import listing, nearest_path, way_to
+
 logger = logging.getLogger(__name__)
 
 BUNDLED_PREFIX = "bundled:"
@@ -30,6 +32,7 @@ MANIFEST_NAME = "hrl_source.json"
 CONVERTER_VERSION = 2
 """Raise it when the conversion writes something else for the same source; old caches are then left alone."""
 
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # what is fetched of a hub's repository
 _CONVERTED = "models"  # below the cache: converted models
 _HUB_REPOSITORY = "models--"  # how huggingface_hub begins a repository's folder
 
@@ -71,16 +74,72 @@ def resolve_model(path: str | os.PathLike[str], *, wait_s: float = 300.0) -> Pat
     name = os.fspath(path)
     if name.startswith(BUNDLED_PREFIX):
         return _resolve_bundled(name.removeprefix(BUNDLED_PREFIX), wait_s)
+    return _local_folder(name) or _download(name)
+
+
+def find_model(path: str) -> Path | None:
+    """As `resolve_model`, but a hub id is only looked up in this machine's cache.
+
+    Returns:
+        None for a hub id that is not there, or not all of it.
+
+    Raises:
+        ModelSourceError: as `resolve_model`, without what only a download can tell.
+    """
+    if path.startswith(BUNDLED_PREFIX):
+        return resolve_model(path)
+    return _local_folder(path) or _cached(path)
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder that `model.path` names; None for a hub id.
+
+    Raises:
+        ModelSourceError: it is no model folder, or what can be no hub id does not exist.
+    """
     folder = Path(name).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ModelSourceError(
-                f"model folder {folder} has no config.json; name a folder that save_pretrained wrote"
-            )
+            raise ModelSourceError(_no_config(folder))
         return folder.resolve()
+    if folder.is_file():
+        raise ModelSourceError(f"model {folder} is a file; name a folder that save_pretrained wrote")
     if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise ModelSourceError(f"model folder {folder} does not exist")
-    return _download(name)
+        raise ModelSourceError(f"model folder {folder} does not exist. {way_to(folder, _is_model)}")
+    close = nearest_path(folder) if folder.parent.is_dir() and folder.parent != Path() else None
+    if close is not None and _is_model(close) and close.parent == folder.parent.resolve():
+        raise ModelSourceError(f"model folder {folder} does not exist. {way_to(folder, _is_model)}")
+    return None
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _no_config(folder: Path) -> str:
+    inside = sorted(file.parent.name for file in folder.glob("*/config.json"))
+    if inside:
+        return f"model folder {folder} has no config.json, but folders in it have: {listing(inside)}. Name one of them"
+    if any(folder.glob("*.gguf")):
+        return (
+            f"model folder {folder} holds GGUF files, which can't be trained; name a folder that save_pretrained "
+            "wrote, of the model they were made from"
+        )
+    return f"model folder {folder} has no config.json; name a folder that save_pretrained wrote"
+
+
+def _cached(hub_id: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(hub_id, allow_patterns=_PATTERNS, local_files_only=True))
+    except HFValidationError as error:
+        raise ModelSourceError(f"{hub_id!r} is neither a folder nor a hub id: {error}{_advice()}") from error
+    except LocalEntryNotFoundError:
+        return None
+    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return folder if whole else None
 
 
 def find_on_this_node(folder: str | os.PathLike[str], *, wait_s: float = 300.0) -> Path:
@@ -127,10 +186,9 @@ def _download(hub_id: str, revision: str | None = None) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-    advice = f"; give a local folder, or a bundled model: {', '.join(BUNDLED_PREFIX + n for n in BUNDLED_MODELS)}"
+    advice = _advice()
     try:
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=_PATTERNS))
     except HFValidationError as error:
         raise ModelSourceError(f"{hub_id!r} is neither a folder nor a hub id: {error}{advice}") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
@@ -140,6 +198,10 @@ def _download(hub_id: str, revision: str | None = None) -> Path:
             f"hub model {hub_id!r} has no safetensors weights, and hrl loads no pickled ones{advice}"
         )
     return folder
+
+
+def _advice() -> str:
+    return f"; give a local folder, or a bundled model: {', '.join(BUNDLED_PREFIX + name for name in BUNDLED_MODELS)}"
 
 
 def _resolve_bundled(name: str, wait_s: float) -> Path:

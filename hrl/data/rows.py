@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.data.errors import DatasetError
+from hrl.data.files import PARQUET, check_data_file
 
 BUNDLED_PREFIX = "bundled:"
 REASONING_GYM_PREFIX = "reasoning_gym:"
@@ -219,13 +220,8 @@ def raw_rows(source: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, o
 
         return _named(source, reasoning_gym_rows(source.removeprefix(REASONING_GYM_PREFIX)))
     path = Path(source).expanduser()
-    if not path.is_file():
-        raise DatasetError(f"data file {path} does not exist")
-    if path.suffix == ".parquet":
-        return _parquet_rows(path)
-    if path.suffix in (".jsonl", ".ndjson"):
-        return _jsonl_rows(path)
-    raise DatasetError(f"data file {path} is neither .parquet nor .jsonl")
+    check_data_file(path)
+    return _parquet_rows(path) if path.suffix in PARQUET else _jsonl_rows(path)
 
 
 def _named(source: str, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[str, object]]:
@@ -239,7 +235,8 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, object]]:
             if not line.strip():
                 continue
             try:
-                yield origin, json.loads(line.decode("utf-8"))
+                # Programs on Windows often begin a file with a byte order mark.
+                yield origin, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
             except UnicodeDecodeError as error:
                 yield origin, BadRow(origin, f"is not UTF-8 (byte {error.start} of the line)")
             except json.JSONDecodeError as error:

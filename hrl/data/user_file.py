@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from hrl.data.nearest import listing, way_to
+
 
 class UserFileError(ValueError):
     """There is no such Python file, or what is in it is no Python."""
@@ -51,9 +53,18 @@ def names_in_user_file(path: str | Path) -> set[str] | None:
 
 def _python_file(path: str | Path) -> Path:
     file = Path(path).expanduser().resolve()
-    if not file.is_file() or file.suffix != ".py":
-        raise UserFileError(f"{file} does not exist, or is not a .py file")
+    if file.is_dir():
+        found = sorted(other.name for other in file.glob("*.py"))
+        raise UserFileError(f"{file} is a folder; name a .py file. It holds {listing(found)}")
+    if not file.is_file():
+        raise UserFileError(f"{file} does not exist. {way_to(Path(path).expanduser(), _is_python)}")
+    if file.suffix != ".py":
+        raise UserFileError(f"{file} is not a .py file")
     return file
+
+
+def _is_python(path: Path) -> bool:
+    return path.suffix == ".py"
 
 
 def _top_level_names(node: ast.AST) -> Iterator[str]:

@@ -1,36 +1,60 @@
 """What is looked at once the configuration is right and before anything is started: files, models, tokenizers, data.
 
-Everything that can be wrong with the user's files is found here, in seconds, in the driver, with a sentence that says
-what to change.
+Everything that can be wrong with the user's files is found here, in seconds, in the driver, all of it at once, with a
+sentence that says what to change. `hrl check` and a run take the same look.
 """
 
 from __future__ import annotations
 
-import json
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrl.data.chat_template import TemplateReport, inspect_chat_template, with_tools
 from hrl.data.custom import dataset_class
-from hrl.data.model_source import resolve_model
-from hrl.data.tokenizer import TokenIds, load_tokenizer, resolve_tokenizer, token_ids
-from hrl.data.user_file import UserFileError, names_in_user_file
-from hrl.trainer.config.arithmetic import total_steps
-from hrl.trainer.tracking import installed_trackers
+from hrl.data.intake import DatasetCounts, Intake
+from hrl.data.rows import Row, RowKeys, read_rows
+from hrl.data.tokenizer import TokenIds, load_tokenizer, token_ids
+from hrl.data.user_file import names_in_user_file
+from hrl.reward.function import RewardFunctionError, RewardSpec
+from hrl.reward.pool import RewardPool
+from hrl.reward.score import SCORERS, find_scorer
+from hrl.trainer.config.arithmetic import Fact, count, step_sizes, total_steps
+from hrl.trainer.config.keys import nearest
+from hrl.trainer.config.placement import resolve_placement
+from hrl.trainer.findings import Findings, PreflightError, sentence
+from hrl.trainer.inspection import (
+    gpus_here,
+    joins_a_cluster,
+    look_at_columns,
+    look_at_devices,
+    look_at_engine,
+    look_at_model,
+    look_at_positions,
+    look_at_run_folder,
+    look_at_size,
+    look_at_tokenizer,
+    look_at_trackers,
+    model_in_words,
+    rows_in_words,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hrl.data.dataset import RLHFDataset
     from hrl.trainer.config import PPOTrainerConfig
+    from hrl.trainer.config.data import DataConfig
 
-logger = logging.getLogger(__name__)
+__all__ = ["Preflight", "PreflightError", "inspect_run", "preflight"]
 
-
-class PreflightError(ValueError):
-    """The configuration is valid, but what it names does not fit together."""
+_MODEL = "actor_rollout_ref.model"
+_FUNCTION = "reward.custom_reward_function"
+_BATCH = "data.train_batch_size"
+_CPU_BATCH = 8
+"""Prompts of a step that a CPU makes in seconds to minutes, which is what the hints name."""
+_PATIENT_ON_CPU = 1024
+"""Sequences of a step beyond which a CPU takes hours, where nobody asked for so many."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +71,7 @@ class Preflight:
         train_dataset: prompts to train on.
         val_dataset: prompts to validate on, ``None`` where none are configured.
         total_training_steps: from ``trainer.total_training_steps``, or the epochs and the size of the data.
+        notes: what was not checked, or is probably not meant.
     """
 
     model_path: Path
@@ -58,114 +83,264 @@ class Preflight:
     train_dataset: RLHFDataset
     val_dataset: RLHFDataset | None
     total_training_steps: int
+    notes: tuple[str, ...] = ()
 
 
 def preflight(config: PPOTrainerConfig) -> Preflight:
-    """Finds models and data and checks that they fit.
+    """Finds models and data, fetching what is on the hub, and checks that they fit.
 
     Raises:
-        ModelSourceError, DatasetError, ChatTemplateError, PreflightError: saying what to change.
+        PreflightError: lists everything that is wrong, with the way out.
     """
-    check_trackers(config.trainer.logger)
-    _check_reward_function(config.reward.custom_reward_function)
+    ready, findings = inspect_run(config)
+    findings.raise_problems()
+    if ready is None:
+        raise RuntimeError("a preflight without problems has to find everything")
+    return ready
+
+
+def inspect_run(config: PPOTrainerConfig, *, download: bool = True) -> tuple[Preflight | None, Findings]:
+    """Looks at everything that a run needs before it starts anything.
+
+    Args:
+        config: the validated configuration.
+        download: fetch models of the hub that are not on this machine; otherwise what can't be checked is noted.
+
+    Returns:
+        What the files gave, None where something is missing; and what was found.
+    """
+    findings = Findings()
+    look_at_trackers(findings, config.trainer.logger)
+    look_at_engine(findings, config.actor_rollout_ref.rollout.name)
     model = config.actor_rollout_ref.model
-    model_path = resolve_model(model.path)
-    tokenizer = tokenizer_of(model, model_path)
-    ids = token_ids(tokenizer, model_path)
-    _check_lengths(config, model_path)
-
-    data, dataset_cls = config.data, dataset_class(config.data.custom_cls)
-    train = dataset_cls(data.train_files, tokenizer, data, data.train_max_samples)
-    train.require_rows(data.train_batch_size, "one batch (data.train_batch_size)")
-    val = dataset_cls(data.val_files, tokenizer, data, data.val_max_samples) if data.val_files else None
-    first = train[0]
-    kwargs = with_tools(data.apply_chat_template_kwargs, first.get("tools"))  # not every custom data set has tools
-    template = inspect_chat_template(tokenizer, first["raw_prompt"], ids.stop, kwargs)
-
-    critic_path = resolve_model(config.critic.model.path) if config.needs_critic else None
-    # A critic in the policy's own folder reads what the policy reads, whichever tokenizer that is.
-    if critic_path is not None and critic_path != model_path:
-        _check_same_vocabulary(tokenizer, "critic", critic_path, model.trust_remote_code)
-    reward_model = config.reward.reward_model
-    wanted = reward_model.model_path if config.needs_reward_model else None
-    reward_model_path = None if wanted is None else resolve_model(wanted)
-    if reward_model_path is not None:
-        _check_same_vocabulary(tokenizer, "reward model", reward_model_path, model.trust_remote_code)
-    return Preflight(
-        model_path=model_path,
-        critic_path=critic_path,
-        reward_model_path=reward_model_path,
+    path = look_at_model(
+        findings, f"{_MODEL}.path", model.path, download=download, trust_remote_code=model.trust_remote_code
+    )
+    tokenizer = look_at_tokenizer(findings, _MODEL, model, path, download=download)
+    if path is not None:
+        findings.facts.append(Fact("model", model_in_words(model.path, path)))
+        lengths = ("data.max_prompt_length", "data.max_response_length")
+        wanted = config.data.max_prompt_length + config.data.max_response_length
+        look_at_positions(findings, path, model.override_config, wanted, lengths)
+    critic, reward_model = _other_models(findings, config, path, tokenizer, download=download)
+    train, val = _datasets(findings, config, tokenizer)
+    _look_at_reward(findings, config, train, val)
+    _look_at_batch(findings, config, train)
+    look_at_devices(findings, config.trainer, sum(map(sum, resolve_placement(config).pools.values())))
+    look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
+    if path is None or tokenizer is None or train is None:
+        return None, findings
+    ids, template = token_ids(tokenizer, path), None
+    with findings.about("data.train_files"):
+        first = train[0]
+        kwargs = with_tools(config.data.apply_chat_template_kwargs, first.get("tools"))  # not every data set has tools
+        template = inspect_chat_template(tokenizer, first["raw_prompt"], ids.stop, kwargs)
+        findings.facts.append(Fact("first prompt", template.shown_prompt))
+        findings.notes += template.warnings_for_sampling()
+    if template is None or findings.problems:
+        return None, findings
+    ready = Preflight(
+        model_path=path,
+        critic_path=critic,
+        reward_model_path=reward_model,
         tokenizer=tokenizer,
         ids=ids,
         template=template,
         train_dataset=train,
         val_dataset=val,
         total_training_steps=total_steps(config, len(train)),
+        notes=tuple(findings.notes),
     )
+    return ready, findings
 
 
-def tokenizer_of(model: Any, model_path: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a ``model`` section, which may name another folder or hub id than the model's own."""
-    named = resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else model_path
-    return load_tokenizer(named, trust_remote_code=model.trust_remote_code)
+# ---------------------------------------------------------------------- models
 
 
-def check_trackers(names: list[str]) -> None:
-    """Refuses a tracker that is not installed.
-
-    Raises:
-        PreflightError: naming it, with what to install.
-    """
-    try:
-        installed_trackers(names)
-    except ValueError as error:
-        raise PreflightError(str(error)) from error
-
-
-def _check_reward_function(custom: Any) -> None:
-    """The user's file is only read here: it runs in the processes that score."""
-    if custom.path is None:
-        return
-    try:
-        names = names_in_user_file(custom.path)
-    except UserFileError as error:
-        raise PreflightError(f"reward.custom_reward_function.path: {error}") from error
-    if names is not None and custom.name not in names:
-        public = sorted(name for name in names if not name.startswith("_"))
-        raise PreflightError(
-            f"reward.custom_reward_function.name: {custom.path} defines no {custom.name!r}; "
-            f"it has: {', '.join(public) or 'nothing'}"
-        )
-
-
-def model_config(path: Path) -> dict[str, Any]:
-    """What stands in the ``config.json`` of a model folder.
-
-    Raises:
-        PreflightError: it is no JSON.
-    """
-    try:
-        return json.loads((path / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise PreflightError(f"{path / 'config.json'} is no JSON: {error}") from error
+def _other_models(
+    findings: Findings,
+    config: PPOTrainerConfig,
+    policy: Path | None,
+    tokenizer: PreTrainedTokenizerBase | None,
+    *,
+    download: bool,
+) -> tuple[Path | None, Path | None]:
+    """Folders of critic and reward model, where the run has them."""
+    reward_model = config.reward.reward_model
+    wanted = {
+        "critic.model.path": config.critic.model.path if config.needs_critic else None,
+        "reward.reward_model.model_path": reward_model.model_path if config.needs_reward_model else None,
+    }
+    found: list[Path | None] = []
+    trust = config.actor_rollout_ref.model.trust_remote_code
+    for key, name in wanted.items():
+        # A critic in the policy's own folder reads what the policy reads, whichever tokenizer that is.
+        if name is None or name == config.actor_rollout_ref.model.path:
+            found.append(None if name is None else policy)
+            continue
+        folder = look_at_model(findings, key, name, download=download, trust_remote_code=trust)
+        if folder is not None and folder != policy and tokenizer is not None:
+            with findings.about(key):
+                _look_at_vocabulary(findings, key, folder, tokenizer, trust_remote_code=trust)
+        found.append(folder)
+    return found[0], found[1]
 
 
-def _check_lengths(config: Any, model_path: Path) -> None:
-    """Prompt and response must fit the model's positions."""
-    used = model_config(model_path) | config.actor_rollout_ref.model.override_config
-    limit = used.get("max_position_embeddings")
-    wanted = config.data.max_prompt_length + config.data.max_response_length
-    if limit is not None and wanted > limit:
-        raise PreflightError(
-            f"data.max_prompt_length + data.max_response_length = {wanted} tokens, but {model_path.name} has "
-            f"{limit} positions: lower one of the two"
-        )
-
-
-def _check_same_vocabulary(tokenizer: PreTrainedTokenizerBase, what: str, path: Path, trust_remote_code: bool) -> None:
+def _look_at_vocabulary(
+    findings: Findings, key: str, folder: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+) -> None:
     """Critic and reward model read the policy's token ids, so they must mean the same by them."""
-    if load_tokenizer(path, trust_remote_code=trust_remote_code).get_vocab() != tokenizer.get_vocab():
-        raise PreflightError(
-            f"the {what} {path.name} has another vocabulary than the policy: it reads the policy's token ids as they "
-            "are. Take one of the same family"
+    if load_tokenizer(folder, trust_remote_code=trust_remote_code).get_vocab() != tokenizer.get_vocab():
+        what = (
+            f"names {folder.name}, which has another vocabulary than the policy: it reads the policy's ids as they are."
         )
+        findings.problem(key, what, "Take one of the same family.")
+
+
+# ---------------------------------------------------------------------- data
+
+
+@dataclass
+class _Unrendered:
+    """Rows that were read without a tokenizer, where the model is not on this machine yet."""
+
+    checked_rows: list[Row]
+    counts: DatasetCounts
+
+    def __len__(self) -> int:
+        return len(self.checked_rows)
+
+    @property
+    def data_sources(self) -> tuple[str, ...]:
+        return tuple(sorted({row.data_source for row in self.checked_rows}))
+
+
+def _datasets(
+    findings: Findings, config: PPOTrainerConfig, tokenizer: PreTrainedTokenizerBase | None
+) -> tuple[Any, Any]:
+    """Rows to train and to validate on; None where they can't be read, or none are configured."""
+    data = config.data
+    needed = {"data.prompt_key": (data.prompt_key,), "data.reward_fn_key": (data.reward_fn_key,)}
+    cls = None
+    with findings.about("data.custom_cls.path"):
+        cls = dataset_class(data.custom_cls)
+    if data.custom_cls.path is not None:
+        needed = {}  # a class of the user's own reads what it likes,
+        cls = cls if tokenizer is not None else None  # and with a tokenizer
+    found = []
+    for key, noun, sources, most in (
+        ("data.train_files", "rows", data.train_files, data.train_max_samples),
+        ("data.val_files", "validation rows", data.val_files, data.val_max_samples),
+    ):
+        rows = None
+        if sources and look_at_columns(findings, key, sources, needed) and cls is not None:
+            with findings.about(key):
+                rows = _unrendered(data, sources, most) if tokenizer is None else cls(sources, tokenizer, data, most)
+                findings.facts.append(Fact(noun, rows_in_words(rows, sources, "prompts", data.max_prompt_length)))
+        found.append(rows)
+    return found[0], found[1]
+
+
+def _unrendered(data: DataConfig, sources: list[str], most: int) -> _Unrendered:
+    intake, keys = Intake(sources), RowKeys(data.prompt_key, data.reward_fn_key)
+    rows = (row for source in sources for row in read_rows(source, keys))
+    kept = [row for block in intake.blocks(rows, most) for row in block]
+    counts = intake.close(len(kept), skip_bad=data.bad_rows == "skip", too_long=None)
+    return _Unrendered(kept, counts)
+
+
+def _look_at_batch(findings: Findings, config: PPOTrainerConfig, train: Any) -> None:
+    """A step can be filled, and was meant to be as large as it is."""
+    gpus = joins_a_cluster(config.trainer) or (config.trainer.device != "cpu" and gpus_here() > 0)
+    sizes = step_sizes(config)
+    if train is not None and len(train) < sizes.prompts:
+        most = sizes.prompts if gpus else _CPU_BATCH
+        if isinstance(train, _Unrendered):
+            findings.problem(_BATCH, f"is {sizes.prompts:,}, but there are only {len(train):,} rows.", "Lower it.")
+        else:
+            look_at_size(findings, _BATCH, train, sizes.prompts, suggested_at_most=most)
+        return
+    chosen = config.origins is None or _BATCH in config.origins
+    if not chosen and not gpus and sizes.sequences > _PATIENT_ON_CPU:
+        what = (
+            f"is not set, and one step of its default, {sizes.prompts:,} prompts × {count(sizes.samples, 'sample')}, "
+            "takes hours without a GPU."
+        )
+        findings.problem(_BATCH, what, f"Set it, e.g. {_BATCH}={_CPU_BATCH}.")
+
+
+# ---------------------------------------------------------------------- rewards
+
+
+def _look_at_reward(findings: Findings, config: PPOTrainerConfig, train: Any, val: Any) -> None:
+    """What scores the rows can be loaded, and knows them."""
+    reward, custom = config.reward, config.reward.custom_reward_function
+    if reward.function_weight == 0:
+        findings.facts.append(Fact("reward", f"the reward model {reward.reward_model.model_path} alone"))
+        return
+    if custom.path is None:
+        known = _look_at_scorers(findings, {"data.train_files": train, "data.val_files": val})
+        words = f"built-in, for {', '.join(known)}" if known else "built-in"
+    elif _look_at_function(findings, custom):
+        known, words = (), f"{custom.name} of {custom.path}"
+    else:
+        return
+    also = f", and the reward model {reward.reward_model.model_path}" if config.needs_reward_model else ""
+    findings.facts.append(Fact("reward", words + also))
+    if custom.path is None and not known:
+        return
+    path = None if custom.path is None else str(Path(custom.path).expanduser().resolve())
+    _load_where_it_runs(findings, config, RewardSpec(path, custom.name, custom.reward_kwargs, known))
+
+
+def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str, ...]:
+    """Built-in scorers know every data source, and find the ground truth in every row."""
+    known: dict[str, None] = {}
+    for key, rows in datasets.items():
+        for source in () if rows is None else rows.data_sources:
+            try:
+                find_scorer(source)
+            except ValueError as error:
+                close = nearest(source, SCORERS)
+                hint = f"Did you mean {close[0]}?" if close else ""
+                findings.problem(key, f"has rows that can't be scored: {sentence(str(error))}", hint)
+            else:
+                known[source] = None
+        lacking = [row for row in getattr(rows, "checked_rows", ()) if row.reward_model.get("ground_truth") is None]
+        if lacking:
+            what = (
+                f"has {count(len(lacking), 'row')} without reward_model.ground_truth, which the built-in scorers "
+                f"compare answers with; the first is {lacking[0].origin}."
+            )
+            findings.problem(key, what, f"Add it, or score with a function of your own: {_FUNCTION}.path.")
+    return tuple(known)
+
+
+def _look_at_function(findings: Findings, custom: Any) -> bool:
+    """The user's file is there and defines the function; it is only read here."""
+    names: set[str] | None = None
+    before = len(findings.problems)
+    with findings.about(f"{_FUNCTION}.path"):
+        names = names_in_user_file(custom.path)
+    if len(findings.problems) > before:
+        return False
+    if names is None or custom.name in names:
+        return True
+    public = sorted(name for name in names if not name.startswith("_"))
+    close = nearest(custom.name, public) or public[:1]
+    hint = f"Set {_FUNCTION}.name={close[0]}?" if close else "Define it there."
+    what = f"is {custom.name}, which {custom.path} does not define; it has: {', '.join(public) or 'nothing'}."
+    findings.problem(f"{_FUNCTION}.name", what, hint)
+    return False
+
+
+def _load_where_it_runs(findings: Findings, config: PPOTrainerConfig, spec: RewardSpec) -> None:
+    """Loads the function in a process of its own, which is where a run calls it."""
+    reward = config.reward
+    limit = None if reward.memory_limit_gib is None else int(reward.memory_limit_gib * 2**30)
+    key = f"{_FUNCTION}.path" if spec.path is not None else "data.train_files"
+    try:
+        with RewardPool(spec, num_workers=1, timeout_s=reward.timeout_s, memory_limit_bytes=limit):
+            pass
+    except (RewardFunctionError, ValueError) as error:
+        findings.problem(key, f"can't be used: {sentence(str(error))}")

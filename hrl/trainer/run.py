@@ -73,7 +73,7 @@ def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
             *placement_facts(config),
             Fact("first prompt", ready.template.shown_prompt),
         ],
-        warnings=[*warnings(config), *ready.template.warnings_for_sampling()],
+        warnings=[*warnings(config), *ready.notes],
         tokenizer=ready.tokenizer,
         num_processes=sum(map(sum, resolve_placement(config).pools.values())),
         train_dataset=ready.train_dataset,

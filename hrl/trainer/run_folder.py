@@ -24,6 +24,7 @@ import hrl
 
 logger = logging.getLogger(__name__)
 
+LOCK_NAME = ".lock"
 RolloutKind = Literal["train", "val"]
 
 # What a second run moves aside. Checkpoints are not among them: a folder with checkpoints is resumed or refused.
@@ -142,29 +143,25 @@ class RunFolder:
         return True
 
     def _acquire_lock(self) -> IO[str]:
-        lock = open(self.path / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the run lives)
+        lock = open(self.path / LOCK_NAME, "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the run lives)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            lock.seek(0)
-            owner = lock.read().strip() or "another process"
+            refusal = in_use(self.path, lock)
             lock.close()
-            raise RunFolderError(
-                f"{self.path} is in use by {owner}; wait for it, or give this run its own trainer.default_local_dir"
-            ) from None
+            raise refusal from None
         lock.truncate(0)
         lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         lock.flush()
         return lock
 
     def _move_earlier_run_aside(self) -> None:
-        if self.checkpoints.is_dir() and any(self.checkpoints.glob("step_*")):
+        try:
+            check_holds_no_checkpoints(self.path)
+        except RunFolderError:
             self.close()
-            raise RunFolderError(
-                f"{self.path} holds checkpoints of an earlier run; continue it with trainer.resume_mode=auto, "
-                "or give this run its own trainer.default_local_dir"
-            )
-        found = [self.path / name for name in _OUTPUTS if (self.path / name).exists()]
+            raise
+        found = outputs_in(self.path)
         if not found:
             return
         target = next_numbered(self.path / "earlier")
@@ -172,6 +169,33 @@ class RunFolder:
         for entry in found:
             entry.rename(target / entry.name)
         logger.info("moved the outputs of an earlier run to %s", target)
+
+
+def outputs_in(folder: Path) -> list[Path]:
+    """What an earlier run left in a run folder, beside its checkpoints."""
+    return [folder / name for name in _OUTPUTS if (folder / name).exists()]
+
+
+def check_holds_no_checkpoints(folder: Path) -> None:
+    """Refuses a folder whose run would be begun anew over its checkpoints.
+
+    Raises:
+        RunFolderError: there are some.
+    """
+    if any(RunFolder.checkpoints_in(folder).glob("step_*")):
+        raise RunFolderError(
+            f"{folder} holds checkpoints of an earlier run; continue it with trainer.resume_mode=auto, "
+            "or give this run its own trainer.default_local_dir"
+        )
+
+
+def in_use(folder: Path, lock: IO[str]) -> RunFolderError:
+    """The refusal of a folder whose lock file, open here, another process has locked."""
+    lock.seek(0)
+    owner = lock.read().strip() or "another process"
+    return RunFolderError(
+        f"{folder} is in use by {owner}; wait for it, or give this run its own trainer.default_local_dir"
+    )
 
 
 @contextmanager

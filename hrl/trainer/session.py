@@ -17,13 +17,14 @@ from hrl.data.chat_template import ChatTemplateError
 from hrl.data.errors import DatasetError
 from hrl.data.model_source import ModelSourceError
 from hrl.single_controller.base.errors import PlacementError, WorkerError
-from hrl.trainer.checkpoint import CheckpointError, CheckpointStore, check_data, load_state
+from hrl.trainer.checkpoint import CheckpointError, CheckpointStore
 from hrl.trainer.cluster import choose_device, run_cluster, scarcity
 from hrl.trainer.config.names import JSON_CONSOLE
 from hrl.trainer.console import RunConsole
 from hrl.trainer.display import Display
+from hrl.trainer.findings import PreflightError
+from hrl.trainer.folder_plan import plan_run_folder
 from hrl.trainer.json_console import JsonConsole
-from hrl.trainer.preflight import PreflightError
 from hrl.trainer.reporting import RunReporter
 from hrl.trainer.run_folder import RunFolder, RunFolderError
 from hrl.workers.engine.nonfinite import NonFiniteStepError
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 EXIT_FAILURE = 1
+EXIT_CONFIG = 2
 EXIT_NONFINITE = 3
 EXIT_INTERRUPTED = 130
 
@@ -46,7 +48,6 @@ EXPLAINED: tuple[type[Exception], ...] = (
     DatasetError,
     ModelSourceError,
     PlacementError,
-    PreflightError,
     RunFolderError,
     WorkerError,
 )
@@ -61,12 +62,16 @@ def run_guarded(config: Any, run: Callable[[], None], explained: tuple[type[Exce
         explained: errors that explain themselves.
 
     Returns:
-        0 for success, 1 for a failure that explains itself, 3 if it is that steps were not finite, 130 after Ctrl-C.
+        0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if steps were
+        not finite, 130 after Ctrl-C.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     _end_on_signals()
     try:
         run()
+    except PreflightError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
     except explained as error:
         logger.debug("the run failed", exc_info=error)
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}")
@@ -162,19 +167,13 @@ def open_run_folder(config: Any, console: Display, train_dataset: Any) -> RunFol
             folder is then left as it is.
         RunFolderError: the folder is in use, or holds checkpoints that this run would not continue.
     """
-    trainer = config.trainer
-    store = CheckpointStore(RunFolder.checkpoints_in(trainer.default_local_dir))
-    checkpoint = store.find(trainer.resume_mode, trainer.resume_from_path)
-    continues, state = False, {}
-    if checkpoint is not None:
-        continues, state = store.holds(checkpoint), load_state(checkpoint, ("data",))
-        if continues:
-            check_data(checkpoint, state["data"], train_dataset.fingerprint)
-    folder = RunFolder(trainer.default_local_dir, resume=continues)
+    plan = plan_run_folder(config.trainer, train_dataset)
+    store = CheckpointStore(RunFolder.checkpoints_in(plan.path))
+    folder = RunFolder(plan.path, resume=plan.continues)
     for leftover in store.interrupted():
         console.note(f"ignoring {leftover}, left by an interrupted save")
-    if continues:
-        step, aside = state["step"], store.next_superseded()
+    if plan.continues:
+        step, aside = plan.state["step"], store.next_superseded()
         moved = [folder.rewind(step, aside), store.supersede(step, aside)]
         if any(moved):
             console.note(f"what the run had of steps after {step}, which are made again, is now in {aside}")

@@ -115,7 +115,7 @@ def in_process() -> Iterator[None]:
             patch.setenv(name, value)
         patch.setattr("hrl.trainer.ppo.rewards.RewardActor", InProcessRewards)
         load = functools.cache(load_tokenizer)
-        for module in ("hrl.trainer.preflight", "hrl.workers.actor_rollout_ref"):
+        for module in ("hrl.trainer.inspection", "hrl.workers.actor_rollout_ref"):
             patch.setattr(f"{module}.load_tokenizer", lambda path, **options: load(str(path), **options))
         patch.setattr(RunReporter, "_close_with_report", lambda *_: None)
         yield

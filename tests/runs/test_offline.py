@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hrl.trainer.config.compose import compose_kind
 from hrl.trainer.config.offline.kinds import KINDS
+from hrl.trainer.offline.preflight import offline_preflight
 from hrl.trainer.offline.reporting import OfflineReporter
-from hrl.trainer.offline.run import PARTS, prepare, train
+from hrl.trainer.offline.run import PARTS, train
 from hrl.trainer.run_folder import read_jsonl
 from hrl.trainer.session import display_of, open_run_folder
 from tests.runs.in_process import InProcessGroup, in_process, run_in_process
@@ -63,7 +64,7 @@ def run(kind_name: str, model: Path, folder: Path, *overrides: str) -> list[dict
             *overrides,
         ],
     )
-    ready = prepare(config, PARTS[kind_name])
+    ready = offline_preflight(kind_name, config)
     console = display_of(config, ready.total_training_steps, ["update"])
     with OfflineReporter(
         config, open_run_folder(config, console, ready.train_dataset), console, ready.tokenizer, 1

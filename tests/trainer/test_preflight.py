@@ -1,95 +1,205 @@
-"""What a run's files can have wrong with them is found before anything starts."""
+"""What a run's files can have wrong with them is found before anything starts, all of it at once."""
+
+from __future__ import annotations
 
 import json
+import os
+from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from hrl.data.model_source import ModelSourceError
+from hrl.trainer.config import compose_cli
 from hrl.trainer.config.load import validate
-from hrl.trainer.preflight import PreflightError, preflight
-
-PROMPTS = "what is one plus two"
-SCORE = "def compute_score(**row):\n    return 1.0\n"
-
-
-def save_model(folder, words: str = PROMPTS, positions: int = 64):
-    """The files of a model that a preflight reads: its config and a tokenizer of whole words."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": positions}))
-    vocabulary = {word: index for index, word in enumerate(["<unk>", "<end>", *words.split()])}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
-    return folder
+from hrl.trainer.preflight import PreflightError, inspect_run, preflight
+from tests.trainer.small_run import PROMPT, ROW, SCORE, save_model, small_run, write_rows
 
 
 @pytest.fixture
 def run(tmp_path):
     """Runs the preflight of a small configuration, with changes."""
-    rows = [{"data_source": "x", "prompt": PROMPTS, "reward_model": {"ground_truth": "3"}} for _ in range(4)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    save_model(tmp_path / "policy")
+    small = dict(argument.split("=", 1) for argument in small_run(tmp_path))
+    numbers = {key: int(value) for key, value in small.items() if value.isdigit()}
 
     def run(**changes):
-        small = {
-            "data.train_files": str(tmp_path / "rows.jsonl"),
-            "data.val_files": str(tmp_path / "rows.jsonl"),
-            "data.train_batch_size": 2,
-            "data.max_prompt_length": 16,
-            "data.max_response_length": 16,
-            "actor_rollout_ref.model.path": str(tmp_path / "policy"),
-            "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
-            "algorithm.adv_estimator": "gae",
-        }
-        return preflight(validate(small | changes))
+        return preflight(validate(small | numbers | {"algorithm.adv_estimator": "gae"} | changes))
 
     return run
 
 
-def test_what_fits_passes(run, tmp_path):
-    (tmp_path / "reward.py").write_text(SCORE)
-    ready = run(**{"reward.custom_reward_function.path": str(tmp_path / "reward.py"), "trainer.total_epochs": 3})
+def refused(run, **changes) -> list[str]:
+    with pytest.raises(PreflightError) as caught:
+        run(**changes)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_what_fits_passes(run):
+    ready = run(**{"trainer.total_epochs": 3})
     assert (ready.critic_path, ready.total_training_steps) == (ready.model_path, 6)
+    assert len(ready.val_dataset) == 4
+    assert any("no chat template" in note for note in ready.notes)
+
+
+def test_everything_that_is_wrong_comes_at_once(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "busy").write_text("a file")
+    found = refused(
+        run,
+        **{
+            "data.train_files": [str(tmp_path / "rowz.jsonl")],
+            "data.val_files": [str(tmp_path / "policy")],
+            "actor_rollout_ref.model.path": str(tmp_path / "polizy"),
+            "reward.custom_reward_function.path": str(tmp_path / "rewards.py"),
+            "trainer.default_local_dir": str(tmp_path / "busy" / "run"),
+            "trainer.logger": ["console", "wandb", "mlflow"],
+            "trainer.device": "cuda",
+        },
+    )
+    assert [problem.split()[0] for problem in found] == [
+        "trainer.logger",
+        "trainer.logger",
+        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+        "data.val_files",
+        "reward.custom_reward_function.path",
+        "trainer.device",
+        "trainer.default_local_dir",
+    ]
+
+
+def test_the_error_counts_its_problems(run, tmp_path):
+    with pytest.raises(
+        PreflightError, match=r"^1 problem with what the configuration names:\n  1\. data.train_files can"
+    ):
+        run(**{"data.train_files": [str(tmp_path / "rowz.jsonl")]})
 
 
 def test_positions_are_those_of_the_overridden_config(run):
     too_long = {"data.max_response_length": 100}
-    with pytest.raises(PreflightError, match="116 tokens, but policy has 64 positions"):
-        run(**too_long)
+    assert refused(run, **too_long) == [
+        "data.max_prompt_length + data.max_response_length are 116 tokens, but policy has 64 positions. "
+        "Lower one of the two."
+    ]
     run(**too_long, **{"actor_rollout_ref.model.override_config": {"max_position_embeddings": 128}})
-    with pytest.raises(PreflightError, match="32 tokens, but policy has 20 positions"):
-        run(**{"actor_rollout_ref.model.override_config": {"max_position_embeddings": 20}})
+    assert (
+        "32 tokens, but policy has 20 positions"
+        in refused(run, **{"actor_rollout_ref.model.override_config": {"max_position_embeddings": 20}})[0]
+    )
+
+
+# ---------------------------------------------------------------------- rewards
 
 
 @pytest.mark.parametrize(
-    "source", [SCORE, "async " + SCORE, "from math import fsum as compute_score", "from x import *"]
+    "source",
+    [
+        SCORE,
+        f"async {SCORE}",
+        "def compute_score(solution_str, **row):\n    return 1.0",
+        "from math import fsum\ndef compute_score(*, solution_str, scale=fsum([1.0]), **row):\n    return scale",
+    ],
 )
-def test_a_reward_function_is_found_without_running_its_file(run, tmp_path, source):
-    (tmp_path / "reward.py").write_text("raise SystemExit('this file was run')\n" + source)
-    run(**{"reward.custom_reward_function.path": str(tmp_path / "reward.py")})
+def test_a_reward_function_is_loaded_in_a_process_of_its_own(run, tmp_path, source):
+    seen = tmp_path / "pid"
+    (tmp_path / "reward.py").write_text(f"import os\nopen({str(seen)!r}, 'w').write(str(os.getpid()))\n{source}")
+    run()
+    assert int(seen.read_text()) != os.getpid()
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        (None, "path: .*reward.py does not exist"),
-        ("def compute_score(:", "path: .*reward.py is no valid Python"),
-        ("def score(): pass\ndef _own():\n    compute_score = 1", "name: .*defines no 'compute_score'; it has: score$"),
+        (None, "path can't be used: .*reward.py does not exist"),
+        ("", "name is compute_score, which .*reward.py does not define; it has: nothing. Define it there"),
+        ("def compute_score(:", "path can't be used: .*reward.py is no valid Python"),
+        ("def compute_score(a=1, b):\n    pass", "path can't be used: .*reward.py is no valid Python"),
+        (
+            "def compute_scor(): pass\ndef aaa(): pass\ndef _own():\n    compute_score = 1",
+            r"name is compute_score, which .*reward.py does not define; it has: aaa, compute_scor. "
+            r"Set reward.custom_reward_function.name=compute_scor\?",
+        ),
+        (f"import no_such_package\n{SCORE}", "path can't be used: .*No module named 'no_such_package'"),
+        (f"1 / 0\n{SCORE}", "path can't be used: .*ZeroDivisionError"),
+        ("def compute_score(solution_str=no_such_name):\n    pass", "path can't be used: .*no_such_name"),
+        ("compute_score = 3", "path can't be used: .*compute_score"),
+        (f"raise SystemExit(3)\n{SCORE}", "path can't be used: .*ended with exit code 3"),
     ],
 )
-def test_a_reward_function_that_is_not_there_is_named(run, tmp_path, source, message):
+def test_a_reward_function_that_cannot_be_loaded_is_named(run, tmp_path, source, message):
+    (tmp_path / "reward.py").unlink()
     if source is not None:
         (tmp_path / "reward.py").write_text(source)
-    with pytest.raises(PreflightError, match=rf"reward.custom_reward_function\.{message}"):
-        run(**{"reward.custom_reward_function.path": str(tmp_path / "reward.py")})
+    with pytest.raises(PreflightError, match=rf"(?s)reward.custom_reward_function\.{message}"):
+        run()
 
 
-def test_a_tracker_that_is_not_installed_is_named(run, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(PreflightError, match=r"wandb is not installed; .*'hrl\[wandb\]'"):
-        run(**{"trainer.logger": ["console", "wandb"]})
+def test_built_in_scorers_know_every_data_source_and_find_the_ground_truth(run, tmp_path):
+    rows = [{**ROW, "data_source": "gsm8kk"}, {**ROW, "data_source": "numeric", "reward_model": {}}]
+    write_rows(tmp_path / "mixed.jsonl", rows)
+    built_in = {"reward.custom_reward_function.path": None}
+    unknown, lacking = refused(
+        run, **built_in, **{"data.train_files": str(tmp_path / "mixed.jsonl"), "data.val_files": [],
+        "trainer.val_before_train": False, "trainer.val_after_train": False},
+    )  # fmt: skip
+    assert unknown.startswith("data.train_files has rows that can't be scored: no built-in reward function")
+    assert "'gsm8kk'" in unknown and "gsm8k" in unknown.replace("gsm8kk", "")
+    assert lacking.startswith("data.train_files has 1 row without reward_model.ground_truth")
+    assert "mixed.jsonl line 2" in lacking and "reward.custom_reward_function.path" in lacking
+    right = write_rows(tmp_path / "right.jsonl", [{**ROW, "data_source": "numeric"}] * 2)
+    run(**built_in, **{"data.train_files": str(right), "data.val_files": str(right)})
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_columns_that_are_missing_are_named_with_those_that_are_there(run, tmp_path):
+    file = write_rows(tmp_path / "other.jsonl", [{"question": "what", "origin": "x"}])
+    assert refused(run, **{"data.train_files": str(file)}) == [
+        f"data.prompt_key is prompt, a column that {file} does not have. It has: question, origin. "
+        "Set data.prompt_key=question?",
+        f"data.reward_fn_key is data_source, a column that {file} does not have. It has: question, origin. "
+        "Set data.reward_fn_key=origin?",
+    ]
+    file = write_rows(tmp_path / "third.jsonl", [{"prompts": "what", "zzz": "x"}])
+    first, second = refused(run, **{"data.train_files": str(file)})
+    assert first.endswith("Set data.prompt_key=prompts?")
+    assert second.endswith("It has: prompts, zzz. Add the column, or name yours with data.reward_fn_key.")
+
+
+def test_columns_of_a_parquet_file_are_named(run, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"problem": ["what"], "data_source": ["x"]}), file)
+    (problem,) = refused(run, **{"data.train_files": str(file)})
+    assert problem.endswith("It has: problem, data_source. Set data.prompt_key=problem?")
+    run(**{"data.train_files": str(file), "data.prompt_key": "problem", "data.train_batch_size": 1,
+           "actor_rollout_ref.actor.ppo_mini_batch_size": 1, "data.val_files": str(file)})  # fmt: skip
+
+
+def test_a_batch_that_the_rows_do_not_fill_gets_a_size_that_they_do(run, tmp_path):
+    file = write_rows(tmp_path / "few.jsonl", [ROW] * 7)
+    (problem,) = refused(run, **{"data.train_files": str(file), "data.train_batch_size": 8})
+    assert problem.startswith("data.train_batch_size is 8: too few rows for one batch")
+    assert "7 kept, 8 needed" in problem and problem.endswith("Set data.train_batch_size=4.")
+
+
+def test_a_batch_of_the_default_size_is_asked_for_where_it_takes_hours(tmp_path, monkeypatch):
+    monkeypatch.setattr("hrl.trainer.preflight.gpus_here", lambda: 0)
+    arguments = [argument for argument in small_run(tmp_path) if "train_batch_size" not in argument]
+    write_rows(tmp_path / "rows.jsonl", [ROW] * 1024)
+    _, findings = inspect_run(compose_cli(arguments))
+    assert [str(problem) for problem in findings.problems] == [
+        "data.train_batch_size is not set, and one step of its default, 1,024 prompts × 8 samples, takes hours without "
+        "a GPU. Set it, e.g. data.train_batch_size=8."
+    ]
+    assert not inspect_run(compose_cli([*arguments, "data.train_batch_size=1024"]))[1].problems
+    monkeypatch.setattr("hrl.trainer.preflight.gpus_here", lambda: 8)
+    assert not inspect_run(compose_cli(arguments))[1].problems
+
+
+# ---------------------------------------------------------------------- models
 
 
 def reward_model(path):
@@ -97,24 +207,111 @@ def reward_model(path):
 
 
 def test_critic_and_reward_model_have_the_vocabulary_in_use(run, tmp_path):
-    same, other = save_model(tmp_path / "same"), save_model(tmp_path / "other", PROMPTS + " three")
+    same, other = save_model(tmp_path / "same"), save_model(tmp_path / "other", f"{PROMPT} three")
     run(**{"critic.model.path": str(same)}, **reward_model(same))
-    with pytest.raises(PreflightError, match="the critic other has another vocabulary"):
-        run(**{"critic.model.path": str(other)})
-    with pytest.raises(PreflightError, match="the reward model other has another vocabulary"):
-        run(**reward_model(other))
+    (problem,) = refused(run, **{"critic.model.path": str(other)})
+    assert problem.startswith("critic.model.path names other, which has another vocabulary")
+    (problem,) = refused(run, **reward_model(other))
+    assert problem.startswith("reward.reward_model.model_path names other, which has another vocabulary")
     run(**{"actor_rollout_ref.model.tokenizer_path": str(other)}, **reward_model(other))
 
 
-def test_a_folder_without_tokenizer_explains_itself(run, tmp_path):
+@pytest.mark.parametrize("key", ["critic.model.path", "actor_rollout_ref.model.path"])
+def test_a_folder_without_tokenizer_explains_itself(run, tmp_path, key):
     folder = save_model(tmp_path / "bare")
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    with pytest.raises(ModelSourceError, match="no usable tokenizer in .*bare"):
-        run(**{"critic.model.path": str(folder)})
+    (problem,) = refused(run, **{key: str(folder), "critic.model.path": str(folder)})
+    assert problem.startswith(f"{key} can't be used: no usable tokenizer in {folder}")
 
 
-def test_a_broken_config_explains_itself(run, tmp_path):
-    (tmp_path / "policy" / "config.json").write_text("{")
-    with pytest.raises((PreflightError, ModelSourceError), match=r"policy"):
-        run()
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json is no JSON"),
+        ("[]", "config.json holds a list"),
+        ('{"model_type": "no_such_model"}', "describes no model known here"),
+        ("{}", "describes no model known here"),
+    ],
+)
+def test_a_broken_config_explains_itself(run, tmp_path, text, message):
+    (tmp_path / "policy" / "config.json").write_text(text)
+    (problem,) = refused(run)
+    assert problem.startswith("actor_rollout_ref.model.path can't be used") and message in problem.replace(
+        "that can be built here", "known here"
+    )
+
+
+def test_a_hub_id_that_is_not_here_is_not_checked_and_everything_else_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    write_rows(tmp_path / "few.jsonl", [ROW, {**ROW, "prompt": None}])
+    arguments = [*small_run(tmp_path), "actor_rollout_ref.model.path=org/model", "data.train_batch_size=8"]
+    ready, findings = inspect_run(
+        compose_cli([*arguments, f"data.train_files={tmp_path / 'few.jsonl'}"]), download=False
+    )
+    assert ready is None
+    (unchecked,) = findings.unchecked
+    assert unchecked.startswith("actor_rollout_ref.model.path: org/model is a hub id that is not on this machine")
+    (bad,) = (str(problem) for problem in findings.problems)
+    assert bad.startswith("data.train_files can't be used: 1 bad rows")
+    ready, findings = inspect_run(compose_cli(arguments), download=False)
+    (few,) = (str(problem) for problem in findings.problems)
+    assert few == "data.train_batch_size is 8, but there are only 4 rows. Lower it."
+
+
+def test_a_name_that_no_hub_has_is_refused(run):
+    (problem,) = refused(run, **{"actor_rollout_ref.model.path": "not a hub id!"})
+    assert "is neither a folder nor a hub id" in problem
+
+
+# ---------------------------------------------------------------------- the run folder, and devices
+
+
+def test_the_run_folder_is_looked_at_before_anything_starts(run, tmp_path):
+    folder = tmp_path / "run"
+    state = folder / "checkpoints" / "step_3"
+    state.mkdir(parents=True)
+    (torn,) = refused(run)
+    assert torn.startswith("trainer.default_local_dir can't be used") and "none is whole" in torn
+    (state / "state.json").write_text(json.dumps({"step": 3, "data": {"rows": 1}}))
+    (other,) = refused(run)
+    assert "was saved with other training data" in other
+    (anew,) = refused(run, **{"trainer.resume_mode": "disable"})
+    assert "holds checkpoints of an earlier run" in anew
+    (missing,) = refused(
+        run, **{"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "gone")}
+    )
+    assert missing.startswith("trainer.resume_from_path can't be used") and "is no whole checkpoint" in missing
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "problem"),
+    [
+        (0, {}, None),
+        (0, {"trainer.n_gpus_per_node": 4}, None),  # ranks take turns on the CPU's cores
+        (0, {"trainer.device": "cuda"}, "trainer.device is cuda, but no GPU was found on this machine."),
+        (2, {"trainer.n_gpus_per_node": 2}, None),
+        (2, {"trainer.n_gpus_per_node": 4}, "trainer.n_gpus_per_node asks for 4 processes with a GPU each"),
+        (2, {"trainer.n_gpus_per_node": 2, "trainer.nnodes": 2}, "this machine has 2."),
+        (2, {"trainer.n_gpus_per_node": 4, "trainer.device": "cpu"}, None),
+        (2, {"trainer.n_gpus_per_node": 4, "trainer.ray_kwargs": {"num_gpus": 4}}, None),
+        (0, {"trainer.device": "cuda", "trainer.ray_kwargs": {"address": "auto"}}, None),
+    ],
+)
+def test_devices_are_counted_where_the_run_starts_its_own_ray(run, monkeypatch, gpus, changes, problem):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("hrl.trainer.inspection.gpus_here", lambda: gpus)
+    if problem is None:
+        run(**changes)
+    else:
+        (found,) = refused(run, **changes)
+        assert problem in found
+
+
+def test_a_data_set_class_that_raises_is_named(run, tmp_path):
+    (tmp_path / "own.py").write_text("import no_such_package\n")
+    (problem,) = refused(run, **{"data.custom_cls.path": str(tmp_path / "own.py"), "data.custom_cls.name": "Own"})
+    assert problem.startswith("data.custom_cls.path can't be used") and "ModuleNotFoundError" in problem
+    (problem,) = refused(run, **{"data.custom_cls.path": str(Path(tmp_path, "onw.py")), "data.custom_cls.name": "Own"})
+    assert "Did you mean" in problem and "own.py?" in problem

@@ -30,11 +30,13 @@ class ConfigError(ValueError):
         problems: the problems, in the order of the list.
     """
 
+    where = "in the configuration"
+
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems = tuple(problems)
         super().__init__(self.problems)
 
     def __str__(self) -> str:
         count = len(self.problems)
-        head = f"{count} problem{'s' if count != 1 else ''} in the configuration:"
+        head = f"{count} problem{'s' if count != 1 else ''} {self.where}:"
         return "\n".join([head, *(f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))])

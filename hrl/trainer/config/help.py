@@ -43,6 +43,20 @@ def run_help(program: str | None = None, kind: RunKind[Section] = PPO) -> str:
     )
 
 
+def check_help(kind: RunKind[Section] = PPO) -> str:
+    """Usage of `hrl check`: its own options, and then those of the run."""
+    own = [
+        "hrl check takes the look that a run takes before it starts anything: files, columns, model, reward function,",
+        "run folder, packages and devices. It lists everything that is wrong, and starts and downloads nothing.",
+        "",
+        "  --full                    every value with its default, instead of a summary",
+        "  --config-only             judge the configuration alone, for a line that is written for another machine",
+        "  --json                    one JSON object; exit status 0, or 2 where something is wrong",
+        "",
+    ]
+    return "\n".join([*own, run_help(f"{kind.check} [--full] [--config-only] [--json]", kind)])
+
+
 def _group_lines(group: str) -> list[str]:
     indent = 14
     choices = textwrap.wrap(", ".join(_choices(group)), _WIDTH - indent, break_on_hyphens=False)

@@ -10,7 +10,6 @@ from hrl.trainer.config.base import Section
 from hrl.trainer.config.compat import FIXED, MUST_EQUAL, REFUSED, RENAMED, Spellings
 from hrl.trainer.config.derived import DERIVED, Derive
 from hrl.trainer.config.errors import Problem
-from hrl.trainer.config.memory import ModelSize
 from hrl.trainer.config.rules import RULES, warnings
 from hrl.trainer.config.schema import PPOTrainerConfig
 
@@ -44,18 +43,18 @@ class Words:
     """A configuration in words, for `hrl check` and the banner.
 
     Attributes:
-        arithmetic: one step and the whole run in numbers.
+        arithmetic: one step and the whole run in numbers; takes `train_rows`, where these are known.
         placement: which roles live on which processes.
         units: keys whose name hides what they count, with value and unit.
-        memory: bytes per process, from the model's size.
+        memory: bytes per process, from the contents of the model's config.json; empty where these don't say.
         warnings: what is allowed but probably not meant.
         model_path: the model that is trained.
     """
 
-    arithmetic: Callable[[Any], list[Fact]]
+    arithmetic: Callable[..., list[Fact]]
     placement: Callable[[Any], list[Fact]]
     units: Callable[[Any], list[Fact]]
-    memory: Callable[[Any, ModelSize], list[Fact]]
+    memory: Callable[[Any, Mapping[str, Any]], list[Fact]]
     warnings: Callable[[Any], list[str]]
     model_path: Callable[[Any], str]
 
@@ -148,7 +147,7 @@ PPO = RunKind(
         arithmetic=arithmetic.batch_arithmetic,
         placement=arithmetic.placement_facts,
         units=arithmetic.units_in_words,
-        memory=memory.memory_estimate,
+        memory=memory.memory_facts,
         warnings=warnings,
         model_path=lambda config: config.actor_rollout_ref.model.path,
     ),

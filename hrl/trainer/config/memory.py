@@ -47,6 +47,12 @@ def model_size(hf_config: Mapping[str, Any]) -> ModelSize | None:
     return ModelSize(parameters, 2 * 2 * layers * kv_heads * head)
 
 
+def memory_facts(config: PPOTrainerConfig, hf_config: Mapping[str, Any]) -> list[Fact]:
+    """Bytes per process, from the contents of the policy's config.json; empty where these don't tell its size."""
+    size = model_size(hf_config)
+    return [] if size is None else memory_estimate(config, size)
+
+
 def memory_estimate(config: PPOTrainerConfig, size: ModelSize) -> list[Fact]:
     """Bytes per process of weights, gradients and optimizer state; activations come on top.
 

@@ -7,16 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from hrl.data.offline.dataset import OfflineDataset
-from hrl.data.offline.demonstrations import DemonstrationDataset
-from hrl.data.offline.pairs import PairDataset
 from hrl.single_controller.ray import RayClassWithInitArgs
 from hrl.trainer.cluster import available_cores
 from hrl.trainer.config.kinds import RunKind
 from hrl.trainer.config.offline.schema import OfflineConfig
 from hrl.trainer.config.offline.words import batch_arithmetic
 from hrl.trainer.offline.dpo import DPOTrainer
-from hrl.trainer.offline.preflight import OfflinePreflight, offline_preflight, padding_of_classifier
+from hrl.trainer.offline.preflight import OfflinePreflight, offline_preflight
 from hrl.trainer.offline.reporting import OfflineReporter
 from hrl.trainer.offline.rm import RMTrainer
 from hrl.trainer.offline.sft import SFTTrainer
@@ -34,21 +31,17 @@ class Parts:
 
     Attributes:
         trainer: the driver.
-        dataset: reads the rows.
         worker: the worker class with its arguments.
-        scores: the model is a classifier.
     """
 
     trainer: type[OfflineTrainer]
-    dataset: type[OfflineDataset[Any]]
     worker: Callable[[Any, int, Runtime, str], RayClassWithInitArgs]
-    scores: bool = False
 
 
 PARTS = {
-    "dpo": Parts(DPOTrainer, PairDataset, policy_worker),
-    "sft": Parts(SFTTrainer, DemonstrationDataset, policy_worker),
-    "rm": Parts(RMTrainer, PairDataset, reward_model_worker, scores=True),
+    "dpo": Parts(DPOTrainer, policy_worker),
+    "sft": Parts(SFTTrainer, policy_worker),
+    "rm": Parts(RMTrainer, reward_model_worker),
 }
 
 
@@ -70,28 +63,20 @@ def run_offline(kind: RunKind[Any], config: OfflineConfig, trainer_cls: type[Off
 
 
 def _run(kind: RunKind[Any], config: OfflineConfig, parts: Parts) -> None:
-    ready = prepare(config, parts)
+    ready = offline_preflight(kind.name, config)
     facts = [*batch_arithmetic(config, train_rows=len(ready.train_dataset)), *kind.words.placement(config)]
     run_session(
         config,
         partial(train, config, ready, parts),
         display=display_of(config, ready.total_training_steps, ["update"]),
         facts=facts,
-        warnings=kind.words.warnings(config),
+        warnings=[*kind.words.warnings(config), *ready.notes],
         tokenizer=ready.tokenizer,
         num_processes=config.num_processes,
         train_dataset=ready.train_dataset,
         batch_tokens=2 * config.data.train_batch_size * config.data.max_length,  # of pairs, a row is two answers
         reporter_cls=OfflineReporter,
     )
-
-
-def prepare(config: OfflineConfig, parts: Parts) -> OfflinePreflight:
-    """Looks at the files; raises as ``offline_preflight``."""
-    ready = offline_preflight(config, parts.dataset)
-    if not parts.scores:
-        return ready
-    return replace(ready, ids=replace(ready.ids, pad=padding_of_classifier(ready.tokenizer, ready.ids)))
 
 
 def train(config: OfflineConfig, ready: OfflinePreflight, parts: Parts, reporter: RunReporter) -> None:

@@ -1,0 +1,108 @@
+"""Files of rows, before they are read: whether one can be, and which columns it has."""
+
+from __future__ import annotations
+
+import glob
+import json
+from itertools import islice
+from pathlib import Path
+
+from hrl.data.errors import DatasetError
+from hrl.data.nearest import listing, way_to
+
+PARQUET = (".parquet",)
+JSON_LINES = (".jsonl", ".ndjson")
+READ = (*PARQUET, *JSON_LINES)
+
+_ROWS_LOOKED_AT = 64
+_PARQUET_MAGIC = b"PAR1"
+_GLOB = frozenset("*?[")
+_WAYS_OUT = {
+    ".csv": "pyarrow.parquet.write_table(pyarrow.csv.read_csv('rows.csv'), 'rows.parquet')",
+    ".json": "open('rows.jsonl', 'w').writelines(json.dumps(row) + '\\n' for row in json.load(open('rows.json')))",
+    ".arrow": "pyarrow.parquet.write_table(pyarrow.ipc.open_stream('rows.arrow').read_all(), 'rows.parquet')",
+}
+"""Suffix → a line of Python that makes a file of such rows one that is read."""
+
+
+def check_data_file(path: Path) -> None:
+    """Refuses what can't be a file of rows, saying what to name instead.
+
+    Args:
+        path: as the configuration names it, `~` replaced.
+
+    Raises:
+        DatasetError: it is missing, a pattern, a folder, empty, unreadable, or of another format.
+    """
+    if path.is_dir():
+        files = sorted(file for suffix in READ for file in path.glob(f"*{suffix}"))
+        raise DatasetError(f"{path} is a folder; name the files in it. {_named(files)}")
+    if not path.exists():
+        raise DatasetError(_missing(path))
+    if path.suffix not in READ:
+        how = _WAYS_OUT.get(path.suffix)
+        way_out = f", e.g. in Python: {how}" if how else ""
+        raise DatasetError(f"data file {path} is neither .parquet nor .jsonl; write it as one of them{way_out}")
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_PARQUET_MAGIC))
+    except OSError as error:
+        raise DatasetError(f"data file {path} can't be read: {error.strerror}") from error
+    if not start:
+        raise DatasetError(f"data file {path} is empty")
+    if path.suffix in PARQUET and start != _PARQUET_MAGIC:
+        raise DatasetError(f"data file {path} is not a readable Parquet file: it does not begin with PAR1")
+
+
+def _missing(path: Path) -> str:
+    if _GLOB & set(path.name):
+        found = sorted(Path(file) for file in glob.glob(str(path)))
+        return f"{path} is a pattern, and no file has that name; name the files. {_named(found)}"
+    as_hub = not path.is_absolute() and len(path.parts) == 2 and not path.suffix
+    hub = " Data sets of the hub are read from their files: download one and name its Parquet files." if as_hub else ""
+    return f"data file {path} does not exist. {way_to(path, _is_read)}{hub}"
+
+
+def _is_read(path: Path) -> bool:
+    return path.suffix in READ
+
+
+def _named(files: list[Path]) -> str:
+    """The files as the configuration takes them."""
+    return f"There are: [{listing([str(file) for file in files])}]" if files else "There is no .parquet or .jsonl file"
+
+
+def columns_of(path: Path) -> list[str] | None:
+    """Names of a file's columns: those of a Parquet file, or those that one of the first JSON lines has.
+
+    Args:
+        path: of a file that `check_data_file` admits.
+
+    Returns:
+        None if the file does not say: no line of its beginning is a JSON object.
+
+    Raises:
+        DatasetError: a Parquet file can't be read.
+    """
+    if path.suffix in PARQUET:
+        return _parquet_columns(path)
+    names: dict[str, None] = {}
+    with path.open("rb") as file:
+        for line in islice(file, _ROWS_LOOKED_AT):
+            try:
+                row = json.loads(line.decode("utf-8-sig"))
+            except ValueError:
+                continue  # told with its number when the rows are read
+            if isinstance(row, dict):
+                names |= dict.fromkeys(row)
+    return list(names) or None
+
+
+def _parquet_columns(path: Path) -> list[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return list(pq.read_schema(path).names)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error

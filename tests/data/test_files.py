@@ -1,0 +1,115 @@
+"""What can't be a file of rows is refused with what to name instead, and columns are found without reading all rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hrl.data.errors import DatasetError
+from hrl.data.files import check_data_file, columns_of
+from hrl.data.nearest import nearest_path
+from hrl.data.rows import Row, RowKeys, read_rows
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(DatasetError) as caught:
+        check_data_file(path)
+    return str(caught.value)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text('{"prompt": "hi"}\n')
+    (tmp_path / "data" / "held_out.parquet").write_bytes(b"PAR1")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("data/trian.jsonl", "data/train.jsonl"),
+        ("data/train.json", "data/train.jsonl"),
+        ("dta/train.jsonl", "data/train.jsonl"),
+        ("Data/TRAIN.jsonl", "data/train.jsonl"),
+        ("train.jsonl", "data/train.jsonl"),  # one folder further down
+    ],
+)
+def test_the_nearest_existing_file_is_named(folder, written, meant):
+    assert refusal(Path(written)) == f"data file {written} does not exist. Did you mean {meant}?"
+    assert refusal(folder / written).endswith(f"Did you mean {folder / meant}?")
+
+
+def test_without_a_similar_name_what_is_there_is_listed(folder):
+    assert refusal(Path("data/zzz")) == (
+        f"data file data/zzz does not exist. {folder}/data has held_out.parquet, train.jsonl. Data sets of the hub are "
+        "read from their files: download one and name its Parquet files."
+    )
+    assert refusal(Path("/no/such/place/rows.jsonl")).endswith("The folder /no/such/place does not exist either.")
+    assert nearest_path(Path("/no/such/place")) is None
+
+
+def test_a_pattern_and_a_folder_are_answered_with_their_files(folder):
+    assert refusal(Path("data/*.jsonl")).endswith("name the files. There are: [data/train.jsonl]")
+    assert refusal(Path("data/*.zip")).endswith("There is no .parquet or .jsonl file")
+    assert refusal(Path("data")) == (
+        "data is a folder; name the files in it. There are: [data/held_out.parquet, data/train.jsonl]"
+    )
+
+
+def test_an_empty_and_an_unreadable_file_say_so(tmp_path):
+    (tmp_path / "empty.jsonl").touch()
+    assert refusal(tmp_path / "empty.jsonl").endswith("empty.jsonl is empty")
+    unreadable = tmp_path / "unreadable.jsonl"
+    unreadable.symlink_to("/proc/self/mem")  # whoever asks, its first byte can't be read
+    assert "unreadable.jsonl can't be read: Input/output error" in refusal(unreadable)
+
+
+def test_a_parquet_file_that_is_none_says_so(tmp_path):
+    (tmp_path / "rows.parquet").write_text('{"prompt": "hi"}\n')
+    assert refusal(tmp_path / "rows.parquet").endswith("does not begin with PAR1")
+    (tmp_path / "cut.parquet").write_bytes(b"PAR1 and then nothing")
+    with pytest.raises(DatasetError, match="cut.parquet is not a readable Parquet file"):
+        columns_of(tmp_path / "cut.parquet")
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".json", ".arrow"])
+def test_other_formats_are_refused_with_a_line_that_converts_them(tmp_path, monkeypatch, suffix):
+    import pyarrow as pa
+    import pyarrow.csv
+    import pyarrow.parquet
+
+    rows = tmp_path / f"rows{suffix}"
+    table = pa.table({"prompt": ["one", "two"], "data_source": ["x", "x"]})
+    if suffix == ".csv":
+        pyarrow.csv.write_csv(table, rows)
+    elif suffix == ".json":
+        rows.write_text(json.dumps(table.to_pylist()))
+    else:
+        with pa.ipc.new_stream(rows, table.schema) as stream:
+            stream.write_table(table)
+    line = refusal(rows).partition("e.g. in Python: ")[2]
+    monkeypatch.chdir(tmp_path)
+    exec(line, {"pyarrow": pa, "json": json})  # noqa: S102 (the line that the message gives)
+    (made,) = (file for file in tmp_path.iterdir() if file != rows)
+    found = list(read_rows(str(made), RowKeys()))
+    assert [row.messages[0]["content"] for row in found if isinstance(row, Row)] == ["one", "two"]
+
+
+def test_columns_of_json_lines_are_those_of_its_first_objects(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('\n{"a": 1}\nno json\n[1]\n{"a": 1, "b": 2}\n')
+    assert columns_of(file) == ["a", "b"]
+    file.write_text("no json\n")
+    assert columns_of(file) is None
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_bytes(b'\xef\xbb\xbf{"prompt": "hi", "data_source": "x"}\n')
+    assert columns_of(file) == ["prompt", "data_source"]
+    (row,) = read_rows(str(file), RowKeys())
+    assert isinstance(row, Row) and row.messages == [{"role": "user", "content": "hi"}]
