@@ -16,9 +16,9 @@ from hrl.data.intake import DatasetCounts, Intake
 from hrl.data.rows import Row, RowKeys, read_rows
 from hrl.data.tokenizer import TokenIds, load_tokenizer, token_ids
 from hrl.data.user_file import names_in_user_file
-from hrl.reward.function import RewardFunctionError, RewardSpec
+from hrl.reward.function import RewardFunctionError
 from hrl.reward.pool import RewardPool
-from hrl.reward.score import SCORERS, find_scorer
+from hrl.reward.score import why_no_scorer
 from hrl.trainer.config.arithmetic import Fact, count, step_sizes, total_steps
 from hrl.trainer.config.keys import nearest
 from hrl.trainer.config.placement import resolve_placement
@@ -38,6 +38,7 @@ from hrl.trainer.inspection import (
     model_in_words,
     rows_in_words,
 )
+from hrl.trainer.reward_spec import memory_limit_bytes, reward_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from hrl.data.dataset import RLHFDataset
     from hrl.trainer.config import PPOTrainerConfig
     from hrl.trainer.config.data import DataConfig
+    from hrl.trainer.config.reward import RewardConfig
 
 __all__ = ["Preflight", "PreflightError", "inspect_run", "preflight"]
 
@@ -289,8 +291,7 @@ def _look_at_reward(findings: Findings, config: PPOTrainerConfig, train: Any, va
     findings.facts.append(Fact("reward", words + also))
     if custom.path is None and not known:
         return
-    path = None if custom.path is None else str(Path(custom.path).expanduser().resolve())
-    _load_where_it_runs(findings, config, RewardSpec(path, custom.name, custom.reward_kwargs, known))
+    _load_where_it_runs(findings, config.reward, known)
 
 
 def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str, ...]:
@@ -298,14 +299,11 @@ def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str,
     known: dict[str, None] = {}
     for key, rows in datasets.items():
         for source in () if rows is None else rows.data_sources:
-            try:
-                find_scorer(source)
-            except ValueError as error:
-                close = nearest(source, SCORERS)
-                hint = f"Did you mean {close[0]}?" if close else ""
-                findings.problem(key, f"has rows that can't be scored: {sentence(str(error))}", hint)
-            else:
+            reason = why_no_scorer(source)
+            if reason is None:
                 known[source] = None
+            else:
+                findings.problem(key, f"has rows that can't be scored: {sentence(reason)}")
         lacking = [row for row in getattr(rows, "checked_rows", ()) if row.reward_model.get("ground_truth") is None]
         if lacking:
             what = (
@@ -334,13 +332,12 @@ def _look_at_function(findings: Findings, custom: Any) -> bool:
     return False
 
 
-def _load_where_it_runs(findings: Findings, config: PPOTrainerConfig, spec: RewardSpec) -> None:
-    """Loads the function in a process of its own, which is where a run calls it."""
-    reward = config.reward
-    limit = None if reward.memory_limit_gib is None else int(reward.memory_limit_gib * 2**30)
+def _load_where_it_runs(findings: Findings, reward: RewardConfig, data_sources: tuple[str, ...]) -> None:
+    """Loads the function, or the built-in scorers of the data sources, in a process as a run has them."""
+    spec = reward_spec(reward, data_sources)
     key = f"{_FUNCTION}.path" if spec.path is not None else "data.train_files"
     try:
-        with RewardPool(spec, num_workers=1, timeout_s=reward.timeout_s, memory_limit_bytes=limit):
+        with RewardPool(spec, num_workers=1, timeout_s=reward.timeout_s, memory_limit_bytes=memory_limit_bytes(reward)):
             pass
     except (RewardFunctionError, ValueError) as error:
         findings.problem(key, f"can't be used: {sentence(str(error))}")

@@ -6,7 +6,6 @@ still generated.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -16,10 +15,10 @@ from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardActor
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, Weighting, combine_scores
-from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardError, RewardRow
 from hrl.reward.shaping import RewardShaping
 from hrl.trainer.ppo.lengths import lengths_of
+from hrl.trainer.reward_spec import memory_limit_bytes, reward_spec
 from hrl.workers.rollout.columns import sample_keys
 
 
@@ -50,22 +49,17 @@ class RewardService:
             overlong_buffer_tokens=overlong.len if overlong.enable else 0,
             overlong_factor=overlong.penalty_factor,
         )
-        custom = reward.custom_reward_function
         self._model_path = reward.reward_model.model_path
         self._round = 0
         self._title, self._validates = "no step", False
         self._loop: RewardActor | None = None
         if reward.function_weight != 0:  # otherwise the reward model alone decides
-            # Ray's processes need not run in this one's folder.
-            path = None if custom.path is None else str(Path(custom.path).expanduser().resolve())
-            spec = RewardSpec(path, custom.name, custom.reward_kwargs, data_sources)
-            limit_gib = reward.memory_limit_gib
             self._loop = RewardActor(
-                spec,
+                reward_spec(reward, data_sources),
                 num_workers=reward.num_workers,
                 timeout_s=reward.timeout_s,
                 max_concurrency=reward.max_concurrency,
-                memory_limit_bytes=None if limit_gib is None else int(limit_gib * 2**30),
+                memory_limit_bytes=memory_limit_bytes(reward),
                 on_error=reward.on_error,
             )
 
