@@ -96,6 +96,12 @@ def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
         raise RewardFunctionError(
             f"{module.__file__} has no function {spec.name!r}; it has: {', '.join(functions) or 'none'}"
         )
+    if isinstance(function, type) and not issubclass(function, Real | Mapping):
+        instance = f"{spec.name.lower()} = {spec.name}()"
+        raise RewardFunctionError(
+            f"{spec.name} in {module.__file__} is a class, and what calling it makes is no reward: write `{instance}` "
+            "below it, give the class `__call__`, and name the instance"
+        )
     if (problem := signature_problem(function, spec.kwargs)) is not None:
         raise RewardFunctionError(f"{spec.name} in {module.__file__} {problem}")
     return function

@@ -122,6 +122,9 @@ def test_a_reward_function_is_loaded_in_a_process_of_its_own(run, tmp_path, sour
         (f"1 / 0\n{SCORE}", "path can't be used: .*ZeroDivisionError"),
         ("def compute_score(solution_str=no_such_name):\n    pass", "path can't be used: .*no_such_name"),
         ("compute_score = 3", "path can't be used: .*compute_score"),
+        ("class compute_score:\n    def __init__(self, **row): pass", "path can't be used: .*is a class"),
+        ("def compute_score(solution_str):\n    pass", "path can't be used: .*does not take data_source"),
+        ("def compute_score(weight, **row):\n    pass", "path can't be used: .*needs weight"),
         (f"raise SystemExit(3)\n{SCORE}", "path can't be used: .*ended with exit code 3"),
     ],
 )
