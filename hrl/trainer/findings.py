@@ -10,6 +10,7 @@ from jinja2 import TemplateError
 
 from hrl.data.chat_template import ChatTemplateError
 from hrl.data.errors import DatasetError
+from hrl.data.model_config import ModelConfigError
 from hrl.data.model_source import ModelSourceError
 from hrl.data.user_file import UserFileError
 from hrl.reward.function import RewardFunctionError
@@ -23,6 +24,7 @@ EXPLAINED = (
     ChatTemplateError,
     CheckpointError,
     DatasetError,
+    ModelConfigError,
     ModelSourceError,
     RewardFunctionError,
     RunFolderError,

@@ -15,6 +15,7 @@ import numpy as np
 
 from hrl.data.errors import DatasetError
 from hrl.data.files import check_data_file, columns_of
+from hrl.data.model_config import load_config
 from hrl.data.model_folder import check_weights, model_facts
 from hrl.data.model_source import ModelSourceError, find_model, resolve_model
 from hrl.data.rows import BUNDLED_PREFIX, REASONING_GYM_PREFIX
@@ -58,13 +59,22 @@ def look_at_engine(findings: Findings, name: str) -> None:
         findings.problem("actor_rollout_ref.rollout.name", "is vllm, which is not installed.", hint)
 
 
-def look_at_model(findings: Findings, key: str, path: str, *, download: bool, trust_remote_code: bool) -> Path | None:
-    """The local folder of a model, with a configuration and whole weights.
+def look_at_model(
+    findings: Findings,
+    key: str,
+    path: str,
+    *,
+    override: Mapping[str, Any] | None = None,
+    download: bool,
+    trust_remote_code: bool,
+) -> Path | None:
+    """The local folder of a model, with a configuration that transformers knows and whole weights.
 
     Args:
         findings: takes what is wrong.
         key: that names the model.
         path: its value.
+        override: the section's ``override_config``.
         download: fetch a hub id that is not on this machine; otherwise that is noted.
         trust_remote_code: as for every use of the model.
 
@@ -82,7 +92,9 @@ def look_at_model(findings: Findings, key: str, path: str, *, download: bool, tr
         model_facts(folder)
         check_weights(folder)
         _check_type(folder, trust_remote_code)
-        return folder
+        with findings.about(f"{key.rpartition('.')[0]}.override_config"):
+            load_config(folder, override or {}, trust_remote_code=trust_remote_code)
+            return folder
     return None
 
 
@@ -92,15 +104,11 @@ def _check_type(folder: Path, trust_remote_code: bool) -> None:
     Raises:
         ModelSourceError: it does not, or its code would have to be trusted.
     """
-    from transformers import AutoConfig
-
     try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        load_config(folder, {}, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         first = " ".join(str(error).split(". ")[0].split())
-        raise ModelSourceError(
-            f"{folder / 'config.json'} describes no model that can be built here: {first}"
-        ) from error
+        raise ModelSourceError(f"{folder / 'config.json'} describes no model known here: {first}") from error
 
 
 def look_at_tokenizer(
@@ -136,20 +144,18 @@ def _tokenizer_is_cached(hub_id: str) -> bool:
         raise ModelSourceError(f"{hub_id} is neither a folder nor a hub id") from error
 
 
-def look_at_positions(
-    findings: Findings, folder: Path, override: Mapping[str, Any], wanted: int, keys: Sequence[str]
-) -> None:
+def look_at_positions(findings: Findings, folder: Path, model: ModelConfig, wanted: int, keys: Sequence[str]) -> None:
     """The longest sequence fits the model's positions.
 
     Args:
         findings: takes what is wrong.
         folder: of the model.
-        override: fields of its configuration that are replaced.
+        model: the section of the configuration.
         wanted: tokens of the longest sequence.
         keys: whose values add up to that.
     """
-    used = {**model_facts(folder), **override}
-    limit = used.get("max_position_embeddings")
+    used = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code)
+    limit = getattr(used.get_text_config(), "max_position_embeddings", None)
     if limit is not None and wanted > limit:
         hint = f"Lower {'one of the two' if len(keys) > 1 else 'it'}."
         verb = "are" if len(keys) > 1 else "is"

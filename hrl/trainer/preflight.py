@@ -116,14 +116,19 @@ def inspect_run(config: PPOTrainerConfig, *, download: bool = True) -> tuple[Pre
     look_at_engine(findings, config.actor_rollout_ref.rollout.name)
     model = config.actor_rollout_ref.model
     path = look_at_model(
-        findings, f"{_MODEL}.path", model.path, download=download, trust_remote_code=model.trust_remote_code
+        findings,
+        f"{_MODEL}.path",
+        model.path,
+        override=model.override_config,
+        download=download,
+        trust_remote_code=model.trust_remote_code,
     )
     tokenizer = look_at_tokenizer(findings, _MODEL, model, path, download=download)
     if path is not None:
         findings.facts.append(Fact("model", model_in_words(model.path, path)))
         lengths = ("data.max_prompt_length", "data.max_response_length")
         wanted = config.data.max_prompt_length + config.data.max_response_length
-        look_at_positions(findings, path, model.override_config, wanted, lengths)
+        look_at_positions(findings, path, model, wanted, lengths)
     critic, reward_model = _other_models(findings, config, path, tokenizer, download=download)
     train, val = _datasets(findings, config, tokenizer)
     _look_at_reward(findings, config, train, val)
@@ -176,11 +181,12 @@ def _other_models(
     found: list[Path | None] = []
     trust = config.actor_rollout_ref.model.trust_remote_code
     for key, name in wanted.items():
+        override = config.critic.model.override_config if key.startswith("critic") else {}
         # A critic in the policy's own folder reads what the policy reads, whichever tokenizer that is.
-        if name is None or name == config.actor_rollout_ref.model.path:
+        if name is None or (name == config.actor_rollout_ref.model.path and not override):
             found.append(None if name is None else policy)
             continue
-        folder = look_at_model(findings, key, name, download=download, trust_remote_code=trust)
+        folder = look_at_model(findings, key, name, override=override, download=download, trust_remote_code=trust)
         if folder is not None and folder != policy and tokenizer is not None:
             with findings.about(key):
                 _look_at_vocabulary(findings, key, folder, tokenizer, trust_remote_code=trust)

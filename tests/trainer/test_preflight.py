@@ -240,9 +240,12 @@ def test_a_folder_without_tokenizer_explains_itself(run, tmp_path, key):
 def test_a_broken_config_explains_itself(run, tmp_path, text, message):
     (tmp_path / "policy" / "config.json").write_text(text)
     (problem,) = refused(run)
-    assert problem.startswith("actor_rollout_ref.model.path can't be used") and message in problem.replace(
-        "that can be built here", "known here"
-    )
+    assert problem.startswith("actor_rollout_ref.model.path can't be used") and message in problem
+
+
+def test_an_override_that_does_not_fit_is_named(run):
+    (problem,) = refused(run, **{"actor_rollout_ref.model.override_config": {"hidden_sise": 3}})
+    assert problem.startswith("actor_rollout_ref.model.override_config can't be used") and "hidden_size" in problem
 
 
 def test_a_hub_id_that_is_not_here_is_not_checked_and_everything_else_is(tmp_path, monkeypatch):

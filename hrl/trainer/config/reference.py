@@ -24,8 +24,8 @@ _HEAD = """\
 
 A run is composed by hydra from `configs/`, then validated against a typed schema before torch or ray is imported.
 All problems are listed at once, each with the way out; a key that nothing reads is refused, with `+` too.
-`hrl check key=value ...` composes and validates exactly as a run would, takes its look at every file that is named, says
-in words what the run would do, and starts nothing; `hrl check --config-only` opens none of these files.
+`hrl check key=value ...` composes and validates exactly as a run would, looks at every file that is named as the run
+does, says in words what the run would do, and starts nothing; `hrl check --config-only` opens none of these files.
 
 ```console
 $ python -m hrl.trainer.main_ppo                                    # the quickstart

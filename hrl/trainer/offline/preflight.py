@@ -84,12 +84,17 @@ def inspect_offline(
     look_at_trackers(findings, config.trainer.logger)
     model, data = config.model, config.data
     path = look_at_model(
-        findings, "model.path", model.path, download=download, trust_remote_code=model.trust_remote_code
+        findings,
+        "model.path",
+        model.path,
+        override=model.override_config,
+        download=download,
+        trust_remote_code=model.trust_remote_code,
     )
     tokenizer = look_at_tokenizer(findings, "model", model, path, download=download)
     if path is not None:
         findings.facts.append(Fact("model", model_in_words(model.path, path)))
-        look_at_positions(findings, path, model.override_config, data.max_length, ["data.max_length"])
+        look_at_positions(findings, path, model, data.max_length, ["data.max_length"])
     ids = None if tokenizer is None or path is None else token_ids(tokenizer, path)
     train = _dataset(findings, kind_name, "data.train_files", config, tokenizer, ids)
     val = _dataset(findings, kind_name, "data.val_files", config, tokenizer, ids)
