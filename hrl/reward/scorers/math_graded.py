@@ -147,11 +147,11 @@ def _without_brackets(text: str) -> str:
     return re.sub(r"[{}() ]", "", text)
 
 
-def _score_geometry(text: str, truth: MathTruth) -> float:
+def _score_geometry(text: str, truth: MathTruth) -> dict[str, float]:
     boxes = boxed_answers(after_thinking(text))
     accuracy = float(bool(boxes) and all(graded_equal(truth, box) for box in boxes))
     form = float(_GEOMETRY_FORMAT.fullmatch(text) is not None)
-    return (1.0 - _GEOMETRY_FORMAT_WEIGHT) * accuracy + _GEOMETRY_FORMAT_WEIGHT * form
+    return {"score": (1.0 - _GEOMETRY_FORMAT_WEIGHT) * accuracy + _GEOMETRY_FORMAT_WEIGHT * form, "acc": accuracy}
 
 
 NUMINA = Scorer("the value of the box or of the stated answer, to 0.01 %", read_truth, _score_numina, load=load)
@@ -159,5 +159,6 @@ GEOMETRY = Scorer(
     "0.9 for the box, graded as PRM800K does, and 0.1 for <think>…</think> before it",
     read_truth,
     _score_geometry,
+    wrong={"score": 0.0, "acc": 0.0},
     load=load,
 )
