@@ -238,8 +238,9 @@ def mismatch(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -
         "chi2_token": ratio.square() - 1.0,
     }
     rows = rows_with_tokens(mask)
-    tokens = mask.bool().sum(dim=-1)[rows]
-    trainer_mean, sampler_mean = (column.sum(dim=-1)[rows] / tokens for column in (trainer, sampler))
+    # Rows without a token are left out at the end, by a factor: to pick the others, a GPU would make the host wait.
+    tokens = mask.bool().sum(dim=-1).clamp(min=1)
+    trainer_mean, sampler_mean = (column.sum(dim=-1) / tokens for column in (trainer, sampler))
     difference = (sampler_mean - trainer_mean).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     of_sequences = {
         "training_ppl": (-trainer_mean).clamp(max=MAX_LOG_RATIO).exp(),
@@ -249,5 +250,5 @@ def mismatch(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -
         "log_ppl_abs_diff": difference.abs(),
     }
     return {name: sum_and_count(value, mask) for name, value in of_tokens.items()} | {
-        name: (value.sum(), rows.sum()) for name, value in of_sequences.items()
+        name: (torch.where(rows, value, 0.0).sum(), rows.sum()) for name, value in of_sequences.items()
     }

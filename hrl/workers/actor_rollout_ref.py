@@ -158,6 +158,7 @@ class ActorRolloutRefWorker(ModelWorker):
             device=self.device,
             total_steps=self.total_optimizer_steps if trained else None,
             run_folder=Path(self.runtime.run_folder),
+            seed=self.runtime.seed,
         )
 
     def _model_source(self) -> ModelSource:
@@ -342,7 +343,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def _push_weights(self, version: int) -> SyncReport | None:
         """This rank's part of a sync. Every rank gathers all weights, and no reference to them outlives the call."""
         dtype = getattr(torch, self.config.rollout.dtype)
-        weights = self.policy.iter_full_params(dtype)
+        weights, kept = self.policy.iter_full_params(dtype), self.policy.frozen_names()
         if self._host is not None:
             try:
                 self._host.wake(("weights",))
@@ -351,9 +352,9 @@ class ActorRolloutRefWorker(ModelWorker):
                 for _ in weights:  # the other ranks are gathering already
                     pass
                 raise
-            return self._host.push_weights(version, self.policy.param_specs(dtype), weights)
+            return self._host.push_weights(version, self.policy.param_specs(dtype), weights, kept)
         if self._fellow is not None:
-            return self._fellow.push_weights(version, self.policy.param_specs(dtype), weights)
+            return self._fellow.push_weights(version, self.policy.param_specs(dtype), weights, kept)
         for _ in weights:  # a rank of a tensor-parallel engine on a CPU, whose lead sends for all
             pass
         return None
@@ -373,6 +374,7 @@ class ActorRolloutRefWorker(ModelWorker):
             bucket_bytes=rollout.weight_sync.bucket_mb << 20,
             timeout_s=rollout.weight_sync.timeout_s,
             address=address,
+            kept=self.policy.frozen_names(),
         )
         return self._broadcast.manifest, self._broadcast.handle
 

@@ -26,7 +26,8 @@ from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Meter, require_plan
-from hrl.workers.engine.packing import PackedMicroBatch, Rows, Wanted
+from hrl.workers.engine.host_memory import to_device
+from hrl.workers.engine.packing import PackedMicroBatch, Rows, Wanted, take_columns
 
 #: From the names of ``hrl.algos.preference`` to those that TRL's users know.
 _METRICS = {
@@ -62,11 +63,11 @@ class Piece:
 
     def rows(self, name: str) -> Tensor:
         """A column ``(B,)``, as ``(b,)`` on the result's device."""
-        return self.batch.batch[name][self.picked].to(self.result.device)
+        return to_device([self.batch.batch[name][self.picked]], self.result.device)[0]
 
     def tokens(self, name: str) -> Tensor:
         """A column ``(B, R)``, as ``(b, r)`` on the result's device."""
-        return self.batch.batch[name][self.picked, : self.result.shape[1]].to(self.result.device)
+        return take_columns(self.batch, (name,), self.picked, self.packed)[name]
 
     def pairs(self) -> tuple[list[int], list[int]]:
         """Where in the micro-batch the chosen and the rejected row of each pair stand, N each.
@@ -151,7 +152,7 @@ def update_preference(engine: Engine, batch: DataProto, plan: RankPlan | None) -
     def loss_of(piece: Piece) -> Tensor:
         chosen, rejected = piece.pairs()
         if "rollout_log_probs" in batch.batch.keys() and not piece.moved:
-            apart = (piece.result.detach() - piece.tokens("rollout_log_probs"))[piece.packed.mask]
+            apart = piece.packed.of_tokens(piece.result.detach() - piece.tokens("rollout_log_probs"))
             piece.meter.add_distances("rollout/logprob_diff", apart.abs())
         sums = sequence_log_prob(piece.result, piece.packed.mask)
         reference = piece.rows("ref_sequence_log_prob") if with_reference else None

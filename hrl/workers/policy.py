@@ -27,7 +27,7 @@ from hrl.workers.engine.engine import Engine, Meter, require_plan
 from hrl.workers.engine.loading import dtype_of, load_causal_lm
 from hrl.workers.engine.model import EngineModel
 from hrl.workers.engine.modules import PackedCausalLM
-from hrl.workers.engine.packing import PackedMicroBatch, Rows
+from hrl.workers.engine.packing import PackedMicroBatch, Rows, take_columns
 
 #: Columns a loss may read beside the mask, where the batch has them.
 OPTIONAL_COLUMNS = ("rollout_is_weights", "selected_tokens")
@@ -67,6 +67,7 @@ class Policy(EngineModel):
         device: of this rank.
         total_steps: length of the run in optimizer steps, for schedules that need it.
         run_folder: where batches are kept whose loss or gradient is not finite; ``None`` outside of a run.
+        seed: of the run, by which bfloat16 masters are rounded.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class Policy(EngineModel):
         device: torch.device,
         total_steps: int | None,
         run_folder: Path | None = None,
+        seed: int = 0,
     ) -> None:
         dtype = dtype_of(fsdp.model_dtype)
         if train is not None and train.use_kl_loss:
@@ -92,6 +94,7 @@ class Policy(EngineModel):
             device=device,
             total_steps=total_steps,
             run_folder=run_folder,
+            seed=seed,
         )
 
     @property
@@ -178,26 +181,29 @@ class Policy(EngineModel):
             return flat.log_prob.sum() * 0.0
         meter.add_work(packed, with_head=True)
         mask, log_prob, entropy = packed.mask, packed.unpack(flat.log_prob), packed.unpack(flat.entropy)
-
-        def column(name: str) -> Tensor:
-            return batch.batch[name][list(picked), : mask.shape[1]].to(mask.device)
+        read = {"advantages", "rollout_log_probs", *OPTIONAL_COLUMNS}
+        read |= set() if update.old_is_sampler else {"old_log_probs"}
+        read |= {"ref_log_prob"} if config.use_kl_loss else set()
+        columns = take_columns(batch, sorted(read & set(batch.batch.keys())), picked, packed)
 
         def share(loss_mat: Tensor) -> Tensor:
             counts = Counts(mini_batch.num_tokens, mini_batch.num_sequences, mini_batch.num_groups)
             norm = config.loss_scale_factor or update.rows.responses.shape[1]
             return aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm)
 
-        available = batch.batch.keys()
-        sampler = column("rollout_log_probs") if "rollout_log_probs" in available else None
+        sampler = columns.get("rollout_log_probs")
         is_compared = update.bypass is not None and not update.old_is_sampler
         if sampler is not None and not is_compared and self.steps_taken == update.steps_before:
-            _measure_mismatch(meter, log_prob, sampler, mask)
-        if update.old_is_sampler:
-            old_log_prob = column("rollout_log_probs")
-        else:
-            old_log_prob = column("old_log_probs") if "old_log_probs" in available else log_prob.detach()
-        optional = {name: column(name) for name in OPTIONAL_COLUMNS if name in available}
-        inputs = PolicyLossInput(log_prob, old_log_prob, column("advantages"), mask, **optional)
+            _measure_mismatch(meter, packed, log_prob, sampler)
+        old_log_prob = sampler if update.old_is_sampler else columns.get("old_log_probs")
+        optional = {name: columns[name] for name in OPTIONAL_COLUMNS if name in columns}
+        inputs = PolicyLossInput(
+            log_prob,
+            log_prob.detach() if old_log_prob is None else old_log_prob,
+            columns["advantages"],
+            mask,
+            **optional,
+        )
         result = self._policy_loss(inputs, sampler, update)
         loss = policy_share = share(result.loss_mat)
         meter.add_share("actor/pg_loss", policy_share, update.num_mini_batches)
@@ -207,7 +213,7 @@ class Policy(EngineModel):
         if config.entropy_coeff != 0:
             loss = loss - config.entropy_coeff * share(entropy)
         if config.use_kl_loss:
-            divergence = kl_penalty(log_prob, keep(column("ref_log_prob"), mask), config.kl_loss_type)
+            divergence = kl_penalty(log_prob, keep(columns["ref_log_prob"], mask), config.kl_loss_type)
             meter.add("actor/kl_loss", (divergence * mask).sum(), mask.sum())
             loss = loss + config.kl_loss_coef * share(divergence)
         return loss
@@ -222,9 +228,9 @@ class Policy(EngineModel):
         return result
 
 
-def _measure_mismatch(meter: Meter, log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> None:
-    meter.add_distances("rollout/logprob_diff", (log_prob.detach() - sampler_log_prob)[mask].abs())
-    for name, (total, count) in mismatch(log_prob, sampler_log_prob, mask).items():
+def _measure_mismatch(meter: Meter, packed: PackedMicroBatch, log_prob: Tensor, sampler_log_prob: Tensor) -> None:
+    meter.add_distances("rollout/logprob_diff", packed.of_tokens(log_prob.detach() - sampler_log_prob).abs())
+    for name, (total, count) in mismatch(log_prob, sampler_log_prob, packed.mask).items():
         meter.add(f"rollout_corr/{name}", total, count)
 
 

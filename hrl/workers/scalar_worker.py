@@ -54,4 +54,5 @@ class ScalarModelWorker(ModelWorker):
             device=device,
             total_steps=self.total_optimizer_steps,
             run_folder=Path(self.runtime.run_folder),
+            seed=self.runtime.seed,
         )

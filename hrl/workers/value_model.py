@@ -18,7 +18,7 @@ from hrl.workers.engine.engine import Engine, Meter, require_plan
 from hrl.workers.engine.loading import dtype_of, load_scalar_model
 from hrl.workers.engine.model import EngineModel
 from hrl.workers.engine.modules import PackedScalarModel
-from hrl.workers.engine.packing import PackedMicroBatch, Rows
+from hrl.workers.engine.packing import PackedMicroBatch, Rows, take_columns
 
 
 class ValueModel(EngineModel):
@@ -35,6 +35,7 @@ class ValueModel(EngineModel):
         device: of this rank.
         total_steps: length of the run in optimizer steps, for schedules that need it.
         run_folder: where batches are kept whose loss or gradient is not finite; ``None`` outside of a run.
+        seed: of the run, by which bfloat16 masters are rounded.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ValueModel(EngineModel):
         device: torch.device,
         total_steps: int | None,
         run_folder: Path | None = None,
+        seed: int = 0,
     ) -> None:
         dtype = dtype_of(fsdp.model_dtype)
         self.config: Any = train
@@ -58,6 +60,7 @@ class ValueModel(EngineModel):
             device=device,
             total_steps=total_steps,
             run_folder=run_folder,
+            seed=seed,
         )
 
     def export_classifier(self, folder: Path, *, pad_token_id: int) -> None:
@@ -133,11 +136,14 @@ class ValueModel(EngineModel):
             return flat.sum() * 0.0
         meter.add_work(packed, with_head=False)
         mask = packed.mask
-        values, returns = (
-            batch.batch[name][list(picked), : mask.shape[1]].to(mask.device) for name in ("values", "returns")
-        )
+        columns = take_columns(batch, ("values", "returns"), picked, packed)
         loss_mat, metrics = value_loss(
-            packed.unpack(flat), values, returns, mask, config.cliprange_value, name=batch.meta_info.get("value_loss")
+            packed.unpack(flat),
+            columns["values"],
+            columns["returns"],
+            mask,
+            config.cliprange_value,
+            name=batch.meta_info.get("value_loss"),
         )
         counts = Counts(mini_batch.num_tokens, mini_batch.num_sequences, mini_batch.num_groups)
         loss = aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm=rows.responses.shape[1])

@@ -382,7 +382,8 @@ def test_moments_come_with_the_optimizer_and_the_schedule_with_the_extras(llama,
     for contents, steps in ({("model", "optimizer"): (2, 0), ("model", "extra"): (0, 2)}).items():
         resumed = policy_of(llama)
         resumed.load(tmp_path, contents)
-        assert (resumed.engine.optimizer.moment_steps, resumed.engine.optimizer.steps_taken) == steps
+        optimizer = resumed.engine.optimizer
+        assert (set(optimizer.moment_steps.values()), optimizer.steps_taken) == ({steps[0]}, steps[1])
 
 
 def test_an_export_is_configured_as_the_model_that_was_trained(llama, tmp_path):

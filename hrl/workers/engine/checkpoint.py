@@ -4,8 +4,8 @@ torch's default storage keeps its metadata in a pickle. The safetensors storage 
 checkpoint of two ranks loads on three, and a folder from anywhere can be read without executing anything.
 
 A folder holds ``shard-*.safetensors`` (every rank's parameters and moments), ``rng-rank-*.safetensors`` and
-``state.json`` (names, shapes, step counts, world size). Writing to a temporary folder and renaming it is the caller's
-part.
+``state.json`` (names, shapes, the step count of each parameter's moments, world size). Writing to a temporary folder
+and renaming it is the caller's part.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ logger = logging.getLogger(__name__)
 
 CONTENTS = ("model", "optimizer", "extra")
 STATE_FILE = "state.json"
-FORMAT = 3
+FORMAT = 4
+#: Had one step count for all moments, read from the first parameter.
+ONE_COUNT_FORMAT = 3
 
 
 def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> None:
@@ -41,8 +43,8 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
         folder: created if missing; must be seen by all ranks.
         module: the sharded module.
         optimizer: ``None`` for a model that isn't trained.
-        contents: of ``model``, ``optimizer`` (moments and their step count), ``extra`` (position in the learning rate's
-            schedule, the global generators of Python, numpy and torch); others are somebody else's.
+        contents: of ``model``, ``optimizer`` (moments and their step counts), ``extra`` (position in the learning
+            rate's schedule, the global generators of Python, numpy and torch); others are somebody else's.
     """
     tensors = _tensors(module, optimizer, contents)
     folder.mkdir(parents=True, exist_ok=True)
@@ -56,7 +58,7 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
             "contents": [c for c in CONTENTS if c in contents],
             "world_size": dist.get_world_size(),
             "schedule_steps": optimizer.steps_taken if optimizer is not None else 0,
-            "moment_steps": optimizer.moment_steps if optimizer is not None else 0,
+            "moment_steps": optimizer.moment_steps if optimizer is not None else {},
             "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         }
         (folder / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
@@ -78,7 +80,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
     state = json.loads(path.read_text())
     wanted = [c for c in CONTENTS if c in contents and (c != "optimizer" or optimizer is not None)]
     lacking = [c for c in wanted if c not in state["contents"]]
-    if state["format"] != FORMAT:
+    if state["format"] not in (FORMAT, ONE_COUNT_FORMAT):
         raise ValueError(
             f"{folder} has format {state['format']}, this version of hrl reads {FORMAT}: continue it with the version "
             "that wrote it, or start anew from the model in its hf folder"
@@ -90,7 +92,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
     with torch.no_grad():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
     if optimizer is not None and "optimizer" in wanted:
-        optimizer.set_moment_steps(state["moment_steps"])
+        optimizer.set_moment_steps(_moment_steps(folder, state, optimizer))
     if "extra" in wanted:
         if optimizer is not None:
             optimizer.steps_taken = state["schedule_steps"]
@@ -103,6 +105,19 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
                 dist.get_world_size(),
             )
     dist.barrier()
+
+
+def _moment_steps(folder: Path, state: dict[str, Any], optimizer: Optimizer) -> dict[str, int]:
+    """By parameter, the steps its moments have seen; in the older format every parameter had seen the first one's."""
+    counts: dict[str, int] | int = state["moment_steps"]
+    if isinstance(counts, dict):
+        return counts
+    if counts == 0 and state["schedule_steps"] > 0:
+        raise ValueError(
+            f"{folder} was written by an older version of hrl, which lost the step count of AdamW's moments: the "
+            "model's first parameter never had a gradient. Start anew from the model in its hf folder"
+        )
+    return dict.fromkeys(optimizer.names.values(), counts)
 
 
 def _tensors(module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> dict[str, Any]:

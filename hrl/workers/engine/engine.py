@@ -17,14 +17,15 @@ from torch.distributed.fsdp import FSDPModule
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
-from hrl.workers.engine.checkpoint_form import CheckpointForm
+from hrl.workers.engine.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.workers.engine.flops import ModelFlops, peak_flops
+from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.loading import Loaded, dtype_of
 from hrl.workers.engine.nonfinite import SkippedStep, Symptoms, names_of_nonfinite, skip
-from hrl.workers.engine.optim import Optimizer, StepReport, local
+from hrl.workers.engine.optim import Optimizer, StepReport
 from hrl.workers.engine.packing import PackedMicroBatch, Rows, Wanted, pack
-from hrl.workers.engine.sharding import build_mesh, build_sharded
-from hrl.workers.engine.weights import ParamSpec, export_hf, iter_full_params, param_specs
+from hrl.workers.engine.sharding import build_mesh, build_sharded, keeps_cast_parameters
+from hrl.workers.engine.weights import PREFIX, ParamSpec, export_hf, iter_full_params, param_specs
 
 if TYPE_CHECKING:
     from hrl.protocol import DataProto
@@ -42,6 +43,7 @@ class Engine:
         device: of this rank.
         total_steps: length of the run in optimizer steps.
         run_folder: where batches are kept whose loss or gradient is not finite; ``None`` outside of a run.
+        seed: of the run, by which bfloat16 masters are rounded.
     """
 
     def __init__(
@@ -55,25 +57,42 @@ class Engine:
         device: torch.device,
         total_steps: int | None,
         run_folder: Path | None = None,
+        seed: int = 0,
     ) -> None:
         self.device = device
         self.run_folder = run_folder
         self.train_config = train
         self.share_prefix = share_prefix
         self.mesh = build_mesh(device, fsdp.fsdp_size)
-        self.module, loaded = build_sharded(load, wrap, fsdp, self.mesh, device)
+        self.module, loaded = build_sharded(load, wrap, fsdp, self.mesh, device, train=train is not None)
         self.source_config = loaded.source_config
         self.form = CheckpointForm.of(loaded.model)
         self.flops = ModelFlops.of(loaded.model)
+        self.frozen: frozenset[str] = frozenset()
+        # On a CPU there is nothing to gain: the host's memory is the device's.
+        movable = device.type != "cpu"
         self.optimizer: Optimizer | None = None
         if train is None:
             self.module.requires_grad_(False)
             self.module.eval()
         else:
-            self.optimizer = Optimizer(self.module, train.optim, train.grad_clip, total_steps)
-        movable = device.type != "cpu"
-        self._param_offload = movable and fsdp.param_offload
-        self._optimizer_offload = movable and train is not None and fsdp.optimizer_offload
+            parameters = self.module.named_parameters()
+            self.frozen = frozenset(name for name, parameter in parameters if not parameter.requires_grad)
+            self.optimizer = Optimizer(
+                self.module,
+                train.optim,
+                train.grad_clip,
+                total_steps,
+                device=device,
+                offload=movable and fsdp.optimizer_offload,
+                seed=seed,
+            )
+        self.host_copies = HostCopies(self.module, device) if movable and fsdp.param_offload else None
+        self._keeps_cast = keeps_cast_parameters(self.mesh.size(), device, fsdp.reshard_after_forward)
+        self._is_changed = False
+        self._frees_memory = self.host_copies is not None or (
+            self.optimizer is not None and self.optimizer.adamw.offload
+        )
         self.offload()
 
     # ------------------------------------------------------------------ running
@@ -105,16 +124,24 @@ class Engine:
             Float32 columns on the CPU: ``(B, R)``, or ``(B,)`` for ``wanted="last"``; zero where nothing was asked.
         """
         count, width = rows.responses.shape
-        columns = [torch.zeros(count, 1 if wanted == "last" else width) for _ in range(num_outputs)]
-        with self.resident(optimizer=False):
-            for picked in forward_micro_batches(plan, count):
+        micro_batches = forward_micro_batches(plan, count)
+        results: list[Tensor] = []
+        with self.resident():
+            for picked in micro_batches:
                 packed = self.pack(rows, picked, wanted)
-                for column, flat in zip(columns, run(packed), strict=True):
-                    result = packed.unpack(flat).float().cpu()
-                    if not packed.is_empty:
-                        column[list(picked), : result.shape[1]] = result
+                outputs = torch.stack(run(packed)).float()
+                assert len(outputs) == num_outputs, "`run` gives as many results as are asked for"
+                if not packed.is_empty:
+                    results.append(outputs)
             self._release_gathered()
-        return [column.squeeze(1) if wanted == "last" else column for column in columns]
+            # Once for all micro-batches: to fetch is to wait until they are computed.
+            found = torch.cat(results, 1).cpu() if results else torch.zeros(num_outputs, 0)
+        columns = torch.zeros(num_outputs, count, 1 if wanted == "last" else width)
+        # In the order of the micro-batches and of their rows, so came the results.
+        order = [row for picked in micro_batches for row in picked]
+        mask = torch.ones(count, 1, dtype=torch.bool) if wanted == "last" else torch.from_numpy(rows.trained)
+        columns[:, order] = torch.zeros_like(columns).masked_scatter(mask[order].expand_as(columns), found)
+        return [column.squeeze(1) if wanted == "last" else column for column in columns.unbind()]
 
     def update(
         self,
@@ -141,7 +168,7 @@ class Engine:
             NonFiniteStepError: several steps in a row were not finite.
         """
         reports = []
-        with self.resident(optimizer=True):
+        with self.resident():
             for index, mini_batch in enumerate(plan.mini_batches):
                 report = self.step(mini_batch, partial(loss_of, mini_batch))
                 reports.append(report)
@@ -167,6 +194,7 @@ class Engine:
             losses.append(loss.detach())
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
         report = optimizer.step(total, fill_missing=last < 0)
+        self._is_changed |= report.applied
         return report if report.applied else replace(report, losses=tuple(map(float, losses)))
 
     @property
@@ -191,8 +219,8 @@ class Engine:
         skip(SkippedStep(name, step, index, in_a_row, batch, mini_batch, self.train_config, symptoms), self.run_folder)
 
     def _keep_gathered(self, keep: bool) -> None:
-        """With one rank, the cast parameters stay until the weights change; with several they would cost memory."""
-        if self.mesh.size() == 1 and isinstance(self.module, FSDPModule):
+        """Where they may stay, the cast parameters stay until the weights change."""
+        if self._keeps_cast and isinstance(self.module, FSDPModule):
             self.module.set_reshard_after_backward(not keep)
 
     def _release_gathered(self) -> None:
@@ -204,28 +232,28 @@ class Engine:
     # ------------------------------------------------------------------ where it lives
 
     @contextlib.contextmanager
-    def resident(self, *, optimizer: bool) -> Iterator[None]:
-        """Everything that the block needs is on the device inside it, and offloaded afterwards where configured."""
-        self.onload(optimizer=optimizer)
+    def resident(self) -> Iterator[None]:
+        """The parameters are on the device inside the block, and offloaded afterwards where configured.
+
+        Offloaded moments stay where they are: they visit the device a bucket at a time, see ``AdamW``.
+        """
+        self.onload()
         try:
             yield
         finally:
             self.offload()
 
-    def onload(self, *, optimizer: bool = True) -> None:
-        """Brings offloaded parameters (and moments) to the device."""
-        if self._param_offload:
-            self.module.to(self.device)
-        if self._optimizer_offload and optimizer and self.optimizer is not None:
-            self.optimizer.to(self.device)
+    def onload(self) -> None:
+        """Brings offloaded parameters to the device."""
+        if self.host_copies is not None:
+            self.host_copies.onload()
 
     def offload(self) -> None:
-        """Takes parameters and moments to host memory, where the configuration says so."""
-        if self._param_offload:
-            self.module.to("cpu")
-        if self._optimizer_offload and self.optimizer is not None:
-            self.optimizer.to(torch.device("cpu"))
-        if self._param_offload or self._optimizer_offload:
+        """Takes parameters to host memory, where the configuration says so."""
+        if self.host_copies is not None:
+            self.host_copies.offload(changed=self._is_changed)
+            self._is_changed = False
+        if self._frees_memory and self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     # ------------------------------------------------------------------ state
@@ -239,20 +267,30 @@ class Engine:
     def load(self, folder: Path, contents: Collection[str] = CONTENTS) -> None:
         """Loads what ``save`` wrote, on any number of ranks; every rank calls it."""
         load_state(folder, self.module, self.optimizer, contents)
+        self._is_changed = True
 
     def export_hf(self, folder: Path) -> None:
         """Writes a folder that transformers and vLLM load, in the dtype of the folder that was loaded."""
         own = self.source_config.dtype or torch.bfloat16
         dtype = dtype_of(own) if isinstance(own, str) else own
-        export_hf(self.iter_full_params(dtype), self.source_config, folder, dtype)
+        everything = iter_full_params(self.module, self.form, dtype, self.device)
+        export_hf(everything, self.source_config, folder, dtype)
 
     def param_specs(self, dtype: torch.dtype) -> list[ParamSpec]:
         """Name, dtype and shape of everything that ``iter_full_params`` yields, in its order."""
-        return param_specs(self.module, self.form, dtype)
+        return param_specs(self.module, self.form, dtype, skip=self.frozen)
 
     def iter_full_params(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """``(name, full tensor)`` as the checkpoint has them, on the device and in a fixed order; it gathers."""
-        return iter_full_params(self.module, self.form, dtype, self.device)
+        """``(name, full tensor)`` as the checkpoint has them, on the device and in a fixed order; it gathers.
+
+        Left out is what was frozen at load, of which ``frozen_names`` gives the names.
+        """
+        return iter_full_params(self.module, self.form, dtype, self.device, skip=self.frozen)
+
+    def frozen_names(self) -> list[str]:
+        """Names in the checkpoint of what no update moves: whoever has the model's folder has it."""
+        kept = {name for name, _ in saved_tensors(self.module)} & self.frozen
+        return sorted(piece.name for name in kept for piece in self.form.pieces(name.removeprefix(PREFIX)))
 
 
 def forward_micro_batches(plan: RankPlan | None, num_rows: int) -> tuple[tuple[int, ...], ...]:
@@ -301,7 +339,9 @@ class Meter:
         """Adds to a mean over tokens or rows."""
         total = total.detach()
         old = self._sums.get(name)
-        count = torch.as_tensor(count, dtype=total.dtype, device=total.device)
+        if not isinstance(count, Tensor):  # filled in on the device, not copied to it
+            count = torch.full((), float(count), dtype=total.dtype, device=total.device)
+        count = count.to(total)
         self._sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
 
     def add_share(self, name: str, share: Tensor, num_mini_batches: int) -> None:
@@ -328,14 +368,13 @@ class Meter:
     def metrics(self, prefix: str, reports: list[StepReport]) -> dict[str, Metric]:
         """Everything under ``prefix/``, with ``perf/mfu/<prefix>``."""
         elapsed_s = time.perf_counter() - self._start
-        metrics = {name: Metric.mean(float(total), float(count)) for name, (total, count) in self._sums.items()}
-        for name, parts in self._distances.items():
-            distances = torch.cat(parts).double()
-            if distances.numel() > 0:
-                metrics[f"{name}_mean"] = Metric.mean(float(distances.sum()), distances.numel())
-                # Over several ranks the largest of their 99th percentiles, which is not below that of all tokens.
-                metrics[f"{name}_p99"] = Metric.max(float(torch.quantile(distances[:QUANTILE_LIMIT], 0.99)))
-                metrics[f"{name}_max"] = Metric.max(float(distances.max()))
+        sums, spreads = self._on_host()
+        metrics = {name: Metric.mean(total, count) for name, (total, count) in sums.items()}
+        for name, (total, p99, largest, count) in spreads.items():
+            metrics[f"{name}_mean"] = Metric.mean(total, int(count))
+            # Over several ranks the largest of their 99th percentiles, which is not below that of all tokens.
+            metrics[f"{name}_p99"] = Metric.max(p99)
+            metrics[f"{name}_max"] = Metric.max(largest)
         applied = [report for report in reports if report.applied]
         metrics[f"{prefix}/grad_norm"] = Metric.mean(sum(r.grad_norm for r in applied), len(applied))
         if reports:
@@ -346,3 +385,21 @@ class Meter:
         if peak is not None and self._flops > 0:
             metrics[f"perf/mfu/{prefix}"] = Metric.mean(self._flops / elapsed_s / peak, 1.0)
         return metrics
+
+    def _on_host(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """Totals and counts; sums, 99th percentiles, largest and numbers of distances. One wait for all of them."""
+        rows = {name: torch.stack(pair).double() for name, pair in self._sums.items()}
+        spreads = {name: torch.cat(parts).double() for name, parts in self._distances.items()}
+        for name, distances in spreads.items():
+            if distances.numel() > 0:
+                p99 = torch.quantile(distances[:QUANTILE_LIMIT], 0.99)
+                number = torch.full_like(p99, distances.numel())
+                rows[f"distances of {name}"] = torch.stack([distances.sum(), p99, distances.max(), number])
+        if not rows:
+            return {}, {}
+        flat = torch.cat(list(rows.values())).tolist()
+        found = {name: [flat.pop(0) for _ in range(row.numel())] for name, row in rows.items()}
+        return (
+            {name: found[name] for name in self._sums},
+            {name: found[f"distances of {name}"] for name in spreads if f"distances of {name}" in found},
+        )

@@ -42,8 +42,12 @@ class EngineModel:
         """``(name, full tensor)`` as the checkpoint has them, cast to ``dtype``; every rank runs it to its end."""
         return self.engine.iter_full_params(dtype)
 
+    def frozen_names(self) -> list[str]:
+        """Names in the checkpoint of what no update moves, which ``iter_full_params`` therefore leaves out."""
+        return self.engine.frozen_names()
+
     def onload(self) -> None:
-        """Brings offloaded parameters and moments to the device."""
+        """Brings offloaded parameters to the device."""
         self.engine.onload()
 
     def offload(self) -> None:

@@ -1,9 +1,9 @@
-"""AdamW, its schedule, the global gradient norm, and what happens to a step that is not finite."""
+"""An optimizer step: the rate, the global gradient norm, clipping, and what happens if something is not finite."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hrl.workers.engine.adamw import AdamW
+from hrl.workers.engine.host_memory import local
 from hrl.workers.engine.nonfinite import names_of_nonfinite
 
 
@@ -81,43 +83,52 @@ class StepReport:
 
 
 class Optimizer:
-    """AdamW over sharded parameters.
+    """AdamW over sharded parameters, with a schedule and clipping.
 
     Args:
-        module: the sharded module.
+        module: the sharded module; what of it requires no gradient is left alone.
         optim: ``lr``, ``betas``, ``weight_decay`` and the schedule's keys.
         grad_clip: largest global gradient norm.
         total_steps: length of the run in optimizer steps.
+        device: where a step is computed; by default that of the parameters.
+        offload: keep the moments in host memory.
+        seed: of the run.
 
     Attributes:
         steps_taken: position in the schedule.
         skipped_in_a_row: steps that were not applied, since the last one that was.
     """
 
-    def __init__(self, module: nn.Module, optim: Any, grad_clip: float, total_steps: int | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        optim: Any,
+        grad_clip: float,
+        total_steps: int | None,
+        *,
+        device: torch.device | None = None,
+        offload: bool = False,
+        seed: int = 0,
+    ) -> None:
         self.schedule = Schedule.of(optim, total_steps)
         self.grad_clip = grad_clip
         self.steps_taken = 0
         self.skipped_in_a_row = 0
         self.names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.parameters: list[nn.Parameter] = list(self.names)
-        self.adamw = torch.optim.AdamW(
-            self.parameters, lr=optim.lr, betas=tuple(optim.betas), weight_decay=optim.weight_decay, fused=True
+        self.adamw = AdamW(
+            self.names,
+            betas=(optim.betas[0], optim.betas[1]),
+            weight_decay=optim.weight_decay,
+            device=device or self.parameters[0].device,
+            offload=offload,
+            seed=seed,
         )
-        self._allocate_moments()
-
-    def _allocate_moments(self) -> None:
-        """Makes AdamW's state now, so that a checkpoint has the same keys before and after the first step."""
-        for parameter in self.parameters:
-            self.adamw.state[parameter] = {
-                "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-                "exp_avg": torch.zeros_like(parameter),
-                "exp_avg_sq": torch.zeros_like(parameter),
-            }
 
     def zero_grad(self) -> None:
         """Frees all gradients."""
-        self.adamw.zero_grad(set_to_none=True)
+        for parameter in self.parameters:
+            parameter.grad = None
 
     def step(self, loss: Tensor, *, fill_missing: bool = False) -> StepReport:
         """Clips and applies the gradients, unless something is not finite on any rank.
@@ -140,34 +151,19 @@ class Optimizer:
         self.skipped_in_a_row = 0
         if norm > self.grad_clip:
             torch._foreach_mul_(grads, self.grad_clip / (norm + 1e-6))
-        for group in self.adamw.param_groups:
-            group["lr"] = lr
-        self.adamw.step()
+        self.adamw.step(lr)
         self.zero_grad()
         self.steps_taken += 1
         return StepReport(norm, lr, applied=True)
 
     @property
-    def moment_steps(self) -> int:
-        """Steps that the moments have seen, from which AdamW corrects their bias."""
-        return int(self.adamw.state[self.parameters[0]]["step"])
+    def moment_steps(self) -> dict[str, int]:
+        """By parameter, the steps that its moments have seen, from which AdamW corrects their bias."""
+        return {name: self.adamw.steps[parameter] for parameter, name in self.names.items()}
 
-    def set_moment_steps(self, steps: int) -> None:
-        """The moments come from a checkpoint and have seen ``steps`` steps."""
-        for state in self.adamw.state.values():
-            state["step"].fill_(steps)
-
-    def to(self, device: torch.device) -> None:
-        """Moves the moments."""
-        for state in self.adamw.state.values():
-            for key in ("exp_avg", "exp_avg_sq"):
-                state[key] = state[key].to(device)
-            state["step"] = state["step"].to(device)
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    def set_moment_steps(self, steps: Mapping[str, int]) -> None:
+        """The moments come from a checkpoint and have seen these steps."""
+        self.adamw.steps = {parameter: steps[name] for parameter, name in self.names.items()}
 
 
 def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple[float, bool]:
@@ -182,12 +178,13 @@ def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple
     if grads:
         squares = torch.stack(torch._foreach_norm(list(grads))).double().square().sum()
     if not isinstance(example, DTensor) or example.device_mesh.size() == 1:
-        norm = float(squares.sqrt())
-        return norm, math.isfinite(norm) and bool(torch.isfinite(loss))
+        norm, loss_sum = torch.stack([squares.sqrt(), loss.detach().double().reshape(())]).tolist()
+        return norm, math.isfinite(norm) and math.isfinite(loss_sum)
     bad = (~torch.isfinite(loss.detach())).double().reshape(())
     total = torch.stack([squares, bad])
     dist.all_reduce(total)
     # With replicas of shards every shard was counted once per replica.
     replicas = example.device_mesh.size() // example.device_mesh["shard"].size()
-    norm = float((total[0] / replicas).sqrt())
-    return norm, math.isfinite(norm) and float(total[1]) == 0.0
+    square, num_bad = total.tolist()
+    norm = math.sqrt(square / replicas)
+    return norm, math.isfinite(norm) and num_bad == 0.0

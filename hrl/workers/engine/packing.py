@@ -11,6 +11,7 @@ Three savings, none of which changes a number:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hrl.workers.ops.layout import AttentionLayout, send
+from hrl.workers.engine.host_memory import to_device
+from hrl.workers.ops.layout import AttentionLayout
 
 if TYPE_CHECKING:
     from hrl.protocol import DataProto
@@ -111,6 +113,10 @@ class PackedMicroBatch:
             return flat.new_zeros(self.mask.shape)
         return flat.new_zeros(self.mask.numel()).index_copy(0, self.mask_index, flat).view(self.mask.shape)
 
+    def of_tokens(self, matrix: Tensor) -> Tensor:
+        """The way back: the ``(N,)`` entries of ``(b, r)`` at which the results stand; none where nothing is wanted."""
+        return matrix.reshape(-1).index_select(0, self.mask_index)
+
 
 def pack(
     rows: Rows, picked: tuple[int, ...], *, share_prefix: bool, wanted: Wanted, device: torch.device
@@ -143,8 +149,7 @@ def pack(
             before_first[row] = start + len(prompt) - 1
             response_start[row] = writer.add(rows.responses[row, :length], start, len(prompt)) if length else -1
     width = 1 if wanted == "last" else max(int(np.flatnonzero(rows.trained[i]).max()) + 1 for i, _ in used)
-    mask = np.zeros((len(picked), width), bool)
-    index, labels = [], []
+    index, labels, places = [], [], []
     for slot, row in enumerate(picked):
         if row not in before_first:
             continue
@@ -152,27 +157,32 @@ def pack(
             length = int(rows.response_lengths[row])
             index.append(np.array([response_start[row] + length - 1 if length else before_first[row]]))
             labels.append(np.zeros(1, np.int64))
-            mask[slot, 0] = True
+            places.append(np.array([slot]))
             continue
         columns = np.flatnonzero(rows.trained[row])
         index.append(np.where(columns == 0, before_first[row], response_start[row] + columns - 1))
         labels.append(rows.responses[row, columns])
-        mask[slot, columns] = True
+        places.append(slot * width + columns)
     layout = writer.layout()
+    arrays = (
+        np.concatenate(writer.tokens)[None],
+        layout.position_ids()[None],
+        *map(np.concatenate, (index, labels, places)),
+    )
+    input_ids, position_ids, hidden_index, label_ids, at = to_device([*map(torch.from_numpy, arrays)], device)
+    mask = torch.zeros(len(picked) * width, dtype=torch.bool, device=device).index_fill(0, at, True)
     return PackedMicroBatch(
-        _send(np.concatenate(writer.tokens)[None], device),
-        _send(layout.position_ids()[None], device),
-        layout,
-        _send(np.concatenate(index), device),
-        _send(np.concatenate(labels), device),
-        _send(mask, device),
-        _send(np.flatnonzero(mask), device),
-        is_empty=False,
+        input_ids, position_ids, layout, hidden_index, label_ids, mask.view(len(picked), width), at, is_empty=False
     )
 
 
-def _send(array: np.ndarray, device: torch.device) -> Tensor:
-    return send(torch.from_numpy(array), device)
+def take_columns(
+    batch: DataProto, names: Iterable[str], picked: Sequence[int], packed: PackedMicroBatch
+) -> dict[str, Tensor]:
+    """Columns ``(B, R)`` of the picked rows, as ``(b, r)`` on the device of ``packed``, in one copy."""
+    names, rows = tuple(names), list(picked)
+    host = [batch.batch[name][rows, : packed.mask.shape[1]] for name in names]
+    return dict(zip(names, to_device(host, packed.mask.device), strict=True))
 
 
 def _used_lengths(rows: Rows, picked: tuple[int, ...], wanted: Wanted) -> list[int | None]:

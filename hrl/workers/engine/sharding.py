@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
 from hrl.workers.engine.loading import Loaded, dtype_of
+from hrl.workers.engine.towers import freeze, frozen_modules, unreachable_parameters
 
 
 def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
@@ -34,12 +35,24 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     return init_device_mesh(device.type, (world // fsdp_size, fsdp_size), mesh_dim_names=("replicate", "shard"))
 
 
+def keeps_cast_parameters(num_ranks: int, device: torch.device, reshard_after_forward: bool) -> bool:
+    """Whether the parameters' copies in the compute dtype stay from one forward to the next.
+
+    With several ranks they are gathered from the others, and to keep them would be to hold the whole model. A rank of
+    its own only casts. On a CPU that takes as long as it takes to read the weights, and memory is there; a GPU casts
+    in no time, and the copies are half as large as float32 masters.
+    """
+    return num_ranks == 1 and (device.type == "cpu" or not reshard_after_forward)
+
+
 def build_sharded(
     load: Callable[[bool], Loaded],
     wrap: Callable[[Any], nn.Module],
     fsdp: Any,
     mesh: DeviceMesh,
     device: torch.device,
+    *,
+    train: bool,
 ) -> tuple[nn.Module, Loaded]:
     """Loads, wraps and shards a model.
 
@@ -52,17 +65,22 @@ def build_sharded(
         fsdp: ``dtype``, ``reshard_after_forward``.
         mesh: from ``build_mesh``.
         device: of this rank.
+        train: freeze what cannot be trained, see ``hrl.workers.engine.towers``.
 
     Returns:
         The sharded module, and rank 0's loading record (the structure's on other ranks).
     """
     if mesh.size() == 1:
         loaded = load(False)
+        if train:
+            freeze(loaded.model, unreachable_parameters(loaded.model))
         module = wrap(loaded.model)
         _shard(module, loaded, fsdp, mesh)
         return module.to(device), loaded
     full = load(False) if dist.get_rank() == 0 else None
     loaded = load(True)
+    if train:
+        freeze(loaded.model, _broadcast_object(() if full is None else unreachable_parameters(full.model)))
     module = wrap(loaded.model)
     _shard(module, loaded, fsdp, mesh)
     tied = _tied_names(module)
@@ -83,12 +101,17 @@ def _shard(module: nn.Module, loaded: Loaded, fsdp: Any, mesh: DeviceMesh) -> No
         reduce_dtype=torch.float64 if compute == torch.float64 else torch.float32,
         cast_forward_inputs=False,
     )
-    # Without a second rank there is nobody to give a shard to, and gathering twice would only copy.
-    reshard = fsdp.reshard_after_forward and mesh.size() > 1
+    device = torch.device(mesh.device_type)
+    reshard = fsdp.reshard_after_forward and not keeps_cast_parameters(mesh.size(), device, fsdp.reshard_after_forward)
     layer_names = set(loaded.model._no_split_modules or ())
     layers = [m for m in module.modules() if type(m).__name__ in layer_names]
     for layer in layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    for end, keeps in _vocabulary_modules(loaded.model):
+        fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and not keeps)
+    for tower in () if not any(p.requires_grad for p in module.parameters()) else frozen_modules(module):
+        if not isinstance(tower, FSDPModule):  # never run, and so never gathered, apart from the root
+            fully_shard(tower, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if mesh.size() > 1:
         # Losses are divided by global counts, so that gradients add up over ranks. Gloo has no scaled sum.
@@ -96,6 +119,19 @@ def _shard(module: nn.Module, loaded: Loaded, fsdp: Any, mesh: DeviceMesh) -> No
             if isinstance(unit, FSDPModule):
                 unit.set_force_sum_reduction_for_comms(True)
                 unit.set_gradient_divide_factor(1.0)
+
+
+def _vocabulary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, bool]]:
+    """Embedding and head, and whether each is wanted again right after its forward.
+
+    They are a model's largest matrices. In the root's unit both would be whole from the first layer to the last; on
+    their own they are whole while they run, the head until its backward, which comes next. A matrix that both share
+    belongs to one unit and is wanted at both ends, so it stays with the root.
+    """
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is None:
+        return [(embedding, False)]
+    return [] if head.weight is embedding.weight else [(embedding, False), (head, True)]
 
 
 def _tied_names(module: nn.Module) -> list[tuple[str, str]]:
@@ -127,6 +163,11 @@ def _broadcast_buffers(module: nn.Module, source: nn.Module | None) -> None:
 
 def _broadcast_conversions(model: PreTrainedModel, source: PreTrainedModel | None) -> None:
     """What transformers converted when it read rank 0's weights: a model without weights does not know."""
-    record = [None if source is None else source._weight_conversions]
+    model._weight_conversions = _broadcast_object(None if source is None else source._weight_conversions)
+
+
+def _broadcast_object(value: Any) -> Any:
+    """Rank 0's."""
+    record = [value]
     dist.broadcast_object_list(record, src=0)
-    model._weight_conversions = record[0]
+    return record[0]

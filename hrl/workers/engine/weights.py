@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -37,17 +37,20 @@ class ParamSpec(NamedTuple):
     shape: tuple[int, ...]
 
 
-def param_specs(module: nn.Module, form: CheckpointForm, dtype: torch.dtype) -> list[ParamSpec]:
+def param_specs(
+    module: nn.Module, form: CheckpointForm, dtype: torch.dtype, *, skip: Collection[str] = ()
+) -> list[ParamSpec]:
     """Names as the checkpoint has them, in the order of ``iter_full_params``; tied parameters once."""
     return [
         ParamSpec(piece.name, _outgoing_dtype(tensor, dtype), piece.shape)
         for name, tensor in saved_tensors(module)
+        if name not in skip
         for piece in form.pieces(name.removeprefix(PREFIX))
     ]
 
 
 def iter_full_params(
-    module: nn.Module, form: CheckpointForm, dtype: torch.dtype, device: torch.device
+    module: nn.Module, form: CheckpointForm, dtype: torch.dtype, device: torch.device, *, skip: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
     """Yields ``(name, full tensor)`` as the checkpoint has them, in a fixed order on every rank; tied parameters once.
 
@@ -59,8 +62,11 @@ def iter_full_params(
         form: the checkpoint's.
         dtype: of what is yielded; buffers keep theirs, which their model chose for a reason.
         device: where tensors are gathered.
+        skip: names in memory of what is left out.
     """
     for name, tensor in saved_tensors(module):
+        if name in skip:
+            continue
         shard = tensor.detach().to(device=device, dtype=_outgoing_dtype(tensor, dtype))
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard
         yield from form.split(name.removeprefix(PREFIX), full)

@@ -8,7 +8,7 @@ products of another shape).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -63,8 +63,8 @@ class HfModelWriter:
                 target.view(-1)[self._positions_in(holder)[name]] = tensor.to(target)
             self._written.add(name)
 
-    def finish(self) -> None:
-        missing = sorted(self._holders.keys() - self._written)
+    def finish(self, kept: Collection[str] = ()) -> None:
+        missing = sorted(self._holders.keys() - self._written - set(kept))
         if missing:
             raise WeightSyncError(f"the trainer sent nothing for {', '.join(missing[:8])}")
 

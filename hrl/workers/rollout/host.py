@@ -248,6 +248,7 @@ class RolloutHost:
         version: int,
         specs: Iterable[tuple[str, torch.dtype, Sequence[int]]],
         weights: Iterable[tuple[str, Tensor]],
+        kept: Sequence[str] = (),
     ) -> SyncReport:
         """Weight sync from this process's trainer into this host's engine, over memory handles.
 
@@ -255,13 +256,14 @@ class RolloutHost:
             version: policy version of the weights.
             specs: (name, dtype, shape) of what `weights` will yield; used at the first call.
             weights: (name, full tensor), run to its end whatever happens.
+            kept: names of what the engine keeps from its folder; used at the first call.
 
         Raises:
             WeightSyncError: see `WeightSync.push`.
         """
         self._running()
         if self._sync is None:
-            manifest, transport = self._transport(specs)
+            manifest, transport = self._transport(specs, kept)
             self._sync = WeightSync(
                 manifest, transport, [self], timeout_s=self._config.weight_sync.timeout_s, fellows=self._fellows
             )
@@ -286,13 +288,15 @@ class RolloutHost:
             self.weights_abort(str(error))
             raise WeightSyncError(str(error)) from None
 
-    def _transport(self, specs: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[Manifest, SenderTransport]:
+    def _transport(
+        self, specs: Iterable[tuple[str, torch.dtype, Sequence[int]]], kept: Sequence[str]
+    ) -> tuple[Manifest, SenderTransport]:
         if self._device.type == "cuda" and self.engine.own_process:
-            manifest = Manifest.build(specs, self._config.weight_sync.bucket_mb << 20)
+            manifest = Manifest.build(specs, self._config.weight_sync.bucket_mb << 20, kept)
             return manifest, CudaIpcSender(manifest, self._device)
         # Shared memory holds the whole model anyway, and overlapping would make sender and receiver fight for the same
         # cores: one bucket is twice as fast as several.
-        manifest = Manifest.build(specs, sys.maxsize)
+        manifest = Manifest.build(specs, sys.maxsize, kept)
         return manifest, SharedMemorySender(manifest)
 
     # The receiving end of `WeightSync`, for a sender in this process.

@@ -6,7 +6,7 @@ import asyncio
 import math
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -87,9 +87,9 @@ class DictWriter:
             self._written.add(name)
             self.weights[name] = tensor + 1 if name == self._script.corrupt_tensor else tensor.clone()
 
-    def finish(self) -> None:
+    def finish(self, kept: Collection[str] = ()) -> None:
         dropped = {self._script.drop_tensor} if self._script.drop_tensor is not None else set()
-        missing = sorted((self._expected or self._written | dropped) - self._written)
+        missing = sorted((self._expected or self._written | dropped) - self._written - set(kept))
         if missing:
             raise WeightSyncError(f"the trainer sent nothing for {', '.join(missing)}")
         self._expected = set(self._written)

@@ -10,7 +10,7 @@ import inspect
 import logging
 import multiprocessing
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +81,16 @@ class VllmModelWriter:
             self._loaded = None
         self._keep_unfinished_layers(weights)
 
-    def finish(self) -> None:
+    def finish(self, kept: Collection[str] = ()) -> None:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         if self._loaded is not None:
-            missing = [f"nothing for {name}" for name in sorted(self._required - self._loaded)]
+            missing = [
+                f"nothing for {name}"
+                for name in sorted(self._required - self._loaded)
+                if not is_kept(name, kept, self._loaded)
+            ]
             missing += self._incomplete_modules()
             if missing:
                 raise WeightSyncError(f"the trainer sent {'; '.join(missing[:8])} (the engine's names){self._hint()}")
@@ -154,6 +158,22 @@ class VllmModelWriter:
                     sent = isinstance(value, Tensor) and not value.is_meta and key != "param"
                     if sent and value.untyped_storage().data_ptr() in bucket:
                         call.arguments[key] = value.clone()
+
+
+def is_kept(name: str, kept: Collection[str], loaded: Collection[str]) -> bool:
+    """Whether a parameter of the engine belongs to a tower of which the trainer sends nothing.
+
+    The engine fuses and renames what is inside of a tower, so the tower's name is compared: the first part of the
+    engine's, which stands somewhere in the checkpoint's. A tower of which anything was sent has to be sent wholly.
+
+    Args:
+        name: the engine's.
+        kept: names in the checkpoint of what is not sent.
+        loaded: the engine's names of what was.
+    """
+    tower = name.partition(".")[0]
+    is_named = any(tower in other.split(".") for other in kept)
+    return is_named and not any(other.startswith(f"{tower}.") for other in loaded)
 
 
 def _required_parameters(model: nn.Module, tied: Sequence[nn.Module]) -> set[str]:

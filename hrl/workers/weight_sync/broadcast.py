@@ -50,6 +50,7 @@ class WeightBroadcast:
         bucket_bytes: size of the two buffers.
         timeout_s: of joining and of every sync.
         address: that engines reach this process by.
+        kept: names of what engines keep from their folder.
     """
 
     def __init__(
@@ -61,8 +62,9 @@ class WeightBroadcast:
         bucket_bytes: int,
         timeout_s: float,
         address: str,
+        kept: Sequence[str] = (),
     ) -> None:
-        self.manifest = Manifest.build(specs, bucket_bytes)
+        self.manifest = Manifest.build(specs, bucket_bytes, kept)
         sender = BroadcastSender(self.manifest, num_receivers, device=device, timeout_s=timeout_s, address=address)
         self.handle: dict[str, Any] = sender.handle()
         self._sync = WeightSync(self.manifest, sender, timeout_s=timeout_s)

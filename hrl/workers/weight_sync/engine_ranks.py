@@ -308,6 +308,7 @@ class FellowRank:
         version: int,
         specs: Iterable[tuple[str, torch.dtype, Sequence[int]]],
         weights: Iterable[tuple[str, Tensor]],
+        kept: Sequence[str] = (),
     ) -> SyncReport:
         """This rank's part of a sync; see ``RolloutHost.push_weights``.
 
@@ -315,7 +316,7 @@ class FellowRank:
             WeightSyncError: see ``WeightSync.push``; also what befell the lead.
         """
         if self._sync is None:
-            manifest = Manifest.build(specs, self._bucket_bytes)
+            manifest = Manifest.build(specs, self._bucket_bytes, kept)
             sender = CudaIpcSender(manifest, self._device)
             self._sync = WeightSync(manifest, sender, [self._lead], timeout_s=self._timeout_s)
         return self._sync.push(version, weights)

@@ -132,17 +132,29 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Every tensor of the model, in buckets. Equal on both sides and from step to step."""
+    """Every tensor of the model, in buckets. Equal on both sides and from step to step.
+
+    Attributes:
+        buckets: what is sent.
+        kept: names of tensors that are not sent, because no update moves them: the receiver keeps its folder's.
+    """
 
     buckets: tuple[Bucket, ...]
+    kept: tuple[str, ...] = ()
 
     @classmethod
-    def build(cls, specs: Iterable[tuple[str, torch.dtype, Sequence[int]]], bucket_bytes: int) -> Manifest:
+    def build(
+        cls,
+        specs: Iterable[tuple[str, torch.dtype, Sequence[int]]],
+        bucket_bytes: int,
+        kept: Iterable[str] = (),
+    ) -> Manifest:
         """Lays tensors out in their given order.
 
         Args:
             specs: (name, dtype, shape) of every tensor, in the order in which the trainer will yield them.
             bucket_bytes: the most that a bucket holds, and at least ``ALIGNMENT_BYTES``. A larger tensor is cut.
+            kept: names of what the trainer will not yield.
 
         Raises:
             WeightSyncError: a name stands twice, or there is no tensor.
@@ -168,7 +180,7 @@ class Manifest:
         if not pieces:
             raise WeightSyncError("the list of weights is empty")
         buckets.append(Bucket(tuple(pieces), end))
-        return cls(tuple(buckets))
+        return cls(tuple(buckets), tuple(kept))
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -214,7 +226,8 @@ class Manifest:
             tuple(
                 Bucket(tuple(map(_piece_from_plain, bucket["pieces"])), bucket["payload_bytes"])
                 for bucket in plain["buckets"]
-            )
+            ),
+            tuple(plain["kept"]),
         )
 
     def difference(self, other: Manifest) -> list[str]:

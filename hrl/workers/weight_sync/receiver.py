@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -39,11 +39,14 @@ class ModelWriter(Protocol):
             WeightSyncError: a tensor that the model doesn't have.
         """
 
-    def finish(self) -> None:
+    def finish(self, kept: Collection[str] = ()) -> None:
         """Puts everything written into effect.
 
+        Args:
+            kept: names of tensors that are not sent and stay as they are.
+
         Raises:
-            WeightSyncError: a parameter was not written; names it.
+            WeightSyncError: a parameter was neither written nor is to be kept; names it.
         """
 
     def cancel(self) -> None:
@@ -150,7 +153,7 @@ class WeightReceiver:
             raise WeightSyncError(f"{self._name}: {len(self._loaded)} of {len(manifest.buckets)} buckets have arrived")
         for pieces in self._pending:
             self._write(pieces)
-        self._writer.finish()
+        self._writer.finish(manifest.kept)
         read_back = self._read_back(manifest)
         report = ReceiverReport(self._name, self._version, len(manifest.tensors), manifest.nbytes, read_back)
         self._known_good, self._manifest, self._pending = manifest, None, []

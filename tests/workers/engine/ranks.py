@@ -6,9 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
+from hrl.workers.engine.adamw import AdamW
 from hrl.workers.engine.optim import StepReport
 from hrl.workers.policy import Policy
 from hrl.workers.value_model import ValueModel
@@ -128,7 +132,22 @@ def _continue(policy: Policy, batch: DataProto, plan: RankPlan) -> dict[str, Any
     return {"after": parameters(policy), "rates": rates, "random": random}
 
 
-def everything_on_two_ranks(rank: int, path: Path, mixture: Path, single: Path, double: Path) -> dict[str, Any]:
+def rounded_weights(rank: int) -> torch.Tensor:
+    """bfloat16 weights in shards of unequal size after two steps of AdamW on one gradient; gathered."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
+    generator = torch.Generator().manual_seed(0)
+    start, gradient = (torch.randn(33, 64, generator=generator).bfloat16() for _ in range(2))
+    weight = torch.nn.Parameter(distribute_tensor(start, mesh, [Shard(0)]))
+    adamw = AdamW({weight: "w"}, betas=(0.9, 0.99), weight_decay=0.0, device=CPU)
+    for _ in range(2):
+        weight.grad = distribute_tensor(gradient, mesh, [Shard(0)])
+        adamw.step(1e-3)
+    return full(weight.detach())
+
+
+def everything_on_two_ranks(
+    rank: int, path: Path, mixture: Path, gemma3: Path, untied: Path, single: Path, double: Path
+) -> dict[str, Any]:
     """All that the tests want to know of two ranks, in one start of two processes."""
     policy = policy_of(path, "float32")
     rounded = dict(policy.iter_full_params(torch.bfloat16))
@@ -145,4 +164,7 @@ def everything_on_two_ranks(rank: int, path: Path, mixture: Path, single: Path, 
         "straight": train_and_save(rank, path, double, 2),
         "resumed": load_and_train(rank, path, double, 2),
         "from_one_rank": load_and_train(rank, path, single, 2),
+        "rounded": rounded_weights(rank),
+        "untied": one_sided_gradients(rank, untied, 2),
+        "frozen": sorted(policy_of(gemma3, "float32").frozen_names()),
     }

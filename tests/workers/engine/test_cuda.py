@@ -14,6 +14,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hrl.batching import RankPlan
 from hrl.protocol import DataProto
+from hrl.workers.engine.adamw import AdamW
+from hrl.workers.engine.rounding import round_stochastically
 from hrl.workers.policy import Policy
 from tests.workers.engine.ranks import CPU, gradients
 from tests.workers.engine.tiny import (
@@ -76,9 +78,13 @@ def state_of(policy: Policy) -> dict[str, torch.Tensor]:
     return {name: tensor.cpu().clone() for name, tensor in (weights_of(policy) | moments_of(policy)).items()}
 
 
-def homes(policy: Policy) -> set[str]:
-    """The devices of parameters and moments."""
-    return {tensor.device.type for tensor in (weights_of(policy) | moments_of(policy)).values()}
+def homes(policy: Policy) -> tuple[set[str], set[str]]:
+    """The devices of parameters, and of moments."""
+    weights, moments = ({t.device.type for t in found(policy).values()} for found in (weights_of, moments_of))
+    return weights, moments
+
+
+ON_HOST = ({"cpu"}, {"cpu"})
 
 
 def test_log_probs_and_gradients_are_those_of_a_cpu(llama):
@@ -121,22 +127,22 @@ def assert_equal(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor])
 def test_offloading_moves_everything_there_and_back_and_changes_no_number(llama):
     batch, plan = batch_and_plan()
     policy = policy_on(CUDA, llama, **OFFLOAD)
-    assert homes(policy) == {"cpu"}
+    assert homes(policy) == ON_HOST
     for _ in range(2):
         policy.update(batch, plan)
-        assert homes(policy) == {"cpu"}
+        assert homes(policy) == ON_HOST
     state = state_of(policy)
     offloaded = policy.compute_log_prob(batch, plan).batch["old_log_probs"]
-    assert homes(policy) == {"cpu"}
+    assert homes(policy) == ON_HOST
     policy.onload()
-    assert homes(policy) == {"cuda"}
+    assert homes(policy) == ({"cuda"}, {"cpu"}), "moments visit a bucket at a time"
     assert_equal(state_of(policy), state)
     policy.offload()
-    assert homes(policy) == {"cpu"}
+    assert homes(policy) == ON_HOST
     assert_equal(state_of(policy), state)
 
     stayed = policy_on(CUDA, llama)
-    assert homes(stayed) == {"cuda"}
+    assert homes(stayed) == ({"cuda"}, {"cuda"})
     with torch.no_grad():
         for name, tensor in weights_of(stayed).items():
             tensor.copy_(state[name])
@@ -163,6 +169,39 @@ def test_an_offloaded_policy_holds_no_memory_of_the_gpu_between_its_calls(tmp_pa
     assert weights > 30 << 20 and torch.cuda.memory_allocated() - before < weights / 8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_with_visiting_moments_holds_two_buckets_and_gives_the_numbers_of_one_without(dtype):
+    """Peak of a step beyond weights and gradients; a bfloat16 bucket is also widened to float32."""
+    elements, bucket = 1 << 26, 1 << 22
+
+    def step(**options) -> tuple[torch.Tensor, int]:
+        weight = torch.nn.Parameter(torch.linspace(-1, 1, elements, device=CUDA).view(1 << 13, -1).to(dtype))
+        adamw = AdamW(
+            {weight: "w"}, betas=(0.9, 0.99), weight_decay=0.1, device=CUDA, bucket_elements=bucket, **options
+        )
+        gc.collect()
+        for _ in range(2):
+            weight.grad = torch.linspace(1, 2, elements, device=CUDA).view(1 << 13, -1).to(dtype)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            adamw.step(1e-3)
+            peak = torch.cuda.max_memory_allocated() - before
+        if options.get("offload"):
+            assert all(tensor.is_pinned() for tensor in adamw.state[weight].values())
+        return weight.detach().cpu(), peak
+
+    (stayed, _), (visited, peak) = step(), step(offload=True)
+    assert torch.equal(stayed, visited)
+    moments_bytes = 2 * (2 * 4 * bucket)
+    widened_bytes = 0 if dtype == torch.float32 else 6 * 4 * bucket  # weight, gradient, chance and its steps
+    assert peak <= moments_bytes + widened_bytes + (1 << 20)
+
+
+def test_rounding_on_a_gpu_is_that_of_a_cpu():
+    wide = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(round_stochastically(wide.to(CUDA), 12345, 67).cpu(), round_stochastically(wide, 12345, 67))
+
+
 def test_an_offloaded_state_is_saved_exported_and_loaded_where_it_lies(llama, tmp_path, monkeypatch):
     """Beside an engine that is awake a GPU has no room for parameters and moments."""
     batch, plan = batch_and_plan()
@@ -175,7 +214,7 @@ def test_an_offloaded_state_is_saved_exported_and_loaded_where_it_lies(llama, tm
         policy.export_hf(tmp_path / "hf")
         resumed.load(tmp_path / "state")
 
-    assert homes(resumed) == {"cpu"}
+    assert homes(resumed) == ON_HOST
     assert_equal(state_of(resumed), state_of(policy))
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert_equal(exported, {name.removeprefix("model."): tensor for name, tensor in weights_of(policy).items()})

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -68,6 +70,23 @@ def save_mixture(folder: Path, family: str) -> Path:
         options = {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SHAPE, **options, norm_topk_prob=True))
     model.save_pretrained(folder)
+    return folder
+
+
+def save_gemma3(folder: Path) -> Path:
+    """A random Gemma 3 with its vision tower, which text does not pass through."""
+    torch.manual_seed(4)
+    text = SHAPE | {"head_dim": 8, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
+    vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text,
+        vision_config=vision | {"image_size": 28, "patch_size": 14},
+        mm_tokens_per_image=4,
+        boi_token_index=58,
+        eoi_token_index=59,
+        image_token_index=60,
+    )
+    Gemma3ForConditionalGeneration(config).save_pretrained(folder)
     return folder
 
 

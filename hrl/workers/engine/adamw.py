@@ -1,0 +1,263 @@
+"""AdamW on this rank's shards: state per parameter, moments that may live in host memory, masters that may be bfloat16.
+
+The arithmetic is torch's (``torch.optim.adamw``, its fused kernel), on
+
+- **whole shards**, where moments lie on the device and masters are float32 (or float64);
+- **buckets** of at most ``BUCKET_ELEMENTS`` elements otherwise. With ``offload`` the moments are born in host memory
+  and only a bucket's moments visit the device, two buckets at most: while one is computed with, the next comes and the
+  one before goes, on streams of their own. bfloat16 masters are widened to float32 a bucket at a time and rounded back
+  stochastically (``hrl.workers.engine.rounding``); their moments are float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.adamw import adamw
+
+from hrl.workers.engine.host_memory import Lane, host_zeros_like, local
+from hrl.workers.engine.rounding import round_stochastically, rounding_key
+
+#: Elements whose moments visit the device together: 128 MiB for each of the two moments in float32.
+BUCKET_ELEMENTS = 1 << 25
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_EPS = 1e-8
+
+
+class Piece(NamedTuple):
+    """A run of elements of a parameter's flattened shard."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """These elements of the parameter's shard, its gradient's or a moment's, as a view ``(n,)``."""
+        return local(tensor).view(-1)[self.start : self.stop]
+
+
+class AdamW:
+    """AdamW over sharded parameters.
+
+    Args:
+        names: of the parameters that are trained.
+        betas: decay rates of the moments.
+        weight_decay: decoupled.
+        device: where parameters and gradients are at a step.
+        offload: keep the moments in host memory.
+        seed: of the run, for bfloat16 masters.
+        bucket_elements: see ``BUCKET_ELEMENTS``.
+
+    Attributes:
+        state: ``exp_avg`` and ``exp_avg_sq`` of each parameter, sharded as it is. They exist from the start, so that a
+            checkpoint has the same keys before and after the first step.
+        steps: how many updates the moments of each parameter have seen; its bias correction follows from it.
+
+    Raises:
+        ValueError: a parameter's dtype is neither float32, float64 nor bfloat16.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Parameter, str],
+        *,
+        betas: tuple[float, float],
+        weight_decay: float,
+        device: torch.device,
+        offload: bool = False,
+        seed: int = 0,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> None:
+        self._names = names
+        self._betas = betas
+        self._weight_decay = weight_decay
+        self._device = device
+        self._seed = seed
+        self._bucket_elements = bucket_elements
+        self.offload = offload
+        self.steps = dict.fromkeys(names, 0)
+        self.state = {parameter: self._moments(parameter, name) for parameter, name in names.items()}
+        self._coming, self._going = Lane(device), Lane(device)
+
+    def _moments(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
+        wide = {torch.bfloat16: torch.float32}.get(parameter.dtype, parameter.dtype)
+        if wide not in (torch.float32, torch.float64):
+            raise ValueError(f"{name} is {parameter.dtype}: AdamW trains float32 and bfloat16 weights (model_dtype)")
+        if self.offload:
+            return {moment: host_zeros_like(parameter, wide, self._device) for moment in MOMENTS}
+        return {moment: torch.zeros_like(parameter, dtype=wide, device=self._device) for moment in MOMENTS}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Updates every parameter that has a gradient; the others keep weight, moments and step count."""
+        moved = [p for p in self._names if p.grad is not None]
+        for parameter in moved:
+            self.steps[parameter] += 1
+        shards = [p for p in moved if local(p).numel() > 0]
+        if self.offload:
+            self._step_with_visiting_moments(shards, lr)
+            return
+        wide = [p for p in shards if p.dtype != torch.bfloat16]
+        if wide:
+            columns = zip(*map(self._tensors, wide), strict=True)
+            self._adamw([[local(tensor) for tensor in column] for column in columns], self._counts(wide), lr)
+        for bucket in self._buckets([p for p in shards if p.dtype == torch.bfloat16]):
+            moments = [[piece.of(self.state[piece.parameter][moment]) for piece in bucket] for moment in MOMENTS]
+            self._update(bucket, moments, self._counts([piece.parameter for piece in bucket]), lr)
+
+    def _tensors(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert parameter.grad is not None
+        return (parameter.detach(), parameter.grad, *(self.state[parameter][moment] for moment in MOMENTS))
+
+    def _step_with_visiting_moments(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
+        buckets = list(self._buckets(parameters))
+        if not buckets:
+            return
+        counts = self._counts([piece.parameter for bucket in buckets for piece in bucket])
+        slots = [self._slot(buckets) for _ in buckets[:2]]
+        visitors: list[list[list[Tensor]]] = [[] for _ in buckets]
+        gone: list[torch.cuda.Event | None] = [None] * len(buckets)
+
+        def fetch(index: int) -> None:
+            self._coming.wait(gone[index - 2] if index > 1 else self._here())
+            visitors[index] = self._fetch(buckets[index], slots[index % 2])
+
+        fetch(0)
+        for index, bucket in enumerate(buckets):
+            arrived = self._coming.mark()
+            if index + 1 < len(buckets):
+                fetch(index + 1)
+            self._wait_here(arrived)
+            self._update(bucket, visitors[index], counts[: len(bucket)], lr)
+            counts = counts[len(bucket) :]
+            self._going.wait(self._here())
+            self._store(bucket, visitors[index])
+            gone[index] = self._going.mark()
+        # The slots go back to the allocator, and whoever reads the moments next reads host memory.
+        self._wait_here(gone[-1])
+        self._going.finish()
+
+    def _slot(self, buckets: Sequence[Sequence[Piece]]) -> dict[tuple[str, torch.dtype], Tensor]:
+        """Memory of the device for the moments of any one bucket."""
+        sizes: dict[torch.dtype, int] = {}
+        for bucket in buckets:
+            for dtype, size in self._sizes(bucket).items():
+                sizes[dtype] = max(size, sizes.get(dtype, 0))
+        return {
+            (moment, dtype): torch.empty(size, dtype=dtype, device=self._device)
+            for dtype, size in sizes.items()
+            for moment in MOMENTS
+        }
+
+    def _sizes(self, bucket: Sequence[Piece]) -> dict[torch.dtype, int]:
+        sizes: dict[torch.dtype, int] = {}
+        for parameter, start, stop in bucket:
+            dtype = self.state[parameter][MOMENTS[0]].dtype
+            sizes[dtype] = sizes.get(dtype, 0) + stop - start
+        return sizes
+
+    def _fetch(self, bucket: Sequence[Piece], slot: Mapping[tuple[str, torch.dtype], Tensor]) -> list[list[Tensor]]:
+        """Copies a bucket's moments to the device; both lists in the order of the pieces."""
+        visitors: list[list[Tensor]] = []
+        with self._coming:
+            for moment in MOMENTS:
+                ends: dict[torch.dtype, int] = {}
+                column = []
+                for piece in bucket:
+                    home = piece.of(self.state[piece.parameter][moment])
+                    start = ends.get(home.dtype, 0)
+                    ends[home.dtype] = start + home.numel()
+                    place = slot[moment, home.dtype][start : ends[home.dtype]]
+                    column.append(place.copy_(home, non_blocking=True))
+                visitors.append(column)
+        return visitors
+
+    def _store(self, bucket: Sequence[Piece], visitors: Sequence[Sequence[Tensor]]) -> None:
+        """Copies a bucket's moments back to host memory."""
+        with self._going:
+            for moment, column in zip(MOMENTS, visitors, strict=True):
+                for piece, visitor in zip(bucket, column, strict=True):
+                    piece.of(self.state[piece.parameter][moment]).copy_(visitor, non_blocking=True)
+
+    def _update(
+        self, bucket: Sequence[Piece], moments: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float
+    ) -> None:
+        """AdamW on flat pieces; bfloat16 ones in float32, rounded back stochastically."""
+        weights = [piece.of(piece.parameter.detach()) for piece in bucket]
+        # A gradient is only read: where its shard is not contiguous, a copy does.
+        grads = [local(p.grad).reshape(-1)[start:stop] for p, start, stop in bucket if p.grad is not None]
+        wide = [weight.float() if weight.dtype == torch.bfloat16 else weight for weight in weights]
+        grads = [grad.to(weight.dtype) for grad, weight in zip(grads, wide, strict=True)]
+        self._adamw([wide, grads, *moments], counts, lr)
+        for piece, weight, number in zip(bucket, weights, wide, strict=True):
+            if number is not weight:
+                parameter = piece.parameter
+                key = rounding_key(self._seed, self._names[parameter], self.steps[parameter])
+                weight.copy_(round_stochastically(number, key, _first_element(parameter) + piece.start))
+
+    def _adamw(self, columns: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float) -> None:
+        """The arithmetic, in place; ``columns`` are weights, gradients and both moments."""
+        weights, grads, exp_avgs, exp_avg_sqs = map(list, columns)
+        adamw(
+            weights,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            counts,
+            fused=True,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=lr,
+            weight_decay=self._weight_decay,
+            eps=_EPS,
+            maximize=False,
+        )
+
+    def _counts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Updates before this one, one number for each, on the device: the kernel adds this one itself."""
+        before = torch.tensor([float(self.steps[parameter] - 1) for parameter in parameters])
+        if self._device.type == "cuda":
+            before = before.pin_memory()
+        return list(before.to(self._device, non_blocking=True).unbind())
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:
+        """Runs of at most ``bucket_elements`` elements over all parameters."""
+        bucket: list[Piece] = []
+        room = self._bucket_elements
+        for parameter in parameters:
+            size, start = local(parameter).numel(), 0
+            while start < size:
+                stop = min(size, start + room)
+                bucket.append(Piece(parameter, start, stop))
+                room -= stop - start
+                start = stop
+                if room == 0:
+                    yield bucket
+                    bucket, room = [], self._bucket_elements
+        if bucket:
+            yield bucket
+
+    def _here(self) -> torch.cuda.Event | None:
+        """How far the stream that computes has come."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def _wait_here(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def _first_element(parameter: nn.Parameter) -> int:
+    """Where this rank's shard begins in the flattened whole parameter; shards are runs of rows."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if any(offset[1:]):
+        raise ValueError("bfloat16 masters are rounded by rows: a parameter must be sharded along its first dimension")
+    return offset[0] * (parameter.numel() // parameter.shape[0])

@@ -1,0 +1,159 @@
+"""Host memory that a device copies to and from without waiting, and what lives there while it is not needed."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger(__name__)
+
+#: Tensors of one copy start at multiples of this, so that every dtype can be viewed there.
+_ALIGNMENT_BYTES = 16
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def host_zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros in host memory, sharded as ``tensor`` is and pinned for copies to and from ``device``."""
+    home = torch.zeros_like(tensor, dtype=dtype, device="cpu", requires_grad=False)
+    if device.type == "cuda":
+        _pin(home)
+    return home
+
+
+def _pin(tensor: Tensor) -> None:
+    """Pins the pages of a shard for as long as ``tensor`` lives.
+
+    torch's own pinned allocator rounds every allocation up to a power of two: up to twice the memory of a model.
+    """
+    storage, runtime = local(tensor).untyped_storage(), torch.cuda.cudart()
+    if storage.nbytes() == 0:
+        return
+    error = runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)
+    if error != runtime.cudaError.success:
+        logger.warning(
+            "%d bytes of host memory could not be pinned (%s), so that copies of them make the GPU wait: see ulimit -l",
+            storage.nbytes(),
+            error,
+        )
+        return
+    weakref.finalize(tensor, runtime.cudaHostUnregister, storage.data_ptr()).atexit = False
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Small host tensors on the device: one pinned buffer, one copy, and nobody waits for it.
+
+    Args:
+        tensors: on the CPU; on a CPU they are returned as they are.
+        device: where they are wanted.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def places(buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+
+    for place, tensor in zip(places(staged), tensors, strict=True):
+        place.copy_(tensor)
+    return places(staged.to(device, non_blocking=True))
+
+
+class Lane:
+    """A stream of copies beside the computation. On a device without streams everything happens in order anyway."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._context: Any = None
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._context = torch.cuda.stream(self._stream)
+            self._context.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._context is not None:
+            self._context.__exit__(kind, error, trace)
+            self._context = None
+
+    def mark(self) -> torch.cuda.Event | None:
+        """How far it has come."""
+        return None if self._stream is None else self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Later copies wait for the event."""
+        if self._stream is not None and event is not None:
+            self._stream.wait_event(event)
+
+    def finish(self) -> None:
+        """Blocks until everything is copied."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class HostCopies:
+    """A module's parameters while they are off the device. Buffers, which are small, stay there.
+
+    Host memory is allocated once, pinned, and kept. What did not change on the device is not copied back.
+
+    Args:
+        module: sharded, on ``device``.
+        device: of its computation.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
+        self._device = device
+        self._homes: dict[Tensor, Tensor] = {}
+        self._off = False
+
+    @torch.no_grad()
+    def offload(self, *, changed: bool) -> None:
+        """Takes the parameters off the device. Harmless when repeated.
+
+        Args:
+            changed: they may differ from what the host has; at the first time it has nothing.
+        """
+        if self._off:
+            return
+        for parameter in self._module.parameters():
+            is_new = parameter not in self._homes
+            if is_new:
+                self._homes[parameter] = host_zeros_like(parameter, parameter.dtype, self._device)
+            if is_new or changed:
+                local(self._homes[parameter]).copy_(local(parameter.detach()), non_blocking=True)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        # Another handle of the same memory: the module takes the handle that it is given.
+        self._replace({parameter: home.detach() for parameter, home in self._homes.items()})
+        self._off = True
+
+    @torch.no_grad()
+    def onload(self) -> None:
+        """Brings them back. Harmless when repeated."""
+        if self._off:
+            self._replace({p: p.detach().to(self._device, non_blocking=True, copy=True) for p in self._homes})
+            self._off = False
+
+    def _replace(self, fresh: dict[Tensor, Tensor]) -> None:
+        # A tied parameter is met twice and replaced once.
+        self._module._apply(lambda tensor: fresh.pop(tensor, tensor))
