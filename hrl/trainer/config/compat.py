@@ -1,4 +1,4 @@
-"""What becomes of a verl key that is not a field of the schema: renamed, held fixed, or refused with the way out.
+"""What becomes of a verl key that is not a field of the schema: renamed, taken without effect, or refused with advice.
 
 Every table is data: a dotted key, or a prefix that ends in `.*`. `docs/configuration.md` prints them.
 """
@@ -7,20 +7,58 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from hrl.trainer.config.converted import Conversion
+from hrl.trainer.config.errors import Reason
+from hrl.trainer.config.synonyms import Synonym
+
 _ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 _RM = "reward.reward_model"
 _TRAINED = (_ACTOR, "critic")
 _SCORED = (_ACTOR, _REF, "critic")
 _MODELS = (_MODEL, "critic.model", f"{_RM}.model")
 _FROZEN = (f"{_REF}.fsdp_config", f"{_RM}.model.fsdp_config")
-_SHARDED = (f"{_ACTOR}.fsdp_config", f"{_REF}.fsdp_config", "critic.model.fsdp_config", f"{_RM}.model.fsdp_config")
+_LEARNING = (f"{_ACTOR}.fsdp_config", "critic.model.fsdp_config")
+_SHARDED = (*_LEARNING, *_FROZEN)
+OTHER_ENGINES = ("megatron", "mcore", "veomni", "torchtitan", "automodel", "mindspeed")
+"""verl's engines beside FSDP; its YAML files are named after them."""
 
 
-class Fixed(NamedTuple):
-    """A key whose one behaviour is always on: these values say so, any other is refused with `advice`."""
+class Verdict(NamedTuple):
+    """What becomes of a key that hrl does not have.
 
-    accepted: tuple[Any, ...]
-    advice: str
+    Attributes:
+        says: what hrl does in its place; a clause, for the note and for the hint of a refusal.
+        instead: what to write; a clause, for the hint.
+        same: values that say what hrl does anyway: accepted in silence.
+        noted: values that are accepted with a note, because they say how a run computes and not what it learns; None
+            are all values.
+        reason: why any other value is refused.
+        beside: a key beside which every value is refused after all, because the two together mean something else.
+    """
+
+    says: str
+    instead: str = "remove the key"
+    same: tuple[Any, ...] = ()
+    noted: tuple[Any, ...] | None = ()
+    reason: Reason = Reason.ALTERNATIVE
+    beside: str | None = None
+
+    @property
+    def hint(self) -> str:
+        """The way out."""
+        return f"{self.says}; {self.instead}." if self.instead else f"{self.says}."
+
+    def is_same(self, value: object) -> bool:
+        """Whether the value says what hrl does anyway."""
+        return any(_equal(value, other) for other in self.same)
+
+    def is_noted(self, value: object) -> bool:
+        """Whether the value is accepted with a note."""
+        return self.noted is None or any(_equal(value, other) for other in self.noted)
+
+
+def _equal(value: object, other: object) -> bool:
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
 def _each(owners: Iterable[str], *names: str) -> list[str]:
@@ -38,22 +76,45 @@ RENAMED: dict[str, str] = {
     "reward_model.forward_max_token_len_per_gpu": "reward.reward_model.max_token_len_per_gpu",
     **{
         f"reward_model.{name}": f"reward.reward_model.{name}"
-        for name in ("enable_resource_pool", "n_gpus_per_node", "nnodes", "strategy", "micro_batch_size")
+        for name in (
+            "enable_resource_pool",
+            "n_gpus_per_node",
+            "nnodes",
+            "strategy",
+            "micro_batch_size",
+            "max_length",
+            "ulysses_sequence_parallel_size",
+            "profiler.*",
+        )
     },
     "reward_model.num_workers": "reward.num_workers",
     "reward_model.use_dynamic_bsz": "reward.reward_model.use_dynamic_bsz",
+    "reward_model.use_reward_loop": "reward.use_reward_loop",
+    "reward_model.launch_reward_fn_async": "reward.launch_reward_fn_async",
+    "reward_model.reward_loop_source": "reward.reward_manager.source",
+    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
+    "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
     "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_manager.*": "reward.reward_manager.*",
+    "reward_model.overlong_buffer.*": "reward.overlong_buffer.*",
     "reward_model.reward_kwargs.overlong_buffer_cfg.*": "reward.overlong_buffer.*",
     "reward_model.reward_kwargs.*": "reward.reward_kwargs.*",
     "reward_model.rollout.*": "reward.reward_model.rollout.*",
+    "reward_model.sandbox_fusion.*": "reward.sandbox_fusion.*",
     "reward.reward_kwargs.overlong_buffer_cfg.*": "reward.overlong_buffer.*",
     "custom_reward_function.*": "reward.custom_reward_function.*",
+    "sandbox_fusion.*": "reward.sandbox_fusion.*",
     # One block per role, spelt the same everywhere
     "critic.fsdp_config.*": "critic.model.fsdp_config.*",
     "critic.fsdp.*": "critic.model.fsdp_config.*",
     **{f"{owner}.optim.clip_grad": f"{owner}.grad_clip" for owner in _TRAINED},
     **{f"{owner}.optim.warmup_style": f"{owner}.optim.lr_scheduler_type" for owner in _TRAINED},
+    **{f"{owner}.optim.min_lr_factor": f"{owner}.optim.min_lr_ratio" for owner in _TRAINED},
+    **{f"{owner}.mixed_precision.param_dtype": f"{owner}.dtype" for owner in _SHARDED},
+    f"{_ACTOR}.policy_loss.tau_pos": f"{_ACTOR}.tau_pos",
+    f"{_ACTOR}.policy_loss.tau_neg": f"{_ACTOR}.tau_neg",
     f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": f"{_ROLLOUT}.weight_sync.bucket_mb",
+    f"{_ROLLOUT}.update_weights_bucket_megabytes": f"{_ROLLOUT}.weight_sync.bucket_mb",
     # One switch for remote code
     "data.trust_remote_code": f"{_MODEL}.trust_remote_code",
     # The run
@@ -63,7 +124,7 @@ RENAMED: dict[str, str] = {
     "ray_kwargs.ray_init.*": "trainer.ray_kwargs.*",
     "ray_init.*": "trainer.ray_kwargs.*",
 }
-"""Older spelling → name in hrl."""
+"""Older spelling → name in hrl, or the one name under which the tables below know it."""
 
 MUST_EQUAL: dict[str, str] = {
     "reward.reward_kwargs.max_resp_len": "data.max_response_length",
@@ -78,228 +139,448 @@ MUST_EQUAL: dict[str, str] = {
 }
 """A second spelling of a value that has one key here; accepted when it agrees with it."""
 
+NULL_IS_UNSET = frozenset(
+    [
+        f"{_ROLLOUT}.name",
+        "reward.custom_reward_function.name",
+        "algorithm.rollout_correction.rollout_is_threshold",
+        *_each(_TRAINED, "optim.min_lr_ratio", "optim.lr_warmup_steps"),
+    ]
+)
+"""Keys that verl writes as null where nothing is chosen, and whose default is meant then."""
 
-def _fixed(advice: str, accepted: Iterable[Any], keys: Iterable[str]) -> dict[str, Fixed]:
-    return dict.fromkeys(keys, Fixed(tuple(accepted), advice))
+ONLY_FSDP2 = Verdict("training runs on FSDP2", "use strategy=fsdp2", reason=Reason.ABSENT)
+_LATER_LORA = Verdict("LoRA comes later", "train the full model with a lower lr", reason=Reason.ABSENT)
+_LATER_TURNS = Verdict("multi-turn, tools and agent loops come later", same=(None, False), reason=Reason.ABSENT)
+_TEXT_ONLY = Verdict(
+    "hrl trains on text", "remove the key and use a text model", same=(None, False), reason=Reason.ABSENT
+)
+_LATER_ASYNC = Verdict("asynchronous training comes later", same=(None, False), reason=Reason.ABSENT)
+_NO_PROFILE = Verdict("no profile is taken", "use an external profiler", same=(None, False), reason=Reason.ABSENT)
+_OWN_POOL = Verdict(
+    "engines apart from the trainer are a placement",
+    "add placement=separate, or set trainer.resource_pools and trainer.role_pools.rollout",
+    same=(None, 0),
+)
+_RM_POOL = Verdict(
+    "a reward model apart from the trainer is a placement",
+    "set trainer.resource_pools.<pool> and trainer.role_pools.rm=<pool>",
+    same=(None, 0, False),
+)
+_OWN_FUNCTION = Verdict("a function takes the manager's place", "set reward.custom_reward_function.path", same=(None,))
 
 
-_LORA_OFF = _each(_MODELS, "lora_rank", "lora_adapter_path", "lora.rank", "lora.adapter_path")
-_PARALLEL = _each([_ROLLOUT], "data_parallel_size", "expert_parallel_size", "pipeline_model_parallel_size")
+def how(says: str, *, same: Iterable[Any] = ()) -> Verdict:
+    """A key that says how a run computes, whatever its value."""
+    return Verdict(says, "", same=tuple(same), noted=None)
 
-FIXED: dict[str, Fixed] = {
+
+def _how(says: str, keys: Iterable[str], *, same: Iterable[Any] = ()) -> dict[str, Verdict]:
+    return dict.fromkeys(keys, how(says, same=same))
+
+
+def _switch(says: str, always: bool, keys: Iterable[str]) -> dict[str, Verdict]:
+    """A switch that stands at one side here and says how fast, not what."""
+    return dict.fromkeys(keys, Verdict(says, same=(always, None), noted=(not always,)))
+
+
+def _set(says: str, instead: str, keys: Iterable[str], *, same: Iterable[Any] = (None,)) -> dict[str, Verdict]:
+    """A key that hrl has under another name."""
+    return dict.fromkeys(keys, Verdict(says, instead, same=tuple(same)))
+
+
+def _absent(says: str, keys: Iterable[str], *, same: Iterable[Any] = (None, False)) -> dict[str, Verdict]:
+    """A key of something that hrl can't do."""
+    return dict.fromkeys(keys, Verdict(says, same=tuple(same), reason=Reason.ABSENT))
+
+
+OUTSIDE: dict[str, Verdict] = {
     # The model and its memory.
-    **_fixed(
-        "padding never enters a model here, so there is nothing to switch off; remove the key.",
-        [True],
-        _each((*_MODELS, _ACTOR), "use_remove_padding"),
-    ),
-    **_fixed("training runs on FSDP2; use fsdp2.", ["fsdp", "fsdp2"], _each((*_SCORED, *_SHARDED, _RM), "strategy")),
-    **_fixed(
-        "sequence parallel training comes later; use more processes (trainer.n_gpus_per_node).",
-        [1],
-        _each((*_SCORED, *_SHARDED), "ulysses_sequence_parallel_size"),
-    ),
-    **_fixed("LoRA comes later; train the full model with a lower lr, or stay at 0.", [0, None], _LORA_OFF),
-    **_fixed(
-        "model files are read where they lie; copy them to /dev/shm yourself and point the path there.",
-        [False],
-        [*_each(_MODELS, "use_shm"), "data.use_shm"],
-    ),
-    **_fixed(
-        "log-probs and entropy always run over the vocabulary in chunks; remove the key.",
-        [True],
+    **_switch("padding never enters a model", True, _each((*_MODELS, *_SCORED), "use_remove_padding")),
+    **_switch("model files are read where they lie", False, [*_each(_MODELS, "use_shm"), "data.use_shm"]),
+    **_switch(
+        "log-probs and entropy run over the vocabulary in chunks",
+        True,
         [
             *_each((*_SCORED, *_SHARDED), "entropy_from_logits_with_chunking"),
-            *_each((*_MODELS, _ACTOR), "use_fused_kernels"),
+            *_each((*_MODELS, *_SCORED), "use_fused_kernels"),
         ],
     ),
-    **_fixed(
-        "entropy is always recomputed in the backward pass; remove the key.",
-        [True],
-        _each((*_SCORED, *_SHARDED), "entropy_checkpointing"),
+    **_how(
+        "log-probs and entropy run over the vocabulary in chunks",
+        [
+            *_each((*_SCORED, *_SHARDED), "entropy_from_logits_chunk_size"),
+            *_each(_MODELS, "fused_kernel_options.*"),
+        ],
     ),
-    **_fixed(
-        "log-probs run on hrl's own chunked torch operation; use torch or remove the key.",
-        ["torch"],
-        _each(_MODELS, "fused_kernel_options.impl_backend"),
+    **_switch(
+        "entropy is recomputed in the backward pass",
+        True,
+        _each((*_SCORED, *_SHARDED), "entropy_checkpointing", "sum_pi_squared_checkpointing"),
     ),
-    **_fixed(
-        "liger kernels are not wired in; log-probs are fused already. Remove the key.",
-        [False],
-        _each(_MODELS, "use_liger"),
+    **_switch("the model runs without liger's kernels", False, _each(_MODELS, "use_liger")),
+    **_switch("activations stay on their device", False, _each(_MODELS, "enable_activation_offload")),
+    **_how("MLPs run over whole rows", _each(_MODELS, "tiled_mlp.*")),
+    **_switch("the model runs uncompiled", False, _each((*_SCORED, *_SHARDED), "use_torch_compile")),
+    **_how(
+        "micro-batches have the length that their rows have",
+        _each((*_SCORED, *_SHARDED), "pad_to_length", "pad_to_length_bucket"),
     ),
-    **_fixed(
-        "use enable_gradient_checkpointing and fsdp_config.param_offload to save memory.",
-        [False],
-        _each(_MODELS, "enable_activation_offload"),
+    **_switch("FSDP2 keeps the original parameters", True, _each(_SHARDED, "use_orig_params")),
+    **_switch("FSDP2 prefetches by itself", False, _each((*_SHARDED, _RM), "forward_prefetch")),
+    **_how("FSDP2 shards each decoder layer", _each(_SHARDED, "wrap_policy.*")),
+    **_how(
+        "gradients are reduced in float32",
+        _each(_SHARDED, "mixed_precision.reduce_dtype", "mixed_precision.buffer_dtype"),
+        same=("fp32", "float32"),
     ),
-    **_fixed("the model runs uncompiled; remove the key.", [False], _each((*_SCORED, *_SHARDED), "use_torch_compile")),
-    **_fixed("set param_offload and optimizer_offload instead.", [False], _each(_SHARDED, "offload_policy")),
-    **_fixed("FSDP2 always keeps the original parameters; remove the key.", [True], _each(_SHARDED, "use_orig_params")),
-    **_fixed(
-        "a model that is only evaluated frees what it gathered; remove the key.",
-        [True],
-        [f"{owner}.reshard_after_forward" for owner in _FROZEN],
+    **_how(
+        "a model that is only evaluated is stored in the dtype it computes in, fsdp_config.dtype",
+        _each(_FROZEN, "model_dtype"),
     ),
-    **_fixed(
-        "a model that is only evaluated is stored in the dtype it computes in (fsdp_config.dtype); remove the key.",
-        ["fp32", "bf16"],
-        [f"{owner}.model_dtype" for owner in _FROZEN],
+    **_switch("a model that is only evaluated frees what it gathered", True, _each(_FROZEN, "reshard_after_forward")),
+    **_how("a model that is only evaluated has no optimizer", _each(_FROZEN, "optimizer_offload"), same=(False,)),
+    **_how("what is evaluated and what is trained is known", _each(_SHARDED, "forward_only")),
+    **_how(
+        "trainer.seed seeds everything",
+        [*_each(_SHARDED, "seed"), *_each(_TRAINED, "data_loader_seed"), *_each(_SCORED, "seed")],
     ),
-    **_fixed("FSDP2 prefetches by itself; remove the key.", [False], _each(_SHARDED, "forward_prefetch")),
-    **_fixed(
-        "schedules run over the length of the run; set trainer.total_training_steps or total_epochs.",
-        [-1, None],
+    **_absent(
+        "kernels are not forced to be deterministic",
+        [*_each(_SHARDED, "full_determinism"), f"{_ROLLOUT}.full_determinism"],
+    ),
+    **dict.fromkeys(_each((*_SCORED, *_SHARDED, _RM), "strategy"), ONLY_FSDP2._replace(same=("fsdp", "fsdp2"))),
+    "model_engine": ONLY_FSDP2._replace(same=("dp", "fsdp", "fsdp2", None), instead="remove the key"),
+    **dict.fromkeys(
+        [
+            *_each((*_SCORED, *_MODELS, _RM), *(f"{name}.*" for name in OTHER_ENGINES), "engine.*"),
+            *_each(_SHARDED, "turbo_config.*"),
+            *_each(_SCORED, "model_engine"),
+            "actor",
+            "ref",
+        ],
+        ONLY_FSDP2._replace(instead="remove the key"),
+    ),
+    **_absent(
+        "sequence parallel training comes later",
+        _each((*_SCORED, *_SHARDED, _RM), "ulysses_sequence_parallel_size"),
+        same=(1, None),
+    ),
+    **dict.fromkeys(
+        _each(_MODELS, "lora_rank", "lora_adapter_path", "lora.rank", "lora.adapter_path"),
+        _LATER_LORA._replace(same=(0, None)),
+    ),
+    **_how("LoRA comes later", _each(_MODELS, "lora_alpha", "target_modules", "exclude_modules", "lora.*")),
+    **_absent("quantisation-aware training is not here", [*_each((*_SCORED, *_SHARDED, _ROLLOUT), "qat.enable")]),
+    **_how("quantisation-aware training is not here", [*_each((*_SCORED, *_SHARDED, _ROLLOUT), "qat.*")]),
+    **_absent("multi-token prediction is not here", _each((*_MODELS, _ROLLOUT), "mtp.enable")),
+    **_how("multi-token prediction is not here", _each((*_MODELS, _ROLLOUT), "mtp.*")),
+    **_absent(
+        "router replay is not here",
+        [*_each(_SCORED, "router_replay.mode"), f"{_ROLLOUT}.enable_rollout_routing_replay"],
+        same=("disabled", None, False),
+    ),
+    **_how("router replay is not here", _each(_SCORED, "router_replay.*")),
+    **_how("text never reaches other towers, and they are not trained", _each(_SCORED, "freeze_vision_tower")),
+    **_set(
+        "code of your own is found by Python",
+        "put it into the model folder and set trust_remote_code, or import it before the trainer starts",
+        _each(_MODELS, "external_lib"),
+    ),
+    **_set(
+        "the chat template is the tokenizer's",
+        f"save the template in a tokenizer's folder and set {_MODEL}.tokenizer_path",
+        _each(_MODELS, "custom_chat_template"),
+    ),
+    **_set("the model's folder has its config.json", "set override_config", _each(_MODELS, "hf_config_path")),
+    **_set(
+        "the model's folder has its config.json", "edit it there", [f"{_RM}.model.override_config"], same=(None, {})
+    ),
+    **_set("dtypes belong to FSDP2", f"set {_ACTOR}.fsdp_config.dtype", _each(_MODELS, "torch_dtype")),
+    "critic.model.tokenizer_path": Verdict(
+        "the critic reads the policy's tokens", f"set {_MODEL}.tokenizer_path", same=(None,)
+    ),
+    f"{_RM}.model.input_tokenizer": Verdict(
+        "the reward model reads the policy's tokens, and has to have its vocabulary", "", noted=None
+    ),
+    f"{_RM}.max_length": Verdict("a reward model reads whole rows", same=(None,)),
+    # The update.
+    **_set(
+        "schedules run over the length of the run",
+        "set trainer.total_training_steps or total_epochs",
         _each(_TRAINED, "optim.total_training_steps"),
+        same=(-1, None),
     ),
-    **_fixed("the optimizer is AdamW.", ["AdamW"], _each(_TRAINED, "optim.optimizer")),
-    **_fixed("the optimizer is torch's AdamW.", ["torch.optim"], _each(_TRAINED, "optim.optimizer_impl")),
-    **_fixed(
-        "a checkpoint is complete when the step ends; remove the key.",
-        [False],
-        _each(_TRAINED, "checkpoint.async_save"),
+    **_absent("the optimizer is torch's AdamW", _each(_TRAINED, "optim.optimizer"), same=("AdamW", "adamw", None)),
+    **_absent("the optimizer is torch's AdamW", _each(_TRAINED, "optim.optimizer_impl"), same=("torch.optim", None)),
+    **_absent(
+        "the settings of other engines' optimizers are not here",
+        _each(
+            _TRAINED,
+            "optim.override_optimizer_config.*",
+            *(
+                f"optim.{name}"
+                for name in (
+                    "min_lr",
+                    "lr_warmup_init",
+                    "lr_decay_style",
+                    "lr_decay_steps",
+                    "lr_wsd_decay_style",
+                    "lr_wsd_decay_steps",
+                    "weight_decay_incr_style",
+                    "use_checkpoint_opt_param_scheduler",
+                    "init_lr_ratio",
+                    "store_param_remainders",
+                    "master_weights",
+                    "exp_avg_dtype",
+                    "exp_avg_sq_dtype",
+                )
+            ),
+        ),
     ),
-    **_fixed("a state that doesn't match is an error.", [True], [f"{_ACTOR}.checkpoint.strict"]),
-    **_fixed(
-        f"the critic reads the policy's tokens; set {_MODEL}.tokenizer_path.", [None], ["critic.model.tokenizer_path"]
+    **_absent(
+        "AdamW has the settings lr, betas and weight_decay",
+        _each(_TRAINED, "optim.override_optimizer_config"),
+        same=(None, {}),
     ),
-    **_fixed("entropy is always measured; remove the key.", [True], [f"{_ACTOR}.calculate_entropy"]),
-    **_fixed("the prompt of a group is always computed once.", [True], [f"{_ACTOR}.use_prefix_grouper"]),
-    **_fixed(
-        "the critic's seq-mean-token-sum-norm divides by data.max_response_length; remove the key.",
-        [None],
-        ["critic.loss_scale_factor"],
+    **_absent("a cosine falls once, to min_lr_ratio", _each(_TRAINED, "optim.num_cycles"), same=(0.5, None)),
+    **_absent("schedules start at step 0", _each(_TRAINED, "optim.zero_indexed_step"), same=(True, None)),
+    **_switch("a checkpoint is complete when the step ends", False, _each(_TRAINED, "checkpoint.async_save")),
+    f"{_ACTOR}.checkpoint.strict": Verdict("a state that doesn't match is an error", same=(True,)),
+    **_absent("checkpoints are FSDP2's", [f"{_ACTOR}.checkpoint.mbridge_config.*"], same=(None, {})),
+    **_how("the critic is saved whole beside the actor", ["critic.checkpoint.*"]),
+    **_switch("entropy is measured", True, _each(_SCORED, "calculate_entropy")),
+    **_switch(
+        "it is computed exactly when algorithm.adv_estimator reads it",
+        True,
+        _each(_SCORED, "calculate_sum_pi_squared"),
     ),
+    **_switch(
+        "the prompt of a group is computed once",
+        True,
+        [*_each(_SCORED, "use_prefix_grouper"), f"{_MODEL}.share_prefix"],
+    ),
+    "critic.loss_scale_factor": Verdict(
+        "the critic's seq-mean-token-sum-norm divides by data.max_response_length", same=(None,)
+    ),
+    **_how(
+        "critic.ppo_micro_batch_size_per_gpu holds for values too",
+        ["critic.forward_micro_batch_size", "critic.forward_micro_batch_size_per_gpu"],
+    ),
+    f"{_ACTOR}.tis_imp_ratio_cap": Verdict(
+        "the sampler's correction has a section of its own",
+        "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold",
+        same=(None, -1),
+    ),
+    **_how(
+        "processes wait as long as trainer.timeouts says", ["actor_rollout_ref.nccl_timeout", "critic.nccl_timeout"]
+    ),
+    "actor_rollout_ref.hybrid_engine": _OWN_POOL._replace(same=(True, None)),
     # Sampling.
-    **_fixed("requests are always asynchronous; use async or remove the key.", ["async"], [f"{_ROLLOUT}.mode"]),
-    **_fixed("set tensor_model_parallel_size; every group of that many processes gets an engine.", [1], _PARALLEL),
-    **_fixed("the sampler's log-probs are always kept; remove the key.", [True], [f"{_ROLLOUT}.calculate_log_probs"]),
-    **_fixed("weights are always gathered bucket by bucket; remove the key.", [True], [f"{_ROLLOUT}.layered_summon"]),
-    **_fixed("an engine always wakes in stages; remove the key.", [True], [f"{_ROLLOUT}.multi_stage_wake_up"]),
-    **_fixed(
-        "the engine reads the model folder once, then weights are synced; use safetensors.",
-        ["auto", "safetensors"],
-        [f"{_ROLLOUT}.load_format"],
+    f"{_ROLLOUT}.mode": Verdict(
+        "requests are asynchronous", same=("async", None), noted=("sync",), reason=Reason.ABSENT
     ),
-    **_fixed("training samples are drawn; validation has val_kwargs.do_sample.", [True], [f"{_ROLLOUT}.do_sample"]),
-    **_fixed("a response ends at the model's own stop token; remove the key.", [False], [f"{_ROLLOUT}.ignore_eos"]),
-    **_fixed("log-probs are those of the sampled distribution.", ["processed_logprobs"], [f"{_ROLLOUT}.logprobs_mode"]),
-    **_fixed("engine figures are in metrics.jsonl.", [True], [f"{_ROLLOUT}.disable_log_stats"]),
-    **_fixed("the engine sees token ids only.", [True], [f"{_ROLLOUT}.skip_tokenizer_init"]),
-    **_fixed("agent loops come later; every response is one turn.", [False], [f"{_ROLLOUT}.multi_turn.enable"]),
-    **_fixed("exactly train_batch_size prompts are sampled.", [0], [f"{_ROLLOUT}.over_sample_rate"]),
-    # Data, rewards, algorithm.
-    **_fixed("the chat always travels with its row (raw_prompt); remove the key.", [True], ["data.return_raw_chat"]),
-    **_fixed("validation keeps the order of the file.", [False], ["data.validation_shuffle"]),
-    **_fixed(
-        "the penalty is always a reward part of its own, overlong; remove the key.",
-        [True, False],
-        ["reward.overlong_buffer.log"],
+    f"{_ROLLOUT}.data_parallel_size": Verdict(
+        "every tensor_model_parallel_size processes get an engine", "set that key", same=(1, None)
     ),
-    **_fixed("prompts are filtered in one process; remove the key.", [1], ["data.filter_overlong_prompts_workers"]),
-    **_fixed("one batch is sampled after the other.", [1], ["algorithm.filter_groups.max_inflight_gen_batches"]),
-    **_fixed(
-        "it is computed exactly when algorithm.adv_estimator reads it; remove the key.",
-        [True],
-        [f"{_ACTOR}.calculate_sum_pi_squared"],
+    f"{_ROLLOUT}.pipeline_model_parallel_size": Verdict(
+        "an engine is tensor parallel", "set tensor_model_parallel_size", same=(1, None)
     ),
-    **_fixed(
-        "rewards run concurrently anyway; use naive, with reward.overlong_buffer for DAPO's penalty.",
-        ["naive", "dapo"],
-        ["reward.reward_manager.name"],
+    **_how(
+        "experts are split as the engine's other weights are",
+        _each([_ROLLOUT], "expert_parallel_size", "moe_tensor_parallel_size"),
+        same=(1, None),
     ),
-    **_fixed(
-        "give the reward model its own pool: trainer.resource_pools.<pool> and trainer.role_pools.rm=<pool>.",
-        [False],
-        ["reward.reward_model.enable_resource_pool"],
+    **_switch("the sampler's log-probs are kept", True, [f"{_ROLLOUT}.calculate_log_probs"]),
+    **_switch("weights are gathered bucket by bucket", True, [f"{_ROLLOUT}.layered_summon"]),
+    **_how("a sleeping engine drops its weights, which are synced anew", [f"{_ROLLOUT}.sleep_level"], same=(2, None)),
+    **_switch("an engine wakes in stages", True, [f"{_ROLLOUT}.multi_stage_wake_up"]),
+    **_switch("an engine sleeps when free_cache_engine says so", True, [f"{_ROLLOUT}.enable_sleep_mode"]),
+    f"{_ROLLOUT}.load_format": Verdict(
+        "the engine reads the model folder once, then weights are synced",
+        "use safetensors",
+        same=("auto", "safetensors", None),
+        noted=("dummy", "hf", "dtensor", "dummy_dtensor", "dummy_hf", "dummy_megatron", "megatron"),
+    ),
+    f"{_ROLLOUT}.do_sample": Verdict(
+        "training samples are drawn", "validation has val_kwargs.do_sample", same=(True, None)
+    ),
+    **_absent("a response ends at the model's own stop token", [f"{_ROLLOUT}.ignore_eos"]),
+    f"{_ROLLOUT}.logprobs_mode": Verdict(
+        "log-probs are those of the sampled distribution", same=("processed_logprobs", None)
+    ),
+    **_how(
+        "engine figures are in metrics.jsonl",
+        _each(
+            [_ROLLOUT], "disable_log_stats", "prometheus.*", "moe_load_balance_metrics_interval", "moe_load_balance.*"
+        ),
+    ),
+    **_how("the engine sees token ids alone", [f"{_ROLLOUT}.skip_tokenizer_init"], same=(True,)),
+    **_how("requests are served in their order", [f"{_ROLLOUT}.scheduling_policy"], same=("fcfs", None)),
+    f"{_ROLLOUT}.cudagraph_capture_sizes": how(
+        "vLLM chooses the sizes of its graphs, or engine_kwargs.vllm.cudagraph_capture_sizes does", same=(None,)
+    ),
+    **_absent(
+        "quantised engines come later", _each([_ROLLOUT], "quantization", "quantization_config_file"), same=(None,)
+    ),
+    **_absent("SGLang comes later", _each([_ROLLOUT], "server.*", "sglang_rollout_mode")),
+    **_absent("prefill and decoding run in one engine", [f"{_ROLLOUT}.disaggregation.enabled"]),
+    **_how("prefill and decoding run in one engine", [f"{_ROLLOUT}.disaggregation.*"]),
+    **_how(
+        "weights go by handles on one device and by broadcast to others, as the placement asks",
+        [f"{_ROLLOUT}.checkpoint_engine.*"],
+    ),
+    f"{_ROLLOUT}.over_sample_rate": Verdict(
+        "exactly as many prompts are sampled as are wanted", same=(0, 0.0, None), reason=Reason.ABSENT
+    ),
+    **_absent(
+        "samples of an earlier run can't be taken up", [f"{_ROLLOUT}.skip_rollout", "skip.*"], same=(None, False, [])
+    ),
+    **_how("samples of an earlier run can't be taken up", [f"{_ROLLOUT}.skip_dump_dir"]),
+    f"{_ROLLOUT}.agent.default_agent_loop": _LATER_TURNS._replace(same=(None, "single_turn_agent")),
+    **_how("prompts are sent as they come", [f"{_ROLLOUT}.agent.num_workers"]),
+    **dict.fromkeys(_each([_ROLLOUT], "multi_turn.*", "agent.*"), _LATER_TURNS),
+    **_how("every rollout is in rollouts/step_N.jsonl of the run folder", [f"{_ROLLOUT}.trace.*"]),
+    f"{_ROLLOUT}.limit_images": _TEXT_ONLY,
+    **dict.fromkeys([*_each([_ROLLOUT], "nnodes", "n_gpus_per_node"), "rollout.nnodes"], _OWN_POOL),
+    "rollout.n_gpus_per_node": _OWN_POOL,
+    **dict.fromkeys(["rollout.*", "async_training.*", "fully_async.*"], _LATER_ASYNC),
+    # Data.
+    **_switch("the chat travels with its row, as raw_prompt", True, ["data.return_raw_chat"]),
+    **_how("token ids travel with their row", ["data.return_raw_input_ids"]),
+    **_how("rollouts/step_N.jsonl holds the prompts", ["data.return_full_prompt"]),
+    **_switch("validation keeps the order of the file", False, ["data.validation_shuffle"]),
+    **_how("rows become tokens once, at load", ["data.filter_overlong_prompts_workers", "data.dataloader_num_workers"]),
+    **_set("the tokenizer is the model's", f"set {_MODEL}.tokenizer_path", ["data.tokenizer"]),
+    **_set("rows come in the order of (seed, epoch)", "subclass the trainer for another one", ["data.sampler.*"]),
+    **_absent("rows are not made while training", ["data.datagen.*"]),
+    **_absent("a response has no shortest length", ["data.min_response_length"], same=(None, 0)),
+    **dict.fromkeys(
+        _each(
+            ["data"],
+            "image_key",
+            "video_key",
+            "audio_key",
+            "image_patch_size",
+            "mm_processor_kwargs.*",
+            "mm_processor_kwargs",
+            "return_multi_modal_inputs",
+        ),
+        _TEXT_ONLY._replace(same=(None, False, {})),
+    ),
+    "data.tool_config_path": _LATER_TURNS,
+    "data.function_tool_path": _LATER_TURNS,
+    # Rewards.
+    "reward.overlong_buffer.log": how("the penalty is a reward part of its own, overlong", same=(True, False)),
+    "reward.reward_manager.name": Verdict(
+        "rewards run concurrently, one call per sample",
+        "use naive, or dapo with reward.overlong_buffer; what another manager computes is a function, "
+        "reward.custom_reward_function.path",
+        same=("naive", "dapo", None),
+        noted=("prime", "rate_limited"),
+    ),
+    "reward.reward_manager.source": _OWN_FUNCTION._replace(same=("register", None)),
+    "reward.reward_manager.module.name": _OWN_FUNCTION._replace(same=("custom_reward_manager", None)),
+    "reward.reward_manager.*": _OWN_FUNCTION,
+    "reward.reward_kwargs.*": Verdict(
+        "arguments go to the function", "set reward.custom_reward_function.reward_kwargs", same=(None,)
+    ),
+    **_how(
+        "rewards are computed while others are sampled", ["reward.use_reward_loop", "reward.launch_reward_fn_async"]
+    ),
+    "reward.sandbox_fusion.url": Verdict(
+        "code runs in a sandbox of your own", "call it from reward.custom_reward_function", same=(None,)
+    ),
+    "reward.sandbox_fusion.*": how("code runs in a sandbox of your own"),
+    f"{_RM}.enable_resource_pool": _RM_POOL,
+    f"{_RM}.n_gpus_per_node": _RM_POOL,
+    f"{_RM}.nnodes": _RM_POOL,
+    f"{_RM}.rollout.*": Verdict(
+        "a reward model runs on the training workers, not in an engine that a function could ask",
+        noted=None,
+        reason=Reason.ABSENT,
+        beside="reward.custom_reward_function.path",
+    ),
+    **_how(f"{_RM}.micro_batch_size_per_gpu decides; null fills max_token_len_per_gpu", [f"{_RM}.use_dynamic_bsz"]),
+    # The algorithm.
+    **_how("one batch is sampled after the other", ["algorithm.filter_groups.max_inflight_gen_batches"]),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": Verdict(
+        "both bounds stand in one key", "write rollout_rs_threshold='\"0.999_1.001\"'", same=(None,)
+    ),
+    "algorithm.rollout_correction.rollout_token_veto_threshold": Verdict(
+        "rules of rollout_rs leave sequences out by their worst token", "set rollout_rs=seq_max_k3", same=(None,)
     ),
     # The run.
-    **_fixed("rows are always balanced over processes; remove the key.", [True], ["trainer.balance_batch"]),
-    **_fixed("set trainer.total_training_steps=0: validation runs, no step does.", [False], ["trainer.val_only"]),
-    **_fixed(
-        "checkpoints go to trainer.default_local_dir; mount or copy from there.", [None], ["trainer.default_hdfs_dir"]
+    **_switch("rows are balanced over processes", True, ["trainer.balance_batch"]),
+    **_set("checkpoints go to trainer.default_local_dir", "mount or copy from there", ["trainer.default_hdfs_dir"]),
+    **_set(
+        "checkpoints stay where they were read",
+        "set trainer.max_ckpt_to_keep",
+        ["trainer.del_local_ckpt_after_load"],
+        same=(None, False),
     ),
-    **_fixed("set trainer.max_ckpt_to_keep.", [False], ["trainer.del_local_ckpt_after_load"]),
-    **_fixed(
-        "every sample is written to rollouts/ in the run folder; set trainer.default_local_dir.",
-        [None],
+    **_how(
+        "every sample is written to rollouts/ in the run folder",
         ["trainer.rollout_data_dir", "trainer.validation_data_dir"],
+        same=(None,),
     ),
-    **_fixed("there is one implementation; remove the key.", ["auto"], ["trainer.use_legacy_worker_impl"]),
+    **_how("trackers write into the run folder", _each(["trainer"], "tensorboard_dir", "rl_logging_board_dir")),
+    **_how(
+        "there is one trainer, and it is synchronous",
+        ["trainer.use_legacy_worker_impl", "trainer.use_v1", "trainer.v1.*"],
+    ),
+    "trainer.v1.trainer_mode": _LATER_ASYNC._replace(same=("sync", None)),
+    "trainer.v1.sampler.custom_sampler.*": Verdict(
+        "rows come in the order of (seed, epoch)", "subclass the trainer for another one", same=(None,)
+    ),
+    **_how(
+        "trainer.save_freq says when to save; a run resumes from its newest checkpoint", ["trainer.esi_redundant_time"]
+    ),
+    **_set("phases of the trainer are methods", "subclass it", ["trainer.checkpoint_callback_class"]),
+    **_how(
+        "workers run in the driver's own Python",
+        _each(["ray_kwargs.ray_init", "ray_init"], "runtime_env.py_executable"),
+        same=(None,),
+    ),
+    **_absent("distillation is not here", ["distillation.enabled", "distillation.*"]),
+    **_how("rows travel packed through Ray's object store", ["transfer_queue.*"]),
+    **dict.fromkeys(_each((*_SCORED, _ROLLOUT, _RM), "profiler.enable"), _NO_PROFILE),
+    **dict.fromkeys(["global_profiler.tool", "global_profiler.steps"], _NO_PROFILE._replace(same=(None, []))),
+    **_how("no profile is taken", [*_each((*_SCORED, _ROLLOUT, _RM), "profiler.*"), "global_profiler.*"]),
+    **_set("Ray records its own timeline", "use `ray timeline`", ["ray_kwargs.timeline_json_file"]),
+    **_how(
+        "hrl keeps its own run folder, trainer.default_local_dir", ["hydra.run.*", "hydra.job.*", "hydra.output_subdir"]
+    ),
+    **_set("hrl keeps its own run folder", "set trainer.default_local_dir", ["hydra.*"]),
 }
-"""Key → the values that describe what hrl always does. Accepted and dropped, or refused."""
+"""Key or prefix → what becomes of it."""
 
-_LATER_ROLLOUT = "multi-turn and agent loops come later; remove the key."
-_TEXT_ONLY = "hrl trains on text; remove the key and use a text model."
-
-_GLOBAL_MICRO_BATCH = "a global micro-batch depends on the number of processes; set the key that ends in _per_gpu."
-_LATER_LORA = "LoRA comes later; remove the key."
-_OWN_CODE = "put code into the model folder and set trust_remote_code, or import it before the trainer starts."
-_OWN_TEMPLATE = f"save the template in the tokenizer's folder and set {_MODEL}.tokenizer_path."
-
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(_each(_TRAINED, "ppo_micro_batch_size"), _GLOBAL_MICRO_BATCH),
-    **dict.fromkeys(_each((_REF, _ROLLOUT), "log_prob_micro_batch_size"), _GLOBAL_MICRO_BATCH),
-    "critic.forward_micro_batch_size": _GLOBAL_MICRO_BATCH,
-    "reward.reward_model.micro_batch_size": _GLOBAL_MICRO_BATCH,
-    "critic.forward_micro_batch_size_per_gpu": "set critic.ppo_micro_batch_size_per_gpu; it holds for values too.",
-    **dict.fromkeys(_each(_MODELS, "lora_alpha", "target_modules", "exclude_modules", "lora.*"), _LATER_LORA),
-    **dict.fromkeys(_each(_MODELS, "external_lib"), _OWN_CODE),
-    **dict.fromkeys(_each(_MODELS, "custom_chat_template"), _OWN_TEMPLATE),
-    **dict.fromkeys(_each(_MODELS, "hf_config_path"), "set override_config, or edit config.json in the folder."),
-    **dict.fromkeys(_each([f"{_RM}.model"], "hf_config_path", "override_config"), "edit config.json in the folder."),
-    **dict.fromkeys(_each(_MODELS, "tiled_mlp.*", "mtp.*"), "not supported; remove the key."),
-    **dict.fromkeys(_each(_SHARDED, "wrap_policy.*"), "FSDP2 shards each decoder layer; remove the key."),
-    **dict.fromkeys(_each(_TRAINED, "megatron.*", "veomni.*", "qat.*"), "only FSDP2 is here; remove the key."),
-    **dict.fromkeys(_each((*_SCORED, _ROLLOUT), "profiler.*"), "use an external profiler; remove the key."),
-    f"{_ACTOR}.freeze_vision_tower": _TEXT_ONLY,
-    f"{_ACTOR}.data_loader_seed": "set trainer.seed.",
-    "critic.data_loader_seed": "set trainer.seed.",
-    "critic.checkpoint.*": f"the critic is saved whole beside the actor; set {_ACTOR}.checkpoint.",
-    f"{_ROLLOUT}.multi_turn.*": _LATER_ROLLOUT,
-    f"{_ROLLOUT}.agent.*": _LATER_ROLLOUT,
-    f"{_ROLLOUT}.trace.*": "every rollout is in rollouts/step_N.jsonl of the run folder; remove the key.",
-    f"{_ROLLOUT}.limit_images": _TEXT_ONLY,
-    f"{_ROLLOUT}.nnodes": "give the engines their own pool: trainer.resource_pools and trainer.role_pools.rollout.",
-    f"{_ROLLOUT}.n_gpus_per_node": "give the engines their own pool: trainer.resource_pools and role_pools.rollout.",
-    "reward.reward_model.rollout.*": "reward models run on the training workers (FSDP), not in an engine; remove the "
-    "key. Their micro-batches have reward.reward_model.max_token_len_per_gpu.",
-    "reward.reward_model.n_gpus_per_node": "set trainer.resource_pools and trainer.role_pools.rm.",
-    "reward.reward_model.nnodes": "set trainer.resource_pools and trainer.role_pools.rm.",
-    "reward.reward_manager.*": "set reward.custom_reward_function.path; a function takes the manager's place.",
-    "reward.reward_kwargs.*": "set reward.custom_reward_function.reward_kwargs.",
-    "reward.sandbox_fusion.*": "code rewards need a sandbox of your own: call it from reward.custom_reward_function.",
-    "sandbox_fusion.*": "code rewards need a sandbox of your own: call it from reward.custom_reward_function.",
-    "data.image_key": _TEXT_ONLY,
-    "data.video_key": _TEXT_ONLY,
-    "data.audio_key": _TEXT_ONLY,
-    "data.image_patch_size": _TEXT_ONLY,
-    "data.mm_processor_kwargs.*": _TEXT_ONLY,
-    "data.return_multi_modal_inputs": _TEXT_ONLY,
-    "reward.reward_model.use_dynamic_bsz": "set reward.reward_model.micro_batch_size_per_gpu; null fills micro-batches "
-    "up to max_token_len_per_gpu.",
-    "data.gen_batch_size": "with algorithm.filter_groups every sampled batch has data.train_batch_size prompts; "
-    "remove the key.",
-    "data.dataloader_num_workers": "rows are tokenised once at load; remove the key.",
-    "data.tokenizer": "set actor_rollout_ref.model.tokenizer_path.",
-    "data.sampler.*": "rows come in the order of (seed, epoch); subclass the trainer for another one.",
-    "data.return_raw_input_ids": "token ids always travel with their row; remove the key.",
-    "data.return_full_prompt": "rollouts/step_N.jsonl holds the prompts; remove the key.",
-    "data.tool_config_path": _LATER_ROLLOUT,
-    "data.function_tool_path": _LATER_ROLLOUT,
-    f"{_ACTOR}.tis_imp_ratio_cap": "set algorithm.rollout_correction.rollout_is=token and rollout_is_threshold.",
-    "trainer.esi_redundant_time": "set trainer.save_freq; a run resumes from its newest checkpoint.",
-    "trainer.checkpoint_callback_class": "subclass the trainer.",
-    "trainer.use_v1": "there is one trainer; remove the key.",
-    "trainer.v1.*": "there is one trainer; remove the key.",
-    "distillation.*": "distillation is not here; remove the key.",
-    "transfer_queue.*": "rows travel packed through Ray's object store; remove the key.",
-    "global_profiler.*": "use an external profiler; remove the key.",
-    "skip.*": "remove the key.",
-    "ray_kwargs.timeline_json_file": "use `ray timeline`.",
-    "hydra.*": "hrl keeps its own run folder; set trainer.default_local_dir.",
+NO_NPU = Verdict("models run on NVIDIA GPUs or on CPUs", "use auto", reason=Reason.ABSENT)
+VALUES: dict[tuple[str, Any], Verdict] = {
+    **{
+        (f"{_ROLLOUT}.name", name): Verdict(f"{shown} comes later", "use vllm", reason=Reason.ABSENT)
+        for name, shown in {"sglang": "SGLang", "trtllm": "TensorRT-LLM"}.items()
+    },
+    ("trainer.device", "npu"): NO_NPU,
+    **{
+        ("algorithm.rollout_correction.rollout_rs", level): Verdict(
+            "a rule names a level and a divergence", f"use {rule}, with both bounds in rollout_rs_threshold"
+        )
+        for level, rule in {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}.items()
+    },
 }
-"""Key or prefix → what to do instead."""
+"""(Key, value) that verl has and hrl lacks → what to write."""
+
+
+def of_section(section: str, name: str) -> dict[str, Verdict]:
+    """The verdicts on the keys of one section, for another kind of run that has the section as `name`."""
+    return {
+        f"{name}{key.removeprefix(section)}": verdict._replace(
+            says=verdict.says.replace(section, name), instead=verdict.instead.replace(section, name)
+        )
+        for key, verdict in OUTSIDE.items()
+        if key.startswith(f"{section}.")
+    }
 
 
 def lookup(table: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
@@ -329,9 +610,17 @@ def present_name(key: str, renamed: Mapping[str, str] = RENAMED) -> str:
 
 @dataclass(frozen=True)
 class Spellings:
-    """What becomes of keys that are no fields of a schema; each table is as its namesake above."""
+    """What becomes of keys that are no fields of a schema; each table is as its namesake above.
+
+    Attributes:
+        synonyms: a name that another library has, without its section → what it is here.
+        converted: keys whose value becomes that of other keys, see `hrl.trainer.config.converted`.
+    """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
     must_equal: Mapping[str, str] = field(default_factory=dict)
-    fixed: Mapping[str, Fixed] = field(default_factory=dict)
-    refused: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, Verdict] = field(default_factory=dict)
+    values: Mapping[tuple[str, Any], Verdict] = field(default_factory=dict)
+    null_is_unset: frozenset[str] = frozenset()
+    synonyms: Mapping[str, Synonym] = field(default_factory=dict)
+    converted: Mapping[str, Conversion] = field(default_factory=dict)

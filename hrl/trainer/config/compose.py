@@ -6,7 +6,7 @@ are read with hydra's grammar and applied afterwards, so that every wrong key is
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,14 +19,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.compat import present_name
+from hrl.trainer.config.compat import ONLY_FSDP2, OTHER_ENGINES, present_name
 from hrl.trainer.config.derived import with_derived_defaults
-from hrl.trainer.config.errors import ConfigError, Problem
+from hrl.trainer.config.errors import ConfigError, Problem, Reason
 from hrl.trainer.config.folder import config_folder
 from hrl.trainer.config.help import run_help
 from hrl.trainer.config.keys import flatten, leaves, nearest, unflatten
 from hrl.trainer.config.kinds import PPO, C, RunKind
-from hrl.trainer.config.load import validate_kind
+from hrl.trainer.config.load import option_problem, validate_kind
 from hrl.trainer.config.overrides import apply_override, read_override
 from hrl.trainer.config.quickstart import GROUP as QUICKSTART
 from hrl.trainer.config.quickstart import (
@@ -37,6 +37,8 @@ from hrl.trainer.config.quickstart import (
 )
 from hrl.trainer.config.schema import PPOTrainerConfig
 
+_BESIDE_THE_PROGRAM = ("config", "./config")
+"""Where verl's launch lines say that its own YAML files are, relative to its programs: hrl's own are meant."""
 YOURS = "yours"
 """The origin of what stands on the command line or in a YAML file of the user's."""
 
@@ -162,14 +164,32 @@ def parse_options(argv: Sequence[str], config_name: str) -> Options:
     parser.add_argument("--help", "-h", action="store_true")
     parser.add_argument("--cfg", "-c", nargs="?", const="job", choices=["job", "all"])
     known, rest = parser.parse_known_args(list(argv))
+    name = known.config_name.removesuffix(".yaml")
+    own = name == config_name or any(engine in name for engine in OTHER_ENGINES)
+    if own and str(known.config_path) in _BESIDE_THE_PROGRAM and not known.config_path.is_dir():
+        known.config_path = None
+    rest = list(_with_their_values(rest))
     return Options(
         config_path=known.config_path.resolve() if known.config_path else None,
-        config_name=known.config_name.removesuffix(".yaml"),
+        config_name=name,
         config_dir=known.config_dir.resolve() if known.config_dir else None,
         overrides=tuple(rest),
         help=known.help,
         cfg=known.cfg is not None,
     )
+
+
+def _with_their_values(arguments: Sequence[str]) -> Iterator[str]:
+    """Join `--name value`, as other programs take it, to one argument, so that one problem names both."""
+    at = 0
+    while at < len(arguments):
+        text = arguments[at]
+        at += 1
+        if text.startswith("-") and "=" not in text and at < len(arguments):
+            value = arguments[at]
+            if "=" not in value and not value.startswith("-"):
+                text, at = f"{text} {value}", at + 1
+        yield text
 
 
 def compose_tree(options: Options, kind: RunKind[Section]) -> Composition:
@@ -181,7 +201,7 @@ def compose_tree(options: Options, kind: RunKind[Section]) -> Composition:
     choices: dict[str, str] = {}
     values: list[Override] = []
     for text in options.overrides:
-        override = read_override(text)
+        override = option_problem(text, kind) if text.startswith("-") else read_override(text)
         if isinstance(override, Problem):
             problems.append(override)
         elif group := _group_options(options.folders, override.key_or_group):
@@ -247,7 +267,7 @@ def _choice_problem(override: Override, group: list[str]) -> Problem | None:
     if choice is None or choice in group:
         return None
     close = nearest(str(choice), group)
-    hint = f"Did you mean {close[0]}?" if close else f"Choose one of {', '.join(group)}."
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"Choose one of {', '.join(group)}."
     return Problem(override.key_or_group, f"has no choice {choice!r}.", hint)
 
 
@@ -260,6 +280,11 @@ def _compose_files(
         The tree; and every file that went into it and holds values of a run, with what `Composition.origins` calls it.
     """
     primary, *others = options.folders
+    if not primary.is_dir():
+        what = f"names {primary}, which is no folder here."
+        hint = "It is relative to the working folder; without it the files are hrl's own."
+        problems.append(Problem("--config-path", what, hint, reason=Reason.UNREADABLE))
+        return OmegaConf.create({}), {}
     search_path = ",".join(f"'file://{folder}'" for folder in others)
     overrides = [f"hydra.searchpath=[{search_path}]", *choices]
     files: dict[Path, str] = {}
@@ -286,10 +311,19 @@ def _compose_files(
         del tree["hydra"]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        problems.append(Problem(f"{options.config_name}.yaml", f"can't be composed: {'; '.join(lines[:3])}."))
+        problems.append(_composition_problem(options, "; ".join(lines[:3])))
         tree = OmegaConf.create({})
     OmegaConf.set_struct(tree, False)
     return tree, files
+
+
+def _composition_problem(options: Options, message: str) -> Problem:
+    file, folder = f"{options.config_name}.yaml", options.folders[0]
+    if any(engine in options.config_name or f"{engine}_trainer" in message for engine in OTHER_ENGINES):
+        return Problem(file, "is for another engine:", ONLY_FSDP2.hint, reason=Reason.ABSENT)
+    if not (folder / file).is_file():
+        return Problem(file, f"is not in {folder}.", "See --config-path and --config-name.", reason=Reason.UNREADABLE)
+    return Problem(file, f"can't be composed: {message}.")
 
 
 def _resolve(tree: DictConfig, kind: RunKind[Section], problems: list[Problem]) -> dict[str, Any]:

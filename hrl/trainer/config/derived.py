@@ -75,6 +75,18 @@ def _overlong_zone(get: Values) -> Any:
     return max(longest // 5, 1) if wanted else 0
 
 
+def _function_weight(get: Values) -> float:
+    """A reward model decides alone, as in verl, unless the user brings a function as well."""
+    alone = get("reward.reward_model.enable") is True and get("reward.custom_reward_function.path") is None
+    return 0.0 if alone else 1.0
+
+
+def _val_samples(get: Values) -> bool:
+    """Whoever gives validation a temperature wants samples."""
+    temperature = get(f"{_ROLLOUT}.val_kwargs.temperature")
+    return isinstance(temperature, int | float) and temperature > 0
+
+
 def _default_pools(get: Values) -> dict[str, Any]:
     return {"global": get("trainer.n_gpus_per_node")}
 
@@ -162,6 +174,8 @@ DERIVED: dict[str, Derive] = {
     "critic.loss_agg_mode": same_as(f"{_ACTOR}.loss_agg_mode"),
     "critic.model.path": same_as(f"{_MODEL}.path"),
     "reward.overlong_buffer.len": _overlong_zone,
+    "reward.function_weight": _function_weight,
+    f"{_ROLLOUT}.val_kwargs.do_sample": _val_samples,
     "reward.reward_model.max_token_len_per_gpu": same_as(_ACTOR_BUDGET),
     "reward.reward_model.micro_batch_size_per_gpu": _actor_rows,
     "trainer.default_local_dir": run_folder,
@@ -191,8 +205,9 @@ def with_derived_defaults(
         if key not in given:
             values.values[key] = derive(values)
     pools, nodes = values.values.get("trainer.resource_pools"), values("trainer.nnodes")
-    if isinstance(pools, dict) and isinstance(nodes, int):
+    if isinstance(pools, dict):
+        machines = max(nodes, 1) if isinstance(nodes, int) else 1  # validation says so where it is no number
         values.values["trainer.resource_pools"] = {
-            pool: [size] * max(nodes, 1) if isinstance(size, int) else size for pool, size in pools.items()
+            pool: [size] * machines if isinstance(size, int) else size for pool, size in pools.items()
         }
     return values.values

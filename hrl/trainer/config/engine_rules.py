@@ -2,13 +2,16 @@
 
 from collections.abc import Iterator
 
-from hrl.trainer.config.errors import Problem
+from hrl.trainer.config.errors import Problem, Reason
 from hrl.trainer.config.keys import nearest
 from hrl.trainer.config.schema import PPOTrainerConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _KEY = f"{_ROLLOUT}.engine_kwargs"
 _ENGINES = ("vllm", "hf", "scripted")
+
+_ELSEWHERE = ("sglang", "trtllm")
+"""Engines of verl that hrl does not have."""
 
 _SET_BY = {
     "model": "actor_rollout_ref.model.path",
@@ -50,6 +53,11 @@ def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Proble
     """Arguments stand below the name of an engine, and none of them is said elsewhere."""
     for engine, arguments in config.actor_rollout_ref.rollout.engine_kwargs.items():
         if engine not in _ENGINES or not isinstance(arguments, dict):
+            if engine in _ELSEWHERE:
+                if arguments:
+                    what, hint = f"has arguments of {engine}, which does not run here.", "Remove them."
+                    yield Problem(f"{_KEY}.{engine}", what, hint, (f"{_ROLLOUT}.name",), Reason.ABSENT)
+                continue
             close = nearest(engine, _ENGINES)
             hint = f"Did you mean {close[0]}?" if close else f"Write it as {{vllm: {{{engine}: ...}}}}."
             yield Problem(_KEY, f"has {engine!r}, which is no engine with its arguments.", hint)

@@ -1,7 +1,19 @@
 """One error that lists every problem of a configuration."""
 
 from collections.abc import Iterable
+from enum import StrEnum
 from typing import NamedTuple
+
+
+class Reason(StrEnum):
+    """Why something that was written is refused."""
+
+    ALTERNATIVE = "alternative"
+    """hrl has it in another way, which the hint names."""
+    ABSENT = "feature absent"
+    """hrl does not have it, and the hint says so."""
+    UNREADABLE = "unreadable"
+    """It has no meaning anywhere: an empty number, an argument that is none."""
 
 
 class Problem(NamedTuple):
@@ -12,12 +24,14 @@ class Problem(NamedTuple):
         what: what is wrong, as the predicate of a sentence whose subject is the key: "is 3, must be …".
         hint: the way out.
         involves: other keys it rests on; while one of those is itself in doubt, this problem is not reported.
+        reason: why; None where what was written is a mistake in itself.
     """
 
     key: str
     what: str
     hint: str = ""
     involves: tuple[str, ...] = ()
+    reason: Reason | None = None
 
     def __str__(self) -> str:
         return " ".join(part for part in (self.key, self.what, self.hint) if part)

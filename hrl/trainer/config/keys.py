@@ -4,7 +4,6 @@
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from difflib import SequenceMatcher, get_close_matches
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -78,27 +77,77 @@ def unflatten(values: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def nearest(name: str, choices: Iterable[str], count: int = 1, cutoff: float = 0.6) -> list[str]:
-    """The most similar of `choices`, best first."""
-    return get_close_matches(name, sorted(choices), n=count, cutoff=cutoff)
+def edit_distance(one: str, other: str) -> int:
+    """How many letters were left out, put in or swapped with their neighbour; an exchanged letter counts as two.
+
+    Optimal string alignment (a restricted Damerau-Levenshtein distance), in which `grpo` is nearer to `gpro` than to
+    `gspo`.
+    """
+    rows = [list(range(len(other) + 1))]
+    for i, letter in enumerate(one, 1):
+        row = [i]
+        for j, counterpart in enumerate(other, 1):
+            cost = min(rows[-1][j] + 1, row[j - 1] + 1, rows[-1][j - 1] + 2 * (letter != counterpart))
+            if i > 1 and j > 1 and one[i - 2 : i] == other[j - 2 : j][::-1]:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1]
+
+
+def nearest(name: str, choices: Iterable[str]) -> list[str]:
+    """Those of `choices` that `name` is a misspelling of: all that are equally near, none if none is near enough.
+
+    A misspelling is one slip in five letters or less, two in eleven, else three; or the end left out; or one of four
+    words.
+    """
+    wanted = _plain(name)
+    budget = 1 + (len(wanted) > 5) + (len(wanted) > 11)
+    found: dict[str, int] = {}
+    for choice in choices:
+        if abs(len(choice) - len(wanted)) <= budget:
+            distance = edit_distance(wanted, _plain(choice))
+            if distance <= budget:
+                found[choice] = distance
+    if found:
+        return sorted(choice for choice, distance in found.items() if distance == min(found.values()))
+    return sorted(choice for choice in choices if _lacks_something(wanted, _plain(choice)))
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def _lacks_something(one: str, other: str) -> bool:
+    """Whether the second name begins with the first, or has the words of the first, three or more, and one more."""
+    if len(one) > 3 and other.startswith(one):
+        return True
+    words, others = set(one.split("_")), set(other.split("_"))
+    return len(words) >= 3 and words < others and len(others - words) == 1
 
 
 def nearest_keys(key: str, aliases: Mapping[str, str], root: type[Section] = PPOTrainerConfig) -> list[str]:
-    """Right names that `key` may have meant: a sibling, the same name in another section, or a similar path.
+    """Right names that `key` is a misspelling of, or whose end it is, or the other way round; none of another section.
 
     Args:
         key: the unknown dotted key.
         aliases: accepted older spellings and what they became; a misspelt alias suggests its present name.
         root: the schema.
+
+    Returns:
+        At most two, the likeliest first.
     """
     known = {**{name: name for name in leaves(root)}, **aliases}
     parent, _, name = key.rpartition(".")
-    siblings = {known_key.rpartition(".")[2]: known_key for known_key in known if known_key.startswith(f"{parent}.")}
-    close = nearest(name, siblings, cutoff=0.75)
-    if close:
-        return [known[siblings[close[0]]]]
-    same_name = [known_key for known_key in known if known_key.rpartition(".")[2] == name]
-    if same_name:
-        best = sorted(same_name, key=lambda other: SequenceMatcher(None, key, other).ratio(), reverse=True)
-        return list(dict.fromkeys(known[other] for other in best))[:2]
-    return list(dict.fromkeys(known[other] for other in nearest(key, known, count=2, cutoff=0.72)))
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
+    close = [siblings[other] for other in nearest(name, siblings)]
+    close = close or [other for other in known if _is_slip(key, other)]
+    close = close or [other for other in known if other.endswith(f".{key}")]
+    close = close or [other for other in known if "." in other and key.endswith(f".{other}")]
+    found = list(dict.fromkeys(known[other] for other in close))
+    return found if len(found) <= 2 else []
+
+
+def _is_slip(key: str, other: str) -> bool:
+    """Whether two paths of the same depth differ by one slip."""
+    return key.count(".") == other.count(".") and abs(len(key) - len(other)) <= 1 and edit_distance(key, other) == 1

@@ -7,11 +7,13 @@ from typing import Any, Generic, TypeVar
 from hrl.trainer.config import arithmetic, memory
 from hrl.trainer.config.arithmetic import Fact
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.compat import FIXED, MUST_EQUAL, REFUSED, RENAMED, Spellings
+from hrl.trainer.config.compat import MUST_EQUAL, NULL_IS_UNSET, OUTSIDE, RENAMED, VALUES, Spellings
+from hrl.trainer.config.converted import CONVERTED
 from hrl.trainer.config.derived import DERIVED, Derive
 from hrl.trainer.config.errors import Problem
 from hrl.trainer.config.rules import RULES, warnings
 from hrl.trainer.config.schema import PPOTrainerConfig
+from hrl.trainer.config.synonyms import PPO_SYNONYMS
 
 C = TypeVar("C", bound=Section)
 C_co = TypeVar("C_co", bound=Section, covariant=True)
@@ -98,7 +100,7 @@ PPO = RunKind(
     program="python -m hrl.trainer.main_ppo",
     rules=RULES,
     derived=DERIVED,
-    spellings=Spellings(RENAMED, MUST_EQUAL, FIXED, REFUSED),
+    spellings=Spellings(RENAMED, MUST_EQUAL, OUTSIDE, VALUES, NULL_IS_UNSET, PPO_SYNONYMS, CONVERTED),
     help=Help(
         summary="Without arguments this runs the quickstart: GRPO on a small model that learns to add.",
         groups=("placement", "recipe"),

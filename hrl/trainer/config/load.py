@@ -1,6 +1,6 @@
 """From a composed tree to a valid configuration, or one error that lists everything that is wrong with it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -8,12 +8,17 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.compat import lookup, present_name
+from hrl.trainer.config.compat import Verdict, lookup, present_name
+from hrl.trainer.config.converted import Conversion
 from hrl.trainer.config.derived import with_derived_defaults
-from hrl.trainer.config.errors import ConfigError, Problem
+from hrl.trainer.config.errors import ConfigError, Problem, Reason
 from hrl.trainer.config.keys import flatten, leaves, nearest, nearest_keys, sections, unflatten
 from hrl.trainer.config.kinds import PPO, C, RunKind
 from hrl.trainer.config.schema import PPOTrainerConfig
+from hrl.trainer.config.synonyms import Synonym
+
+_FEW_KEYS = 12
+"""So many keys of a section are listed in a hint; more would be a page."""
 
 
 def load_config(tree: DictConfig | Mapping[str, Any]) -> PPOTrainerConfig:
@@ -54,7 +59,7 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Pr
     Raises:
         ConfigError: as `load_kind`.
     """
-    values, found = _translate(given, kind)
+    values, found, remarks = _translate(given, kind)
     found = [*problems, *found]
     doubtful = {key for problem in found for key in (problem.key, *problem.involves)}
     given_keys = frozenset(values)
@@ -64,40 +69,98 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Pr
     found += [problem for problem in wrong if _was_given(problem.key, given_keys)]
     doubtful.update(problem.key for problem in wrong)
     for rule in kind.rules:
-        found += [problem for problem in rule(config) if doubtful.isdisjoint((problem.key, *problem.involves))]
+        sound = [problem for problem in rule(config) if doubtful.isdisjoint((problem.key, *problem.involves))]
+        # Values that don't go together: the hint says what does.
+        found += [problem._replace(reason=problem.reason or Reason.ALTERNATIVE) for problem in sound]
     if found:
         raise ConfigError(found)
-    return config
+    return config.with_remarks(*remarks) if remarks else config
 
 
 def _was_given(key: str, given: frozenset[str]) -> bool:
     return any(other == key or other.startswith(f"{key}.") or key.startswith(f"{other}.") for other in given)
 
 
-def _translate(given: Mapping[str, Any], kind: RunKind[Section]) -> tuple[dict[str, Any], list[Problem]]:
-    """Bring every key to its present name; report those that have none here."""
+def _translate(
+    given: Mapping[str, Any], kind: RunKind[Section]
+) -> tuple[dict[str, Any], list[Problem], tuple[str, ...]]:
+    """Bring every key to its present name; report those that have none here.
+
+    Returns:
+        Key of the schema → value; the problems; and what to say of keys that were taken in another way than written.
+    """
+    spellings = kind.spellings
     values: dict[str, Any] = {}
     spelt: dict[str, str] = {}
     problems: list[Problem] = []
     second_spellings: list[tuple[str, str, Any]] = []
+    conversions: list[tuple[str, Conversion, Any]] = []
+    without_effect: list[tuple[str, Any, Verdict]] = []
     for written, value in given.items():
-        key = present_name(written, kind.spellings.renamed)
-        if key != written and value is None:
+        if _names_a_class_of_verl(written, value):
             continue
-        if key in kind.spellings.must_equal:
-            second_spellings.append((written, kind.spellings.must_equal[key], value))
-        elif _is_schema_key(key, kind.schema):
+        key = written if written in spellings.outside else present_name(written, spellings.renamed)
+        if value is None and (key != written or key in spellings.null_is_unset):
+            continue
+        lacking = spellings.values.get((key, value)) if isinstance(value, str) else None
+        if lacking is not None:
+            problems.append(Problem(written, f"can't be {_show(value)} here:", lacking.hint, reason=lacking.reason))
+        elif key in spellings.must_equal:
+            second_spellings.append((written, spellings.must_equal[key], value))
+        elif key in spellings.converted:
+            conversions.append((written, spellings.converted[key], value))
+        elif key not in spellings.outside and _is_schema_key(key, kind.schema):
             if key in values and values[key] != value:
                 problems.append(_contradiction(written, value, spelt[key], values[key], key))
             values[key], spelt[key] = value, written
+        elif (entry := lookup(spellings.outside, key)) is None:
+            problems.append(_unknown(written, key, kind))
+        elif entry[1].is_same(value):
+            pass
+        elif entry[1].is_noted(value):
+            without_effect.append((written, value, entry[1]))
         else:
-            problems += _outside_schema(written, key, value, kind)
+            problems.append(_refusal(written, value, entry[1]))
+
+    def value_of(key: str) -> Any:
+        return values.get(key, leaves(kind.schema)[key].default)
+
     for written, key, value in second_spellings:
-        wanted = values.get(key, leaves(kind.schema)[key].default)
-        if value is not None and value != wanted:
-            what = f"is {value!r}, but {key} is {wanted!r}."
-            problems.append(Problem(written, what, f"Set {key} alone.", involves=(key,)))
-    return values, problems
+        if value is not None and value != value_of(key):
+            what = f"is {value!r}, but {key} is {value_of(key)!r}."
+            hint = f"Set {key} alone."
+            problems.append(Problem(written, what, hint, involves=(key,), reason=Reason.ALTERNATIVE))
+    converted: list[str] = []
+    for written, conversion, value in conversions:
+        result = {} if value is None else conversion.convert(value, value_of)
+        if result is None:
+            hint = f"{_capitalised(conversion.instead)}."
+            problems.append(Problem(written, f"can't be {_show(value)} here.", hint, reason=Reason.ALTERNATIVE))
+        elif result:
+            values |= result
+            read_as = ", ".join(f"{key}={_show(other)}" for key, other in result.items())
+            converted.append(f"{written}={_show(value)} is read as {read_as}.")
+    for verdict in dict.fromkeys(verdict for _, _, verdict in without_effect if verdict.beside):
+        if values.get(str(verdict.beside)) is not None:
+            of_verdict = [item for item in without_effect if item[2] is verdict]
+            without_effect = [item for item in without_effect if item[2] is not verdict]
+            problems.append(_refusal(*of_verdict[0]))
+    return values, problems, (*converted, *_taken_without_effect(without_effect))
+
+
+def _names_a_class_of_verl(key: str, value: object) -> bool:
+    """Whether this is what verl's YAML files say of every section: the class that it becomes."""
+    return key.rpartition(".")[2] == "_target_" and str(value).startswith("verl.")
+
+
+def _taken_without_effect(taken: Iterable[tuple[str, Any, Verdict]]) -> Iterator[str]:
+    """One line that lists keys whose value makes no difference, with what hrl does in their place."""
+    by_reason: dict[str, list[str]] = {}
+    for written, value, verdict in taken:
+        by_reason.setdefault(verdict.says, []).append(f"{written}={_show(value)}")
+    if by_reason:
+        listed = "; ".join(f"{', '.join(keys)} ({says})" for says, keys in by_reason.items())
+        yield f"taken without effect: {listed}."
 
 
 def _is_schema_key(key: str, root: type[Section]) -> bool:
@@ -109,30 +172,52 @@ def _is_schema_key(key: str, root: type[Section]) -> bool:
 
 def _contradiction(written: str, value: object, other: str, other_value: object, key: str) -> Problem:
     what = f"is {value!r}, but {other} is {other_value!r}; both mean {key}."
-    return Problem(written, what, f"Set {key} alone.", involves=(key,))
+    return Problem(written, what, f"Set {key} alone.", involves=(key,), reason=Reason.ALTERNATIVE)
 
 
-def _outside_schema(written: str, key: str, value: object, kind: RunKind[Section]) -> Iterator[Problem]:
-    """The problem with a key that is no field of the schema; none if it describes what hrl always does."""
-    fixed = kind.spellings.fixed.get(key)
-    if fixed is not None:
-        if not any(
-            value is accepted or (value == accepted and _same_kind(value, accepted)) for accepted in fixed.accepted
-        ):
-            yield Problem(written, f"can't be {_show(value)} here:", fixed.advice)
-        return
-    refused = lookup(kind.spellings.refused, key)
-    if refused is not None:
-        yield Problem(written, "has no counterpart in hrl:", refused[1])
-        return
+def _refusal(written: str, value: object, verdict: Verdict) -> Problem:
+    what = f"can't be {_show(value)} here:" if verdict.same or verdict.noted else "has no counterpart in hrl:"
+    return Problem(written, what, verdict.hint, reason=verdict.reason)
+
+
+def _unknown(written: str, key: str, kind: RunKind[Section]) -> Problem:
+    """The problem with a key that is neither here nor in verl, with the key that was meant, as far as that is clear."""
+    synonym = _synonym(key, kind)
     known = leaves(kind.schema)
     close = nearest_keys(key, {old: new for old, new in kind.spellings.renamed.items() if new in known}, kind.schema)
-    hint = f"Did you mean {' or '.join(close)}?" if close else f"See {kind.help.page}, or `{kind.check} --help`."
-    yield Problem(written, "is not a key of hrl.", hint, involves=tuple(close))
+    if synonym is not None and not (close and "." in key):
+        return Problem(written, "is not a key of hrl.", synonym.hint, involves=(synonym.key,))
+    if close:
+        return Problem(written, "is not a key of hrl.", f"Did you mean {' or '.join(close)}?", involves=tuple(close))
+    parent = key.rpartition(".")[0]
+    there = [other.removeprefix(f"{parent}.") for other in known if other.rpartition(".")[0] == parent]
+    short = 0 < len(there) <= _FEW_KEYS
+    hint = f"{parent} has {', '.join(there)}." if short else f"See {kind.help.page}, or `{kind.check} --help`."
+    return Problem(written, "is not a key of hrl.", hint)
 
 
-def _same_kind(value: object, other: object) -> bool:
-    return isinstance(value, bool) == isinstance(other, bool)
+def option_problem(text: str, kind: RunKind[Section]) -> Problem:
+    """The problem with an argument such as `--n_samples_per_prompt 8`, as other programs take it."""
+    name = text.lstrip("-").replace("=", " ").partition(" ")[0].replace("-", "_")
+    synonym = _synonym(name, kind)
+    hint = f"{synonym.hint} Write key=value." if synonym is not None else "Write key=value; see --help."
+    return Problem(text, "is no option of this command.", hint, involves=(synonym.key,) if synonym else ())
+
+
+def _synonym(key: str, kind: RunKind[Section]) -> Synonym | None:
+    """What the name is in another library, where its section doesn't say that it is something else."""
+    section, _, name = key.rpartition(".")
+    synonym = kind.spellings.synonyms.get(name)
+    if synonym is None:
+        return None
+    top = section.partition(".")[0]
+    misplaced = synonym.key.rpartition(".")[2] == name
+    fits = not section or top not in sections(kind.schema) or synonym.key.startswith(f"{top}.") or misplaced
+    return synonym if fits else None
+
+
+def _capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def _build(values: Mapping[str, Any], root: type[C]) -> tuple[C, list[Problem]]:
@@ -182,7 +267,13 @@ def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Probl
     item = f"[{where}] " if where else ""
     if kind == "literal_error":
         return _choice_problem(key, item, value, root)
+    if kind in _EXPECTED and value == "":
+        what = f"{item}is empty, expected {_EXPECTED[kind]}."
+        return Problem(key, what, "Give it a value, or leave the key out.", reason=Reason.UNREADABLE)
     if kind in _EXPECTED:
+        if kind == "list_type" and isinstance(value, str) and value.startswith("["):
+            hint = f"Without inner quotes it is one: '{key}={value}'."
+            return Problem(key, f"{item}is text, expected a list.", hint, reason=Reason.UNREADABLE)
         hint = f"Quote it: {key}='\"{value}\"'." if kind == "string_type" and value is not None else ""
         return Problem(key, f"{item}is {_show(value)}, expected {_EXPECTED[kind]}.", hint)
     bounds = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
@@ -195,7 +286,7 @@ def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Probl
 def _choice_problem(key: str, item: str, value: object, root: type[Section]) -> Problem:
     choices = choices_of(key, root)
     close = nearest(str(value), choices)
-    hint = f"Did you mean {close[0]}?" if close else f"Choose one of {', '.join(choices)}."
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"Choose one of {', '.join(choices)}."
     return Problem(key, f"{item}can't be {_show(value)}.", hint)
 
 

@@ -2,11 +2,25 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat
 
 from hrl.trainer.config.base import MinusOneOrMore, Section, UnitInterval
 
-DType = Literal["auto", "bfloat16", "float16", "float32"]
+_LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def _spelt(names: dict[str, str]) -> BeforeValidator:
+    """Other spellings of a dtype, with or without `torch.` in front, mean the same one."""
+
+    def translate(value: object) -> object:
+        plain = value.removeprefix("torch.") if isinstance(value, str) else value
+        return names.get(plain, plain) if isinstance(plain, str) else plain
+
+    return BeforeValidator(translate)
+
+
+DType = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(_LONG_NAMES)]
 """`auto` is bfloat16 on GPUs and on CPUs with matrix instructions for it, and float32 on other CPUs."""
 Content = Literal["model", "optimizer", "extra", "hf_model"]
 
@@ -63,7 +77,7 @@ class ForwardShardingConfig(_ShardingConfig):
 class FsdpConfig(_ShardingConfig):
     """FSDP2 settings of a model that is trained."""
 
-    model_dtype: Literal["fp32", "bf16"] = "fp32"
+    model_dtype: Annotated[Literal["fp32", "bf16"], _spelt(_SHORT_NAMES)] = "fp32"
     """Dtype of the master weights."""
     reshard_after_forward: bool = True
     """Free gathered parameters between the forward and the backward pass."""

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.errors import Problem
+from hrl.trainer.config.errors import Problem, Reason
 from hrl.trainer.config.keys import leaves
 
 _NEEDS_GRAMMAR = frozenset("[]{}'\"$,()")
@@ -21,16 +21,15 @@ def read_override(text: str) -> Override | Problem:
     that string, so that `data.train_files=reasoning_gym:gsm_symbolic?size=100&seed=1` needs no inner quotes.
     """
     key, equals, value = text.partition("=")
-    if text.startswith("-"):
-        return Problem(text, "is no option of this command.", "See --help.")
     if not equals and not key.startswith("~"):
-        return Problem(text, "is no override.", "Write key=value.")
+        return Problem(text, "is no override.", "Write key=value.", reason=Reason.UNREADABLE)
     try:
         return _checked(_PARSER.parse_override(text), text)
     except HydraException as error:
         if value and _NEEDS_GRAMMAR.isdisjoint(value):
             return _checked(_PARSER.parse_override(f'{key}="{value}"'), text)
-        return Problem(key.lstrip("+~"), f"can't read {value!r}: {str(error).splitlines()[0]}.", _quoting(key, value))
+        what = f"can't read {value!r}: {str(error).splitlines()[0]}."
+        return Problem(key.lstrip("+~"), what, _quoting(key, value), reason=Reason.UNREADABLE)
 
 
 def _checked(override: Override, text: str) -> Override | Problem:

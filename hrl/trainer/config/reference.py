@@ -12,10 +12,13 @@ from pydantic.fields import FieldInfo
 
 from hrl.trainer.config.arithmetic import UNITS
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.compat import FIXED, MUST_EQUAL, REFUSED, RENAMED
+from hrl.trainer.config.compat import MUST_EQUAL, OUTSIDE, RENAMED, VALUES
+from hrl.trainer.config.converted import CONVERTED
 from hrl.trainer.config.derived import DERIVED
-from hrl.trainer.config.keys import Leaf, leaves
+from hrl.trainer.config.errors import Reason
+from hrl.trainer.config.keys import Leaf, leaves, sections
 from hrl.trainer.config.schema import PPOTrainerConfig
+from hrl.trainer.config.synonyms import PPO_SYNONYMS
 
 _HEAD = """\
 # Configuration
@@ -144,20 +147,42 @@ def _compatibility() -> Iterator[str]:
     yield "A launch script ports by changing `verl` to `hrl`. The keys below are the exceptions.\n"
     yield "### Other spellings that are understood\n"
     yield "| key | is read as |\n| --- | --- |"
-    yield "\n".join(f"| `{old}` | `{new}` |" for old, new in RENAMED.items()) + "\n"
-    yield "### Second spellings of one value\n"
+    yield from (f"| `{old}` | `{new}` |" for old, new in RENAMED.items() if _ends_here(new))
+    yield from (f"| `{key}` | {cell(conversion.says)} |" for key, conversion in CONVERTED.items())
+    yield "\n### Second spellings of one value\n"
     yield "Accepted when they agree with the key they repeat.\n"
     yield "| key | must equal |\n| --- | --- |"
     yield "\n".join(f"| `{key}` | `{other}` |" for key, other in MUST_EQUAL.items()) + "\n"
-    yield "### What is always so\n"
-    yield "Accepted with the value that describes it, refused with any other.\n"
-    yield "| key | accepted | otherwise |\n| --- | --- | --- |"
-    for key, fixed in FIXED.items():
-        accepted = ", ".join(f"`{json.dumps(value)}`" for value in fixed.accepted)
-        yield f"| `{key}` | {accepted} | {cell(fixed.advice)} |"
+    yield "### Taken without effect\n"
+    yield "They say how fast a run is and not what it learns. One line of `hrl check` and of the banner lists them.\n"
+    yield "| key | with the values | what hrl does |\n| --- | --- | --- |"
+    for key, verdict in OUTSIDE.items():
+        if verdict.noted or verdict.noted is None:
+            taken = "all" if verdict.noted is None else _values((*verdict.same, *verdict.noted))
+            yield f"| `{key}` | {taken} | {cell(verdict.says)} |"
     yield "\n### What is refused\n"
-    yield "| key | what to do instead |\n| --- | --- |"
-    yield "\n".join(f"| `{key}` | {cell(advice)} |" for key, advice in REFUSED.items()) + "\n"
+    yield "Other values than the accepted ones; a feature that is absent is marked so.\n"
+    yield "| key | accepted | otherwise |\n| --- | --- | --- |"
+    for key, verdict in OUTSIDE.items():
+        if verdict.noted is not None:
+            mark = "absent: " if verdict.reason is Reason.ABSENT else ""
+            yield f"| `{key}` | {_values((*verdict.same, *verdict.noted))} | {mark}{cell(verdict.hint)} |"
+    for (key, value), verdict in VALUES.items():
+        mark = "absent: " if verdict.reason is Reason.ABSENT else ""
+        yield f"| `{key}={value}` | | {mark}{cell(verdict.hint)} |"
+    yield "\n## Coming from TRL or OpenRLHF\n"
+    yield "Their names are not accepted; the error says what to write.\n"
+    yield "| name | here | |\n| --- | --- | --- |"
+    yield from (f"| `{name}` | `{other.key}` | {cell(other.but)} |" for name, other in PPO_SYNONYMS.items())
+
+
+def _ends_here(target: str) -> bool:
+    """Whether a renaming leads to keys of the schema, and not to what becomes of another of verl's keys."""
+    return target.removesuffix(".*") in {*leaves(), *sections()}
+
+
+def _values(values: Iterable[Any]) -> str:
+    return ", ".join(f"`{json.dumps(value)}`" for value in values)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,8 @@ class RewardConfig(Section):
     """A failing reward function stops the run, or its samples are counted and train nothing. A response that breaks a
     built-in function is neither: it scores as a wrong answer and is counted in `reward/num_unscorable`."""
     function_weight: float = 1.0
-    """Weight of the reward function's score in the sum."""
+    """Weight of the reward function's score in the sum. Default: 1; 0 beside a reward model, unless a function is named
+    by `custom_reward_function.path`."""
     shaping: dict[str, PositiveFloat | None] = Field(default_factory=dict)
     """What is done to that sum before it is learnt from, in this order: `{standardise: null, clip: 5}`. clip cuts to
     [-limit, limit], scale divides by the run's standard deviation, standardise takes its mean off first."""

@@ -17,7 +17,7 @@ class ValKwargsConfig(Section):
     n: PositiveInt = 1
     """Samples per validation prompt."""
     do_sample: bool = False
-    """Sample; false takes the most likely token."""
+    """Sample; false takes the most likely token. Default: whether `val_kwargs.temperature` is above 0."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature, with `do_sample=true`."""
     top_p: Fraction = 1.0

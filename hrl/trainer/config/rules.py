@@ -31,12 +31,18 @@ _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = f"{_ACTOR}.policy_loss.loss_mode"
 _SHAPING = "reward.shaping"
 _RESPONSE = ("data.max_prompt_length", "data.max_response_length")
+_SHARED_ROWS = tuple(
+    f"{owner}{section}.ulysses_sequence_parallel_size"
+    for owner in (_ACTOR, _REF, "critic")
+    for section in ("", ".fsdp_config")
+)
+"""Who asked for these cuts a row over several processes, and has budgets that a row does not fit into."""
 
 
 def not_registered(key: str, name: str, known: set[str] | frozenset[str]) -> Problem:
     """A name that nothing is known under, with the nearest one that is."""
     close = nearest(name, known)
-    hint = f"Did you mean {close[0]}?" if close else f"Known: {', '.join(sorted(known))}."
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(known))}."
     return Problem(key, f"names {name!r}, which nothing is registered under.", hint)
 
 
@@ -186,7 +192,7 @@ def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]
     for key, budget in _without_followers(too_small).items():
         lengths = f"{config.data.max_prompt_length} prompt + {config.data.max_response_length} response"
         what = f"is {budget} tokens, but one row may have {row} ({lengths})."
-        yield Problem(key, what, f"Set it to at least {row}.", _RESPONSE)
+        yield Problem(key, what, f"Set it to at least {row}.", (*_RESPONSE, *_SHARED_ROWS))
 
 
 def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Problem]:

@@ -2,10 +2,12 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from hrl.trainer.config.base import Label, MinusOneOrMore, Section, StrList
 
+Frequency = Annotated[MinusOneOrMore, BeforeValidator(lambda value: -1 if value is False else value)]
+"""Every so many steps; false is never, as are -1 and 0."""
 Pools = dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]
 
 
@@ -64,9 +66,9 @@ class RunConfig(Section):
     """Validate before the first step. Default: whether there are validation rows."""
     val_after_train: bool = True
     """Validate after the last step. Default: whether there are validation rows."""
-    test_freq: MinusOneOrMore = -1
+    test_freq: Frequency = -1
     """Validate every so many steps; -1 or 0 is never."""
-    save_freq: MinusOneOrMore = -1
+    save_freq: Frequency = -1
     """Write a checkpoint every so many steps; -1 or 0 is never."""
     max_ckpt_to_keep: PositiveInt | None = None
     """Checkpoints kept; null keeps all."""

@@ -61,6 +61,12 @@ def test_all_problems_of_a_command_line_come_at_once():
     }
 
 
+def test_a_number_of_machines_that_is_none_is_one_problem():
+    assert problems("trainer.nnodes=") == [
+        "trainer.nnodes is empty, expected a whole number. Give it a value, or leave the key out."
+    ]
+
+
 def test_files_grammar_and_fields_are_reported_together():
     found = problems("recipe=grop", "trainer.seed=[1", "stray", "a=1,2", "trainer.nnodes=0", "--fast")
     assert found == [
@@ -68,7 +74,7 @@ def test_files_grammar_and_fields_are_reported_together():
         "trainer.seed can't read '[1': no viable alternative at input '[1'. Quote the value: 'trainer.seed=\"[1\"'.",
         "stray is no override. Write key=value.",
         "a has several values; one run takes one. For a list write 'a=[1,2]'.",
-        "--fast is no option of this command. See --help.",
+        "--fast is no option of this command. Write key=value; see --help.",
         "trainer.nnodes is 0, must be more than 0.",
     ]
 
@@ -159,7 +165,7 @@ def test_a_relative_path_starts_at_the_working_folder(own, monkeypatch):
     [
         ("wrong", "trainer.sed is not a key of hrl. Did you mean trainer.seed?"),
         ("broken", "broken.yaml can't be composed"),
-        ("missing", "missing.yaml can't be composed"),
+        ("missing", "missing.yaml is not in "),
         ("mandatory", "data.train_files needs a value"),
     ],
 )

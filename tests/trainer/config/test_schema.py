@@ -11,11 +11,13 @@ import torch
 from pydantic import ValidationError
 
 from hrl.trainer.config import PPOTrainerConfig, load_config, names
-from hrl.trainer.config.compat import FIXED, MUST_EQUAL, REFUSED, RENAMED, lookup
+from hrl.trainer.config.compat import MUST_EQUAL, OUTSIDE, RENAMED, lookup
+from hrl.trainer.config.converted import CONVERTED
 from hrl.trainer.config.derived import DERIVED
 from hrl.trainer.config.errors import ConfigError
 from hrl.trainer.config.keys import leaves, sections
 from hrl.trainer.config.names import ESTIMATORS, KL_KINDS, LOGGERS, POLICY_LOSSES, REWARD_SHAPERS, WITHOUT_TRACKER
+from hrl.trainer.config.synonyms import PPO_SYNONYMS
 
 
 def test_there_are_fewer_than_200_keys():
@@ -35,15 +37,19 @@ def test_a_validated_configuration_is_immutable_and_can_be_copied():
 
 
 def test_no_key_is_both_in_the_schema_and_in_a_table_of_exceptions():
-    for table in (RENAMED, FIXED, REFUSED, MUST_EQUAL):
+    for table in (RENAMED, OUTSIDE, MUST_EQUAL, CONVERTED):
         assert [key for key in leaves() if lookup(table, key)] == []
 
 
 def test_every_renaming_ends_at_a_key_that_is_understood():
     for old, new in RENAMED.items():
         target = new.removesuffix(".*")
-        understood = target in leaves() or target in sections() or lookup(FIXED, new) or lookup(REFUSED, new)
-        assert understood or new in MUST_EQUAL, old
+        understood = target in leaves() or target in sections() or lookup(OUTSIDE, new)
+        assert understood or new in MUST_EQUAL or new in CONVERTED, old
+
+
+def test_every_synonym_names_a_key_or_a_group():
+    assert [name for name, synonym in PPO_SYNONYMS.items() if synonym.key not in {*leaves(), "placement"}] == []
 
 
 def test_derived_defaults_belong_to_keys_of_the_schema_and_say_so():

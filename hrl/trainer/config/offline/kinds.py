@@ -1,13 +1,51 @@
 """The three kinds of run that learn from a data set."""
 
-from hrl.trainer.config.compat import Fixed, Spellings
+from hrl.trainer.config.compat import NO_NPU, ONLY_FSDP2, OTHER_ENGINES, Spellings, Verdict, how, of_section
+from hrl.trainer.config.converted import switches
 from hrl.trainer.config.derived import DERIVED_VALIDATION, Derive, load_contents, run_folder, same_as
+from hrl.trainer.config.errors import Reason
 from hrl.trainer.config.kinds import Help, RunKind, Words
 from hrl.trainer.config.offline import words
 from hrl.trainer.config.offline.rules import DPO_RULES, OFFLINE_RULES, warnings
 from hrl.trainer.config.offline.schema import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
+from hrl.trainer.config.synonyms import OFFLINE_SYNONYMS
 
-_LATER_LORA = "LoRA comes later; remove the key."
+_LATER_LORA = Verdict("LoRA comes later", "train the full model with a lower lr", same=(0, None), reason=Reason.ABSENT)
+_OTHER_ENGINES_KEYS = (
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size",
+    "expert_tensor_parallel_size",
+    "data_parallel_size",
+    "data_parallel_shard_size",
+    "data_parallel_replicate_size",
+    "tensor_parallel_size",
+    "expert_parallel_size",
+    "tp_size",
+    "pp_size",
+    "cp_size",
+    "ep_size",
+    "dp_size",
+    "distributed_strategy",
+    "use_mbridge",
+    "vanilla_mbridge",
+    "use_megatron_fsdp",
+    "override_transformer_config.*",
+    "override_mcore_model_config.*",
+    "override_ddp_config.*",
+    "backend_config.*",
+    "attn_implementation",
+    "activation_checkpointing",
+    *(f"{name}.*" for name in OTHER_ENGINES),
+)
+_OWN_COLUMNS = Verdict(
+    "prompt and answer are columns of their own, not parts of one",
+    "write them so, and set data.prompt_key and data.completion_key",
+    same=(None, []),
+)
+_ONE_LENGTH = Verdict("prompt and answer have one length", "set data.max_length, of both together", same=(None,))
 _SPELLINGS = Spellings(
     renamed={
         "model.partial_pretrain": "model.path",
@@ -20,22 +58,49 @@ _SPELLINGS = Spellings(
         "data.multiturn.messages_key": "data.messages_key",
         "data.response_key": "data.completion_key",
         "trainer.checkpoint.*": "checkpoint.*",
+        "model.fsdp_config.mixed_precision.param_dtype": "model.fsdp_config.dtype",
     },
-    fixed={
-        "data.multiturn.enable": Fixed((True, False), "rows say themselves whether they are a whole chat."),
-        "use_remove_padding": Fixed((True,), "rows are always packed; remove the key."),
-        "model.use_remove_padding": Fixed((True,), "rows are always packed; remove the key."),
-        "model.strategy": Fixed(("fsdp2",), "FSDP2 is the only strategy."),
-        "model.lora_rank": Fixed((0,), _LATER_LORA),
+    outside={
+        # What both kinds of run have in common stands in one table, under the policy's keys.
+        **of_section("actor_rollout_ref.actor.fsdp_config", "model.fsdp_config"),
+        **of_section("actor_rollout_ref.actor.optim", "optim"),
+        **of_section("actor_rollout_ref.model", "model"),
+        **of_section("trainer", "trainer"),
+        **of_section("global_profiler", "global_profiler"),
+        **of_section("hydra", "hydra"),
+        "data.multiturn.enable": how("rows say themselves whether they are a whole chat"),
+        "data.multiturn.*": Verdict("a chat is one column", "set data.messages_key", same=(None,)),
+        "data.prompt_dict_keys": _OWN_COLUMNS,
+        "data.response_dict_keys": _OWN_COLUMNS,
+        "data.pad_mode": Verdict("rows are packed, not padded", noted=None),
+        "data.ignore_input_ids_mismatch": how("every row is rendered once, whole"),
+        "data.balance_dp_token": how("rows are balanced over processes"),
+        "data.num_workers": how("rows become tokens once, at load"),
+        "data.micro_batch_size": Verdict(
+            "a micro-batch belongs to one process", "set data.micro_batch_size_per_gpu", same=(None,)
+        ),
+        "data.use_dynamic_bsz": how("data.micro_batch_size_per_gpu decides; null packs up to max_token_len_per_gpu"),
+        "data.max_prompt_length": _ONE_LENGTH,
+        "data.max_response_length": _ONE_LENGTH,
+        "use_remove_padding": how("padding never enters a model"),
+        "model.lora_rank": _LATER_LORA,
+        "model.lora.rank": _LATER_LORA,
+        "model.strategy": ONLY_FSDP2._replace(same=("fsdp", "fsdp2")),
+        **dict.fromkeys(
+            ["engine", *(f"model.fsdp_config.{name}" for name in _OTHER_ENGINES_KEYS)],
+            ONLY_FSDP2._replace(instead="remove the key"),
+        ),
+        "model.fsdp_config.use_remove_padding": how("padding never enters a model"),
+        "ulysses_sequence_parallel_size": Verdict(
+            "sequence parallel training comes later", same=(1, None), reason=Reason.ABSENT
+        ),
     },
-    refused={
-        "model.lora_alpha": _LATER_LORA,
-        "model.target_modules": _LATER_LORA,
-        "data.micro_batch_size": "it depends on the number of processes; set data.micro_batch_size_per_gpu.",
-        "data.use_dynamic_bsz": "set data.micro_batch_size_per_gpu; null packs up to data.max_token_len_per_gpu.",
-        "data.max_prompt_length": "set data.max_length, of prompt and answer together.",
-        "data.max_response_length": "set data.max_length, of prompt and answer together.",
-        "ulysses_sequence_parallel_size": "not supported; remove the key.",
+    values={("trainer.device", "npu"): NO_NPU},
+    synonyms=OFFLINE_SYNONYMS,
+    converted={
+        "model.fsdp_config.offload_policy": switches(
+            "model.fsdp_config.param_offload", "model.fsdp_config.optimizer_offload"
+        )
     },
 )
 _DERIVED: dict[str, Derive] = {
