@@ -13,6 +13,7 @@ from hrl.data.model_source import ModelSourceError
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_HEAD = "score.weight"
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -46,6 +47,24 @@ def check_weights(folder: Path) -> None:
         raise ModelSourceError(f"{folder} lacks {missing[0]}, one of {len(missing)} files that {_INDEX} lists")
     for file in files:
         _check_header(file)
+
+
+def check_scores(folder: Path) -> None:
+    """Refuses a folder of weights without a head that scores.
+
+    Raises:
+        ModelSourceError: no file of weights holds `score.weight`.
+    """
+    from safetensors import safe_open
+
+    for file in folder.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as tensors:
+            if _HEAD in tensors.keys():
+                return
+    raise ModelSourceError(
+        f"{folder} has no scalar head ({_HEAD}): a reward model is a sequence classifier with one label that was "
+        "trained to score, such as main_rm writes"
+    )
 
 
 def _no_weights(folder: Path) -> str:

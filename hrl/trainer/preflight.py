@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from hrl.data.chat_template import TemplateReport, inspect_chat_template, with_tools
 from hrl.data.custom import dataset_class
 from hrl.data.intake import DatasetCounts, Intake
+from hrl.data.model_folder import check_scores
 from hrl.data.rows import Row, RowKeys, read_rows
 from hrl.data.tokenizer import TokenIds, load_tokenizer, token_ids
 from hrl.data.user_file import names_in_user_file
@@ -190,6 +191,9 @@ def _other_models(
         if folder is not None and folder != policy and tokenizer is not None:
             with findings.about(key):
                 _look_at_vocabulary(findings, key, folder, tokenizer, trust_remote_code=trust)
+        if folder is not None and key.startswith("reward"):
+            with findings.about(key):
+                check_scores(folder)
         found.append(folder)
     return found[0], found[1]
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from hrl.data.model_folder import check_weights, model_facts
+from hrl.data.model_folder import check_scores, check_weights, model_facts
 from hrl.data.model_source import ModelSourceError, find_model, resolve_model
 
 
@@ -53,6 +53,14 @@ def test_a_file_that_was_cut_off_and_a_pointer_are_told_apart(tmp_path):
     assert "model.safetensors is not whole" in refusal(tmp_path)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n")
     assert "is a pointer of Git LFS; fetch it with `git lfs pull`" in refusal(tmp_path)
+
+
+def test_a_reward_model_has_a_head(tmp_path):
+    save(tmp_path / "model.safetensors")
+    with pytest.raises(ModelSourceError, match=r"has no scalar head \(score.weight\)"):
+        check_scores(tmp_path)
+    save_file({"score.weight": np.zeros((1, 4), np.float32)}, tmp_path / "second.safetensors")
+    check_scores(tmp_path)
 
 
 @pytest.mark.parametrize("find", [find_model, resolve_model])

@@ -21,7 +21,7 @@ def save_model(folder: Path, words: str = PROMPT, positions: int = 64) -> Path:
     """A configuration, a header of weights, and a tokenizer of whole words."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": positions}))
-    save_file({"weight": np.zeros(1, np.float32)}, folder / "model.safetensors")
+    save_file({"score.weight": np.zeros((1, 64), np.float32)}, folder / "model.safetensors")
     vocabulary = {word: index for index, word in enumerate(["<unk>", "<end>", *words.split()])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

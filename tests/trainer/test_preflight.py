@@ -6,7 +6,9 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from hrl.trainer.config import compose_cli
 from hrl.trainer.config.load import validate
@@ -217,6 +219,13 @@ def test_critic_and_reward_model_have_the_vocabulary_in_use(run, tmp_path):
     (problem,) = refused(run, **reward_model(other))
     assert problem.startswith("reward.reward_model.model_path names other, which has another vocabulary")
     run(**{"actor_rollout_ref.model.tokenizer_path": str(other)}, **reward_model(other))
+
+
+def test_a_reward_model_without_a_head_is_named(run, tmp_path):
+    save_file({"lm_head.weight": np.zeros((1, 4), np.float32)}, save_model(tmp_path / "plain") / "model.safetensors")
+    (problem,) = refused(run, **reward_model(tmp_path / "plain"))
+    assert problem.startswith("reward.reward_model.model_path can't be used") and "no scalar head" in problem
+    run(**{"critic.model.path": str(tmp_path / "plain")})  # a critic's head starts anew
 
 
 @pytest.mark.parametrize("key", ["critic.model.path", "actor_rollout_ref.model.path"])

@@ -17,7 +17,7 @@ from hrl.data.offline.tokens import Passage, pad_answers, passages_of_chat
 from hrl.data.rows import as_messages, as_tools
 from hrl.protocol import DataProto
 
-_COMPLETION_KEYS = ("completion", "response")
+COMPLETION_KEYS = ("completion", "response")
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def check_demonstration(raw: Mapping[str, Any], config: Any) -> Demonstration | 
     if raw.get(config.messages_key) is not None:
         messages = as_messages(raw[config.messages_key], config.messages_key)
         return messages if isinstance(messages, str) else Demonstration(messages, 0, tools)
-    known = (config.completion_key,) if config.completion_key else _COMPLETION_KEYS
+    known = (config.completion_key,) if config.completion_key else COMPLETION_KEYS
     key = next((key for key in known if raw.get(key) is not None), known[0])
     if config.prompt_key not in raw:
         return f"has neither {config.messages_key!r} nor {config.prompt_key!r} with {' or '.join(map(repr, known))}"

@@ -204,7 +204,7 @@ def compose_tree(options: Options, kind: RunKind[Section]) -> Composition:
         override = option_problem(text, kind) if text.startswith("-") else read_override(text)
         if isinstance(override, Problem):
             problems.append(override)
-        elif group := _group_options(options.folders, override.key_or_group):
+        elif group := _group_options(options.folders, override.key_or_group, kind):
             problem = _choice_problem(override, group)
             problems += [problem] if problem else []
             choices |= {} if problem else {override.key_or_group: text.lstrip("+")}
@@ -254,8 +254,10 @@ def _keys_of(file: Path, kind: RunKind[Section]) -> list[str]:
     return [key for key, _ in flatten({name: value for name, value in tree.items() if name != "defaults"}, kind.schema)]
 
 
-def _group_options(folders: Sequence[Path], name: str) -> list[str]:
-    """The YAML files of the group `name`; empty if no folder holds such a group."""
+def _group_options(folders: Sequence[Path], name: str, kind: RunKind[Section]) -> list[str]:
+    """The YAML files of the group `name` that suit the kind of run; empty if no folder holds such a group."""
+    if name == QUICKSTART:
+        return [kind.name]
     if "." in name:
         return []
     found = {path.stem for folder in folders for path in (folder / name).glob("*.yaml")}

@@ -24,6 +24,8 @@ def run_help(program: str | None = None, kind: RunKind[Section] = PPO) -> str:
             f"usage: {program} {'[group=choice ...] ' if groups else ''}[key=value ...]",
             "",
             kind.help.summary,
+            "With a model, rows or a YAML file of your own, what you leave out has its default instead of the",
+            f"quickstart's value; quickstart={kind.name} asks for these values there too.",
             "",
             *(["groups:", *groups, ""] if groups else []),
             "options:",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hrl.data.chat_template import check_chat_template, with_tools
 from hrl.data.model_source import ModelSourceError
+from hrl.data.offline.demonstrations import COMPLETION_KEYS
 from hrl.data.tokenizer import TokenIds, token_ids
 from hrl.trainer.config.arithmetic import Fact, total_steps
 from hrl.trainer.config.offline.schema import OfflineConfig
@@ -154,7 +155,9 @@ def dataset_class(kind_name: str) -> type[OfflineDataset[Any]]:
 def _columns(kind_name: str, data: Any) -> dict[str, tuple[str, ...]]:
     """Key that names a column → the columns that will do."""
     if kind_name == "sft":
-        return {"data.messages_key": (data.messages_key, data.prompt_key)}
+        answers = (data.completion_key,) if data.completion_key else COMPLETION_KEYS
+        wanted = {"data.messages_key": (data.messages_key, data.prompt_key)}
+        return wanted | {"data.completion_key": (*answers, data.messages_key)}
     return {"data.chosen_key": (data.chosen_key,), "data.rejected_key": (data.rejected_key,)}
 
 

@@ -106,6 +106,11 @@ def test_the_quickstart_can_be_asked_for_beside_a_model_of_ones_own():
     assert config.origins[MODEL.partition("=")[0]] == YOURS
 
 
+def test_the_quickstart_of_another_trainer_is_refused():
+    with pytest.raises(ConfigError, match=r"quickstart has no choice 'sft'. Choose one of ppo."):
+        compose_cli(["quickstart=sft"])
+
+
 def test_the_quickstart_beside_rows_of_ones_own_does_not_validate():
     config = compose_cli(["quickstart=ppo", OWN])
     assert (config.data.val_files, config.trainer.test_freq, config.data.train_batch_size) == ([], -1, 8)

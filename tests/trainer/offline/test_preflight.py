@@ -77,7 +77,9 @@ def test_everything_that_is_wrong_comes_at_once(model: Path, tmp_path: Path) -> 
     (model / "model.safetensors").unlink()
     with pytest.raises(PreflightError) as caught:
         ready(model, **{"data.val_files": [str(tmp_path / "rowz.jsonl"), str(tmp_path / "answers.jsonl")]})
-    weights, missing, columns = map(str, caught.value.problems)
+    weights, missing, columns, answers = map(str, caught.value.problems)
+    assert answers.startswith("data.completion_key is completion or response or messages, a column that")
+    assert answers.endswith("Set data.completion_key=answer?")
     assert weights.startswith("model.path can't be used") and "has no weights" in weights
     assert missing.startswith("data.val_files can't be used") and "Did you mean" in missing
     assert columns.startswith("data.messages_key is messages or prompt, a column that")
