@@ -264,3 +264,44 @@ def test_results_are_spread_over_the_rows_and_their_gradients_gathered():
     spread.backward(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     assert spread.tolist() == [[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]]
     assert flat.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
+
+
+def packed_log_probs(module: PackedCausalLM, rows: SimpleNamespace, device: str) -> torch.Tensor:
+    picked = tuple(range(len(rows.prompts)))
+    return module(pack(rows, picked, share_prefix=True, wanted="next", device=torch.device(device)), 0.7, True).log_prob
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "family",
+    ["plain", "sinks and windows", "soft-caps and windows", "latent attention", "chunks in the mask alone"],
+)
+def test_a_gpu_in_bfloat16_is_as_near_to_float64_as_a_cpu(family):
+    rng = np.random.default_rng(0)
+    rows = rows_of(rng.integers(3, VOCAB, 20), [rng.integers(3, VOCAB, n) for n in (30, 11, 25)])
+    _, to_pack = build(family)
+    module = PackedCausalLM(to_pack)
+    with torch.no_grad():
+        truth = packed_log_probs(module, rows, "cpu")
+        module.bfloat16()
+        on_cpu = (packed_log_probs(module, rows, "cpu") - truth).abs().mean()
+        on_gpu = (packed_log_probs(module.cuda(), rows, "cuda").cpu() - truth).abs().mean()
+    assert on_gpu <= 2 * on_cpu + 1e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["plain", "sinks and windows", "soft-caps and windows"])
+def test_no_operation_of_a_micro_batch_waits_for_the_gpu(family):
+    """By CUDA's own account: its debug mode makes every wait an error."""
+    _, to_pack = build(family)
+    if family == "sinks and windows":
+        to_pack.set_experts_implementation("grouped_mm")  # as by default
+    module = PackedCausalLM(to_pack.bfloat16().cuda())
+    rows = rows_of(np.arange(5, 12), [np.arange(7, 16), np.arange(9, 11)])
+    packed_log_probs(module, rows, "cuda").sum().backward()  # libraries are loaded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        packed = pack(rows, (0, 1), share_prefix=True, wanted="next", device=torch.device("cuda"))
+        packed.unpack(module(packed, 0.7, True).log_prob).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
