@@ -101,7 +101,7 @@ class _Task:
     future: Future[RewardOutcome]
     attempts: int = 0
     since: float = 0.0
-    truth_read: bool = False
+    blames_response: bool = False
 
 
 @dataclass(eq=False)
@@ -340,7 +340,7 @@ class RewardPool:
             slot = min(open_slots, key=lambda candidate: len(candidate.tasks))
             task.attempts += 1
             task.since = time.monotonic()
-            task.truth_read = False
+            task.blames_response = False
             slot.tasks[task.number] = task
             slot.outgoing += task.frame
             self._send(slot)
@@ -415,8 +415,8 @@ class RewardPool:
             slot.concurrency, slot.awaits = message["concurrency"], message["awaits"]
             self._failed_starts = 0
             self._started.set()
-        elif "truth_read" in message:
-            slot.tasks[message["id"]].truth_read = True
+        elif "blames_response" in message:
+            slot.tasks[message["id"]].blames_response = message["blames_response"]
         else:
             self._take_answer(slot, slot.tasks.pop(message["id"]), message)
 
@@ -445,7 +445,7 @@ class RewardPool:
     def _finish(self, task: _Task, status: Status, **outcome: Any) -> None:
         """Ends a sample; what a response did to a built-in function counts as a wrong answer."""
         duration_s = time.monotonic() - task.since
-        if self._spec.path is None and task.truth_read and status in ("error", "timeout", "crash"):
+        if self._spec.path is None and task.blames_response and status in ("error", "timeout", "crash"):
             reason = outcome["error"].rstrip().splitlines()[-1][:_LONGEST_REASON]
             logger.info("reward of %s: the response can't be scored: %s", task.name, reason)
             score, parts = read_reward(wrong_score(task.data_source))

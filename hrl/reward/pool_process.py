@@ -71,11 +71,15 @@ def _serve_one_by_one(
 ) -> None:
     while (sample := _read(connection)) is not None:
         arguments = _arguments(spec, sample)
-        if spec.path is None:  # from then on the response is to blame, and no longer the row
-            read = encode({"id": sample["id"], "truth_read": True})
-            arguments["on_truth_read"] = functools.partial(connection.sendall, read)
+        if spec.path is None:
+            arguments["blames_response"] = functools.partial(_blame, connection, sample["id"])
         answer, error = _attempt(functools.partial(_score, function, arguments, runner))
         connection.sendall(encode({"id": sample["id"]} | (answer if error is None else {"error": error})))
+
+
+def _blame(connection: socket.socket, number: int, is_to_blame: bool) -> None:
+    """Tells the parent, before it happens, whose fault it is if the sample goes wrong."""
+    connection.sendall(encode({"id": number, "blames_response": is_to_blame}))
 
 
 def _score(function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:

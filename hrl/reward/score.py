@@ -13,7 +13,7 @@ from typing import Any
 
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX as REASONING_GYM
 from hrl.reward.scorers import math_equal, math_graded, math_text, numbers, question_answering, reasoning_gym
-from hrl.reward.scorers.base import Reward, Scorer
+from hrl.reward.scorers.base import Reward, RowError, Scorer
 
 SCORERS: dict[str, Scorer] = {
     "numeric": numbers.NUMERIC,
@@ -89,7 +89,7 @@ def compute_score(
     ground_truth: Any,
     extra_info: Mapping[str, Any] | None = None,
     *,
-    on_truth_read: Callable[[], None] | None = None,
+    blames_response: Callable[[bool], None] | None = None,
 ) -> Reward:
     """Scores a response by the built-in function of its data source.
 
@@ -98,8 +98,8 @@ def compute_score(
         solution_str: the response's text.
         ground_truth: of the row.
         extra_info: of the row.
-        on_truth_read: called when the row has proved good, before the first look at the response: whatever goes
-            wrong from then on is the response's doing.
+        blames_response: told `True` when the row has been read, before the first look at the response: what goes wrong
+            from then on is the response's doing; and `False` if the row turns out to be to blame after all.
 
     Raises:
         ValueError: no such function, or a ground truth that it can't read. What a response makes it raise is passed
@@ -107,9 +107,13 @@ def compute_score(
     """
     scorer = find_scorer(data_source)
     truth = scorer.read_truth(data_source, ground_truth, extra_info or {})
-    if on_truth_read is not None:
-        on_truth_read()
-    return scorer.score(solution_str, truth)
+    tell = blames_response or (lambda is_to_blame: None)
+    tell(True)
+    try:
+        return scorer.score(solution_str, truth)
+    except RowError:
+        tell(False)
+        raise
 
 
 def wrong_score(data_source: str) -> Reward:

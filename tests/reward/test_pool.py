@@ -386,7 +386,7 @@ def test_what_goes_wrong_is_the_responses_fault_only_in_a_built_in_function_that
     function_file, status, is_built_in, truth_read
 ):
     pool = RewardPool(RewardSpec() if is_built_in else RewardSpec(function_file), num_workers=1, timeout_s=1.0)
-    task = _Task(1, "s", "math_dapo", b"", Future(), attempts=1, truth_read=truth_read)
+    task = _Task(1, "s", "math_dapo", b"", Future(), attempts=1, blames_response=truth_read)
     pool._finish(task, status, error="Traceback\nMemoryError: no more")
     outcome = task.future.result()
     if is_built_in and truth_read:

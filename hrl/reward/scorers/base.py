@@ -13,6 +13,10 @@ from typing import Any
 Reward = float | Mapping[str, Any]
 
 
+class RowError(ValueError):
+    """A row that turned out bad when a response was scored by it: the data's fault after all."""
+
+
 def _nothing() -> None:
     """For scorers that need no import of their own."""
 
@@ -25,7 +29,7 @@ class Scorer:
         rule: what it pays for, in a phrase, for messages and the documentation.
         read_truth: from a row's `(data_source, ground_truth, extra_info)` to what `score` compares with.
             Raises `ValueError`.
-        score: from a response's text and that truth to the reward.
+        score: from a response's text and that truth to the reward. Raises `RowError` where the row is to blame.
         wrong: the reward of a wrong answer, and of one that can't be scored.
         load: imports what the scorer needs, so that the first sample's deadline doesn't pay for it.
     """

@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any
 
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX, create_dataset
-from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.base import RowError, Scorer
 from hrl.reward.scorers.final_answer import after_thinking, tagged_answers
 
 _ARITHMETIC = re.compile(r"[0-9+\-*/().\s]{1,200}")
@@ -114,6 +114,9 @@ def score(text: str, task: Task) -> float:
 
     An answer that the scorer can't read scores 0; that the fault lies with the answer is checked by scoring the right
     one.
+
+    Raises:
+        RowError: the right one can't be scored either.
     """
     answer = extract_answer(text)
     if answer is None or (task.allows is not None and not task.allows(answer)):
@@ -121,9 +124,16 @@ def score(text: str, task: Task) -> float:
     try:
         value = float(task.dataset.score_answer(answer, dict(task.entry)))
     except _UNREADABLE_ANSWER:
-        task.dataset.score_answer(task.entry["answer"], dict(task.entry))
+        _check_right_answer(task)
         return 0.0
     return 0.0 if _is_paid_for_containing(answer, task.entry.get("answer"), value) else value
+
+
+def _check_right_answer(task: Task) -> None:
+    try:
+        task.dataset.score_answer(task.entry["answer"], dict(task.entry))
+    except _UNREADABLE_ANSWER as error:
+        raise RowError(f"the row's own answer can't be scored either: {type(error).__name__}: {error}") from error
 
 
 def _is_paid_for_containing(answer: str, right: Any, value: float) -> bool:

@@ -6,6 +6,7 @@ import warnings
 import pytest
 
 from hrl.reward.score import compute_score
+from hrl.reward.scorers.base import RowError
 from hrl.reward.scorers.reasoning_gym import (
     GRAMMARS,
     extract_answer,
@@ -100,3 +101,11 @@ def test_a_right_answer_among_others_is_not_paid_by_its_share_of_the_text():
 def test_rows_made_elsewhere_are_refused():
     with pytest.raises(ValueError, match="has no 'parameters'"):
         compute_score("reasoning_gym/chain_sum", "", {}, {})
+
+
+def test_a_row_whose_own_answer_cannot_be_scored_is_the_datas_fault():
+    entry, info, blamed = dict(_entry("chain_sum")), {"parameters": {"size": 1, "seed": 3}}, []
+    del entry["answer"]
+    with pytest.raises(RowError, match="the row's own answer can't be scored either: KeyError"):
+        compute_score("reasoning_gym/chain_sum", "<answer>1+1</answer>", entry, info, blames_response=blamed.append)
+    assert blamed == [True, False]
