@@ -5,6 +5,7 @@ Each look notes what it finds in `Findings` and lets the next one go on, so that
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
 from collections.abc import Mapping, Sequence
@@ -52,11 +53,36 @@ def look_at_trackers(findings: Findings, names: Sequence[str]) -> None:
             findings.problem(key, f"can't be used: {what}.")
 
 
-def look_at_engine(findings: Findings, name: str) -> None:
-    """The engine's package is installed."""
-    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+def look_at_engine(findings: Findings, name: str, engine_kwargs: Mapping[str, Any]) -> None:
+    """The engine's package is installed, and its release takes the arguments that it is given."""
+    if name != "vllm":
+        return
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None:
         hint = "pip install 'hrl[gpu]', or 'hrl[cpu]' without a GPU; or take actor_rollout_ref.rollout.name=hf."
         findings.problem("actor_rollout_ref.rollout.name", "is vllm, which is not installed.", hint)
+        return
+    given, known = engine_kwargs.get("vllm") or {}, set[str]()
+    if given:
+        known = _vllm_arguments(Path((vllm.submodule_search_locations or [""])[0]))
+    for argument in given if known else ():
+        if argument not in known:
+            close = nearest(argument, known)
+            hint = f"Did you mean {' or '.join(close[:2])}?" if close else "Remove it."
+            key = f"actor_rollout_ref.rollout.engine_kwargs.vllm.{argument}"
+            findings.problem(key, "is no argument of the installed vLLM's engine.", hint)
+
+
+def _vllm_arguments(package: Path) -> set[str]:
+    """Names that vLLM's engine takes, read from its source, as an import takes seconds; empty without that file."""
+    source = package / "engine" / "arg_utils.py"
+    if not source.is_file():
+        return set()
+    classes = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    fields = (field for node in classes if node.name in ("EngineArgs", "AsyncEngineArgs") for field in node.body)
+    return {
+        field.target.id for field in fields if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
 
 
 def look_at_model(

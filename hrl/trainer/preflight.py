@@ -114,7 +114,7 @@ def inspect_run(config: PPOTrainerConfig, *, download: bool = True) -> tuple[Pre
     """
     findings = Findings()
     look_at_trackers(findings, config.trainer.logger)
-    look_at_engine(findings, config.actor_rollout_ref.rollout.name)
+    look_at_engine(findings, config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_kwargs)
     model = config.actor_rollout_ref.model
     path = look_at_model(
         findings,

@@ -330,3 +330,19 @@ def test_a_data_set_class_that_raises_is_named(run, tmp_path):
     assert problem.startswith("data.custom_cls.path can't be used") and "ModuleNotFoundError" in problem
     (problem,) = refused(run, **{"data.custom_cls.path": str(Path(tmp_path, "onw.py")), "data.custom_cls.name": "Own"})
     assert "Did you mean" in problem and "own.py?" in problem
+
+
+def test_an_argument_that_the_installed_vllm_does_not_take_is_found_before_it_starts(run):
+    def given(**arguments):
+        return {
+            "actor_rollout_ref.rollout.name": "vllm",
+            "actor_rollout_ref.rollout.engine_kwargs": {"vllm": arguments},
+        }
+
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    assert refused(run, **given(disable_mm_preprocessor_cache=True, disable_custom_all_reduc=True)) == [
+        f"{key}.disable_mm_preprocessor_cache is no argument of the installed vLLM's engine. Remove it.",
+        f"{key}.disable_custom_all_reduc is no argument of the installed vLLM's engine. "
+        "Did you mean disable_custom_all_reduce?",
+    ]
+    run(**given(disable_custom_all_reduce=True, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}))

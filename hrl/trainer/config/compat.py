@@ -420,9 +420,10 @@ OUTSIDE: dict[str, Verdict] = {
     f"{_ROLLOUT}.cudagraph_capture_sizes": how(
         "vLLM chooses the sizes of its graphs, or engine_kwargs.vllm.cudagraph_capture_sizes does", same=(None,)
     ),
-    **_absent(
-        "quantised engines come later", _each([_ROLLOUT], "quantization", "quantization_config_file"), same=(None,)
+    f"{_ROLLOUT}.quantization": Verdict(
+        "an engine's quantisation is an argument of its own", "set engine_kwargs.vllm.quantization=fp8", same=(None,)
     ),
+    **_absent("an engine has no file of its quantisation", [f"{_ROLLOUT}.quantization_config_file"], same=(None,)),
     **_absent("SGLang comes later", _each([_ROLLOUT], "server.*", "sglang_rollout_mode")),
     **_absent("prefill and decoding run in one engine", [f"{_ROLLOUT}.disaggregation.enabled"]),
     **_how("prefill and decoding run in one engine", [f"{_ROLLOUT}.disaggregation.*"]),

@@ -81,7 +81,7 @@ class RolloutConfig(Section):
     """Put a colocated engine to sleep while training, on devices that can."""
     sleep_level: ClassVar[int] = 2  # weights are synced before the engine samples again: it need not keep its own
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the engine's constructor, e.g. `{vllm: {swap_space: 4}}`."""
+    """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
     log_prob_use_dynamic_bsz: bool = True
     """Pack micro-batches of the actor's log-probs up to a token budget. Default: as the actor."""
     log_prob_max_token_len_per_gpu: PositiveInt = 16384
