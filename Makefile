@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed-from-$(notdir $(LOCK))
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install demo test test-fast test-gpu mutation lint type format clean
+.PHONY: help install demo test test-fast test-gpu first-light mutation lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -45,6 +45,10 @@ test-fast: install  ## the tests that start no real engine
 
 test-gpu: install  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
+
+# Needs no install: the first stages run where torch and transformers are and nothing else can be had.
+first-light:  ## what to run first on a machine with a GPU: 45 minutes at most, one table (docs/first-gpu.md)
+	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.first_light
 
 mutation: install  ## puts known mistakes into the maths and counts how many the tests notice (minutes)
 	$(BIN)/python -m tests.mutation.run

@@ -20,6 +20,11 @@ MODULES = (
     "hrl.workers.weight_sync.broadcast",
     "hrl.workers.weight_sync.cuda_ipc",
     "hrl.workers.weight_sync.receiver",
+    "tests.first_light.handles",
+    "tests.first_light.kernels",
+    "tests.first_light.ladder",
+    "tests.first_light.runner",
+    "tests.first_light.step",
 )
 SCRIPT = """
 import importlib, sys

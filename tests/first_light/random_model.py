@@ -1,0 +1,138 @@
+"""Models without a checkpoint, and packed rows for them: nothing is read from a disk or a network."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from hrl.batching import MiniBatchPlan
+from hrl.workers.engine.engine import Engine
+from hrl.workers.engine.loading import Loaded, dtype_of, prepare
+from hrl.workers.engine.modules import PackedCausalLM
+from hrl.workers.engine.packing import Rows
+from hrl.workers.ops.attention import ATTENTION_NAME
+from tests.first_light.stages import Setup
+
+#: Shapes of published models of the Qwen2.5 family: (hidden, inner, layers, heads, key heads, vocabulary, tied).
+SHAPES = {
+    "tiny": (64, 128, 2, 4, 2, 512, True),
+    "1.5B": (1536, 8960, 28, 12, 2, 151936, True),
+    "3B": (2048, 11008, 36, 16, 2, 151936, True),
+    "7B": (3584, 18944, 28, 28, 4, 152064, False),
+}
+
+
+def config_of(size: str) -> Qwen2Config:
+    """The configuration of a shape."""
+    hidden, inner, layers, heads, key_heads, vocabulary, tied = SHAPES[size]
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=key_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        max_position_embeddings=8192,
+    )
+
+
+def num_parameters(size: str) -> int:
+    """Weights of a shape, tied ones once."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in AutoModelForCausalLM.from_config(config_of(size)).parameters())
+
+
+def join_alone(setup: Setup) -> torch.device:
+    """A world of this process; returns its device."""
+    device = torch.device("cuda", 0) if setup.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+    dist.init_process_group(
+        backend, store=dist.HashStore(), rank=0, world_size=1, device_id=None if device.type == "cpu" else device
+    )
+    torch.manual_seed(0)
+    return device
+
+
+def build_engine(
+    size: str,
+    device: torch.device,
+    *,
+    masters: str = "fp32",
+    trained: bool = True,
+    param_offload: bool = False,
+    optimizer_offload: bool = False,
+    max_model_len: int = 8192,
+) -> Engine:
+    """A training engine around a random model, computing in bfloat16."""
+
+    def load(meta: bool) -> Loaded:
+        config = config_of(size)
+        with torch.device("meta" if meta else device):
+            model = AutoModelForCausalLM.from_config(
+                copy.deepcopy(config), attn_implementation=ATTENTION_NAME, dtype=dtype_of(masters)
+            )
+        prepare(model, max_model_len=max_model_len, recompute=True)
+        return Loaded(model, config)
+
+    optim = SimpleNamespace(
+        lr=1e-6,
+        betas=[0.9, 0.999],
+        weight_decay=0.01,
+        lr_warmup_steps=0,
+        lr_warmup_steps_ratio=0.0,
+        lr_scheduler_type="constant",
+        min_lr_ratio=0.0,
+    )
+    return Engine(
+        load,
+        PackedCausalLM,
+        share_prefix=True,
+        train=SimpleNamespace(optim=optim, grad_clip=1.0) if trained else None,
+        fsdp=SimpleNamespace(
+            dtype="bf16",
+            model_dtype=masters,
+            reshard_after_forward=True,
+            fsdp_size=-1,
+            param_offload=param_offload,
+            optimizer_offload=optimizer_offload,
+        ),
+        device=device,
+        total_steps=None,
+    )
+
+
+def random_rows(groups: int, samples: int, prompt_tokens: int, response_tokens: int, vocabulary: int) -> Rows:
+    """Groups of samples that share their prompt, every response of full length."""
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(0, vocabulary, prompt_tokens) for _ in range(groups)]
+    count = groups * samples
+    return Rows(
+        [prompts[row // samples] for row in range(count)],
+        draw.integers(0, vocabulary, (count, response_tokens)),
+        np.full(count, response_tokens),
+        np.ones((count, response_tokens), bool),
+    )
+
+
+def one_step(engine: Engine, rows: Rows, micro_batches: tuple[tuple[int, ...], ...]) -> Any:
+    """A policy-gradient step with advantages of ±1; returns the optimizer's report."""
+    tokens = int(rows.trained.sum())
+    plan = MiniBatchPlan(micro_batches, tokens, len(rows.prompts), len(rows.prompts))
+
+    def loss_of(picked: tuple[int, ...]) -> Tensor:
+        packed = engine.pack(rows, picked)
+        log_probs = packed.unpack(engine.module(packed, 1.0, False).log_prob)
+        signs = torch.tensor([1.0 if row % 2 else -1.0 for row in picked], device=log_probs.device)
+        return -(signs[:, None] * log_probs).sum() / tokens
+
+    return engine.step(plan, loss_of)

