@@ -143,6 +143,8 @@ class ActorRolloutRefWorker(ModelWorker):
                 self._host.begin_start()
         if self.role != "rollout":
             self._policy = self._build_policy()
+            # vLLM refuses to start where less is free than it is to use: what may leave the device leaves it before.
+            self._policy.offload()
         release_cached_memory(self.device)
         if self._host is not None:
             self._host.start(timeout_s=self.runtime.init_timeout_s)
@@ -330,6 +332,7 @@ class ActorRolloutRefWorker(ModelWorker):
         The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need, and
         finds that memory free again when they are through.
         """
+        self.policy.offload()  # before the engine takes back what it gave the trainer
         release_cached_memory(self.device)
         try:
             report = self._push_weights(version)

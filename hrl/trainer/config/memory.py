@@ -77,8 +77,8 @@ def memory_estimate(config: PPOTrainerConfig, size: ModelSize) -> list[Fact]:
 def training_state(role: str, fsdp: FsdpConfig, size: ModelSize, processes: int) -> Fact:
     """Bytes per process of a model that is trained by `processes` processes."""
     shards = processes if fsdp.fsdp_size == -1 else fsdp.fsdp_size
-    # Weights, gradients and Adam's two moments, all in the dtype of the stored weights.
-    state = 4 * _BYTES[fsdp.model_dtype] * size.parameters / shards
+    # Weights and gradients in the dtype of the stored weights; AdamW's two moments are float32 whatever that is.
+    state = (2 * _BYTES[fsdp.model_dtype] + 2 * _BYTES["fp32"]) * size.parameters / shards
     text = f"{_gib(state)} for weights, gradients and optimizer state{_sharded(shards)}"
     return Fact(f"{role}, per process", text)
 

@@ -55,7 +55,7 @@ class _ShardingConfig(Section):
     """What FSDP2 has to know of every model."""
 
     param_offload: bool = False
-    """Keep the parameters in host memory while the model is idle."""
+    """Keep the parameters in pinned host memory while the model is idle. Nothing on a CPU."""
     fsdp_size: MinusOneOrMore = -1
     """Processes that share one sharded copy; -1 uses all processes of the pool."""
     dtype: DType = "auto"
@@ -78,11 +78,14 @@ class FsdpConfig(_ShardingConfig):
     """FSDP2 settings of a model that is trained."""
 
     model_dtype: Annotated[Literal["fp32", "bf16"], _spelt(_SHORT_NAMES)] = "fp32"
-    """Dtype of the master weights."""
+    """Dtype of the master weights. AdamW rounds bf16 ones stochastically, so that they move by what their update says
+    on average, also at 1e-6; their moments stay fp32, and gradients of micro-batches add up in bf16."""
     reshard_after_forward: bool = True
-    """Free gathered parameters between the forward and the backward pass."""
+    """Free gathered parameters between the forward and the backward pass; on a single GPU their copies in the compute
+    dtype, half as large as the model."""
     optimizer_offload: bool = False
-    """Keep the optimizer's state in host memory between updates."""
+    """Keep AdamW's moments in pinned host memory, from the start: in a step they visit the GPU 256 MiB at a time.
+    Nothing on a CPU."""
 
 
 class OptimConfig(Section):

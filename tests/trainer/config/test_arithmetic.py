@@ -133,6 +133,9 @@ def test_memory_is_sharded_over_the_pool():
     assert two["critic, per process"] == (
         "1.00 GiB for weights, gradients and optimizer state, sharded over 2 processes"
     )
+    narrow = ["recipe=ppo", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"]
+    state = dict(memory_estimate(compose_cli(narrow), size))["actor_rollout, per process"]
+    assert state == "1.50 GiB for weights, gradients and optimizer state", "the moments stay float32"
     assert one["engine, per process"] == "0.25 GiB for weights, and the KV cache"
 
 
