@@ -242,20 +242,20 @@ def look_at_size(findings: Findings, key: str, rows: Any, wanted: int, *, sugges
         findings.problem(key, f"is {wanted:,}: {error}.", f"Set {key}={suggestion}.")
 
 
-def rows_in_words(rows: Any, sources: Sequence[str], noun: str, limit: int) -> str:
+def rows_in_words(rows: Any, sources: Sequence[str], lengths: np.ndarray | None, noun: str, limit: int) -> str:
     """What a data set holds, in one line.
 
     Args:
-        rows: the data set; one of the user's own may lack counts and lengths.
+        rows: the data set; one of the user's own may lack counts.
         sources: where its rows come from.
-        noun: what its lengths are those of.
+        lengths: tokens of each, (N,); None where they are not known.
+        noun: what these are the lengths of.
         limit: the longest allowed, in tokens.
     """
     text = f"{count(len(rows), 'row')} of {', '.join(sources)}"
     counts = getattr(rows, "counts", None)
     if counts is not None and counts.read > counts.kept:
         text += f" ({counts})"
-    lengths = getattr(rows, "prompt_lengths", None)
     if lengths is not None and len(lengths):
         low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
         span = f"{low:,} to {high:,} tokens, median {middle:,}" if low < high else count(low, "token")

@@ -248,7 +248,9 @@ def _datasets(
         if sources and look_at_columns(findings, key, sources, needed) and cls is not None:
             with findings.about(key):
                 rows = _unrendered(data, sources, most) if tokenizer is None else cls(sources, tokenizer, data, most)
-                findings.facts.append(Fact(noun, rows_in_words(rows, sources, "prompts", data.max_prompt_length)))
+                lengths = getattr(rows, "prompt_lengths", None)
+                text = rows_in_words(rows, sources, lengths, "prompts", data.max_prompt_length)
+                findings.facts.append(Fact(noun, text))
         found.append(rows)
     return found[0], found[1]
 

@@ -206,3 +206,12 @@ def test_a_line_for_another_machine_is_judged_alone(capsys, monkeypatch):
     assert cli.main(["check", "--config-only", *arguments]) == 0
     assert "No file that it names was opened" in capsys.readouterr().out
     assert cli.main(["check", "--config-only", *arguments, "trainer.sed=1"]) == 2
+
+
+def test_rows_of_every_kind_show_their_lengths(line, tmp_path, capsys):
+    pairs = [{"prompt": "what is", "chosen": "one", "rejected": "one plus two"}] * 4
+    write_rows(tmp_path / "pairs.jsonl", pairs)
+    own = ["model.path=./policy", "data.train_files=pairs.jsonl", "data.train_batch_size=2", "data.max_length=64"]
+    assert cli.main(["check", "dpo", "--json", *own]) == 0
+    found = json.loads(capsys.readouterr().out)["found"]
+    assert found["rows"] == "4 rows of pairs.jsonl; rows of 6 tokens; 64 fit"  # 2 + 3, and the end

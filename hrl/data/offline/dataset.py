@@ -131,6 +131,11 @@ class OfflineDataset(ABC, Generic[R]):
         return fingerprint(self.order, (ids for answer in answers for ids in (answer.prompt, answer.answer)))
 
     @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row's longest answer with its prompt, int64 (N,)."""
+        return np.array([max(map(len, answers)) for answers in self.answers], dtype=np.int64)
+
+    @property
     def sources(self) -> list[str]:
         """The data source of every row (N,)."""
         return list(self._sources)

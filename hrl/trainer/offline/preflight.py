@@ -139,7 +139,7 @@ def _dataset(
         most = data.train_max_samples if train else data.val_max_samples
         rows = dataset_class(kind_name)(sources, tokenizer, data, most, stop_ids=ids.stop)
         noun = "rows" if train else "validation rows"
-        findings.facts.append(Fact(noun, rows_in_words(rows, sources, "rows", data.max_length)))
+        findings.facts.append(Fact(noun, rows_in_words(rows, sources, rows.lengths, "rows", data.max_length)))
         return rows
     return None
 
