@@ -25,11 +25,13 @@ from hrl.workers.ops.layout import AttentionLayout, VarlenIndex
 #: The widest head of the kernels, and the multiple that a width must be.
 MAX_HEAD_WIDTH = 256
 HEAD_WIDTH_STEP = 8
+#: The oldest cards that the kernels run on.
+MIN_CAPABILITY = (8, 0)
 
 
 def has_kernel(query: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scoring) -> bool:
     """Whether a variable-length kernel can compute this."""
-    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16):
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or not _runs_flash(query.device):
         return False
     if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_WIDTH:
         return False
@@ -113,6 +115,12 @@ def _repeat_heads_unless_grouped(query: Tensor, key: Tensor, value: Tensor) -> t
     if repeats == 1 or _has_keyword(varlen_attn, "enable_gqa"):
         return key, value
     return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+
+
+@cache
+def _runs_flash(device: torch.device) -> bool:
+    """Flash attention needs an Ampere card (compute capability 8.0) or a later one."""
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
 @cache

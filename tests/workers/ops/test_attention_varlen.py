@@ -181,11 +181,16 @@ def test_flash_attn_is_handed_the_soft_cap(kernels):
 
 
 def on_gpu(width: int, dtype=torch.bfloat16):
-    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(5, 4, width))
+    return SimpleNamespace(is_cuda=True, dtype=dtype, shape=(5, 4, width), device=torch.device("cuda", 0))
+
+
+@pytest.fixture
+def ampere(monkeypatch):
+    monkeypatch.setattr(attention_varlen, "_runs_flash", lambda device: True)
 
 
 @pytest.mark.parametrize("kernels", ["flash-attn", "torch 2.12"], indirect=True)
-def test_what_no_kernel_computes_is_left_to_the_blocks(kernels):
+def test_what_no_kernel_computes_is_left_to_the_blocks(kernels, ampere):
     plain, capped = Scoring(0.1), Scoring(0.1, softcap=30.0)
     assert has_kernel(on_gpu(256), on_gpu(128), None, plain)
     assert has_kernel(on_gpu(64), on_gpu(64), torch.zeros(4), plain)
@@ -196,11 +201,18 @@ def test_what_no_kernel_computes_is_left_to_the_blocks(kernels):
     assert not has_kernel(torch.zeros(5, 4, 64, dtype=torch.bfloat16), on_gpu(64), None, plain)
 
 
-def test_a_flash_attn_without_soft_cap_is_not_asked_for_it(monkeypatch):
+def test_a_flash_attn_without_soft_cap_is_not_asked_for_it(monkeypatch, ampere):
     monkeypatch.setattr(attention_varlen, "_has_flash_attn", lambda: True)
     old = SimpleNamespace(flash_attn_varlen_func=lambda q, k, v, window_size: None)
     monkeypatch.setitem(sys.modules, "flash_attn", old)
     assert not has_kernel(on_gpu(64), on_gpu(64), None, Scoring(0.1, softcap=30.0))
+
+
+@pytest.mark.parametrize("capability, runs", [((7, 5), False), ((8, 0), True), ((9, 0), True), ((12, 0), True)])
+def test_a_card_before_ampere_takes_the_blocks(capability, runs, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(attention_varlen, "_runs_flash", attention_varlen._runs_flash.__wrapped__)
+    assert has_kernel(on_gpu(64), on_gpu(64), None, Scoring(0.1)) == runs
 
 
 # ---------------------------------------------------------------------------------------------- torch's own, on meta
