@@ -64,8 +64,8 @@ class Line(NamedTuple):
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether it trains with FSDP, as far as it says."""
-        said = " ".join((self.script, *self.arguments)).lower()
+        """Whether it trains with FSDP, as far as it says; where its files lie says nothing."""
+        said = " ".join((self.script, *(text for text in self.arguments if ".path=" not in text))).lower()
         return not any(engine in said for engine in _OTHER_ENGINES)
 
 

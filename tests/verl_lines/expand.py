@@ -19,7 +19,10 @@ _HARMLESS = ("basename", "dirname", "date", "seq", "expr", "tr", "cut", "head", 
 """Programs whose output scripts build their commands from."""
 
 _PRELUDE = """
-command_not_found_handle() { printf '%s\\0' "$@" > "$CALLS/$EPOCHREALTIME.$BASHPID"; return "${STATUS:-0}"; }
+command_not_found_handle() {
+    printf '%s\\0' "$@" > "$CALLS/$EPOCHREALTIME.$BASHPID"
+    [ ! -p /dev/stdin ] || cat > /dev/null  # whoever writes into a pipe finds a reader, as with the real program
+}
 cd() { :; }; pushd() { :; }; popd() { :; }; source() { :; }; exec() { "$@"; }; wait() { :; }; ulimit() { :; }
 python3() { case "${1:-}" in -c|-) return 1;; *) command_not_found_handle python3 "$@";; esac; }
 pwd() { printf '%s\n' "$ROOT"; }

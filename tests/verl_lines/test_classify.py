@@ -47,6 +47,13 @@ def test_programs_are_not_run(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["run.sh"]
 
 
+def test_what_is_said_into_a_pipe_stops_nobody(tmp_path):
+    script = tmp_path / "run.sh"
+    noise = "for i in $(seq 2000); do echo 'a long line of output, as set -x writes it'; done"
+    script.write_text(f"set -euo pipefail\n{{ {noise}; python3 -m a.b; }} 2>&1 | tee run.log\n")
+    assert ["python3", "-m", "a.b"] in commands_of(script, tmp_path, {})
+
+
 def test_a_script_that_waits_for_ever_is_stopped(tmp_path, monkeypatch):
     monkeypatch.setattr("tests.verl_lines.expand.DEADLINE_S", 0.5)
     script = tmp_path / "run.sh"

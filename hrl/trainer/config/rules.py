@@ -359,6 +359,9 @@ def warnings(config: PPOTrainerConfig) -> list[str]:
         found.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu has no effect while use_dynamic_bsz is true.")
     if config.actor_rollout_ref.model.trust_remote_code:
         found.append(f"{_MODEL}.trust_remote_code=true: code from the model's folder runs with your rights.")
+    engine, arguments = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_kwargs
+    unread = [name for name, given in arguments.items() if name != engine and given]
+    found += [f"{_ROLLOUT}.engine_kwargs.{name} has no effect while {_ROLLOUT}.name is {engine}." for name in unread]
     if trainer.save_freq <= 0:
         found.append("trainer.save_freq is off: a run that is interrupted starts again from the first step.")
     return found

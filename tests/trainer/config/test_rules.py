@@ -200,6 +200,12 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
     ]
 
 
+def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():
+    arguments = {"vllm": {"disable_custom_all_reduce": True}, "hf": {}}
+    given = {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.engine_kwargs": arguments, "trainer.save_freq": 1}
+    assert warnings(validate(given)) == [f"{ROLLOUT}.engine_kwargs.vllm has no effect while {ROLLOUT}.name is hf."]
+
+
 def test_corrections_of_every_kind_are_possible():
     weights = {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"}
     rules = {f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k3", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}
