@@ -19,7 +19,7 @@ from hrl.data.tokenizer import TokenIds, load_tokenizer, token_ids
 from hrl.data.user_file import names_in_user_file
 from hrl.reward.function import RewardFunctionError
 from hrl.reward.pool import RewardPool
-from hrl.reward.score import why_no_scorer
+from hrl.reward.score import find_scorer, why_no_scorer
 from hrl.trainer.config.arithmetic import Fact, count, step_sizes, total_steps
 from hrl.trainer.config.keys import nearest
 from hrl.trainer.config.placement import resolve_placement
@@ -294,7 +294,7 @@ def _look_at_reward(findings: Findings, config: PPOTrainerConfig, train: Any, va
         return
     if custom.path is None:
         known = _look_at_scorers(findings, {"data.train_files": train, "data.val_files": val})
-        words = f"built-in, for {', '.join(known)}" if known else "built-in"
+        words = "; ".join(f"{source} pays for {find_scorer(source).rule}" for source in known) or "built-in"
     elif _look_at_function(findings, custom):
         known, words = (), f"{custom.name} of {custom.path}"
     else:

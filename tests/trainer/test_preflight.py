@@ -92,6 +92,16 @@ def test_positions_are_those_of_the_overridden_config(run):
 # ---------------------------------------------------------------------- rewards
 
 
+def test_what_a_built_in_function_pays_for_is_said(tmp_path):
+    """`math` is DAPO's rule, as in verl, and no comparison by value: the summary has the words."""
+    rows = write_rows(tmp_path / "math.jsonl", [{**ROW, "data_source": "math"}] * 4)
+    own = ("data.train_files", "data.val_files", "reward.custom_reward_function.path")
+    arguments = [argument for argument in small_run(tmp_path) if not argument.startswith(own)]
+    _, findings = inspect_run(compose_cli([*arguments, f"data.train_files={rows}", f"data.val_files={rows}"]))
+    facts = {fact.label: fact.text for fact in findings.facts}
+    assert facts["reward"] == "math pays for the line 'Answer: …', else the box, in Minerva's normal form; 1 and -1"
+
+
 @pytest.mark.parametrize(
     "source",
     [
