@@ -145,8 +145,8 @@ def pairs_of_sums(
     name: str,
     sums: Tensor,
     lengths: Tensor,
-    chosen: Sequence[int],
-    rejected: Sequence[int],
+    chosen: Sequence[int] | Tensor,
+    rejected: Sequence[int] | Tensor,
     reference: Tensor | None = None,
 ) -> PairInput:
     """What a loss takes of pairs among B responses.
@@ -168,7 +168,7 @@ def pairs_of_sums(
 
 
 def _per_pair(**values: Tensor) -> Metrics:
-    return {name: (value.detach().sum(), value.new_tensor(len(value))) for name, value in values.items()}
+    return {name: (value.detach().sum(), value.new_full((), len(value))) for name, value in values.items()}
 
 
 def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Tensor, Metrics]:

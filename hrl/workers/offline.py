@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -69,8 +70,8 @@ class Piece:
         """A column ``(B, R)``, as ``(b, r)`` on the result's device."""
         return take_columns(self.batch, (name,), self.picked, self.packed)[name]
 
-    def pairs(self) -> tuple[list[int], list[int]]:
-        """Where in the micro-batch the chosen and the rejected row of each pair stand, N each.
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Where in the micro-batch the chosen and the rejected row of each pair stand, ``(N,)`` each, on the device.
 
         Raises:
             ValueError: a pair is not whole in its micro-batch.
@@ -82,7 +83,9 @@ class Piece:
         if chosen.keys() != rejected.keys() or 2 * len(chosen) != len(uids):
             odd = next((uid for uid in uids if (uid in chosen) != (uid in rejected)), uids[0])
             raise ValueError(f"pair {odd} is not whole in its micro-batch: plan pairs by hrl.batching.plan_pairs")
-        return list(chosen.values()), [rejected[uid] for uid in chosen]
+        slots = torch.tensor([list(chosen.values()), [rejected[uid] for uid in chosen]], dtype=torch.int64)
+        here, there = to_device([slots], self.result.device)[0].unbind()
+        return here, there
 
     def note(self, metrics: dict[str, tuple[Tensor, Tensor]]) -> None:
         """Adds metrics of ``hrl.algos.preference``."""

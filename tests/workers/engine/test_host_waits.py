@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hrl.algos.policy_losses import POLICY_LOSSES
-from hrl.batching import RankPlan
+from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
 from hrl.trainer.config.actor import PolicyLossConfig
 from hrl.workers.engine import engine
@@ -27,6 +27,7 @@ from hrl.workers.engine.loading import load_causal_lm, load_scalar_model
 from hrl.workers.engine.modules import PackedCausalLM, PackedScalarModel
 from hrl.workers.engine.optim import StepReport
 from hrl.workers.engine.packing import Rows, pack, take_columns
+from hrl.workers.offline import update_preference
 from hrl.workers.policy import Policy
 from hrl.workers.value_model import ValueModel
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
@@ -192,6 +193,23 @@ def test_a_micro_batch_runs_forward_and_backward_without_a_number_on_the_host(ll
     assert {direction for direction, _ in copies} == {"in"}
     for parameter in module.parameters():
         assert parameter.grad is not None
+
+
+def test_so_does_a_micro_batch_of_pairs(llama) -> None:
+    batch, policy = make_batch(num_groups=6, samples=2), policy_of(llama, "float32")
+    batch.batch["is_chosen"] = torch.tensor([1, 0] * 6)
+    batch.batch["ref_sequence_log_prob"] = torch.zeros(12)
+    batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
+    batch.meta_info["preference"] = {"loss_type": "sigmoid", "beta": 0.1}
+    plan = RankPlan((MiniBatchPlan((tuple(range(4)), tuple(range(4, 12))), 40, 12, 6),))
+    for place in (CPU, DEVICE):
+        if place == DEVICE:
+            on_meta(policy, PackedCausalLM(load_causal_lm(model_config(llama), torch.float32, meta=True).model))
+        with FakeDevice() as recorded, Waits() as waits, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine.Meter, "metrics", lambda meter, prefix, reports: {})
+            update_preference(policy.engine, batch, plan)
+        assert +waits.seen == Counter()
+    assert {direction for direction, _ in recorded.copies} == {"in"}
 
 
 def test_a_critics_micro_batch_does_too(llama) -> None:
