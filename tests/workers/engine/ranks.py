@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
 from hrl.workers.engine.adamw import AdamW
+from hrl.workers.engine.host_memory import HostCopies
 from hrl.workers.engine.optim import StepReport
 from hrl.workers.policy import Policy
 from hrl.workers.value_model import ValueModel
@@ -132,6 +133,32 @@ def _continue(policy: Policy, batch: DataProto, plan: RankPlan) -> dict[str, Any
     return {"after": parameters(policy), "rates": rates, "random": random}
 
 
+def offloading_changes_nothing(rank: int, path: Path, folder: Path) -> bool:
+    """Whether two steps, a checkpoint loaded where it lies, and a third give the weights of a policy that stays."""
+    batch = make_batch()
+    plan = plan_rows(batch, 2, 2)
+    mine, found = batch.select_idxs(list(plan.rows[rank])), []
+    for moves in (False, True):
+        policy = policy_of(path, "float32")
+        if moves:
+            policy.engine.host_copies = HostCopies(policy.engine.module, CPU)
+            policy.engine.optimizer.adamw = AdamW(
+                policy.engine.optimizer.names,
+                betas=(0.9, 0.999),
+                weight_decay=0.01,
+                device=CPU,
+                offload=True,
+            )
+        policy.offload()
+        policy.update(mine, plan.ranks[rank])
+        policy.save(folder / str(moves))
+        policy.update(mine, plan.ranks[rank])
+        policy.load(folder / str(moves))
+        policy.update(mine, plan.ranks[rank])
+        found.append(parameters(policy))
+    return all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 def rounded_weights(rank: int) -> torch.Tensor:
     """bfloat16 weights in shards of unequal size after two steps of AdamW on one gradient; gathered."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
@@ -164,6 +191,7 @@ def everything_on_two_ranks(
         "straight": train_and_save(rank, path, double, 2),
         "resumed": load_and_train(rank, path, double, 2),
         "from_one_rank": load_and_train(rank, path, single, 2),
+        "offloading_changes_nothing": offloading_changes_nothing(rank, path, double.with_name("moved")),
         "rounded": rounded_weights(rank),
         "untied": one_sided_gradients(rank, untied, 2),
         "frozen": sorted(policy_of(gemma3, "float32").frozen_names()),

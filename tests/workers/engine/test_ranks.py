@@ -131,6 +131,10 @@ def test_a_resumed_run_is_bit_identical(folders, one, two):
             assert all(torch.equal(resumed[half][name], straight[half][name]) for name in straight[half])
 
 
+def test_offloading_shards_of_unequal_size_changes_no_number(two):
+    assert all(rank["offloading_changes_nothing"] for rank in two)
+
+
 def test_bfloat16_masters_are_rounded_alike_on_any_number_of_ranks(two):
     alone = rounded_weights(0)
     for rank in two:
