@@ -37,6 +37,8 @@ def check_data_file(path: Path) -> None:
     if path.is_dir():
         files = sorted(file for suffix in READ for file in path.glob(f"*{suffix}"))
         raise DatasetError(f"{path} is a folder; name the files in it. {_named(files)}")
+    if path.is_symlink() and not path.exists():
+        raise DatasetError(f"data file {path} is a link that leads nowhere")
     if not path.exists():
         raise DatasetError(_missing(path))
     if path.suffix not in READ:

@@ -97,7 +97,7 @@ def _local_folder(name: str) -> Path | None:
     Raises:
         ModelSourceError: it is no model folder, or what can be no hub id does not exist.
     """
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # leaves an unknown user's `~name` as it is
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise ModelSourceError(_no_config(folder))

@@ -87,5 +87,11 @@ def _generation_stop_ids(model_path: str | os.PathLike[str] | None) -> list[int]
     file = None if model_path is None else Path(model_path) / "generation_config.json"
     if file is None or not file.is_file():
         return []
-    found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelSourceError(f"{file} is no JSON: {error}") from error
+    if not isinstance(written, dict):
+        raise ModelSourceError(f"{file} holds a {type(written).__name__}, expected an object")
+    found = written.get("eos_token_id")
     return [] if found is None else [found] if isinstance(found, int) else list(found)

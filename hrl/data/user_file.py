@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,12 +53,13 @@ def names_in_user_file(path: str | Path) -> set[str] | None:
 
 
 def _python_file(path: str | Path) -> Path:
-    file = Path(path).expanduser().resolve()
+    named = Path(os.path.expanduser(path))  # leaves an unknown user's `~name` as it is
+    file = named.resolve()
     if file.is_dir():
         found = sorted(other.name for other in file.glob("*.py"))
         raise UserFileError(f"{file} is a folder; name a .py file. It holds {listing(found)}")
     if not file.is_file():
-        raise UserFileError(f"{file} does not exist. {way_to(Path(path).expanduser(), _is_python)}")
+        raise UserFileError(f"{file} does not exist. {way_to(named, _is_python)}")
     if file.suffix != ".py":
         raise UserFileError(f"{file} is not a .py file")
     return file

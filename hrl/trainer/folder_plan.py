@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import fcntl
-import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from hrl.trainer.checkpoint import CheckpointStore, check_data, load_state
-from hrl.trainer.run_folder import LOCK_NAME, RunFolder, RunFolderError, check_holds_no_checkpoints, in_use, outputs_in
+from hrl.trainer.run_folder import (
+    LOCK_NAME,
+    RunFolder,
+    RunFolderError,
+    check_holds_no_checkpoints,
+    in_use,
+    outputs_in,
+    writing_to,
+)
 
 
 @dataclass(frozen=True)
@@ -76,8 +84,8 @@ def check_writable(path: Path) -> None:
     there = next(place for place in (path, *path.parents) if place.exists())
     if not there.is_dir():
         raise RunFolderError(f"the run folder {path} can't be made: {there} is a file; {advice}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise RunFolderError(f"the run folder {path} can't be written: no right to write {there}; {advice}")
+    with writing_to(path), tempfile.TemporaryFile(dir=there):
+        pass  # a file without a name, gone again: rights, a read-only disk and a full one show only so
     lock = path / LOCK_NAME
     if not lock.is_file():
         return

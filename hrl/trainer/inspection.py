@@ -207,7 +207,7 @@ def look_at_columns(
     for source in sources:
         if source.startswith((BUNDLED_PREFIX, REASONING_GYM_PREFIX)):
             continue
-        path = Path(source).expanduser()
+        path = Path(os.path.expanduser(source))  # leaves an unknown user's `~name` as it is
         with findings.about(key):
             check_data_file(path)
             there = columns_of(path)

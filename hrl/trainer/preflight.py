@@ -138,7 +138,11 @@ def inspect_run(config: PPOTrainerConfig, *, download: bool = True) -> tuple[Pre
     look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
     if path is None or tokenizer is None or train is None:
         return None, findings
-    ids, template = token_ids(tokenizer, path), None
+    ids, template = None, None
+    with findings.about(f"{_MODEL}.path"):
+        ids = token_ids(tokenizer, path)
+    if ids is None:
+        return None, findings
     with findings.about("data.train_files"):
         first = train[0]
         kwargs = with_tools(config.data.apply_chat_template_kwargs, first.get("tools"))  # not every data set has tools

@@ -113,3 +113,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     assert columns_of(file) == ["prompt", "data_source"]
     (row,) = read_rows(str(file), RowKeys())
     assert isinstance(row, Row) and row.messages == [{"role": "user", "content": "hi"}]
+
+
+def test_a_link_that_leads_nowhere_says_so(tmp_path):
+    (tmp_path / "rows.jsonl").symlink_to(tmp_path / "rows.jsonl")
+    assert refusal(tmp_path / "rows.jsonl").endswith("rows.jsonl is a link that leads nowhere")

@@ -356,3 +356,21 @@ def test_an_argument_that_the_installed_vllm_does_not_take_is_found_before_it_st
         "Did you mean disable_custom_all_reduce?",
     ]
     run(**given(disable_custom_all_reduce=True, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}))
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "holds a list, expected an object")])
+def test_a_broken_generation_config_is_named(run, tmp_path, text, message):
+    (tmp_path / "policy" / "generation_config.json").write_text(text)
+    (problem,) = refused(run)
+    assert problem.startswith("actor_rollout_ref.model.path can't be used") and message in problem
+
+
+def test_a_place_where_nothing_can_be_written_is_no_run_folder(run):
+    (problem,) = refused(run, **{"trainer.default_local_dir": "/proc/runs/one"})  # whoever asks
+    assert problem.startswith("trainer.default_local_dir can't be used: the run folder /proc/runs/one can't be written")
+
+
+def test_the_home_of_nobody_is_no_folder(run):
+    keys = ("data.train_files", "actor_rollout_ref.model.path", "reward.custom_reward_function.path")
+    found = refused(run, **dict.fromkeys(keys, "~no_such_user/file.jsonl"))
+    assert {problem.split()[0] for problem in found} == set(keys) and all("does not exist" in one for one in found)

@@ -96,7 +96,9 @@ def inspect_offline(
     if path is not None:
         findings.facts.append(Fact("model", model_in_words(model.path, path)))
         look_at_positions(findings, path, model, data.max_length, ["data.max_length"])
-    ids = None if tokenizer is None or path is None else token_ids(tokenizer, path)
+    ids = None
+    with findings.about("model.path"):
+        ids = None if tokenizer is None or path is None else token_ids(tokenizer, path)
     train = _dataset(findings, kind_name, "data.train_files", config, tokenizer, ids)
     val = _dataset(findings, kind_name, "data.val_files", config, tokenizer, ids)
     if train is not None:
