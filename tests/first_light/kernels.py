@@ -147,7 +147,8 @@ def difference(found: Tensor | None, expected: Tensor | None) -> float:
     """The largest difference, relative to the largest expected element."""
     assert found is not None
     assert expected is not None
-    return float((found.float() - expected.float()).abs().max() / expected.float().abs().max())
+    found, expected = found.detach().float(), expected.detach().float()
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _milliseconds(device: torch.device, kernel: Callable[..., Tensor], inputs: list[Tensor]) -> str:

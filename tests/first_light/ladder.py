@@ -97,7 +97,7 @@ def _climb(size: str, rung: Rung, device: torch.device) -> tuple[float, float]:
     if on_card:
         torch.cuda.reset_peak_memory_stats(device)
     if rung.trained:
-        with engine.resident(optimizer=True):
+        with engine.resident():
             one_step(engine, rows, ((0, 1),))
     else:
         _forward(engine, rows)

@@ -14,7 +14,7 @@ import torch
 from hrl.single_controller.ray import gpus
 from hrl.workers.runtime import Runtime, local_device
 
-SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, "unused")
+SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, False, "unused")
 
 JOIN = """
 import json, psutil, torch, torch.distributed as dist
