@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed-from-$(notdir $(LOCK))
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install demo test test-fast test-gpu first-light mutation lint type format clean
+.PHONY: help install demo test test-fast test-gpu first-light mutation models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -52,6 +52,10 @@ first-light:  ## what to run first on a machine with a GPU: 45 minutes at most, 
 
 mutation: install  ## puts known mistakes into the maths and counts how many the tests notice (minutes)
 	$(BIN)/python -m tests.mutation.run
+
+models: install  ## docs/models.md: every causal family of transformers against its own forward (minutes)
+	$(BIN)/python -m tests.models.table > docs/models.md.new
+	mv docs/models.md.new docs/models.md
 
 lint: install  ## ruff: rules and format
 	$(BIN)/ruff check .

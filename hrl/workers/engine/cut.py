@@ -15,12 +15,22 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-#: A length that a cut's short sequences cross, and one that none of them reaches.
-CROSSED_TOKENS, UNREACHED_TOKENS = 8, 64
+#: A length that a cut's short sequences cross, and one that none of them reaches but a packed row of them does: what
+#: counts positions over the row changes there, although no sequence is so long.
+CROSSED_TOKENS, UNREACHED_TOKENS = 8, 32
 #: Words in names of config fields that are lengths in tokens at which a layer changes what it does.
-_LENGTHS = ("sliding_window", "window_size", "attention_chunk_size", "floor_scale", "original_max_position_embeddings")
+_LENGTHS = (
+    "sliding_window",
+    "window_size",
+    "attention_chunk_size",
+    "local_attention",
+    "block_size",
+    "index_topk",
+    "floor_scale",
+    "original_max_position_embeddings",
+)
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
-_VOCABULARY, _WIDTH, _MLA_HIDDEN = 128, 16, 256
+_VOCABULARY, _POSITIONS, _WIDTH, _MLA_HIDDEN, _WIDE_HEAD = 128, 64, 16, 256, 128
 _MIN_LAYERS = 2
 #: Two copies of a cut and their gradients in float32 take sixteen bytes for each.
 MAX_PARAMETERS = 200_000_000
@@ -85,10 +95,12 @@ def _shorten(fields: dict[str, Any], config: PretrainedConfig, max_length: int) 
             fields[key] = min(value, _VOCABULARY)
         elif key.endswith("token_id") and value >= _VOCABULARY:
             fields[key] = 0
+        elif "topk_blocks" in key:
+            fields[key] = 1
         elif any(word in key for word in _LENGTHS) and value > 0:
-            fields[key] = min(value, CROSSED_TOKENS) if value < max_length else max(value, UNREACHED_TOKENS)
+            fields[key] = min(value, CROSSED_TOKENS) if value < max_length else UNREACHED_TOKENS
         elif key in ("max_position_embeddings", "n_positions"):
-            fields[key] = max(value, UNREACHED_TOKENS)
+            fields[key] = max(value, _POSITIONS)
 
 
 def _narrow(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -> None:
@@ -109,7 +121,7 @@ def _narrow(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -
     if not isinstance(key_heads, int):
         fewer = min(heads, 2)
     else:
-        fields["num_key_value_heads"] = min(key_heads, 2)
+        fields["num_key_value_heads"] = min(key_heads, 2 if head_dim <= _WIDE_HEAD else 1)
         fewer = fields["num_key_value_heads"] * min(max(heads // key_heads, 1), 2)
     narrower = _MLA_HIDDEN if fields.get("kv_lora_rank") else fewer * head_dim
     fields[names["num_attention_heads"]] = fewer

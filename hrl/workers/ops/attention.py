@@ -133,7 +133,11 @@ def _asks_for_something(key: str, given: Any) -> bool:
 
 def _reach(mask: Tensor | PackedMask | None, window: int | None) -> Reach:
     """The mask decides, as it does in the model's own eager attention; a model without one has the keyword alone."""
-    return mask.reach if isinstance(mask, PackedMask) else Reach(window)
+    if not isinstance(mask, PackedMask):
+        return Reach(window)
+    if mask.reach is None:
+        raise ValueError(f"{mask.model_type} has an attention window of no token, through which nothing is seen")
+    return mask.reach
 
 
 def _require_fit(name: str, query: Tensor, key: Tensor, value: Tensor, packing: AttentionLayout) -> None:

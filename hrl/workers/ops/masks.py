@@ -26,11 +26,11 @@ class PackedMask:
     """Stands where a layer expects its mask of shape ``(batch, 1, queries, keys)``.
 
     Attributes:
-        reach: how far back a token sees.
+        reach: how far back a token sees; ``None`` for a window of no token, which a family may make and not use.
         model_type: of the model, for messages.
     """
 
-    reach: Reach
+    reach: Reach | None
     model_type: str
 
     def __getitem__(self, item: Any) -> PackedMask:
@@ -70,13 +70,15 @@ def packed_mask(
         MaskMeaningError: more than causal, sliding and chunked attention.
     """
     model_type = getattr(config, "model_type", "the model")
-    reach = Reach()
+    reach, is_empty = Reach(), False
     for part in _parts(mask_function):
         name = getattr(part, "__qualname__", repr(part))
         if name == "causal_mask_function":
             continue
         if name == "sliding_window_overlay.<locals>.inner_mask":
-            reach = Reach(_closed_over(part, "sliding_window"), reach.chunk)
+            window = _closed_over(part, "sliding_window")
+            is_empty = window < 1
+            reach = reach if is_empty else Reach(window, reach.chunk)
         elif name == "chunked_overlay.<locals>.inner_mask":
             reach = Reach(reach.window, _closed_over(part, "chunk_size"))
         else:
@@ -86,7 +88,7 @@ def packed_mask(
             )
     if not any(getattr(part, "__qualname__", "") == "causal_mask_function" for part in _parts(mask_function)):
         raise MaskMeaningError(f"{model_type} asks for an attention mask that is not causal")
-    return PackedMask(reach, model_type)
+    return PackedMask(None if is_empty else reach, model_type)
 
 
 def _parts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:

@@ -220,4 +220,23 @@ def test_a_cut_keeps_what_decides_and_drops_what_costs():
     assert (small.hidden_size, small.intermediate_size, small.vocab_size) == (512, 16, 128)
     assert small.rope_parameters["original_max_position_embeddings"] == cut.CROSSED_TOKENS
     unreached = next(cut.cuts(large, 4096, _build))
-    assert unreached.rope_parameters["original_max_position_embeddings"] == 32768
+    assert unreached.rope_parameters["original_max_position_embeddings"] == cut.UNREACHED_TOKENS
+
+
+def test_what_counts_positions_over_the_row_is_caught_although_no_sequence_is_so_long():
+    """Llama 4 scales its queries by the position in the row from ``floor_scale`` on."""
+    config = config_of("llama4_text", num_local_experts=2, intermediate_size_mlp=16, head_dim=8, num_hidden_layers=4)
+    assert config.floor_scale == 8192
+    result = probe_config(config, 4096)
+    assert "other rows of its micro-batch" in result.cause
+
+
+def test_the_packed_row_crosses_what_none_of_its_sequences_reaches():
+    answers = probe.ANSWER_LENGTHS
+    longest = max(p + max(a) for p, a in zip(probe.PROMPT_LENGTHS, answers, strict=True))
+    in_a_row = sum(probe.PROMPT_LENGTHS) + sum(map(sum, answers))
+    assert cut.CROSSED_TOKENS < longest < cut.UNREACHED_TOKENS < in_a_row
+
+
+def test_a_window_that_is_made_and_not_used_is_no_reason():
+    assert probe_config(config_of("qwen2_moe", **MOE), LONG_RUN).is_right

@@ -1,0 +1,224 @@
+"""Writes docs/models.md: every causal family of transformers, put through the comparison that a run begins with.
+
+    python -m tests.models.table > docs/models.md
+
+Each row is a family's default configuration, or one with settings that people train, as random weights. Names given on
+the command line are compared and printed alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, __version__
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hrl.workers.engine.probe import ProbeError, ProbeResult, probe_config
+
+#: A run longer than any window, chunk or pre-training: whatever a family does beyond some length, it does here.
+LONG_RUN_TOKENS = 1 << 24
+RIGHT, REFUSED = "right packed", "refused"
+
+#: What a default configuration lacks to describe a model at all.
+COMPLETED: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "deepseek_v2": {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy"},
+    "dots1": {
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "conv", "full_attention"] * 11, "num_hidden_layers": 33},
+    "ministral": {"head_dim": 128},
+    "nemotron": {"num_key_value_heads": 8},
+    "bert": {"is_decoder": True},
+    "roberta": {"is_decoder": True},
+    "reformer": {"is_decoder": True},
+}
+
+_LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [4.0] * 48, "rope_theta": 1e4}
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 5e5,
+}
+_GRANITE = {"embedding_multiplier": 12.0, "attention_multiplier": 0.0078125, "residual_multiplier": 0.22}
+
+#: Settings beside the default that published models have: family, how a reader knows it, fields.
+VARIANTS: list[tuple[str, str, dict[str, Any]]] = [
+    ("llama", "RoPE of Llama 3.1", {"rope_parameters": _LLAMA3, "max_position_embeddings": 131072}),
+    ("llama", "dynamic RoPE", {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}}),
+    ("llama", "biased projections, tied", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}),
+    ("qwen2", "YaRN", {"rope_parameters": _YARN, "max_position_embeddings": 131072}),
+    ("qwen2", "sliding windows", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}),
+    ("qwen2_moe", "sliding windows", {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 2}),
+    (
+        "phi3",
+        "LongRoPE (128k)",
+        {
+            "rope_parameters": _LONGROPE,
+            "max_position_embeddings": 131072,
+            "original_max_position_embeddings": 4096,
+            "sliding_window": 262144,
+        },
+    ),
+    ("phimoe", "sliding window", {"sliding_window": 4096}),
+    ("mistral", "no window", {"sliding_window": None}),
+    ("mixtral", "router jitter", {"router_jitter_noise": 0.1}),
+    ("seed_oss", "dropout", {"attention_dropout": 0.1, "residual_dropout": 0.1}),
+    ("starcoder2", "dropout, window", {"attention_dropout": 0.1, "residual_dropout": 0.1, "sliding_window": 4096}),
+    ("granite", "published factors", {**_GRANITE, "logits_scaling": 8.0}),
+    ("granitemoe", "published factors", {**_GRANITE, "logits_scaling": 8.0}),
+    ("gemma3_text", "with caps", {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}),
+    ("olmo2", "tied", {"tie_word_embeddings": True}),
+    ("lfm2", "convolutions", {"full_attn_idxs": [2, 5, 8, 10, 12, 14], "num_hidden_layers": 16}),
+    ("deepseek_v3", "without query rank", {"q_lora_rank": None}),
+    ("smollm3", "YaRN", {"rope_parameters": _YARN, "max_position_embeddings": 131072}),
+    ("gpt_neox", "no parallel residual", {"use_parallel_residual": False}),
+    ("opt", "350m", {"do_layer_norm_before": False, "word_embed_proj_dim": 512, "hidden_size": 1024}),
+    ("minimax_m3_vl_text", "sparse attention", {"layer_types": ["minimax_m3_sparse"] * 60}),
+    ("doge", "mixture of experts", {"is_moe": True}),
+]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        family: ``model_type``.
+        setting: how it differs from the default; empty where it does not.
+        verdict: ``RIGHT`` or ``REFUSED``.
+        result: of the comparison, where it came to one.
+        why: it is refused; empty where it is right.
+    """
+
+    family: str
+    setting: str
+    verdict: str
+    result: ProbeResult | None
+    why: str
+
+    def cells(self) -> list[str]:
+        """Of the Markdown table."""
+        figures = ["–"] * 3
+        if self.result is not None:
+            r = self.result
+            gradient = "–" if self.verdict == REFUSED and not r.gradient_difference else f"{r.gradient_difference:.0e}"
+            figures = [f"{r.difference:.0e}", f"{r.packing_difference:.0e}", gradient]
+        return [f"`{self.family}`", self.setting, self.verdict, *figures, self.why]
+
+
+def compare(family: str, setting: str = "", **fields: Any) -> Row:
+    """The comparison of one family with some fields of its configuration."""
+    try:
+        config = CONFIG_MAPPING[family](**(COMPLETED.get(family, {}) | fields))
+    except (StrictDataclassError, TypeError, ValueError) as error:
+        return Row(family, setting, REFUSED, None, f"no language model alone: {_one_line(error)}")
+    try:
+        with quiet():
+            result = probe_config(config, LONG_RUN_TOKENS)
+    except ProbeError as error:
+        return Row(family, setting, REFUSED, None, _one_line(error))
+    return Row(family, setting, RIGHT if result.is_right else REFUSED, result, result.cause)
+
+
+def all_rows() -> Iterator[Row]:
+    """One row for every causal family, in alphabetical order, and one for every variant."""
+    for family in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        yield compare(family)
+        for name, setting, fields in VARIANTS:
+            if name == family:
+                yield compare(family, setting, **fields)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """What is switched off in a cut is no news here."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()).replace("|", "\\|")
+    return text if len(text) <= 280 else text[:279] + "…"
+
+
+def page(rows: list[Row]) -> str:
+    """docs/models.md."""
+    right = sum(row.verdict == RIGHT for row in rows)
+    lines = [
+        "# Models",
+        "",
+        "<!-- Written by `make models`; edit tests/models/table.py instead. -->",
+        "",
+        "A family is trained because it was compared, not because its name is known. Before a run starts an engine or",
+        "loads a weight, rank 0 builds a small cut of each model: the first layers of every kind, the widths of its",
+        "heads, all of its experts and switches, random weights. Two prompts with two answers each go through it",
+        "packed, as the engine trains them, in two different packings, and one sequence at a time through the model's",
+        "own plain forward. Log-probs must agree to 1e-4 in float32 (or to a few of the model's own roundings, where",
+        "it amplifies them), and so must the gradients of all parameters, to one part in a hundred. That takes a",
+        "second or a few. What differs is refused, with the difference and its likely cause;",
+        "`actor_rollout_ref.model.probe=false` (`model.probe=false` in offline runs) skips the comparison.",
+        "",
+        "What a run does not reach is not held against a model: a sliding window of 32,768 tokens matters only to",
+        "a run whose sequences are longer. Lengths at which a layer changes what it does are known by the names of",
+        "their fields in `config.json` (windows, chunks, blocks of sparse attention, the pre-training length of a",
+        "RoPE).",
+        "",
+        "Three things are settled for every family when it is loaded:",
+        "",
+        "- **Nothing is left to chance.** Dropout of every kind, noise in routers and layer drop are off, in the",
+        "  update too: the sampler has none. A line says what a `config.json` would have switched on.",
+        "- **RoPE does not depend on the batch.** LongRoPE (Phi-3-128k, Phi-4-mini) takes its long factors where the",
+        "  run's longest sequence (`rollout.max_model_len`, or prompt plus response) is above the pre-training length,",
+        "  and its short ones otherwise; dynamic RoPE takes the frequencies of that longest sequence. vLLM, which is",
+        "  opened for the same length, follows the same rule.",
+        "- **`override_config` takes what may stand in a `config.json`**, in the forms that model cards show",
+        "  (`rope_scaling`, `rope_theta`), and trainer, engine and export see the same result.",
+        "",
+        f"Below, {len(rows)} configurations of the causal families in transformers {__version__}, as if for a run",
+        f"that crosses every length: {right} are right packed, {len(rows) - right} are refused. The figures are the",
+        "largest difference of a log-prob from the model's own forward, the largest one between two packings, and the",
+        "largest relative difference of a parameter's gradient; differences around 1e-6 are rounding. Critics and",
+        "reward models go through the same comparison as sequence classifiers, which not every family has.",
+        "",
+        "| Family | Setting | Verdict | Own forward | Packings | Gradients | Why not |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *("| " + " | ".join(row.cells()) + " |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)  # the same sums in the same order, on any machine
+    if sys.argv[1:]:
+        settings = [("", name, {}) for name in sys.argv[1:]] + [v for v in VARIANTS if v[0] in sys.argv[1:]]
+        for first, second, fields in settings:
+            row = compare(first, second, **fields) if first else compare(second)
+            sys.stdout.write("| " + " | ".join(row.cells()) + " |\n")
+    else:
+        sys.stdout.write(page(list(all_rows())))

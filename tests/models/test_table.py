@@ -1,0 +1,51 @@
+"""docs/models.md says of every causal family what the comparison says today, and of none that it is wrong."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hrl.workers.engine.probe import GRADIENT_TOLERANCE, LOG_PROB_TOLERANCE, MOST_ROUNDING
+from tests.models.table import REFUSED, RIGHT, VARIANTS, compare
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+HOLD = "llama qwen2_moe phi3 mixtral gemma2 gpt_oss deepseek_v3 granite falcon doge recurrent_gemma".split()
+"""Families whose line is computed again here: plain, windows, LongRoPE, experts, caps, sinks, MLA, factors; refused ones
+that take no attention, compute their mask, carry state."""
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict[tuple[str, str], list[str]]:
+    """The cells of the table by family and setting."""
+    table = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    cells = [re.split(r"(?<!\\)\|", line)[1:-1] for line in table]
+    stripped = [[cell.strip() for cell in line] for line in cells]
+    return {(line[0].strip("`"), line[1]): line[2:] for line in stripped}
+
+
+def test_every_causal_family_and_every_setting_has_a_line(lines):
+    assert {family for family, setting in lines if not setting} == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert {key for key in lines if key[1]} == {(family, setting) for family, setting, _ in VARIANTS}
+
+
+def test_no_line_is_wrong_in_silence(lines):
+    for key, (verdict, own, packings, gradients, why) in lines.items():
+        if verdict == RIGHT:
+            # Above the first bound only where the model's own roundings are as large.
+            assert max(float(own), float(packings)) < MOST_ROUNDING, key
+            assert float(gradients) < GRADIENT_TOLERANCE * max(1.0, float(own) / LOG_PROB_TOLERANCE), key
+            assert not why, key
+        else:
+            assert verdict == REFUSED and why, key
+
+
+@pytest.mark.parametrize("family", HOLD)
+def test_the_page_says_what_the_comparison_says(family, lines):
+    own_settings = [("", {})] + [(setting, fields) for name, setting, fields in VARIANTS if name == family]
+    for setting, fields in own_settings:
+        row = compare(family, setting, **fields)
+        verdict, *_, why = lines[family, setting]
+        assert (row.verdict, row.why) == (verdict, why)
