@@ -1,0 +1,41 @@
+"""The configuration that vLLM makes of a model's folder and overrides is the trainer's."""
+
+from __future__ import annotations
+
+import pytest
+
+from hrl.data.model_config import load_config
+from hrl.workers.rollout.vllm_engine import VllmOptions
+from tests.workers.engine.tiny import save_qwen2
+
+pytest.importorskip("vllm")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"rope_scaling": YARN, "max_position_embeddings": 128},
+        {"rope_scaling": YARN | {"type": "yarn"}, "rope_theta": 5e5, "max_position_embeddings": 128},
+        {"rope_theta": 5e5, "sliding_window": 8},
+    ],
+)
+def test_vllm_and_trainer_see_the_same_configuration(tmp_path, override):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    folder = save_qwen2(tmp_path)
+    options = VllmOptions(
+        model_path=str(folder),
+        device_type="cpu",
+        max_model_len=64,
+        stop_token_ids=(1,),
+        num_threads=1,
+        override_config=override,
+    )
+    theirs = AsyncEngineArgs(**options.engine_args()).create_model_config().hf_config.to_dict()
+    ours = load_config(folder, override, trust_remote_code=False).to_dict()
+    different = {key for key in ours if ours[key] != theirs.get(key)}
+    assert different <= {"architectures", "dtype", "transformers_version", "_name_or_path"}
+    assert theirs["head_dtype"] == "float32"
