@@ -52,7 +52,11 @@ class Devices(Protocol):
         """The buffer's handle: integers and strings."""
 
     def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
-        """The buffer of another process on the same GPU, ``(nbytes,) uint8``."""
+        """The buffer of another process on the same GPU, ``(nbytes,) uint8``.
+
+        Raises:
+            RuntimeError: that process has ended, or memory cannot be shared.
+        """
 
     def synchronize(self, device: torch.device) -> None:
         """Waits for what was queued on the device: another process does not see this one's streams."""
@@ -148,7 +152,13 @@ class CudaIpcReader:
                 f"no trainer rank of this engine is on its GPU {own} ({device}): they are on {there}. Weights by CUDA "
                 "IPC need trainer and engine on the same GPUs; use separate pools, whose weights are broadcast"
             )
-        self._buffers = [DEVICES.open(buffer, device) for buffer in sender["buffers"]]
+        try:
+            self._buffers = [DEVICES.open(buffer, device) for buffer in sender["buffers"]]
+        except RuntimeError as error:
+            raise WeightSyncError(
+                f"the buffers of the trainer rank on GPU {own} cannot be opened: it has ended, or the two processes "
+                f"cannot share memory ({error})"
+            ) from error
 
     def bucket(self, index: int) -> Tensor:
         """Bytes of a published bucket."""

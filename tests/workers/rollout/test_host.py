@@ -18,16 +18,25 @@ import torch
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, sample_seed
 from hrl.workers.rollout.host import RolloutHost, TokenInfo
 from hrl.workers.rollout.scripted import ScriptedEngine
+from hrl.workers.weight_sync import cuda_ipc
 from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import Manifest
 from tests.workers.rollout.settings import prompt_batch, rollout_config
+from tests.workers.weight_sync.fake_devices import FakeDevices
 
+CPU = torch.device("cpu")
 VOCAB, STOP, PAD = 50, 7, 7
 R = 6
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(5)]
 
 
 @contextmanager
-def scripted(script: dict[str, Any] | None = None, name: str = "scripted", **changes: Any) -> Iterator[RolloutHost]:
+def scripted(
+    script: dict[str, Any] | None = None,
+    name: str = "scripted",
+    device: torch.device = CPU,
+    **changes: Any,
+) -> Iterator[RolloutHost]:
     config = rollout_config(name, engine_kwargs={"scripted": script or {}}, **changes)
     host = RolloutHost(
         config,
@@ -35,7 +44,7 @@ def scripted(script: dict[str, Any] | None = None, name: str = "scripted", **cha
         TokenInfo(PAD, (STOP,), VOCAB),
         max_prompt_length=5,
         max_response_length=R,
-        device=torch.device("cpu"),
+        device=device,
     )
     with host:
         yield host
@@ -287,6 +296,34 @@ def test_an_engine_that_hangs_or_dies_in_a_sync_ends_it_in_time(fault):
         assert host.policy_version == 0
 
     assert time.monotonic() - started < 5
+
+
+def test_an_engine_on_a_gpu_is_sent_buckets_whose_buffers_are_gone_when_its_cache_wakes(monkeypatch):
+    devices = FakeDevices(visible=[0], current=0)
+    monkeypatch.setattr(cuda_ipc, "DEVICES", devices)
+    held = []
+    with scripted({"sleeps": True}, device=torch.device("cuda", 0)) as host:
+        host.engine.own_process = True  # as vLLM, which alone is sent handles
+        commit = host.engine.weights_commit
+
+        async def weigh():
+            held.append(devices.open_bytes)
+            return await commit()
+
+        host.engine.weights_commit = weigh
+        for version in (1, 2):
+            host.sleep()
+            host.wake(("weights",))
+            report = host.push_weights(version, SPECS, weights(version))
+            held.append(devices.open_bytes)
+            host.wake(("kv_cache",))
+
+            assert report.receivers[0].read_back == len(SPECS)
+            assert torch.equal(host.engine.writer.weights["layers.3.weight"], weights(version)[3][1].bfloat16())
+            assert len(host.generate_sequences(prompt_batch([[1]], n=2, width=4))) == 2
+
+    size = Manifest.build(SPECS, 32 << 20).largest_bucket_bytes
+    assert held == [2 * size, 0] * 2 and set(devices.opened) == {"GPU-0"}
 
 
 def test_an_engine_wakes_for_its_weights_before_it_wakes_to_sample():

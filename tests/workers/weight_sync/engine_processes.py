@@ -16,6 +16,7 @@ from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync import cuda_ipc
 from hrl.workers.weight_sync.base import ReceiverReport
 from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead, LeadTarget
+from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from tests.workers.weight_sync.fake_devices import FakeDevices
@@ -45,22 +46,29 @@ def run_engine_worker(rank: int, connection, fake: bool) -> None:
     writer = DictWriter(Script())
     receiver = WeightReceiver(writer, f"worker {rank}", rank)
     while (command := connection.recv())[0] != "end":
-        match command:
-            case ("begin", manifest, handle, version):
-                receiver.begin(Manifest.from_plain(manifest), handle, version)
-                connection.send(True)
-            case ("load", index):
-                receiver.load(index)
-                receiver._reader.bucket(index).fill_(0xFF)  # from here on it may be overwritten
-                connection.send(True)
-            case ("commit",):
-                connection.send(receiver.commit())
-            case ("abort",):
-                connection.send(receiver.abort())
-            case ("check", version):
-                right = all(torch.equal(writer.weights[name].cpu(), sent.bfloat16()) for name, sent in weights(version))
-                opened = set(cuda_ipc.DEVICES.opened) if fake else {str(writer.weights[SPECS[0][0]].device)}
-                connection.send((right, opened, receiver._reader._buffers == []))
+        try:
+            connection.send(answer(receiver, writer, command, fake))
+        except WeightSyncError as error:
+            connection.send(error)
+
+
+def answer(receiver: WeightReceiver, writer: DictWriter, command: tuple[Any, ...], fake: bool) -> Any:
+    """What an engine's process is asked to do, and what came of it."""
+    match command:
+        case ("begin", manifest, handle, version):
+            receiver.begin(Manifest.from_plain(manifest), handle, version)
+        case ("load", index):
+            receiver.load(index)
+            receiver._reader.bucket(index).fill_(0xFF)  # from here on it may be overwritten
+        case ("commit",):
+            return receiver.commit()
+        case ("abort",):
+            return receiver.abort()
+        case ("check", version):
+            right = all(torch.equal(writer.weights[name].cpu(), sent.bfloat16()) for name, sent in weights(version))
+            opened = set(cuda_ipc.DEVICES.opened) if fake else {str(writer.weights[SPECS[0][0]].device)}
+            return right, opened, receiver._reader._buffers == []
+    return True
 
 
 def run_fellow(address: str, versions: list[int], dies_at: str | None, connection, fake: bool) -> None:
@@ -91,12 +99,16 @@ class EngineTarget:
         self.aborted: list[str] = []
 
     def call(self, *command: Any) -> Future[Any]:
-        def ask() -> list[Any]:
-            for connection in self._connections:
-                connection.send(command)
-            return [connection.recv() for connection in self._connections]
+        return self._pool.submit(self._ask, *command)
 
-        return self._pool.submit(ask)
+    def _ask(self, *command: Any) -> list[Any]:
+        for connection in self._connections:
+            connection.send(command)
+        answers = [connection.recv() for connection in self._connections]
+        for answered in answers:
+            if isinstance(answered, WeightSyncError):
+                raise answered
+        return answers
 
     def weights_begin(self, manifest, handle, version):
         return self.call("begin", manifest.to_plain(), handle, version)
@@ -105,14 +117,7 @@ class EngineTarget:
         return self.call("load", index)
 
     def weights_commit(self):
-        return self._pool.submit(lambda asked: [ReceiverReport(**r) for r in asked.result()], self._ask_commit())
-
-    def _ask_commit(self) -> Future[Any]:
-        for connection in self._connections:
-            connection.send(("commit",))
-        answers: Future[Any] = Future()
-        answers.set_result([connection.recv() for connection in self._connections])
-        return answers
+        return self._pool.submit(lambda: [ReceiverReport(**report) for report in self._ask("commit")])
 
     def weights_abort(self, reason):
         self.aborted.append(reason)

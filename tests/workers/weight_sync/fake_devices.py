@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,8 +24,7 @@ class FakeDevices:
         self._visible = tuple(visible)
         self._current = current
         self.opened: list[str] = []
-        self.open_bytes = 0
-        self._fds: list[int] = []
+        self._allocated: list[weakref.ref[Tensor]] = []
 
     def current(self) -> torch.device:
         return torch.device("cuda", self._current)
@@ -34,13 +34,17 @@ class FakeDevices:
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
         fd = os.memfd_create(self.uuid(device), os.MFD_CLOEXEC)
-        self._fds.append(fd)
         os.ftruncate(fd, nbytes)
         buffer = torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
         buffer.descriptor = fd
         buffer.gpu = self.uuid(device)
-        self.open_bytes += nbytes
+        self._allocated.append(weakref.ref(buffer, lambda _: os.close(fd)))
         return buffer
+
+    @property
+    def open_bytes(self) -> int:
+        """Bytes of the buffers that this process has allocated and not let go of."""
+        return sum(buffer.numel() for reference in self._allocated if (buffer := reference()) is not None)
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
         return {"pid": os.getpid(), "fd": buffer.descriptor, "gpu": buffer.gpu, "nbytes": buffer.numel()}
@@ -48,7 +52,10 @@ class FakeDevices:
     def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
         assert self.uuid(device) == handle["gpu"], f"{handle['gpu']} opened on {self.uuid(device)}"
         self.opened.append(handle["gpu"])
-        fd = os.open(f"/proc/{handle['pid']}/fd/{handle['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fd = os.open(f"/proc/{handle['pid']}/fd/{handle['fd']}", os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            raise RuntimeError(str(error)) from error
         try:
             return torch.frombuffer(mmap.mmap(fd, handle["nbytes"]), dtype=torch.uint8)
         finally:
@@ -58,7 +65,4 @@ class FakeDevices:
         pass
 
     def collect(self) -> None:
-        for fd in self._fds:
-            os.close(fd)
-        self._fds.clear()
-        self.open_bytes = 0
+        pass

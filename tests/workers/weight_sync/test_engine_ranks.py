@@ -67,7 +67,7 @@ def test_every_process_of_the_engine_reads_the_trainer_rank_on_its_own_gpu_whate
 
 def test_a_rank_that_dies_while_it_sends_is_named_at_once_and_the_engine_is_told(engine, devices):
     lead = Lead([1], merge_handles)
-    fellow, _ = start_fellow(lead, [3], dies_at="layers.3.weight")
+    fellow, _ = start_fellow(lead, [3], dies_at="layers.4.weight")  # in a bucket that waits for the engine
     sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [engine], timeout_s=TIMEOUT_S, fellows=lead)
     seen = []
 
@@ -232,6 +232,15 @@ def test_an_engine_process_on_a_gpu_of_no_trainer_rank_is_told_which_there_are(d
     cuda_ipc.DEVICES = FakeDevices(visible=[2], current=0)
 
     with pytest.raises(WeightSyncError, match=r"no trainer rank of this engine is on its GPU GPU-2 .* are on GPU-0"):
+        CudaIpcReader(MANIFEST, handle)
+
+
+def test_a_trainer_rank_that_has_ended_is_said_when_its_buffers_are_opened(devices):
+    sender = CudaIpcSender(MANIFEST, devices.current())
+    handle = sender.handle()
+    sender.release()
+
+    with pytest.raises(WeightSyncError, match="trainer rank on GPU GPU-0 cannot be opened: it has ended"):
         CudaIpcReader(MANIFEST, handle)
 
 
