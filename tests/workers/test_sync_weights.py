@@ -27,6 +27,12 @@ class Policy:
             self._events.append(f"gather {name}")
             yield name, torch.zeros(1, dtype=dtype)
 
+    def offload(self) -> None:
+        self._events.append("offload")
+
+    def frozen_names(self) -> list[str]:
+        return []
+
     def param_specs(self, dtype: torch.dtype) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         return [(name, dtype, (1,)) for name in NAMES]
 
@@ -46,7 +52,7 @@ class Sender:
     def refuse_weights(self, reason: str) -> None:
         self._events.append(f"refuse: {reason}")
 
-    def push_weights(self, version: int, specs: Any, weights: Any) -> SyncReport:
+    def push_weights(self, version: int, specs: Any, weights: Any, kept: Any) -> SyncReport:
         for _ in weights:
             pass
         if self._fails_at == "push":
@@ -76,19 +82,19 @@ def test_the_cache_wakes_when_the_trainer_has_given_back_what_the_sync_took(even
     metrics = worker(events, _host=Sender(events)).sync_weights(3)
 
     assert events == [
-        *("release", "wake weights", "gather a", "gather b", "served 3", "release", "wake kv_cache"),
+        *("offload", "release", "wake weights", "gather a", "gather b", "served 3", "release", "wake kv_cache"),
     ]
     assert metrics["weight_sync/tensors"] == 2
 
 
 def test_a_rank_that_sends_to_the_engine_of_another_drives_none(events):
     assert worker(events, _fellow=Sender(events)).sync_weights(3) == {}
-    assert events == ["release", "gather a", "gather b", "served 3", "release"]
+    assert events == ["offload", "release", "gather a", "gather b", "served 3", "release"]
 
 
 def test_a_rank_whose_lead_sends_for_it_takes_part_in_gathering(events):
     assert worker(events).sync_weights(3) == {}
-    assert events == ["release", "gather a", "gather b", "release"]
+    assert events == ["offload", "release", "gather a", "gather b", "release"]
 
 
 def test_an_engine_that_does_not_wake_up_leaves_no_rank_waiting(events):
@@ -96,11 +102,11 @@ def test_an_engine_that_does_not_wake_up_leaves_no_rank_waiting(events):
         worker(events, _host=Sender(events, "wake")).sync_weights(3)
 
     refused = "refuse: the engine does not wake up"
-    assert events == ["release", "wake weights", refused, "gather a", "gather b", "release"]
+    assert events == ["offload", "release", "wake weights", refused, "gather a", "gather b", "release"]
 
 
 def test_a_sync_that_fails_gives_memory_back_on_every_rank_and_wakes_no_cache(events):
     with pytest.raises(WeightSyncError):
         worker(events, _host=Sender(events, "push")).sync_weights(3)
 
-    assert events == ["release", "wake weights", "gather a", "gather b", "release"]
+    assert events == ["offload", "release", "wake weights", "gather a", "gather b", "release"]

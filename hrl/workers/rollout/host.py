@@ -33,6 +33,7 @@ START_TIMEOUT_S = 600.0
 GENERATE_TIMEOUT_S = 1800.0
 SHUTDOWN_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 120.0
+_KEEP_WEIGHTS = 1  # the sleep level that keeps them, in host memory
 RECEIVE_MARGIN_S = 10.0
 """Beyond a sync's deadline: the engine's processes, which know what they wait for, say it first."""
 
@@ -94,6 +95,7 @@ class RolloutHost:
     ) -> None:
         self.name = name
         self._fellows = fellows
+        self._keeps_weights = self._lost_weights = False
         self._config = config
         self._tokens = tokens
         self._max_response_length = max_response_length
@@ -234,9 +236,14 @@ class RolloutHost:
         return self._control(self.engine.score(token_ids), "scoring", timeout_s)
 
     def sleep(self) -> None:
-        """Gives the engine's device memory to the trainer, where the engine can."""
+        """Gives the engine's device memory to the trainer, where the engine can.
+
+        An engine that is not sent all of its weights keeps them in host memory meanwhile: no sync brings them back.
+        """
         if self.supports_sleep and self._config.free_cache_engine:
-            self._control(self.engine.sleep(self._config.sleep_level), "going to sleep", CONTROL_TIMEOUT_S)
+            level = min(self._config.sleep_level, _KEEP_WEIGHTS) if self._keeps_weights else self._config.sleep_level
+            self._control(self.engine.sleep(level), "going to sleep", CONTROL_TIMEOUT_S)
+            self._lost_weights |= level > _KEEP_WEIGHTS
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Takes it back: ``"weights"`` before a weight sync, ``"kv_cache"`` after it."""
@@ -262,6 +269,12 @@ class RolloutHost:
             WeightSyncError: see `WeightSync.push`.
         """
         self._running()
+        self._keeps_weights = bool(kept)
+        if kept and self._lost_weights:
+            raise WeightSyncError(
+                f"{self.name}: the engine has dropped its weights, and {kept[0]!r} and {len(kept) - 1} others, which "
+                "are not trained, are not sent: sync before it first sleeps"
+            )
         if self._sync is None:
             manifest, transport = self._transport(specs, kept)
             self._sync = WeightSync(

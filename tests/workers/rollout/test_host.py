@@ -326,6 +326,30 @@ def test_an_engine_on_a_gpu_is_sent_buckets_whose_buffers_are_gone_when_its_cach
     assert held == [2 * size, 0] * 2 and set(devices.opened) == {"GPU-0"}
 
 
+def test_weights_that_are_not_trained_and_so_not_sent_survive_the_engines_sleep():
+    """A tower without gradients is not synced; at sleep level 2 the engine would drop it for good."""
+    with scripted({"sleeps": True}) as host:
+        host.engine.writer.weights["vision.weight"] = torch.ones(2)
+        host.push_weights(1, SPECS, weights(1), kept=["vision.weight"])
+
+        host.sleep()
+        host.wake(("weights",))
+        host.push_weights(2, SPECS, weights(2), kept=["vision.weight"])
+
+        assert torch.equal(host.engine.writer.weights["vision.weight"], torch.ones(2))
+
+
+def test_an_engine_that_has_dropped_what_is_not_sent_is_not_sampled_from():
+    with scripted({"sleeps": True}) as host:
+        host.sleep()
+        host.wake(("weights",))
+        with pytest.raises(WeightSyncError, match=r"dropped its weights, and 'vision\.weight' and 0 others"):
+            host.push_weights(1, SPECS, weights(1), kept=["vision.weight"])
+        host.wake(("kv_cache",))
+        with pytest.raises(EngineUnusableError):
+            host.generate_sequences(prompt_batch([[1]], n=2, width=2))
+
+
 def test_an_engine_wakes_for_its_weights_before_it_wakes_to_sample():
     batch = prompt_batch([[1]], n=2, width=2)
     with scripted({"sleeps": True}, sleep_level=1) as host:
