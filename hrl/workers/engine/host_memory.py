@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import mmap
 import weakref
 from collections.abc import Sequence
 from types import TracebackType
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-logger = logging.getLogger(__name__)
 
 #: Tensors of one copy start at multiples of this, so that every dtype can be viewed there.
 _ALIGNMENT_BYTES = 16
@@ -23,31 +21,34 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@torch.no_grad()
 def host_zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in host memory, sharded as ``tensor`` is and pinned for copies to and from ``device``."""
-    home = torch.zeros_like(tensor, dtype=dtype, device="cpu", requires_grad=False)
-    if device.type == "cuda":
-        _pin(home)
-    return home
+    """Zeros in host memory, sharded as ``tensor`` is and pinned for copies to and from ``device``.
 
+    torch's own pinned allocator rounds every allocation up to a power of two: up to twice the memory of a model. So
+    the shard gets pages that it shares with nothing else, and these are pinned as they are.
 
-def _pin(tensor: Tensor) -> None:
-    """Pins the pages of a shard for as long as ``tensor`` lives.
-
-    torch's own pinned allocator rounds every allocation up to a power of two: up to twice the memory of a model.
+    Raises:
+        RuntimeError: the driver does not pin them.
     """
-    storage, runtime = local(tensor).untyped_storage(), torch.cuda.cudart()
-    if storage.nbytes() == 0:
-        return
-    error = runtime.cudaHostRegister(storage.data_ptr(), storage.nbytes(), 0)
-    if error != runtime.cudaError.success:
-        logger.warning(
-            "%d bytes of host memory could not be pinned (%s), so that copies of them make the GPU wait: see ulimit -l",
-            storage.nbytes(),
-            error,
-        )
-        return
-    weakref.finalize(tensor, runtime.cudaHostUnregister, storage.data_ptr()).atexit = False
+    home = torch.zeros_like(tensor, dtype=dtype, device="cpu", requires_grad=False)
+    shard = local(home)
+    if shard.numel() == 0:
+        return home
+    num_bytes = -(-shard.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = torch.zeros(num_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+    start = -pages.data_ptr() % mmap.PAGESIZE
+    shard.set_(pages[start : start + shard.nbytes].view(dtype).view(shard.shape))
+    if device.type == "cuda":
+        runtime, address = torch.cuda.cudart(), shard.data_ptr()
+        error = runtime.cudaHostRegister(address, num_bytes, 0)
+        if error != runtime.cudaError.success:
+            raise RuntimeError(
+                f"the driver does not pin {num_bytes} bytes of host memory ({error}): is there as much, and does "
+                "`ulimit -l` allow it? Offloading (fsdp_config.param_offload, optimizer_offload) needs it"
+            )
+        weakref.finalize(home, runtime.cudaHostUnregister, address).atexit = False
+    return home
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:

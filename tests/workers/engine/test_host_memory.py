@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from hrl.workers.engine.host_memory import HostCopies, local
+from hrl.workers.engine.host_memory import HostCopies, host_zeros_like, local
 from hrl.workers.engine.sharding import keeps_cast_parameters
 from hrl.workers.policy import Policy
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
@@ -113,6 +115,24 @@ def test_an_offloaded_module_holds_nothing_of_the_device(llama) -> None:
         copies.offload(changed=False)
         assert recorded.held_bytes == 0 and {p.device for p in module.parameters()} == {CPU}
     assert recorded.copies == [("in", local(p.detach()).nbytes) for p in module.parameters()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_pinned_shares_no_page_with_anything_else(llama, dtype) -> None:
+    """CUDA pins pages, each once: to pin a page that two tensors share fails."""
+    owned: list[tuple[int, int]] = []
+    homes = [host_zeros_like(p, dtype, CPU) for p in policy_of(llama, "float32").engine.module.parameters()]
+    for home in [*homes, host_zeros_like(torch.ones(3, 5), dtype, CPU), host_zeros_like(torch.ones(5000), dtype, CPU)]:
+        shard = local(home)
+        assert shard.dtype == dtype and not shard.any() and shard.is_contiguous()
+        first = shard.data_ptr()
+        assert first % mmap.PAGESIZE == 0
+        storage = shard.untyped_storage()
+        last = first + -(-shard.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        assert storage.data_ptr() <= first and last <= storage.data_ptr() + storage.nbytes()
+        owned.append((first, last))
+    ends = sorted(owned)
+    assert all(last <= first for (_, last), (first, _) in itertools.pairwise(ends))
 
 
 @pytest.mark.parametrize(
