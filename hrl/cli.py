@@ -242,8 +242,8 @@ def _show_everything(console: Console, config: Section, said: dict[str, Any]) ->
         ("Placement", said["placement"]),
         ("Arithmetic", said["arithmetic"]),
         (
-            "Memory, roughly",
-            said["memory"] or {"skipped": "the model's config.json was not looked at, or tells no size"},
+            "Memory at the worst moment of each phase",
+            said["memory"] or {"skipped": "the model was not looked at"},
         ),
     ):
         if lines:

@@ -7,10 +7,10 @@ import sys
 import pytest
 
 from hrl import cli
-from hrl.trainer.check import local_model_facts
 
 HEADINGS = [
-    "Configuration", "Differs from the default", "Units", "Placement", "Arithmetic", "Memory, roughly", "Summary",
+    "Configuration", "Differs from the default", "Units", "Placement", "Arithmetic",
+    "Memory at the worst moment of each phase", "Summary",
 ]  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def test_check_reports_and_starts_nothing(capsys):
     text = "\n".join(lines)
     assert "pool policy   1 process with actor, ref" in text
     assert "8 prompts × 8 samples = 64 sequences" in text
-    assert "skipped  the model's config.json was not looked at, or tells no size" in text
+    assert "skipped  the model was not looked at" in text
     assert lines[-1] == "The configuration is valid. No file that it names was opened, and nothing was started."
 
 
@@ -68,16 +68,6 @@ def test_problems_as_json(capsys):
             {"key": "trainer.sed", "what": "is not a key of hrl.", "hint": "Did you mean trainer.seed?"},
         ],
     }
-
-
-def test_a_converted_bundled_model_is_found(tmp_path):
-    assert local_model_facts("bundled:smollm2-135m-instruct") is None  # and not converted to be looked at
-    folder = tmp_path / "models" / "smollm2-135m-instruct-0123"
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text('{"hidden_size": 576}')
-    assert local_model_facts("bundled:smollm2-135m-instruct") == {"hidden_size": 576}
-    assert local_model_facts(str(folder)) == {"hidden_size": 576}
-    assert local_model_facts("/no/such/model") is None
 
 
 def test_env_names_versions_and_no_folder(capsys, monkeypatch):

@@ -60,7 +60,6 @@ def report(
         train_rows: see `look`.
     """
     words = kind.words
-    facts = None if findings is None else local_model_facts(words.model_path(config))
     return {
         "config": config.model_dump(),
         "origins": dict(config.origins or {}),
@@ -71,31 +70,11 @@ def report(
         "placement": dict(words.placement(config)),
         "arithmetic": dict(words.arithmetic(config, train_rows=train_rows)),
         "units": dict(words.units(config)),
-        "memory": dict(words.memory(config, facts)) if facts is not None else {},
+        "memory": {} if findings is None else dict(findings.memory),
         "warnings": words.warnings(config),
         "notes": [] if findings is None else findings.notes,
         "unchecked": ["what the configuration names"] if findings is None else findings.unchecked,
     }
-
-
-def local_model_facts(path: str) -> dict[str, Any] | None:
-    """The model's config.json if it is on this machine already; nothing is fetched or converted.
-
-    Args:
-        path: as the configuration names the model.
-    """
-    from hrl.data.model_folder import model_facts
-    from hrl.data.model_source import BUNDLED_PREFIX, ModelSourceError, cache_root, find_model
-
-    try:
-        if path.startswith(BUNDLED_PREFIX):
-            name = path.removeprefix(BUNDLED_PREFIX)
-            found = sorted((cache_root() / "models").glob(f"{name}-*/config.json"))
-            return model_facts(found[-1].parent) if found else None
-        folder = find_model(path)
-        return None if folder is None else model_facts(folder)
-    except ModelSourceError:
-        return None  # the preflight has told it
 
 
 def summary(config: Section, said: Mapping[str, Any]) -> dict[str, str]:
@@ -105,10 +84,7 @@ def summary(config: Section, said: Mapping[str, Any]) -> dict[str, str]:
         config: the validated configuration.
         said: a `report`.
     """
-    found, memory = dict(said["found"]), dict(said["memory"])
-    size = memory.pop("model", None)
-    if size is not None and "model" in found:
-        found["model"] += f", {size}"
+    found = dict(said["found"])
     arithmetic = {name: text for name, text in said["arithmetic"].items() if name not in _ONLY_IN_FULL}
     passes = {name: arithmetic.pop(name) for name in list(arithmetic) if name.startswith(_MICRO_BATCH)}
     lines = {name: found[name] for name in _FOUND_FIRST if name in found}
@@ -116,8 +92,7 @@ def summary(config: Section, said: Mapping[str, Any]) -> dict[str, str]:
     lines |= {name: found[name] for name in ("devices",) if name in found}
     lines |= arithmetic
     lines["micro-batches"] = _joined({name.removeprefix(_MICRO_BATCH).strip(): text for name, text in passes.items()})
-    lines |= {"memory": _joined(memory)} if memory else {}
-    lines |= {name: found[name] for name in ("run folder",) if name in found}
+    lines |= {name: found[name] for name in ("memory", "run folder") if name in found}
     return lines | dict(settings(config))
 
 

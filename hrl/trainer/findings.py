@@ -48,12 +48,14 @@ class Findings:
         notes: what is allowed but probably not meant; a sentence each.
         unchecked: what could not be looked at here, a sentence each.
         facts: what was found, for the summary of `hrl check`.
+        memory: what every phase takes at its worst, a line each; empty where the model was not looked at.
     """
 
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)
+    memory: list[Fact] = field(default_factory=list)
 
     def problem(self, key: str, what: str, hint: str = "") -> None:
         """Notes a problem, as `Problem` has it."""

@@ -39,6 +39,7 @@ from hrl.trainer.inspection import (
     model_in_words,
     rows_in_words,
 )
+from hrl.trainer.memory_look import look_at_memory
 from hrl.trainer.reward_spec import memory_limit_bytes, reward_spec
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ def inspect_run(config: PPOTrainerConfig, *, download: bool = True) -> tuple[Pre
     _look_at_reward(findings, config, train, val)
     _look_at_batch(findings, config, train)
     look_at_devices(findings, config.trainer, sum(map(sum, resolve_placement(config).pools.values())))
+    if path is not None and (critic is not None or not config.needs_critic):
+        look_at_memory(findings, config, path, critic, reward_model)
     look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
     if path is None or tokenizer is None or train is None:
         return None, findings

@@ -13,7 +13,15 @@ from transformers import PreTrainedTokenizerFast
 
 PROMPT = "what is one plus two"
 SCORE = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
-CONFIG = {"model_type": "llama", "max_position_embeddings": 64, "hidden_size": 64, "vocab_size": 100}
+CONFIG = {
+    "model_type": "llama",
+    "max_position_embeddings": 64,
+    "hidden_size": 64,
+    "vocab_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 64,
+}
 ROW = {"data_source": "x", "prompt": PROMPT, "reward_model": {"ground_truth": "3"}}
 
 

@@ -168,6 +168,7 @@ def test_a_home_folder_is_found(line, tmp_path, monkeypatch):
 
 def test_the_summary_is_short_and_says_where_values_come_from(line, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("hrl.trainer.inspection.gpus_here", lambda: 0)
+    monkeypatch.setattr("hrl.trainer.memory_look.memory_here", lambda: 64.0 * 2**30)
     relative = [argument.replace(f"{tmp_path}/", "") for argument in line]
     assert cli.main(["check", *relative, "recipe=rloo", "trainer.save_freq=5"]) == 0
     shown = capsys.readouterr().out.replace(str(tmp_path), "FOLDER")

@@ -374,3 +374,13 @@ def test_the_home_of_nobody_is_no_folder(run):
     keys = ("data.train_files", "actor_rollout_ref.model.path", "reward.custom_reward_function.path")
     found = refused(run, **dict.fromkeys(keys, "~no_such_user/file.jsonl"))
     assert {problem.split()[0] for problem in found} == set(keys) and all("does not exist" in one for one in found)
+
+
+def test_what_can_not_fit_is_refused_and_what_may_not_fit_is_noted(run, monkeypatch):
+    monkeypatch.setattr("hrl.trainer.memory_look.memory_here", lambda: 64 * 2**20)  # the KV cache alone is 1 GiB
+    (found,) = refused(run)
+    assert found.startswith("actor_rollout_ref.actor.fsdp_config does not fit: this machine has 0.1 GiB")
+    assert "KV cache 1.0" in found
+    assert "actor_rollout_ref.rollout.kv_cache_gib lower" in found
+    monkeypatch.setattr("hrl.trainer.memory_look.memory_here", lambda: 2 * 2**30)
+    assert any("may take" in note and "this machine has 2.0 GiB" in note for note in run().notes)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from hrl.trainer.config import arithmetic, memory
+from hrl.trainer.config import arithmetic
 from hrl.trainer.config.arithmetic import Fact
 from hrl.trainer.config.base import Section
 from hrl.trainer.config.compat import MUST_EQUAL, NULL_IS_UNSET, OUTSIDE, RENAMED, VALUES, Spellings
@@ -48,17 +48,13 @@ class Words:
         arithmetic: one step and the whole run in numbers; takes `train_rows`, where these are known.
         placement: which roles live on which processes.
         units: keys whose name hides what they count, with value and unit.
-        memory: bytes per process, from the contents of the model's config.json; empty where these don't say.
         warnings: what is allowed but probably not meant.
-        model_path: the model that is trained.
     """
 
     arithmetic: Callable[..., list[Fact]]
     placement: Callable[[Any], list[Fact]]
     units: Callable[[Any], list[Fact]]
-    memory: Callable[[Any, Mapping[str, Any]], list[Fact]]
     warnings: Callable[[Any], list[str]]
-    model_path: Callable[[Any], str]
 
 
 @dataclass(frozen=True)
@@ -149,8 +145,6 @@ PPO = RunKind(
         arithmetic=arithmetic.batch_arithmetic,
         placement=arithmetic.placement_facts,
         units=arithmetic.units_in_words,
-        memory=memory.memory_facts,
         warnings=warnings,
-        model_path=lambda config: config.actor_rollout_ref.model.path,
     ),
 )

@@ -28,6 +28,7 @@ from hrl.trainer.inspection import (
     model_in_words,
     rows_in_words,
 )
+from hrl.trainer.memory_look import look_at_offline_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,6 +105,8 @@ def inspect_offline(
     if train is not None:
         look_at_size(findings, "data.train_batch_size", train, data.train_batch_size, suggested_at_most=len(train))
     look_at_devices(findings, config.trainer, config.num_processes)
+    if path is not None:
+        look_at_offline_memory(findings, config, path)
     look_at_run_folder(findings, config.trainer, train)
     if path is None or tokenizer is None or ids is None or train is None:
         return None, findings

@@ -13,18 +13,7 @@ from hrl.trainer.config.arithmetic import (
 )
 from hrl.trainer.config.compose import compose_cli
 from hrl.trainer.config.keys import leaves
-from hrl.trainer.config.memory import memory_estimate, model_size
 from hrl.trainer.config.placement import resolve_placement
-
-SMOLLM2_135M = {
-    "hidden_size": 576,
-    "num_hidden_layers": 30,
-    "num_attention_heads": 9,
-    "num_key_value_heads": 3,
-    "intermediate_size": 1536,
-    "vocab_size": 49152,
-    "tie_word_embeddings": True,
-}
 
 
 def test_the_quickstart_in_words():
@@ -112,31 +101,6 @@ def test_a_role_left_out_joins_the_actor():
     pools, roles = "trainer.resource_pools={a: 1, b: 1}", "trainer.role_pools={actor: a, rollout: b}"
     config = compose_cli(["recipe=grpo", pools, roles])
     assert resolve_placement(config).roles["ref"] == "a"
-
-
-def test_the_size_of_a_known_model():
-    # transformers counts 134,515,008 parameters in SmolLM2-135M.
-    assert model_size(SMOLLM2_135M) == (134_515_008, 2 * 2 * 30 * 3 * 64)
-
-
-def test_no_size_is_guessed_for_other_layouts():
-    assert model_size({**SMOLLM2_135M, "num_experts": 8}) is None
-    assert model_size({"model_type": "mamba"}) is None
-
-
-def test_memory_is_sharded_over_the_pool():
-    size = model_size(SMOLLM2_135M)
-    assert size is not None
-    one = dict(memory_estimate(compose_cli(["recipe=ppo"]), size))
-    two = dict(memory_estimate(compose_cli(["recipe=ppo", "trainer.n_gpus_per_node=2"]), size))
-    assert one["actor_rollout, per process"] == "2.00 GiB for weights, gradients and optimizer state"
-    assert two["critic, per process"] == (
-        "1.00 GiB for weights, gradients and optimizer state, sharded over 2 processes"
-    )
-    narrow = ["recipe=ppo", "actor_rollout_ref.actor.fsdp_config.model_dtype=bf16"]
-    state = dict(memory_estimate(compose_cli(narrow), size))["actor_rollout, per process"]
-    assert state == "1.50 GiB for weights, gradients and optimizer state", "the moments stay float32"
-    assert one["engine, per process"] == "0.25 GiB for weights, and the KV cache"
 
 
 def test_what_is_sampled_beside_the_batch_is_said():

@@ -16,6 +16,7 @@ from hrl.trainer.config.offline.kinds import KINDS, SFT
 from hrl.trainer.offline.preflight import offline_preflight, padding_of_classifier
 from hrl.trainer.preflight import PreflightError
 from tests.data.conftest import CHATML, make_tokenizer
+from tests.trainer.small_run import CONFIG
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def model(tmp_path: Path) -> Path:
     """A folder as far as the preflight reads it."""
     folder = tmp_path / "model"
     make_tokenizer().save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 128}))
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": 128}))
     save_file({"weight": np.zeros(1, np.float32)}, folder / "model.safetensors")
     return folder
 

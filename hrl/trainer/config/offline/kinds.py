@@ -113,9 +113,7 @@ _WORDS = Words(
     arithmetic=words.batch_arithmetic,
     placement=words.placement_facts,
     units=words.units_in_words,
-    memory=words.memory_facts,
     warnings=warnings,
-    model_path=lambda config: config.model.path,
 )
 _MOST_USED = (
     "model.path",

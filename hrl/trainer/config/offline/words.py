@@ -1,10 +1,8 @@
 """A run of `main_dpo`, `main_sft` or `main_rm` in words. Pure functions of the configuration."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from hrl.trainer.config.arithmetic import Fact, count, total_steps, value_of
-from hrl.trainer.config.memory import model_size, training_state
 from hrl.trainer.config.offline.schema import DPOTrainerConfig, OfflineConfig, PairDataConfig
 
 UNITS: dict[str, str] = {
@@ -81,17 +79,3 @@ def units_in_words(config: OfflineConfig) -> list[Fact]:
     """The keys of `UNITS` with value and unit; what is off is left out."""
     values = {key: value_of(config, key) for key in UNITS}
     return [Fact(key, f"{value:,} {UNITS[key]}") for key, value in values.items() if value is not None and value > 0]
-
-
-def memory_facts(config: OfflineConfig, hf_config: Mapping[str, Any]) -> list[Fact]:
-    """Bytes per process of weights, gradients and optimizer state; activations come on top.
-
-    Args:
-        config: a valid configuration.
-        hf_config: the contents of the model's config.json; empty where these don't tell its size.
-    """
-    size = model_size(hf_config)
-    if size is None:
-        return []
-    model = Fact("model", f"about {size.parameters / 1e6:,.0f} million parameters")
-    return [model, training_state("model", config.model.fsdp_config, size, config.num_processes)]
