@@ -23,7 +23,7 @@ from hrl.data.rows import BUNDLED_PREFIX, REASONING_GYM_PREFIX
 from hrl.data.tokenizer import load_tokenizer, resolve_tokenizer
 from hrl.trainer.config.arithmetic import Fact, count
 from hrl.trainer.config.keys import nearest
-from hrl.trainer.findings import Findings
+from hrl.trainer.findings import Findings, sentence
 from hrl.trainer.folder_plan import plan_run_folder
 from hrl.trainer.tracking import installed_trackers
 
@@ -122,6 +122,37 @@ def look_at_model(
             load_config(folder, override or {}, trust_remote_code=trust_remote_code)
             return folder
     return None
+
+
+def look_at_family(
+    findings: Findings,
+    key: str,
+    folder: Path,
+    *,
+    override: Mapping[str, Any],
+    trust_remote_code: bool,
+    max_model_len: int,
+    is_scalar: bool = False,
+) -> None:
+    """The model computes packed what it computes alone; its ranks ask the same before they load it.
+
+    Args:
+        findings: takes what is wrong.
+        key: that names the model.
+        folder: of the model.
+        override: the section's ``override_config``.
+        trust_remote_code: as for every use of the model.
+        max_model_len: the longest sequence of the run in tokens.
+        is_scalar: it is a critic or a reward model.
+    """
+    from hrl.workers.engine.loading import ModelSource
+    from hrl.workers.engine.probe import ProbeError, require_right_causal_lm, require_right_scalar_model
+
+    source = ModelSource(str(folder), override, False, True, trust_remote_code, max_model_len)
+    try:
+        (require_right_scalar_model if is_scalar else require_right_causal_lm)(source)
+    except ProbeError as error:
+        findings.problem(key, f"can't be used: {sentence(str(error))}")
 
 
 def _check_type(folder: Path, trust_remote_code: bool) -> None:

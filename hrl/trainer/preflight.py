@@ -7,6 +7,7 @@ sentence that says what to change. `hrl check` and a run take the same look.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from hrl.trainer.inspection import (
     look_at_columns,
     look_at_devices,
     look_at_engine,
+    look_at_family,
     look_at_model,
     look_at_positions,
     look_at_run_folder,
@@ -154,6 +156,10 @@ def inspect_run(config: PPOTrainerConfig, *, download: bool = True) -> tuple[Pre
         findings.notes += template.warnings_for_sampling()
     if template is None or findings.problems:
         return None, findings
+    if model.probe:
+        _look_at_families(findings, config, path, critic, reward_model)
+        if findings.problems:
+            return None, findings
     ready = Preflight(
         model_path=path,
         critic_path=critic,
@@ -170,6 +176,21 @@ def inspect_run(config: PPOTrainerConfig, *, download: bool = True) -> tuple[Pre
 
 
 # ---------------------------------------------------------------------- models
+
+
+def _look_at_families(
+    findings: Findings, config: PPOTrainerConfig, policy: Path, critic: Path | None, reward_model: Path | None
+) -> None:
+    """No model of the run is of a family that packed training would compute wrongly."""
+    roles = config.actor_rollout_ref
+    data = config.data
+    longest = roles.rollout.max_model_len or data.max_prompt_length + data.max_response_length
+    look = partial(look_at_family, findings, trust_remote_code=roles.model.trust_remote_code, max_model_len=longest)
+    look(f"{_MODEL}.path", policy, override=roles.model.override_config)
+    if critic is not None:
+        look("critic.model.path", critic, override=config.critic.model.override_config, is_scalar=True)
+    if reward_model is not None:
+        look("reward.reward_model.model_path", reward_model, override={}, is_scalar=True)
 
 
 def _other_models(

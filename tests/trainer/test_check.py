@@ -216,3 +216,13 @@ def test_rows_of_every_kind_show_their_lengths(line, tmp_path, capsys):
     assert cli.main(["check", "dpo", "--json", *own]) == 0
     found = json.loads(capsys.readouterr().out)["found"]
     assert found["rows"] == "4 rows of pairs.jsonl; rows of 6 tokens; 64 fit"  # 2 + 3, and the end
+
+
+def test_a_family_that_would_be_trained_wrongly_is_refused_by_check_and_run(line, tmp_path, capsys):
+    path = tmp_path / "policy" / "config.json"
+    size = {"vocab_size": 64, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 2}
+    rest = {"intermediate_size": 32, "num_key_value_heads": 1, "max_position_embeddings": 4096}
+    path.write_text(json.dumps({"model_type": "doge"} | size | rest))
+    status, said = check(capsys, *line)
+    assert status != 0 and "actor_rollout_ref.model.path" in said and "doge computes with its attention mask" in said
+    assert check(capsys, *line, "actor_rollout_ref.model.probe=false")[0] == 0

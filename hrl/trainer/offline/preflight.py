@@ -19,6 +19,7 @@ from hrl.trainer.findings import Findings, PreflightError
 from hrl.trainer.inspection import (
     look_at_columns,
     look_at_devices,
+    look_at_family,
     look_at_model,
     look_at_positions,
     look_at_run_folder,
@@ -118,6 +119,16 @@ def inspect_offline(
     if kind_name == "rm":
         with findings.about("model.tokenizer_path"):
             ids = replace(ids, pad=padding_of_classifier(tokenizer, ids))
+    if model.probe and not findings.problems:
+        look_at_family(
+            findings,
+            "model.path",
+            path,
+            override=model.override_config,
+            trust_remote_code=model.trust_remote_code,
+            max_model_len=data.max_length,
+            is_scalar=kind_name == "rm",
+        )
     if findings.problems:
         return None, findings
     steps = total_steps(config, len(train))
