@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,11 +67,13 @@ class Runner:
         return launch(*program, *arguments)
 
     def finish(self, process: subprocess.Popen[str], folder: Path, timeout_s: float = RUN_TIMEOUT_S) -> FinishedRun:
-        """Waits for the run and asserts that no process and no shared memory of it outlives it."""
+        """Waits for the run and asserts that it listened on loopback alone and that nothing of it outlives it."""
         family: dict[int, psutil.Process] = {}
+        reachable: set[str] = set()
         deadline = time.monotonic() + timeout_s
         while process.poll() is None:
             family |= {child.pid: child for child in descendants(process.pid)}
+            reachable |= beyond_loopback([psutil.Process(process.pid), *family.values()])
             if time.monotonic() > deadline:
                 os.killpg(process.pid, signal.SIGKILL)
                 output, _ = process.communicate()
@@ -77,6 +82,7 @@ class Runner:
         output, _ = process.communicate()
         left = psutil.wait_procs(list(family.values()), timeout=15)[1]
         assert not set(os.listdir("/dev/shm")) - self._shared_memory, "shared memory was left"
+        assert not reachable, f"listened beyond loopback: {sorted(reachable)}"
         assert not left, f"left running: {[child.as_dict(['pid', 'name', 'cmdline']) for child in left]}"
         return FinishedRun(folder, process.returncode, output)
 
@@ -97,6 +103,19 @@ def launch(*arguments: str) -> subprocess.Popen[str]:
         start_new_session=True,
         env={**os.environ, "NO_COLOR": "1"},
     )
+
+
+def beyond_loopback(processes: Iterable[psutil.Process]) -> set[str]:
+    """Sockets of these processes that another machine could connect to."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it has ended
+            for connection in process.net_connections("inet"):
+                if connection.status == psutil.CONN_LISTEN:
+                    ip = ipaddress.ip_address(connection.laddr.ip)
+                    if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback:
+                        found.add(f"{process.name()} on {connection.laddr.ip}")
+    return found
 
 
 def descendants(pid: int) -> list[psutil.Process]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import ray
 from ray._common.utils import get_system_memory
-from ray._private.ray_constants import DEFAULT_OBJECT_STORE_MEMORY_PROPORTION
+from ray._private import ray_constants
 from ray._private.utils import get_shared_memory_bytes
 
 from hrl.single_controller.processes import guarded_processes
@@ -32,7 +32,7 @@ _SYSTEM_CONFIG = {
 
 def most_object_store_bytes() -> int:
     """What this machine has for batches: Ray's own share of its memory, as far as ``/dev/shm`` has it free."""
-    share = int(get_system_memory() * DEFAULT_OBJECT_STORE_MEMORY_PROPORTION)
+    share = int(get_system_memory() * ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION)
     return min(share, int(get_shared_memory_bytes() * _SHARED_MEMORY_SHARE))
 
 
@@ -48,8 +48,8 @@ def ray_cluster(
 ) -> Iterator[None]:
     """Connects this process to a Ray cluster for the time of a `with` block.
 
-    A cluster that is started here is this machine alone: no dashboard, no usage statistics, and its processes end with
-    this one, however it ends.
+    A cluster that is started here is this machine alone: it listens on loopback, has no dashboard and sends no usage
+    statistics, and its processes end with this one, however it ends.
 
     Args:
         address: `local` starts a cluster; anything else joins one (`auto`, or its address).
@@ -70,7 +70,7 @@ def ray_cluster(
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
         settings |= {"include_dashboard": False, "_system_config": _SYSTEM_CONFIG}
-    with reaching(address):
+    with reaching(address), _on_loopback(alone=address == "local"):
         ray.init(address=address, **(settings | ray_kwargs))
     try:
         if address == "local":
@@ -82,6 +82,29 @@ def ray_cluster(
             yield
     finally:
         ray.shutdown()
+
+
+@contextmanager
+def _on_loopback(*, alone: bool) -> Iterator[None]:
+    """Has the Ray that is started meanwhile take 127.0.0.1 for this machine's address, if it is alone.
+
+    Its servers then listen there and nowhere else. Ray does so by itself on systems where it forms no clusters, and has
+    no argument for it (`_node_ip_address=127.0.0.1` is resolved to the machine's own address).
+    """
+    if not alone:
+        yield
+        return
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR  # for the processes that Ray starts; the constant is for this one
+    before = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before[1]
+        if before[0] is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before[0]
 
 
 def _raylet_pid() -> int:
