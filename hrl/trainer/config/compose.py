@@ -19,7 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.compat import ONLY_FSDP2, OTHER_ENGINES, present_name
+from hrl.trainer.config.compat import present_name
 from hrl.trainer.config.derived import with_derived_defaults
 from hrl.trainer.config.errors import ConfigError, Problem, Reason
 from hrl.trainer.config.folder import config_folder
@@ -27,6 +27,7 @@ from hrl.trainer.config.help import run_help
 from hrl.trainer.config.keys import flatten, leaves, nearest, unflatten
 from hrl.trainer.config.kinds import PPO, C, RunKind
 from hrl.trainer.config.load import option_problem, validate_kind
+from hrl.trainer.config.outside import ONLY_FSDP2, OTHER_ENGINES
 from hrl.trainer.config.overrides import apply_override, read_override
 from hrl.trainer.config.quickstart import GROUP as QUICKSTART
 from hrl.trainer.config.quickstart import (

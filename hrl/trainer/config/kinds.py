@@ -7,10 +7,11 @@ from typing import Any, Generic, TypeVar
 from hrl.trainer.config import arithmetic
 from hrl.trainer.config.arithmetic import Fact
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.compat import MUST_EQUAL, NULL_IS_UNSET, OUTSIDE, RENAMED, VALUES, Spellings
+from hrl.trainer.config.compat import MUST_EQUAL, NULL_IS_UNSET, RENAMED, Spellings
 from hrl.trainer.config.converted import CONVERTED
 from hrl.trainer.config.derived import DERIVED, Derive
 from hrl.trainer.config.errors import Problem
+from hrl.trainer.config.outside import OUTSIDE, VALUES
 from hrl.trainer.config.rules import RULES, warnings
 from hrl.trainer.config.schema import PPOTrainerConfig
 from hrl.trainer.config.synonyms import PPO_SYNONYMS

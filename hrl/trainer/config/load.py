@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.compat import Verdict, lookup, present_name
+from hrl.trainer.config.compat import lookup, present_name
 from hrl.trainer.config.converted import Conversion
 from hrl.trainer.config.derived import with_derived_defaults
 from hrl.trainer.config.errors import ConfigError, Problem, Reason
@@ -16,6 +16,7 @@ from hrl.trainer.config.keys import flatten, leaves, nearest, nearest_keys, sect
 from hrl.trainer.config.kinds import PPO, C, RunKind
 from hrl.trainer.config.schema import PPOTrainerConfig
 from hrl.trainer.config.synonyms import Synonym
+from hrl.trainer.config.verdicts import Verdict
 
 _FEW_KEYS = 12
 """So many keys of a section are listed in a hint; more would be a page."""

@@ -12,11 +12,12 @@ from pydantic.fields import FieldInfo
 
 from hrl.trainer.config.arithmetic import UNITS
 from hrl.trainer.config.base import Section
-from hrl.trainer.config.compat import MUST_EQUAL, OUTSIDE, RENAMED, VALUES
+from hrl.trainer.config.compat import MUST_EQUAL, RENAMED
 from hrl.trainer.config.converted import CONVERTED
 from hrl.trainer.config.derived import DERIVED
 from hrl.trainer.config.errors import Reason
 from hrl.trainer.config.keys import Leaf, leaves, sections
+from hrl.trainer.config.outside import OUTSIDE, VALUES
 from hrl.trainer.config.schema import PPOTrainerConfig
 from hrl.trainer.config.synonyms import PPO_SYNONYMS
 

@@ -11,12 +11,13 @@ import torch
 from pydantic import ValidationError
 
 from hrl.trainer.config import PPOTrainerConfig, load_config, names
-from hrl.trainer.config.compat import MUST_EQUAL, OUTSIDE, RENAMED, lookup
+from hrl.trainer.config.compat import MUST_EQUAL, RENAMED, lookup
 from hrl.trainer.config.converted import CONVERTED
 from hrl.trainer.config.derived import DERIVED
 from hrl.trainer.config.errors import ConfigError
 from hrl.trainer.config.keys import leaves, sections
 from hrl.trainer.config.names import ESTIMATORS, KL_KINDS, LOGGERS, POLICY_LOSSES, REWARD_SHAPERS, WITHOUT_TRACKER
+from hrl.trainer.config.outside import OUTSIDE
 from hrl.trainer.config.synonyms import PPO_SYNONYMS
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hrl.trainer.config import ConfigError, compose_cli
-from hrl.trainer.config.compat import MUST_EQUAL, OUTSIDE, lookup, present_name
+from hrl.trainer.config.compat import MUST_EQUAL, lookup, present_name
 from hrl.trainer.config.compose import config_problems
 from hrl.trainer.config.converted import CONVERTED
 from hrl.trainer.config.errors import Reason
@@ -16,6 +16,7 @@ from hrl.trainer.config.keys import leaves
 from hrl.trainer.config.kinds import PPO
 from hrl.trainer.config.load import validate
 from hrl.trainer.config.offline.kinds import SFT
+from hrl.trainer.config.outside import OUTSIDE
 
 KEYS = Path(__file__).with_name("verl_keys.txt").read_text().split()
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))

@@ -1,6 +1,6 @@
 """The three kinds of run that learn from a data set."""
 
-from hrl.trainer.config.compat import NO_NPU, ONLY_FSDP2, OTHER_ENGINES, Spellings, Verdict, how, of_section
+from hrl.trainer.config.compat import Spellings
 from hrl.trainer.config.converted import switches
 from hrl.trainer.config.derived import DERIVED_VALIDATION, Derive, load_contents, run_folder, same_as
 from hrl.trainer.config.errors import Reason
@@ -8,7 +8,9 @@ from hrl.trainer.config.kinds import Help, RunKind, Words
 from hrl.trainer.config.offline import words
 from hrl.trainer.config.offline.rules import DPO_RULES, OFFLINE_RULES, warnings
 from hrl.trainer.config.offline.schema import DPOTrainerConfig, RMTrainerConfig, SFTTrainerConfig
+from hrl.trainer.config.outside import NO_NPU, ONLY_FSDP2, OTHER_ENGINES, of_section
 from hrl.trainer.config.synonyms import OFFLINE_SYNONYMS
+from hrl.trainer.config.verdicts import Verdict, how
 
 _LATER_LORA = Verdict("LoRA comes later", "train the full model with a lower lr", same=(0, None), reason=Reason.ABSENT)
 _OTHER_ENGINES_KEYS = (
