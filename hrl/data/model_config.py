@@ -12,10 +12,11 @@ work for a folder of any transformers version, although newer ones keep all of i
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from hrl.data.model_folder import model_facts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -26,20 +27,7 @@ _KEPT_WITH_ROPE = ("rope_theta", "partial_rotary_factor")
 
 
 class ModelConfigError(ValueError):
-    """``override_config`` does not fit the model, or its ``config.json`` cannot be read; the message says why."""
-
-
-def read_config(path: Path | str) -> dict[str, Any]:
-    """What stands in the ``config.json`` of a model folder.
-
-    Raises:
-        ModelConfigError: it is no JSON.
-    """
-    file = Path(path) / "config.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelConfigError(f"{file} is no JSON: {error}") from error
+    """``override_config`` does not fit the model; the message says why."""
 
 
 def merge_config(written: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,8 +103,9 @@ def load_config(path: Path | str, override: Mapping[str, Any], *, trust_remote_c
     own = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     if not override:
         return own
-    _check_names(own, read_config(path), override, "override_config")
-    merged = merge_config(read_config(path), override)
+    written = model_facts(Path(path))
+    _check_names(own, written, override, "override_config")
+    merged = merge_config(written, override)
     try:
         config = type(own).from_dict(merged)
     except (StrictDataclassError, TypeError, ValueError, KeyError) as error:

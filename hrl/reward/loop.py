@@ -16,7 +16,8 @@ from typing import Any, Literal
 
 from hrl.metrics import Metric
 from hrl.reward.function import RewardSpec
-from hrl.reward.pool import RewardOutcome, RewardPool, RewardSample
+from hrl.reward.pool import RewardPool
+from hrl.reward.sample import RewardOutcome, RewardSample
 
 _MAX_FAILED_SHARE = 0.1
 _FAILURES = ("error", "timeout", "crash")

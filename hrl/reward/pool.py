@@ -18,20 +18,17 @@ import selectors
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from hrl.data.child import child_environment, to_plain, withheld_names
-from hrl.reward.event_loop import LoopState
+from hrl.data.child import to_plain, withheld_names
 from hrl.reward.function import RewardFunctionError, RewardSpec, read_reward
 from hrl.reward.pool_process import LENGTH, encode
+from hrl.reward.pool_slot import Slot, Task, describe_exit, start_process
+from hrl.reward.sample import RewardOutcome, RewardSample, Status
 from hrl.reward.score import wrong_score
 
 logger = logging.getLogger(__name__)
@@ -47,87 +44,6 @@ _SILENCE_S = 5.0
 _FAILED_STARTS_ALLOWED = 3
 _MAX_ATTEMPTS = 2
 _LONGEST_REASON = 300
-
-Status = Literal["ok", "skip", "error", "timeout", "crash"]
-
-
-@dataclass(frozen=True)
-class RewardSample:
-    """One response to score.
-
-    Attributes:
-        name: how messages call the sample.
-        data_source, ground_truth, extra_info: of the prompt's row; plain data.
-        solution_str: the response's text.
-    """
-
-    name: str
-    data_source: str
-    solution_str: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RewardOutcome:
-    """What became of a sample.
-
-    Attributes:
-        status: `ok`; `skip`, the function returned None; `error`, it raised or returned no reward; `timeout`, it was
-            killed at its deadline; `crash`, its process died, twice.
-        score: the reward, if `ok`.
-        parts: what the function returned beside it.
-        error: a message or traceback for the last three.
-        duration_s: of the last attempt.
-        attempts: 2 after a crash.
-        unscorable: why a built-in function could not score the response, whose score is then that of a wrong answer.
-    """
-
-    status: Status
-    score: float | None = None
-    parts: Mapping[str, Any] = field(default_factory=dict)
-    error: str | None = None
-    duration_s: float = 0.0
-    attempts: int = 1
-    unscorable: str | None = None
-
-
-@dataclass
-class _Task:
-    number: int
-    name: str
-    data_source: str
-    frame: bytes
-    future: Future[RewardOutcome]
-    attempts: int = 0
-    since: float = 0.0
-    blames_response: bool = False
-
-
-@dataclass(eq=False)
-class _Slot:
-    process: subprocess.Popen[bytes]
-    connection: socket.socket
-    state: LoopState
-    since: float
-    concurrency: int = 0  # 0: not yet ready
-    awaits: bool = False
-    tasks: dict[int, _Task] = field(default_factory=dict)
-    incoming: bytearray = field(default_factory=bytearray)
-    outgoing: bytearray = field(default_factory=bytearray)
-
-    @property
-    def is_ready(self) -> bool:
-        return self.concurrency > 0
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.tasks) >= self.concurrency
-
-    @property
-    def oldest_s(self) -> float:
-        """When the sample that it has had longest was handed over; now, if it has none."""
-        return min((task.since for task in self.tasks.values()), default=time.monotonic())
 
 
 class RewardPool:
@@ -175,8 +91,8 @@ class RewardPool:
         )
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._queue: deque[_Task] = deque()
-        self._slots: set[_Slot] = set()
+        self._queue: deque[Task] = deque()
+        self._slots: set[Slot] = set()
         self._stopping = False
         self._failed_starts = 0
         self._broken: str | None = None
@@ -226,7 +142,7 @@ class RewardPool:
                 "extra_info": to_plain(sample.extra_info, f"extra_info of {sample.name}"),
             }
         )
-        task = _Task(number, sample.name, sample.data_source, frame, Future())
+        task = Task(number, sample.name, sample.data_source, frame, Future())
         with self._lock:
             if self._stopping or not self._thread.is_alive():
                 raise RuntimeError(f"the reward pool is not running: {self._broken or 'start it first'}")
@@ -284,7 +200,7 @@ class RewardPool:
             self._wake_in.close()
             self._wake_out.close()
 
-    def _abandon(self, task: _Task) -> None:
+    def _abandon(self, task: Task) -> None:
         """Ends a task without a reward. A future that its owner has cancelled takes no result."""
         if task.future.running() or task.future.set_running_or_notify_cancel():
             reason = self._broken or "the reward pool was shut down"
@@ -316,7 +232,7 @@ class RewardPool:
 
     def _launch(self) -> None:
         try:
-            process, ours, state = _start_process(self._spec.env.values())
+            process, ours, state = start_process(self._spec.env.values())
         except OSError as error:
             self._give_up(
                 f"the system gives no further process: {error}. Lower reward.num_workers, or raise the limits of "
@@ -324,7 +240,7 @@ class RewardPool:
             )
             return
         ours.setblocking(False)
-        slot = _Slot(process, ours, state, since=time.monotonic())
+        slot = Slot(process, ours, state, since=time.monotonic())
         self._slots.add(slot)
         self._selector.register(ours, selectors.EVENT_READ, slot)
         slot.outgoing += self._settings
@@ -347,7 +263,7 @@ class RewardPool:
             if slot.is_full:
                 open_slots.remove(slot)
 
-    def _send(self, slot: _Slot) -> None:
+    def _send(self, slot: Slot) -> None:
         """Sends what fits; the rest when the process has read it."""
         with contextlib.suppress(OSError):  # full; or dead already: its closed socket says so in the next round
             while slot.outgoing:
@@ -355,7 +271,7 @@ class RewardPool:
         writing = selectors.EVENT_WRITE if slot.outgoing else 0
         self._selector.modify(slot.connection, selectors.EVENT_READ | writing, slot)
 
-    def _next_task(self) -> _Task | None:
+    def _next_task(self) -> Task | None:
         """The next sample that nobody has cancelled."""
         with self._lock:
             while self._queue:
@@ -364,7 +280,7 @@ class RewardPool:
                     return task
         return None
 
-    def _deadline_s(self, slot: _Slot) -> float:
+    def _deadline_s(self, slot: Slot) -> float:
         """The moment at which a process is killed if nothing changes; infinite for an idle one."""
         if not slot.is_ready:
             return slot.since + self._start_timeout_s
@@ -386,7 +302,7 @@ class RewardPool:
             moments += [moment for moment in counts_as_slow if moment > now]
         return max(0.0, min(moments) - now) if moments else None
 
-    def _receive(self, slot: _Slot) -> None:
+    def _receive(self, slot: Slot) -> None:
         if slot not in self._slots:  # killed since the selector saw it
             return
         try:
@@ -407,7 +323,7 @@ class RewardPool:
             del slot.incoming[: LENGTH.size + length]
             self._answered(slot, json.loads(payload))
 
-    def _answered(self, slot: _Slot, message: dict[str, Any]) -> None:
+    def _answered(self, slot: Slot, message: dict[str, Any]) -> None:
         if "load_error" in message:
             self._kill(slot)
             self._give_up(self._with_hint(str(message["load_error"])))
@@ -420,7 +336,7 @@ class RewardPool:
         else:
             self._take_answer(slot, slot.tasks.pop(message["id"]), message)
 
-    def _take_answer(self, slot: _Slot, task: _Task, message: dict[str, Any]) -> None:
+    def _take_answer(self, slot: Slot, task: Task, message: dict[str, Any]) -> None:
         if "timeout" in message:
             self._finish(task, "timeout", error=f"took longer than {self._timeout_s:g} s and was cancelled")
             if message["stuck"]:  # a call that ignores its cancellation ends with its process
@@ -442,7 +358,7 @@ class RewardPool:
                 )
         return error
 
-    def _finish(self, task: _Task, status: Status, **outcome: Any) -> None:
+    def _finish(self, task: Task, status: Status, **outcome: Any) -> None:
         """Ends a sample; what a response did to a built-in function counts as a wrong answer."""
         duration_s = time.monotonic() - task.since
         if self._spec.path is None and task.blames_response and status in ("error", "timeout", "crash"):
@@ -452,20 +368,20 @@ class RewardPool:
             status, outcome = "ok", {"score": score, "parts": parts | {"unscorable": reason}, "unscorable": reason}
         task.future.set_result(RewardOutcome(status, duration_s=duration_s, attempts=task.attempts, **outcome))
 
-    def _put_back(self, tasks: list[_Task], *, charge: bool) -> None:
+    def _put_back(self, tasks: list[Task], *, charge: bool) -> None:
         """Samples of a process that is gone, to be tried elsewhere; not charged where another one ended it."""
         for task in tasks:
             task.attempts -= 0 if charge else 1
         with self._lock:
             self._queue.extendleft(reversed(tasks))
 
-    def _lost(self, slot: _Slot) -> None:
+    def _lost(self, slot: Slot) -> None:
         """A process ended on its own: the sample that it was busy with is tried once more, elsewhere."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             slot.process.wait(_LAST_WORDS_S)
         holder, _ = slot.state.read()
         self._kill(slot)
-        how = f"its process {slot.process.pid} {_describe_exit(slot.process.returncode)}"
+        how = f"its process {slot.process.pid} {describe_exit(slot.process.returncode)}"
         if not slot.is_ready:
             self._start_failed(f"{how} while loading")
         guilty = [slot.tasks.pop(holder)] if holder in slot.tasks else list(slot.tasks.values())
@@ -482,7 +398,7 @@ class RewardPool:
         for slot in [slot for slot in self._slots if now >= self._deadline_s(slot)]:
             self._stop(slot)
 
-    def _stop(self, slot: _Slot) -> None:
+    def _stop(self, slot: Slot) -> None:
         """Kills a process that is over its deadline; who held it is charged, and the others are tried again."""
         holder, _ = slot.state.read()
         self._kill(slot)
@@ -514,7 +430,7 @@ class RewardPool:
         self._started.set()
         self._wake()  # the thread itself, should it be about to wait
 
-    def _kill(self, slot: _Slot) -> None:
+    def _kill(self, slot: Slot) -> None:
         self._selector.unregister(slot.connection)
         slot.connection.close()
         with contextlib.suppress(ProcessLookupError):
@@ -522,34 +438,3 @@ class RewardPool:
         slot.process.wait()
         slot.state.close()
         self._slots.discard(slot)
-
-
-def _start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket.socket, LoopState]:
-    """A process that waits for its settings, this end of its socket, and what it shows of its event loop.
-
-    Args:
-        env: variables that it gets although they look like secrets.
-
-    Raises:
-        OSError: the system refuses one.
-    """
-    ours, theirs = socket.socketpair()
-    with ExitStack() as on_failure, theirs:
-        on_failure.enter_context(ours)
-        shared = LoopState.create()
-        on_failure.callback(os.close, shared)
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "hrl.reward.pool_process", *map(str, (theirs.fileno(), shared, os.getpid()))],
-            env=child_environment(keep=env, OMP_NUM_THREADS="1", PYTHONHASHSEED="0"),
-            pass_fds=[theirs.fileno(), shared],
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # so that its own children can be killed with it, and Ctrl-C is the parent's
-        )
-        on_failure.pop_all()
-    return process, ours, LoopState(shared)
-
-
-def _describe_exit(code: int | None) -> str:
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"

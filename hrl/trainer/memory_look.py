@@ -15,16 +15,8 @@ from hrl.trainer.config.offline.schema import DPOTrainerConfig, OfflineConfig, R
 from hrl.trainer.config.schema import PPOTrainerConfig
 from hrl.trainer.findings import Findings
 from hrl.trainer.inspection import gpus_here, joins_a_cluster
-from hrl.trainer.memory_ledger import (
-    Ledger,
-    engine_too_small,
-    gib,
-    in_words,
-    offline_ledger,
-    perhaps_too_large,
-    ppo_ledgers,
-    too_large,
-)
+from hrl.trainer.memory_ledger import engine_too_small, offline_ledger, ppo_ledgers
+from hrl.trainer.memory_phases import Ledger, gib, in_words, perhaps_too_large, too_large
 from hrl.trainer.precision import with_dtypes
 from hrl.workers.engine.footprint import Footprint, FootprintError, footprint
 from hrl.workers.engine.loading import ModelSource

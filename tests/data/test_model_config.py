@@ -7,7 +7,8 @@ import json
 import pytest
 from transformers import Gemma3TextConfig, Qwen2Config
 
-from hrl.data.model_config import ModelConfigError, engine_overrides, load_config, merge_config, read_config
+from hrl.data.model_config import ModelConfigError, engine_overrides, load_config, merge_config
+from hrl.data.model_folder import model_facts
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 RESOLVED_YARN = YARN | {"rope_type": "yarn", "rope_theta": 1e6}
@@ -62,7 +63,7 @@ def test_the_engine_gets_what_other_fields_derive_from_an_override(qwen):
 
 
 def test_a_field_that_stands_only_in_the_folders_file_can_be_overridden(qwen):
-    written = read_config(qwen)
+    written = model_facts(qwen)
     (qwen / "config.json").write_text(json.dumps(written | {"own_field": 1}))
     assert loaded(qwen, {"own_field": 2}).own_field == 2
 
@@ -96,9 +97,3 @@ def test_sections_are_merged_and_everything_else_replaced():
     written = {"text_config": {"a": 1, "b": 2}, "listed": [1, 2]}
     override = {"text_config": {"b": 3}, "listed": [4]}
     assert merge_config(written, override) == {"text_config": {"a": 1, "b": 3}, "listed": [4]}
-
-
-def test_a_broken_config_file_is_named(tmp_path):
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelConfigError, match="config.json is no JSON"):
-        read_config(tmp_path)

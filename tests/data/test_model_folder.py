@@ -99,3 +99,10 @@ def test_a_hub_id_is_looked_up_in_the_cache_and_not_fetched(tmp_path, monkeypatc
     save(tmp_path / "model.safetensors")
     assert find_model("org/model") == tmp_path
     assert asked == [("org/model", True)] * 2
+
+
+@pytest.mark.parametrize(("text", "complaint"), [("{", "config.json is no JSON"), ("[]", "holds a list")])
+def test_a_broken_config_file_is_named(tmp_path, text, complaint):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelSourceError, match=complaint):
+        model_facts(tmp_path)

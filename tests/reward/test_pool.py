@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from hrl.reward.function import RewardFunctionError, RewardSpec
-from hrl.reward.pool import RewardPool, RewardSample, _Task
+from hrl.reward.pool import RewardPool
+from hrl.reward.pool_slot import Task
+from hrl.reward.sample import RewardSample
 
 FUNCTION = """
 import asyncio, os, sys, time
@@ -274,7 +276,8 @@ def test_processes_die_with_a_parent_that_is_killed(function_file):
     script = (
         "import sys, time\n"
         "from hrl.reward.function import RewardSpec\n"
-        "from hrl.reward.pool import RewardPool, RewardSample\n"
+        "from hrl.reward.pool import RewardPool\n"
+        "from hrl.reward.sample import RewardSample\n"
         "pool = RewardPool(RewardSpec(sys.argv[1]), num_workers=2, timeout_s=600.0)\n"
         "pool.start()\n"
         "pool.submit(RewardSample('s', 's', 'spin in C', '1'))\n"
@@ -386,7 +389,7 @@ def test_what_goes_wrong_is_the_responses_fault_only_in_a_built_in_function_that
     function_file, status, is_built_in, truth_read
 ):
     pool = RewardPool(RewardSpec() if is_built_in else RewardSpec(function_file), num_workers=1, timeout_s=1.0)
-    task = _Task(1, "s", "math_dapo", b"", Future(), attempts=1, blames_response=truth_read)
+    task = Task(1, "s", "math_dapo", b"", Future(), attempts=1, blames_response=truth_read)
     pool._finish(task, status, error="Traceback\nMemoryError: no more")
     outcome = task.future.result()
     if is_built_in and truth_read:

@@ -12,16 +12,8 @@ from hrl.trainer import memory_ledger as ledgers
 from hrl.trainer.config.compose import compose_kind
 from hrl.trainer.config.kinds import PPO
 from hrl.trainer.config.offline.kinds import KINDS
-from hrl.trainer.memory_ledger import (
-    GIB,
-    Entry,
-    Ledger,
-    Phase,
-    offline_ledger,
-    perhaps_too_large,
-    ppo_ledgers,
-    too_large,
-)
+from hrl.trainer.memory_ledger import offline_ledger, ppo_ledgers
+from hrl.trainer.memory_phases import GIB, Entry, Ledger, Phase, perhaps_too_large, too_large
 from hrl.trainer.precision import with_dtypes
 from hrl.workers.engine.footprint import Footprint
 
