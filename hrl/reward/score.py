@@ -25,16 +25,29 @@ SCORERS: dict[str, Scorer] = {
     **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning"), math_text.DAPO),
     "math_verify": math_equal.MATH_VERIFY,
     **dict.fromkeys(
-        ("numina_aops_forum", "numina_synthetic_math", "numina_amc_aime", "numina_synthetic_amc", "numina_cn_k12"),
+        (
+            "numina_aops_forum",
+            "numina_synthetic_math",
+            "numina_amc_aime",
+            "numina_synthetic_amc",
+            "numina_cn_k12",
+            "numina_olympiads",
+        ),
         math_graded.NUMINA,
     ),
-    "numina_olympiads": math_graded.NUMINA,
     "hiyouga/geometry3k": math_graded.GEOMETRY,
     **dict.fromkeys(
-        ("searchR1_nq", "searchR1_triviaqa", "searchR1_popqa", "searchR1_hotpotqa", "searchR1_2wikimultihopqa"),
+        (
+            "searchR1_nq",
+            "searchR1_triviaqa",
+            "searchR1_popqa",
+            "searchR1_hotpotqa",
+            "searchR1_2wikimultihopqa",
+            "searchR1_musique",
+            "searchR1_bamboogle",
+        ),
         question_answering.EXACT_MATCH,
     ),
-    **dict.fromkeys(("searchR1_musique", "searchR1_bamboogle"), question_answering.EXACT_MATCH),
 }
 """By exact data source. The short names are for rows of your own that want one of these rules."""
 

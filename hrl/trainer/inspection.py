@@ -148,7 +148,7 @@ def look_at_family(
     from hrl.workers.engine.loading import ModelSource
     from hrl.workers.engine.probe import ProbeError, require_right_causal_lm, require_right_scalar_model
 
-    source = ModelSource(str(folder), override, False, True, trust_remote_code, max_model_len)
+    source = ModelSource.to_look_at(folder, override, trust_remote_code=trust_remote_code, max_model_len=max_model_len)
     try:
         (require_right_scalar_model if is_scalar else require_right_causal_lm)(source)
     except ProbeError as error:

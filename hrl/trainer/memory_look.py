@@ -49,7 +49,7 @@ def look_at_memory(
         folders["rm"] = (reward_model, {})
     sizes = {}
     for role, (folder, override) in folders.items():
-        size = _size(findings, ModelSource(str(folder), override, False, True, trust, row))
+        size = _size(findings, ModelSource.to_look_at(folder, override, trust_remote_code=trust, max_model_len=row))
         if size is None:
             return
         sizes[role] = size
@@ -68,8 +68,11 @@ def look_at_offline_memory(findings: Findings, config: OfflineConfig, folder: Pa
     device, capacity = device_and_capacity(config.trainer)
     config = with_dtypes(config, device)
     model = config.model
-    source = ModelSource(
-        str(folder), model.override_config, False, True, model.trust_remote_code, config.data.max_length
+    source = ModelSource.to_look_at(
+        folder,
+        model.override_config,
+        trust_remote_code=model.trust_remote_code,
+        max_model_len=config.data.max_length,
     )
     size = _size(findings, source)
     if size is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -90,6 +91,13 @@ class ModelSource:
             runtime.trust_remote_code,
             runtime.max_model_len,
         )
+
+    @classmethod
+    def to_look_at(
+        cls, folder: Path, override_config: Mapping[str, Any], *, trust_remote_code: bool, max_model_len: int
+    ) -> ModelSource:
+        """For a look before the run, to which the settings of training do not matter."""
+        return cls(str(folder), override_config, False, True, trust_remote_code, max_model_len)
 
 
 @dataclass(frozen=True)
