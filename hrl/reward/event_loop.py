@@ -40,7 +40,7 @@ class LoopState:
 
     def write(self, holder: int) -> None:
         """Notes that `holder` has the loop from now on; 0 is nobody."""
-        # The time first: who reads between the two sees a loop that has just moved.
+        # The time first: a reader that comes between the two writes sees a loop that has just moved.
         _NUMBER.pack_into(self._memory, 0, time.monotonic_ns())
         _NUMBER.pack_into(self._memory, _NUMBER.size, holder)
 
@@ -110,7 +110,9 @@ class AttributingLoop(asyncio.SelectorEventLoop):
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            self._is_ending = True  # who ends the process is to be known, whatever still runs on its way out
+            self._is_ending = (
+                True  # keep the name of the caller that ends the process, whatever still runs on its way out
+            )
             raise
         finally:
             held_s = time.monotonic() - begun_s

@@ -64,7 +64,7 @@ class Link:
             raise WeightSyncError(f"{self.other} is gone: {error}") from error
 
     def receive(self, sync: int, timeout_s: float) -> dict[str, Any]:
-        """The next line of this sync; older ones are left-overs of failed syncs.
+        """The next line of this sync; older ones are left over from failed syncs.
 
         Raises:
             WeightSyncError: the other process is gone, has failed, or is in a later sync.
