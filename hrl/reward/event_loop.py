@@ -110,9 +110,7 @@ class AttributingLoop(asyncio.SelectorEventLoop):
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            self._is_ending = (
-                True  # keep the name of the caller that ends the process, whatever still runs on its way out
-            )
+            self._is_ending = True  # what still runs on the way out must not hide which caller ends the process
             raise
         finally:
             held_s = time.monotonic() - begun_s

@@ -399,7 +399,7 @@ class RewardPool:
             self._stop(slot)
 
     def _stop(self, slot: Slot) -> None:
-        """Kills a process that is over its deadline; the sample that held it is charged, and the others are tried again."""
+        """Kills a process that is over its deadline; the sample that held it is charged, others are tried again."""
         holder, _ = slot.state.read()
         self._kill(slot)
         if not slot.is_ready:

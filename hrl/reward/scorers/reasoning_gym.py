@@ -96,7 +96,7 @@ def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]
     """The task of a row.
 
     Raises:
-        ValueError: the row wasn't made by `reasoning_gym:`, .
+        ValueError: no data set of reasoning-gym made the row.
     """
     if not isinstance(extra_info, Mapping) or "parameters" not in extra_info:
         raise ValueError(f"extra_info of a {data_source} row has no 'parameters': it was not made by reasoning_gym:…")

@@ -6,8 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -30,6 +29,7 @@ from tests.workers.weight_sync.engine_processes import (
     weights,
 )
 from tests.workers.weight_sync.fake_devices import FakeDevices
+from tests.workers.weight_sync.streaming import done
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -90,25 +90,17 @@ class InProcess:
     def __init__(self) -> None:
         self.receiver = WeightReceiver(DictWriter(Script()), "test")
 
-    def _done(self, function, *args) -> Future[Any]:
-        future: Future[Any] = Future()
-        try:
-            future.set_result(function(*args))
-        except RuntimeError as error:
-            future.set_exception(error)
-        return future
-
     def weights_begin(self, manifest, handle, version):
-        return self._done(self.receiver.begin, manifest, handle, version)
+        return done(self.receiver.begin, manifest, handle, version)
 
     def weights_load(self, index):
-        return self._done(self.receiver.load, index)
+        return done(self.receiver.load, index)
 
     def weights_commit(self):
-        return self._done(lambda: [ReceiverReport(**self.receiver.commit())])
+        return done(lambda: [ReceiverReport(**self.receiver.commit())])
 
     def weights_abort(self, reason):
-        return self._done(self.receiver.abort)
+        return done(self.receiver.abort)
 
 
 class Pair:
