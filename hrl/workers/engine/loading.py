@@ -124,6 +124,7 @@ def load_causal_lm(config: Any, dtype: torch.dtype, *, meta: bool = False) -> Lo
         meta: build the structure without storage (the weights will come from another rank).
 
     Raises:
+        ValueError: the folder lacks some of its weights.
         ModelConfigError: ``override_config`` does not fit the model.
     """
     source, used = _configs(config)
@@ -132,7 +133,10 @@ def load_causal_lm(config: Any, dtype: torch.dtype, *, meta: bool = False) -> Lo
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(used, **options)
     else:
-        model = AutoModelForCausalLM.from_pretrained(config.path, config=used, use_safetensors=True, **options)
+        model, info = AutoModelForCausalLM.from_pretrained(
+            config.path, config=used, use_safetensors=True, output_loading_info=True, **options
+        )
+        _require_weights(config.path, set(info["missing_keys"]))
     return Loaded(_prepared(model, config), source)
 
 
@@ -166,8 +170,7 @@ def load_scalar_model(config: Any, dtype: torch.dtype, *, meta: bool = False, he
     )
     missing = set(info["missing_keys"])
     fresh = "score.weight" in missing
-    if missing - {"score.weight", "score.bias"}:
-        raise ValueError(f"{config.path} lacks the weights {sorted(missing)}")
+    _require_weights(config.path, missing - {"score.weight", "score.bias"})
     if fresh and head_required:
         raise ValueError(
             f"{config.path} has no scalar head (score.weight): a reward model must be a sequence classifier that was "
@@ -177,6 +180,16 @@ def load_scalar_model(config: Any, dtype: torch.dtype, *, meta: bool = False, he
         nn.init.zeros_(model.score.weight)
         logger.info("%s has no scalar head: the value head starts at zero", config.path)
     return Loaded(_prepared(model, config), source, fresh_head=fresh)
+
+
+def _require_weights(path: str, missing: set[str]) -> None:
+    """transformers fills what a folder lacks with random numbers."""
+    if missing:
+        first = ", ".join(sorted(missing)[:3])
+        raise ValueError(
+            f"{path} lacks {len(missing)} of its model's weights ({first}{', …' if len(missing) > 3 else ''}): its "
+            "files are incomplete, or its config.json is another model's"
+        )
 
 
 def _configs(config: Any) -> tuple[PretrainedConfig, PretrainedConfig]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -81,6 +82,16 @@ def test_weights_that_are_not_safetensors_are_refused(llama, tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
     with pytest.raises(OSError, match="safetensors"):
         load_causal_lm(model_config(tmp_path), FLOAT32)
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_scalar_model])
+def test_a_folder_without_some_of_its_weights_is_refused(tmp_path, load):
+    """transformers would fill them with random numbers and go on."""
+    file, lost = save_llama(tmp_path) / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    kept = {name: weight for name, weight in load_file(file).items() if name != lost}
+    save_file(kept, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"lacks 1 of its model's weights \({lost}\)"):
+        load(model_config(tmp_path), FLOAT32)
 
 
 def test_dtypes_by_name():
