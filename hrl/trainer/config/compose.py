@@ -34,6 +34,7 @@ from hrl.trainer.config.quickstart import (
     TRAIN_FILES,
     is_the_quickstarts_task,
     rows_are_missing,
+    without_its_critic,
     without_its_validation,
 )
 from hrl.trainer.config.schema import PPOTrainerConfig
@@ -237,10 +238,13 @@ def _composed(
     for override in overrides:
         problem = apply_override(tree, override, kind.schema)
         composition.problems += [problem] if problem else []
-    composition.values = _resolve(tree, kind, composition.problems)
     keys = {key: origin for file, origin in files.items() for key in _keys_of(file, kind)}
     keys |= dict.fromkeys((override.key_or_group for override in overrides), YOURS)
     composition.origins = {present_name(key, kind.spellings.renamed): origin for key, origin in keys.items()}
+    values = dict(flatten(OmegaConf.to_container(tree, resolve=False), kind.schema))  # type: ignore[arg-type]
+    for key in without_its_critic(kind, values, composition.origins):  # before the estimator is derived from it
+        del values[key], composition.origins[key]
+    composition.values = _resolve(values, kind, composition.problems)
     for key in without_its_validation(kind, composition.values, composition.origins):
         del composition.values[key], composition.origins[key]
     if not any(problem.key in (TRAIN_FILES, f"{options.config_name}.yaml") for problem in composition.problems):
@@ -329,9 +333,9 @@ def _composition_problem(options: Options, message: str) -> Problem:
     return Problem(file, f"can't be composed: {message}.")
 
 
-def _resolve(tree: DictConfig, kind: RunKind[Section], problems: list[Problem]) -> dict[str, Any]:
-    """Flatten the tree and resolve interpolations; they may also refer to keys that stand at their default."""
-    values = dict(flatten(OmegaConf.to_container(tree, resolve=False), kind.schema))  # type: ignore[arg-type]
+def _resolve(given: Mapping[str, Any], kind: RunKind[Section], problems: list[Problem]) -> dict[str, Any]:
+    """Resolve interpolations; they may also refer to keys that stand at their default."""
+    values = dict(given)
     open_values = {key: value for key, value in values.items() if "${" in str(value)}
     if open_values:
         defaults = {key: leaf.default for key, leaf in leaves(kind.schema).items()}

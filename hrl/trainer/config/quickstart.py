@@ -12,6 +12,7 @@ from hrl.trainer.config.base import Section
 from hrl.trainer.config.errors import Problem
 from hrl.trainer.config.keys import leaves
 from hrl.trainer.config.kinds import RunKind
+from hrl.trainer.config.names import estimator_needs
 
 GROUP = "quickstart"
 """The group of YAML files; a kind's file has the kind's name."""
@@ -43,6 +44,16 @@ def without_its_validation(kind: RunKind[Section], values: Mapping[str, Any], or
     own_rows = _as_list(values.get(TRAIN_FILES, default)) != default
     lonely = own_rows and _VAL_FILES not in values and origins.get(_TEST_FREQ) == _origin(kind)
     return {_TEST_FREQ} if lonely else set()
+
+
+def without_its_critic(kind: RunKind[Section], values: Mapping[str, Any], origins: Mapping[str, str]) -> set[str]:
+    """Keys of the quickstart's critic where nothing else asks for one; left in, they would choose its estimator."""
+    settings = {key: value for key, value in values.items() if key.startswith("critic.")}
+    its_own = {key for key in settings if origins.get(key) == _origin(kind)}
+    estimator = values.get("algorithm.adv_estimator")
+    is_estimators = isinstance(estimator, str) and estimator_needs(estimator).critic
+    is_asked_for = any(settings[key] not in (None, False) for key in settings.keys() - its_own)
+    return set() if is_estimators or is_asked_for else its_own
 
 
 def rows_are_missing(kind: RunKind[Section], values: Mapping[str, Any]) -> Problem | None:

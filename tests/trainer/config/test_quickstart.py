@@ -127,6 +127,32 @@ def test_a_recipe_wins_over_the_quickstart_and_the_line_over_both():
     assert "critic.optim.weight_decay" not in config.origins
 
 
+@pytest.mark.parametrize("recipe", ["ppo", "pf_ppo"])
+def test_a_critic_of_ones_own_learns_at_the_plain_rate(recipe):
+    """The quickstart's rate suits 135M parameters; a recipe brings none for a model that it does not know."""
+    plain = plain_default("critic.optim.lr")
+    assert plain == 1e-5
+    assert compose_cli([f"recipe={recipe}", MODEL, OWN]).critic.optim.lr == plain
+    assert compose_cli([f"recipe={recipe}"]).critic.optim.lr == 2e-5
+
+
+@pytest.mark.parametrize(
+    ("given", "estimator", "lr"),
+    [
+        ([], "grpo", 1e-5),
+        (["recipe=dapo"], "grpo", 1e-5),
+        (["critic.enable=null"], "grpo", 1e-5),
+        (["critic.cliprange_value=0.2"], "gae", 2e-5),
+        (["algorithm.adv_estimator=gae"], "gae", 2e-5),
+        (["algorithm.adv_estimator=gae", "critic.optim.lr=3e-5"], "gae", 3e-5),
+    ],
+)
+def test_the_quickstarts_critic_asks_for_no_critic(given, estimator, lr):
+    config = compose_cli(given)
+    assert (config.algorithm.adv_estimator, config.critic.optim.lr) == (estimator, lr)
+    assert ("critic.optim.lr" in config.origins) == (lr != 1e-5)
+
+
 def test_a_model_under_another_name_counts():
     config = compose_kind(SFT, ["model.partial_pretrain=some/model", OWN])
     assert (config.data.max_length, config.origins["model.path"]) == (1024, YOURS)
