@@ -26,6 +26,9 @@ _LENGTHS = (
     "local_attention",
     "block_size",
     "index_topk",
+    "compress_rate",
+    "compressed_sparse_attention",
+    "heavily_compressed_attention",
     "floor_scale",
     "original_max_position_embeddings",
 )

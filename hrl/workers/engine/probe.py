@@ -34,7 +34,7 @@ from hrl.workers.engine.loading import ModelSource, prepare
 from hrl.workers.engine.modules import PackedCausalLM, PackedScalarModel
 from hrl.workers.engine.packing import Rows, Wanted, pack
 from hrl.workers.ops.attention import ATTENTION_NAME
-from hrl.workers.ops.rope import fix_rope_frequencies
+from hrl.workers.ops.rope import fix_rope_frequencies, require_long_factors
 
 logger = logging.getLogger(__name__)
 
@@ -240,6 +240,7 @@ def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: _Family) -> Pr
         model = family.build(cut, ATTENTION_NAME)
         model.load_state_dict(own.state_dict())
         prepare(model, max_model_len=UNREACHED_TOKENS, recompute=True)
+        require_long_factors(model)
         module = (PackedScalarModel if scalar else PackedCausalLM)(model)
         first, second = (_packed(module, rows, packing, scalar) for packing in PACKINGS)
     except _FAILURES as error:

@@ -37,6 +37,32 @@ def fix_rope_frequencies(model: nn.Module, max_length: int) -> None:
             logger.info("%s: %s RoPE as for %d tokens", type(model).__name__, " and ".join(kinds), max_length)
 
 
+def require_long_factors(model: nn.Module) -> None:
+    """Refuses LongRoPE whose forward does not use the factors that were chosen for the length, as PhiMoE's.
+
+    Transformers' decorator puts the chosen frequencies into ``inv_freq``; a forward that takes others trains with short
+    factors beyond the pre-training length, where vLLM samples with long ones.
+
+    Args:
+        model: on the CPU, after ``fix_rope_frequencies``.
+
+    Raises:
+        ValueError: names the class and the way out.
+    """
+    for module in model.modules():
+        if getattr(module, "rope_type", None) != "longrope":
+            continue
+        cos, sin = module(torch.zeros(1), torch.tensor([[0, 1]]))
+        chosen = module.inv_freq.float()
+        used = torch.atan2(sin, cos)[0, 1, : len(chosen)].float()  # the angle at position 1, at most 1 radian
+        if not torch.allclose(used, chosen, rtol=1e-3, atol=1e-6):
+            raise ValueError(
+                f"{type(module).__name__} keeps LongRoPE's short factors in sequences longer than "
+                "original_max_position_embeddings, where vLLM takes the long ones: keep the run's longest sequence "
+                "(prompt and response) within that length"
+            )
+
+
 def _rope_types(module: nn.Module) -> list[str]:
     """What transformers' decorator of rotary embeddings reads: one name, or one for each kind of layer."""
     own = getattr(module, "rope_type", None)

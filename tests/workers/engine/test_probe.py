@@ -223,6 +223,24 @@ def test_a_cut_keeps_what_decides_and_drops_what_costs():
     assert unreached.rope_parameters["original_max_position_embeddings"] == cut.UNREACHED_TOKENS
 
 
+def test_a_cut_crosses_the_rates_at_which_keys_are_compressed():
+    """One heavily compressed entry stands for 128 tokens: a sequence of the comparison would never have one."""
+    config = CONFIG_MAPPING["deepseek_v4"](num_hidden_layers=3, pad_token_id=0)
+    rates = {"compressed_sparse_attention": 4, "heavily_compressed_attention": cut.CROSSED_TOKENS}
+    fields = config.to_dict()
+    cut._shorten(fields, config, LONG_RUN)
+    assert fields["compress_rates"] == rates
+
+
+def test_longrope_that_ignores_its_long_factors_is_refused_where_vllm_takes_them():
+    """PhiMoE's own forward takes short factors at any length; beyond the pre-training length vLLM takes long ones."""
+    rope = LONGROPE | {"short_mscale": 1.1, "long_mscale": 1.2, "original_max_position_embeddings": 32}
+    config = config_of("phimoe", num_local_experts=4, max_position_embeddings=128, rope_parameters=rope)
+    with pytest.raises(ProbeError, match="PhimoeRotaryEmbedding keeps LongRoPE's short factors"):
+        probe_config(config, 33)
+    assert probe_config(config, 32).is_right
+
+
 def test_what_counts_positions_over_the_row_is_caught_although_no_sequence_is_so_long():
     """Llama 4 scales its queries by the position in the row from ``floor_scale`` on."""
     config = config_of("llama4_text", num_local_experts=2, intermediate_size_mlp=16, head_dim=8, num_hidden_layers=4)
