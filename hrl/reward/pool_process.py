@@ -17,6 +17,7 @@ import socket
 import struct
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,10 @@ from hrl.single_controller.processes import die_with_parent, guard_process_group
 LENGTH = struct.Struct("!I")
 _LONGEST_TRACEBACK = 4000
 _LONGEST_TEXT = 4000
+_ONE_AT_A_TIME = (
+    "{name} returns a coroutine and is not `async def` itself: its calls are awaited one at a time. "
+    "Write `async def` (in a decorator's wrapper, too) and many are awaited at once"
+)
 _CANCEL_GRACE_S = 1.0
 """How long a cancelled call may take to end."""
 
@@ -85,6 +90,7 @@ def _blame(connection: socket.socket, number: int, is_to_blame: bool) -> None:
 def _score(function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
     value = function(**arguments)
     if inspect.iscoroutine(value):
+        warnings.warn(_ONE_AT_A_TIME.format(name=getattr(function, "__name__", "the reward function")), stacklevel=1)
         value = runner.run(value)
     return _reward(value)
 
