@@ -43,13 +43,26 @@ def names_in_user_file(path: str | Path) -> set[str] | None:
     Raises:
         UserFileError: no such file, or its syntax is wrong.
     """
+    names = set(_top_level_names(_parsed(path)))
+    return None if "*" in names else names
+
+
+def functions_in_user_file(path: str | Path) -> list[str]:
+    """Names of the functions that a Python file defines at its top level and does not keep to itself, in its order.
+
+    Raises:
+        UserFileError: no such file, or its syntax is wrong.
+    """
+    functions = (one for one in _parsed(path).body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+    return [one.name for one in functions if not one.name.startswith("_")]
+
+
+def _parsed(path: str | Path) -> ast.Module:
     file = _python_file(path)
     try:
-        tree = ast.parse(file.read_bytes(), filename=str(file))
+        return ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
         raise UserFileError(f"{file} is no valid Python: {error}") from error
-    names = set(_top_level_names(tree))
-    return None if "*" in names else names
 
 
 def _python_file(path: str | Path) -> Path:

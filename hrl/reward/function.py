@@ -151,7 +151,8 @@ def signature_problem(function: Callable[..., Any], kwargs: Mapping[str, Any]) -
         return None
     return (
         f"{' and '.join(problems)}. It is called as {getattr(function, '__name__', 'function')}"
-        f"({', '.join(f'{name}=…' for name in handed_over)}), and is {signature}"
+        f"({', '.join(f'{name}=…' for name in handed_over)}), and is {signature}. A function may take fewer of these "
+        "where it also takes **kwargs"
     )
 
 

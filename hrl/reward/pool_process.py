@@ -21,7 +21,9 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+from hrl.data import user_file
 from hrl.data.child import from_plain
+from hrl.reward import function as function_file
 from hrl.reward.event_loop import AttributingLoop, LoopState
 from hrl.reward.function import RewardFunctionError, RewardSpec, is_async, load_reward_function, read_reward
 from hrl.single_controller.processes import die_with_parent, guard_process_group
@@ -187,13 +189,18 @@ def _describe(error: BaseException) -> str:
     if isinstance(error, RewardFunctionError):
         return str(error)
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+    while frames is not None and _leads_to_the_user(frames.tb_frame.f_code.co_filename):
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
     if len(text) <= _LONGEST_TRACEBACK:
         return text
     half = _LONGEST_TRACEBACK // 2
     return f"{text[:half]}\n…\n{text[-half:]}"
+
+
+def _leads_to_the_user(file: str) -> bool:
+    """Whether a frame of this file only calls or imports the user's code."""
+    return file in (__file__, function_file.__file__, user_file.__file__) or file.startswith("<frozen importlib")
 
 
 def _read(connection: socket.socket) -> dict[str, Any] | None:

@@ -126,11 +126,12 @@ def _fewer(config: PPOTrainerConfig, device: str) -> Iterator[str]:
     actor: ActorConfig = config.actor_rollout_ref.actor
     if actor.ppo_max_token_len_per_gpu > config.data.max_prompt_length + config.data.max_response_length:
         yield "actor_rollout_ref.actor.ppo_max_token_len_per_gpu lower"
-    yield (
-        "actor_rollout_ref.rollout.kv_cache_gib lower"
-        if device == "cpu"
-        else "more processes (trainer.n_gpus_per_node)"
-    )
+    if device != "cpu":
+        yield "more processes (trainer.n_gpus_per_node)"
+        return
+    yield "actor_rollout_ref.rollout.kv_cache_gib lower"
+    if config.trainer.n_gpus_per_node > 1:  # each has libraries of its own, and each engine its cache
+        yield "fewer processes (trainer.n_gpus_per_node)"
 
 
 def _note(

@@ -17,7 +17,7 @@ from hrl.data.intake import DatasetCounts, Intake
 from hrl.data.model_folder import check_scores
 from hrl.data.rows import Row, RowKeys, read_rows
 from hrl.data.tokenizer import TokenIds, load_tokenizer, token_ids
-from hrl.data.user_file import names_in_user_file
+from hrl.data.user_file import functions_in_user_file, names_in_user_file
 from hrl.reward.function import RewardFunctionError
 from hrl.reward.pool import RewardPool
 from hrl.reward.score import find_scorer, why_no_scorer
@@ -365,7 +365,7 @@ def _look_at_function(findings: Findings, custom: Any) -> bool:
     if names is None or custom.name in names:
         return True
     public = sorted(name for name in names if not name.startswith("_"))
-    close = nearest(custom.name, public) or public[:1]
+    close = nearest(custom.name, public) or functions_in_user_file(custom.path)[-1:]  # helpers stand above
     hint = f"Set {_FUNCTION}.name={close[0]}?" if close else "Define it there."
     what = f"is {custom.name}, which {custom.path} does not define; it has: {', '.join(public) or 'nothing'}."
     findings.problem(f"{_FUNCTION}.name", what, hint)

@@ -153,6 +153,12 @@ def test_what_cannot_is_told_without_calling_it(function, kwargs, problem):
     assert problem in signature_problem(function, kwargs)
 
 
+def test_a_function_of_fewer_arguments_is_told_how_to_leave_out_the_others():
+    assert signature_problem(without_extra, {}).endswith(
+        "A function may take fewer of these where it also takes **kwargs"
+    )
+
+
 def test_a_signature_that_does_not_fit_is_found_at_loading(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def compute_score(solution_str, ground_truth):\n    return 1.0\n")

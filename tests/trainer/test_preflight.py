@@ -118,6 +118,13 @@ def test_a_reward_function_is_loaded_in_a_process_of_its_own(run, tmp_path, sour
     assert int(seen.read_text()) != os.getpid()
 
 
+def test_what_a_reward_function_raises_begins_in_its_own_file(run, tmp_path):
+    (tmp_path / "reward.py").write_text(f"import no_such_package\n{SCORE}")
+    (found,) = refused(run)
+    first_frame = found.split("File ")[1]
+    assert first_frame.startswith(f'"{tmp_path}/reward.py", line 1')
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
@@ -130,6 +137,11 @@ def test_a_reward_function_is_loaded_in_a_process_of_its_own(run, tmp_path, sour
             r"name is compute_score, which .*reward.py does not define; it has: aaa, compute_scor. "
             r"Set reward.custom_reward_function.name=compute_scor\?",
         ),
+        (
+            "import abc\ndef helper(): pass\ndef score_it(**row): return 1.0\nif __name__ == '__main__':\n    pass",
+            r"name is compute_score, .* abc, helper, score_it. Set reward.custom_reward_function.name=score_it\?",
+        ),
+        ("import sys\nsys.exit(3)", "name is compute_score, .* it has: sys. Define it there"),
         (f"import no_such_package\n{SCORE}", "path can't be used: .*No module named 'no_such_package'"),
         (f"1 / 0\n{SCORE}", "path can't be used: .*ZeroDivisionError"),
         ("def compute_score(solution_str=no_such_name):\n    pass", "path can't be used: .*no_such_name"),
@@ -384,3 +396,10 @@ def test_what_can_not_fit_is_refused_and_what_may_not_fit_is_noted(run, monkeypa
     assert "actor_rollout_ref.rollout.kv_cache_gib lower" in found
     monkeypatch.setattr("hrl.trainer.memory_look.memory_here", lambda: 2 * 2**30)
     assert any("may take" in note and "this machine has 2.0 GiB" in note for note in run().notes)
+
+
+def test_processes_that_a_cpu_has_no_memory_for_are_to_be_fewer(run, monkeypatch):
+    monkeypatch.setattr("hrl.trainer.memory_look.memory_here", lambda: 64 * 2**20)
+    fewer = "fewer processes (trainer.n_gpus_per_node)"
+    assert fewer not in refused(run)[0]
+    assert fewer in refused(run, **{"trainer.n_gpus_per_node": 2})[0]

@@ -10,18 +10,19 @@ from hrl.trainer.config.kinds import PPO, RunKind
 _WIDTH = 100
 
 
-def run_help(program: str | None = None, kind: RunKind[Section] = PPO) -> str:
+def run_help(program: str | None = None, kind: RunKind[Section] = PPO, options: str = "") -> str:
     """Usage, groups, most used keys and examples.
 
     Args:
         program: what is asked for help; the kind's own program by default.
         kind: of the run.
+        options: which `program` takes beside those of a run, for the line of usage.
     """
     program = program or kind.program
     groups = [line for group in kind.help.groups for line in _group_lines(group)]
     return "\n".join(
         [
-            f"usage: {program} {'[group=choice ...] ' if groups else ''}[key=value ...]",
+            f"usage: {program} {options}{'[group=choice ...] ' if groups else ''}[key=value ...]",
             "",
             kind.help.summary,
             "With a model, rows or a YAML file of your own, what you leave out has its default instead of the",
@@ -56,7 +57,7 @@ def check_help(kind: RunKind[Section] = PPO) -> str:
         "  --json                    one JSON object; exit status 0, or 2 where something is wrong",
         "",
     ]
-    return "\n".join([*own, run_help(f"{kind.check} [--full] [--config-only] [--json]", kind)])
+    return "\n".join([*own, run_help(kind.check, kind, "[--full] [--config-only] [--json] ")])
 
 
 def _group_lines(group: str) -> list[str]:

@@ -18,6 +18,7 @@ from hrl.trainer.config.schema import PPOTrainerConfig
 from hrl.trainer.config.synonyms import Synonym
 from hrl.trainer.config.verdicts import Verdict
 
+_POLICY = "actor_rollout_ref"
 _FEW_KEYS = 12
 """So many keys of a section are listed in a hint; more would be a page."""
 
@@ -121,7 +122,7 @@ def _translate(
         elif entry[1].is_noted(value):
             without_effect.append((written, value, entry[1]))
         else:
-            problems.append(_refusal(written, value, entry[1]))
+            problems.append(_refusal(written, value, entry[1], _of_the_policy(key, kind)))
 
     def value_of(key: str) -> Any:
         return values.get(key, leaves(kind.schema)[key].default)
@@ -176,13 +177,22 @@ def _contradiction(written: str, value: object, other: str, other_value: object,
     return Problem(written, what, f"Set {key} alone.", involves=(key,), reason=Reason.ALTERNATIVE)
 
 
-def _refusal(written: str, value: object, verdict: Verdict) -> Problem:
+def _refusal(written: str, value: object, verdict: Verdict, or_meant: str | None = None) -> Problem:
     what = f"can't be {_show(value)} here:" if verdict.same or verdict.noted else "has no counterpart in hrl:"
-    return Problem(written, what, verdict.hint, reason=verdict.reason)
+    hint = verdict.hint if or_meant is None else f"{verdict.hint} Or did you mean {or_meant}?"
+    return Problem(written, what, hint, reason=verdict.reason)
+
+
+def _of_the_policy(key: str, kind: RunKind[Section]) -> str | None:
+    """The key that was meant where only the name of the policy's section was left out, as in `rollout.n`."""
+    full = f"{_POLICY}.{key}"
+    return full if "." in key and full in leaves(kind.schema) else None
 
 
 def _unknown(written: str, key: str, kind: RunKind[Section]) -> Problem:
     """The problem with a key that is neither here nor in verl, with the key that was meant, as far as that is clear."""
+    if (full := _of_the_policy(key, kind)) is not None:
+        return Problem(written, "is not a key of hrl.", f"Did you mean {full}?", involves=(full,))
     synonym = _synonym(key, kind)
     known = leaves(kind.schema)
     close = nearest_keys(key, {old: new for old, new in kind.spellings.renamed.items() if new in known}, kind.schema)

@@ -41,6 +41,8 @@ def _checked(override: Override, text: str) -> Override | Problem:
 
 
 def _quoting(key: str, value: str) -> str:
+    if value.startswith("[") and not value.endswith("]"):  # a shell cuts a list at its spaces
+        return f"Write a list without spaces, or quote it: '{key}=[…,…]'."
     return f"Quote the value: '{key}=\"{value}\"'." if '"' not in value and "'" not in value else "Check its quotes."
 
 

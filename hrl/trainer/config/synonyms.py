@@ -65,6 +65,11 @@ PPO_SYNONYMS: dict[str, Synonym] = {
     "steps_per_generation": Synonym(
         f"{_ACTOR}.ppo_mini_batch_size", "it counts prompts: data.train_batch_size ÷ the steps per generation"
     ),
+    "loss_type": Synonym(
+        f"{_ACTOR}.loss_agg_mode",
+        "seq-mean-token-mean for grpo, token-mean for dapo and bnpo, seq-mean-token-sum-norm for dr_grpo",
+    ),
+    "bf16": Synonym(f"{_ACTOR}.fsdp_config.dtype", "it says in which dtype the model computes, e.g. bfloat16"),
     "num_iterations": Synonym(f"{_ACTOR}.ppo_epochs"),
     "num_ppo_epochs": Synonym(f"{_ACTOR}.ppo_epochs"),
     "epsilon": Synonym(f"{_ACTOR}.clip_ratio"),

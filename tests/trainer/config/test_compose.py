@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from hrl.trainer.config import ConfigError, compose_cli, folder, load_config
+from hrl.trainer.config.help import check_help
 
 ROOT = Path(__file__).parents[3]
 
@@ -71,7 +72,8 @@ def test_files_grammar_and_fields_are_reported_together():
     found = problems("recipe=grop", "trainer.seed=[1", "stray", "a=1,2", "trainer.nnodes=0", "--fast")
     assert found == [
         "recipe has no choice 'grop'. Did you mean grpo?",
-        "trainer.seed can't read '[1': no viable alternative at input '[1'. Quote the value: 'trainer.seed=\"[1\"'.",
+        "trainer.seed can't read '[1': no viable alternative at input '[1'. "
+        "Write a list without spaces, or quote it: 'trainer.seed=[…,…]'.",
         "stray is no override. Write key=value.",
         "a has several values; one run takes one. For a list write 'a=[1,2]'.",
         "--fast is no option of this command. Write key=value; see --help.",
@@ -191,6 +193,12 @@ def test_help_shows_groups_keys_and_examples(capsys):
     assert ended.value.code == 0
     assert "recipe=" in text and "placement=" in text and "algorithm.adv_estimator" in text
     assert max(map(len, text.splitlines())) <= 100
+
+
+def test_the_examples_of_check_are_lines_to_be_typed():
+    text = check_help()
+    assert "usage: hrl check [--full] [--config-only] [--json] [group=choice ...] [key=value ...]" in text
+    assert "[" not in text.partition("examples:")[2]
 
 
 def test_the_printed_configuration_loads_to_itself(capsys):

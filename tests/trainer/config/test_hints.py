@@ -124,6 +124,19 @@ def test_arguments_of_an_engine_that_is_refused_are_not_refused_as_well():
     assert problem.key == "actor_rollout_ref.rollout.name"
 
 
+@pytest.mark.parametrize(
+    "key", ["rollout.n", "rollout.temperature", "model.path", "actor.optim.lr", "ref.log_prob_use_dynamic_bsz"]
+)
+def test_a_key_without_the_name_of_the_policys_section_is_known(key):
+    assert f"id you mean actor_rollout_ref.{key}?" in hint_for(key)
+
+
+def test_a_list_that_a_shell_cut_at_its_space_is_to_be_quoted():
+    problem, rest = config_problems(PPO, ["data.train_files=[a.jsonl,", "b.jsonl]"])
+    assert problem.hint == "Write a list without spaces, or quote it: 'data.train_files=[…,…]'."
+    assert rest.key == "b.jsonl]"
+
+
 def test_a_section_that_is_right_lists_its_keys():
     assert hint_for("algorithm.kl_ctrl.zzz") == "algorithm.kl_ctrl has type, kl_coef, horizon, target_kl."
 
@@ -150,6 +163,8 @@ def test_the_value_of_a_choice_is_near_whatever_its_case():
         "max_prompt_length": "data.max_prompt_length",
         "micro_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "rollout_batch_size": "data.train_batch_size",
+        "loss_type": "actor_rollout_ref.actor.loss_agg_mode",
+        "bf16": "actor_rollout_ref.actor.fsdp_config.dtype",
         "init_kl_coef": "algorithm.kl_ctrl.kl_coef",
         "advantage_estimator": "algorithm.adv_estimator",
     }.items(),
