@@ -11,6 +11,7 @@ import logging
 import multiprocessing
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,7 +95,8 @@ class VllmModelWriter:
             missing += self._incomplete_modules()
             if missing:
                 raise WeightSyncError(f"the trainer sent {'; '.join(missing[:8])} (the engine's names){self._hint()}")
-        with set_current_vllm_config(self._vllm_config):
+        judged = self._loaded is not None
+        with set_current_vllm_config(self._vllm_config), _kept_layers_unannounced() if judged else nullcontext():
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
             for module in self._tied:
                 # A module that shares another one's weight (the output head of tied embeddings) got no weight of its
@@ -158,6 +160,21 @@ class VllmModelWriter:
                     sent = isinstance(value, Tensor) and not value.is_meta and key != "param"
                     if sent and value.untyped_storage().data_ptr() in bucket:
                         call.arguments[key] = value.clone()
+
+
+@contextmanager
+def _kept_layers_unannounced() -> Iterator[None]:
+    """vLLM warns of every layer that got nothing; those that are left by then are meant to keep what they have."""
+    reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return "Failed to load weights" not in record.getMessage()
+
+    reload.addFilter(is_other)
+    try:
+        yield
+    finally:
+        reload.removeFilter(is_other)
 
 
 def is_kept(name: str, kept: Collection[str], loaded: Collection[str]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -240,6 +241,34 @@ def test_layers_that_keep_other_names_and_shapes_are_written_under_vllms_configu
     assert layer.weight is kernel and torch.equal(kernel, new.T)
     assert "process" in seen and "load" in seen
     assert report.receivers[0].read_back == 0  # same name, shape and dtype as sent, other contents
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_layers_that_are_meant_to_keep_their_weights_are_no_failure(is_told, monkeypatch):
+    """Unless the model does not say what it loaded: then vLLM's word is the only one."""
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import layerwise, record_metadata_for_reloading
+
+    model, config = nn.Module(), VllmConfig()
+    model.tower, model.decoder = _transposing_layer(8)[0], _transposing_layer(8)[0]
+    load = _OneLayer.load_weights
+    model.load_weights = lambda weights: load(model, weights) if is_told else load(model, weights) and None
+    record_metadata_for_reloading(model)
+    with set_current_vllm_config(config):
+        for layer in model.children():
+            layer.quant_method.process_weights_after_loading(layer)
+    said: list[str] = []
+    watch = logging.Handler()
+    watch.emit = lambda record: said.append(record.getMessage())
+    monkeypatch.setattr(layerwise.logger, "handlers", [watch])
+    tower, writer = model.tower.weight, VllmModelWriter(model, config)
+
+    writer.begin()
+    writer.write([("decoder.weight", torch.eye(8)), ("decoder.raw", torch.eye(8))])
+    writer.finish(["model.tower.weight", "model.tower.raw"])
+
+    assert model.tower.weight is tower and torch.equal(model.decoder.weight, torch.eye(8))
+    assert any("Failed to load" in text for text in said) != is_told
 
 
 def test_the_writer_relies_on_functions_that_vllm_has():
