@@ -151,7 +151,9 @@ class EngineMemory:
         utilization: share of a GPU that vLLM takes while awake.
         cache: bytes of the KV cache on a CPU.
         one_sequence: bytes of the KV cache that the longest sequence takes.
-        bucket: bytes of the buffers of a weight sync.
+        buckets: bytes of the buffers of a weight sync: two beside a trainer, whose handles the engine opens, and one
+            of its own where it receives a broadcast.
+        largest_tensor: bytes of the largest weight, whole.
         sleeps: gives its memory back while others work.
         shares: has the models of the actor beside it.
     """
@@ -160,7 +162,8 @@ class EngineMemory:
     utilization: float
     cache: float
     one_sequence: float
-    bucket: float
+    buckets: float
+    largest_tensor: float
     sleeps: bool
     shares: bool
 
@@ -334,7 +337,8 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool) -> En
         utilization=rollout.gpu_memory_utilization,
         cache=rollout.kv_cache_gib * GIB,
         one_sequence=size.kv_bytes_per_token * width / 2 * longest / ranks,
-        bucket=2 * rollout.weight_sync.bucket_mb * (1 << 20),
+        buckets=(2 if shares else 1) * rollout.weight_sync.bucket_mb * (1 << 20),
+        largest_tensor=width * max(size.embedding, size.head),
         sleeps=rollout.free_cache_engine and shares,
         shares=shares,
     )
@@ -361,6 +365,7 @@ def _card(models: list[ResidentModel], engine: EngineMemory | None, capacity_byt
         yield Phase("generation", (*idle, awake, *_overhead()))
         asleep = [_asleep() if engine.sleeps else awake] if engine.shares else []
         if not models:
+            yield Phase("weight sync", (awake, *_reload(engine), *_overhead()))
             return
     for model in models:
         others = [entry for other in models if other is not model for entry in other.idle()]
@@ -370,10 +375,18 @@ def _card(models: list[ResidentModel], engine: EngineMemory | None, capacity_byt
     if engine is not None and engine.shares:
         actor = next(model for model in models if model.name == "actor")
         whole = Entry("a gathered tensor", actor.compute_bytes * max(actor.size.embedding, actor.size.largest_layer))
-        rest = [entry for model in models if model is not actor for entry in model.idle()]
-        weights = [Entry("actor weights", actor.weights), *(e for e in actor.idle() if "moments" in e.label)]
-        buffers = [Entry("engine weights", engine.weights), Entry("buffers", engine.bucket), whole]
-        yield Phase("weight sync", (*weights, *rest, *buffers, _asleep(), *_overhead()))
+        half_awake = [Entry("engine weights", engine.weights), _asleep()] if engine.sleeps else [awake]
+        # What is offloaded stays there: a shard comes to the device with its turn.
+        yield Phase("weight sync", (*idle, *half_awake, *_reload(engine), whole, *_overhead()))
+
+
+def _reload(engine: EngineMemory) -> Iterator[Entry]:
+    """What new weights pass through beside the engine's own: outside of its share, which vLLM has reserved.
+
+    A tensor larger than a bucket is put together whole, and the layer that loads it is made a second time.
+    """
+    yield Entry("buffers", engine.buckets)
+    yield Entry("a tensor and its layer as they load", 2 * engine.largest_tensor, certain=False)
 
 
 def _least(engine: EngineMemory) -> float:

@@ -1,5 +1,8 @@
 """Stage memory: how far up a model of 7B parameters fits one card, rung by rung, each peak against the arithmetic.
 
+The arithmetic is this file's own: ``hrl.trainer.memory_ledger``, which `hrl check` goes by, reads the configuration and
+so needs pydantic, and this stage has to run where torch and transformers are all there is.
+
 A rung that the arithmetic does not expect to fit is not tried: a card out of memory would take the later stages along.
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PASSED, FAILED, ENDED, ABSENT = "passed", "failed", "ended at its deadline", "not run"
+_TRACEBACK = "Traceback (most recent call last):"
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,23 @@ def markdown(machine: dict[str, Any], results: Iterable[StageResult]) -> str:
         "| --- | --- | --- | --- | --- |",
     ]
     for result in results:
-        reason = f": {result.reason.strip().splitlines()[-1]}" if result.reason.strip() else ""
+        reason = f": {last_error(result.reason)}" if result.reason.strip() else ""
         lines.append(_line(f"**{result.stage}**", result.status + reason, f"{result.seconds:.0f} s", "", ""))
         for row in result.rows:
             lines.append(_line("", row.what, row.value, row.wanted, {True: "ok", False: "**no**", None: ""}[row.ok]))
     return "\n".join(lines) + "\n"
+
+
+def last_error(log: str) -> str:
+    """The exception that ended a process, from what it has printed; its last line where there is none.
+
+    Warnings of threads and of libraries that are torn down come after it.
+    """
+    lines = log.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if line.endswith(_TRACEBACK)]
+    # Behind the last traceback, the first line that is not indented and has the form of an exception.
+    behind = lines[starts[-1] + 1 :] if starts else []
+    return next((line for line in behind if re.match(r"[A-Za-z_][\w.]*(: |$)", line)), lines[-1])
 
 
 def _line(*cells: str) -> str:

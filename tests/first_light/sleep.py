@@ -41,7 +41,7 @@ async def _sleep_and_wake(setup: Setup, findings: Findings, folder: str) -> None
             device_type=setup.device,
             max_model_len=256,
             stop_token_ids=(2,),
-            num_threads=len(os.sched_getaffinity(0)),
+            num_threads=None if on_card else len(os.sched_getaffinity(0)),
             gpu_memory_utilization=0.3,
             kv_cache_gib=0.25,
             max_num_seqs=16,

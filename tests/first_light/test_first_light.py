@@ -12,7 +12,18 @@ import pytest
 
 from tests.first_light import ladder, runner
 from tests.first_light.__main__ import main
-from tests.first_light.report import ABSENT, ENDED, FAILED, PASSED, Findings, Row, StageResult, markdown, read_rows
+from tests.first_light.report import (
+    ABSENT,
+    ENDED,
+    FAILED,
+    PASSED,
+    Findings,
+    Row,
+    StageResult,
+    last_error,
+    markdown,
+    read_rows,
+)
 from tests.first_light.stages import STAGES, Setup, Stage
 
 BARE = ("ops", "ipc", "engine", "memory")
@@ -137,6 +148,17 @@ def test_the_table_has_a_line_for_every_stage_and_row() -> None:
         "|  | c | 2 | ≤ 1 | **no** |",
         "|  | d | 0 | ≤ 1 | ok |",
     ]
+
+
+def test_the_line_of_a_stage_shows_its_exception_and_not_what_was_printed_after_it() -> None:
+    log = (
+        'loading\nTraceback (most recent call last):\n  File "a.py", line 1, in run\n    go()\n    ~~^^\n'
+        "torch.OutOfMemoryError: CUDA out of memory\nThe card has 79 GiB\n"
+        "[W1122 ProcessGroupNCCL.cpp:1538] Warning: destroy_process_group() was not called\n"
+    )
+    text = markdown({"device": "H100"}, [StageResult("engine", FAILED, 1.0, [], log)])
+    assert "failed: torch.OutOfMemoryError: CUDA out of memory |" in text
+    assert last_error("out of bounds: a\n") == "out of bounds: a"
 
 
 def test_a_row_that_was_cut_off_is_left_out(tmp_path: Path) -> None:

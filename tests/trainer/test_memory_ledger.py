@@ -78,6 +78,9 @@ def test_seven_billion_parameters_fit_one_card_with_offload_and_not_without():
     generation = {entry.label: entry.num_bytes for entry in offloaded.phases[0].entries}
     assert generation.keys() == {"engine", "CUDA"}
     assert generation["engine"] == 0.5 * CARD
+    sync = {entry.label for entry in offloaded.phases[-1].entries}
+    assert {"engine weights", "buffers", "a gathered tensor"} < sync
+    assert not sync & {"actor weights", "actor moments", "engine"}  # offloaded, and the cache still asleep
 
 
 def test_a_shard_is_the_whole_divided_by_the_processes():
@@ -106,7 +109,12 @@ def test_an_engine_of_its_own_has_a_card_to_itself():
     given = config(*ONE_CARD, "placement=separate", "algorithm.adv_estimator=grpo")
     where = {ledger.where: ledger for ledger in ppo_ledgers(given, {"actor": SEVEN}, "cuda", CARD)}
     rollout = next(ledger for name, ledger in where.items() if "rollout" in name)
-    assert [phase.name for phase in rollout.phases] == ["generation"]
+    assert [phase.name for phase in rollout.phases] == ["generation", "weight sync"]
+    sync = {entry.label: entry.num_bytes for entry in rollout.phases[1].entries}
+    # Beside the share: one bucket, the embedding put together (545e6 weights of 2 bytes), and its layer once more.
+    assert sync["buffers"] == given.actor_rollout_ref.rollout.weight_sync.bucket_mb * 2**20
+    assert sync["a tensor and its layer as they load"] == 2 * 2 * 544997376
+    assert sync["engine"] == given.actor_rollout_ref.rollout.gpu_memory_utilization * CARD
     (actor,) = [ledger for name, ledger in where.items() if "rollout" not in name and "ref" not in name]
     assert not [entry for phase in actor.phases for entry in phase.entries if "engine" in entry.label]
 
