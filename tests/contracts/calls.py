@@ -85,6 +85,9 @@ RELIED_ON = (
     "vllm.model_executor.layers.logits_processor.LogitsProcessor.org_vocab_size",
     "vllm.v1.executor.multiproc_executor.MultiprocExecutor._init_executor",
     "vllm.v1.executor.uniproc_executor.UniProcExecutor._init_executor",
+    # Which of its two runners a GPU gets, vLLM decides by version and model: 0.32 takes this one for nearly all.
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.get_model",
+    "vllm.v1.worker.gpu.model_runner.GPUModelRunner.model_config",
     "vllm.v1.worker.gpu_model_runner.GPUModelRunner.model_config",
     "vllm.v1.worker.worker_base.WorkerBase.distributed_init_method",
     "vllm.v1.worker.worker_base.WorkerBase.rank",

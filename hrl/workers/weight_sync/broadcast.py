@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -306,7 +307,9 @@ def _join(
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             torch.cuda.set_device(device)
-            return dist.ProcessGroupNCCL(store, rank, world_size, options)
+            return _connected(
+                dist.ProcessGroupNCCL(store, rank, world_size, options), rank, world_size, device, timeout_s
+            )
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = timeout
         gloo._devices = [_gloo_device(address)]
@@ -315,6 +318,38 @@ def _join(
         raise WeightSyncError(
             f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: {error}"
         ) from error
+
+
+def _connected(
+    group: dist.ProcessGroup, rank: int, world_size: int, device: torch.device, timeout_s: float
+) -> dist.ProcessGroup:
+    """The group with its ranks connected. NCCL would do that within the first broadcast, and knows no timeout for it.
+
+    A thread connects them, so that a rank that has ended since it came, or a network that lets only the store through,
+    is an error in time. The thread of a group that never forms ends with the process.
+    """
+    failures: list[RuntimeError] = []
+
+    def first_broadcast() -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # every thread has its own
+            _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device)).wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=first_broadcast, name="connecting the weight broadcast", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if thread.is_alive():
+        raise WeightSyncError(
+            f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: all ranks have "
+            "come, but NCCL does not connect them: NCCL_DEBUG=INFO says where it waits, NCCL_SOCKET_IFNAME names the "
+            "network that it takes"
+        )
+    if failures:
+        raise failures[0]
+    return group
 
 
 def _gloo_device(address: str) -> Any:

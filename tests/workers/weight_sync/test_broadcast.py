@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync.base import WeightSync
-from hrl.workers.weight_sync.broadcast import BroadcastReader, BroadcastSender, group_timeout_s
+from hrl.workers.weight_sync.broadcast import BroadcastReader, BroadcastSender, _join, group_timeout_s
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
@@ -229,6 +229,42 @@ def test_a_sync_ends_by_its_own_deadline_before_the_groups_timeout_which_ends_th
     """NCCL's watchdog takes the process down when a collective has run for the group's timeout."""
     assert group_timeout_s("nccl", timeout_s) >= timeout_s + 60
     assert group_timeout_s("gloo", timeout_s) > timeout_s
+
+
+class NcclStandIn:
+    """A group whose ranks have all come; `broadcast` is what becomes of the first one."""
+
+    class Options:
+        pass
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+
+def join_by(broadcast, monkeypatch) -> None:
+    monkeypatch.setattr(NcclStandIn, "broadcast", broadcast, raising=False)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclStandIn, raising=False)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    _join(dist.HashStore(), "nccl", 0, 2, 0.2, "127.0.0.1", torch.device("cpu"))
+
+
+def test_a_group_that_nccl_never_connects_is_an_error_in_time(monkeypatch):
+    ended = threading.Event()
+    started = time.monotonic()
+
+    with pytest.raises(WeightSyncError, match="rank 0 of 2 could not join .* within 0.2 s: all ranks have come"):
+        join_by(lambda *_: ended.wait(60), monkeypatch)
+
+    assert time.monotonic() - started < 30
+    ended.set()
+
+
+def test_a_group_that_nccl_refuses_to_connect_says_why(monkeypatch):
+    def refuse(*_: object) -> None:
+        raise RuntimeError("no route to host")
+
+    with pytest.raises(WeightSyncError, match="rank 0 of 2 could not join .*: no route to host"):
+        join_by(refuse, monkeypatch)
 
 
 def test_receivers_hear_of_an_aborted_broadcast_before_their_deadline():
