@@ -6,7 +6,7 @@ FOLDER is a checkout of verl, or one that has its recipes in a folder `recipe`. 
 accepted        it composes,
 alternative     it is refused, and every hint names hrl's way to the same,
 feature absent  it is refused, and a hint says that hrl can't do it,
-unreadable      nobody could read it: an empty value where a number belongs, an argument that is none,
+unreadable      nobody could read it: an empty value where a number belongs, a word that is no `key=value`,
 senseless       anything else: a refusal without a reason that the configuration's tables state.
 
 The reasons are those of the problems themselves, `hrl.trainer.config.errors.Reason`; nothing is guessed from a text.

@@ -43,7 +43,7 @@ class _TookTooLong(BaseException):
 
 
 class AnswerTooComplexError(ValueError):
-    """An answer that isn't text for text the right one, and lies outside what is compared by value."""
+    """An answer whose text differs from the right one, and which is too large or too odd to compare by value."""
 
 
 @dataclass(frozen=True)

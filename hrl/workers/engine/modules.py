@@ -73,7 +73,7 @@ class PackedCausalLM(_PackedModel):
 
 
 def _head_forward(head: nn.Linear, hidden: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
-    """The head's own forward, or, of ``(N, H)`` states with labels, what is asked of their tokens."""
+    """The head's own forward; with labels, the statistics of the tokens that follow the ``(N, H)`` states."""
     if labels is None:
         return type(head).forward(head, hidden)
     return token_statistics(hidden.to(head.weight.dtype), head.weight, labels, bias=head.bias, **options)
