@@ -80,7 +80,7 @@ def look_at_offline_memory(findings: Findings, config: OfflineConfig, folder: Pa
     reference = isinstance(config, DPOTrainerConfig) and config.needs_reference
     head = not isinstance(config, RMTrainerConfig)
     ledger = offline_ledger(config, size, device, has_head=head, has_reference=reference)
-    levers = [*_levers("model", "model", model, model, device), "data.max_token_len_per_gpu lower"]
+    levers = [*_levers("model", "model", model, model, device), "lower data.max_token_len_per_gpu"]
     _note(findings, [ledger], size, capacity, "model.fsdp_config", levers)
 
 
@@ -125,11 +125,11 @@ def _levers(section: str, model_key: str, trained: Any, model: Any, device: str)
 def _fewer(config: PPOTrainerConfig, device: str) -> Iterator[str]:
     actor: ActorConfig = config.actor_rollout_ref.actor
     if actor.ppo_max_token_len_per_gpu > config.data.max_prompt_length + config.data.max_response_length:
-        yield "actor_rollout_ref.actor.ppo_max_token_len_per_gpu lower"
+        yield "lower actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
     if device != "cpu":
         yield "more processes (trainer.n_gpus_per_node)"
         return
-    yield "actor_rollout_ref.rollout.kv_cache_gib lower"
+    yield "lower actor_rollout_ref.rollout.kv_cache_gib"
     if config.trainer.n_gpus_per_node > 1:  # each has libraries of its own, and each engine its cache
         yield "fewer processes (trainer.n_gpus_per_node)"
 
@@ -144,16 +144,16 @@ def _note(
 ) -> None:
     ledgers, ways = list(ledgers), ", ".join(levers)
     findings.memory += [Fact("parameters", _in_millions(size.parameters)), *in_words(ledgers)]
-    peaks = "; ".join(f"{one.where} at most {gib(one.peak.num_bytes)} GiB ({one.peak.name})" for one in ledgers)
-    there = "" if capacity is None else f", of {gib(capacity)} GiB there"
-    findings.facts.append(Fact("memory", f"{_in_millions(size.parameters)} parameters; {peaks}{there}"))
+    there = "" if capacity is None else f" of {gib(capacity)}"
+    peaks = "; ".join(f"{one.where}: at most {gib(one.peak.num_bytes)}{there} GiB ({one.peak.name})" for one in ledgers)
+    findings.facts.append(Fact("memory", f"{_in_millions(size.parameters)} parameters; {peaks}"))
     if capacity is None:
         return
     for ledger in ledgers:
         if (wrong := too_large(ledger, capacity)) is not None:
-            findings.problem(key, f"does not fit: {wrong}.", f"Change: {ways}.")
+            findings.problem(key, f"does not fit: {wrong}.", f"What helps: {ways}.")
         elif (doubt := perhaps_too_large(ledger, capacity)) is not None:
-            findings.notes.append(f"{doubt}. If it runs out, change: {ways}")
+            findings.notes.append(f"{doubt}. If it runs out, what helps is: {ways}")
 
 
 def _in_millions(number: int) -> str:

@@ -74,7 +74,8 @@ def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
     if worst.certain_bytes <= capacity_bytes:
         return None
     certain = Phase(worst.name, tuple(entry for entry in worst.entries if entry.certain))
-    return f"{ledger.where} has {gib(capacity_bytes)} GiB, and {worst.name} takes at least {certain.in_words()}"
+    needs = f"the phase {worst.name!r} takes at least {certain.in_words()}"
+    return f"{ledger.where} has {gib(capacity_bytes)} GiB, and {needs}"
 
 
 def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
@@ -82,7 +83,7 @@ def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
     peak = ledger.peak
     if peak.num_bytes <= capacity_bytes or too_large(ledger, capacity_bytes) is not None:
         return None
-    return f"{ledger.where} has {gib(capacity_bytes)} GiB, and {peak.name} may take {peak.in_words()}"
+    return f"{ledger.where} has {gib(capacity_bytes)} GiB, and the phase {peak.name!r} may take {peak.in_words()}"
 
 
 def gib(num_bytes: float) -> str:

@@ -325,6 +325,10 @@ def _look_at_reward(findings: Findings, config: PPOTrainerConfig, train: Any, va
         words = "; ".join(f"{source} pays for {find_scorer(source).rule}" for source in known) or "built-in"
     elif _look_at_function(findings, custom):
         known, words = (), f"{custom.name} of {custom.path}"
+        bare = sum(len(_without_ground_truth(rows)) for rows in (train, val))
+        if bare:
+            rows = count(bare, "row")
+            findings.notes.append(f"{rows} without reward_model.ground_truth: {custom.name} gets None there")
     else:
         return
     also = f", and the reward model {reward.reward_model.model_path}" if config.needs_reward_model else ""
@@ -332,6 +336,11 @@ def _look_at_reward(findings: Findings, config: PPOTrainerConfig, train: Any, va
     if custom.path is None and not known:
         return
     _load_where_it_runs(findings, config.reward, known)
+
+
+def _without_ground_truth(rows: Any) -> list[Row]:
+    """Rows whose answer nobody said; a data set of the user's own may not tell."""
+    return [row for row in getattr(rows, "checked_rows", ()) if row.reward_model.get("ground_truth") is None]
 
 
 def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str, ...]:
@@ -344,7 +353,7 @@ def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str,
                 known[source] = None
             else:
                 findings.problem(key, f"has rows that can't be scored: {sentence(reason)}")
-        lacking = [row for row in getattr(rows, "checked_rows", ()) if row.reward_model.get("ground_truth") is None]
+        lacking = _without_ground_truth(rows)
         if lacking:
             what = (
                 f"has {count(len(lacking), 'row')} without reward_model.ground_truth, which the built-in scorers "

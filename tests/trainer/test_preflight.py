@@ -393,7 +393,7 @@ def test_what_can_not_fit_is_refused_and_what_may_not_fit_is_noted(run, monkeypa
     (found,) = refused(run)
     assert found.startswith("actor_rollout_ref.actor.fsdp_config does not fit: this machine has 0.1 GiB")
     assert "KV cache 1.0" in found
-    assert "actor_rollout_ref.rollout.kv_cache_gib lower" in found
+    assert "lower actor_rollout_ref.rollout.kv_cache_gib" in found
     monkeypatch.setattr("hrl.trainer.memory_look.memory_here", lambda: 2 * 2**30)
     assert any("may take" in note and "this machine has 2.0 GiB" in note for note in run().notes)
 
@@ -403,3 +403,10 @@ def test_processes_that_a_cpu_has_no_memory_for_are_to_be_fewer(run, monkeypatch
     fewer = "fewer processes (trainer.n_gpus_per_node)"
     assert fewer not in refused(run)[0]
     assert fewer in refused(run, **{"trainer.n_gpus_per_node": 2})[0]
+
+
+def test_a_function_of_ones_own_that_will_get_no_ground_truth_is_noted(run, tmp_path):
+    (tmp_path / "bare.jsonl").write_text(json.dumps({k: v for k, v in ROW.items() if k != "reward_model"}) + "\n")
+    bare = {"data.val_files": [str(tmp_path / "bare.jsonl")]}
+    assert "1 row without reward_model.ground_truth: compute_score gets None there" in run(**bare).notes
+    assert not any("ground_truth" in note for note in run().notes)
