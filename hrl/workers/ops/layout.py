@@ -14,6 +14,7 @@ so that the prompt is computed once. A plain sequence is one segment without a p
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 import numpy as np
@@ -176,8 +177,8 @@ class _QueryRun:
     keys: np.ndarray
 
 
-def _query_runs(layout: AttentionLayout) -> list[_QueryRun]:
-    runs = []
+def _segments(layout: AttentionLayout) -> Iterator[tuple[int, int, int, np.ndarray]]:
+    """First token, length, prefix length, and the tokens of prefix and segment, of every segment."""
     for start, length, prefix_start, prefix in zip(
         layout.start.tolist(),
         layout.length.tolist(),
@@ -186,6 +187,12 @@ def _query_runs(layout: AttentionLayout) -> list[_QueryRun]:
         strict=True,
     ):
         keys = np.concatenate([np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)])
+        yield start, length, prefix, keys
+
+
+def _query_runs(layout: AttentionLayout) -> list[_QueryRun]:
+    runs = []
+    for start, length, prefix, keys in _segments(layout):
         for offset in range(0, length, MAX_BLOCK_QUERIES):
             count = min(MAX_BLOCK_QUERIES, length - offset)
             runs.append(_QueryRun(start + offset, count, prefix + offset, keys[: prefix + offset + count]))
@@ -235,14 +242,7 @@ def _pad(stack: list[_QueryRun], queries: int, keys: int) -> Block:
 def _varlen_index(layout: AttentionLayout, chunk: int | None, device: torch.device) -> VarlenIndex:
     query_length: list[int] = []
     keys: list[np.ndarray] = []
-    for start, length, prefix_start, prefix in zip(
-        layout.start.tolist(),
-        layout.length.tolist(),
-        layout.prefix_start.tolist(),
-        layout.prefix_length.tolist(),
-        strict=True,
-    ):
-        seen = np.concatenate([np.arange(prefix_start, prefix_start + prefix), np.arange(start, start + length)])
+    for _, length, prefix, seen in _segments(layout):
         position, end = prefix, prefix + length
         while position < end:
             first = 0 if chunk is None else position // chunk * chunk
