@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from hrl.trainer.config import ConfigError
-    from hrl.trainer.config.base import Section
+    from hrl.config import ConfigError
+    from hrl.config.section import Section
 
 RUN_KINDS = ("ppo", "dpo", "sft", "rm")
 EXIT_OK = 0
@@ -131,7 +131,7 @@ def _at_least_one(text: str) -> int:
 
 def rollouts(options: argparse.Namespace) -> int:
     """`hrl rollouts`: lists samples of a run folder, of a run that goes on as well as of one that is over."""
-    from hrl.trainer.browse import BrowseError, show_rollouts
+    from hrl.report.browse import BrowseError, show_rollouts
 
     try:
         show_rollouts(
@@ -156,21 +156,21 @@ def check(overrides: Sequence[str], kind_name: str = "ppo", options: CheckOption
         kind_name: which trainer would run, one of ``RUN_KINDS``.
         options: what to look at and how to say it.
     """
-    from hrl.trainer.config import ConfigError
-    from hrl.trainer.config.compose import compose_kind
-    from hrl.trainer.config.kinds import PPO
-    from hrl.trainer.config.offline.kinds import KINDS
+    from hrl.config import ConfigError
+    from hrl.config.compose import compose_kind
+    from hrl.config.offline_kinds import KINDS
+    from hrl.config.run_kind import PPO
 
     options = options or CheckOptions()
     kind = PPO if kind_name == "ppo" else KINDS[kind_name]
     if options.help:
-        from hrl.trainer.config.help import check_help
+        from hrl.config.help import check_help
 
         sys.stdout.write(check_help(kind) + "\n")
         return EXIT_OK
     try:
         config = compose_kind(kind, overrides)
-        from hrl.trainer.check import look, report
+        from hrl.preflight.check import look, report
 
         findings, rows = (None, None) if options.config_only else look(kind, config)
         if findings is not None:
@@ -195,7 +195,7 @@ def _show_problems(error: ConfigError, *, as_json: bool) -> None:
 
 
 def _show_report(config: Section, said: dict[str, Any], options: CheckOptions) -> None:
-    from hrl.trainer.check import summary
+    from hrl.preflight.check import summary
 
     console = _console()
     if options.full:
@@ -224,7 +224,7 @@ def _verdict(options: CheckOptions, *, whole: bool) -> str:
 def _show_everything(console: Console, config: Section, said: dict[str, Any]) -> None:
     from rich.syntax import Syntax
 
-    from hrl.trainer.config.compose import to_yaml
+    from hrl.config.compose import to_yaml
 
     _heading(console, "Configuration")
     if console.is_terminal:

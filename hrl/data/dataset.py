@@ -17,7 +17,7 @@ from hrl.data.fingerprint import fingerprint
 from hrl.data.intake import DataFiles, DatasetCounts, Intake, sources_of
 from hrl.data.rows import BadRow, Row, RowKeys, read_rows
 from hrl.data.sampler import EpochOrder
-from hrl.data.tokenizer import token_ids
+from hrl.models.tokenizer import token_ids
 from hrl.protocol import DataProto
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 
 from hrl.data.errors import DatasetError
-from hrl.data.nearest import listing, way_to
+from hrl.nearest import listing, way_to
 
 PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".ndjson")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from hrl.data.nearest import listing, way_to
+from hrl.nearest import listing, way_to
 
 
 class UserFileError(ValueError):

@@ -15,10 +15,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from hrl.processes.lifetime import die_with_parent
 from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardBatch, RewardError, RewardLoop, RewardRow
-from hrl.single_controller.processes import die_with_parent
-from hrl.single_controller.ray.errors import cause_of, death_reason, is_death
+from hrl.single_controller.ray_errors import cause_of, death_reason, is_death
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any, Self
 
-from hrl.data import child
 from hrl.data.user_file import UserFileError, load_user_file
+from hrl.processes import child
 
 HANDED_OVER = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What every call of a reward function gets, by keyword."""

@@ -24,7 +24,7 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
-from hrl.data.child import to_plain, withheld_names
+from hrl.processes.child import to_plain, withheld_names
 from hrl.reward.function import RewardFunctionError, RewardSpec, read_reward
 from hrl.reward.pool_process import LENGTH, encode
 from hrl.reward.pool_slot import Slot, Task, describe_exit, start_process

@@ -22,11 +22,11 @@ from collections.abc import Callable
 from typing import Any
 
 from hrl.data import user_file
-from hrl.data.child import from_plain
+from hrl.processes.child import from_plain
+from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.reward import function as function_file
 from hrl.reward.event_loop import AttributingLoop, LoopState
 from hrl.reward.function import RewardFunctionError, RewardSpec, is_async, load_reward_function, read_reward
-from hrl.single_controller.processes import die_with_parent, guard_process_group
 
 LENGTH = struct.Struct("!I")
 _LONGEST_TRACEBACK = 4000

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from hrl.data.child import child_environment
+from hrl.processes.child import child_environment
 from hrl.reward.event_loop import LoopState
 from hrl.reward.sample import RewardOutcome
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from hrl.trainer.config import ConfigError, compose_cli
+from hrl.config import ConfigError, compose_cli
 
 if TYPE_CHECKING:
     from hrl.trainer.ppo.ray_trainer import RayPPOTrainer

@@ -9,29 +9,29 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from hrl.cluster.machine import available_cores
+from hrl.cluster.precision import with_dtypes
+from hrl.cluster.roles import Role, pool_manager_of
+from hrl.cluster.worker_groups import worker_mapping
+from hrl.config import resolve_placement
+from hrl.config.arithmetic import Fact, batch_arithmetic, placement_facts
+from hrl.config.rules import warnings
+from hrl.preflight.ppo import Preflight, preflight
+from hrl.report.phases import PHASES
+from hrl.report.reporter import RunReporter
 from hrl.reward.function import RewardFunctionError
 from hrl.reward.loop import RewardError
-from hrl.trainer.cluster import available_cores
-from hrl.trainer.config import resolve_placement
-from hrl.trainer.config.arithmetic import Fact, batch_arithmetic, placement_facts
-from hrl.trainer.config.rules import warnings
-from hrl.trainer.phases import PHASES
 from hrl.trainer.ppo.dynamic_sampling import DynamicSamplingError
 from hrl.trainer.ppo.generation import PolicyVersionError
 from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_old_log_prob
 from hrl.trainer.ppo.reward_parts import RewardPartError
 from hrl.trainer.ppo.rewards import RewardService
-from hrl.trainer.ppo.roles import Role, pool_manager_of
-from hrl.trainer.ppo.worker_groups import worker_mapping
-from hrl.trainer.precision import with_dtypes
-from hrl.trainer.preflight import Preflight, preflight
-from hrl.trainer.reporting import RunReporter
 from hrl.trainer.session import EXPLAINED, device_of, display_of, run_guarded, run_session
 from hrl.workers.runtime import Runtime
 
 if TYPE_CHECKING:
-    from hrl.trainer.config import PPOTrainerConfig
+    from hrl.config import PPOTrainerConfig
 
 #: Errors of a PPO run that explain themselves.
 EXPLAINED_HERE = (

@@ -13,26 +13,26 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hrl
+from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
+from hrl.cluster.machine import choose_device, run_cluster, scarcity
+from hrl.config.names import JSON_CONSOLE
 from hrl.data.chat_template import ChatTemplateError
 from hrl.data.errors import DatasetError
-from hrl.data.model_source import ModelSourceError
-from hrl.single_controller.base.errors import PlacementError, WorkerError
-from hrl.trainer.checkpoint import CheckpointError, CheckpointStore
-from hrl.trainer.cluster import choose_device, run_cluster, scarcity
-from hrl.trainer.config.names import JSON_CONSOLE
-from hrl.trainer.console import RunConsole
-from hrl.trainer.display import Display
-from hrl.trainer.findings import PreflightError
-from hrl.trainer.folder_plan import plan_run_folder
-from hrl.trainer.json_console import JsonConsole
-from hrl.trainer.reporting import RunReporter
-from hrl.trainer.run_folder import RunFolder, RunFolderError
+from hrl.models.source import ModelSourceError
+from hrl.preflight.findings import PreflightError
+from hrl.preflight.folder_plan import plan_run_folder
+from hrl.report.console import RunConsole
+from hrl.report.display import Display
+from hrl.report.json_console import JsonConsole
+from hrl.report.reporter import RunReporter
+from hrl.report.run_folder import RunFolder, RunFolderError
+from hrl.single_controller.errors import PlacementError, WorkerError
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hrl.trainer.config.arithmetic import Fact
+    from hrl.config.arithmetic import Fact
 
 logger = logging.getLogger(__name__)
 

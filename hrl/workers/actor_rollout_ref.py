@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hrl.data.model_config import load_config
-from hrl.data.model_source import find_on_this_node
-from hrl.data.tokenizer import find_tokenizer_on_this_node, load_tokenizer
+from hrl.models.config import load_config
+from hrl.models.source import find_on_this_node
+from hrl.models.tokenizer import find_tokenizer_on_this_node, load_tokenizer
 from hrl.protocol import DataProto
-from hrl.single_controller.base.decorator import Dispatch, Execute, register
+from hrl.single_controller.decorator import Dispatch, Execute, register
 from hrl.workers.model_worker import ModelWorker
 from hrl.workers.rollout.base import RolloutError
 from hrl.workers.rollout.columns import sample_keys
@@ -36,7 +36,6 @@ from hrl.workers.runtime import Runtime, join_world, release_cached_memory
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
-    from hrl.workers.engine.loading import ModelSource
     from hrl.workers.policy import Policy
     from hrl.workers.rollout.host import RolloutHost
     from hrl.workers.weight_sync.base import ReceiverReport, SyncReport
@@ -129,9 +128,9 @@ class ActorRolloutRefWorker(ModelWorker):
             self._tokenizer_path = find_tokenizer_on_this_node(self.config.model.tokenizer_path or self.model_path)
         self.device = join_world(self.runtime)
         if self.role != "rollout":
-            from hrl.workers.engine.probe import require_right_causal_lm
+            from hrl.models.probe import require_right_causal_lm
 
-            self.probe(require_right_causal_lm, self._model_source())
+            self.probe(require_right_causal_lm, self.model_source(self.config.model))
         visible_devices = self._engine_devices() if self.role in ENGINE_ROLES else None
         if self.drives_engine:
             self._host = self._build_host(visible_devices)
@@ -154,7 +153,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
         trained = self.role != "ref"
         return Policy(
-            self._model_source(),
+            self.model_source(self.config.model),
             self.config.actor if trained else None,
             self.config.actor.fsdp_config if trained else self.config.ref.fsdp_config,
             device=self.device,
@@ -162,11 +161,6 @@ class ActorRolloutRefWorker(ModelWorker):
             run_folder=Path(self.runtime.run_folder),
             seed=self.runtime.seed,
         )
-
-    def _model_source(self) -> ModelSource:
-        from hrl.workers.engine.loading import ModelSource
-
-        return ModelSource.of(self.config.model, self.model_path, self.runtime)
 
     def _engine_devices(self) -> str | None:
         """The GPUs of the ranks that form this rank's engine, as CUDA_VISIBLE_DEVICES names them; every rank calls it.
@@ -270,15 +264,15 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, *PAIR_COLUMNS))
     def update_preference(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """As ``update_actor``, on pairs of which one answer is preferred; see ``hrl.workers.offline``."""
-        from hrl.workers.offline import update_preference
+        """As ``update_actor``, on pairs of which one answer is preferred; see ``hrl.workers.offline_updates``."""
+        from hrl.workers.offline_updates import update_preference
 
         return DataProto(meta_info={"metrics": update_preference(self.policy.engine, batch, plan)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def update_supervised(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """As ``update_actor``, on answers to imitate; see ``hrl.workers.offline``."""
-        from hrl.workers.offline import update_supervised
+        """As ``update_actor``, on answers to imitate; see ``hrl.workers.offline_updates``."""
+        from hrl.workers.offline_updates import update_supervised
 
         return DataProto(meta_info={"metrics": update_supervised(self.policy.engine, batch, plan)})
 

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from hrl.data.model_config import ModelConfigError
 from hrl.metrics import Metric
+from hrl.models.config import ModelConfigError
 from hrl.single_controller.base import Worker
-from hrl.single_controller.base.decorator import Dispatch, register
+from hrl.single_controller.decorator import Dispatch, register
 from hrl.workers.folder import file_sizes
 from hrl.workers.memory import peak_memory
 from hrl.workers.runtime import Runtime, local_device
 
 if TYPE_CHECKING:
-    from hrl.workers.engine.loading import ModelSource
+    from hrl.config.model import ModelConfig
+    from hrl.models.loading import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,19 @@ class ModelWorker(Worker):
         self.runtime = runtime
         self.model_path = model_path
 
+    def model_source(self, section: ModelConfig) -> ModelSource:
+        """From the role's `model` section, the folder that this node has, and what holds for every role."""
+        from hrl.models.loading import ModelSource
+
+        return ModelSource(
+            self.model_path,
+            section.override_config,
+            section.enable_gradient_checkpointing,
+            self.runtime.share_prefix,
+            self.runtime.trust_remote_code,
+            self.runtime.max_model_len,
+        )
+
     def probe(self, check: Callable[[ModelSource], object], source: ModelSource) -> None:
         """Lets rank 0 compare this role's model with its own forward; every rank calls it, before anything is started.
 
@@ -46,7 +60,7 @@ class ModelWorker(Worker):
         Raises:
             ProbeError: on every rank, so that none waits for another.
         """
-        from hrl.workers.engine.probe import ProbeError
+        from hrl.models.probe import ProbeError
 
         if not self.runtime.probe:
             logger.warning("%s: not compared with its own forward (model.probe=false)", source.path)

@@ -22,12 +22,12 @@ from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput, policy_lo
 from hrl.algos.rollout_correction import mismatch
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
+from hrl.models.loading import dtype_of, load_causal_lm
+from hrl.models.modules import PackedCausalLM
+from hrl.models.packing import PackedMicroBatch, Rows, take_columns
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Meter, require_plan
-from hrl.workers.engine.loading import dtype_of, load_causal_lm
 from hrl.workers.engine.model import EngineModel
-from hrl.workers.engine.modules import PackedCausalLM
-from hrl.workers.engine.packing import PackedMicroBatch, Rows, take_columns
 
 #: Columns a loss may read beside the mask, where the batch has them.
 OPTIONAL_COLUMNS = ("rollout_is_weights", "selected_tokens")

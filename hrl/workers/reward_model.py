@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrl.protocol import DataProto
-from hrl.single_controller.base.decorator import Dispatch, register
+from hrl.single_controller.decorator import Dispatch, register
 from hrl.workers.actor_rollout_ref import PAIR_COLUMNS, ROW_COLUMNS
 from hrl.workers.runtime import Runtime
 from hrl.workers.scalar_worker import ScalarModelWorker
@@ -45,8 +45,8 @@ class RewardModelWorker(ScalarModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, *PAIR_COLUMNS))
     def update_reward_model(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Runs every optimizer step of the plan on pairs and returns its metrics; see ``hrl.workers.offline``."""
-        from hrl.workers.offline import update_reward_model
+        """Runs every optimizer step of the plan on pairs and returns its metrics; see `offline_updates`."""
+        from hrl.workers.offline_updates import update_reward_model
 
         return DataProto(meta_info={"metrics": update_reward_model(self.value_model.engine, batch, plan)})
 

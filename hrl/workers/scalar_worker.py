@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hrl.data.model_source import find_on_this_node
-from hrl.single_controller.base.decorator import Dispatch, register
+from hrl.models.source import find_on_this_node
+from hrl.single_controller.decorator import Dispatch, register
 from hrl.workers.model_worker import ModelWorker
 from hrl.workers.runtime import Runtime, join_world
 
@@ -39,13 +39,12 @@ class ScalarModelWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Loads the backbone with its head and, where it learns, its optimizer and schedule."""
-        from hrl.workers.engine.loading import ModelSource
-        from hrl.workers.engine.probe import require_right_scalar_model
+        from hrl.models.probe import require_right_scalar_model
         from hrl.workers.value_model import ValueModel
 
         self.model_path = str(find_on_this_node(self.model_path))
         device = join_world(self.runtime)
-        source = ModelSource.of(self.config.model, self.model_path, self.runtime)
+        source = self.model_source(self.config.model)
         self.probe(require_right_scalar_model, source)
         self.value_model = ValueModel(
             source,

@@ -13,12 +13,12 @@ from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.value_loss import value_loss
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
+from hrl.models.loading import dtype_of, load_scalar_model
+from hrl.models.modules import PackedScalarModel
+from hrl.models.packing import PackedMicroBatch, Rows, take_columns
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Meter, require_plan
-from hrl.workers.engine.loading import dtype_of, load_scalar_model
 from hrl.workers.engine.model import EngineModel
-from hrl.workers.engine.modules import PackedScalarModel
-from hrl.workers.engine.packing import PackedMicroBatch, Rows, take_columns
 
 
 class ValueModel(EngineModel):

@@ -9,8 +9,8 @@ import pytest
 
 from hrl.data.errors import DatasetError
 from hrl.data.files import check_data_file, columns_of
-from hrl.data.nearest import nearest_path
 from hrl.data.rows import Row, RowKeys, read_rows
+from hrl.nearest import nearest_path
 
 
 def refusal(path: Path) -> str:

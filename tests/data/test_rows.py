@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hrl.data.child import to_plain
 from hrl.data.errors import DatasetError
 from hrl.data.rows import BadRow, Row, RowKeys, read_rows
+from hrl.processes.child import to_plain
 
 ROW = {"data_source": "numeric", "prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}, "extra_info": {"a": 1}}
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from hrl.trainer.config.compose import compose_kind
-from hrl.trainer.config.kinds import PPO
-from hrl.trainer.config.offline.kinds import KINDS as OFFLINE_KINDS
+from hrl.config.compose import compose_kind
+from hrl.config.offline_kinds import KINDS as OFFLINE_KINDS
+from hrl.config.run_kind import PPO
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hrl.workers.ops.attention import packed_attention
-from hrl.workers.ops.layout import AttentionLayout
-from hrl.workers.ops.log_prob import default_chunk, token_statistics
-from hrl.workers.ops.rms_norm import rms_norm
+from hrl.models.ops.attention import packed_attention
+from hrl.models.ops.layout import AttentionLayout
+from hrl.models.ops.log_prob import default_chunk, token_statistics
+from hrl.models.ops.rms_norm import rms_norm
 from tests.first_light.report import Findings
 from tests.first_light.stages import Setup
 

@@ -1,7 +1,7 @@
 """Stage memory: how far up a model of 7B parameters fits one card, rung by rung, each peak against the arithmetic.
 
-The arithmetic is this file's own: ``hrl.trainer.memory_ledger``, which `hrl check` goes by, reads the configuration and
-so needs pydantic, and this stage has to run where torch and transformers are all there is.
+The arithmetic is this file's own: ``hrl.preflight.memory_ledger``, which `hrl check` goes by, reads the configuration
+and so needs pydantic, and this stage has to run where torch and transformers are all there is.
 
 A rung that the arithmetic does not expect to fit is not tried: a card out of memory would take the later stages along.
 """
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hrl.models.packing import PackedMicroBatch, Rows
 from hrl.workers.engine.engine import Engine
-from hrl.workers.engine.packing import PackedMicroBatch, Rows
 from tests.first_light.random_model import SHAPES, build_engine, join_alone, num_parameters, one_step, random_rows
 from tests.first_light.report import Findings
 from tests.first_light.stages import Setup

@@ -16,8 +16,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from hrl.data.model_source import resolve_model
 from hrl.data.tasks.addition import rows
+from hrl.models.source import resolve_model
 from tests.first_light.report import Findings
 from tests.first_light.stages import Setup
 

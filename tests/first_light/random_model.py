@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hrl.batching import MiniBatchPlan
+from hrl.models.loading import Loaded, dtype_of, prepare
+from hrl.models.modules import PackedCausalLM
+from hrl.models.ops.attention import ATTENTION_NAME
+from hrl.models.packing import Rows
 from hrl.workers.engine.engine import Engine
-from hrl.workers.engine.loading import Loaded, dtype_of, prepare
-from hrl.workers.engine.modules import PackedCausalLM
-from hrl.workers.engine.packing import Rows
-from hrl.workers.ops.attention import ATTENTION_NAME
 from tests.first_light.stages import Setup
 
 #: Shapes of published models of the Qwen2.5 family: (hidden, inner, layers, heads, key heads, vocabulary, tied).

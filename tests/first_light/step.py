@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from hrl.workers.engine.flops import peak_flops
+from hrl.models.flops import peak_flops
 from tests.first_light.random_model import SHAPES, build_engine, join_alone, one_step, random_rows
 from tests.first_light.report import Findings
 from tests.first_light.stages import Setup

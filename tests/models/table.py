@@ -20,7 +20,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import CONFIG_MAPPING, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hrl.workers.engine.probe import ProbeError, ProbeResult, probe_config
+from hrl.models.probe import ProbeError, ProbeResult, probe_config
 
 #: A run longer than any window, chunk or pre-training: whatever a family does beyond some length, it does here.
 LONG_RUN_TOKENS = 1 << 24

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hrl.workers.engine.probe import GRADIENT_TOLERANCE, LOG_PROB_TOLERANCE, MOST_ROUNDING
+from hrl.models.probe import GRADIENT_TOLERANCE, LOG_PROB_TOLERANCE, MOST_ROUNDING
 from tests.models.table import REFUSED, RIGHT, VARIANTS, compare
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

@@ -10,7 +10,7 @@ import ray
 from hrl.reward.actor import RewardActor
 from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardError, RewardRow
-from tests.single_controller.process_table import still_alive
+from tests.processes.process_table import still_alive
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 

@@ -13,7 +13,7 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Runner:
     import torch
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
-    from hrl.data.model_source import resolve_model
+    from hrl.models.source import resolve_model
 
     tokenizer = AutoTokenizer.from_pretrained(resolve_model("bundled:smollm2-135m-instruct"))
     config = LlamaConfig(

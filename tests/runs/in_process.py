@@ -17,20 +17,20 @@ from typing import Any, Self
 import pytest
 import torch
 
-from hrl.data.tokenizer import load_tokenizer
+from hrl.config import compose_cli
+from hrl.models.tokenizer import load_tokenizer
+from hrl.preflight.ppo import preflight
+from hrl.report.reporter import RunReporter
 from hrl.reward.loop import RewardLoop
-from hrl.single_controller.base.dispatch import BatchRows, RankCall
-from hrl.single_controller.base.worker import RankEnv
-from hrl.single_controller.base.worker_group import WorkerGroup
-from hrl.single_controller.ray.colocated import ColocatedClasses, methods_of_role
-from hrl.single_controller.ray.transport import pack, pack_result, unpack, unpack_result
-from hrl.trainer.config import compose_cli
+from hrl.single_controller.colocated import ColocatedClasses, methods_of_role
+from hrl.single_controller.dispatch import BatchRows, RankCall
+from hrl.single_controller.transport import pack, pack_result, unpack, unpack_result
+from hrl.single_controller.worker import RankEnv
+from hrl.single_controller.worker_group import WorkerGroup
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
-from hrl.trainer.preflight import preflight
-from hrl.trainer.reporting import RunReporter
 from hrl.trainer.run import phases_of, train, trainer_class
 from hrl.trainer.session import display_of, open_run_folder
-from tests.workers.engine.tiny import world_of_one
+from tests.models.tiny import world_of_one
 
 
 @dataclass
@@ -115,7 +115,7 @@ def in_process() -> Iterator[None]:
             patch.setenv(name, value)
         patch.setattr("hrl.trainer.ppo.rewards.RewardActor", InProcessRewards)
         load = functools.cache(load_tokenizer)
-        for module in ("hrl.trainer.inspection", "hrl.workers.actor_rollout_ref"):
+        for module in ("hrl.preflight.looks", "hrl.workers.actor_rollout_ref"):
             patch.setattr(f"{module}.load_tokenizer", lambda path, **options: load(str(path), **options))
         patch.setattr(RunReporter, "_close_with_report", lambda *_: None)
         yield

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from hrl.report.run_folder import read_jsonl
 from hrl.trainer.ppo import ray_trainer
-from hrl.trainer.run_folder import read_jsonl
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 from tests.runs.in_process import in_process, run_in_process
 from tests.runs.runner import Runner

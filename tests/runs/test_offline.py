@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from hrl.trainer.config.compose import compose_kind
-from hrl.trainer.config.offline.kinds import KINDS
-from hrl.trainer.offline.preflight import offline_preflight
+from hrl.config.compose import compose_kind
+from hrl.config.offline_kinds import KINDS
+from hrl.preflight.offline import offline_preflight
+from hrl.report.run_folder import read_jsonl
 from hrl.trainer.offline.reporting import OfflineReporter
 from hrl.trainer.offline.run import PARTS, train
-from hrl.trainer.run_folder import read_jsonl
 from hrl.trainer.session import display_of, open_run_folder
 from tests.runs.in_process import InProcessGroup, in_process, run_in_process
 from tests.runs.runner import Runner, launch

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hrl.trainer.run_folder import read_jsonl
+from hrl.report.run_folder import read_jsonl
 from tests.runs.in_process import in_process, run_in_process
 from tests.runs.runner import ROOT, Runner
 

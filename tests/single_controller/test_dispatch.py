@@ -12,9 +12,9 @@ import torch
 
 from hrl.protocol import DataProto, DataProtoFuture
 from hrl.single_controller.base import Dispatch, Execute, Worker, WorkerGroup, register
-from hrl.single_controller.base.decorator import registered_methods
-from hrl.single_controller.base.dispatch import BatchRows, RankCall
-from hrl.single_controller.base.worker_group import RoleMethod
+from hrl.single_controller.decorator import registered_methods
+from hrl.single_controller.dispatch import BatchRows, RankCall
+from hrl.single_controller.worker_group import RoleMethod
 
 
 class LocalGroup(WorkerGroup):

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hrl.single_controller.base.worker import RankEnv
-from hrl.single_controller.ray.processes import _rank_environs
-from hrl.single_controller.ray.rank_process import ProcessInfo
-from hrl.single_controller.ray.resource_pool import _certainly_missing
+from hrl.single_controller.rank_process import ProcessInfo
+from hrl.single_controller.rank_processes import _rank_environs
+from hrl.single_controller.resource_pool import _certainly_missing
+from hrl.single_controller.worker import RankEnv
 
 ROOT = Path(__file__).parents[2]
 

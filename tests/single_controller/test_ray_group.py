@@ -33,7 +33,7 @@ from hrl.single_controller.ray import (
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
-from tests.single_controller.process_table import still_alive
+from tests.processes.process_table import still_alive
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -281,7 +281,7 @@ def test_a_dead_process_is_the_cause_and_not_its_peers_complaint(pool: RayResour
 def test_a_group_with_a_stuck_rank_refuses_calls_until_it_is_free(
     adders: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hrl.single_controller.ray.processes._STUCK_GRACE_S", 0.1)
+    monkeypatch.setattr("hrl.single_controller.rank_processes._STUCK_GRACE_S", 0.1)
     with pytest.raises(WorkerError):
         adders.fail(1, others_sleep_s=4.0)
     with pytest.raises(WorkerTimeoutError, match=r"Adder.fail, which failed and blocks Adder.echo,.*rank\(s\) 0"):

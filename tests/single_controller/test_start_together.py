@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from hrl.single_controller.base import Dispatch, Worker, WorkerError, register
-from hrl.single_controller.base.worker_group import GroupFuture, wait_for_all
 from hrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from hrl.single_controller.worker_group import GroupFuture, wait_for_all
 
 
 class Pending:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hrl.protocol import DataProto
-from hrl.single_controller.ray.transport import RaggedColumn, pack, pack_column, pack_result, unpack, unpack_result
+from hrl.single_controller.transport import RaggedColumn, pack, pack_column, pack_result, unpack, unpack_result
 
 DTYPES = [
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float32,

@@ -23,11 +23,12 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config
 
-from hrl.workers.engine import modules, sharding
-from hrl.workers.engine.footprint import Footprint, footprint
-from hrl.workers.engine.loading import ModelSource, load_causal_lm
-from hrl.workers.engine.packing import PackedMicroBatch, Rows, pack
-from hrl.workers.ops import attention, log_prob, residual
+from hrl.models import modules
+from hrl.models.footprint import Footprint, footprint
+from hrl.models.loading import ModelSource, load_causal_lm
+from hrl.models.ops import attention, log_prob, residual
+from hrl.models.packing import PackedMicroBatch, Rows, pack
+from hrl.workers.engine import sharding
 
 DEVICE = torch.device("cpu")
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from hrl.trainer.checkpoint import CheckpointError, CheckpointStore
-from hrl.trainer.config import compose_cli
-from hrl.trainer.console import RunConsole
+from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
+from hrl.config import compose_cli
+from hrl.report.console import RunConsole
+from hrl.report.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
 from hrl.trainer.run import phases_of
-from hrl.trainer.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
 from hrl.trainer.session import open_run_folder
 
 DATA = {"rows": 9, "shuffle": True, "seed": 1, "tokens": "d1"}

@@ -9,7 +9,7 @@ feature absent  it is refused, and a hint says that hrl can't do it,
 unreadable      nobody could read it: an empty value where a number belongs, a word that is no `key=value`,
 senseless       anything else: a refusal without a reason that the configuration's tables state.
 
-The reasons are those of the problems themselves, `hrl.trainer.config.errors.Reason`; nothing is guessed from a text.
+The reasons are those of the problems themselves, `hrl.config.problems.Reason`; nothing is guessed from a text.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from hrl.trainer.config.compose import config_problems
-from hrl.trainer.config.errors import Problem, Reason
-from hrl.trainer.config.kinds import PPO
-from hrl.trainer.config.offline.kinds import SFT
+from hrl.config.compose import config_problems
+from hrl.config.offline_kinds import SFT
+from hrl.config.problems import Problem, Reason
+from hrl.config.run_kind import PPO
 from tests.verl_lines.expand import commands_of
 
 KINDS = {

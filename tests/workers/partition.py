@@ -35,12 +35,11 @@ from hrl.algos.value_loss import VALUE_LOSSES
 from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
 from hrl.workers.engine.optim import StepReport
-from hrl.workers.offline import update_preference, update_reward_model, update_supervised
+from hrl.workers.offline_updates import update_preference, update_reward_model, update_supervised
 from hrl.workers.policy import Policy
 from hrl.workers.value_model import ValueModel
 from tests.algos.batches import ACTOR
-from tests.workers import padded
-from tests.workers.engine.tiny import (
+from tests.models.tiny import (
     RESPONSE_WIDTH,
     SHAPE,
     actor_config,
@@ -49,6 +48,7 @@ from tests.workers.engine.tiny import (
     make_batch,
     model_config,
 )
+from tests.workers import padded
 
 CPU = torch.device("cpu")
 CUTS = (1, 2, 3, 8)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hrl.single_controller.base.worker import RankEnv
+from hrl.single_controller.worker import RankEnv
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker, engine_devices, own_device
 from hrl.workers.rollout.base import RolloutError
 from hrl.workers.weight_sync.base import Deadline

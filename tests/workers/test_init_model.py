@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hrl.data.model_source import ModelSourceError
+from hrl.models.source import ModelSourceError
 from hrl.workers import actor_rollout_ref
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker
@@ -68,7 +68,7 @@ def test_the_trainers_state_is_off_the_gpu_before_the_engine_starts_and_before_i
     engine = Recorder(
         calls, engine=SimpleNamespace(own_process=True), push_weights=lambda *args: calls.append("push") or 1
     )
-    for name, made in {"_engine_devices": "0", "probe": None, "_model_source": None, "_build_host": engine}.items():
+    for name, made in {"_engine_devices": "0", "probe": None, "model_source": None, "_build_host": engine}.items():
         monkeypatch.setattr(worker, name, lambda *args, made=made: made)
     monkeypatch.setattr(worker, "_build_policy", lambda: calls.append("load") or Recorder(calls))
     worker.runtime = SimpleNamespace(init_timeout_s=1.0)

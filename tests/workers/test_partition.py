@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.workers.engine.tiny import world_of_one
+from tests.models.tiny import world_of_one
 from tests.workers.partition import (
     CUTS,
     Gradients,

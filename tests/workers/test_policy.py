@@ -18,8 +18,7 @@ from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.batching import MiniBatchPlan, RankPlan, plan_update
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 from hrl.workers.policy import Policy
-from tests.workers.engine.ranks import CPU, gradients, parameters, policy_of
-from tests.workers.engine.tiny import (
+from tests.models.tiny import (
     actor_config,
     fsdp_config,
     make_batch,
@@ -31,6 +30,7 @@ from tests.workers.engine.tiny import (
     trim,
     world_of_one,
 )
+from tests.workers.engine.ranks import CPU, gradients, parameters, policy_of
 
 #: transformers computes its norms in float32 whatever the model's dtype, so two orders of summation differ by this.
 NORM_ERROR = {"rtol": 2e-5, "atol": 2e-6}

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from hrl.single_controller.ray import gpus
+from hrl.single_controller import gpus
 from hrl.workers.runtime import Runtime, local_device
 
 SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, False, "unused")

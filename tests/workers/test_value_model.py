@@ -10,10 +10,9 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.value_loss import VALUE_LOSSES, value_loss
-from hrl.workers.engine.packing import Rows
+from hrl.models.packing import Rows
 from hrl.workers.value_model import ValueModel
-from tests.workers.engine.ranks import CPU, gradients, parameters
-from tests.workers.engine.tiny import (
+from tests.models.tiny import (
     RESPONSE_WIDTH,
     SHAPE,
     critic_config,
@@ -25,6 +24,7 @@ from tests.workers.engine.tiny import (
     trim,
     world_of_one,
 )
+from tests.workers.engine.ranks import CPU, gradients, parameters
 
 NORM_ERROR = {"rtol": 2e-5, "atol": 2e-6}
 

@@ -18,7 +18,7 @@ from hrl.data.intake import DataFiles, Intake, sources_of
 from hrl.data.offline.tokens import Answer, Passage, encode_passages
 from hrl.data.rows import BadRow, raw_rows, source_name
 from hrl.data.sampler import EpochOrder
-from hrl.data.tokenizer import token_ids
+from hrl.models.tokenizer import token_ids
 from hrl.protocol import DataProto
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from hrl.data.child import child_environment, from_plain, to_plain
 from hrl.data.errors import DatasetError
+from hrl.processes.child import child_environment, from_plain, to_plain
 
 DATA_SOURCE_PREFIX = "reasoning_gym/"
 _DEFAULT_SIZE = 1000

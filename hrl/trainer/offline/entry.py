@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
-from hrl.trainer.config import ConfigError
-from hrl.trainer.config.compose import compose_kind
-from hrl.trainer.config.kinds import RunKind
+from hrl.config import ConfigError
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import RunKind
 
 if TYPE_CHECKING:
     from hrl.trainer.offline.trainer import OfflineTrainer

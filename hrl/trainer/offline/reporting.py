@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from hrl.batching.lengths import lengths_of
 from hrl.protocol import DataProto
-from hrl.trainer.ppo.lengths import lengths_of
-from hrl.trainer.reporting import RunReporter
-from hrl.trainer.reward_curve import LOSS
+from hrl.report.reporter import RunReporter
+from hrl.report.reward_curve import LOSS
 
 
 class OfflineReporter(RunReporter):

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from hrl.algos.preference import reward_model_loss
 from hrl.batching import BatchPlan
+from hrl.cluster.roles import Role
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import OfflineTrainer
-from hrl.trainer.ppo.roles import Role
 
 
 class RMTrainer(OfflineTrainer):

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+from hrl.cluster.machine import available_cores
+from hrl.cluster.precision import with_dtypes
+from hrl.config.offline import OfflineConfig
+from hrl.config.offline_words import batch_arithmetic
+from hrl.config.run_kind import RunKind
+from hrl.preflight.offline import OfflinePreflight, offline_preflight
+from hrl.report.reporter import RunReporter
 from hrl.single_controller.ray import RayClassWithInitArgs
-from hrl.trainer.cluster import available_cores
-from hrl.trainer.config.kinds import RunKind
-from hrl.trainer.config.offline.schema import OfflineConfig
-from hrl.trainer.config.offline.words import batch_arithmetic
 from hrl.trainer.offline.dpo import DPOTrainer
-from hrl.trainer.offline.preflight import OfflinePreflight, offline_preflight
 from hrl.trainer.offline.reporting import OfflineReporter
 from hrl.trainer.offline.rm import RMTrainer
 from hrl.trainer.offline.sft import SFTTrainer
 from hrl.trainer.offline.trainer import OfflineTrainer
 from hrl.trainer.offline.workers import OfflineWorkers, policy_worker, reward_model_worker
-from hrl.trainer.precision import with_dtypes
-from hrl.trainer.reporting import RunReporter
 from hrl.trainer.session import device_of, display_of, run_guarded, run_session
 from hrl.workers.runtime import Runtime
 

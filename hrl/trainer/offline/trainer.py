@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from hrl.batching import BatchPlan
+from hrl.cluster.planner import MicroBatchLimits, Planner
+from hrl.cluster.roles import Role
 from hrl.metrics import reduce_metrics
 from hrl.protocol import DataProto
+from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.offline.metrics import metrics_by_source
 from hrl.trainer.offline.workers import OfflineWorkers
-from hrl.trainer.ppo.planning import MicroBatchLimits, Planner
-from hrl.trainer.ppo.roles import Role
-from hrl.trainer.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from hrl.data.offline.dataset import OfflineDataset
-    from hrl.trainer.reporting import RunReporter
+    from hrl.report.reporter import RunReporter
 
 #: Items of one forward pass over a data set: enough to fill every rank, few enough for a call's deadline.
 FORWARD_ITEMS = 512

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hrl.cluster.roles import ResourcePoolManager, Role
+from hrl.cluster.worker_groups import start_processes
+from hrl.config.offline import OfflineConfig
 from hrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
-from hrl.trainer.config.offline.schema import OfflineConfig
-from hrl.trainer.ppo.roles import ResourcePoolManager, Role
-from hrl.trainer.ppo.worker_groups import start_processes
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.reward_model import RewardModelWorker
 from hrl.workers.runtime import Runtime

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hrl.batching.lengths import lengths_of
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
-from hrl.trainer.ppo.lengths import lengths_of
 
 
 def take_baselines(batch: DataProto, scores: Tensor, kept: Tensor) -> tuple[DataProto, dict[str, Metric]]:

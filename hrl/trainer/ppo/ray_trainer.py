@@ -11,16 +11,18 @@ from hrl.algos.kl import AdaptiveKLController, get_kl_controller
 from hrl.algos.policy_losses import ZERO_AT_ZERO_ADVANTAGE
 from hrl.algos.reward_placement import place_scores
 from hrl.algos.token_selection import TOKEN_SELECTORS
+from hrl.cluster.planner import AllLimits, Planner, plan_generation, rows_of_first_step
+from hrl.cluster.roles import ResourcePoolManager, Role
+from hrl.cluster.worker_groups import WorkerGroups, build_worker_groups
 from hrl.metrics import Metric, StepMetrics, reduce_metrics
 from hrl.protocol import DataProto
 from hrl.single_controller.ray import RayWorkerGroup
+from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.baselines import take_baselines
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
 from hrl.trainer.ppo.generation import check_policy_version, prompt_batch
 from hrl.trainer.ppo.metrics import validation_troubles
-from hrl.trainer.ppo.planning import AllLimits, Planner, plan_generation, rows_of_first_step
-from hrl.trainer.ppo.roles import ResourcePoolManager, Role
 from hrl.trainer.ppo.sampler_mismatch import (
     DriftGate,
     compared_rows,
@@ -31,16 +33,14 @@ from hrl.trainer.ppo.sampler_mismatch import (
     with_sample_sizes,
 )
 from hrl.trainer.ppo.selection import draw_by_score, mark_tokens, step_generator
-from hrl.trainer.ppo.worker_groups import WorkerGroups, build_worker_groups
-from hrl.trainer.training_loop import TrainingLoop
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
     from hrl.data.dataset import RLHFDataset
+    from hrl.report.reporter import RunReporter
     from hrl.trainer.ppo.rewards import RewardService
-    from hrl.trainer.reporting import RunReporter
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
 

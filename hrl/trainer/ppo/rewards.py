@@ -11,14 +11,14 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from hrl.batching.lengths import lengths_of
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardActor
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, Weighting, combine_scores
 from hrl.reward.loop import RewardError, RewardRow
 from hrl.reward.shaping import RewardShaping
-from hrl.trainer.ppo.lengths import lengths_of
-from hrl.trainer.reward_spec import memory_limit_bytes, reward_spec
+from hrl.reward.spec import memory_limit_bytes, reward_spec
 from hrl.workers.rollout.columns import sample_keys
 
 

@@ -16,14 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
+from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
+from hrl.models.flops import ModelFlops, peak_flops
+from hrl.models.loading import Loaded, dtype_of
+from hrl.models.packing import PackedMicroBatch, Rows, Wanted, pack
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
-from hrl.workers.engine.checkpoint_form import CheckpointForm, saved_tensors
-from hrl.workers.engine.flops import ModelFlops, peak_flops
 from hrl.workers.engine.host_memory import HostCopies, local
-from hrl.workers.engine.loading import Loaded, dtype_of
 from hrl.workers.engine.nonfinite import SkippedStep, Symptoms, names_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport
-from hrl.workers.engine.packing import PackedMicroBatch, Rows, Wanted, pack
 from hrl.workers.engine.sharding import build_mesh, build_sharded, keeps_cast_parameters
 from hrl.workers.engine.weights import PREFIX, ParamSpec, export_hf, iter_full_params, param_specs
 

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-
-#: Tensors of one copy start at multiples of this, so that every dtype can be viewed there.
-_ALIGNMENT_BYTES = 16
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -49,32 +45,6 @@ def host_zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) ->
             )
         weakref.finalize(home, runtime.cudaHostUnregister, address).atexit = False
     return home
-
-
-def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Small host tensors on the device: one pinned buffer, one copy, and nobody waits for it.
-
-    Args:
-        tensors: on the CPU; on a CPU they are returned as they are.
-        device: where they are wanted.
-    """
-    if device.type == "cpu":
-        return list(tensors)
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def places(buffer: Tensor) -> list[Tensor]:
-        return [
-            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
-        ]
-
-    for place, tensor in zip(places(staged), tensors, strict=True):
-        place.copy_(tensor)
-    return places(staged.to(device, non_blocking=True))
 
 
 class Lane:

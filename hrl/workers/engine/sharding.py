@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from hrl.workers.engine.loading import Loaded, dtype_of
-from hrl.workers.engine.towers import freeze, frozen_modules, unreachable_parameters
+from hrl.models.loading import Loaded, dtype_of
+from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 
 
 def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
@@ -65,7 +65,7 @@ def build_sharded(
         fsdp: ``dtype``, ``reshard_after_forward``.
         mesh: from ``build_mesh``.
         device: of this rank.
-        train: freeze what cannot be trained, see ``hrl.workers.engine.towers``.
+        train: freeze what cannot be trained, see ``hrl.models.towers``.
 
     Returns:
         The sharded module, and rank 0's loading record (the structure's on other ranks).

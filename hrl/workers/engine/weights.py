@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
-from hrl.workers.engine.checkpoint_form import CheckpointForm, saved_tensors
+from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 
 #: The wrapper's attribute that holds the transformers model.
 PREFIX = "model."

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hrl.data.model_config import load_config
-from hrl.workers.engine.checkpoint_form import CheckpointForm, saved_tensors
-from hrl.workers.ops.rope import fix_rope_frequencies
+from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
+from hrl.models.config import load_config
+from hrl.models.ops.rope import fix_rope_frequencies
 from hrl.workers.rollout.base import (
     INITIAL_VERSION,
     EngineDeadError,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from hrl.single_controller.processes import die_with_parent
+from hrl.processes.lifetime import die_with_parent
 
 
 class SingleProcessExecutor(UniProcExecutor):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hrl.single_controller.processes import die_with_parent
+from hrl.processes.lifetime import die_with_parent
 from hrl.workers.rollout.vllm_precision import match_trainer, use_float32_head
 from hrl.workers.rollout.vllm_versions import load_numel
 from hrl.workers.weight_sync.errors import WeightSyncError

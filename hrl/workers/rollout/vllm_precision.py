@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hrl.workers.ops.log_prob import allow_bf16_matmul
-from hrl.workers.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
+from hrl.models.ops.log_prob import allow_bf16_matmul
+from hrl.models.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
 from hrl.workers.rollout.vllm_versions import has_head_dtype
 
 #: Rows of logits computed at once, one number for all batches: for other shapes kernels sum in another order, and a

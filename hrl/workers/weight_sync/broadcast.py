@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hrl.workers.store import address_towards, connect_store, serve_store
+from hrl.workers.rendezvous import address_towards, connect_store, serve_store
 from hrl.workers.weight_sync.base import Deadline, SenderTransport, SyncReport, WeightSync
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest

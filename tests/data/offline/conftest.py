@@ -3,8 +3,8 @@
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hrl.data.model_source import resolve_model
-from hrl.data.tokenizer import load_tokenizer
+from hrl.models.source import resolve_model
+from hrl.models.tokenizer import load_tokenizer
 
 
 @pytest.fixture(scope="session")

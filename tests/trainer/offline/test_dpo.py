@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from hrl.config.load import validate_kind
+from hrl.config.offline_kinds import DPO
 from hrl.data.offline.pairs import PairDataset
 from hrl.protocol import DataProto
-from hrl.trainer.config.load import validate_kind
-from hrl.trainer.config.offline.kinds import DPO
 from hrl.trainer.offline.dpo import DPOTrainer
 from tests.data.conftest import make_tokenizer
 

@@ -11,18 +11,18 @@ import numpy as np
 import torch
 from rich.console import Console
 
+from hrl.cluster.planner import rows_of_first_step
+from hrl.config import compose_cli
 from hrl.data.fingerprint import fingerprint
 from hrl.data.sampler import EpochOrder
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
+from hrl.report.console import RunConsole
+from hrl.report.reporter import RunReporter
+from hrl.report.run_folder import RunFolder
 from hrl.reward.combine import CombinedScores, Weighting, combine_scores
 from hrl.reward.shaping import RewardShaping
-from hrl.trainer.config import compose_cli
-from hrl.trainer.console import RunConsole
-from hrl.trainer.ppo.planning import rows_of_first_step
-from hrl.trainer.reporting import RunReporter
 from hrl.trainer.run import trainer_class
-from hrl.trainer.run_folder import RunFolder
 
 FUNCTION_SCORES = [1.0, None, 0.0]
 

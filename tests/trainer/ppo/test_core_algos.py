@@ -17,7 +17,9 @@ from hrl.algos.aggregation import AGGREGATION_MODES, Counts, aggregate
 from hrl.algos.groups import group_codes
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.protocol import DataProto
-from hrl.trainer.ppo import core_algos, verl_advantages, verl_losses
+from hrl.trainer.ppo import core_algos
+from hrl.verl import advantages as verl_advantages
+from hrl.verl import losses as verl_losses
 from tests.algos.batches import ACTOR, Batch, advantage_input
 
 UIDS = np.array(["p", "q", "p", "q", "p", "r", "r", "q"], dtype=object)

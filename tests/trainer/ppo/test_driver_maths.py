@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from hrl.algos.kl import AdaptiveKLController, FixedKLController
+from hrl.cluster.planner import plan_generation
 from hrl.metrics import reduce_metrics
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.generation import PolicyVersionError, check_policy_version, prompt_batch
-from hrl.trainer.ppo.planning import plan_generation
 from hrl.trainer.ppo.sampler_mismatch import correct_for_sampler, sampler_drift, with_sample_sizes
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from hrl.config import ConfigError, compose_cli
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
-from hrl.trainer.config import ConfigError, compose_cli
+from hrl.report.run_folder import read_jsonl
 from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
-from hrl.trainer.run_folder import read_jsonl
 from tests.trainer.ppo.driver import Driver, Workers
 
 ONLINE = ("recipe=online_dpo", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=3")

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from hrl.cluster.checkpoints import CheckpointError
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
+from hrl.report.run_folder import read_jsonl
 from hrl.reward.combine import CombinedScores
-from hrl.trainer.checkpoint import CheckpointError
-from hrl.trainer.run_folder import read_jsonl
 from tests.trainer.ppo.driver import Driver, Prompts, Rewards
 
 MODEL_ONLY = (

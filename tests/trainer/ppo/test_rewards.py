@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from hrl.config import compose_cli
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardBatch, RewardError, RewardResult, RewardRow
-from hrl.trainer.config import compose_cli
 from hrl.trainer.ppo.rewards import RewardService
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
+from hrl.report.run_folder import read_jsonl
 from hrl.trainer.ppo.sampler_mismatch import SPOT_CHECK_ROWS, DriftGate, spot_check
-from hrl.trainer.run_folder import read_jsonl
 from tests.trainer.ppo.driver import Driver, Workers
 
 QUIET = ("trainer.val_before_train=false", "trainer.val_after_train=false")

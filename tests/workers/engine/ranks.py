@@ -17,7 +17,7 @@ from hrl.workers.engine.host_memory import HostCopies
 from hrl.workers.engine.optim import StepReport
 from hrl.workers.policy import Policy
 from hrl.workers.value_model import ValueModel
-from tests.workers.engine.tiny import (
+from tests.models.tiny import (
     actor_config,
     critic_config,
     fsdp_config,

@@ -17,8 +17,7 @@ from hrl.protocol import DataProto
 from hrl.workers.engine.adamw import AdamW
 from hrl.workers.engine.rounding import round_stochastically
 from hrl.workers.policy import Policy
-from tests.workers.engine.ranks import CPU, gradients
-from tests.workers.engine.tiny import (
+from tests.models.tiny import (
     SHAPE,
     actor_config,
     fsdp_config,
@@ -28,6 +27,7 @@ from tests.workers.engine.tiny import (
     save_llama,
     save_mixture,
 )
+from tests.workers.engine.ranks import CPU, gradients
 
 pytestmark = pytest.mark.gpu
 

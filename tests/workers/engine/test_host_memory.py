@@ -13,9 +13,9 @@ import torch
 from hrl.workers.engine.host_memory import HostCopies, host_zeros_like, local
 from hrl.workers.engine.sharding import keeps_cast_parameters
 from hrl.workers.policy import Policy
+from tests.models.tiny import make_batch, plan_rows, save_llama, world_of_one
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
 from tests.workers.engine.ranks import CPU, parameters, policy_of
-from tests.workers.engine.tiny import make_batch, plan_rows, save_llama, world_of_one
 
 
 @pytest.fixture(scope="module", autouse=True)

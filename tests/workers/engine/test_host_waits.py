@@ -19,20 +19,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hrl.algos.policy_losses import POLICY_LOSSES
 from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.config.actor import PolicyLossConfig
+from hrl.models.loading import load_causal_lm, load_scalar_model
+from hrl.models.modules import PackedCausalLM, PackedScalarModel
+from hrl.models.packing import Rows, pack, take_columns, to_device
 from hrl.protocol import DataProto
-from hrl.trainer.config.actor import PolicyLossConfig
 from hrl.workers.engine import engine
-from hrl.workers.engine.host_memory import to_device
-from hrl.workers.engine.loading import load_causal_lm, load_scalar_model
-from hrl.workers.engine.modules import PackedCausalLM, PackedScalarModel
 from hrl.workers.engine.optim import StepReport
-from hrl.workers.engine.packing import Rows, pack, take_columns
-from hrl.workers.offline import update_preference
+from hrl.workers.offline_updates import update_preference
 from hrl.workers.policy import Policy
 from hrl.workers.value_model import ValueModel
-from tests.workers.engine.fake_device import DEVICE, FakeDevice
-from tests.workers.engine.ranks import CPU, policy_of
-from tests.workers.engine.tiny import (
+from tests.models.tiny import (
     critic_config,
     fsdp_config,
     make_batch,
@@ -41,6 +38,8 @@ from tests.workers.engine.tiny import (
     save_llama,
     world_of_one,
 )
+from tests.workers.engine.fake_device import DEVICE, FakeDevice
+from tests.workers.engine.ranks import CPU, policy_of
 
 #: Their result's size or value depends on data, which the host has to wait for.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "_unique2", "is_nonzero", "item"}

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from hrl.workers.engine import nonfinite
 from hrl.workers.engine.nonfinite import NonFiniteStepError, unpadded
 from hrl.workers.policy import Policy
-from tests.workers.engine.ranks import CPU, parameters
-from tests.workers.engine.tiny import (
+from tests.models.tiny import (
     PROMPT_WIDTH,
     actor_config,
     fsdp_config,
@@ -26,6 +25,7 @@ from tests.workers.engine.tiny import (
     save_llama,
     world_of_one,
 )
+from tests.workers.engine.ranks import CPU, parameters
 
 POISONED = 5
 

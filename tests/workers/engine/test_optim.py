@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from hrl.workers.engine.optim import Optimizer, Schedule
-from tests.workers.engine.tiny import optim_config
+from tests.models.tiny import optim_config
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch.distributed.fsdp import FSDPModule
 from transformers import AutoModelForCausalLM
 
+from tests.models.tiny import run_ranks, save_gemma3, save_llama, save_mixture, world_of_one
 from tests.workers.engine.ranks import (
     everything_on_two_ranks,
     load_and_train,
@@ -21,7 +22,6 @@ from tests.workers.engine.ranks import (
     rounded_weights,
     train_and_save,
 )
-from tests.workers.engine.tiny import run_ranks, save_gemma3, save_llama, save_mixture, world_of_one
 
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 

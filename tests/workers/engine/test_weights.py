@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hrl.workers.policy import Policy
-from tests.workers.engine.tiny import fsdp_config, model_config, save_llama, world_of_one
+from tests.models.tiny import fsdp_config, model_config, save_llama, world_of_one
 
 #: As early Llama 2 and Vicuna have it. transformers reads it, and refuses to write it.
 SAMPLING_WITHOUT_DO_SAMPLE = b'{\n  "bos_token_id": 1,\n  "temperature": 0.9,\n  "top_p": 0.6\n}\n'

@@ -16,8 +16,8 @@ from transformers import (
     PreTrainedModel,
 )
 
+from hrl.models.checkpoint_form import CheckpointForm
 from hrl.protocol import DataProto
-from hrl.workers.engine.checkpoint_form import CheckpointForm
 
 VOCAB = 128
 

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hrl.workers.rollout.base import RolloutError, SampleOutput
 from hrl.workers.rollout.columns import prompt_tokens, response_columns
-from tests.workers.engine.tiny import SHAPE
+from tests.models.tiny import SHAPE
 
 PAD, STOP, OTHER_STOP, VOCABULARY, WIDTH = 0, 1, 2, 5, 6
 RESPONSE = st.lists(st.integers(0, VOCABULARY - 1), max_size=WIDTH)

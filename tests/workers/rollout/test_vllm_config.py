@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hrl.data.model_config import load_config
+from hrl.models.config import load_config
 from hrl.workers.rollout.vllm_engine import VllmOptions
-from tests.workers.engine.tiny import save_qwen2
+from tests.models.tiny import save_qwen2
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]

@@ -25,7 +25,7 @@ GIB = 2**30
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    from hrl.data.model_source import resolve_model
+    from hrl.models.source import resolve_model
 
     return resolve_model("bundled:smollm2-135m-instruct")
 

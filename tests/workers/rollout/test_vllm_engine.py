@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 
+from hrl.cluster.precision import fastest_dtype
 from hrl.protocol import DataProto
-from hrl.trainer.precision import fastest_dtype
 from hrl.workers.policy import Policy
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, SamplingParams
 from hrl.workers.rollout.host import RolloutHost, TokenInfo
@@ -25,7 +25,7 @@ from hrl.workers.weight_sync.base import WeightSync
 from hrl.workers.weight_sync.broadcast import BroadcastSender
 from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import Manifest
-from tests.workers.engine import tiny
+from tests.models import tiny
 from tests.workers.rollout import models
 from tests.workers.rollout.settings import prompt_batch, rollout_config
 
@@ -52,14 +52,14 @@ def make_host(folder: Path | str, **changes) -> RolloutHost:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    from hrl.data.model_source import resolve_model
+    from hrl.models.source import resolve_model
 
     return resolve_model("bundled:smollm2-135m-instruct")
 
 
 @pytest.fixture(scope="module")
 def prompts(folder) -> list[list[int]]:
-    from hrl.data.tokenizer import load_tokenizer
+    from hrl.models.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(folder)
     return [

@@ -1,0 +1,207 @@
+"""Where a checkpoint lies, when it counts as whole, and which one a run resumes from.
+
+A checkpoint is a folder ``checkpoints/step_N``. It is written as ``tmp.step_N`` and renamed when everything in it is on
+disk, ``state.json`` last, so a folder with the final name is always whole:
+
+    step_N/
+      actor/      sharded model, optimizer and scheduler of the policy
+      critic/     the same of the critic, where there is one
+      hf/         config, weights and tokenizer: transformers and vLLM load it as it is
+      state.json  the driver's state: step, position in the data and which data that is, KL coefficient, reward shaping
+
+A run that resumes from an older checkpoint makes the later steps again; what it had of them, metrics and samples
+included, moves to ``checkpoints/superseded/<n>/``.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from hrl.data.fingerprint import differences
+from hrl.report.run_folder import next_numbered
+
+logger = logging.getLogger(__name__)
+
+STATE_FILE = "state.json"
+_STEP = re.compile(r"step_(\d+)")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint is missing, torn, or belongs to another run."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        folder: the run's ``checkpoints`` folder; made on the first save.
+        keep: how many to keep, newest first; ``None`` keeps all.
+    """
+
+    def __init__(self, folder: Path, keep: int | None = None) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps with a whole checkpoint, oldest first."""
+        if not self.folder.is_dir():
+            return []
+        named = ((_STEP.fullmatch(path.name), path) for path in self.folder.iterdir())
+        return sorted(int(match[1]) for match, path in named if match and (path / STATE_FILE).is_file())
+
+    def path(self, step: int) -> Path:
+        """The final folder of a step's checkpoint."""
+        return self.folder / f"step_{step}"
+
+    def holds(self, path: Path) -> bool:
+        """Whether a checkpoint is one of this run; another run's is only branched off from."""
+        return path.resolve().is_relative_to(self.folder.resolve())
+
+    def begin(self, step: int) -> Path:
+        """A fresh temporary folder for a step's checkpoint; what an interrupted save left there is removed."""
+        temporary = self.folder / f"tmp.step_{step}"
+        if temporary.exists():
+            logger.warning("removing %s, left by an interrupted save", temporary)
+            shutil.rmtree(temporary)
+        temporary.mkdir(parents=True)
+        return temporary
+
+    def commit(self, step: int, state: dict[str, Any]) -> Path:
+        """Writes the driver's state, makes everything durable and gives the folder its final name.
+
+        Raises:
+            CheckpointError: there is a checkpoint of this step already.
+        """
+        temporary, final = self.folder / f"tmp.step_{step}", self.path(step)
+        if final.exists():
+            raise CheckpointError(f"{final} exists already: a checkpoint is never overwritten")
+        (temporary / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True))
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                _fsync(path)
+        temporary.rename(final)
+        _fsync(self.folder)
+        self._rotate(step)
+        return final
+
+    def _rotate(self, committed: int) -> None:
+        if self.keep is None:
+            return
+        others = [step for step in self.steps() if step != committed]
+        for step in others[: max(0, len(others) + 1 - self.keep)]:
+            shutil.rmtree(self.path(step))
+
+    def interrupted(self) -> list[Path]:
+        """What saves that were killed left behind; never resumed from."""
+        return sorted(self.folder.glob("tmp.step_*"))
+
+    def next_superseded(self) -> Path:
+        """The folder for what a run has of steps that it makes again; not yet made."""
+        return next_numbered(self.folder / "superseded")
+
+    def supersede(self, after: int, aside: Path) -> bool:
+        """Moves the checkpoints of the steps beyond ``after`` aside, because these steps are made again.
+
+        Args:
+            after: the last step whose checkpoint stays.
+            aside: the folder they move to; made if there are any.
+
+        Returns:
+            Whether there were any.
+        """
+        later = [step for step in self.steps() if step > after]
+        for step in later:
+            aside.mkdir(parents=True, exist_ok=True)
+            self.path(step).rename(aside / self.path(step).name)
+        return bool(later)
+
+    def find(self, mode: str, resume_from: str | None) -> Path | None:
+        """The checkpoint to resume from, or ``None`` for a fresh start.
+
+        Args:
+            mode: ``auto`` (the newest, if any; what an interrupted save left does not count), ``disable`` or
+                ``resume_path``.
+            resume_from: the folder for ``resume_path``.
+
+        Raises:
+            CheckpointError: the named folder is no whole checkpoint, or ``auto`` finds only torn ones.
+        """
+        if mode == "disable":
+            return None
+        if mode == "resume_path":
+            path = Path(str(resume_from)).expanduser().resolve()  # workers may run in another folder than the driver
+            if not (path / STATE_FILE).is_file():
+                raise CheckpointError(
+                    f"trainer.resume_from_path={path} is no whole checkpoint: it has no {STATE_FILE}. "
+                    "Name a folder like checkpoints/step_20"
+                )
+            return path
+        steps = self.steps()
+        if not steps and any(_STEP.fullmatch(path.name) for path in self.folder.glob("step_*")):
+            raise CheckpointError(
+                f"{self.folder} holds checkpoints, but none is whole. Remove the folder to start from scratch, "
+                "or set trainer.resume_mode=disable with another trainer.default_local_dir"
+            )
+        return self.path(steps[-1]) if steps else None
+
+
+def load_state(path: Path, parts: Iterable[str] = ()) -> dict[str, Any]:
+    """The driver's state in a checkpoint folder.
+
+    Args:
+        path: the folder.
+        parts: what it must hold beside the step.
+
+    Raises:
+        CheckpointError: the file is not the JSON object that a save writes, or lacks one of the parts.
+    """
+    try:
+        state = json.loads((path / STATE_FILE).read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / STATE_FILE} cannot be read: {error}") from error
+    if not isinstance(state, dict) or "step" not in state:
+        raise CheckpointError(f"{path / STATE_FILE} holds no step: it was not written by a save of hrl")
+    missing = sorted(set(parts) - state.keys())
+    if missing:
+        raise CheckpointError(
+            f"{path / STATE_FILE} has no {' and no '.join(missing)}: it was saved by another trainer or another "
+            "version of hrl. Continue it with that one, or start anew from the model in its hf folder, in a "
+            "trainer.default_local_dir of its own"
+        )
+    return state
+
+
+def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuses a position in other data than the present: from there rows would repeat or never come.
+
+    Args:
+        path: of the checkpoint.
+        saved: the fingerprint of the data that it was saved with, see ``hrl.data.fingerprint``.
+        present: that of the data at hand.
+
+    Raises:
+        CheckpointError: naming what differs, and the ways out.
+    """
+    changes = differences(saved, present)
+    if changes:
+        raise CheckpointError(
+            f"{path} was saved with other training data: {'; '.join(changes)}. Its position means nothing in these "
+            "rows. Continue with the data it was saved with; or train on this data from its beginning, in a "
+            f"trainer.default_local_dir of its own: trainer.resume_mode=resume_path with "
+            f"trainer.resume_from_path={path} takes the model along, trainer.resume_mode=disable starts from scratch"
+        )
+
+
+def _fsync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

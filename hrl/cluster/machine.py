@@ -1,0 +1,79 @@
+"""The Ray this run uses: its own on this machine, or the cluster that the configuration or the environment names."""
+
+from __future__ import annotations
+
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+import ray
+
+from hrl.single_controller.ray import ray_cluster
+from hrl.single_controller.ray_cluster import most_object_store_bytes
+
+#: The least that the object store of a run's own Ray has. Its memory is taken when it is written to.
+LEAST_OBJECT_STORE_BYTES = 1 << 30
+#: What a token has in all columns of a batch, of 4 bytes each: ids, masks, log-probs, values, rewards, advantages.
+BYTES_PER_TOKEN = 16 * 4
+#: Batches that are in the store at once: that of a step goes when the next one has come.
+BATCHES_IN_STORE = 2
+
+
+def object_store_bytes(batch_tokens: int) -> int:
+    """Size of the object store of a run's own Ray: only batches pass through it, and one that doesn't fit goes to disk.
+
+    Args:
+        batch_tokens: in the largest batch, all rows at their full length.
+    """
+    wanted = BATCHES_IN_STORE * BYTES_PER_TOKEN * batch_tokens
+    return max(LEAST_OBJECT_STORE_BYTES, min(wanted, most_object_store_bytes()))
+
+
+def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: int = 0) -> AbstractContextManager[None]:
+    """Ray for the time of a ``with`` block.
+
+    Args:
+        ray_kwargs: further arguments of ``ray.init``; ``address`` names a running cluster to join, before the
+            environment's ``RAY_ADDRESS``; ``local`` starts one in any case.
+        num_processes: worker processes of the run. Ray reserves one CPU for each, so a machine with fewer cores is
+            given as many on paper: ranks take turns there, which is slow and right.
+        batch_tokens: see ``object_store_bytes``.
+    """
+    address = ray_kwargs.get("address") or os.environ.get("RAY_ADDRESS") or "local"
+    settings = ray_kwargs | {"address": address}
+    if address == "local":
+        own = {
+            "num_cpus": max(available_cores(), num_processes),
+            "object_store_bytes": object_store_bytes(batch_tokens),
+        }
+        settings = own | settings
+    return ray_cluster(**settings)
+
+
+def available_cores() -> int:
+    """Cores this process may run on; containers and batch systems often grant fewer than the machine has."""
+    return len(os.sched_getaffinity(0))
+
+
+def scarcity(wanted: str, device: str, num_processes: int) -> str | None:
+    """What to say when a run that would take GPUs found none and has more processes than cores; None otherwise.
+
+    Args:
+        wanted: ``trainer.device``.
+        device: what was chosen.
+        num_processes: worker processes of the run.
+    """
+    cores = available_cores()
+    if wanted != "auto" or device == "cuda" or num_processes <= cores:
+        return None
+    return (
+        f"warning: no GPU was found, and {num_processes} ranks take turns on {cores} cores, which is slow. On "
+        "a machine with GPUs check the driver and CUDA_VISIBLE_DEVICES; trainer.device=cpu says that this is meant"
+    )
+
+
+def choose_device(wanted: str) -> str:
+    """``cpu`` or ``cuda``, from ``trainer.device`` and what the running cluster has."""
+    if wanted != "auto":
+        return wanted
+    return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"

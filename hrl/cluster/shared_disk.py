@@ -1,0 +1,116 @@
+"""Whether all ranks write to the driver's disk: asked before the first step, and before a checkpoint counts as whole.
+
+A rank on a node with a disk of its own would write its shards there, under the same path, and nobody would miss them
+until a run resumes.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from hrl.cluster.checkpoints import CheckpointError
+from hrl.report.run_folder import writing_to
+from hrl.workers.folder import file_sizes
+
+_TOKEN_PATIENCE_S = 5.0
+_SHARDS_PATIENCE_S = 60.0
+"""NFS clients may take so long (``acdirmax``) to look again into a folder that they have seen before."""
+_POLL_S = 0.5
+
+
+class Ranks(Protocol):
+    """A worker group, as far as it is asked here.
+
+    Attributes:
+        roles: its one role.
+        node_ips: the address of each rank's node.
+    """
+
+    @property
+    def roles(self) -> tuple[str, ...]: ...
+
+    @property
+    def node_ips(self) -> list[str]: ...
+
+    def files_below(self, folder: str) -> list[dict[str, int]]:
+        """What each rank sees below a folder, see ``ModelWorker.files_below``."""
+
+
+def require_shared(run_folder: Path, groups: Iterable[Any], patience_s: float = _TOKEN_PATIENCE_S) -> None:
+    """Lets every rank look for a file that the driver has just written.
+
+    Args:
+        run_folder: of the run.
+        groups: those that write checkpoints.
+        patience_s: how long to look again.
+
+    Raises:
+        CheckpointError: a rank does not see it; names rank, node and the key to change.
+        RunFolderError: the driver can't write there.
+    """
+    probe = run_folder / f".probe.{uuid.uuid4().hex}"  # a new name: no node has cached that it is not there
+    try:
+        with writing_to(run_folder):
+            probe.mkdir()
+            (probe / "token").touch()
+        written = file_sizes(probe)
+        blind = _first(lambda: (rank for rank, seen in _ask(groups, probe) if seen != written), patience_s)
+    finally:
+        shutil.rmtree(probe, ignore_errors=True)
+    if blind is not None:
+        raise CheckpointError(f"{blind} does not see what the driver writes to {run_folder}. {_advice(run_folder)}")
+
+
+def require_all_shards(
+    folder: Path, groups: Iterable[Any], run_folder: Path, patience_s: float = _SHARDS_PATIENCE_S
+) -> None:
+    """Looks whether everything that ranks see of a checkpoint is in the driver's folder, whole.
+
+    Args:
+        folder: of the checkpoint, not yet published.
+        groups: those that wrote it; their writing has ended.
+        run_folder: of the run.
+        patience_s: how long to look again.
+
+    Raises:
+        CheckpointError: a file is missing here or has another size; names rank, node and file.
+    """
+    reports = list(_ask(groups, folder))
+    missing = _first(lambda: _missing(reports, file_sizes(folder)), patience_s)
+    if missing is not None:
+        rank, file = missing
+        raise CheckpointError(
+            f"{folder} is not whole and is not published: {rank} wrote {file}, which is not there as the driver sees "
+            f"it. {_advice(run_folder)}"
+        )
+
+
+def _ask(groups: Iterable[Ranks], folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
+    for group in groups:
+        for number, seen in enumerate(group.files_below(str(folder))):
+            yield f"rank {number} of {group.roles[0]} on node {group.node_ips[number]}", seen
+
+
+def _missing(reports: Iterable[tuple[str, Mapping[str, int]]], here: Mapping[str, int]) -> Iterator[tuple[str, str]]:
+    for rank, seen in reports:
+        yield from ((rank, name) for name, size in sorted(seen.items()) if here.get(name) != size)
+
+
+def _first(failures: Callable[[], Iterator[Any]], patience_s: float) -> Any | None:
+    """The first failure that is still one after this time; None as soon as there is none."""
+    deadline = time.monotonic() + patience_s
+    while (failure := next(failures(), None)) is not None and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+    return failure
+
+
+def _advice(run_folder: Path) -> str:
+    return (
+        f"trainer.default_local_dir={run_folder} must be on a disk that all nodes share, under the same path; or keep "
+        "the trained models on one node, the driver's"
+    )

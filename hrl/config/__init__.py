@@ -1,0 +1,27 @@
+"""The typed configuration: schema, composition, validation. Imports neither torch nor ray.
+
+`compose_cli` and `load_config` are found on first use: a worker that unpickles a configuration needs the schema
+alone, not hydra.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.problems import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from hrl.config.compose import compose_cli
+    from hrl.config.load import load_config
+    from hrl.config.placement import resolve_placement
+
+__all__ = ["ConfigError", "PPOTrainerConfig", "Problem", "compose_cli", "load_config", "resolve_placement"]
+
+_LAZY = {"compose_cli": "compose", "load_config": "load", "resolve_placement": "placement"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)

@@ -1,0 +1,103 @@
+"""`actor_rollout_ref.{model,actor,ref}`: the policy that learns and the reference it is compared with."""
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from hrl.config.model import (
+    CheckpointConfig,
+    ForwardShardingConfig,
+    FsdpConfig,
+    ModelConfig,
+    OptimConfig,
+)
+from hrl.config.rollout import RolloutConfig
+from hrl.config.section import AggregationMode, Section
+
+
+class PolicyLossConfig(Section):
+    """`actor.policy_loss`: which loss, and the constants of the less common ones."""
+
+    loss_mode: str = "vanilla"
+    """Name of a registered policy loss: vanilla, gspo, cispo, sapo, gpg, clip_cov, kl_cov, geo_mean, dppo_tv,
+    dppo_kl, dro."""
+    clip_cov_ratio: NonNegativeFloat = 0.0002
+    """`clip_cov`: share of tokens that is clipped."""
+    clip_cov_lb: float = 1.0
+    """`clip_cov`: lower bound of the covariance of a clipped token."""
+    clip_cov_ub: float = 5.0
+    """`clip_cov`: upper bound of the covariance of a clipped token."""
+    kl_cov_ratio: NonNegativeFloat = 0.0002
+    """`kl_cov`: share of tokens that is penalised."""
+    ppo_kl_coef: NonNegativeFloat = 0.1
+    """`kl_cov`: weight of the penalty."""
+    dro_beta: PositiveFloat | None = None
+    """`dro`: weight of the squared log-ratio; required by that loss."""
+
+
+class ActorConfig(Section):
+    """`actor_rollout_ref.actor`: the update of the policy."""
+
+    ppo_mini_batch_size: PositiveInt = 256
+    """Prompts per optimizer step; times `rollout.n` gives sequences. Default: 256, or all of a smaller
+    `data.train_batch_size`."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over each step's batch."""
+    use_dynamic_bsz: bool = True
+    """Pack micro-batches up to a token budget instead of a fixed number of rows. Default: true, unless
+    `actor.ppo_micro_batch_size_per_gpu` is set."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Token budget of one micro-batch on one process; a hard cap."""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Sequences in one micro-batch on one process, with `use_dynamic_bsz=false`."""
+    shuffle: bool = False
+    """Draw the mini-batches in a new order each epoch instead of the order of the data."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+    clip_ratio: NonNegativeFloat = 0.2
+    """PPO's clip range."""
+    clip_ratio_low: NonNegativeFloat = 0.2
+    """Clip range below 1. Default: `clip_ratio`."""
+    clip_ratio_high: NonNegativeFloat = 0.2
+    """Clip range above 1 (DAPO's clip-higher). Default: `clip_ratio`."""
+    clip_ratio_c: float = Field(default=3.0, gt=1.0)
+    """Dual clip: bound of the loss for negative advantages."""
+    tau_pos: PositiveFloat = 1.0
+    """`sapo`: temperature of the gate for positive advantages."""
+    tau_neg: PositiveFloat = 1.05
+    """`sapo`: temperature of the gate for negative advantages."""
+    loss_agg_mode: AggregationMode = "token-mean"
+    """How token losses become one number; the divisors are those of the whole mini-batch over all processes."""
+    loss_scale_factor: PositiveFloat | None = None
+    """Constant divisor of `seq-mean-token-sum-norm`; null uses `data.max_response_length`."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    use_kl_loss: bool = False
+    """Add the KL divergence from the reference to the loss."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    """Weight of that KL term."""
+    kl_loss_type: str = "low_var_kl"
+    """Estimator of that KL term: low_var_kl (k3), mse (k2), abs, or any with `+` for k2's gradient."""
+    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+
+
+class RefConfig(Section):
+    """`actor_rollout_ref.ref`: the frozen reference policy."""
+
+    log_prob_use_dynamic_bsz: bool = True
+    """Pack its micro-batches up to a token budget. Default: as the actor."""
+    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    """Token budget of one micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
+    log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Sequences in one micro-batch, without dynamic packing. Default: `actor.ppo_micro_batch_size_per_gpu`."""
+    fsdp_config: ForwardShardingConfig = Field(default_factory=ForwardShardingConfig)
+
+
+class ActorRolloutRefConfig(Section):
+    """`actor_rollout_ref.*`: the policy in its three roles."""
+
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    actor: ActorConfig = Field(default_factory=ActorConfig)
+    ref: RefConfig = Field(default_factory=RefConfig)
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig)

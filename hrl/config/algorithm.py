@@ -1,0 +1,98 @@
+"""`algorithm.*`: from rewards to advantages."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+from hrl.config.section import Section, StrList, UnitInterval
+
+
+class KlCtrlConfig(Section):
+    """`algorithm.kl_ctrl`: the weight of the KL penalty in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """Keep the weight, or steer it towards `target_kl`."""
+    kl_coef: NonNegativeFloat = 0.001
+    """The weight, or its first value."""
+    horizon: PositiveInt = 10000
+    """Adaptive: sequences over which the weight adapts."""
+    target_kl: PositiveFloat = 0.1
+    """Adaptive: the KL divergence to hold."""
+
+
+class PfPpoConfig(Section):
+    """`algorithm.pf_ppo`: which samples policy filtration trains on more often."""
+
+    reweight_method: str = "pow"
+    """Weight of a sample: |score|^`weight_pow` (pow), the best and the worst score alone (max_min), the best four times
+    as much (max_random), or a registered method."""
+    weight_pow: NonNegativeFloat = 2.0
+    """`pow`: the exponent."""
+
+
+class FilterGroupsConfig(Section):
+    """`algorithm.filter_groups`: DAPO's dynamic sampling."""
+
+    enable: bool = False
+    """Train only on groups whose samples differ; further prompts are sampled in the same step until the batch is full.
+    An epoch then lasts fewer steps, the run as many as before."""
+    metric: str = "reward"
+    """What has to differ: reward (all that is trained on), score (the reward function's own), or another number that it
+    returns, e.g. acc."""
+    max_num_gen_batches: PositiveInt = 10
+    """Batches of `data.train_batch_size` prompts sampled in one step at most; then the run stops and says why."""
+
+
+class RolloutCorrectionConfig(Section):
+    """`algorithm.rollout_correction`: for a sampler whose probabilities differ from the trainer's."""
+
+    rollout_is: str | None = None
+    """Weigh losses by the ratio of trainer to sampler: per token (token), as the product over a sequence (sequence), or
+    at a registered level; null is off."""
+    rollout_is_threshold: float | str = 2.0
+    """Larger ratios are cut down to this; "0.5_5.0" gives ratios outside of both bounds no weight (IcePop)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean over the batch."""
+    rollout_rs: str | None = None
+    """Leave out tokens or sequences that both disagree on, by rules such as token_k1 or "token_k1,seq_max_k3"
+    (token, seq_sum, seq_mean or seq_max, of k1, k2 or k3)."""
+    rollout_rs_threshold: float | str | None = None
+    """Largest divergence that stays, one for all rules or "0.1,0.5"; k1 takes bounds of the ratio, "0.5_2.0"."""
+    bypass_mode: bool = False
+    """Take the sampler's log-probs for the old ones, without a forward pass. Where both differ by more than
+    `rollout.logprob_diff_alarm` on average, the next step computes them again."""
+    loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
+    """In bypass mode: the configured policy loss with its ratio taken to the sampler, or REINFORCE weighed by it."""
+
+
+class AlgorithmConfig(Section):
+    """`algorithm.*`: from rewards to advantages."""
+
+    adv_estimator: str = "grpo"
+    """Name of a registered advantage estimator: gae (PPO), grpo, rloo, reinforce_plus_plus,
+    reinforce_plus_plus_baseline, remax, opo, gpg, grpo_passk, gdpo, optimal_token_baseline. Default: gae where a
+    `critic.*` key is set, else grpo."""
+    gamma: UnitInterval = 1.0
+    """Discount per token."""
+    lam: UnitInterval = 1.0
+    """GAE's trade-off between bias (0) and variance (1)."""
+    norm_adv_by_std_in_grpo: bool = True
+    """Divide a group's advantages by its standard deviation; false is Dr.GRPO."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL divergence from the reference from every token's reward."""
+    kl_penalty: str = "kl"
+    """Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3)."""
+    kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig)
+    preference_loss: str | None = None
+    """Learn from the best and the worst sample of each prompt by this loss instead of advantages (online DPO): sigmoid,
+    ipo, hinge, simpo, orpo, or a registered one; its beta is `kl_ctrl.kl_coef`. null is off."""
+    gdpo_reward_keys: StrList = Field(default_factory=list)
+    """gdpo: rewards that are each normalised in their group: numbers that the reward function returns, score,
+    reward_model, or overlong (with `reward.overlong_buffer.enable`)."""
+    gdpo_reward_weights: list[float] | None = None
+    """gdpo: one weight for each of them; null weighs them equally."""
+    use_pf_ppo: bool = False
+    """Draw the samples to train on again, those with decided scores more often (PF-PPO)."""
+    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig)
+    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)

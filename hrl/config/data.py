@@ -1,0 +1,56 @@
+"""`data.*`: which rows are trained on, and how they become prompts."""
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from hrl.config.section import MinusOneOrMore, Section, StrList
+
+
+class CustomClassConfig(Section):
+    """`data.custom_cls`: a data set class of your own."""
+
+    path: str | None = None
+    """Python file that defines the data set class; null uses `hrl.data.dataset.RLHFDataset`."""
+    name: str | None = None
+    """Name of the class inside that file."""
+
+
+class DataConfig(Section):
+    """`data.*`: which rows are trained on, and how they become prompts."""
+
+    train_files: StrList = Field(default_factory=lambda: ["bundled:addition/train"], min_length=1)
+    """Training rows, one source or a list: a .parquet or .jsonl path, `bundled:<task>/<split>`, or
+    `reasoning_gym:<dataset>?size=1000&seed=1`."""
+    val_files: StrList = Field(default_factory=lambda: ["bundled:addition/val"])
+    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
+    bundled `train_files`, none beside others."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt: a chat (list of messages) or a string."""
+    reward_fn_key: str = "data_source"
+    """Column that names the row's source; it chooses the built-in reward function and groups validation metrics."""
+    max_prompt_length: PositiveInt = 512
+    """Longest prompt, in tokens after the chat template."""
+    max_response_length: PositiveInt = 512
+    """Most tokens generated per sample."""
+    train_batch_size: PositiveInt = 1024
+    """Prompts per step; each is sampled `actor_rollout_ref.rollout.n` times."""
+    val_batch_size: PositiveInt | None = None
+    """Validation prompts generated at once; null takes the whole validation set."""
+    shuffle: bool = True
+    """Shuffle the training rows anew each epoch; the order is a function of (seed, epoch)."""
+    seed: NonNegativeInt = 1
+    """Seed of the row order. Default: `trainer.seed`."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts longer than `data.max_prompt_length` at load, and count them."""
+    truncation: Literal["error", "left", "right"] = "error"
+    """What to do with an overlong prompt that was not dropped; left and right name the end that is cut off."""
+    train_max_samples: MinusOneOrMore = -1
+    """Use only this many training rows; -1 uses all."""
+    val_max_samples: MinusOneOrMore = -1
+    """Use only this many validation rows; -1 uses all."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Extra arguments of the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """A row without a usable prompt stops the run naming file and row, or is skipped and counted."""
+    custom_cls: CustomClassConfig = Field(default_factory=CustomClassConfig)

@@ -1,0 +1,77 @@
+"""The text of `--help`: how to say what to run, and the keys people set most."""
+
+import textwrap
+
+from hrl.config.folder import config_folder
+from hrl.config.keys import leaves
+from hrl.config.run_kind import PPO, RunKind
+from hrl.config.section import Section
+
+_WIDTH = 100
+
+
+def run_help(program: str | None = None, kind: RunKind[Section] = PPO, options: str = "") -> str:
+    """Usage, groups, most used keys and examples.
+
+    Args:
+        program: what is asked for help; the kind's own program by default.
+        kind: of the run.
+        options: which `program` takes beside those of a run, for the line of usage.
+    """
+    program = program or kind.program
+    groups = [line for group in kind.help.groups for line in _group_lines(group)]
+    return "\n".join(
+        [
+            f"usage: {program} {options}{'[group=choice ...] ' if groups else ''}[key=value ...]",
+            "",
+            kind.help.summary,
+            "With a model, rows or a YAML file of your own, what you leave out has its default instead of the",
+            f"quickstart's value; quickstart={kind.name} asks for these values there too.",
+            "",
+            *(["groups:", *groups, ""] if groups else []),
+            "options:",
+            f"  --config-path, -cp DIR    folder of your own YAML file (its defaults list may name {kind.config_name})",
+            f"  --config-name, -cn NAME   its name; {kind.config_name} unless given",
+            "  --config-dir, -cd DIR     one more folder to look for groups in",
+            "  --cfg, -c                 print the resolved configuration and stop",
+            "  --help, -h                this text",
+            "",
+            f"most used keys (all of them: {kind.help.page}):",
+            *(line for key in kind.help.most_used for line in _key_lines(key, kind)),
+            "",
+            "examples:",
+            *(f"  {program} {example}" for example in kind.help.examples),
+            f"  {kind.check} {kind.help.check}    what a run would do, without starting it",
+        ]
+    )
+
+
+def check_help(kind: RunKind[Section] = PPO) -> str:
+    """Usage of `hrl check`: its own options, and then those of the run."""
+    own = [
+        "hrl check takes the look that a run takes before it starts anything: files, columns, model, reward function,",
+        "run folder, packages and devices. It lists everything that is wrong, and starts and downloads nothing.",
+        "",
+        "  --full                    every value with its default, instead of a summary",
+        "  --config-only             judge the configuration alone, for a line that is written for another machine",
+        "  --json                    one JSON object; exit status 0, or 2 where something is wrong",
+        "",
+    ]
+    return "\n".join([*own, run_help(kind.check, kind, "[--full] [--config-only] [--json] ")])
+
+
+def _group_lines(group: str) -> list[str]:
+    indent = 14
+    choices = textwrap.wrap(", ".join(_choices(group)), _WIDTH - indent, break_on_hyphens=False)
+    return [f"  {group + '=':<12}{choices[0]}", *(" " * indent + line for line in choices[1:])]
+
+
+def _choices(group: str) -> list[str]:
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
+def _key_lines(key: str, kind: RunKind[Section]) -> list[str]:
+    first_sentence = leaves(kind.schema)[key].help.split(". ")[0].split("; ")[0].rstrip(".")
+    room = _WIDTH - 6
+    text = first_sentence if len(first_sentence) <= room else first_sentence[: room - 1].rstrip() + "…"
+    return [f"  {key}", f"      {text}"]

@@ -1,0 +1,321 @@
+"""From a composed tree to a valid configuration, or one error that lists everything that is wrong with it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from hrl.config.conversions import Conversion
+from hrl.config.derived_defaults import with_derived_defaults
+from hrl.config.keys import flatten, leaves, nearest, nearest_keys, sections, unflatten
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.problems import ConfigError, Problem, Reason
+from hrl.config.run_kind import PPO, C, RunKind
+from hrl.config.section import Section
+from hrl.config.spellings import lookup, present_name
+from hrl.config.synonyms import Synonym
+from hrl.config.verdicts import Verdict
+
+_POLICY = "actor_rollout_ref"
+_FEW_KEYS = 12
+"""So many keys of a section are listed in a hint; more would be a page."""
+
+
+def load_config(tree: DictConfig | Mapping[str, Any]) -> PPOTrainerConfig:
+    """Validate the composed tree of a PPO run; see `load_kind`."""
+    return load_kind(PPO, tree)
+
+
+def load_kind(kind: RunKind[C], tree: DictConfig | Mapping[str, Any]) -> C:
+    """Validate a composed tree; reads the tree alone: no file, no network, no device.
+
+    Args:
+        kind: of the run.
+        tree: nested keys and values, as hydra composes them or as a plain dict.
+
+    Returns:
+        The configuration with every default filled in.
+
+    Raises:
+        ConfigError: something is wrong; lists all problems at once.
+    """
+    plain: Any = OmegaConf.to_container(tree, resolve=True) if isinstance(tree, DictConfig) else tree
+    return validate_kind(kind, dict(flatten({str(name): value for name, value in plain.items()}, kind.schema)))
+
+
+def validate(given: Mapping[str, Any], problems: tuple[Problem, ...] = ()) -> PPOTrainerConfig:
+    """Validate the dotted keys of a PPO run; see `validate_kind`."""
+    return validate_kind(PPO, given, problems)
+
+
+def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Problem, ...] = ()) -> C:
+    """Validate dotted keys.
+
+    Args:
+        kind: of the run.
+        given: dotted key → value.
+        problems: what was found before, while composing; listed first.
+
+    Raises:
+        ConfigError: as `load_kind`.
+    """
+    values, found, remarks = _translate(given, kind)
+    found = [*problems, *found]
+    doubtful = {key for problem in found for key in (problem.key, *problem.involves)}
+    given_keys = frozenset(values)
+    values = with_derived_defaults(values, kind.derived, kind.schema)
+    config, wrong = _build(values, kind.schema)
+    # A wrong value also fails in the defaults that follow from it; it is reported where it was written.
+    found += [problem for problem in wrong if _was_given(problem.key, given_keys)]
+    doubtful.update(problem.key for problem in wrong)
+    for rule in kind.rules:
+        sound = [problem for problem in rule(config) if doubtful.isdisjoint((problem.key, *problem.involves))]
+        # Values that don't go together: the hint says what does.
+        found += [problem._replace(reason=problem.reason or Reason.ALTERNATIVE) for problem in sound]
+    if found:
+        raise ConfigError(found)
+    return config.with_remarks(*remarks) if remarks else config
+
+
+def _was_given(key: str, given: frozenset[str]) -> bool:
+    return any(other == key or other.startswith(f"{key}.") or key.startswith(f"{other}.") for other in given)
+
+
+def _translate(
+    given: Mapping[str, Any], kind: RunKind[Section]
+) -> tuple[dict[str, Any], list[Problem], tuple[str, ...]]:
+    """Bring every key to its present name; report those that have none here.
+
+    Returns:
+        Key of the schema → value; the problems; and what to say of keys that were taken in another way than written.
+    """
+    spellings = kind.spellings
+    values: dict[str, Any] = {}
+    spelt: dict[str, str] = {}
+    problems: list[Problem] = []
+    second_spellings: list[tuple[str, str, Any]] = []
+    conversions: list[tuple[str, Conversion, Any]] = []
+    without_effect: list[tuple[str, Any, Verdict]] = []
+    for written, value in given.items():
+        if _names_a_class_of_verl(written, value):
+            continue
+        key = written if written in spellings.outside else present_name(written, spellings.renamed)
+        if value is None and (key != written or key in spellings.null_is_unset):
+            continue
+        lacking = spellings.values.get((key, value)) if isinstance(value, str) else None
+        if lacking is not None:
+            problems.append(Problem(written, f"can't be {_show(value)} here:", lacking.hint, reason=lacking.reason))
+        elif key in spellings.must_equal:
+            second_spellings.append((written, spellings.must_equal[key], value))
+        elif key in spellings.converted:
+            conversions.append((written, spellings.converted[key], value))
+        elif key not in spellings.outside and _is_schema_key(key, kind.schema):
+            if key in values and values[key] != value:
+                problems.append(_contradiction(written, value, spelt[key], values[key], key))
+            values[key], spelt[key] = value, written
+        elif (entry := lookup(spellings.outside, key)) is None:
+            problems.append(_unknown(written, key, kind))
+        elif entry[1].is_same(value):
+            pass
+        elif entry[1].is_noted(value):
+            without_effect.append((written, value, entry[1]))
+        else:
+            problems.append(_refusal(written, value, entry[1], _of_the_policy(key, kind)))
+
+    def value_of(key: str) -> Any:
+        return values.get(key, leaves(kind.schema)[key].default)
+
+    for written, key, value in second_spellings:
+        if value is not None and value != value_of(key):
+            what = f"is {value!r}, but {key} is {value_of(key)!r}."
+            hint = f"Set {key} alone."
+            problems.append(Problem(written, what, hint, involves=(key,), reason=Reason.ALTERNATIVE))
+    converted: list[str] = []
+    for written, conversion, value in conversions:
+        result = {} if value is None else conversion.convert(value, value_of)
+        if result is None:
+            hint = f"{_capitalised(conversion.instead)}."
+            problems.append(Problem(written, f"can't be {_show(value)} here.", hint, reason=Reason.ALTERNATIVE))
+        elif result:
+            values |= result
+            read_as = ", ".join(f"{key}={_show(other)}" for key, other in result.items())
+            converted.append(f"{written}={_show(value)} is read as {read_as}.")
+    for verdict in dict.fromkeys(verdict for _, _, verdict in without_effect if verdict.beside):
+        if values.get(str(verdict.beside)) is not None:
+            of_verdict = [item for item in without_effect if item[2] is verdict]
+            without_effect = [item for item in without_effect if item[2] is not verdict]
+            problems.append(_refusal(*of_verdict[0]))
+    return values, problems, (*converted, *_taken_without_effect(without_effect))
+
+
+def _names_a_class_of_verl(key: str, value: object) -> bool:
+    """Whether this is what verl's YAML files say of every section: the class that it becomes."""
+    return key.rpartition(".")[2] == "_target_" and str(value).startswith("verl.")
+
+
+def _taken_without_effect(taken: Iterable[tuple[str, Any, Verdict]]) -> Iterator[str]:
+    """One line that lists keys whose value makes no difference, with what hrl does in their place."""
+    by_reason: dict[str, list[str]] = {}
+    for written, value, verdict in taken:
+        by_reason.setdefault(verdict.says, []).append(f"{written}={_show(value)}")
+    if by_reason:
+        listed = "; ".join(f"{', '.join(keys)} ({says})" for says, keys in by_reason.items())
+        yield f"taken without effect: {listed}."
+
+
+def _is_schema_key(key: str, root: type[Section]) -> bool:
+    """Whether validation can judge `key`: it is in the schema, or lies under or over a value of it."""
+    parts = key.split(".")
+    above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+    return key in leaves(root) or key in sections(root) or any(prefix in leaves(root) for prefix in above)
+
+
+def _contradiction(written: str, value: object, other: str, other_value: object, key: str) -> Problem:
+    what = f"is {value!r}, but {other} is {other_value!r}; both mean {key}."
+    return Problem(written, what, f"Set {key} alone.", involves=(key,), reason=Reason.ALTERNATIVE)
+
+
+def _refusal(written: str, value: object, verdict: Verdict, or_meant: str | None = None) -> Problem:
+    what = f"can't be {_show(value)} here:" if verdict.same or verdict.noted else "has no counterpart in hrl:"
+    hint = verdict.hint if or_meant is None else f"{verdict.hint} Or did you mean {or_meant}?"
+    return Problem(written, what, hint, reason=verdict.reason)
+
+
+def _of_the_policy(key: str, kind: RunKind[Section]) -> str | None:
+    """The key that was meant where only the name of the policy's section was left out, as in `rollout.n`."""
+    full = f"{_POLICY}.{key}"
+    return full if "." in key and full in leaves(kind.schema) else None
+
+
+def _unknown(written: str, key: str, kind: RunKind[Section]) -> Problem:
+    """The problem with a key that is neither here nor in verl, with the key that was meant, as far as that is clear."""
+    if (full := _of_the_policy(key, kind)) is not None:
+        return Problem(written, "is not a key of hrl.", f"Did you mean {full}?", involves=(full,))
+    synonym = _synonym(key, kind)
+    known = leaves(kind.schema)
+    close = nearest_keys(key, {old: new for old, new in kind.spellings.renamed.items() if new in known}, kind.schema)
+    if synonym is not None and not (close and "." in key):
+        return Problem(written, "is not a key of hrl.", synonym.hint, involves=(synonym.key,))
+    if close:
+        return Problem(written, "is not a key of hrl.", f"Did you mean {' or '.join(close)}?", involves=tuple(close))
+    parent = key.rpartition(".")[0]
+    there = [other.removeprefix(f"{parent}.") for other in known if other.rpartition(".")[0] == parent]
+    short = 0 < len(there) <= _FEW_KEYS
+    hint = f"{parent} has {', '.join(there)}." if short else f"See {kind.help.page}, or `{kind.check} --help`."
+    return Problem(written, "is not a key of hrl.", hint)
+
+
+def option_problem(text: str, kind: RunKind[Section]) -> Problem:
+    """The problem with an argument such as `--n_samples_per_prompt 8`, as other programs take it."""
+    name = text.lstrip("-").replace("=", " ").partition(" ")[0].replace("-", "_")
+    synonym = _synonym(name, kind)
+    hint = f"{synonym.hint} Write key=value." if synonym is not None else "Write key=value; see --help."
+    return Problem(text, "is no option of this command.", hint, involves=(synonym.key,) if synonym else ())
+
+
+def _synonym(key: str, kind: RunKind[Section]) -> Synonym | None:
+    """What the name is in another library, where its section doesn't say that it is something else."""
+    section, _, name = key.rpartition(".")
+    synonym = kind.spellings.synonyms.get(name)
+    if synonym is None:
+        return None
+    top = section.partition(".")[0]
+    misplaced = synonym.key.rpartition(".")[2] == name
+    fits = not section or top not in sections(kind.schema) or synonym.key.startswith(f"{top}.") or misplaced
+    return synonym if fits else None
+
+
+def _capitalised(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
+
+
+def _build(values: Mapping[str, Any], root: type[C]) -> tuple[C, list[Problem]]:
+    """Validate field by field; wrong fields fall back to their default so that the cross-field rules can still run."""
+    try:
+        return root.model_validate(unflatten(dict(values))), []
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    problems: dict[str, Problem] = {}
+    for detail in details:
+        key = ".".join(_key_path(detail, root))
+        problems.setdefault(key, _field_problem(key, detail, root))
+    sound = {
+        key: value
+        for key, value in values.items()
+        if not any(key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for bad in problems)
+    }
+    return root.model_validate(unflatten(sound)), list(problems.values())
+
+
+def _key_path(detail: ErrorDetails, root: type[Section]) -> Iterator[str]:
+    """The dotted key of an error, without pydantic's steps into unions and list items."""
+    key = ""
+    for step in detail["loc"]:
+        key = f"{key}.{step}" if key else str(step)
+        yield str(step)
+        if key in leaves(root):
+            return
+
+
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a section with keys below it",
+}
+
+
+def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Problem:
+    """Say in the user's words what pydantic found."""
+    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
+    where = ".".join(map(str, detail["loc"])).removeprefix(key).strip(".")
+    item = f"[{where}] " if where else ""
+    if kind == "literal_error":
+        return _choice_problem(key, item, value, root)
+    if kind in _EXPECTED and value == "":
+        what = f"{item}is empty, expected {_EXPECTED[kind]}."
+        return Problem(key, what, "Give it a value, or leave the key out.", reason=Reason.UNREADABLE)
+    if kind in _EXPECTED:
+        if kind == "list_type" and isinstance(value, str) and value.startswith("["):
+            hint = f"Without inner quotes it is one: '{key}={value}'."
+            return Problem(key, f"{item}is text, expected a list.", hint, reason=Reason.UNREADABLE)
+        hint = f"Quote it: {key}='\"{value}\"'." if kind == "string_type" and value is not None else ""
+        return Problem(key, f"{item}is {_show(value)}, expected {_EXPECTED[kind]}.", hint)
+    bounds = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
+    for name, words in bounds.items():
+        if name in context:
+            return Problem(key, f"{item}is {_show(value)}, must be {words} {context[name]}.")
+    return Problem(key, f"{item}is {_show(value)}: {detail['msg'].lower()}.")
+
+
+def _choice_problem(key: str, item: str, value: object, root: type[Section]) -> Problem:
+    choices = choices_of(key, root)
+    close = nearest(str(value), choices)
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"Choose one of {', '.join(choices)}."
+    return Problem(key, f"{item}can't be {_show(value)}.", hint)
+
+
+def choices_of(key: str, root: type[Section] = PPOTrainerConfig) -> list[str]:
+    """The values that a key of fixed choices can take, as the schema lists them; empty for other keys."""
+    return [str(choice) for choice in _literals(leaves(root)[key].field.annotation)]
+
+
+def _literals(annotation: Any) -> Iterator[Any]:
+    for argument in getattr(annotation, "__args__", ()):
+        if isinstance(argument, str | int):
+            yield argument
+        elif argument is not type(None):
+            yield from _literals(argument)
+
+
+def _show(value: object) -> str:
+    """A value as YAML writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -1,0 +1,119 @@
+"""Blocks shared by every model that is trained or scored: weights, optimizer, sharding, checkpoints."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeFloat
+
+from hrl.config.section import MinusOneOrMore, Section, UnitInterval
+
+_LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
+_SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
+
+
+def _spelt(names: dict[str, str]) -> BeforeValidator:
+    """Other spellings of a dtype, with or without `torch.` in front, mean the same one."""
+
+    def translate(value: object) -> object:
+        plain = value.removeprefix("torch.") if isinstance(value, str) else value
+        return names.get(plain, plain) if isinstance(plain, str) else plain
+
+    return BeforeValidator(translate)
+
+
+DType = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(_LONG_NAMES)]
+"""`auto` is bfloat16 on GPUs and on CPUs with matrix instructions for it, and float32 on other CPUs."""
+Content = Literal["model", "optimizer", "extra", "hf_model"]
+
+
+class BackboneConfig(Section):
+    """A transformer and how it is held in memory."""
+
+    path: str = "bundled:smollm2-135m-instruct"
+    """A local folder, a hub id, or `bundled:smollm2-135m-instruct`."""
+    override_config: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the model's config.json to replace, e.g. `{max_position_embeddings: 32768}`."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass: about a third more compute, far less memory."""
+
+
+class ModelConfig(BackboneConfig):
+    """The policy: the transformer that is trained and sampled from."""
+
+    trust_remote_code: bool = False
+    """Let transformers and vLLM run code from model folders; one switch for the models of all roles."""
+    probe: bool = True
+    """Before anything starts, compare a small cut of every role's model, packed as it is trained, with its own plain
+    forward; a family that packed training would compute wrongly is refused. Costs seconds."""
+    # The prompt of a group is computed once for all samples that share a micro-batch, in every model. That changes no
+    # number, which the probe compares.
+    share_prefix: ClassVar[bool] = True
+    tokenizer_path: str | None = None
+    """Folder or hub id of the tokenizer; null uses the model's own."""
+
+
+class _ShardingConfig(Section):
+    """What FSDP2 has to know of every model."""
+
+    param_offload: bool = False
+    """Keep the parameters in pinned host memory while the model is idle. Nothing on a CPU."""
+    fsdp_size: MinusOneOrMore = -1
+    """Processes that share one sharded copy; -1 uses all processes of the pool."""
+    dtype: DType = "auto"
+    """Dtype of the matrix products; gradients are reduced in fp32. `auto` is bfloat16, except on a CPU that has no
+    matrix instructions for it and is faster in float32."""
+
+
+class ForwardShardingConfig(_ShardingConfig):
+    """FSDP2 settings of a model that is only evaluated."""
+
+    reshard_after_forward: ClassVar[bool] = True  # no backward pass will want them again
+
+    @property
+    def model_dtype(self) -> str:
+        """Dtype of the stored parameters: nothing but the matrix products reads them."""
+        return self.dtype
+
+
+class FsdpConfig(_ShardingConfig):
+    """FSDP2 settings of a model that is trained."""
+
+    model_dtype: Annotated[Literal["fp32", "bf16"], _spelt(_SHORT_NAMES)] = "fp32"
+    """Dtype of the master weights. AdamW rounds bf16 ones stochastically, so that they move by what their update says
+    on average, also at 1e-6; their moments stay fp32, and gradients of micro-batches add up in bf16."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between the forward and the backward pass; on a single GPU their copies in the compute
+    dtype, half as large as the model."""
+    optimizer_offload: bool = False
+    """Keep AdamW's moments in pinned host memory, from the start: in a step they visit the GPU 256 MiB at a time.
+    Nothing on a CPU."""
+
+
+class OptimConfig(Section):
+    """AdamW and its learning-rate schedule."""
+
+    lr: NonNegativeFloat = 1e-6
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decoupled weight decay."""
+    betas: Annotated[list[UnitInterval], Field(min_length=2, max_length=2)] = Field(
+        default_factory=lambda: [0.9, 0.999]
+    )
+    """AdamW's two decay rates."""
+    lr_warmup_steps: MinusOneOrMore = -1
+    """Optimizer steps of linear warm-up; -1 derives them from `lr_warmup_steps_ratio`."""
+    lr_warmup_steps_ratio: UnitInterval = 0.0
+    """Warm-up as a share of all optimizer steps."""
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
+    """Shape of the learning rate after the warm-up."""
+    min_lr_ratio: UnitInterval = 0.0
+    """Where cosine and linear end, as a share of `lr`."""
+
+
+class CheckpointConfig(Section):
+    """What a checkpoint of the policy holds."""
+
+    save_contents: list[Content] = Field(default=["model", "optimizer", "extra", "hf_model"], min_length=1)
+    """Parts to write: `model` and `optimizer` (sharded weights and AdamW's state), `extra` (position in the schedule,
+    RNG), `hf_model` (a folder `hf` that transformers and vLLM load)."""
+    load_contents: list[Content] = Field(default=["model", "optimizer", "extra"], min_length=1)
+    """Parts to read on resume. Default: `save_contents` without `hf_model`."""

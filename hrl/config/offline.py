@@ -1,0 +1,201 @@
+"""The configurations of `main_dpo`, `main_sft` and `main_rm`, as typed, immutable objects."""
+
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from hrl.config.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig
+from hrl.config.names import pair_loss_traits
+from hrl.config.section import AggregationMode, Label, MinusOneOrMore, Section, StrList
+from hrl.config.trainer import RunConfig
+
+
+class OfflineDataConfig(Section):
+    """`data.*`: which rows are trained on, and how many at once."""
+
+    train_files: StrList = Field(min_length=1)
+    """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
+    val_files: StrList
+    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
+    bundled `train_files`, none beside others."""
+    data_source_key: str = "data_source"
+    """Column that names the row's source, which groups validation metrics; without it the file's name does."""
+    train_batch_size: PositiveInt = 64
+    """Rows per step, which is one optimizer step; a row is a pair where pairs are learnt from."""
+    max_length: PositiveInt = 1024
+    """Most tokens of prompt and answer together, after the chat template."""
+    truncation: Literal["error", "drop", "left", "right"] = "error"
+    """What to do with a longer row: stop, leave it out and count it, cut the prompt's beginning, or cut the answer's
+    end."""
+    max_token_len_per_gpu: PositiveInt = 16384
+    """Token budget of one micro-batch on one process; a hard cap."""
+    micro_batch_size_per_gpu: PositiveInt | None = None
+    """Rows in one micro-batch on one process; null packs up to `max_token_len_per_gpu`."""
+    shuffle: bool = True
+    """Shuffle the training rows anew each epoch; the order is a function of (seed, epoch)."""
+    seed: NonNegativeInt = 1
+    """Seed of the row order. Default: `trainer.seed`."""
+    train_max_samples: MinusOneOrMore = -1
+    """Use only this many training rows; -1 uses all."""
+    val_max_samples: MinusOneOrMore = -1
+    """Use only this many validation rows; -1 uses all."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Extra arguments of the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """A row that can't be used stops the run naming file and row, or is skipped and counted."""
+
+
+class PairDataConfig(OfflineDataConfig):
+    """`data.*`: pairs of answers, of which one was preferred."""
+
+    train_files: StrList = Field(default_factory=lambda: ["bundled:addition_pairs/train"], min_length=1)
+    """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
+    val_files: StrList = Field(default_factory=lambda: ["bundled:addition_pairs/val"])
+    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
+    bundled `train_files`, none beside others."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt, a chat or a string; where rows have none, it is what both answers begin with."""
+    chosen_key: str = "chosen"
+    """Column that holds the preferred answer: a chat or a string."""
+    rejected_key: str = "rejected"
+    """Column that holds the other answer."""
+
+
+class ScoredPairDataConfig(PairDataConfig):
+    """`data.*`: pairs of answers, of which one was preferred, and by how much."""
+
+    margin_key: str = "margin"
+    """Column that holds the lead which the preferred answer's score must have; rows without it need none."""
+
+
+class DemonstrationDataConfig(OfflineDataConfig):
+    """`data.*`: answers to imitate."""
+
+    train_files: StrList = Field(default_factory=lambda: ["bundled:addition_answers/train"], min_length=1)
+    """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
+    val_files: StrList = Field(default_factory=lambda: ["bundled:addition_answers/val"])
+    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
+    bundled `train_files`, none beside others."""
+    messages_key: str = "messages"
+    """Column that holds a whole chat, of which every assistant message is trained on."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt, in rows without a whole chat: a chat or a string."""
+    completion_key: str | None = None
+    """Column that holds the answer to the prompt; null takes `completion` or `response`."""
+
+
+class OfflineModelConfig(ModelConfig):
+    """`model.*`: the transformer that is trained."""
+
+    fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig)
+
+
+class OfflineOptimConfig(OptimConfig):
+    """`optim.*`: AdamW and its learning-rate schedule."""
+
+    clip_grad: PositiveFloat = 1.0
+    """Largest global gradient norm."""
+
+
+class OfflineRunConfig(RunConfig):
+    """`trainer.*`: the run itself."""
+
+    total_epochs: PositiveInt = 1
+    """Passes over the training rows."""
+    save_freq: MinusOneOrMore = 500
+    """Write a checkpoint every so many steps and after the last one; -1 or 0 is never."""
+
+
+class OfflineConfig(Section):
+    """What the three trainers have in common."""
+
+    data: OfflineDataConfig
+    model: OfflineModelConfig = Field(default_factory=OfflineModelConfig)
+    optim: OfflineOptimConfig = Field(default_factory=OfflineOptimConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    trainer: OfflineRunConfig = Field(default_factory=OfflineRunConfig)
+
+    @property
+    def num_processes(self) -> int:
+        """Processes that hold the model."""
+        return self.trainer.nnodes * self.trainer.n_gpus_per_node
+
+
+class DPOAlgorithmConfig(Section):
+    """`algorithm.*`: how a pair becomes a loss."""
+
+    loss_type: str = "sigmoid"
+    """sigmoid (DPO), ipo, hinge (SLiC), without a reference simpo and orpo, or a registered one."""
+    beta: PositiveFloat = 0.1
+    """How strongly the policy is held to the reference; IPO's tau, SimPO's scale, ORPO's weight."""
+    label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
+    """Probability that a pair is the wrong way round (conservative DPO)."""
+    target_margin: NonNegativeFloat = 0.0
+    """`simpo`: gamma, the lead that a preferred answer must have."""
+    reference_free: bool = False
+    """Take a reference that finds all answers equally likely."""
+
+
+class DPORunConfig(OfflineRunConfig):
+    """`trainer.*`: the run itself."""
+
+    experiment_name: Label = "dpo"
+    """Name of this run in the trackers, and the second part of the run folder."""
+    default_local_dir: str = "outputs/hrl/dpo"
+    """Run folder. Default: outputs/<project_name>/<experiment_name>."""
+
+
+class DPOTrainerConfig(OfflineConfig):
+    """Everything that a run of `main_dpo` reads."""
+
+    data: PairDataConfig = Field(default_factory=PairDataConfig)
+    algorithm: DPOAlgorithmConfig = Field(default_factory=DPOAlgorithmConfig)
+    trainer: DPORunConfig = Field(default_factory=DPORunConfig)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether log-probs of the reference are computed."""
+        return not self.algorithm.reference_free and pair_loss_traits(self.algorithm.loss_type).reference
+
+
+class SFTAlgorithmConfig(Section):
+    """`algorithm.*`: how token losses become one number."""
+
+    loss_agg_mode: AggregationMode = "token-mean"
+    """Every token weighs the same (token-mean), or every answer (the seq-mean modes; with norm also divided by
+    `data.max_length`); the divisors are those of the whole batch over all processes."""
+
+
+class SFTRunConfig(OfflineRunConfig):
+    """`trainer.*`: the run itself."""
+
+    experiment_name: Label = "sft"
+    """Name of this run in the trackers, and the second part of the run folder."""
+    default_local_dir: str = "outputs/hrl/sft"
+    """Run folder. Default: outputs/<project_name>/<experiment_name>."""
+
+
+class SFTTrainerConfig(OfflineConfig):
+    """Everything that a run of `main_sft` reads."""
+
+    data: DemonstrationDataConfig = Field(default_factory=DemonstrationDataConfig)
+    optim: OfflineOptimConfig = Field(default_factory=lambda: OfflineOptimConfig(lr=1e-5))
+    algorithm: SFTAlgorithmConfig = Field(default_factory=SFTAlgorithmConfig)
+    trainer: SFTRunConfig = Field(default_factory=SFTRunConfig)
+
+
+class RMRunConfig(OfflineRunConfig):
+    """`trainer.*`: the run itself."""
+
+    experiment_name: Label = "rm"
+    """Name of this run in the trackers, and the second part of the run folder."""
+    default_local_dir: str = "outputs/hrl/rm"
+    """Run folder. Default: outputs/<project_name>/<experiment_name>."""
+
+
+class RMTrainerConfig(OfflineConfig):
+    """Everything that a run of `main_rm` reads."""
+
+    data: ScoredPairDataConfig = Field(default_factory=ScoredPairDataConfig)
+    optim: OfflineOptimConfig = Field(default_factory=lambda: OfflineOptimConfig(lr=1e-5))
+    trainer: RMRunConfig = Field(default_factory=RMRunConfig)

@@ -1,0 +1,42 @@
+"""The whole configuration of a run as one typed, immutable object."""
+
+from pydantic import Field
+
+from hrl.config.actor import ActorRolloutRefConfig
+from hrl.config.algorithm import AlgorithmConfig
+from hrl.config.critic import CriticConfig
+from hrl.config.data import DataConfig
+from hrl.config.names import estimator_needs, pair_loss_traits
+from hrl.config.reward import RewardConfig
+from hrl.config.section import Section
+from hrl.config.trainer import TrainerConfig
+
+
+class PPOTrainerConfig(Section):
+    """Everything a run reads. Built by `load_config` or `compose_cli`, which also apply the cross-field rules."""
+
+    data: DataConfig = Field(default_factory=DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
+    critic: CriticConfig = Field(default_factory=CriticConfig)
+    reward: RewardConfig = Field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
+    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a value model is built."""
+        if self.critic.enable is not None:
+            return self.critic.enable
+        return estimator_needs(self.algorithm.adv_estimator).critic
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether a frozen reference policy is built."""
+        loss = self.algorithm.preference_loss
+        compares_pairs = loss is not None and pair_loss_traits(loss).reference
+        return compares_pairs or self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
+
+    @property
+    def needs_reward_model(self) -> bool:
+        """Whether a reward model is built."""
+        return self.reward.reward_model.enable

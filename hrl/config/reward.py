@@ -1,0 +1,87 @@
+"""`reward.*`: what a response is worth."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from hrl.config.model import ForwardShardingConfig
+from hrl.config.section import Section
+
+
+class CustomRewardFunctionConfig(Section):
+    """`reward.custom_reward_function`: a Python function of your own."""
+
+    path: str | None = None
+    """Python file with the reward function; null scores by the row's data source."""
+    name: str = "compute_score"
+    """Name of the function in that file."""
+    reward_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments handed to every call. `api_key: "env:NAME"` is the environment variable NAME, which the
+    function's process then has too; others that look like secrets are kept from it."""
+
+
+class RewardBackboneConfig(Section):
+    """`reward.reward_model.model`: how the classifier is held in memory."""
+
+    enable_gradient_checkpointing: ClassVar[bool] = False  # it has no backward pass
+    override_config: ClassVar[dict[str, Any]] = {}
+
+    fsdp_config: ForwardShardingConfig = Field(default_factory=ForwardShardingConfig)
+
+
+class RewardModelConfig(Section):
+    """`reward.reward_model`: a sequence classifier that scores responses."""
+
+    enable: bool = False
+    """Score responses with a reward model as well."""
+    model_path: str | None = None
+    """Folder or hub id of a sequence classifier with one label."""
+    weight: float = 1.0
+    """Weight of the model's score in the sum."""
+    max_token_len_per_gpu: PositiveInt = 16384
+    """Token budget of one micro-batch. Default: `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`."""
+    micro_batch_size_per_gpu: PositiveInt | None = None
+    """Sequences in one micro-batch; null fills it up to the token budget. Default: as the actor."""
+    model: RewardBackboneConfig = Field(default_factory=RewardBackboneConfig)
+
+    @property
+    def use_dynamic_bsz(self) -> bool:
+        """Whether micro-batches are filled up to a token budget."""
+        return self.micro_batch_size_per_gpu is None
+
+
+class OverlongBufferConfig(Section):
+    """`reward.overlong_buffer`: DAPO's soft penalty for long responses."""
+
+    enable: bool = False
+    """Lower the reward linearly inside the last `len` tokens before `data.max_response_length`."""
+    len: NonNegativeInt = 0
+    """Width of that zone in tokens. Default: a fifth of `data.max_response_length`."""
+    penalty_factor: NonNegativeFloat = 1.0
+    """Penalty at the end of the zone."""
+
+
+class RewardConfig(Section):
+    """`reward.*`: what a response is worth."""
+
+    num_workers: PositiveInt = 1
+    """Processes that run reward functions."""
+    timeout_s: PositiveFloat = 30.0
+    """Seconds one call of a reward function may take before it is cancelled, or its process replaced."""
+    max_concurrency: PositiveInt = 64
+    """Calls of an async reward function that one process awaits at once; other functions run one call at a time."""
+    memory_limit_gib: PositiveFloat | None = 8.0
+    """Address space of one such process, so that a function that eats memory fails alone; null for no limit, as a
+    function needs that uses a GPU."""
+    on_error: Literal["raise", "skip"] = "raise"
+    """A failing reward function stops the run, or its samples are counted and train nothing. A response that breaks a
+    built-in function is neither: it scores as a wrong answer and is counted in `reward/num_unscorable`."""
+    function_weight: float = 1.0
+    """Weight of the reward function's score in the sum. Default: 1; 0 beside a reward model, unless a function is named
+    by `custom_reward_function.path`."""
+    shaping: dict[str, PositiveFloat | None] = Field(default_factory=dict)
+    """What is done to that sum before it is learnt from, in this order: `{standardise: null, clip: 5}`. clip cuts to
+    [-limit, limit], scale divides by the run's standard deviation, standardise takes its mean off first."""
+    custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
+    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
+    overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)

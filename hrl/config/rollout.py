@@ -1,0 +1,94 @@
+"""`actor_rollout_ref.rollout`: how responses are sampled."""
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from hrl.config.model import DType
+from hrl.config.section import Fraction, MinusOneOrMore, Section
+
+SYNC_MARGIN_S = 60.0
+"""Time that the workers have to report an aborted weight sync before the driver gives up on them."""
+
+
+class ValKwargsConfig(Section):
+    """`rollout.val_kwargs`: sampling of the validation prompts."""
+
+    n: PositiveInt = 1
+    """Samples per validation prompt."""
+    do_sample: bool = False
+    """Sample; false takes the most likely token. Default: whether `val_kwargs.temperature` is above 0."""
+    temperature: NonNegativeFloat = 0.0
+    """Sampling temperature, with `do_sample=true`."""
+    top_p: Fraction = 1.0
+    """Nucleus size; 1 is off."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Most likely tokens kept; -1 is off."""
+
+
+class WeightSyncConfig(Section):
+    """`rollout.weight_sync`: from the trainer's weights to the sampler's."""
+
+    bucket_mb: PositiveInt = 256
+    """Size of one transfer buffer in MiB; two are kept."""
+    timeout_s: PositiveFloat = 300.0
+    """Seconds a sync may take before the workers abort it."""
+
+    @property
+    def driver_timeout_s(self) -> float:
+        """How long the driver waits: the workers, who know why a sync is late, report it first."""
+        return self.timeout_s + SYNC_MARGIN_S
+
+
+class RolloutConfig(Section):
+    """`actor_rollout_ref.rollout`: how responses are sampled."""
+
+    name: Literal["vllm", "hf", "scripted"] = "vllm"
+    """Engine: vllm, hf (transformers, slow, for comparison) or scripted (tests)."""
+    n: PositiveInt = 1
+    """Samples per prompt. Default: 8 for estimators that compare samples of a group (grpo, rloo, …), 1 for others."""
+    temperature: PositiveFloat = 1.0
+    """Sampling temperature of training samples, also applied when their log-probs are recomputed."""
+    top_p: Fraction = 1.0
+    """Nucleus size; 1 is off."""
+    top_k: MinusOneOrMore = -1
+    """Most likely tokens kept; -1 is off."""
+    seed: NonNegativeInt = 1
+    """Seed of the samples, combined with step, prompt and sample index. Default: `trainer.seed`."""
+    dtype: DType = "auto"
+    """Dtype of the engine's weights; `auto` as for the trainer's `fsdp_config.dtype`."""
+    tensor_model_parallel_size: PositiveInt = 1
+    """Processes that one engine spans."""
+    gpu_memory_utilization: Fraction = 0.5
+    """Share of a GPU's memory that the engine may take while awake. Default: 0.5 where it shares its GPUs with a
+    trainer or another model, 0.9 on a pool of its own."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """Size of the engine's KV cache in GiB on a machine without a GPU."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences that one engine decodes together."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Most tokens in one engine iteration."""
+    max_model_len: PositiveInt | None = None
+    """Longest sequence that the engine accepts, in tokens; null uses prompt + response."""
+    enforce_eager: bool = False
+    """Run the engine without CUDA graphs: starts sooner, samples slower."""
+    enable_chunked_prefill: bool | None = None
+    """Split long prompts over iterations; null is on with a GPU and off on CPU, where seeded requests need whole
+    prompts."""
+    enable_prefix_caching: bool = True
+    """Share the prompt's KV cache among the samples of a group."""
+    free_cache_engine: bool = True
+    """Put a colocated engine to sleep while training, on devices that can."""
+    sleep_level: ClassVar[int] = 2  # weights are synced before the engine samples again: it need not keep its own
+    engine_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
+    log_prob_use_dynamic_bsz: bool = True
+    """Pack micro-batches of the actor's log-probs up to a token budget. Default: as the actor."""
+    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    """Token budget of one such micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
+    log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Sequences in one such micro-batch, without dynamic packing. Default: `actor.ppo_micro_batch_size_per_gpu`."""
+    logprob_diff_alarm: PositiveFloat = 0.1
+    """Warn when the mean absolute log-prob difference between sampler and trainer exceeds this."""
+    val_kwargs: ValKwargsConfig = Field(default_factory=ValKwargsConfig)
+    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)

@@ -1,0 +1,367 @@
+"""Rules that hold between keys. Each is a generator of problems, named for what it enforces."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from hrl.config.algorithm_rules import ALGORITHM_RULES
+from hrl.config.engine_rules import engines_are_told_what_is_theirs
+from hrl.config.keys import nearest
+from hrl.config.names import (
+    JSON_CONSOLE,
+    LOGGERS,
+    estimator_needs,
+    known_estimators,
+    known_importance_levels,
+    known_kl_kinds,
+    known_pair_losses,
+    known_policy_losses,
+    known_reward_shapers,
+    known_reweight_methods,
+)
+from hrl.config.placement import placement_problems, resolve_placement
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.problems import Problem
+
+Rule = Callable[[PPOTrainerConfig], Iterator[Problem]]
+AnyRun = Any
+"""A configuration with the sections `data` and `trainer`, of a run of any kind."""
+
+_ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
+_ESTIMATOR = "algorithm.adv_estimator"
+_LOSS = f"{_ACTOR}.policy_loss.loss_mode"
+_SHAPING = "reward.shaping"
+_RESPONSE = ("data.max_prompt_length", "data.max_response_length")
+_SHARED_ROWS = tuple(
+    f"{owner}{section}.ulysses_sequence_parallel_size"
+    for owner in (_ACTOR, _REF, "critic")
+    for section in ("", ".fsdp_config")
+)
+"""Who asked for these cuts a row over several processes, and has budgets that a row does not fit into."""
+
+
+def not_registered(key: str, name: str, known: set[str] | frozenset[str]) -> Problem:
+    """A name that nothing is known under, with the nearest one that is."""
+    close = nearest(name, known)
+    hint = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(known))}."
+    return Problem(key, f"names {name!r}, which nothing is registered under.", hint)
+
+
+def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """What is chosen by a name exists."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    chosen: list[tuple[str, str | None, set[str]]] = [
+        (_ESTIMATOR, algorithm.adv_estimator, known_estimators()),
+        (_LOSS, actor.policy_loss.loss_mode, known_policy_losses()),
+        ("algorithm.preference_loss", algorithm.preference_loss, known_pair_losses()),
+        (
+            "algorithm.rollout_correction.rollout_is",
+            algorithm.rollout_correction.rollout_is,
+            known_importance_levels(),
+        ),
+        ("algorithm.pf_ppo.reweight_method", algorithm.pf_ppo.reweight_method, known_reweight_methods()),
+        *((_SHAPING, name, known_reward_shapers()) for name in config.reward.shaping),
+    ]
+    for key, name, known in chosen:
+        if name is not None and name not in known:
+            yield not_registered(key, name, known)
+    for key, kind in ((f"{_ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
+        if kind.removesuffix("+") not in known_kl_kinds():
+            yield not_registered(key, kind, known_kl_kinds())
+
+
+def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Other members of `reward.shaping` have none."""
+    if "clip" in config.reward.shaping and config.reward.shaping["clip"] is None:
+        yield Problem(_SHAPING, "clips to no limit.", "Give one, e.g. {clip: 5}.")
+
+
+def trackers_are_known(config: AnyRun) -> Iterator[Problem]:
+    """Every name in `trainer.logger` is one of a tracker or of a console."""
+    for name in config.trainer.logger:
+        if name not in LOGGERS:
+            yield not_registered("trainer.logger", name, LOGGERS)
+
+
+def one_console_writes(config: AnyRun) -> Iterator[Problem]:
+    """Standard output is for people or for programs."""
+    if {"console", JSON_CONSOLE} <= set(config.trainer.logger):
+        what = f"names console and {JSON_CONSOLE}, which both write to standard output."
+        yield Problem("trainer.logger", what, "Name one of them; metrics.jsonl is written in any case.")
+
+
+def mini_batches_divide_the_batch(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Every step is a whole number of mini-batches."""
+    prompts = config.data.train_batch_size
+    owners = {f"{_ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    if config.needs_critic:
+        owners["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    bad = {key: size for key, size in owners.items() if prompts % size}
+    for key, size in _without_followers(bad).items():
+        what = f"is {size} prompts and does not divide data.train_batch_size={prompts}."
+        yield Problem(key, what, f"Nearest that do: {_nearest_divisors(prompts, size)}.", ("data.train_batch_size",))
+
+
+def _without_followers(wrong: dict[str, int]) -> dict[str, int]:
+    """Leave out keys with the same wrong value as the first: they follow it unless they were set apart."""
+    first = next(iter(wrong), None)
+    return {key: value for key, value in wrong.items() if key == first or value != wrong[first]}  # type: ignore[index]
+
+
+def _nearest_divisors(number: int, wanted: int) -> str:
+    divisors = [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+    below = [candidate for candidate in divisors if candidate < wanted][-1:]
+    above = [candidate for candidate in divisors if candidate > wanted][:1]
+    return " and ".join(map(str, below + above))
+
+
+def groups_are_large_enough(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """An estimator that compares the samples of a prompt gets several of them."""
+    name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
+    smallest = estimator_needs(name).min_group_size
+    if samples < smallest:
+        what = f"is {samples}, but {_ESTIMATOR}={name} compares the samples of a prompt and needs at least {smallest}."
+        yield Problem(f"{_ROLLOUT}.n", what, f"Set {_ROLLOUT}.n=8, or another estimator.", (_ESTIMATOR,))
+
+
+def critic_fits_the_estimator(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """GAE has a value model; warm-up warms something up."""
+    name = config.algorithm.adv_estimator
+    if estimator_needs(name).critic and config.critic.enable is False:
+        what = f"is false, but {_ESTIMATOR}={name} needs values."
+        yield Problem(
+            "critic.enable", what, "Remove the key, or use an estimator without critic (grpo).", (_ESTIMATOR,)
+        )
+    if config.trainer.critic_warmup > 0 and not config.needs_critic:
+        what = f"is {config.trainer.critic_warmup}, but {_ESTIMATOR}={name} builds no critic."
+        yield Problem("trainer.critic_warmup", what, "Set it to 0.", (_ESTIMATOR, "critic.enable"))
+
+
+def kl_in_the_loss_has_a_gradient(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """k1 as a loss has an expected gradient of zero."""
+    actor = config.actor_rollout_ref.actor
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        what = f"is {actor.kl_loss_type}, whose expected gradient in a loss is zero."
+        yield Problem(f"{_ACTOR}.kl_loss_type", what, "Use low_var_kl, mse or kl+.", (f"{_ACTOR}.use_kl_loss",))
+
+
+def training_samples_come_from_the_policy(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Samples of a truncated distribution are not the policy's, and nothing corrects for them."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.top_p < 1.0:
+        what = f"is {rollout.top_p}, so samples would not come from the distribution that is trained."
+        yield Problem(f"{_ROLLOUT}.top_p", what, "Set it to 1; validation has its own val_kwargs.top_p.")
+    if rollout.top_k > 0:
+        what = f"is {rollout.top_k}, so samples would not come from the distribution that is trained."
+        yield Problem(f"{_ROLLOUT}.top_k", what, "Set it to -1; validation has its own val_kwargs.top_k.")
+    if rollout.top_k == 0:
+        yield Problem(f"{_ROLLOUT}.top_k", "is 0, which is no number of tokens.", "Set it to -1 for off.")
+
+
+def validation_sampling_makes_sense(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Greedy validation has one answer; sampled validation has a temperature."""
+    val, key = config.actor_rollout_ref.rollout.val_kwargs, f"{_ROLLOUT}.val_kwargs"
+    if not val.do_sample and val.n > 1:
+        what = f"is {val.n}, but greedy decoding gives the same answer every time."
+        yield Problem(f"{key}.n", what, f"Set {key}.do_sample=true with a temperature, or n=1.", (f"{key}.do_sample",))
+    if val.do_sample and val.temperature == 0.0:
+        what = "is 0, which is greedy."
+        yield Problem(f"{key}.temperature", what, f"Set it above 0, or {key}.do_sample=false.", (f"{key}.do_sample",))
+    if val.top_k == 0:
+        yield Problem(f"{key}.top_k", "is 0, which is no number of tokens.", "Set it to -1 for off.")
+
+
+def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """The hard cap of a micro-batch admits the longest row."""
+    actor, ref, rollout = (getattr(config.actor_rollout_ref, name) for name in ("actor", "ref", "rollout"))
+    critic, model = config.critic, config.reward.reward_model
+    row = config.data.max_prompt_length + config.data.max_response_length
+    budgets = [(f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz)]
+    log_prob = "log_prob_max_token_len_per_gpu"
+    budgets += [(f"{_ROLLOUT}.{log_prob}", getattr(rollout, log_prob), rollout.log_prob_use_dynamic_bsz)]
+    if config.needs_reference:
+        budgets += [(f"{_REF}.{log_prob}", getattr(ref, log_prob), ref.log_prob_use_dynamic_bsz)]
+    if config.needs_critic:
+        budgets += [
+            (f"critic.{name}", getattr(critic, name), critic.use_dynamic_bsz)
+            for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
+        ]
+    if config.needs_reward_model:
+        key = "reward.reward_model.max_token_len_per_gpu"
+        budgets += [(key, model.max_token_len_per_gpu, model.use_dynamic_bsz)]
+    too_small = {key: budget for key, budget, dynamic in budgets if dynamic and budget < row}
+    for key, budget in _without_followers(too_small).items():
+        lengths = f"{config.data.max_prompt_length} prompt + {config.data.max_response_length} response"
+        what = f"is {budget} tokens, but one row may have {row} ({lengths})."
+        yield Problem(key, what, f"Set it to at least {row}.", (*_RESPONSE, *_SHARED_ROWS))
+
+
+def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Without dynamic packing the number of rows must be given."""
+    actor, ref, rollout = (getattr(config.actor_rollout_ref, name) for name in ("actor", "ref", "rollout"))
+    critic = config.critic
+    rows = "log_prob_micro_batch_size_per_gpu"
+    flag = "log_prob_use_dynamic_bsz"
+    needed = [
+        (_ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", actor, True),
+        (_ROLLOUT, flag, rows, rollout, actor.use_dynamic_bsz),
+        (_REF, flag, rows, ref, actor.use_dynamic_bsz and config.needs_reference),
+        ("critic", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", critic, config.needs_critic),
+    ]
+    for owner, flag_name, rows_name, section, wanted in needed:
+        if wanted and not getattr(section, flag_name) and getattr(section, rows_name) is None:
+            what = f"needs a number of sequences, because {owner}.{flag_name} is false."
+            key = f"{owner}.{rows_name}"
+            yield Problem(key, what, f"Set it, or {owner}.{flag_name}=true.", (f"{owner}.{flag_name}",))
+
+
+def engine_holds_whole_sequences(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Lengths and parallelism of the engine fit the data and its pool."""
+    rollout = config.actor_rollout_ref.rollout
+    row = config.data.max_prompt_length + config.data.max_response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < row:
+        what = f"is {rollout.max_model_len} tokens, but prompt + response may be {row}."
+        yield Problem(f"{_ROLLOUT}.max_model_len", what, f"Set it to at least {row}, or null.", _RESPONSE)
+    if rollout.enable_chunked_prefill is False and rollout.max_num_batched_tokens < (rollout.max_model_len or row):
+        what = f"is {rollout.max_num_batched_tokens} tokens; without chunked prefill it must hold a whole sequence."
+        hint = f"Set it to at least {rollout.max_model_len or row}."
+        yield Problem(f"{_ROLLOUT}.max_num_batched_tokens", what, hint, (f"{_ROLLOUT}.max_model_len", *_RESPONSE))
+    if rollout.name != "vllm" and rollout.tensor_model_parallel_size > 1:
+        what = f"is {rollout.tensor_model_parallel_size}, which the {rollout.name} engine can't do."
+        yield Problem(f"{_ROLLOUT}.tensor_model_parallel_size", what, "Set it to 1.", (f"{_ROLLOUT}.name",))
+
+
+def gradients_have_their_range(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Small gradients vanish in float16, and nothing scales the loss."""
+    trained = {_ACTOR: config.actor_rollout_ref.actor.fsdp_config}
+    if config.needs_critic:
+        trained["critic.model"] = config.critic.model.fsdp_config
+    for owner, sharding in trained.items():
+        if sharding.dtype == "float16":
+            what = "is float16, in which small gradients become zero: the loss isn't scaled."
+            yield Problem(f"{owner}.fsdp_config.dtype", what, "Set it to bfloat16.")
+
+
+def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Every role has its pool, and engines and shards divide the pools' processes."""
+    broken = list(placement_problems(config))
+    yield from broken
+    if broken:
+        return
+    placement = resolve_placement(config)
+    involves = ("trainer.resource_pools", "trainer.role_pools", "trainer.n_gpus_per_node", "trainer.nnodes")
+    ranks = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    processes = placement.processes(placement.rollout)
+    if processes % ranks:
+        what = f"is {ranks}, which does not divide the {processes} rollout processes."
+        hint = f"Nearest that do: {_nearest_divisors(processes, ranks)}."
+        yield Problem(f"{_ROLLOUT}.tensor_model_parallel_size", what, hint, involves)
+    sharded = {placement.actor: (_ACTOR, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)}
+    sharded["ref"] = (_REF, config.actor_rollout_ref.ref.fsdp_config.fsdp_size)
+    sharded["critic"] = ("critic.model", config.critic.model.fsdp_config.fsdp_size)
+    sharded["rm"] = ("reward.reward_model.model", config.reward.reward_model.model.fsdp_config.fsdp_size)
+    for role, (owner, size) in sharded.items():
+        if role in placement.roles and size != -1 and (size == 0 or placement.processes(role) % size):
+            what = f"is {size}, which does not divide the {placement.processes(role)} processes of {role}."
+            yield Problem(f"{owner}.fsdp_config.fsdp_size", what, "Set it to -1 for all of them.", involves)
+
+
+def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """There is a reward, and what it needs is given."""
+    reward = config.reward
+    if reward.reward_model.enable and not reward.reward_model.model_path:
+        what = "needs a folder or hub id, because the reward model is enabled."
+        yield Problem("reward.reward_model.model_path", what, involves=("reward.reward_model.enable",))
+    if reward.function_weight == 0.0 and not reward.reward_model.enable:
+        what = "is 0 and there is no reward model, so every reward would be 0."
+        yield Problem("reward.function_weight", what, "Set it above 0, or reward.reward_model.enable=true.")
+    buffer, longest = reward.overlong_buffer, config.data.max_response_length
+    if buffer.enable and not 0 < buffer.len <= longest:
+        what = f"is {buffer.len} tokens, must be between 1 and data.max_response_length={longest}."
+        yield Problem("reward.overlong_buffer.len", what, involves=("data.max_response_length",))
+
+
+def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """A data set class of one's own has both a file and a name."""
+    custom = config.data.custom_cls
+    if custom.path and not custom.name:
+        yield Problem("data.custom_cls.name", "needs the name of the class in data.custom_cls.path.")
+    if custom.name and not custom.path:
+        yield Problem("data.custom_cls.path", "needs the Python file that defines data.custom_cls.name.")
+
+
+def validation_has_rows(config: AnyRun) -> Iterator[Problem]:
+    """Whoever asks for validation names rows for it."""
+    trainer = config.trainer
+    if config.data.val_files or config.data.val_max_samples == 0:
+        return
+    if trainer.test_freq > 0:
+        what = f"is {trainer.test_freq}, but data.val_files is empty."
+        yield Problem("trainer.test_freq", what, "Name validation rows, or set it to -1.", ("data.val_files",))
+    for name in ("val_before_train", "val_after_train"):
+        if getattr(trainer, name):
+            what = "is true, but data.val_files is empty."
+            yield Problem(f"trainer.{name}", what, "Name validation rows, or set it to false.", ("data.val_files",))
+
+
+def resume_names_its_folder(config: AnyRun) -> Iterator[Problem]:
+    """A path to resume from is given exactly when it is used."""
+    trainer = config.trainer
+    if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
+        yield Problem("trainer.resume_from_path", "needs a checkpoint folder, because resume_mode is resume_path.")
+    if trainer.resume_from_path and trainer.resume_mode != "resume_path":
+        what, hint = f"is not read in resume_mode={trainer.resume_mode}.", "Set trainer.resume_mode=resume_path."
+        yield Problem("trainer.resume_from_path", what, hint, ("trainer.resume_mode",))
+
+
+def checkpoints_can_be_resumed(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """A run continues from the sharded weights."""
+    saved, every = config.actor_rollout_ref.actor.checkpoint.save_contents, config.trainer.save_freq
+    if every > 0 and "model" not in saved:
+        key, what = f"{_ACTOR}.checkpoint.save_contents", f"is [{','.join(saved)}], from which no run can continue."
+        yield Problem(key, what, "Add model, or set trainer.save_freq=-1.", ("trainer.save_freq",))
+
+
+RULES: tuple[Rule, ...] = (
+    names_are_registered,
+    clipped_rewards_have_a_limit,
+    trackers_are_known,
+    one_console_writes,
+    mini_batches_divide_the_batch,
+    groups_are_large_enough,
+    critic_fits_the_estimator,
+    kl_in_the_loss_has_a_gradient,
+    training_samples_come_from_the_policy,
+    validation_sampling_makes_sense,
+    one_row_fits_the_token_budget,
+    fixed_micro_batches_have_a_size,
+    engine_holds_whole_sequences,
+    engines_are_told_what_is_theirs,
+    gradients_have_their_range,
+    roles_have_pools,
+    something_scores,
+    custom_class_is_complete,
+    validation_has_rows,
+    resume_names_its_folder,
+    checkpoints_can_be_resumed,
+    *ALGORITHM_RULES,
+)
+
+
+def warnings(config: PPOTrainerConfig) -> list[str]:
+    """What is allowed but probably not meant, one sentence each; shown by `hrl check` and by the run's banner."""
+    actor, trainer, estimator = config.actor_rollout_ref.actor, config.trainer, config.algorithm.adv_estimator
+    found = list(config.remarks)
+    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        found.append(f"{_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice.")
+    if config.critic.enable and not estimator_needs(estimator).critic:
+        found.append(f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads.")
+    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
+        found.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu has no effect while use_dynamic_bsz is true.")
+    if config.actor_rollout_ref.model.trust_remote_code:
+        found.append(f"{_MODEL}.trust_remote_code=true: code from the model's folder runs with your rights.")
+    engine, arguments = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_kwargs
+    unread = [name for name, given in arguments.items() if name != engine and given]
+    found += [f"{_ROLLOUT}.engine_kwargs.{name} has no effect while {_ROLLOUT}.name is {engine}." for name in unread]
+    if trainer.save_freq <= 0:
+        found.append("trainer.save_freq is off: a run that is interrupted starts again from the first step.")
+    return found

@@ -1,0 +1,98 @@
+"""`trainer.*`: the run itself."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from hrl.config.section import Label, MinusOneOrMore, Section, StrList
+
+Frequency = Annotated[MinusOneOrMore, BeforeValidator(lambda value: -1 if value is False else value)]
+"""Every so many steps; false is never, as are -1 and 0."""
+Pools = dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]
+
+
+#: What a rank gets of the driver's deadline, whose clock starts earlier: the rank knows what it waits for, so its error
+#: should come first.
+RANK_SHARE = 0.9
+
+
+class TimeoutsConfig(Section):
+    """`trainer.timeouts`: how long the driver waits, in seconds."""
+
+    init_s: PositiveFloat = 600.0
+    """Start of the workers, with model loading and engine start."""
+    call_s: PositiveFloat = 1800.0
+    """One phase of a step on the workers."""
+
+    @property
+    def rank_init_s(self) -> float:
+        """How long a rank waits within a start; see ``RANK_SHARE``."""
+        return RANK_SHARE * self.init_s
+
+    @property
+    def rank_call_s(self) -> float:
+        """How long a rank waits within a phase; see ``RANK_SHARE``."""
+        return RANK_SHARE * self.call_s
+
+
+class RunConfig(Section):
+    """`trainer.*`: what every run is asked, whatever it trains."""
+
+    total_epochs: PositiveInt = 30
+    """Passes over the training rows."""
+    total_training_steps: NonNegativeInt | None = None
+    """Stop after this many steps, whatever the epochs; 0 only validates."""
+    nnodes: PositiveInt = 1
+    """Machines."""
+    n_gpus_per_node: PositiveInt = 1
+    """Processes per machine: one per GPU, or CPU processes where there is none."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where models run; auto takes the GPUs if there are any."""
+    cpu_threads_per_worker: PositiveInt | None = None
+    """torch threads of a CPU process; null divides the cores that the run may use. On a GPU, threads of the engine's
+    processes; null leaves them to the engine."""
+    seed: NonNegativeInt = 1
+    """Seed of the run: initial heads, order of the data and samples derive from it."""
+    project_name: Label = "hrl"
+    """Project in the trackers, and the first part of the run folder."""
+    experiment_name: Label = "ppo"
+    """Name of this run in the trackers, and the second part of the run folder."""
+    logger: StrList = Field(default_factory=lambda: ["console"])
+    """console, or console-json for one JSON object a line on standard output; and trackers: tensorboard, wandb, mlflow,
+    swanlab, trackio. metrics.jsonl is always written."""
+    default_local_dir: str = "outputs/hrl/ppo"
+    """Run folder. Default: outputs/<project_name>/<experiment_name>."""
+    val_before_train: bool = True
+    """Validate before the first step. Default: whether there are validation rows."""
+    val_after_train: bool = True
+    """Validate after the last step. Default: whether there are validation rows."""
+    test_freq: Frequency = -1
+    """Validate every so many steps; -1 or 0 is never."""
+    save_freq: Frequency = -1
+    """Write a checkpoint every so many steps; -1 or 0 is never."""
+    max_ckpt_to_keep: PositiveInt | None = None
+    """Checkpoints kept; null keeps all."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """Continue from the run folder's newest valid checkpoint, start anew, or continue from `resume_from_path`."""
+    resume_from_path: str | None = None
+    """Checkpoint folder, with `resume_mode=resume_path`."""
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    ray_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of `ray.init`. `{address: auto}`, or the environment variable RAY_ADDRESS, joins a running
+    cluster; otherwise the run starts its own."""
+
+
+class TrainerConfig(RunConfig):
+    """`trainer.*`: the run itself."""
+
+    critic_warmup: NonNegativeInt = 0
+    """First steps in which only the critic learns."""
+    log_rollouts_freq: MinusOneOrMore = 10
+    """Show best, median and worst sample every so many steps; -1 or 0 is never. All of them are in rollouts/."""
+    log_val_generations: NonNegativeInt = 0
+    """Validation samples sent to the trackers each time."""
+    resource_pools: Pools = Field(default_factory=lambda: {"global": [1]})
+    """Pool name to processes on each machine. Default: one pool `global` of n_gpus_per_node × nnodes."""
+    role_pools: dict[str, str] = Field(default_factory=dict)
+    """Role to pool: actor_rollout (or actor and rollout apart), ref, critic, rm. Roles left out join the actor's
+    pool."""

@@ -1,0 +1,1 @@
+"""Language models: where they come from, whether hrl runs them right, and how a packed batch goes through one."""

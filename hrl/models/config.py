@@ -1,0 +1,158 @@
+"""What a model's configuration is once ``override_config`` is applied, the same for trainer, engine and export.
+
+Overrides are merged into the ``config.json`` as it is written, and transformers builds its configuration from the
+result: whatever may stand in that file may stand in ``override_config``, in the forms that model cards show. So both
+
+    override_config={rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}
+    override_config={rope_theta: 1000000}
+
+work for a folder of any transformers version, although newer ones keep all of it under ``rope_parameters``.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hrl.models.folder import model_facts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+ROPE_FORMS = ("rope_parameters", "rope_scaling")
+"""The newer and the older name of the same dictionary."""
+_KEPT_WITH_ROPE = ("rope_theta", "partial_rotary_factor")
+
+
+class ModelConfigError(ValueError):
+    """``override_config`` does not fit the model; the message says why."""
+
+
+def merge_config(written: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
+    """The ``config.json`` that the overrides make of one.
+
+    Sections (``text_config``) are merged key by key. RoPE's dictionary is replaced as a whole, since its keys depend on
+    its type; its base frequency stays unless it is overridden too.
+
+    Args:
+        written: a ``config.json``.
+        override: ``override_config``.
+
+    Raises:
+        ModelConfigError: one RoPE is given to a model that has one for each kind of layer.
+    """
+    merged = dict(written)
+    for key, value in override.items():
+        if key in (*ROPE_FORMS, "rope_theta"):
+            continue
+        own = written.get(key)
+        merged[key] = merge_config(own, value) if isinstance(own, Mapping) and isinstance(value, Mapping) else value
+    if any(key in override for key in (*ROPE_FORMS, "rope_theta")):
+        _merge_rope(merged, written, override)
+    return merged
+
+
+def _merge_rope(merged: dict[str, Any], written: Mapping[str, Any], override: Mapping[str, Any]) -> None:
+    newer = written.get("rope_parameters")
+    own = newer or written.get("rope_scaling") or {}
+    given = next((override[form] for form in ROPE_FORMS if form in override), None)
+    replaced = any(form in override for form in ROPE_FORMS)
+    if _is_nested(own) and not (given and _is_nested(given) and "rope_theta" not in override):
+        raise ModelConfigError(
+            f"this model has one RoPE for each kind of layer: set override_config.rope_parameters with the keys "
+            f"{sorted(own)}"
+        )
+    if given and _is_nested(given):
+        rope: dict[str, Any] = {kind: {**_kept(own.get(kind) or {}), **(given[kind] or {})} for kind in given}
+    else:
+        rope = {**_kept(own), **(given or {})} if replaced else dict(own)
+        if "rope_theta" in override:
+            merged["rope_theta"] = override["rope_theta"]
+            rope.pop("rope_theta", None)
+            if rope or newer:
+                rope["rope_theta"] = override["rope_theta"]
+    for form in ROPE_FORMS:
+        merged.pop(form, None)
+    if rope and (newer or "rope_parameters" in override):
+        if not _is_nested(rope):
+            rope.setdefault("rope_type", rope.get("type", "default"))
+        merged["rope_parameters"] = rope
+    elif rope.keys() - set(_KEPT_WITH_ROPE):
+        merged["rope_scaling"] = rope
+
+
+def _kept(rope: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: rope[key] for key in _KEPT_WITH_ROPE if rope.get(key) is not None}
+
+
+def _is_nested(rope: Mapping[str, Any]) -> bool:
+    return bool(rope) and all(value is None or isinstance(value, Mapping) for value in rope.values())
+
+
+def load_config(path: Path | str, override: Mapping[str, Any], *, trust_remote_code: bool) -> PretrainedConfig:
+    """The transformers configuration of a model folder with its overrides.
+
+    Raises:
+        ModelConfigError: an override stands neither in the ``config.json`` nor in the class, or cannot have its value.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    own = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if not override:
+        return own
+    written = model_facts(Path(path))
+    _check_names(own, written, override, "override_config")
+    merged = merge_config(written, override)
+    try:
+        config = type(own).from_dict(merged)
+    except (StrictDataclassError, TypeError, ValueError, KeyError) as error:
+        raise ModelConfigError(
+            f"override_config={dict(override)} does not fit {type(own).__name__}: {error}"
+        ) from error
+    config.name_or_path = str(path)
+    return config
+
+
+def _check_names(own: Any, written: Mapping[str, Any], override: Mapping[str, Any], where: str) -> None:
+    known = {*written, *own.to_dict(), *own.attribute_map}
+    if hasattr(own, "rope_parameters"):
+        known |= {*ROPE_FORMS, *_KEPT_WITH_ROPE}
+    for key, value in override.items():
+        if key not in known and not hasattr(own, key):
+            near = difflib.get_close_matches(key, sorted(known), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ModelConfigError(
+                f"{where} sets {key!r}, which stands neither in config.json nor in {type(own).__name__}{hint}"
+            )
+        section = getattr(own, key, None)
+        if isinstance(value, Mapping) and hasattr(section, "attribute_map"):
+            _check_names(section, written.get(key) or {}, value, f"{where}.{key}")
+
+
+def engine_overrides(path: Path | str, override: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
+    """What the overrides change in the built configuration, for an engine that sets attributes of its own.
+
+    vLLM builds the configuration from the folder alone and then replaces attributes. An override from which others are
+    derived, or that is written in an older form, would there mean something else than in the trainer; a difference of
+    attributes means the same.
+
+    Raises:
+        ModelConfigError: as ``load_config``.
+    """
+    if not override:
+        return {}
+    own, used = (load_config(path, o, trust_remote_code=trust_remote_code).to_dict() for o in ({}, override))
+    return _difference(own, used)
+
+
+def _difference(own: Mapping[str, Any], used: Mapping[str, Any]) -> dict[str, Any]:
+    changed: dict[str, Any] = {}
+    for key, value in used.items():
+        if key in own and own[key] == value:
+            continue
+        is_section = isinstance(value, Mapping) and "model_type" in value and isinstance(own.get(key), Mapping)
+        changed[key] = _difference(own[key], value) if is_section else value
+    return changed

@@ -1,0 +1,167 @@
+"""What a causal language model does between its last hidden states and its logits, measured instead of known.
+
+Families differ: Cohere multiplies its logits, Granite divides them, Gemma caps them, MiniCPM3 divides the hidden
+states, and two families use one field's name for opposite things. vLLM does the same in its logits processor. So no
+field of a configuration is read here. The model's own forward is run once around a stand-in backbone that hands out
+chosen hidden states and a stand-in head that hands out chosen products; what comes out says what was done to them. No
+weight is read: it works on a model without storage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hrl.models.ops.log_prob import LogitForm
+
+#: Products of the stand-in head: large enough to find a cap, small enough to find a scale.
+_PRODUCTS = (-1e9, -300.0, -20.0, -3.0, -0.5, -1e-2, 0.0, 1e-2, 0.5, 3.0, 20.0, 300.0, 1e9)
+#: Relative error: some forwards go through float32.
+_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """From hidden states to logits: ``logits(head(hidden_scale * hidden))``.
+
+    Attributes:
+        hidden_scale: factor of the hidden states before the head.
+        logits: what happens to the head's products.
+    """
+
+    hidden_scale: float
+    logits: LogitForm
+
+
+def head_form(model: PreTrainedModel) -> HeadForm:
+    """How ``model.forward`` makes logits of the backbone's hidden states and its head.
+
+    Raises:
+        ValueError: in another way than by factors and a soft-cap.
+    """
+    name = type(model).__name__
+    head = model.get_output_embeddings()
+    if head is None:
+        raise ValueError(f"{name} has no language-model head")
+    vocabulary, width = head.weight.shape
+    hidden = torch.ones(len(_PRODUCTS), width)
+    hidden[:, 1::2] = -0.5  # so that a norm or another layer in between is no factor
+    products = torch.tensor(_PRODUCTS, dtype=torch.float64)
+    head_input, logits = _forward_around(model, head, hidden, products[:, None].expand(-1, vocabulary).contiguous())
+    if head_input is None or head_input.shape != hidden.shape or logits.shape != (len(_PRODUCTS), vocabulary):
+        raise ValueError(f"{name} does not make its logits by applying its head to the last hidden states")
+    ratios = head_input.double() / hidden.double()
+    hidden_scale = float(ratios[0, 0])
+    if not torch.allclose(ratios, torch.full_like(ratios, hidden_scale), rtol=_TOLERANCE):
+        raise ValueError(f"{name} computes something between its last hidden states and its head")
+    if not torch.equal(logits, logits[:, :1].expand_as(logits)):
+        raise ValueError(f"{name} treats the entries of its vocabulary differently after its head")
+    form = _fit(products, logits[:, 0].double())
+    if form is None:
+        raise ValueError(f"{name} changes its logits in a way that is neither a factor nor a soft-cap")
+    return HeadForm(hidden_scale, form)
+
+
+def backbone_of(model: PreTrainedModel) -> nn.Module:
+    """The part of a model that ends with the last hidden states.
+
+    Raises:
+        ValueError: there is none, or no telling which.
+    """
+    if model.base_model is not model:
+        return model.base_model
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]  # a wrong prefix: Llama 4
+    if len(inner) != 1:
+        raise ValueError(f"{type(model).__name__} has no backbone under {model.base_model_prefix!r}, its own prefix")
+    return inner[0]
+
+
+def _fit(products: Tensor, logits: Tensor) -> LogitForm | None:
+    """The factor, or factor and cap, that turn ``products`` into ``logits``."""
+    by_product = dict(zip(products.tolist(), logits.tolist(), strict=True))
+    small, largest = 1e-2, by_product[1e9]
+    candidates = [LogitForm(_rounded(by_product[small] / small))]
+    if largest > abs(by_product[small]):
+        scale = largest * math.atanh(by_product[small] / largest) / small
+        candidates.append(LogitForm(_rounded(scale), _rounded(largest)))
+    for form in candidates:
+        want = form.scale * products
+        if form.softcap is not None:
+            want = form.softcap * torch.tanh(want / form.softcap)
+        if torch.allclose(logits, want, rtol=_TOLERANCE, atol=1e-12):
+            return form
+    return None
+
+
+def _rounded(number: float) -> float:
+    """Without the last digits, in which the fit's rounding stands: 0.0625 instead of 0.06250000000000001."""
+    return float(f"{number:.12g}")
+
+
+def _forward_around(
+    model: PreTrainedModel, head: nn.Module, hidden: Tensor, products: Tensor
+) -> tuple[Tensor | None, Tensor]:
+    """Runs ``model.forward`` with stand-ins: what reached the head ``(n, H)``, and the logits ``(n, V)``."""
+    seen: list[Tensor] = []
+
+    def stand_in_head(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append(states)
+        return products[None].clone()
+
+    backbones = {id(part): part for part in (backbone_of(model), model.get_decoder()) if part is not model}
+    with ExitStack() as stack, torch.no_grad():
+        for backbone in backbones.values():
+            stack.enter_context(_forward_of(backbone, lambda *args, **kwargs: _BackboneOutput(hidden[None])))
+        stack.enter_context(_forward_of(head, stand_in_head))
+        ids = torch.zeros(1, len(hidden), dtype=torch.int64)
+        try:
+            logits = model.forward(input_ids=ids, use_cache=False).logits
+        except (
+            AttributeError,
+            IndexError,
+            KeyError,
+            NotImplementedError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise ValueError(
+                f"{type(model).__name__} has a forward whose way from hidden states to logits could not be followed: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+    return (seen[0][0] if len(seen) == 1 and seen[0].ndim == 3 else None), logits[0]
+
+
+@contextmanager
+def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Gives one module another forward for a while."""
+    own = module.__dict__.get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
+
+
+class _BackboneOutput(SimpleNamespace):
+    """A backbone's output with hidden states alone: whatever else a forward passes on is ``None``."""
+
+    def __init__(self, last_hidden_state: Tensor) -> None:
+        super().__init__(last_hidden_state=last_hidden_state)
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+    def __getitem__(self, item: Any) -> Any:
+        return (self.last_hidden_state,)[item]

@@ -1,0 +1,157 @@
+"""Attention over a packed row, registered with transformers under one name, ``hrl_packed``.
+
+A model loaded with ``attn_implementation=ATTENTION_NAME`` takes its layout as ``packing=AttentionLayout(...)`` through
+the keyword arguments of its forward. On CUDA the variable-length kernels run (``attention_varlen``); elsewhere, and
+where no kernel computes what the model asks for, similar query runs are stacked (``attention_blocks``).
+
+Whatever a model hands to its attention is either computed or refused by name. Nothing is dropped.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from hrl.models.ops.attention_blocks import Scoring, block_attention
+from hrl.models.ops.attention_varlen import has_kernel, varlen_attention
+from hrl.models.ops.layout import AttentionLayout, Reach
+from hrl.models.ops.masks import PackedMask, register_mask
+
+#: The name under which transformers knows this attention.
+ATTENTION_NAME = "hrl_packed"
+
+#: What else models pass along, although no attention computes with it. Anything not named here is refused.
+_WITHOUT_MEANING = frozenset(
+    {
+        "cache_position",
+        "deterministic",
+        "logits_to_keep",
+        "num_items_in_batch",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "past_key_values",
+        "position_embeddings",
+        "position_ids",
+        "return_dict",
+        "use_cache",
+    }
+)
+
+
+def packed_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: AttentionLayout,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of every segment of ``layout`` to its prefix and itself.
+
+    Args:
+        query: ``(T, Hq, D)``.
+        key: ``(T, Hkv, D)``, ``Hq`` a multiple of ``Hkv``.
+        value: ``(T, Hkv, Dv)``.
+        layout: which token attends to which.
+        scale: factor of the scores, usually ``D ** -0.5``.
+        window: sliding window in tokens; ``None`` is no window.
+        chunk: tokens see their own chunk of so many tokens only; ``None`` is one chunk.
+        softcap: scores are ``softcap * tanh(scores / softcap)``; ``None`` leaves them.
+        sinks: ``(Hq,)``, per head a further score in the softmax's denominator, with gradient.
+
+    Returns:
+        ``(T, Hq, Dv)``.
+    """
+    scoring = Scoring(scale, Reach(window, chunk), softcap)
+    attend = varlen_attention if has_kernel(query, value, sinks, scoring) else block_attention
+    return attend(query, key, value, sinks, layout, scoring)
+
+
+def transformers_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | PackedMask | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    packing: AttentionLayout | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Adapter to transformers' attention interface; shapes ``(1, heads, T, D)`` in, ``(1, T, heads, Dv)`` out.
+
+    Raises:
+        ValueError: the model wants something of its attention that packed attention does not have.
+    """
+    name = type(module).__name__
+    if packing is None:
+        raise ValueError(
+            f"{name} ran without its packing: either this model, loaded for packed training, was not called through "
+            "its engine, or its layers don't hand on their keyword arguments, and then it can't be trained packed"
+        )
+    unsupported = sorted(key for key, given in kwargs.items() if _asks_for_something(key, given))
+    if dropout > 0:
+        unsupported.append("attention_dropout (set it to 0 with model.override_config)")
+    if is_causal is False or (is_causal is None and getattr(module, "is_causal", True) is False):
+        unsupported.append("attention that is not causal")
+    if isinstance(attention_mask, Tensor) and attention_mask is not packing.full_mask(attention_mask.device):
+        unsupported.append(f"an attention mask of its own, of shape {tuple(attention_mask.shape)}")
+    if unsupported:
+        raise ValueError(f"{name} wants {', '.join(unsupported)}, which packed attention does not have")
+    _require_fit(name, query, key, value, packing)
+    reach = _reach(attention_mask, sliding_window)
+    out = packed_attention(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        packing,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=reach.window,
+        chunk=reach.chunk,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None], None
+
+
+def _asks_for_something(key: str, given: Any) -> bool:
+    if key == "output_attentions":
+        return bool(given)
+    return given is not None and key not in _WITHOUT_MEANING
+
+
+def _reach(mask: Tensor | PackedMask | None, window: int | None) -> Reach:
+    """The mask decides, as it does in the model's own eager attention; a model without one has the keyword alone."""
+    if not isinstance(mask, PackedMask):
+        return Reach(window)
+    if mask.reach is None:
+        raise ValueError(f"{mask.model_type} has an attention window of no token, through which nothing is seen")
+    return mask.reach
+
+
+def _require_fit(name: str, query: Tensor, key: Tensor, value: Tensor, packing: AttentionLayout) -> None:
+    tokens = packing.num_tokens
+    if query.shape[0] != 1 or query.shape[2] != tokens:
+        raise ValueError(f"packed attention wants (1, heads, {tokens}, D), got {tuple(query.shape)}")
+    if key.shape[2] != tokens or key.shape[:3] != value.shape[:3]:
+        raise ValueError(
+            f"{name} has keys {tuple(key.shape)} and values {tuple(value.shape)} for {tokens} queries; packed "
+            "attention wants one of each per token"
+        )
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(f"{name} has {query.shape[1]} query heads for {key.shape[1]} key heads, which is no multiple")
+
+
+ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, transformers_attention)
+register_mask(ATTENTION_NAME)

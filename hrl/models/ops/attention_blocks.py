@@ -1,0 +1,202 @@
+"""Packed attention in stacked blocks, on any device and for everything that a model's scores may be.
+
+Query runs of similar size are stacked and computed as one batched product, block by block, with a backward written
+here: for the short segments of language-model reinforcement learning torch's own CPU backward takes about five times as
+long. Scores exist for one block at a time, in the forward and again in the backward.
+
+A soft-cap (Gemma 2) makes scores ``s`` into ``s' = cap * tanh(s / cap)``, whose slope is ``1 - (s' / cap)^2``. A sink
+(gpt-oss) is one more term of each head's softmax denominator, without a value: where ``l`` is the log-sum-exp of the
+scores and ``b`` the sink, the output is scaled by ``exp(l - l')`` with ``l' = log(exp(l) + exp(b))``, and
+
+- ``p_k = exp(s_k - l')``, so that every formula of the backward holds with ``l'`` in the place of ``l``;
+- ``d out / d b = -exp(b - l') * out``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hrl.models.ops.layout import AttentionLayout, Block, Reach
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """From queries and keys to scores.
+
+    Attributes:
+        scale: factor of the products.
+        reach: how far back a token sees.
+        softcap: scores are ``softcap * tanh(scores / softcap)``; ``None`` leaves them.
+    """
+
+    scale: float
+    reach: Reach = field(default_factory=Reach)
+    softcap: float | None = None
+
+
+def block_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: AttentionLayout, scoring: Scoring
+) -> Tensor:
+    """``(T, Hq, D)``, ``(T, Hkv, D)``, ``(T, Hkv, Dv)`` and, with sinks, ``(Hq,)`` to ``(T, Hq, Dv)``."""
+    return _BlockAttention.apply(query, key, value, sinks, layout, scoring)
+
+
+def _stack(source: Tensor, index: Tensor) -> Tensor:
+    """``(T, H, D)`` gathered by ``(N, L)`` into ``(N, H, L, D)``."""
+    return source.index_select(0, index.reshape(-1)).view(*index.shape, *source.shape[1:]).transpose(1, 2)
+
+
+def _fold(stacked: Tensor, kv_heads: int) -> Tensor:
+    """``(N, Hq, Q, D)`` to ``(N, Hkv, G * Q, D)``: the query heads of one key head become more queries of it."""
+    count, heads, queries, width = stacked.shape
+    return stacked.reshape(count, kv_heads, heads // kv_heads * queries, width)
+
+
+def _rows(folded: Tensor, block: Block, heads: int) -> Tensor:
+    """``(N, Hkv, G * Q, D)`` to the ``(n, Hq, D)`` of the block's real queries."""
+    count, _, _, width = folded.shape
+    rows = folded.reshape(count, heads, -1, width).transpose(1, 2).flatten(0, 1)
+    return rows.index_select(0, block.out_source)
+
+
+def _bias(block: Block, layout: AttentionLayout, reach: Reach, repeats: int, like: Tensor) -> Tensor:
+    """``(N, 1, G * Q, K)``: 0 where the key is visible, -inf elsewhere. Made once per block, used by every layer."""
+    name = f"bias/{id(block)}/{reach}/{repeats}/{like.dtype}/{like.device}"
+    if name not in layout._cache:
+        hidden = ~block.visible(reach).repeat(1, repeats, 1)[:, None]
+        bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
+        layout._cache[name] = bias.masked_fill_(hidden, -torch.inf)
+    return layout._cache[name]  # type: ignore[return-value]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums of products of this type are kept in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _has_kernel(query: Tensor, scoring: Scoring) -> bool:
+    """Whether torch's CPU kernel computes these scores."""
+    return query.device.type == "cpu" and scoring.softcap is None
+
+
+def _scores(query: Tensor, key: Tensor, scoring: Scoring) -> Tensor:
+    """``(N, H, Q, K)`` scores before the mask, in the accumulation type."""
+    wide = accumulation_dtype(query.dtype)
+    if _has_kernel(query, scoring):
+        return torch.matmul(query, key.transpose(-1, -2)).to(wide).mul_(scoring.scale)
+    # Rounding scores to bfloat16 costs up to 0.06 of a score of 16; the kernel doesn't, so neither do we.
+    scores = torch.matmul(query.to(wide), key.to(wide).transpose(-1, -2)).mul_(scoring.scale)
+    if scoring.softcap is not None:
+        scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+    return scores
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+    """Output ``(N, H, Q, Dv)`` and log-sum-exp of the scores ``(N, H, Q)``."""
+    if not _has_kernel(query, scoring):
+        scores = _scores(query, key, scoring).add_(bias)
+        normaliser = scores.logsumexp(-1)
+        return torch.matmul(scores.sub_(normaliser[..., None]).exp_().to(value.dtype), value), normaliser
+    width = value.shape[-1]
+    if width != query.shape[-1]:  # the kernel wants one width; zeros change neither a score nor an output
+        widest = max(width, query.shape[-1])
+        query, key, value = (functional.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
+    # The public function does not return the log-sum-exp that the backward needs.
+    out, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, False, attn_mask=bias, scale=scoring.scale
+    )
+    return out[..., :width], normaliser
+
+
+def _sink_per_query(sinks: Tensor, kv_heads: int, queries: int, dtype: torch.dtype) -> Tensor:
+    """``(Hq,)`` to the ``(Hkv, G * Q)`` of folded queries."""
+    return sinks.to(dtype)[:, None].expand(-1, queries).reshape(kv_heads, -1)
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        layout: AttentionLayout,
+        scoring: Scoring,
+    ) -> Tensor:
+        heads, kv_heads = query.shape[1], key.shape[1]
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+        normalisers = []
+        for block in layout.blocks(query.device):
+            bias = _bias(block, layout, scoring.reach, heads // kv_heads, query)
+            q = _fold(_stack(query, block.query_index), kv_heads)
+            k, v = _stack(key, block.key_index), _stack(value, block.key_index)
+            folded, normaliser = _attend(q, k, v, bias, scoring)
+            if sinks is not None:
+                sink = _sink_per_query(sinks, kv_heads, block.query_index.shape[1], normaliser.dtype)
+                before, normaliser = normaliser, torch.logaddexp(normaliser, sink)
+                folded = folded * torch.exp(before - normaliser)[..., None].to(folded.dtype)
+            normalisers.append(normaliser)
+            out.index_copy_(0, block.out_target, _rows(folded, block, heads))
+        ctx.save_for_backward(query, key, value, sinks, out, *normalisers)
+        ctx.layout, ctx.scoring = layout, scoring
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, *normalisers = ctx.saved_tensors
+        grad, layout, scoring = grads[0], ctx.layout, ctx.scoring
+        heads, kv_heads = query.shape[1], key.shape[1]
+        repeats, wide = heads // kv_heads, accumulation_dtype(query.dtype)
+        grad_query = torch.empty_like(query)
+        grad_key = torch.zeros(key.shape, dtype=wide, device=key.device)
+        grad_value = torch.zeros(value.shape, dtype=wide, device=value.device)
+        grad_sinks = torch.zeros(heads, dtype=wide, device=query.device) if sinks is not None else None
+        # Per query, the part of the softmax gradient that is common to all keys: sum over D of grad * out.
+        common = (grad.to(wide) * out).sum(-1, keepdim=True)
+        for block, normaliser in zip(layout.blocks(query.device), normalisers, strict=True):
+            bias = _bias(block, layout, scoring.reach, repeats, query)
+            q, g = (_fold(_stack(x, block.query_index), kv_heads) for x in (query, grad))
+            shared = _fold(_stack(common, block.query_index), kv_heads)
+            k, v = _stack(key, block.key_index), _stack(value, block.key_index)
+            probs = _scores(q, k, scoring)
+            slope = None if scoring.softcap is None else 1.0 - (probs / scoring.softcap).square()
+            probs = probs.add_(bias).sub_(normaliser[..., None]).exp_()
+            grad_scores = torch.matmul(g, v.transpose(-1, -2)).to(wide).sub_(shared).mul_(probs).mul_(scoring.scale)
+            if slope is not None:
+                grad_scores.mul_(slope)
+            grad_scores, probs = grad_scores.to(query.dtype), probs.to(query.dtype)
+            _zero_padding(block, repeats, grad_scores, probs)
+            grad_query.index_copy_(0, block.out_target, _rows(torch.matmul(grad_scores, k), block, heads))
+            keys = block.key_index.reshape(-1)
+            for total, weights, rows_in in ((grad_key, grad_scores, q), (grad_value, probs, g)):
+                part = torch.matmul(weights.transpose(-1, -2), rows_in).transpose(1, 2).flatten(0, 1)
+                total.index_add_(0, keys, part.to(wide))
+            if sinks is not None and grad_sinks is not None:
+                sink = _sink_per_query(sinks, kv_heads, block.query_index.shape[1], wide)
+                share = torch.exp(sink - normaliser)[..., None].mul_(shared)
+                grad_sinks -= _rows(share, block, heads).sum((0, 2))
+        return (
+            grad_query,
+            grad_key.to(key.dtype),
+            grad_value.to(value.dtype),
+            None if grad_sinks is None else grad_sinks.to(sinks.dtype),
+            None,
+            None,
+        )
+
+
+def _zero_padding(block: Block, repeats: int, *weights: Tensor) -> None:
+    """Takes padded queries out of the sums over queries. They stand for token 0 and would count its gradient again."""
+    if block.out_source.numel() == block.query_index.numel():
+        return
+    real = torch.zeros(block.query_index.numel(), dtype=torch.bool, device=block.query_index.device)
+    real.index_fill_(0, block.out_source, True)
+    padded = ~real.view(block.query_index.shape).repeat(1, repeats)[:, None, :, None]
+    for weight in weights:
+        weight.masked_fill_(padded, 0.0)

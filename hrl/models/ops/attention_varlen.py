@@ -1,0 +1,221 @@
+"""Packed attention by the variable-length kernels of a GPU: flash-attn's where installed, else torch's own.
+
+What the kernels don't take is brought into a form that they do: values narrower than queries are padded with zeros
+(MLA), head widths are padded to a multiple of 8, key and value heads repeated where torch's function (2.11) knows no
+grouped queries. Sinks have no kernel, but the backward of flash attention asks only for the output and the log-sum-exp
+of the scores; given those of the softmax *with* the sink, it computes the gradients of that softmax (the formulas stand
+in ``attention_blocks``).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from hrl.models.ops.attention_blocks import Scoring, accumulation_dtype
+from hrl.models.ops.layout import AttentionLayout, VarlenIndex
+
+#: The widest head of the kernels, and the multiple that a width must be.
+MAX_HEAD_WIDTH = 256
+HEAD_WIDTH_STEP = 8
+#: The oldest cards that the kernels run on.
+MIN_CAPABILITY = (8, 0)
+
+
+def has_kernel(query: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scoring) -> bool:
+    """Whether a variable-length kernel can compute this."""
+    if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or not _runs_flash(query.device):
+        return False
+    if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_WIDTH:
+        return False
+    # torch's kernels have no soft-cap, and the sinks' way round has none either.
+    return scoring.softcap is None or (sinks is None and _flash_attn_has("softcap"))
+
+
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: AttentionLayout, scoring: Scoring
+) -> Tensor:
+    """``(T, Hq, D)``, ``(T, Hkv, D)``, ``(T, Hkv, Dv)`` and, with sinks, ``(Hq,)`` to ``(T, Hq, Dv)``."""
+    index = layout.varlen(query.device, scoring.reach.chunk)
+    width = value.shape[-1]
+    query, key, value = _one_width(query, key, value)
+    if index.key_index is not None:
+        key, value = _GatherRows.apply(key, index.key_index), _GatherRows.apply(value, index.key_index)
+    if sinks is not None:
+        key, value = _repeat_heads_unless_grouped(query, key, value)
+        out = _SinkAttention.apply(
+            query.contiguous(), key.contiguous(), value.contiguous(), sinks, index, scoring.scale, _left(scoring)
+        )
+    elif _has_flash_attn():
+        out = _flash_attn(query, key, value, index, scoring)
+    else:
+        out = _torch_varlen(query, key, value, index, scoring)
+    return out if out.shape[-1] == width else out[..., :width]
+
+
+def _left(scoring: Scoring) -> int:
+    """Keys that a query sees before itself, as the kernels count them; -1 is all."""
+    return -1 if scoring.reach.window is None else scoring.reach.window - 1
+
+
+def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """All padded with zeros to one width that the kernels take. Zeros change neither a score nor an output."""
+    width = -(-max(tensor.shape[-1] for tensor in tensors) // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP
+    return tuple(x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1])) for x in tensors)
+
+
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, index: VarlenIndex, scoring: Scoring) -> Tensor:
+    options = {} if scoring.softcap is None else {"softcap": scoring.softcap}
+    return _flash_attn_function()(
+        query,
+        key,
+        value,
+        index.query_offsets,
+        index.key_offsets,
+        index.max_query,
+        index.max_key,
+        softmax_scale=scoring.scale,
+        causal=True,
+        window_size=(_left(scoring), 0),
+        **options,
+    )
+
+
+def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, index: VarlenIndex, scoring: Scoring) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    key, value = _repeat_heads_unless_grouped(query, key, value)
+    options = {"enable_gqa": True} if key.shape[1] != query.shape[1] else {}
+    return varlen_attn(
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        index.query_offsets,
+        index.key_offsets,
+        index.max_query,
+        index.max_key,
+        scale=scoring.scale,
+        window_size=(_left(scoring), 0),
+        **options,
+    )
+
+
+def _repeat_heads_unless_grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values with a head per query head, where torch's function (before 2.12) wants that."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    repeats = query.shape[1] // key.shape[1]
+    if repeats == 1 or _has_keyword(varlen_attn, "enable_gqa"):
+        return key, value
+    return key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+
+
+@cache
+def _runs_flash(device: torch.device) -> bool:
+    """Flash attention needs an Ampere card (compute capability 8.0) or a later one."""
+    return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
+
+
+@cache
+def _has_keyword(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+@cache
+def _has_flash_attn() -> bool:
+    return importlib.util.find_spec("flash_attn") is not None
+
+
+def _flash_attn_function() -> Callable[..., Tensor]:
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func
+
+
+def _flash_attn_has(keyword: str) -> bool:
+    return _has_flash_attn() and _has_keyword(_flash_attn_function(), keyword)
+
+
+class _GatherRows(torch.autograd.Function):
+    """``source[index]`` whose gradient sums in float32: a prompt token gathers one term from each of its responses."""
+
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, index: Tensor) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.like = source.new_empty(0)
+        ctx.tokens = source.shape[0]
+        return source.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (index,) = ctx.saved_tensors
+        wide = accumulation_dtype(ctx.like.dtype)
+        total = torch.zeros((ctx.tokens, *grads[0].shape[1:]), dtype=wide, device=grads[0].device)
+        return total.index_add_(0, index, grads[0].to(wide)).to(ctx.like.dtype), None
+
+
+class _SinkAttention(torch.autograd.Function):
+    """Causal variable-length attention with one sink per query head, by the kernels behind torch's ``varlen_attn``.
+
+    The public function drops the gradient of the log-sum-exp, so forward and backward are called one by one.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, index: VarlenIndex, scale: float, left: int
+    ) -> Tensor:
+        out, normaliser, rng_state, unused, _ = torch.ops.aten._flash_attention_forward(
+            query,
+            key,
+            value,
+            index.query_offsets,
+            index.key_offsets,
+            index.max_query,
+            index.max_key,
+            0.0,
+            left < 0,
+            return_debug_mask=False,
+            scale=scale,
+            window_size_left=left,
+            window_size_right=0,
+        )
+        with_sink = torch.logaddexp(normaliser, sinks.to(normaliser.dtype)[:, None])  # (Hq, T) float32
+        out = out * torch.exp(normaliser - with_sink).t()[..., None].to(out.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, with_sink, rng_state, unused)
+        ctx.index, ctx.scale, ctx.left = index, scale, left
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, normaliser, rng_state, unused = ctx.saved_tensors
+        grad, index = grads[0].contiguous(), ctx.index
+        grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
+            grad,
+            query,
+            key,
+            value,
+            out,
+            normaliser,
+            index.query_offsets,
+            index.key_offsets,
+            index.max_query,
+            index.max_key,
+            0.0,
+            ctx.left < 0,
+            rng_state,
+            unused,
+            scale=ctx.scale,
+            window_size_left=ctx.left,
+            window_size_right=0,
+        )
+        wide = normaliser.dtype
+        common = (grad.to(wide) * out).sum(-1).t()  # (Hq, T)
+        grad_sinks = -(torch.exp(sinks.to(wide)[:, None] - normaliser) * common).sum(1)
+        return grad_query, grad_key, grad_value, grad_sinks.to(sinks.dtype), None, None, None

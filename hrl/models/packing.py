@@ -1,0 +1,262 @@
+"""From padded rows to one packed row: no padding, each distinct prompt once, nothing after the last trained token.
+
+Three savings, none of which changes a number:
+
+- Rows of one micro-batch with the same prompt share it (``share_prefix``): attention is causal, so the prompt's hidden
+  states don't know which response follows.
+- The token after which nothing is predicted does not enter: with log-probs or values wanted of ``r`` response tokens,
+  the model reads the prompt and the first ``r - 1`` of them.
+- Rows without a trained token do not enter at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hrl.models.ops.layout import AttentionLayout
+
+if TYPE_CHECKING:
+    from hrl.protocol import DataProto
+
+#: ``next``: the state before each trained token. ``last``: the state at the last token of each row.
+Wanted = Literal["next", "last"]
+
+
+#: Tensors of one copy start at multiples of this, so that every dtype can be viewed there.
+_ALIGNMENT_BYTES = 16
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Small host tensors on the device: one pinned buffer, one copy, and nobody waits for it.
+
+    Args:
+        tensors: on the CPU; on a CPU they are returned as they are.
+        device: where they are wanted.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def places(buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+
+    for place, tensor in zip(places(staged), tensors, strict=True):
+        place.copy_(tensor)
+    return places(staged.to(device, non_blocking=True))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The columns of a batch that say what the sequences are, checked once.
+
+    Attributes:
+        prompts: per row, its prompt tokens ``(P_i,)`` int64.
+        responses: ``(B, R)`` int64.
+        response_lengths: ``(B,)`` int64 true response lengths.
+        trained: ``(B, R)`` bool, tokens to train on or to score.
+    """
+
+    prompts: list[np.ndarray]
+    responses: np.ndarray
+    response_lengths: np.ndarray
+    trained: np.ndarray
+
+    @classmethod
+    def of(cls, batch: DataProto) -> Rows:
+        """Reads ``prompts``, ``responses``, ``attention_mask`` and ``response_mask`` of a batch.
+
+        Raises:
+            KeyError: a column is missing.
+            ValueError: prompts not left-padded, responses not right-padded, an empty prompt, or a trained token beyond
+                its response.
+        """
+        missing = [
+            k for k in ("prompts", "responses", "attention_mask", "response_mask") if k not in batch.batch.keys()
+        ]
+        if missing:
+            raise KeyError(f"the batch lacks the columns {missing}; it has {sorted(batch.batch.keys())}")
+        prompts = batch.batch["prompts"].cpu().numpy()
+        responses = batch.batch["responses"].cpu().numpy()
+        width = prompts.shape[1]
+        mask = batch.batch["attention_mask"].cpu().numpy().astype(bool)
+        trained = batch.batch["response_mask"].cpu().numpy().astype(bool)
+        prompt_mask, response_mask = mask[:, :width], mask[:, width:]
+        _require((np.diff(prompt_mask.astype(np.int8), axis=1) >= 0).all(1), "its prompt is not left-padded")
+        _require((np.diff(response_mask.astype(np.int8), axis=1) <= 0).all(1), "its response is not right-padded")
+        _require(prompt_mask.any(1), "its prompt is empty")
+        _require(~(trained & ~response_mask).any(1), "response_mask trains on a token beyond the response's length")
+        prompt_lengths = prompt_mask.sum(1)
+        return cls(
+            [row[width - n :] for row, n in zip(prompts, prompt_lengths.tolist(), strict=True)],
+            responses,
+            response_mask.sum(1),
+            trained,
+        )
+
+
+def _require(ok: Any, complaint: str) -> None:
+    if not ok.all():
+        raise ValueError(f"row {int(np.flatnonzero(~ok)[0])} of the batch is unusable: {complaint}")
+
+
+@dataclass(frozen=True)
+class PackedMicroBatch:
+    """One forward.
+
+    Attributes:
+        input_ids: ``(1, T)`` int64.
+        position_ids: ``(1, T)`` int64.
+        layout: which token attends to which.
+        hidden_index: ``(N,)`` int64, the tokens of the row whose hidden states are wanted.
+        labels: ``(N,)`` int64, the token that follows each of them (for ``last``: the token itself).
+        mask: ``(b, r)`` bool, where the N results stand in the micro-batch's rows, row-major; ``r`` is the longest.
+        mask_index: ``(N,)`` int64, the same as flat positions: what reads a mask on a GPU waits for it.
+        is_empty: nothing is wanted. One token runs all the same, so that every rank joins every collective.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    layout: AttentionLayout
+    hidden_index: Tensor
+    labels: Tensor
+    mask: Tensor
+    mask_index: Tensor
+    is_empty: bool
+
+    def unpack(self, flat: Tensor) -> Tensor:
+        """``(N,)`` results to ``(b, r)``, zero outside the mask. Differentiable."""
+        if self.is_empty:
+            return flat.new_zeros(self.mask.shape)
+        return flat.new_zeros(self.mask.numel()).index_copy(0, self.mask_index, flat).view(self.mask.shape)
+
+    def of_tokens(self, matrix: Tensor) -> Tensor:
+        """The way back: the ``(N,)`` entries of ``(b, r)`` at which the results stand; none where nothing is wanted."""
+        return matrix.reshape(-1).index_select(0, self.mask_index)
+
+
+def pack(
+    rows: Rows, picked: tuple[int, ...], *, share_prefix: bool, wanted: Wanted, device: torch.device
+) -> PackedMicroBatch:
+    """Packs the rows ``picked`` into one row.
+
+    Args:
+        rows: the rank's rows.
+        picked: local row positions; empty gives a weightless micro-batch.
+        share_prefix: compute equal prompts once.
+        wanted: which hidden states are wanted.
+        device: where the result lives.
+    """
+    lengths = _used_lengths(rows, picked, wanted)
+    used = [(i, n) for i, n in zip(picked, lengths, strict=True) if n is not None]
+    if not used:
+        return _empty(len(picked), device)
+    writer = _Writer()
+    before_first: dict[int, int] = {}  # row -> token of the row at which its first response token is predicted
+    response_start: dict[int, int] = {}
+    for members in _groups(rows, used, share_prefix):
+        prompt = rows.prompts[members[0][0]]
+        if len(members) == 1:
+            row, length = members[0]
+            start = writer.add(np.concatenate([prompt, rows.responses[row, :length]]))
+            before_first[row], response_start[row] = start + len(prompt) - 1, start + len(prompt)
+            continue
+        start = writer.add(prompt)
+        for row, length in members:
+            before_first[row] = start + len(prompt) - 1
+            response_start[row] = writer.add(rows.responses[row, :length], start, len(prompt)) if length else -1
+    width = 1 if wanted == "last" else max(int(np.flatnonzero(rows.trained[i]).max()) + 1 for i, _ in used)
+    index, labels, places = [], [], []
+    for slot, row in enumerate(picked):
+        if row not in before_first:
+            continue
+        if wanted == "last":
+            length = int(rows.response_lengths[row])
+            index.append(np.array([response_start[row] + length - 1 if length else before_first[row]]))
+            labels.append(np.zeros(1, np.int64))
+            places.append(np.array([slot]))
+            continue
+        columns = np.flatnonzero(rows.trained[row])
+        index.append(np.where(columns == 0, before_first[row], response_start[row] + columns - 1))
+        labels.append(rows.responses[row, columns])
+        places.append(slot * width + columns)
+    layout = writer.layout()
+    arrays = (
+        np.concatenate(writer.tokens)[None],
+        layout.position_ids()[None],
+        *map(np.concatenate, (index, labels, places)),
+    )
+    input_ids, position_ids, hidden_index, label_ids, at = to_device([*map(torch.from_numpy, arrays)], device)
+    mask = torch.zeros(len(picked) * width, dtype=torch.bool, device=device).index_fill(0, at, True)
+    return PackedMicroBatch(
+        input_ids, position_ids, layout, hidden_index, label_ids, mask.view(len(picked), width), at, is_empty=False
+    )
+
+
+def take_columns(
+    batch: DataProto, names: Iterable[str], picked: Sequence[int], packed: PackedMicroBatch
+) -> dict[str, Tensor]:
+    """Columns ``(B, R)`` of the picked rows, as ``(b, r)`` on the device of ``packed``, in one copy."""
+    names, rows = tuple(names), list(picked)
+    host = [batch.batch[name][rows, : packed.mask.shape[1]] for name in names]
+    return dict(zip(names, to_device(host, packed.mask.device), strict=True))
+
+
+def _used_lengths(rows: Rows, picked: tuple[int, ...], wanted: Wanted) -> list[int | None]:
+    """Response tokens that must enter the model per row; ``None``: the row is not needed."""
+    if wanted == "last":
+        return [int(rows.response_lengths[i]) for i in picked]
+    return [int(np.flatnonzero(rows.trained[i]).max()) if rows.trained[i].any() else None for i in picked]
+
+
+def _groups(rows: Rows, used: list[tuple[int, int]], share_prefix: bool) -> list[list[tuple[int, int]]]:
+    """Rows by equal prompt tokens, in order of appearance."""
+    if not share_prefix:
+        return [[member] for member in used]
+    groups: dict[bytes, list[tuple[int, int]]] = {}
+    for row, length in used:
+        groups.setdefault(rows.prompts[row].tobytes(), []).append((row, length))
+    return list(groups.values())
+
+
+class _Writer:
+    """Appends segments to a packed row."""
+
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.prefix_start: list[int] = []
+        self.prefix_length: list[int] = []
+        self.position = 0
+
+    def add(self, tokens: np.ndarray, prefix_start: int = 0, prefix_length: int = 0) -> int:
+        """Appends one segment and returns the position of its first token."""
+        start = self.position
+        self.tokens.append(tokens)
+        self.prefix_start.append(prefix_start)
+        self.prefix_length.append(prefix_length)
+        self.position += len(tokens)
+        return start
+
+    def layout(self) -> AttentionLayout:
+        """The layout of what was written."""
+        lengths = np.array([len(t) for t in self.tokens], np.int64)
+        return AttentionLayout(lengths, np.array(self.prefix_start), np.array(self.prefix_length))
+
+
+def _empty(num_rows: int, device: torch.device) -> PackedMicroBatch:
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    layout = AttentionLayout(np.array([1]), np.array([0]), np.array([0]))
+    mask = torch.zeros(num_rows, 1, dtype=torch.bool, device=device)
+    return PackedMicroBatch(zero[None], zero[None], layout, zero, zero, mask, zero[:0], is_empty=True)

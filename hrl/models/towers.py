@@ -1,0 +1,134 @@
+"""Parameters that no text can move: the towers of multimodal models, which see pictures and sound.
+
+A gradient from text never reaches them. They are frozen at load: no moments are kept for them, and no sync sends them,
+since the engine has them from the model's folder; the export has them all the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from hrl.models.head import backbone_of
+from hrl.models.ops.layout import AttentionLayout
+
+logger = logging.getLogger(__name__)
+
+#: A text of two tokens is enough to see what it passes through.
+_TOKENS = 2
+
+
+def unreachable_parameters(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names of the parameters outside of the text decoder and the heads that a text has no way to.
+
+    Found by running two tokens through everything but the decoder, whose own forward is replaced for the moment, and
+    asking autograd what its input, and what becomes of its output, depend on. So the answer takes no time, whatever
+    the model's size, and no list of names. Parameters inside of the decoder count as reachable: an expert that this
+    text does not visit, another one may.
+
+    Args:
+        model: from ``load_causal_lm`` or ``load_scalar_model``, with storage: without it some models do not run.
+    """
+    named = dict(model.named_parameters())
+    decoder = model.get_decoder()
+    inside = {id(p) for module in (decoder, *_heads(model)) for p in module.parameters()}
+    outside = [name for name, parameter in named.items() if id(parameter) not in inside]
+    if not outside:
+        return ()
+    try:
+        hidden = _run_around(model, decoder)
+    except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
+        # Only memory is at stake: what gets no gradient is not moved, and its moments count no step.
+        logger.warning(
+            "%s does not run around its decoder (%s: %s), so that what text cannot move is not known: it keeps its "
+            "optimizer state and is synced",
+            type(model).__name__,
+            type(error).__name__,
+            error,
+        )
+        return ()
+    if not hidden.requires_grad:
+        return tuple(outside)
+    gradients = torch.autograd.grad(hidden.sum(), [named[name] for name in outside], allow_unused=True)
+    return tuple(name for name, gradient in zip(outside, gradients, strict=True) if gradient is None)
+
+
+def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
+    """Freezes these parameters and says so."""
+    if not names:
+        return
+    frozen = {name: model.get_parameter(name).requires_grad_(False) for name in names}
+    logger.info(
+        "%s: text gives no gradient to %s (%.1f million weights): frozen, without optimizer state, not synced",
+        type(model).__name__,
+        ", ".join(_common_modules(model, frozen.keys())),
+        sum(parameter.numel() for parameter in frozen.values()) / 1e6,
+    )
+
+
+def frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """The largest modules with parameters of which none is trained."""
+    for child in module.children():
+        flags = {parameter.requires_grad for parameter in child.parameters()}
+        if flags == {False}:
+            yield child
+        elif flags:
+            yield from frozen_modules(child)
+
+
+def _heads(model: PreTrainedModel) -> list[nn.Module]:
+    """What stands before and behind the backbone: ``hrl.models.modules`` uses their weights."""
+    heads = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, "score", None))
+    return [head for head in heads if head is not None]
+
+
+def _run_around(model: PreTrainedModel, decoder: nn.Module) -> Tensor:
+    """Last hidden states ``(1, 2, H)`` of two tokens, as far as they depend on what is outside of the decoder."""
+    width, device = model.config.get_text_config().hidden_size, model.device
+
+    def stand_in(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        """Zeros that depend on every input."""
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
+        hidden = torch.zeros(1, _TOKENS, width, dtype=model.dtype, device=device)
+        for tensor in inputs:
+            hidden = hidden + 0.0 * tensor.sum()
+        return BaseModelOutputWithPast(last_hidden_state=hidden)
+
+    layout = AttentionLayout(np.array([_TOKENS]), np.array([0]), np.array([0]))
+    own = decoder.__dict__.get("forward")
+    decoder.forward = stand_in
+    try:
+        with torch.enable_grad():
+            output = backbone_of(model)(
+                input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device=device),
+                attention_mask=layout.full_mask(device),
+                position_ids=torch.arange(_TOKENS, device=device)[None],
+                packing=layout,
+                use_cache=False,
+            )
+    finally:
+        if own is None:
+            del decoder.forward
+        else:
+            decoder.forward = own
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def _common_modules(model: nn.Module, names: Collection[str]) -> list[str]:
+    """The largest modules whose parameters are all among ``names``, and the parameters that are left."""
+    found, rest = [], set(names)
+    for prefix, module in model.named_modules():
+        inside = {f"{prefix}.{name}" for name, _ in module.named_parameters()}
+        if prefix and inside and inside <= rest:
+            found.append(prefix)
+            rest -= inside
+    return [*found, *sorted(rest)]

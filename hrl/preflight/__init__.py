@@ -1,0 +1,1 @@
+"""What `hrl check` and every run look at before anything starts."""

@@ -1,0 +1,86 @@
+"""What a look at a run's files finds: problems, each with its key and the way out, and what is worth knowing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from jinja2 import TemplateError
+
+from hrl.cluster.checkpoints import CheckpointError
+from hrl.config.arithmetic import Fact
+from hrl.config.problems import ConfigError, Problem
+from hrl.data.chat_template import ChatTemplateError
+from hrl.data.errors import DatasetError
+from hrl.data.user_file import UserFileError
+from hrl.models.config import ModelConfigError
+from hrl.models.source import ModelSourceError
+from hrl.report.run_folder import RunFolderError
+from hrl.reward.function import RewardFunctionError
+
+#: Errors that say themselves what is wrong with a file.
+EXPLAINED = (
+    ChatTemplateError,
+    CheckpointError,
+    DatasetError,
+    ModelConfigError,
+    ModelSourceError,
+    RewardFunctionError,
+    RunFolderError,
+    TemplateError,
+    UserFileError,
+)
+
+
+class PreflightError(ConfigError):
+    """The configuration is valid, but what it names is missing or does not fit together. `str()` lists all problems."""
+
+    where = "with what the configuration names"
+
+
+@dataclass
+class Findings:
+    """The book of a preflight.
+
+    Attributes:
+        problems: what keeps the run from starting.
+        notes: what is allowed but probably not meant; a sentence each.
+        unchecked: what could not be looked at here, a sentence each.
+        facts: what was found, for the summary of `hrl check`.
+        memory: what every phase takes at its worst, a line each; empty where the model was not looked at.
+    """
+
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    unchecked: list[str] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    memory: list[Fact] = field(default_factory=list)
+
+    def problem(self, key: str, what: str, hint: str = "") -> None:
+        """Notes a problem, as `Problem` has it."""
+        self.problems.append(Problem(key, what, hint))
+
+    @contextmanager
+    def about(self, key: str) -> Iterator[None]:
+        """Around a look: an error that explains itself becomes a problem of `key`, and other looks go on."""
+        try:
+            yield
+        except EXPLAINED as error:
+            self.problem(key, f"can't be used: {sentence(str(error))}")
+        except OSError as error:
+            self.problem(key, f"can't be read: {sentence(str(error))}")
+
+    def raise_problems(self) -> None:
+        """Ends the preflight.
+
+        Raises:
+            PreflightError: there are problems; lists them all.
+        """
+        if self.problems:
+            raise PreflightError(dict.fromkeys(self.problems))  # training and validation rows may share a file
+
+
+def sentence(text: str) -> str:
+    """The text with its full stop."""
+    return text if text.endswith((".", "?", "!")) else f"{text}."

@@ -1,0 +1,96 @@
+"""What would become of the run folder: made, continued, or refused. Nothing is written."""
+
+from __future__ import annotations
+
+import fcntl
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
+from hrl.report.run_folder import (
+    LOCK_NAME,
+    RunFolder,
+    RunFolderError,
+    check_holds_no_checkpoints,
+    in_use,
+    outputs_in,
+    writing_to,
+)
+
+
+@dataclass(frozen=True)
+class FolderPlan:
+    """How a run begins.
+
+    Attributes:
+        path: the run folder.
+        checkpoint: where the run resumes from; None for the beginning.
+        continues: that checkpoint lies in the run folder, whose log goes on.
+        state: the driver's state in it.
+    """
+
+    path: Path
+    checkpoint: Path | None = None
+    continues: bool = False
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        """In words, for `hrl check`."""
+        if self.continues:
+            return f"{self.path}, continued after step {self.state['step']}"
+        start = "" if self.checkpoint is None else f", from the model of {self.checkpoint}"
+        if outputs_in(self.path):
+            return f"{self.path}{start}; what an earlier run left there moves to earlier/"
+        return f"{self.path}, {'there' if self.path.is_dir() else 'new'}{start}"
+
+
+def plan_run_folder(trainer: Any, train_dataset: Any) -> FolderPlan:
+    """Decides where a run begins, and looks whether its folder can be had.
+
+    Args:
+        trainer: the section of the configuration.
+        train_dataset: its ``fingerprint`` is read where a run continues; None leaves a checkpoint's data
+            unchecked.
+
+    Raises:
+        CheckpointError: the checkpoint to resume from is missing or torn, or continues the run in other data.
+        RunFolderError: the folder is in use, can't be written, or holds checkpoints that this run would not continue.
+    """
+    path = Path(trainer.default_local_dir).expanduser().resolve()
+    check_writable(path)
+    store = CheckpointStore(RunFolder.checkpoints_in(path))
+    checkpoint = store.find(trainer.resume_mode, trainer.resume_from_path)
+    if checkpoint is None:
+        check_holds_no_checkpoints(path)
+        return FolderPlan(path)
+    continues, state = store.holds(checkpoint), load_state(checkpoint, ("data",))
+    if not continues:
+        check_holds_no_checkpoints(path)
+    elif train_dataset is not None:
+        check_data(checkpoint, state["data"], train_dataset.fingerprint)
+    return FolderPlan(path, checkpoint, continues, state)
+
+
+def check_writable(path: Path) -> None:
+    """Refuses a run folder that can't be made or written, or that a live run holds.
+
+    Raises:
+        RunFolderError: with the way out.
+    """
+    advice = "name a folder in another place with trainer.default_local_dir"
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir():
+        raise RunFolderError(f"the run folder {path} can't be made: {there} is a file; {advice}")
+    with writing_to(path), tempfile.TemporaryFile(dir=there):
+        pass  # a file without a name, gone again: rights, a read-only disk and a full one show only so
+    lock = path / LOCK_NAME
+    if not lock.is_file():
+        return
+    with lock.open(encoding="utf-8") as opened:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # goes with the file, at the end of the block
+        except BlockingIOError:
+            raise in_use(path, opened) from None

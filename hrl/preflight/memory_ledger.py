@@ -1,0 +1,431 @@
+"""How much memory every phase of a run takes, added up before anything starts.
+
+A model's sizes come from its config (`hrl.models.footprint`); what is resident in which phase follows from the
+placement and from what is offloaded. On a GPU the account is one card's; on a CPU it is the machine's, whose memory all
+processes share. The sums are upper estimates: of the tensors that a phase holds at its worst moment, without what an
+allocator loses to fragmentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from hrl.config.actor import ActorConfig
+from hrl.config.critic import CriticConfig
+from hrl.config.placement import Placement, resolve_placement
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.models.footprint import Footprint
+from hrl.models.loading import dtype_of
+from hrl.models.ops.log_prob import default_chunk
+from hrl.preflight.memory_phases import GIB, Entry, Ledger, Phase, gib
+from hrl.workers.engine.sharding import keeps_cast_parameters
+
+#: AdamW's two moments of one weight, both float32.
+_MOMENT_BYTES = 8
+#: Gradients are reduced, and the head's gradient summed up, in float32.
+_REDUCE_BYTES = 4
+#: A layer's activations with the gradients that its backward makes of them, over the activations: seen in torch's
+#: tracker, 1.3 to 1.6.
+_BACKWARD_OVER_KEPT = 1.6
+#: Tiles of logits that the log-prob holds at once in its backward, in float32.
+_LOGIT_TILES = 3
+#: CUDA's context, NCCL's buffers, and what the allocator can't give back.
+_CUDA_OVERHEAD_BYTES = int(1.5 * GIB)
+#: What a sleeping engine keeps: context, CUDA graphs.
+_ASLEEP_BYTES = int(1.5 * GIB)
+#: Of an engine awake beside its weights and its cache: activations of one iteration.
+_ENGINE_WORK_BYTES = 1 * GIB
+#: Libraries and interpreter of a process on a CPU: of a rank, of an engine's two processes, of the driver with Ray's.
+_RANK_BYTES, _ENGINE_BYTES, _DRIVER_BYTES = int(0.9 * GIB), int(1.9 * GIB), int(2.0 * GIB)
+
+
+@dataclass(frozen=True)
+class ResidentModel:
+    """One model of a process.
+
+    Attributes:
+        name: its role.
+        size: of the whole model.
+        trained: has gradients and moments.
+        master_bytes: of a stored weight.
+        compute_bytes: of a weight in a matrix product.
+        shards: processes that share one copy.
+        tokens: of its largest micro-batch.
+        recompute: activations are recomputed in the backward pass.
+        keeps_cast: weights in the compute dtype stay for the whole update, see ``keeps_cast_parameters``.
+        param_offload, optimizer_offload: what is in host memory while it is not used.
+        has_head: computes log-probs; a value or reward model has a head of one row.
+        chunk: logits that are held at once.
+    """
+
+    name: str
+    size: Footprint
+    trained: bool
+    master_bytes: int
+    compute_bytes: int
+    shards: int
+    tokens: int
+    recompute: bool
+    keeps_cast: bool
+    param_offload: bool
+    optimizer_offload: bool
+    has_head: bool
+    chunk: int
+
+    @property
+    def weights(self) -> float:
+        """Bytes of this process's share of the stored weights."""
+        return self.master_bytes * self.size.parameters / self.shards
+
+    @property
+    def moments(self) -> float:
+        """Bytes of this process's share of AdamW's moments."""
+        return _MOMENT_BYTES * self.size.parameters / self.shards if self.trained else 0.0
+
+    @property
+    def gathered(self) -> float:
+        """Bytes of weights in the compute dtype: all of them, or embedding, head, a layer that runs and the next."""
+        if self.keeps_cast:
+            return self.compute_bytes * self.size.parameters
+        size = self.size
+        return self.compute_bytes * (size.embedding + size.head + 2 * size.largest_layer)
+
+    @property
+    def logits(self) -> float:
+        """Bytes of the tiles of logits."""
+        return _LOGIT_TILES * _REDUCE_BYTES * min(self.chunk, self.tokens * self.size.vocab_size) * self.has_head
+
+    @property
+    def layer(self) -> float:
+        """Bytes that one layer's activations take while it runs."""
+        return self.compute_bytes / 2 * self.size.kept_bytes_per_token * self.tokens
+
+    def idle(self) -> Iterator[Entry]:
+        """What stays on the device while others work."""
+        if not self.param_offload:
+            yield Entry(f"{self.name} weights", self.weights)
+        if not self.optimizer_offload:
+            yield Entry(f"{self.name} moments", self.moments)
+
+    def forward(self) -> Iterator[Entry]:
+        """A forward without gradients."""
+        yield Entry(f"{self.name} weights", self.weights)
+        if not self.optimizer_offload:
+            yield Entry(f"{self.name} moments", self.moments)
+        yield Entry(f"{self.name} gathered weights", self.gathered)
+        yield Entry(f"{self.name} activations", self.layer, certain=False)
+        yield Entry(f"{self.name} logits", self.logits, certain=False)
+
+    def update(self) -> Iterator[Entry]:
+        """The worst moment of forward and backward; the optimizer's step afterwards needs less.
+
+        Gradients grow while what the layers keep shrinks, so that the larger of the two counts.
+        """
+        size = self.size
+        gradients = self.master_bytes * size.parameters / self.shards
+        per_token = size.stream_bytes_per_token if self.recompute else size.kept_bytes_per_token
+        kept = self.compute_bytes / 2 * per_token * self.tokens * size.num_layers
+        in_layer = _BACKWARD_OVER_KEPT * self.layer + size.largest_layer * (self.compute_bytes + _REDUCE_BYTES)
+        head = max(size.head, size.embedding) * self.has_head
+        in_head = self.logits + head * (self.compute_bytes + _REDUCE_BYTES)
+        yield Entry(f"{self.name} weights", self.weights)
+        if not self.optimizer_offload:
+            yield Entry(f"{self.name} moments", self.moments)
+        yield Entry(f"{self.name} gathered weights", self.gathered)
+        yield Entry(f"{self.name} gradients", gradients)
+        left = max(0.0, kept - gradients) if self.recompute else kept
+        yield Entry(f"{self.name} kept activations", left, certain=False)
+        yield Entry(f"{self.name} layer at work", max(in_layer, in_head), certain=False)
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """The sampler beside or instead of the models of a process.
+
+    Attributes:
+        weights: bytes per process.
+        utilization: share of a GPU that vLLM takes while awake.
+        cache: bytes of the KV cache on a CPU.
+        one_sequence: bytes of the KV cache that the longest sequence takes.
+        buckets: bytes of the buffers of a weight sync: two beside a trainer, whose handles the engine opens, and one
+            of its own where it receives a broadcast.
+        largest_tensor: bytes of the largest weight, whole.
+        sleeps: gives its memory back while others work.
+        shares: has the models of the actor beside it.
+    """
+
+    weights: float
+    utilization: float
+    cache: float
+    one_sequence: float
+    buckets: float
+    largest_tensor: float
+    sleeps: bool
+    shares: bool
+
+
+def ppo_ledgers(
+    config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str, capacity_bytes: float | None
+) -> list[Ledger]:
+    """The accounts of a PPO run.
+
+    Args:
+        config: the validated configuration, with a dtype in the place of every ``auto``.
+        sizes: per role (``actor``, ``critic``, ``rm``) the sizes of its model; the reference and the engine have the
+            actor's.
+        device: ``cpu`` or ``cuda``.
+        capacity_bytes: of one card, which the engine's share is a share of; None where nobody knows it.
+    """
+    placement = resolve_placement(config)
+    pools = {}
+    for pool in placement.pools:
+        roles = placement.roles_on(pool)
+        models = _models_of(config, roles, sizes, placement, device)
+        engine = _engine_of(config, sizes["actor"], shares="rollout" not in roles)
+        pools[pool] = (models, engine if placement.rollout in roles else None)
+    if device == "cpu":
+        counts = {pool: max(placement.pools[pool]) for pool in pools}
+        engines = {pool: counts[pool] // config.actor_rollout_ref.rollout.tensor_model_parallel_size for pool in pools}
+        return [_machine(pools, counts, engines)]
+    return [Ledger(f"each GPU of pool {pool}", tuple(_card(*parts, capacity_bytes))) for pool, parts in pools.items()]
+
+
+def offline_ledger(config: Any, size: Footprint, device: str, *, has_head: bool, has_reference: bool) -> Ledger:
+    """The account of a run of `main_sft`, `main_dpo` or `main_rm`; see ``ppo_ledgers``.
+
+    Args:
+        config: the validated configuration, with a dtype in the place of every ``auto``.
+        size: of the model.
+        device: ``cpu`` or ``cuda``.
+        has_head: it computes log-probs.
+        has_reference: log-probs of the model before its first step are computed once, before anything is trained.
+    """
+    data, ranks = config.data, config.num_processes
+    rows = 2 if hasattr(data, "chosen_key") else 1
+    tokens = _tokens(data.micro_batch_size_per_gpu, data.max_token_len_per_gpu, rows * data.max_length)
+    recompute = config.model.enable_gradient_checkpointing
+    model = _resident(
+        "model", size, config.model.fsdp_config, ranks, tokens, device, train=True, recompute=recompute, head=has_head
+    )
+    if device == "cpu":
+        return _machine({"model": ([model], None)}, {"model": config.trainer.n_gpus_per_node}, {})
+    scoring = [Phase("reference", (*model.forward(), *_overhead()))] if has_reference else []
+    return Ledger("each GPU", (*scoring, Phase("update", (*model.update(), *_overhead()))))
+
+
+# ---------------------------------------------------------------------------------------------- models and engines
+
+
+def _tokens(micro_batch_rows: int | None, budget: int, longest_row: int) -> int:
+    """Tokens of the largest micro-batch: of a fixed number of the longest rows, or the token budget."""
+    return budget if micro_batch_rows is None else micro_batch_rows * longest_row
+
+
+def _resident(
+    name: str,
+    size: Footprint,
+    fsdp: Any,
+    ranks: int,
+    tokens: int,
+    device: str,
+    *,
+    train: bool = False,
+    recompute: bool = False,
+    head: bool = True,
+) -> ResidentModel:
+    reshard = fsdp.reshard_after_forward
+    return ResidentModel(
+        name=name,
+        size=size,
+        trained=train,
+        master_bytes=dtype_of(fsdp.model_dtype).itemsize,
+        compute_bytes=dtype_of(fsdp.dtype).itemsize,
+        shards=ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
+        tokens=tokens,
+        recompute=recompute,
+        keeps_cast=keeps_cast_parameters(ranks, torch.device(device), reshard),
+        param_offload=fsdp.param_offload and device != "cpu",
+        optimizer_offload=train and fsdp.optimizer_offload and device != "cpu",
+        has_head=head,
+        chunk=default_chunk(torch.device(device)),
+    )
+
+
+class _MicroBatch(NamedTuple):
+    """How a role cuts its rows.
+
+    Attributes:
+        dynamic: up to a token budget, else by a number of rows.
+        budget: tokens.
+        rows: number of rows.
+        prompts: of its mini-batch, with all their samples.
+    """
+
+    dynamic: bool
+    budget: int
+    rows: int | None
+    prompts: int
+
+    def tokens(self, config: PPOTrainerConfig, ranks: int) -> int:
+        """Tokens of the largest: never more than the rank has of a mini-batch, where a group's prompt counts once."""
+        samples, data = config.actor_rollout_ref.rollout.n, config.data
+        sequences = -(-self.prompts * samples // ranks)
+        there = sequences * data.max_response_length + -(-sequences // samples) * data.max_prompt_length
+        longest = data.max_prompt_length + data.max_response_length
+        return min(there, _tokens(None if self.dynamic else self.rows, self.budget, longest))
+
+
+def _models_of(
+    config: PPOTrainerConfig, roles: Iterable[str], sizes: Mapping[str, Footprint], placement: Placement, device: str
+) -> list[ResidentModel]:
+    """The models of the processes that hold ``roles``."""
+    policy, critic, rm = config.actor_rollout_ref, config.critic, config.reward.reward_model
+    actor, ref, batch = policy.actor, policy.ref, config.data.train_batch_size
+    updates: dict[str, tuple[ActorConfig | CriticConfig, Any, bool]] = {
+        "actor": (actor, actor.fsdp_config, policy.model.enable_gradient_checkpointing),
+        "critic": (critic, critic.model.fsdp_config, critic.model.enable_gradient_checkpointing),
+    }
+    scores = {
+        "ref": (
+            ref.fsdp_config,
+            _MicroBatch(
+                ref.log_prob_use_dynamic_bsz,
+                ref.log_prob_max_token_len_per_gpu,
+                ref.log_prob_micro_batch_size_per_gpu,
+                batch,
+            ),
+        ),
+        "rm": (
+            rm.model.fsdp_config,
+            _MicroBatch(rm.use_dynamic_bsz, rm.max_token_len_per_gpu, rm.micro_batch_size_per_gpu, batch),
+        ),
+    }
+    models = []
+    for role in roles:
+        if role == "rollout":
+            continue
+        name, ranks = "actor" if role == "actor_rollout" else role, placement.processes(role)
+        size = sizes["actor" if name == "ref" else name]
+        if name in updates:
+            section, fsdp, recompute = updates[name]
+            cut = _MicroBatch(
+                section.use_dynamic_bsz,
+                section.ppo_max_token_len_per_gpu,
+                section.ppo_micro_batch_size_per_gpu,
+                section.ppo_mini_batch_size,
+            )
+            tokens, head = cut.tokens(config, ranks), name == "actor"
+            model = _resident(name, size, fsdp, ranks, tokens, device, train=True, recompute=recompute, head=head)
+        else:
+            frozen, cut = scores[name]
+            model = _resident(name, size, frozen, ranks, cut.tokens(config, ranks), device, head=name == "ref")
+        models.append(model)
+    return models
+
+
+def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool) -> EngineMemory:
+    rollout = config.actor_rollout_ref.rollout
+    width = dtype_of(rollout.dtype).itemsize
+    ranks = rollout.tensor_model_parallel_size
+    longest = rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length
+    return EngineMemory(
+        weights=width * size.parameters / ranks,
+        utilization=rollout.gpu_memory_utilization,
+        cache=rollout.kv_cache_gib * GIB,
+        one_sequence=size.kv_bytes_per_token * width / 2 * longest / ranks,
+        buckets=(2 if shares else 1) * rollout.weight_sync.bucket_mb * (1 << 20),
+        largest_tensor=width * max(size.embedding, size.head),
+        sleeps=rollout.free_cache_engine and shares,
+        shares=shares,
+    )
+
+
+# ---------------------------------------------------------------------------------------------- accounts
+
+
+def _overhead() -> Iterator[Entry]:
+    yield Entry("CUDA", _CUDA_OVERHEAD_BYTES, certain=False)
+
+
+def _asleep() -> Entry:
+    return Entry("engine asleep", _ASLEEP_BYTES, certain=False)
+
+
+def _card(models: list[ResidentModel], engine: EngineMemory | None, capacity_bytes: float | None) -> Iterator[Phase]:
+    """The phases of a GPU: engine start and generation, then every model in turn, then the sync."""
+    idle = [entry for model in models for entry in model.idle()]
+    asleep: list[Entry] = []
+    if engine is not None:
+        share = engine.utilization * capacity_bytes if capacity_bytes is not None else _least(engine)
+        awake = Entry("engine", share)
+        yield Phase("generation", (*idle, awake, *_overhead()))
+        asleep = [_asleep() if engine.sleeps else awake] if engine.shares else []
+        if not models:
+            yield Phase("weight sync", (awake, *_reload(engine), *_overhead()))
+            return
+    for model in models:
+        others = [entry for other in models if other is not model for entry in other.idle()]
+        work = model.update() if model.trained else model.forward()
+        verb = "update" if model.trained else "scores"
+        yield Phase(f"{model.name} {verb}", (*work, *others, *asleep, *_overhead()))
+    if engine is not None and engine.shares:
+        actor = next(model for model in models if model.name == "actor")
+        whole = Entry("a gathered tensor", actor.compute_bytes * max(actor.size.embedding, actor.size.largest_layer))
+        half_awake = [Entry("engine weights", engine.weights), _asleep()] if engine.sleeps else [awake]
+        # What is offloaded stays there: a shard comes to the device with its turn.
+        yield Phase("weight sync", (*idle, *half_awake, *_reload(engine), whole, *_overhead()))
+
+
+def _reload(engine: EngineMemory) -> Iterator[Entry]:
+    """What new weights pass through beside the engine's own: outside of its share, which vLLM has reserved.
+
+    A tensor larger than a bucket is put together whole, and the layer that loads it is made a second time.
+    """
+    yield Entry("buffers", engine.buckets)
+    yield Entry("a tensor and its layer as they load", 2 * engine.largest_tensor, certain=False)
+
+
+def _least(engine: EngineMemory) -> float:
+    """What an engine needs to sample one sequence."""
+    return engine.weights + engine.one_sequence + _ENGINE_WORK_BYTES
+
+
+def engine_too_small(engine_share_bytes: float, config: PPOTrainerConfig, size: Footprint) -> str | None:
+    """What to say where a card's share can't hold the engine's weights and one sequence; None where it can."""
+    engine = _engine_of(config, size, shares=True)
+    if _least(engine) <= engine_share_bytes:
+        return None
+    return (
+        f"gives the engine {gib(engine_share_bytes)} GiB of each GPU, but its weights take {gib(engine.weights)}, the "
+        f"cache of the longest sequence {gib(engine.one_sequence)} and one iteration about {gib(_ENGINE_WORK_BYTES)}"
+    )
+
+
+def _machine(
+    pools: Mapping[str, tuple[list[ResidentModel], EngineMemory | None]],
+    processes: Mapping[str, int],
+    engines: Mapping[str, int],
+) -> Ledger:
+    """The account of a machine without a GPU: nothing is offloaded, and all processes share its memory."""
+    base = [Entry("driver and Ray", _DRIVER_BYTES, certain=False)]
+    for pool, (models, engine) in pools.items():
+        count = processes[pool]
+        base.append(Entry("ranks' libraries", count * _RANK_BYTES, certain=False))
+        if engine is not None:
+            held = max(1, engines[pool])
+            base.append(Entry("engine's libraries", held * _ENGINE_BYTES, certain=False))
+            base += [Entry("engine weights", held * engine.weights), Entry("KV cache", held * engine.cache)]
+            base.append(Entry("weights on their way", engine.weights))
+        base += [Entry(e.label, count * e.num_bytes) for model in models for e in model.idle()]
+    phases = []
+    for pool, (models, _) in pools.items():
+        for model in models:
+            resident = {entry.label for entry in model.idle()}
+            work = [e for e in (model.update() if model.trained else model.forward()) if e.label not in resident]
+            scaled = [Entry(e.label, processes[pool] * e.num_bytes, e.certain) for e in work]
+            phases.append(Phase(f"{model.name} {'update' if model.trained else 'scores'}", (*base, *scaled)))
+    return Ledger("this machine", tuple(phases))

@@ -1,0 +1,95 @@
+"""Processes that die with the process that started them.
+
+Three layers, each covering what the one before it can't:
+
+1. `die_with_parent()` in a child: the kernel kills it when the thread that started it ends (Linux).
+2. `popen_that_dies_with_parent()` does that for a program started with `subprocess`.
+3. `guard_process_group()` covers descendants that call neither, such as the engine processes of a library: a guard of a
+   few megabytes outlives the worker by a moment and ends the rest of its process group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from hrl.processes import guard as process_guard
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
+
+
+def die_with_parent(parent_pid: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
+    """Asks the kernel to send `sig` to this process when its parent dies. Call it first thing in the child.
+
+    The kernel watches the *thread* that started this process: start long-lived children from a thread that lives as
+    long as they should. Elsewhere than on Linux this does nothing.
+
+    Args:
+        parent_pid: the expected parent. If this process has another one by now, the parent died before the call could
+            take effect, and the process ends at once. None is the process that `multiprocessing` started this one for
+            (by spawn or fork); elsewhere there is no check.
+        sig: the signal to receive.
+
+    Raises:
+        OSError: the kernel refused.
+    """
+    if _LIBC is None:
+        return
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    starter = multiprocessing.parent_process()
+    if parent_pid is None and starter is not None:
+        parent_pid = starter.pid
+    if parent_pid is not None and os.getppid() != parent_pid:
+        os.kill(os.getpid(), sig)
+
+
+def popen_that_dies_with_parent(command: Sequence[str], **popen_args: Any) -> subprocess.Popen[Any]:
+    """`subprocess.Popen(command, **popen_args)` whose process gets SIGKILL when the calling thread's process dies."""
+    parent_pid = os.getpid()
+    return subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent_pid), **popen_args)
+
+
+_group_guard: subprocess.Popen[bytes] | None = None  # kept: its finalizer warns while the process runs
+
+
+def guard_process_group() -> None:
+    """Makes this process the leader of its own process group and has the group end with it, however it ends.
+
+    Covers every descendant that stays in the group (`multiprocessing` and `subprocess` children do, unless they start
+    a session of their own). They get SIGTERM, a few seconds, then SIGKILL. On Linux only.
+    """
+    global _group_guard
+    if _LIBC is None or _group_guard is not None:
+        return
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    _group_guard = _start_guard("group")
+
+
+@contextmanager
+def guarded_processes(parent_pid: int) -> Iterator[None]:
+    """While the block runs: if this process dies, the present children of `parent_pid` are killed. On Linux only."""
+    if _LIBC is None:
+        yield
+        return
+    children = [f"{entry.pid}@{entry.start}" for entry in process_guard.process_table() if entry.parent == parent_pid]
+    with _start_guard(*children) as guard:
+        try:
+            yield
+        finally:
+            guard.kill()
+
+
+def _start_guard(*targets: str) -> subprocess.Popen[bytes]:
+    # -I -S: the guard needs the standard library only, and starts in a few milliseconds without site-packages.
+    command = [sys.executable, "-I", "-S", process_guard.__file__, str(os.getpid()), *targets]
+    return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

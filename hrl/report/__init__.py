@@ -1,0 +1,1 @@
+"""What a run shows and leaves: console, metrics, trackers, samples, pictures, the report."""

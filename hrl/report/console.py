@@ -1,0 +1,346 @@
+"""What a run shows: a banner, one aligned line a step, a bar of phases, validation, samples.
+
+On a terminal the phase bar is drawn below the lines and disappears; into a file or a pipe only plain lines go. The
+environment variable ``NO_COLOR`` turns colours off. Text of a model is data here: markup in it is shown, not followed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from hrl.report.phases import LABELS, phase_groups
+from hrl.report.rollout_log import (
+    Sample,
+    before_and_after,
+    best_median_worst,
+    describe_changes,
+    question,
+    readable,
+    sample_facts,
+)
+from hrl.report.run_folder import RolloutKind
+
+PLAIN_WIDTH = 120  # of a line in a file, which has no width of its own
+_ABSENT = "-"
+
+_KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
+_UPDATE_TIMERS = tuple(f"timing_s/{name}" for name in phase_groups()["update"])
+
+
+# ---------------------------------------------------------------------------------------------- the step line
+
+
+def _first(metrics: Mapping[str, float], *names: str) -> float | None:
+    return next((metrics[name] for name in names if name in metrics), None)
+
+
+def _validation_mean(metrics: Mapping[str, float], metric: str = r"mean@\d+") -> float | None:
+    """Mean over the data sources of ``val/<source>/<metric>``, by default of the score."""
+    values = [value for name, value in metrics.items() if re.fullmatch(rf"val/.+/{metric}", name)]
+    return sum(values) / len(values) if values else None
+
+
+def _learns_from_data(metrics: Mapping[str, float]) -> bool:
+    """Whether this is a step of an offline trainer, which samples nothing."""
+    return "train/loss" in metrics and "timing_s/gen" not in metrics
+
+
+def _seconds(metrics: Mapping[str, float]) -> str:
+    """Seconds of the step, and of its two large parts."""
+    update = sum(metrics.get(name, 0.0) for name in _UPDATE_TIMERS)
+    step = _number(metrics.get("timing_s/step"), "4.1f")
+    gen = "" if _learns_from_data(metrics) else f" gen {_number(metrics.get('timing_s/gen'), '4.1f')}"
+    return f"{step}s{gen} upd {update:4.1f}"
+
+
+def _number(value: float | None, spec: str) -> str:
+    """Formats a number, or a dash of the same width."""
+    width = int(re.match(r"\d+", spec)[0])  # type: ignore[index]
+    return _ABSENT.rjust(width) if value is None else format(value, spec)
+
+
+@dataclass(frozen=True)
+class _Field:
+    """One part of the step line."""
+
+    label: str
+    read: Callable[[Mapping[str, float]], float | None]
+    spec: str
+    unit: str = ""
+    always: bool = False  # shown as a dash when the step has no such number
+
+    def render(self, metrics: Mapping[str, float]) -> str | None:
+        value = self.read(metrics)
+        if value is None and not self.always:
+            return None
+        return f"{self.label} {_number(value, self.spec)}{self.unit}".removeprefix(" ")
+
+
+_FIELDS = {
+    "reward": _Field("reward", lambda m: m.get("reward/mean"), "6.3f", always=True),
+    "val": _Field("val", _validation_mean, "5.3f", always=True),
+    "len": _Field("len", lambda m: m.get("response_length/mean"), "4.0f", always=True),
+    "kl": _Field("kl", lambda m: _first(m, *_KL_NAMES), "7.4f"),
+    "entropy": _Field("ent", lambda m: m.get("actor/entropy"), "5.2f"),
+    "grad": _Field("grad", lambda m: _first(m, "actor/grad_norm", "train/grad_norm"), "5.2f", always=True),
+    "lr": _Field("lr", lambda m: _first(m, "actor/lr", "train/lr"), "7.1e"),
+    "loss": _Field("loss", lambda m: m.get("train/loss"), "6.4f"),
+    "accuracy": _Field("acc", lambda m: m.get("rewards/accuracies"), "5.3f"),
+    "margin": _Field("margin", lambda m: m.get("rewards/margins"), "6.3f"),
+    "val_loss": _Field("val", lambda m: _validation_mean(m, "loss"), "6.4f", always=True),
+    "val_accuracy": _Field("val acc", lambda m: _validation_mean(m, "rewards_accuracies"), "5.3f"),
+    "rate": _Field("", lambda m: m.get("perf/throughput"), "5.0f", " tok/s"),
+}
+_SAMPLED = ("reward", "val", "len", "kl", "entropy", "grad", "lr")
+_FROM_DATA = ("loss", "accuracy", "margin", "val_loss", "val_accuracy", "len", "grad", "lr")
+# What gives way first where the line is too long.
+_DROP_ORDER = ("entropy", "lr", "rate", "kl", "grad", "margin", "val_accuracy")
+
+
+def _counter(step: int, total_steps: int) -> str:
+    return f"step {step:{len(str(total_steps))}d}/{total_steps}" if total_steps else f"step {step}"
+
+
+def step_line(step: int, total_steps: int, metrics: Mapping[str, float], width: int) -> str:
+    """The one line of a step, at most ``width`` columns where the fields that never give way fit.
+
+    Args:
+        step: the step, from 1.
+        total_steps: steps of the run, 0 if not known; sets the width of the counter.
+        metrics: the metrics of the step, under their names in ``metrics.jsonl``.
+        width: columns.
+    """
+    parts = {"step": _counter(step, total_steps)}
+    for name in _FROM_DATA if _learns_from_data(metrics) else _SAMPLED:
+        rendered = _FIELDS[name].render(metrics)
+        if rendered is not None:
+            parts[name] = rendered
+    parts["time"] = _seconds(metrics)
+    rate = _FIELDS["rate"].render(metrics)
+    if rate is not None:
+        parts["rate"] = rate
+    for name in _DROP_ORDER:
+        if len("  ".join(parts.values())) <= width:
+            break
+        parts.pop(name, None)
+    return "  ".join(parts.values())
+
+
+# ---------------------------------------------------------------------------------------------- the phase bar
+
+
+class PhaseBar:
+    """The phases of the running step: done ones with their seconds, the running one counting up.
+
+    Args:
+        labels: labels in order, e.g. ``("gen", "reward", "update", "sync")``.
+        clock: seconds, replaced in tests.
+    """
+
+    def __init__(self, labels: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
+        self.labels = list(labels)
+        self.title = ""
+        self._clock = clock
+        self._done: dict[str, float] = {}
+        self._running: str | None = None
+        self._started_at = 0.0
+
+    def begin_step(self, title: str) -> None:
+        """Starts over with every phase to come."""
+        self.title = title
+        self._done = {}
+        self._running = None
+
+    def begin(self, label: str) -> None:
+        """The phase runs now."""
+        if label not in self.labels:
+            self.labels.append(label)
+        self._running = label
+        self._started_at = self._clock()
+
+    def end(self) -> None:
+        """The running phase is over. A phase that runs twice in a step adds up."""
+        if self._running is not None:
+            seconds = self._clock() - self._started_at
+            self._done[self._running] = self._done.get(self._running, 0.0) + seconds
+            self._running = None
+
+    def __rich__(self) -> Text:
+        text = Text(f"{self.title}  ", style="bold", no_wrap=True, overflow="ellipsis")
+        for label in self.labels:
+            if label == self._running:
+                text.append(f"▸ {label} {self._clock() - self._started_at:.1f}s", style="bold cyan")
+            elif label in self._done:
+                text.append(f"✓ {label} {self._done[label]:.1f}s", style="green")
+            else:
+                text.append(f"· {label}", style="bright_black")
+            text.append("  ")
+        text.rstrip()
+        return text
+
+
+# ---------------------------------------------------------------------------------------------- text of a model
+
+
+def printable(text: str, limit: int = 400) -> Text:
+    """Text of a model, safe to show: no markup, no control or escape sequence, cut in the middle at ``limit``."""
+    clean = readable(text)
+    if len(clean) > limit:
+        half = limit // 2
+        clean = f"{clean[:half]} [… {len(clean) - 2 * half} characters …] {clean[-half:]}"
+    return Text(clean)
+
+
+def rollout_table(records: Sequence[Sample], title: str) -> Table:
+    """Best, median and worst sample."""
+    return samples_table(best_median_worst(records), title)
+
+
+def samples_table(samples: Sequence[tuple[str, Sample]], title: str) -> Table:
+    """Labelled samples with score, advantage, length, stop reason and the parts of the reward."""
+    table = Table(title=title, title_justify="left", show_lines=True, expand=True)
+    for heading, ratio in (("", None), ("prompt", 3), ("response", 4), ("reward", 3)):
+        table.add_column(heading, ratio=ratio, overflow="fold")
+    for label, record in samples:
+        facts = [f"{name}: {value}" for name, value in sample_facts(record)]
+        table.add_row(
+            Text(label), printable(question(record)), printable(record["response"]), printable("\n".join(facts))
+        )
+    return table
+
+
+def before_and_after_table(pairs: Sequence[tuple[Sample, Sample]], limit: int) -> Table:
+    """The answers of two validations to the same prompts, with their scores."""
+    shown = pairs[:limit]
+    table = Table(
+        title=f"before and after: {describe_changes(pairs, len(shown))}",
+        title_justify="left",
+        show_lines=True,
+        expand=True,
+    )
+    for heading in ("prompt", "before", "after"):
+        table.add_column(heading, ratio=1, overflow="fold")
+        if heading != "prompt":
+            table.add_column("score", justify="right", no_wrap=True)
+    for before, after in shown:
+        answers = [(printable(r["response"], limit=200), Text(_score(r))) for r in (before, after)]
+        table.add_row(printable(question(before), limit=200), *answers[0], *answers[1])
+    return table
+
+
+def _score(record: Sample) -> str:
+    score = record.get("score")
+    return _ABSENT if score is None else f"{score:.2f}"
+
+
+def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], title: str) -> Table:
+    """Every ``val/<source>/<metric>``, a row per source and metric, with the change since the first validation."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("source", overflow="fold")
+    table.add_column("metric")
+    table.add_column("value", justify="right")
+    table.add_column("since start", justify="right")
+    for name in sorted(name for name in metrics if name.startswith("val/") and not name.endswith("/n")):
+        source, metric = name.removeprefix("val/").rsplit("/", 1)
+        change = Text(f"{metrics[name] - first[name]:+.3f}") if name in first else Text(_ABSENT)
+        table.add_row(Text(source), Text(metric), Text(f"{metrics[name]:.3f}"), change)
+    return table
+
+
+# ---------------------------------------------------------------------------------------------- the run
+
+
+class RunConsole:
+    """Shows one run on a terminal, or writes it as plain lines.
+
+    Args:
+        total_steps: steps of the run; 0 while they are not known, and the attribute can be set later.
+        phases: timer names that a step of this run has, in order (names of ``PHASES``).
+        console: where to write; standard output by default.
+    """
+
+    def __init__(self, total_steps: int, phases: Sequence[str] = (), console: Console | None = None) -> None:
+        self._console = console if console is not None else Console(highlight=False)
+        self.total_steps = total_steps
+        self._bar = PhaseBar([LABELS.get(name, name) for name in phases])
+        self._live: Live | None = None
+        self._first_validation: dict[str, float] = {}
+
+    @property
+    def width(self) -> int:
+        """Columns of a line."""
+        return self._console.width if self._console.is_terminal else max(self._console.width, PLAIN_WIDTH)
+
+    def banner(self, title: str, facts: Mapping[str, str]) -> None:
+        """Says what is about to run."""
+        self._line(Text(title, style="bold"))
+        label_width = max((len(label) for label in facts), default=0)
+        for label, fact in facts.items():
+            self._line(Text.assemble((f"  {label:<{label_width}}  ", "cyan"), printable(fact, limit=1000)))
+
+    def note(self, text: str) -> None:
+        """One line about the run."""
+        self._line(printable(text, limit=4000))
+
+    @contextmanager
+    def step_phases(self, step: int) -> Iterator[None]:
+        """Around a step: shows the phase bar on a terminal, nothing elsewhere."""
+        self._bar.begin_step(_counter(step, self.total_steps))
+        if not self._console.is_terminal:
+            yield
+            return
+        self._live = Live(self._bar, console=self._console, transient=True, refresh_per_second=4)
+        try:
+            with self._live:
+                yield
+        finally:
+            self._live = None
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Around a phase; ``name`` is the timer's name."""
+        self._bar.begin(LABELS.get(name, name))
+        try:
+            yield
+        finally:
+            self._bar.end()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The line of a step that is over."""
+        self._line(Text(step_line(step, self.total_steps, metrics, self.width)))
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The table of a validation; nothing where ``metrics`` has none."""
+        table = validation_table(metrics, self._first_validation, f"validation after step {step}")
+        if not table.row_count:
+            return
+        if not self._first_validation:
+            self._first_validation = dict(metrics)
+        self._show(table)
+
+    def rollouts(self, step: int, records: Sequence[Sample], kind: RolloutKind = "train") -> None:
+        """Best, median and worst of the samples of a step, or of the validation after it."""
+        of = "step" if kind == "train" else "the validation after step"
+        self._show(rollout_table(records, f"samples of {of} {step}"))
+
+    def before_and_after(self, first: Sequence[Sample], last: Sequence[Sample], limit: int = 5) -> None:
+        """What the first and the last validation answered to the same prompts, the largest changes first."""
+        pairs = before_and_after(first, last)
+        if pairs:
+            self._show(before_and_after_table(pairs, limit))
+
+    def _line(self, text: Text) -> None:
+        # A line stays a line: where it is longer than the terminal, the terminal wraps it and a file keeps it.
+        self._console.print(text, soft_wrap=True)
+
+    def _show(self, renderable: RenderableType) -> None:
+        self._console.print(renderable, width=self.width)

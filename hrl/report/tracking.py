@@ -1,0 +1,306 @@
+"""Where metrics go: always to ``metrics.jsonl`` in the run folder, and to the trackers a run names.
+
+A tracker is a guest: it is fed from its own thread, so that one which raises or hangs costs the run nothing. Its
+failures are logged once and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import difflib
+import importlib.util
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from hrl.config.names import WITHOUT_TRACKER
+from hrl.report.metrics_log import MetricsLog
+
+logger = logging.getLogger(__name__)
+
+_FINISH_TIMEOUT_S = 30.0
+_MAX_WAITING_CALLS = 1000
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One validation sample, as trackers show it."""
+
+    prompt: str
+    response: str
+    score: float
+
+
+class Tracker(Protocol):
+    """A place for metrics outside of the run folder. Every method runs in the tracker's own thread."""
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Takes the metrics of one step."""
+
+    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
+        """Takes validation samples."""
+
+    def finish(self) -> None:
+        """Sends what is left."""
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    """What a tracker needs to know of a run."""
+
+    project: str
+    name: str
+    config: Mapping[str, Any]
+    folder: Path
+
+
+class TensorBoardTracker:
+    """Event files in ``<run folder>/tensorboard``."""
+
+    def __init__(self, run: RunInfo) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(run.folder / "tensorboard"))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
+        for number, sample in enumerate(generations):
+            # Indented by four, the text is a code block: TensorBoard would render it as markdown otherwise.
+            text = f"score {sample.score}\n\n{sample.prompt}\n{sample.response}".replace("\n", "\n    ")
+            self._writer.add_text(f"val/generation_{number}", text, step)
+
+    def finish(self) -> None:
+        self._writer.close()
+
+
+class WandbTracker:
+    """Weights & Biases."""
+
+    def __init__(self, run: RunInfo) -> None:
+        import wandb
+
+        self._wandb = wandb
+        self._run = wandb.init(project=run.project, name=run.name, config=dict(run.config), dir=str(run.folder))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
+        rows = [[sample.prompt, sample.response, sample.score] for sample in generations]
+        table = self._wandb.Table(columns=["prompt", "response", "score"], data=rows)
+        self._run.log({"val/generations": table}, step=step)
+
+    def finish(self) -> None:
+        self._run.finish()
+
+
+class MlflowTracker:
+    """MLflow, at the address its own settings name."""
+
+    def __init__(self, run: RunInfo) -> None:
+        import mlflow
+
+        self._mlflow = mlflow
+        mlflow.set_experiment(run.project)
+        mlflow.start_run(run_name=run.name)
+        mlflow.log_dict(dict(run.config), "config.json")
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        # MLflow allows no "@" in a name.
+        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+
+    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
+        rows = [{"prompt": s.prompt, "response": s.response, "score": s.score} for s in generations]
+        self._mlflow.log_dict({"samples": rows}, f"generations/step_{step}.json")
+
+    def finish(self) -> None:
+        self._mlflow.end_run()
+
+
+class SwanlabTracker:
+    """SwanLab."""
+
+    def __init__(self, run: RunInfo) -> None:
+        import swanlab
+
+        self._swanlab = swanlab
+        swanlab.init(
+            project=run.project,
+            experiment_name=run.name,
+            config=dict(run.config),
+            logdir=str(run.folder / "swanlab"),
+        )
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._swanlab.log(dict(metrics), step=step)
+
+    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
+        texts = [self._swanlab.Text(f"{s.prompt}\n{s.response}", caption=f"score {s.score}") for s in generations]
+        self._swanlab.log({"val/generations": texts}, step=step)
+
+    def finish(self) -> None:
+        self._swanlab.finish()
+
+
+class TrackioTracker:
+    """Trackio, local first."""
+
+    def __init__(self, run: RunInfo) -> None:
+        import trackio
+
+        self._trackio = trackio
+        trackio.init(project=run.project, name=run.name, config=dict(run.config))
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._trackio.log(dict(metrics), step=step)
+
+    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
+        rows = [[sample.prompt, sample.response, sample.score] for sample in generations]
+        self._trackio.log({"val/generations": self._trackio.Table(["prompt", "response", "score"], rows)}, step=step)
+
+    def finish(self) -> None:
+        self._trackio.finish()
+
+
+TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandbTracker,
+    "mlflow": MlflowTracker,
+    "swanlab": SwanlabTracker,
+    "trackio": TrackioTracker,
+}
+
+
+class _Guest:
+    """A tracker in its own daemon thread: calls are queued, failures counted, a hang holds up nobody."""
+
+    def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
+        self.name = name
+        self.failures = 0
+        self._waiting: set[Future[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name=f"tracker-{name}", daemon=True).start()
+        self._tracker: Tracker | None = None
+        self._submit(lambda: self._start(make))
+
+    def call(self, method: str, *arguments: Any) -> None:
+        """Queues a call of the tracker's method; refuses and counts it when too many wait already."""
+        if len(self._waiting) >= _MAX_WAITING_CALLS:
+            self._count(f"{_MAX_WAITING_CALLS} calls are waiting already")
+        else:
+            self._submit(lambda: self._on_tracker(method, *arguments))
+
+    def finish(self, timeout_s: float) -> None:
+        """Lets the tracker send what is left, for at most ``timeout_s``."""
+        self.call("finish")
+        _, unfinished = wait(set(self._waiting), timeout=timeout_s)
+        if unfinished:
+            self._count(f"{len(unfinished)} calls did not end within {timeout_s:g} s")
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    def _start(self, make: Callable[[], Tracker]) -> None:
+        self._tracker = make()
+
+    def _on_tracker(self, method: str, *arguments: Any) -> None:
+        if self._tracker is None:
+            raise RuntimeError("it did not start")
+        getattr(self._tracker, method)(*arguments)
+
+    def _submit(self, function: Callable[[], None]) -> None:
+        # A coroutine carries whatever the tracker raises into its future, so nothing needs to be caught here.
+        async def run() -> None:
+            function()
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        self._waiting.add(future)
+        future.add_done_callback(self._done)
+
+    def _done(self, future: Future[None]) -> None:
+        self._waiting.discard(future)
+        if not future.cancelled() and (error := future.exception()) is not None:
+            self._count(f"{type(error).__name__}: {error}")
+
+    def _count(self, problem: str) -> None:
+        self.failures += 1
+        if self.failures == 1:
+            logger.warning("tracker %s failed, the run goes on without it: %s", self.name, problem)
+
+
+class Tracking:
+    """Sends the metrics of every step to ``metrics.jsonl`` and to the named trackers.
+
+    Args:
+        project_name: project in the trackers.
+        experiment_name: name of the run in the trackers.
+        default_backend: tracker names, one or several; those of ``WITHOUT_TRACKER`` need nothing.
+        config: the resolved configuration, for the trackers.
+        run_dir: the run folder.
+
+    Raises:
+        ValueError: a tracker is unknown, or its package is not installed; names the package.
+    """
+
+    def __init__(
+        self,
+        project_name: str,
+        experiment_name: str,
+        default_backend: str | Sequence[str] = "console",
+        config: Mapping[str, Any] | None = None,
+        *,
+        run_dir: str | Path,
+    ) -> None:
+        wanted = installed_trackers([default_backend] if isinstance(default_backend, str) else default_backend)
+        run = RunInfo(project_name, experiment_name, config or {}, Path(run_dir))
+        self._log = MetricsLog(run.folder / "metrics.jsonl")
+        self._guests = [_Guest(name, lambda make=TRACKERS[name]: make(run)) for name in wanted]  # type: ignore[misc]
+
+    def log(self, data: Mapping[str, float], step: int) -> None:
+        """Writes one step, or more of the last one. With trackers that failed, ``tracking/failures`` counts them.
+
+        Raises:
+            ValueError: a later step has been written.
+        """
+        failures = sum(guest.failures for guest in self._guests)
+        record = {**data, "tracking/failures": failures} if failures else dict(data)
+        self._log.write(step, record)
+        for guest in self._guests:
+            guest.call("log", record, step)
+
+    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
+        """Sends validation samples to the trackers; the run folder has them in ``rollouts/``."""
+        for guest in self._guests:
+            guest.call("log_generations", tuple(generations), step)
+
+    def finish(self, timeout_s: float = _FINISH_TIMEOUT_S) -> None:
+        """Ends every tracker, waiting for each at most ``timeout_s``."""
+        self._log.close()
+        for guest in self._guests:
+            guest.finish(timeout_s)
+
+
+def installed_trackers(names: Sequence[str]) -> list[str]:
+    """Those of ``names`` that are trackers, once each; the console and the metrics file need none.
+
+    Raises:
+        ValueError: a tracker is unknown, or its package is not installed; names the extra to install.
+    """
+    wanted = [name for name in dict.fromkeys(names) if name not in WITHOUT_TRACKER]
+    for name in wanted:
+        _check_available(name)
+    return wanted
+
+
+def _check_available(name: str) -> None:
+    if name not in TRACKERS:
+        near = difflib.get_close_matches(name, [*WITHOUT_TRACKER, *TRACKERS], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join([*WITHOUT_TRACKER, *TRACKERS])}"
+        raise ValueError(f"trainer.logger: there is no tracker {name!r}; {hint}")
+    if importlib.util.find_spec(name) is None:
+        raise ValueError(f"trainer.logger: {name} is not installed; install it with: pip install {name}")

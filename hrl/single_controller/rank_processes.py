@@ -1,0 +1,185 @@
+"""The processes of a group: started in their slots, called, ended."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from hrl.single_controller.calls import PendingCalls
+from hrl.single_controller.dispatch import RankCall
+from hrl.single_controller.errors import WorkerTimeoutError
+from hrl.single_controller.rank_process import ProcessInfo, RankProcess
+from hrl.single_controller.resource_pool import RayResourcePool, Slot
+from hrl.single_controller.transport import Sender
+from hrl.single_controller.worker import RankEnv
+from hrl.single_controller.worker_group import ClassWithInitArgs
+
+logger = logging.getLogger(__name__)
+
+_LOOPBACK = "127.0.0.1"
+_BUSY_GRACE_S = 10.0  # for what a process still does, such as loading a model, when it is to close
+_CLOSE_TIMEOUT_S = 40.0  # for closing; an engine alone has 30 s to leave (hrl.workers.rollout.host)
+_STUCK_GRACE_S = 10.0
+
+
+class RankProcesses:
+    """One process per slot of a pool; several worker groups may be views of it.
+
+    They start when this is made and are ready for calls after `connect`.
+
+    Args:
+        pool: where they run.
+        name: in front of each process's name.
+        environ: environment variables that the processes are started with.
+        start_timeout_s: deadline for all processes to be up.
+
+    Raises:
+        PlacementError: the cluster lacks the room.
+    """
+
+    def __init__(self, pool: RayResourcePool, name: str, environ: Mapping[str, str], start_timeout_s: float) -> None:
+        self._pool = pool
+        slots = pool.take_place()
+        self.names = [f"{name}_{rank}" for rank in range(len(slots))]
+        self.actors: list[ray.actor.ActorHandle] = []
+        self.infos: list[ProcessInfo] = []
+        self._stuck: dict[ray.ObjectRef, int] = {}
+        self._stuck_method = ""
+        self._ended = False
+        self._start_timeout_s = start_timeout_s
+        try:
+            for slot, actor_name in zip(slots, self.names, strict=True):
+                self.actors.append(self._start(slot, actor_name, environ))
+        except BaseException:  # whatever comes, Ctrl-C included: no process stays behind
+            self.shutdown()
+            raise
+        infos = {rank: actor.info.remote() for rank, actor in enumerate(self.actors)}
+        self._starting = self._submit(infos, "start", start_timeout_s)
+
+    def connect(self) -> None:
+        """Waits until the processes are up, and tells each its place among them.
+
+        Raises:
+            WorkerTimeoutError: a process was not up by the deadline.
+        """
+        self.infos = self._starting.get()
+        port = self._submit({0: self.actors[0].reserve_port.remote()}, "reserve_port", self._start_timeout_s).get()[0]
+        environs = _rank_environs(self.infos, port)
+        done = {rank: actor.set_environ.remote(environs[rank]) for rank, actor in enumerate(self.actors)}
+        self._submit(done, "set_environ", self._start_timeout_s).get()
+
+    def _start(self, slot: Slot, name: str, environ: Mapping[str, str]) -> ray.actor.ActorHandle:
+        options = {
+            "name": name,
+            "num_cpus": 1,
+            "num_gpus": self._pool.gpus_per_process,
+            "max_restarts": 0,
+            "max_task_retries": 0,
+            "enable_task_events": False,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                slot.placement_group, slot.bundle_index, placement_group_capture_child_tasks=False
+            ),
+        }
+        if environ:
+            options["runtime_env"] = {"env_vars": dict(environ)}
+        return ray.remote(RankProcess).options(**options).remote(name, logging.getLogger().getEffectiveLevel())
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process id by rank, of the processes that have come up."""
+        return {rank: info.pid for rank, info in enumerate(self.infos)}
+
+    def construct(self, role: str, spec: ClassWithInitArgs, timeout_s: float) -> PendingCalls:
+        """Begins to construct a role's worker on every rank."""
+        refs = {rank: actor.construct.remote(role, spec) for rank, actor in enumerate(self.actors)}
+        return self._submit(refs, f"{role}.__init__", timeout_s)
+
+    def call(self, role: str, method: str, calls: Sequence[RankCall], timeout_s: float) -> PendingCalls:
+        """Starts a method of a role on ranks 0 … len(calls) - 1.
+
+        Raises:
+            WorkerTimeoutError: an earlier call has failed and some ranks are still in it.
+            RuntimeError: the processes were shut down.
+        """
+        name = f"{role}.{method}"
+        self._refuse_if_unusable(name)
+        sender = Sender()
+        refs = {
+            rank: self.actors[rank].call.remote(role, method, *sender.send(call), timeout_s)
+            for rank, call in enumerate(calls)
+        }
+        return self._submit(refs, name, timeout_s)
+
+    def shutdown(self) -> None:
+        """Lets the workers close, within a deadline, and ends the processes. Again does nothing."""
+        if self.actors and ray.is_initialized():
+            self._close_workers()
+            for actor in self.actors:
+                ray.kill(actor)
+            # Ray answers a call to a killed actor with an error once it knows of the death: that is what to wait for.
+            refs = [actor.info.remote() for actor in self.actors]
+            ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_TIMEOUT_S)
+        if not self._ended:
+            self._pool.give_back_place()
+        self.actors, self._ended = [], True
+
+    def _close_workers(self) -> None:
+        stuck = self._stuck_ranks(grace_s=1.0)  # their close would wait behind the call that they are stuck in
+        # A process does one thing after the other: one that does not say who it is would not close either.
+        asked = {actor.info.remote(): rank for rank, actor in enumerate(self.actors) if rank not in stuck}
+        if not asked:
+            return
+        free, busy = ray.wait(list(asked), num_returns=len(asked), timeout=_BUSY_GRACE_S)
+        for ref in busy:
+            logger.warning("%s is busy for more than %g s and is killed", self.names[asked[ref]], _BUSY_GRACE_S)
+        refs = {self.actors[asked[ref]].close.remote(): asked[ref] for ref in free}
+        closed, late = ray.wait(list(refs), num_returns=len(refs), timeout=_CLOSE_TIMEOUT_S)
+        for ref in late:
+            logger.warning("%s did not close within %g s and is killed", self.names[refs[ref]], _CLOSE_TIMEOUT_S)
+        for ref in closed:
+            try:
+                ray.get(ref, timeout=1.0)
+            except RayActorError:
+                logger.debug("%s was dead before it could close", self.names[refs[ref]])
+            except RayError as error:
+                logger.warning("%s failed to close: %s", self.names[refs[ref]], error)
+
+    def _refuse_if_unusable(self, method: str) -> None:
+        """Raises if a call can't start: after a failure, peers of the failed rank may be stuck in a collective."""
+        if not self.actors:
+            raise RuntimeError(f"{method}: the group was shut down")
+        ranks = self._stuck_ranks(_STUCK_GRACE_S)
+        if ranks:
+            blocker = f"{self._stuck_method}, which failed and blocks {method},"
+            raise WorkerTimeoutError(ranks, blocker, blocker, _STUCK_GRACE_S)
+
+    def _stuck_ranks(self, grace_s: float) -> list[int]:
+        """The ranks that are still in a call that failed on another rank, after `grace_s` to come to an end."""
+        if self._stuck:
+            _, running = ray.wait(list(self._stuck), num_returns=len(self._stuck), timeout=grace_s)
+            self._stuck = {ref: self._stuck[ref] for ref in running}
+        return sorted(self._stuck.values())
+
+    def _remember_stuck(self, method: str, refs: dict[int, ray.ObjectRef]) -> None:
+        self._stuck |= {ref: rank for rank, ref in refs.items()}
+        self._stuck_method = method
+
+    def _submit(self, refs: dict[int, ray.ObjectRef], method: str, timeout_s: float) -> PendingCalls:
+        return PendingCalls(refs, method, self.pids, timeout_s, self._remember_stuck)
+
+
+def _rank_environs(infos: Sequence[ProcessInfo], master_port: int) -> list[dict[str, str]]:
+    """RANK, LOCAL_RANK, MASTER_ADDR … of each process. Rank 0 is the master; a group on one node stays on loopback."""
+    nodes = [info.node_id for info in infos]
+    master_addr = _LOOPBACK if len(set(nodes)) == 1 else infos[0].node_ip
+    sizes, seen = Counter(nodes), Counter[str]()
+    environs = []
+    for rank, node in enumerate(nodes):
+        environs.append(RankEnv(rank, len(nodes), seen[node], sizes[node], master_addr, master_port).as_environ())
+        seen[node] += 1
+    return environs

@@ -1,0 +1,111 @@
+"""Starting Ray, or joining a running cluster, quietly."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray._common.utils import get_system_memory
+from ray._private import ray_constants
+from ray._private.utils import get_shared_memory_bytes
+
+from hrl.processes.lifetime import guarded_processes
+from hrl.single_controller.ray_address import reaching
+
+_SHARED_MEMORY_SHARE = 0.95  # of what is free, as Ray takes it
+
+_SYSTEM_CONFIG = {
+    # Ray starts a worker per core in advance. A worker group's processes have an environment of their own and use none
+    # of them, so they would cost seconds and a hundred megabytes each for nothing.
+    "prestart_worker_first_driver": False,
+    "enable_worker_prestart": False,
+    # Ray kills the children and the process group of a worker that it ends, also the resource tracker of
+    # `multiprocessing`, before that has unlinked the others' semaphores. The guard of the group ends them in order.
+    "kill_child_processes_on_worker_exit": False,
+    "process_group_cleanup_enabled": False,
+}
+
+
+def most_object_store_bytes() -> int:
+    """What this machine has for batches: Ray's own share of its memory, as far as ``/dev/shm`` has it free."""
+    share = int(get_system_memory() * ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION)
+    return min(share, int(get_shared_memory_bytes() * _SHARED_MEMORY_SHARE))
+
+
+@contextmanager
+def ray_cluster(
+    address: str | None = "local",
+    *,
+    num_cpus: int | None = None,
+    num_gpus: int | None = None,
+    object_store_bytes: int | None = None,
+    log_to_driver: bool = False,
+    **ray_kwargs: Any,
+) -> Iterator[None]:
+    """Connects this process to a Ray cluster for the time of a `with` block.
+
+    A cluster that is started here is this machine alone: it listens on loopback, has no dashboard and sends no usage
+    statistics, and its processes end with this one, however it ends.
+
+    Args:
+        address: `local` starts a cluster; anything else joins one (`auto`, or its address).
+        num_cpus: processes the machine is to offer; None is its number of cores. Only with `local`.
+        num_gpus: GPUs it is to offer; None is those that Ray finds. Only with `local`.
+        object_store_bytes: shared memory for batches; None leaves it to Ray. Only with `local`.
+        log_to_driver: show what workers write in the driver's terminal; otherwise it is in Ray's session folder.
+        ray_kwargs: further arguments of `ray.init`.
+
+    Raises:
+        PlacementError: no cluster answers at the address.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray is about to do; without, it warns
+    settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
+    if address == "local":
+        # It warns that the cluster is protected by a token, which is as it should be.
+        logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
+        settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
+        settings |= {"include_dashboard": False, "_system_config": _SYSTEM_CONFIG}
+    with reaching(address), _on_loopback(alone=address == "local"):
+        ray.init(address=address, **(settings | ray_kwargs))
+    try:
+        if address == "local":
+            # Ray ends what it starts with this process, except for the agents below the raylet: after a SIGKILL they
+            # try for a minute to tell a cluster that is gone.
+            with guarded_processes(_raylet_pid()):
+                yield
+        else:
+            yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def _on_loopback(*, alone: bool) -> Iterator[None]:
+    """Has the Ray that is started meanwhile take 127.0.0.1 for this machine's address, if it is alone.
+
+    Its servers then listen there and nowhere else. Ray does so by itself on systems where it forms no clusters, and has
+    no argument for it (`_node_ip_address=127.0.0.1` is resolved to the machine's own address).
+    """
+    if not alone:
+        yield
+        return
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR  # for the processes that Ray starts; the constant is for this one
+    before = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
+    os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = before[1]
+        if before[0] is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before[0]
+
+
+def _raylet_pid() -> int:
+    return ray._private.worker._global_node.all_processes[ray._private.ray_constants.PROCESS_TYPE_RAYLET][0].process.pid

@@ -1,0 +1,271 @@
+"""How rows cross a process boundary. The one place that knows.
+
+A padded column `(B, C)` is mostly margins: a row's run of padding on the left and on the right. `pack` cuts both off,
+keeps integers in the smallest type that holds them, and leaves plain numpy arrays, which Ray writes to shared memory
+and maps on the other side without a copy. `unpack` restores every bit, of some of the rows if only some are asked for.
+
+The driver puts a batch into the object store once; a rank gets a `RowsRef`, the reference and its row indices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from hrl.protocol import DataProto
+from hrl.single_controller.dispatch import BatchRows, RankCall
+
+_BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+# ---- columns ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class DenseColumn:
+    """A tensor column sent as it is.
+
+    Attributes:
+        values: (B, ...), integers narrowed.
+        dtype: what the tensor's dtype was.
+    """
+
+    values: np.ndarray
+    dtype: torch.dtype
+
+    def take(self, rows: np.ndarray) -> torch.Tensor:
+        """The given rows, in memory of their own."""
+        return _to_tensor(self.values[rows], self.dtype)
+
+
+@dataclass(frozen=True)
+class RaggedColumn:
+    """A column `(B, C)` without its margins.
+
+    Attributes:
+        values: (sum of stops - starts,), row after row, integers narrowed.
+        starts, stops: (B,) the part of each row that is in `values`.
+        margins: the value left of `starts` and the value from `stops` on, as arrays () of the type of `values`.
+        num_columns: C.
+        dtype: what the tensor's dtype was.
+    """
+
+    values: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
+    margins: tuple[np.ndarray, np.ndarray]
+    num_columns: int
+    dtype: torch.dtype
+
+    def take(self, rows: np.ndarray) -> torch.Tensor:
+        """The given rows (n, C), in memory of their own, margins restored."""
+        lengths = self.stops - self.starts
+        offsets = np.cumsum(lengths) - lengths
+        starts, stops, lengths = self.starts[rows, None], self.stops[rows, None], lengths[rows]
+        positions = np.arange(self.num_columns, dtype=self.starts.dtype)
+        left, right = self.margins
+        out = np.where(positions < starts, left, right)
+        # The k-th value of a row sits at offsets[row] + k; `first` is where each row begins in what is gathered here.
+        first = np.cumsum(lengths) - lengths
+        gather = np.repeat(offsets[rows] - first, lengths) + np.arange(lengths.sum())
+        out[(positions >= starts) & (positions < stops)] = self.values[gather]
+        return _to_tensor(out, self.dtype)
+
+
+def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
+    """The tensor's memory as an array. Types that numpy lacks (bfloat16, float8) come as unsigned integers."""
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    if tensor.dtype in _WITHOUT_NUMPY:
+        flat = tensor.reshape(-1).view(torch.uint8).numpy()
+        return flat.view(_BITS[tensor.itemsize]).reshape(tuple(tensor.shape))
+    return tensor.numpy()
+
+
+_WITHOUT_NUMPY = frozenset(
+    dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize <= 2 and dtype != torch.float16
+)
+
+
+def _to_tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    if dtype in _WITHOUT_NUMPY:
+        flat = torch.from_numpy(values.reshape(-1).view(np.uint8)).view(dtype)
+        return flat.reshape(values.shape)
+    return torch.from_numpy(values).to(dtype)
+
+
+def _narrowed(values: np.ndarray) -> np.ndarray:
+    """int64 in the smallest signed type that holds every value; everything else as it is."""
+    if values.dtype != np.int64 or values.size == 0:
+        return values
+    low, high = int(values.min()), int(values.max())
+    for dtype in (np.int8, np.int16, np.int32):
+        info = np.iinfo(dtype)
+        if info.min <= low and high <= info.max:
+            return values.astype(dtype)
+    return values
+
+
+def _margin_value(edge: np.ndarray) -> np.ndarray:
+    """The most frequent value of a column's edge (B,), compared bit by bit so that NaN and -0.0 are values too."""
+    bits = edge.view(_BITS[edge.itemsize])
+    found, counts = np.unique(bits, return_counts=True)
+    return found[counts.argmax()]
+
+
+def pack_column(tensor: torch.Tensor) -> DenseColumn | RaggedColumn:
+    """Packs a tensor `(B, ...)`, losing nothing."""
+    values = _as_numpy(tensor)
+    if values.ndim != 2 or values.size == 0 or values.dtype.itemsize not in _BITS:
+        return DenseColumn(_narrowed(values), tensor.dtype)
+    values = _narrowed(values)
+    bits = np.ascontiguousarray(values).view(_BITS[values.itemsize])
+    num_columns = values.shape[1]
+    left, right = _margin_value(bits[:, 0].copy()), _margin_value(bits[:, -1].copy())
+    inside_left, inside_right = bits != left, (bits != right)[:, ::-1]
+    starts = np.where(inside_left.any(1), inside_left.argmax(1), num_columns)
+    stops = np.where(inside_right.any(1), num_columns - inside_right.argmax(1), 0)
+    starts, stops = starts.astype(np.int32), np.maximum(starts, stops).astype(np.int32)
+    positions = np.arange(num_columns, dtype=np.int32)
+    kept = values[(positions >= starts[:, None]) & (positions < stops[:, None])]
+    margins = (np.asarray(left).view(values.dtype), np.asarray(right).view(values.dtype))
+    return RaggedColumn(kept, starts, stops, margins, num_columns, tensor.dtype)
+
+
+# ---- batches ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PackedBatch:
+    """A DataProto on its way.
+
+    Attributes:
+        num_rows: B.
+        tensors: packed columns by name.
+        objects: object columns (B,) by name, as lists.
+        others: columns of other kinds (nested tensors, arrays of numbers), which DataProto packs itself.
+        meta_info: as it is.
+    """
+
+    num_rows: int
+    tensors: dict[str, DenseColumn | RaggedColumn]
+    objects: dict[str, list[Any]]
+    others: DataProto
+    meta_info: dict[str, Any]
+
+
+def pack(batch: DataProto, columns: Sequence[str] | None = None) -> PackedBatch:
+    """Packs the batch, or those of the named columns that it has."""
+    wanted = None if columns is None else frozenset(columns)
+    tensor_names = [n for n in ([] if batch.batch is None else batch.batch.keys()) if wanted is None or n in wanted]
+    arrays = {name: column for name, column in batch.non_tensor_batch.items() if wanted is None or name in wanted}
+    dense = {name: batch.batch[name] for name in tensor_names if _is_dense(batch.batch[name])}
+    objects = {name: list(column) for name, column in arrays.items() if column.dtype == object and column.ndim == 1}
+    others = batch.select([n for n in tensor_names if n not in dense], [n for n in arrays if n not in objects], [])
+    if others.batch is not None and others.batch.device is not None:
+        others = others.to("cpu")
+    tensors = {name: pack_column(column) for name, column in dense.items()}
+    return PackedBatch(len(batch), tensors, objects, others, batch.meta_info)
+
+
+def _is_dense(column: Any) -> bool:
+    return isinstance(column, torch.Tensor) and not column.is_nested
+
+
+def unpack(packed: PackedBatch, rows: np.ndarray | None = None) -> DataProto:
+    """The batch again, or the given rows of it (indices, repeats allowed), in memory of its own."""
+    rows = np.arange(packed.num_rows, dtype=np.int64) if rows is None else rows
+    others = packed.others.select_idxs(rows) if len(packed.others) else packed.others
+    for name, column in packed.tensors.items():
+        others.batch[name] = column.take(rows)
+    arrays = {name: _object_array([values[row] for row in rows]) for name, values in packed.objects.items()}
+    return DataProto(others.batch, {**arrays, **others.non_tensor_batch}, dict(packed.meta_info))
+
+
+def _object_array(values: list[Any]) -> np.ndarray:
+    array = np.empty(len(values), dtype=object)
+    for position, value in enumerate(values):  # one by one: numpy would make a second dimension of equally long lists
+        array[position] = value
+    return array
+
+
+# ---- arguments and results of calls ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RowsRef:
+    """Rows of a batch that lies in the object store: what a rank gets in place of a DataProto.
+
+    Attributes:
+        packed: reference to a PackedBatch.
+        rows: (n,) row indices; None is all.
+    """
+
+    packed: ray.ObjectRef
+    rows: np.ndarray | None
+
+
+class Sender:
+    """Turns the arguments of one call into what is sent, putting every batch into the object store once."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, tuple[str, ...] | None], tuple[DataProto, ray.ObjectRef]] = {}
+
+    def send(self, call: RankCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of one rank, as they travel."""
+        return tuple(map(self._argument, call.args)), {name: self._argument(arg) for name, arg in call.kwargs.items()}
+
+    def _argument(self, arg: Any) -> Any:
+        if isinstance(arg, BatchRows):
+            return RowsRef(self._put(arg.batch, arg.columns), arg.rows)
+        if isinstance(arg, DataProto):
+            return RowsRef(self._put(arg, None), None)
+        return arg
+
+    def _put(self, batch: DataProto, columns: tuple[str, ...] | None) -> ray.ObjectRef:
+        key = (id(batch), columns)
+        if key not in self._sent:  # the batch is kept beside its reference: its id stays its own
+            self._sent[key] = (batch, ray.put(pack(batch, columns)))
+        return self._sent[key][1]
+
+
+def receive(args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float) -> tuple[list[Any], dict[str, Any]]:
+    """On a rank: the arguments as the method expects them.
+
+    Raises:
+        ray.exceptions.GetTimeoutError: a batch did not arrive within `timeout_s`.
+    """
+
+    def received(arg: Any) -> Any:
+        return unpack(ray.get(arg.packed, timeout=timeout_s), arg.rows) if isinstance(arg, RowsRef) else arg
+
+    return [received(arg) for arg in args], {name: received(arg) for name, arg in kwargs.items()}
+
+
+def pack_result(result: Any) -> Any:
+    """On a rank: a method's result as it travels, with its batches packed, also those in a tuple, list or dict."""
+    if isinstance(result, DataProto):
+        return pack(result)
+    return _mapped(pack_result, result)
+
+
+def unpack_result(result: Any) -> Any:
+    """On the driver: the inverse of `pack_result`."""
+    if isinstance(result, PackedBatch):
+        return unpack(result)
+    return _mapped(unpack_result, result)
+
+
+def _mapped(function: Any, value: Any) -> Any:
+    """`function` of the entries of a plain tuple, list or dict; any other value as it is."""
+    if type(value) in (tuple, list):
+        return type(value)(map(function, value))
+    if type(value) is dict:
+        return {key: function(entry) for key, entry in value.items()}
+    return value

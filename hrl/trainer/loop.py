@@ -1,0 +1,260 @@
+"""What every trainer does around its steps: resume, count, time, validate, report, save.
+
+A trainer says what a step is (``train_step``), how it validates, and what its state is; the loop is here once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
+from hrl.cluster.shared_disk import require_all_shards, require_shared
+from hrl.data.fingerprint import differences
+from hrl.metrics import StepMetrics
+from hrl.protocol import DataProto
+from hrl.report.run_folder import writing_to
+from hrl.single_controller.base import phase as worker_phase
+from hrl.trainer.memory import peak_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.report.reporter import RunReporter
+
+
+class Workers(Protocol):
+    """The worker processes of a run, as far as the loop knows them.
+
+    Attributes:
+        processes: one group per pool.
+        trained: the groups whose models learn, and are saved.
+    """
+
+    processes: list[Any]
+
+    @property
+    def trained(self) -> list[Any]: ...
+
+    def save(self, folder: Path, contents: Sequence[str]) -> None:
+        """Writes the state of every trained role below ``folder``."""
+
+    def load(self, folder: Path) -> None:
+        """Loads what ``save`` wrote."""
+
+    def shutdown(self) -> None:
+        """Ends every process."""
+
+
+W = TypeVar("W", bound=Workers)
+
+
+class TrainingLoop(ABC, Generic[W]):
+    """``fit`` and what it needs, for any trainer.
+
+    Args:
+        config: the validated configuration; the loop reads its ``trainer`` section and ``data.train_batch_size``.
+        tokenizer: saved beside the weights of a checkpoint.
+        train_dataset: rows to train on, with their ``order`` and ``fingerprint``.
+        val_dataset: rows to validate on, ``None`` for no validation.
+        reporter: timers, metrics and pictures of the run.
+        total_training_steps: where the run ends.
+
+    Attributes:
+        global_steps: steps done, the running one included.
+        data_position: where the next batch starts.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        train_dataset: Any,
+        val_dataset: Any | None,
+        reporter: RunReporter,
+        total_training_steps: int,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.train_dataset = train_dataset
+        self.val_dataset = val_dataset
+        self.reporter = reporter
+        self.total_training_steps = total_training_steps
+        self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)
+        self._workers: W | None = None
+        self.global_steps = 0
+        self.data_position = train_dataset.order.start()
+
+    # ------------------------------------------------------------------ what a trainer is
+
+    @abstractmethod
+    def init_workers(self) -> None:
+        """Starts the processes, loads their models and sets ``_workers``."""
+
+    def before_load(self) -> None:
+        """Called once, when step and position are those to go on from and the workers still hold the first model."""
+
+    def begin(self) -> None:
+        """Called once, when a checkpoint was loaded or there is none, before anything is validated or learnt."""
+
+    @abstractmethod
+    def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        """Learns from one batch, in timed phases; returns the batch as it is to be reported."""
+
+    @abstractmethod
+    def validate(self) -> dict[str, float]:
+        """The ``val/...`` metrics of the present weights; empty where there is nothing to validate on."""
+
+    @property
+    @abstractmethod
+    def save_contents(self) -> Sequence[str]:
+        """What a checkpoint holds (``checkpoint.save_contents``)."""
+
+    def state(self) -> dict[str, Any]:
+        """The driver's own state beside step and position in the data: plain JSON for a checkpoint."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes up what ``state`` gave."""
+
+    def on_step_end(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """Called before a step's metrics are reported."""
+
+    # ------------------------------------------------------------------ the loop
+
+    def fit(self) -> None:
+        """Trains to ``total_training_steps``, from the newest checkpoint if there is one.
+
+        Where no step is left, it validates once.
+        """
+        if self.config.trainer.save_freq > 0:
+            require_shared(self.reporter.folder.path, self.workers.trained)
+        self.restore()
+        self.begin()
+        if self.global_steps >= self.total_training_steps:
+            self.validate_only()
+        elif self.config.trainer.val_before_train and self.global_steps == 0:
+            self.validate_alone()
+
+        for batch in self.batches():
+            self.global_steps += 1
+            metrics = StepMetrics()
+            with self.reporter.step(self.global_steps):
+                with self.phase("step"):
+                    batch = self.train_step(batch, metrics)
+                if self.is_due(self.config.trainer.test_freq, self.config.trainer.val_after_train):
+                    metrics |= self.validate()
+                metrics |= peak_memory(self.workers.processes)
+                self.on_step_end(batch, metrics)
+            self.reporter.step_done(self.global_steps, batch, metrics)
+            # After the step's log: a checkpoint then never stands for a step that the log lacks.
+            if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0):
+                self.save()
+
+    def batches(self) -> Iterator[DataProto]:
+        """The remaining batches of training rows, from the current position in the data."""
+        while self.global_steps < self.total_training_steps:
+            yield self.next_batch()
+
+    def next_batch(self) -> DataProto:
+        """The batch at the current position in the data, which moves on."""
+        indices, self.data_position = self.train_dataset.order.next(
+            self.data_position, self.config.data.train_batch_size
+        )
+        return self.train_dataset.batch(indices)
+
+    def validate_only(self) -> None:
+        """Validates a model that has no step left to make, and says so."""
+        self.reporter.console.note(
+            f"no step left: at step {self.global_steps}, trainer.total_training_steps={self.total_training_steps}; "
+            + ("nothing to validate on" if self.val_dataset is None else "validating once")
+        )
+        self.validate_alone()
+
+    def validate_alone(self) -> None:
+        """Validates outside of a step, whose record would hold the metrics: before the first, or where none is left."""
+        if self.val_dataset is not None:
+            self.reporter.validation_done(self.global_steps, self.validate())
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """Writes a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
+
+        Its seconds are told on the terminal: the step's record is written already, and the next one's is not theirs.
+        """
+        started = perf_counter()
+        run_folder = self.reporter.folder.path
+        with writing_to(run_folder):
+            folder = self.checkpoints.begin(self.global_steps)
+        with worker_phase("save_checkpoint"):
+            self.workers.save(folder, self.save_contents)
+            require_all_shards(folder, self.workers.trained, run_folder)
+        position = {
+            "step": self.global_steps,
+            "data_position": self.data_position.to_dict(),
+            "data": self.train_dataset.fingerprint,
+        }
+        with writing_to(run_folder):
+            if "hf_model" in self.save_contents:
+                self.tokenizer.save_pretrained(folder / "hf")
+            final = self.checkpoints.commit(self.global_steps, position | self.state())
+        self.reporter.console.note(f"saved {final} in {perf_counter() - started:.1f} s")
+
+    def restore(self) -> None:
+        """Continues from the checkpoint that ``trainer.resume_mode`` names, if any, and says so."""
+        trainer = self.config.trainer
+        path = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
+        if path is None:
+            self.before_load()
+            return
+        state = load_state(path, ("data_position", "data", *self.state()))
+        self.global_steps = state["step"]
+        self.data_position = self._position_after(path, state)
+        self.load_state(state)
+        self.before_load()
+        self.workers.load(path)
+        self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
+
+    def _position_after(self, path: Path, state: dict[str, Any]) -> Any:
+        """Where to go on in the data: at its beginning, where a branch of another run is trained on other data.
+
+        Raises:
+            CheckpointError: the checkpoint is this run's own, and the data is not.
+        """
+        present = self.train_dataset.fingerprint
+        if self.checkpoints.holds(path):
+            check_data(path, state["data"], present)
+        changes = differences(state["data"], present)
+        if changes:
+            self.reporter.console.note(f"other training data than {path} ({'; '.join(changes)}): from its beginning")
+            return self.train_dataset.order.start()
+        return type(self.data_position).from_dict(state["data_position"])
+
+    # ------------------------------------------------------------------ small things
+
+    @property
+    def workers(self) -> W:
+        """The worker groups, once ``init_workers`` has started them."""
+        if self._workers is None:
+            raise RuntimeError("call init_workers() before the workers are used")
+        return self._workers
+
+    def shutdown(self) -> None:
+        """Ends every process that ``init_workers`` started."""
+        if self._workers is not None:
+            self._workers.shutdown()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Times a phase as ``timing_s/<name>`` and shows it while it lasts."""
+        return self.reporter.phase(name)
+
+    def is_due(self, every: int, also_last: bool = False) -> bool:
+        """Whether something that happens every ``every`` steps (never, if not positive) happens after this one."""
+        last = self.global_steps == self.total_training_steps
+        return (every > 0 and self.global_steps % every == 0) or (also_last and last)

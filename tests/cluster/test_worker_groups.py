@@ -1,0 +1,169 @@
+"""The order in which models are loaded, and who is blamed when a weight broadcast fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import pytest
+
+from hrl.cluster.roles import Role
+from hrl.cluster.worker_groups import WorkerGroups, build_worker_groups, worker_mapping
+from hrl.config import compose_cli
+from hrl.single_controller.base import WorkerDiedError, WorkerError, WorkerTimeoutError
+
+INIT_S = 100.0
+
+
+class Group:
+    """The roles of a pool; notes what is asked of it, and answers when everybody was asked."""
+
+    asked: list[tuple[str, str, float]] = []  # noqa: RUF012 (emptied by the fixture)
+    node_ips = ("127.0.0.1",)
+    world_size = 1
+
+    def __init__(self, *, name_prefix: str, ray_cls_with_init: Any, **_: Any) -> None:
+        self.pool, self.roles, self.timeout_s = name_prefix, tuple(ray_cls_with_init.roles()), 0.0
+
+    @classmethod
+    def start_together(cls, groups: Iterable[Group]) -> None:
+        assert not cls.asked, "a group was called before all were up"
+
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, Group]:
+        groups = {}
+        for role in prefix_set:
+            groups[role] = object.__new__(Group)
+            groups[role].__dict__ |= {"pool": self.pool, "roles": (role,), "timeout_s": 0.0}
+        return groups
+
+    def with_timeout(self, timeout_s: float) -> Self:
+        self.timeout_s = timeout_s
+        return self
+
+    def execute_all_async(self, method: str) -> Any:
+        assert method == "init_model"
+        self.asked.append((self.pool, self.roles[0], self.timeout_s))
+        return SimpleNamespace(done=lambda: True, get=lambda: None)
+
+    def open_weight_broadcast(self, num_receivers: int, address: str) -> tuple[int, str]:
+        return num_receivers, address
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Group, "asked", [])
+    merged = "hrl.cluster.worker_groups.create_colocated_worker_cls"
+    monkeypatch.setattr(merged, lambda class_dict: SimpleNamespace(roles=lambda: dict(class_dict)))
+
+
+def build(mapping: dict[Role, str]) -> WorkerGroups:
+    config = SimpleNamespace(
+        trainer=SimpleNamespace(timeouts=SimpleNamespace(init_s=INIT_S, call_s=1.0)),
+        actor_rollout_ref=SimpleNamespace(
+            rollout=SimpleNamespace(weight_sync=SimpleNamespace(driver_timeout_s=1.0)),
+        ),
+    )
+    pools = dict.fromkeys(mapping.values())
+    manager = SimpleNamespace(mapping=mapping, create_resource_pool=lambda: None, resource_pool_dict=pools)
+    return build_worker_groups(config, dict.fromkeys(mapping), manager, Group)
+
+
+def test_on_one_pool_the_engine_comes_last_and_deadlines_add_up() -> None:
+    mapping = dict.fromkeys((Role.ActorRollout, Role.RefPolicy, Role.Critic, Role.RewardModel), "all")
+    build(mapping).init_models()
+    assert Group.asked == [
+        ("all", "critic", INIT_S),
+        ("all", "ref", 2 * INIT_S),
+        ("all", "rm", 3 * INIT_S),
+        ("all", "actor_rollout", 4 * INIT_S),
+    ]
+
+
+def test_pools_do_not_wait_for_each_other() -> None:
+    mapping = {Role.Actor: "a", Role.Rollout: "b", Role.RefPolicy: "a", Role.Critic: "c"}
+    build(mapping).init_models()
+    assert sorted(Group.asked) == [
+        ("a", "actor", 2 * INIT_S),
+        ("a", "ref", INIT_S),
+        ("b", "rollout", INIT_S),
+        ("c", "critic", INIT_S),
+    ]
+
+
+class Call:
+    """A call that has given this result, raises this error, or goes on (None)."""
+
+    def __init__(self, outcome: Any) -> None:
+        self.outcome = outcome
+
+    def done(self) -> bool:
+        if isinstance(self.outcome, WorkerError):
+            raise self.outcome
+        return self.outcome is not None
+
+    def get(self, timeout_s: float | None = None) -> Any:
+        assert timeout_s is None or timeout_s > 0
+        if not self.done():
+            raise WorkerTimeoutError([0], "rollout.receive_weights", "weight_sync", timeout_s or 0.0)
+        return self.outcome
+
+
+def synchronise(received: Any, sent: Any) -> dict[str, float]:
+    groups = build({Role.Actor: "train", Role.Rollout: "sample"})
+    groups.actor.send_weights = lambda version: Call(sent)
+    groups.rollout.receive_weights = lambda version, *handle: Call(received)
+    return groups.sync_weights(3)
+
+
+REFUSED = WorkerError(1, "rollout.receive_weights", "weight_sync", "WeightSyncError: checksum of 'norm.weight'")
+DIED = WorkerDiedError(1, "rollout.receive_weights", "weight_sync", 77, "out of memory")
+BROKEN = WorkerError(0, "actor.send_weights", "weight_sync", "WeightSyncError: weight broadcast failed at the sender")
+
+
+def test_the_figures_of_a_broadcast_are_the_senders_and_the_least_that_an_engine_read_back() -> None:
+    engines = [{"weight_sync/read_back_tensors": 9.0}, {}, {"weight_sync/read_back_tensors": 7.0}]
+    assert synchronise(engines, [{"weight_sync/seconds": 1.5}]) == {
+        "weight_sync/seconds": 1.5,
+        "weight_sync/read_back_tensors": 7.0,
+    }
+
+
+def test_of_several_engines_in_the_trainers_processes_the_slowest_and_the_least_read_back_count() -> None:
+    groups = build({Role.ActorRollout: "all"})
+    engines = [(1.0, 9.0), (3.0, 8.0), (2.0, 7.0)]
+    reports = [{"weight_sync/seconds": s, "weight_sync/read_back_tensors": read} for s, read in engines]
+    groups.actor.sync_weights = lambda version: [reports[0], {}, *reports[1:]]
+    assert groups.sync_weights(3) == {"weight_sync/seconds": 3.0, "weight_sync/read_back_tensors": 7.0}
+
+
+@pytest.mark.parametrize("cause", [REFUSED, DIED])
+@pytest.mark.parametrize("sent", [None, BROKEN], ids=["sender waits", "sender failed too"])
+def test_a_receivers_failure_is_the_one_that_is_told(cause: WorkerError, sent: WorkerError | None) -> None:
+    with pytest.raises(WorkerError) as raised:
+        synchronise(cause, sent)
+    assert raised.value is cause
+
+
+def test_a_sender_that_failed_alone_is_told_of_itself() -> None:
+    with pytest.raises(WorkerError) as raised:
+        synchronise(None, BROKEN)
+    assert raised.value is BROKEN
+
+
+def test_processes_are_told_the_tokenizers_folder_by_its_absolute_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "words").mkdir()
+    monkeypatch.chdir(tmp_path)
+    for named, told in (("words", str(tmp_path / "words")), ("org/words", "org/words"), ("null", None)):
+        config = compose_cli(
+            [
+                "data.train_batch_size=8",
+                "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+                f"actor_rollout_ref.model.tokenizer_path={named}",
+            ]
+        )
+        worker = worker_mapping(config, [Role.ActorRollout], None, dict.fromkeys(Role, "/model"), 1)[Role.ActorRollout]
+        assert worker.args[0].model.tokenizer_path == told

@@ -1,0 +1,220 @@
+"""Rules between keys: what can't work is refused with the arithmetic and the nearest value that can."""
+
+import pytest
+
+from hrl.config import ConfigError
+from hrl.config.load import validate
+from hrl.config.rules import RULES, warnings
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+CORRECTION = "algorithm.rollout_correction"
+GDPO = {"algorithm.adv_estimator": "gdpo", "algorithm.gdpo_reward_keys": ["a", "b"]}
+BYPASS = {f"{CORRECTION}.bypass_mode": True}
+
+CASES = [
+    (
+        {"data.train_batch_size": 12, f"{ACTOR}.ppo_mini_batch_size": 5},
+        f"{ACTOR}.ppo_mini_batch_size is 5 prompts and does not divide data.train_batch_size=12. "
+        "Nearest that do: 4 and 6.",
+    ),
+    (
+        {"data.train_batch_size": 8, f"{ACTOR}.ppo_mini_batch_size": 16},
+        f"{ACTOR}.ppo_mini_batch_size is 16 prompts and does not divide data.train_batch_size=8. Nearest that do: 8.",
+    ),
+    (
+        {
+            "algorithm.adv_estimator": "gae",
+            "data.train_batch_size": 8,
+            f"{ACTOR}.ppo_mini_batch_size": 4,
+            "critic.ppo_mini_batch_size": 3,
+        },
+        "critic.ppo_mini_batch_size is 3 prompts and does not divide data.train_batch_size=8. "
+        "Nearest that do: 2 and 4.",
+    ),
+    (
+        {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 1},
+        f"{ROLLOUT}.n is 1, but algorithm.adv_estimator=grpo compares the samples of a prompt and needs at least 2. "
+        f"Set {ROLLOUT}.n=8, or another estimator.",
+    ),
+    ({"algorithm.adv_estimator": "rloo", f"{ROLLOUT}.n": 1}, f"{ROLLOUT}.n is 1"),
+    ({"algorithm.adv_estimator": "gae", "critic.enable": False}, "critic.enable is false"),
+    ({"algorithm.adv_estimator": "grpo", "trainer.critic_warmup": 5}, "trainer.critic_warmup is 5"),
+    ({f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "kl"}, f"{ACTOR}.kl_loss_type is kl"),
+    ({f"{ROLLOUT}.top_p": 0.9}, f"{ROLLOUT}.top_p is 0.9"),
+    ({f"{ROLLOUT}.top_k": 50}, f"{ROLLOUT}.top_k is 50"),
+    ({f"{ROLLOUT}.top_k": 0}, "Set it to -1 for off."),
+    ({f"{ROLLOUT}.val_kwargs.n": 4}, f"{ROLLOUT}.val_kwargs.n is 4, but greedy decoding"),
+    ({f"{ROLLOUT}.val_kwargs.do_sample": True}, f"{ROLLOUT}.val_kwargs.temperature is 0, which is greedy."),
+    (
+        {f"{ACTOR}.ppo_max_token_len_per_gpu": 1000},
+        f"{ACTOR}.ppo_max_token_len_per_gpu is 1000 tokens, but one row may have 1024 (512 prompt + 512 response). "
+        "Set it to at least 1024.",
+    ),
+    ({f"{ACTOR}.use_dynamic_bsz": False}, f"{ACTOR}.ppo_micro_batch_size_per_gpu needs a number of sequences"),
+    ({f"{ROLLOUT}.max_model_len": 600}, "prompt + response may be 1024"),
+    (
+        {f"{ROLLOUT}.enable_chunked_prefill": False, f"{ROLLOUT}.max_num_batched_tokens": 512},
+        "Set it to at least 1024.",
+    ),
+    ({f"{ROLLOUT}.engine_kwargs": {"vlm": {}}}, "has 'vlm', which is no engine with its arguments. Did you mean vllm?"),
+    ({f"{ROLLOUT}.engine_kwargs": {"swap_space": 4}}, "Write it as {vllm: {swap_space: ...}}."),
+    (
+        {f"{ROLLOUT}.engine_kwargs": {"vllm": {"tensor_parallel_size": 2}}},
+        f"engine_kwargs sets vLLM's tensor_parallel_size. Set {ROLLOUT}.tensor_model_parallel_size.",
+    ),
+    (
+        {f"{ROLLOUT}.engine_kwargs": {"vllm": {"logprobs_mode": "raw_logprobs"}}},
+        "sets vLLM's logprobs_mode, which is fixed: log-probs are those of the distribution that was sampled from.",
+    ),
+    ({f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.tensor_model_parallel_size": 2}, "which the hf engine can't do"),
+    (
+        {f"{ACTOR}.fsdp_config.dtype": "float16"},
+        f"{ACTOR}.fsdp_config.dtype is float16, in which small gradients become zero: the loss isn't scaled. "
+        "Set it to bfloat16.",
+    ),
+    (
+        {"algorithm.adv_estimator": "gae", "critic.model.fsdp_config.dtype": "float16"},
+        "critic.model.fsdp_config.dtype is float16",
+    ),
+    (
+        {f"{ROLLOUT}.tensor_model_parallel_size": 3, "trainer.n_gpus_per_node": 8},
+        f"{ROLLOUT}.tensor_model_parallel_size is 3, which does not divide the 8 rollout processes. "
+        "Nearest that do: 2 and 4.",
+    ),
+    ({f"{ACTOR}.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4}, f"{ACTOR}.fsdp_config.fsdp_size is 3"),
+    ({"trainer.role_pools": {"actr": "global"}}, "trainer.role_pools.actr is not a role. Did you mean actor?"),
+    ({"trainer.role_pools": {"ref": "other"}}, "trainer.role_pools.ref names the pool 'other'"),
+    ({"trainer.role_pools": {"actor_rollout": "global", "actor": "global"}}, "beside actor or rollout"),
+    ({"trainer.resource_pools": {}}, "trainer.resource_pools has no pool."),
+    ({"reward.reward_model.enable": True}, "reward.reward_model.model_path needs a folder or hub id"),
+    ({"reward.function_weight": 0.0}, "every reward would be 0"),
+    ({"reward.overlong_buffer": {"enable": True, "len": 0}}, "reward.overlong_buffer.len is 0 tokens"),
+    ({"data.custom_cls.path": "my.py"}, "data.custom_cls.name needs the name of the class"),
+    ({"data.val_files": [], "trainer.test_freq": 5}, "trainer.test_freq is 5, but data.val_files is empty."),
+    ({"trainer.resume_mode": "resume_path"}, "trainer.resume_from_path needs a checkpoint folder"),
+    ({"trainer.resume_from_path": "x"}, "Set trainer.resume_mode=resume_path."),
+    (
+        {"trainer.save_freq": 5, f"{ACTOR}.checkpoint.save_contents": ["optimizer", "hf_model"]},
+        f"{ACTOR}.checkpoint.save_contents is [optimizer,hf_model], from which no run can continue. "
+        "Add model, or set trainer.save_freq=-1.",
+    ),
+    ({f"{ACTOR}.policy_loss.loss_mode": "dro"}, f"{ACTOR}.policy_loss.dro_beta needs a value"),
+    (
+        {f"{ACTOR}.policy_loss.loss_mode": "kl_cov", f"{ACTOR}.policy_loss.kl_cov_ratio": 0.0},
+        f"{ACTOR}.policy_loss.kl_cov_ratio is 0, which is no share of the tokens.",
+    ),
+    ({f"{ACTOR}.policy_loss.clip_cov_lb": 6.0}, f"{ACTOR}.policy_loss.clip_cov_lb is 6, not below clip_cov_ub=5."),
+    ({"reward.shaping": {"clamp": 5.0}}, "reward.shaping names 'clamp', which nothing is registered under."),
+    ({"reward.shaping": {"clip": None}}, "reward.shaping clips to no limit. Give one, e.g. {clip: 5}."),
+    ({"algorithm.adv_estimator": "gdpo"}, "algorithm.gdpo_reward_keys needs the names of the rewards"),
+    ({"algorithm.gdpo_reward_keys": ["a"]}, "algorithm.gdpo_reward_keys is not read by grpo. Set algorithm.adv_est"),
+    (GDPO | {"algorithm.gdpo_reward_keys": ["a", "a"]}, "names a reward twice"),
+    (GDPO | {"algorithm.gdpo_reward_weights": [1.0]}, "has 1 weights for 2 rewards."),
+    (GDPO | {"algorithm.use_kl_in_reward": True}, "which hold no KL"),
+    (
+        {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.filter_groups.enable": True, f"{ROLLOUT}.n": 1},
+        f"{ROLLOUT}.n is 1, so that no group could ever have different rewards.",
+    ),
+    ({"algorithm.filter_groups.max_num_gen_batches": 0}, "max_num_gen_batches is 0, must be more than 0."),
+    ({f"{CORRECTION}.rollout_is_threshold": "a_b"}, f"{CORRECTION}.rollout_is_threshold can't be read: 'a_b' is no"),
+    ({f"{CORRECTION}.rollout_is_threshold": 0.55}, "all of them would be cut down"),  # 0.5_5 as YAML reads it
+    ({f"{CORRECTION}.rollout_rs": "token_k1"}, "rollout_rs_threshold needs a value, because rollout_rs is token_k1."),
+    (
+        {f"{CORRECTION}.rollout_rs": "token_k9", f"{CORRECTION}.rollout_rs_threshold": 2.0},
+        f"{CORRECTION}.rollout_rs can't be read: unknown rejection rule 'token_k9'",
+    ),
+    ({f"{CORRECTION}.loss_type": "reinforce"}, f"{CORRECTION}.loss_type is reinforce, which only bypass mode reads."),
+    (
+        BYPASS | {"algorithm.adv_estimator": "optimal_token_baseline"},
+        "needs the forward pass that it spares. Set it to false.",
+    ),
+    (BYPASS | {f"{CORRECTION}.rollout_is": "token"}, "has that ratio inside already"),
+    (
+        BYPASS | {f"{CORRECTION}.loss_type": "reinforce", f"{ACTOR}.policy_loss.loss_mode": "gspo"},
+        f"would take the place of {ACTOR}.policy_loss.loss_mode=gspo.",
+    ),
+    (BYPASS | {f"{CORRECTION}.rollout_is_batch_normalize": True}, "and not the whole batch before"),
+]
+
+
+@pytest.mark.parametrize(("given", "sentence"), CASES, ids=[next(reversed(given)) for given, _ in CASES])
+def test_what_cannot_work_is_refused(given, sentence):
+    with pytest.raises(ConfigError) as caught:
+        validate(given)
+    assert sentence in str(caught.value)
+
+
+def test_standard_output_is_for_people_or_for_programs():
+    with pytest.raises(ConfigError, match="names console and console-json, which both write to standard output"):
+        validate({"trainer.logger": ["console", "console-json"]})
+    assert validate({"trainer.logger": ["console-json", "wandb"]}).trainer.logger == ["console-json", "wandb"]
+
+
+def test_every_rule_is_named_for_what_it_enforces_and_documented():
+    assert all(rule.__doc__ and rule.__name__.count("_") >= 1 for rule in RULES)
+
+
+def test_one_small_budget_is_one_problem_although_other_passes_inherit_it():
+    with pytest.raises(ConfigError) as caught:
+        validate({"algorithm.adv_estimator": "gae", f"{ACTOR}.ppo_max_token_len_per_gpu": 10})
+    assert len(caught.value.problems) == 1
+
+
+def test_budgets_set_apart_are_problems_apart():
+    with pytest.raises(ConfigError) as caught:
+        validate(
+            {
+                "algorithm.adv_estimator": "gae",
+                f"{ACTOR}.ppo_max_token_len_per_gpu": 10,
+                "critic.forward_max_token_len_per_gpu": 20,
+            }
+        )
+    assert [problem.key for problem in caught.value.problems] == [
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
+        "critic.forward_max_token_len_per_gpu",
+    ]
+
+
+def test_models_without_gradients_may_be_float16():
+    validate({f"{REF}.fsdp_config.dtype": "float16", f"{ACTOR}.use_kl_loss": True, f"{ROLLOUT}.dtype": "float16"})
+
+
+def test_greedy_and_sampled_validation_are_both_possible():
+    validate({f"{ROLLOUT}.val_kwargs.do_sample": True, f"{ROLLOUT}.val_kwargs.temperature": 0.7})
+    sampled = {"do_sample": True, "temperature": 1.0, "n": 16, "top_p": 0.7, "top_k": 20}
+    validate({f"{ROLLOUT}.val_kwargs.{name}": value for name, value in sampled.items()})
+
+
+def test_a_run_without_validation_rows_is_possible():
+    off = {"trainer.val_before_train": False, "trainer.val_after_train": False}
+    assert validate({"data.val_files": None, **off}).data.val_files == []
+
+
+def test_kl_in_reward_and_loss_together_is_a_warning():
+    config = validate({f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True, "trainer.save_freq": 10})
+    assert warnings(config) == [
+        f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice."
+    ]
+
+
+def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():
+    arguments = {"vllm": {"disable_custom_all_reduce": True}, "hf": {}}
+    given = {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.engine_kwargs": arguments, "trainer.save_freq": 1}
+    assert warnings(validate(given)) == [f"{ROLLOUT}.engine_kwargs.vllm has no effect while {ROLLOUT}.name is hf."]
+
+
+def test_corrections_of_every_kind_are_possible():
+    weights = {f"{CORRECTION}.rollout_is": "token", f"{CORRECTION}.rollout_is_threshold": "0.5_5.0"}
+    rules = {f"{CORRECTION}.rollout_rs": "token_k1,seq_max_k3", f"{CORRECTION}.rollout_rs_threshold": "0.5_2.0,0.1"}
+    validate(weights | rules)
+    validate(BYPASS | rules)
+    validate(BYPASS | weights | {f"{CORRECTION}.loss_type": "reinforce"})
+
+
+def test_remote_code_is_pointed_out():
+    config = validate({"data.trust_remote_code": True, "trainer.save_freq": 10})
+    assert config.actor_rollout_ref.model.trust_remote_code
+    assert len(warnings(config)) == 1

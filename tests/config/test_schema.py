@@ -1,0 +1,214 @@
+"""The schema itself: small, closed, documented, and every constant name equal to its registry."""
+
+import copy
+import math
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from hrl.config import PPOTrainerConfig, load_config, names
+from hrl.config.conversions import CONVERTED
+from hrl.config.derived_defaults import DERIVED
+from hrl.config.keys import leaves, sections
+from hrl.config.names import ESTIMATORS, KL_KINDS, LOGGERS, POLICY_LOSSES, REWARD_SHAPERS, WITHOUT_TRACKER
+from hrl.config.outside import OUTSIDE
+from hrl.config.problems import ConfigError
+from hrl.config.spellings import MUST_EQUAL, RENAMED, lookup
+from hrl.config.synonyms import PPO_SYNONYMS
+
+
+def test_there_are_fewer_than_200_keys():
+    assert len(leaves()) < 200
+
+
+def test_every_key_has_a_sentence_that_ends():
+    unfinished = [key for key, leaf in leaves().items() if not leaf.help.endswith((".", "`."))]
+    assert unfinished == []
+
+
+def test_a_validated_configuration_is_immutable_and_can_be_copied():
+    config = load_config({"trainer": {"seed": 7}})
+    with pytest.raises(ValidationError, match="frozen"):
+        config.trainer.seed = 8  # type: ignore[misc]
+    assert copy.deepcopy(config) == config
+
+
+def test_no_key_is_both_in_the_schema_and_in_a_table_of_exceptions():
+    for table in (RENAMED, OUTSIDE, MUST_EQUAL, CONVERTED):
+        assert [key for key in leaves() if lookup(table, key)] == []
+
+
+def test_every_renaming_ends_at_a_key_that_is_understood():
+    for old, new in RENAMED.items():
+        target = new.removesuffix(".*")
+        understood = target in leaves() or target in sections() or lookup(OUTSIDE, new)
+        assert understood or new in MUST_EQUAL or new in CONVERTED, old
+
+
+def test_every_synonym_names_a_key_or_a_group():
+    assert [name for name, synonym in PPO_SYNONYMS.items() if synonym.key not in {*leaves(), "placement"}] == []
+
+
+def test_derived_defaults_belong_to_keys_of_the_schema_and_say_so():
+    assert set(DERIVED) <= set(leaves())
+    assert [key for key in DERIVED if "Default: " not in leaves()[key].help] == []
+    assert [key for key, leaf in leaves().items() if "Default: " in leaf.help and key not in DERIVED] == []
+
+
+@pytest.mark.parametrize(
+    ("placement", "share"),
+    [
+        ({}, 0.5),
+        ({"resource_pools": {"train": [2], "gen": [2]}, "role_pools": {"actor": "train", "rollout": "gen"}}, 0.9),
+        ({"resource_pools": {"train": [2], "gen": [2]}, "role_pools": {"rollout": "gen"}}, 0.9),
+        ({"resource_pools": {"gen": [2], "train": [2]}, "role_pools": {"rollout": "gen"}}, 0.5),  # the actor joins it
+        ({"resource_pools": {"all": [2]}, "role_pools": {"actor": "all", "rollout": "all"}}, 0.5),
+        (
+            {
+                "resource_pools": {"train": [2], "gen": [2]},
+                "role_pools": {"actor": "train", "rollout": "gen", "ref": "gen"},
+            },
+            0.5,
+        ),
+    ],
+)
+def test_an_engine_takes_most_of_a_gpu_of_its_own_and_half_of_a_shared_one(placement, share):
+    config = load_config({"trainer": placement})
+
+    assert config.actor_rollout_ref.rollout.gpu_memory_utilization == share
+
+
+def test_a_share_that_was_asked_for_stands():
+    placement = {"resource_pools": {"train": [2], "gen": [2]}, "role_pools": {"actor": "train", "rollout": "gen"}}
+    tree = {"trainer": placement, "actor_rollout_ref": {"rollout": {"gpu_memory_utilization": 0.7}}}
+
+    assert load_config(tree).actor_rollout_ref.rollout.gpu_memory_utilization == 0.7
+
+
+def test_an_untouched_schema_is_what_an_empty_tree_loads():
+    config = load_config({"actor_rollout_ref": {"rollout": {"n": 1}}, "algorithm": {"adv_estimator": "gae"}})
+    assert config.data == PPOTrainerConfig().data
+    assert config.trainer == PPOTrainerConfig().trainer
+
+
+def test_names_known_without_torch_equal_the_registries():
+    from hrl.algos import policy_filtration, preference, rollout_correction
+    from hrl.algos.advantages import ADVANTAGE_ESTIMATORS
+    from hrl.algos.aggregation import AGGREGATION_MODES
+    from hrl.algos.kl import KL_ESTIMATORS
+    from hrl.algos.policy_losses import POLICY_LOSSES as REGISTERED_LOSSES
+    from hrl.algos.reward_shaping import REWARD_SHAPERS as REGISTERED_SHAPERS
+    from hrl.report.tracking import TRACKERS
+
+    registered = {
+        name: (entry.needs_critic, entry.min_group_size, entry.needs_baseline)
+        for name, entry in ADVANTAGE_ESTIMATORS.items()
+    }
+    assert {name: tuple(needs) for name, needs in ESTIMATORS.items()} == registered
+    assert set(REGISTERED_LOSSES) == POLICY_LOSSES
+    assert set(KL_ESTIMATORS) == KL_KINDS
+    assert set(REGISTERED_SHAPERS) == REWARD_SHAPERS
+    assert set(rollout_correction.IMPORTANCE_LEVELS) == names.IMPORTANCE_LEVELS
+    assert set(policy_filtration.REWEIGHT_METHODS) == names.REWEIGHT_METHODS
+    assert set(preference.PAIR_LOSSES) == names.PAIR_LOSSES.keys()
+    for name, traits in names.PAIR_LOSSES.items():
+        assert traits.reference is (name not in preference.REFERENCE_FREE_LOSSES)
+        unread = {constant for constant in ("label_smoothing", "target_margin") if not getattr(traits, constant)}
+        assert unread == set(preference.UNREAD_CONSTANTS.get(name, ()))
+    assert {*TRACKERS, *WITHOUT_TRACKER} == LOGGERS
+    modes = leaves()["actor_rollout_ref.actor.loss_agg_mode"].field.annotation.__args__
+    assert set(AGGREGATION_MODES) == set(modes)
+
+
+def test_an_estimator_of_the_user_is_found_through_the_registry(monkeypatch):
+    from hrl.algos import advantages
+
+    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
+    advantages.register_adv_est("my_own", min_group_size=3)(lambda inp, config: (inp, inp))
+    assert load_config({"algorithm": {"adv_estimator": "my_own"}}).actor_rollout_ref.rollout.n == 8
+
+
+def test_a_kl_estimator_and_an_aggregation_of_the_user_are_found_too(monkeypatch):
+    from hrl.algos import aggregation, kl
+
+    monkeypatch.setitem(kl.KL_ESTIMATORS, "quartic", lambda difference: difference**4)
+    monkeypatch.setitem(aggregation.AGGREGATION_MODES, "root-mean", aggregation.AGGREGATION_MODES["token-mean"])
+    actor = {"kl_loss_type": "quartic+", "loss_agg_mode": "root-mean"}
+    assert load_config({"actor_rollout_ref": {"actor": actor}}).actor_rollout_ref.actor.loss_agg_mode == "root-mean"
+
+
+def test_a_level_of_correction_of_the_user_is_accepted_and_computed_with(monkeypatch):
+    from hrl.algos import rollout_correction
+
+    def largest(log_ratio):
+        return log_ratio.amax(dim=-1, keepdim=True).exp().expand(log_ratio.shape)
+
+    monkeypatch.setitem(rollout_correction.IMPORTANCE_LEVELS, "largest", (largest, None))
+    settings = load_config({"algorithm": {"rollout_correction": {"rollout_is": "largest"}}}).algorithm
+    log_ratio = torch.tensor([[0.0, math.log(1.5)]])
+    weights, _, _ = rollout_correction.correct(log_ratio, torch.ones(1, 2), settings.rollout_correction)
+    assert weights.tolist() == [[pytest.approx(1.5)] * 2]
+
+
+def test_a_method_of_filtration_of_the_user_is_accepted_and_drawn_with(monkeypatch):
+    from hrl.algos import policy_filtration
+
+    monkeypatch.setitem(policy_filtration.REWEIGHT_METHODS, "worst", lambda scores, power: (scores == scores.min()) * 1)
+    settings = load_config({"algorithm": {"use_pf_ppo": True, "pf_ppo": {"reweight_method": "worst"}}}).algorithm.pf_ppo
+    drawn = policy_filtration.draw_rows(
+        torch.tensor([3.0, -1.0, 2.0]),
+        torch.ones(3, dtype=torch.bool),
+        settings.reweight_method,
+        settings.weight_pow,
+        generator=torch.Generator().manual_seed(0),
+    )
+    assert drawn.tolist() == [1, 1, 1]
+
+
+def test_a_loss_of_pairs_of_the_user_says_whether_it_has_a_reference(monkeypatch):
+    from hrl.algos import preference
+
+    monkeypatch.setitem(preference.PAIR_LOSSES, "linear", lambda chosen, rejected, options: rejected - chosen)
+    tree = {"algorithm": {"preference_loss": "linear", "kl_ctrl": {"kl_coef": 0.1}}}
+    assert load_config(tree).needs_reference
+    monkeypatch.setattr(preference, "REFERENCE_FREE_LOSSES", {"linear"})
+    assert not load_config(tree).needs_reference
+
+
+@pytest.mark.parametrize(
+    ("key", "name", "nearest"),
+    [
+        ("preference_loss", "sigmoyd", "sigmoid"),
+        ("rollout_correction.rollout_is", "sequenze", "sequence"),
+        ("pf_ppo.reweight_method", "max_rand", "max_random"),
+    ],
+)
+def test_a_name_that_nothing_is_registered_under_is_refused(key, name, nearest):
+    section, _, leaf = key.rpartition(".")
+    tree = {section: {leaf: name}} if section else {leaf: name}
+    with pytest.raises(ConfigError) as refused:
+        load_config({"algorithm": tree})
+    assert [str(problem) for problem in refused.value.problems] == [
+        f"algorithm.{key} names {name!r}, which nothing is registered under. Did you mean {nearest}?"
+    ]
+
+
+def test_composing_imports_neither_torch_nor_ray():
+    code = (
+        "import sys; from hrl.config import compose_cli; compose_cli([]); "
+        "sys.exit(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)) != [])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_unpickling_a_configuration_needs_no_hydra():
+    code = (
+        "import pickle, sys; config = pickle.loads(sys.stdin.buffer.read()); "
+        "sys.exit('hydra' in sys.modules or config.trainer.seed != 9)"
+    )
+    data = pickle.dumps(load_config({"trainer": {"seed": 9}}))
+    assert subprocess.run([sys.executable, "-c", code], input=data, timeout=60, check=False).returncode == 0

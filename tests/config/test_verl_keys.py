@@ -1,0 +1,452 @@
+"""verl's launch scripts: every key they set is honoured, describes what is always so, or is refused with advice.
+
+`verl_keys.txt` lists the keys that the public scripts for FSDP set, in January and in August 2026.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from hrl.config import ConfigError, compose_cli
+from hrl.config.compose import config_problems
+from hrl.config.conversions import CONVERTED
+from hrl.config.keys import leaves
+from hrl.config.load import validate
+from hrl.config.offline_kinds import SFT
+from hrl.config.outside import OUTSIDE
+from hrl.config.problems import Reason
+from hrl.config.run_kind import PPO
+from hrl.config.spellings import MUST_EQUAL, lookup, present_name
+
+KEYS = Path(__file__).with_name("verl_keys.txt").read_text().split()
+ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
+
+
+def verdict(key: str) -> str:
+    name = key if key in OUTSIDE else present_name(key)
+    above = (name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1))
+    if name not in OUTSIDE and any(key in leaves() for key in above):
+        return "honoured"
+    if name in MUST_EQUAL:
+        return "must equal"
+    if name in CONVERTED:
+        return "converted"
+    entry = lookup(OUTSIDE, name)
+    if entry is None:
+        return "forgotten"
+    return "without effect" if entry[1].noted is None or entry[1].noted else "refused"
+
+
+def problem_of(key: str, value: object, **others: object):
+    with pytest.raises(ConfigError) as caught:
+        validate({key: value, **others})
+    (problem,) = caught.value.problems
+    return problem
+
+
+def test_no_key_of_a_launch_script_is_forgotten():
+    assert [key for key in KEYS if verdict(key) == "forgotten"] == []
+
+
+def test_most_keys_are_honoured():
+    honoured = [key for key in KEYS if verdict(key) == "honoured"]
+    assert len(honoured) >= 85
+
+
+HOW_NOT_WHAT = {
+    "actor_rollout_ref.hybrid_engine": [True],
+    f"{MODEL}.use_remove_padding": [True, False],
+    f"{MODEL}.use_shm": [True, False],
+    f"{MODEL}.use_fused_kernels": [True, False],
+    f"{MODEL}.fused_kernel_options.impl_backend": ["torch", "triton"],
+    f"{MODEL}.enable_activation_offload": [True, False],
+    f"{MODEL}.use_liger": [True],
+    f"{MODEL}.lora_alpha": [16],
+    f"{ACTOR}.use_torch_compile": [True, False],
+    f"{ACTOR}.entropy_checkpointing": [True, False],
+    f"{ACTOR}.fsdp_config.forward_prefetch": [True, False],
+    f"{ACTOR}.fsdp_config.use_orig_params": [True, False],
+    f"{ACTOR}.fsdp_config.entropy_from_logits_with_chunking": [True, False],
+    f"{ACTOR}.fsdp_config.wrap_policy.min_num_params": [0],
+    f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype": ["fp32", "bf16"],
+    f"{ACTOR}.data_loader_seed": [42],
+    f"{ACTOR}.profiler.ranks": [[0]],
+    f"{REF}.fsdp_config.model_dtype": ["fp32", "bfloat16"],
+    f"{REF}.fsdp_config.optimizer_offload": [True, False],
+    f"{ROLLOUT}.enable_sleep_mode": [True, False],
+    f"{ROLLOUT}.layered_summon": [True, False],
+    f"{ROLLOUT}.load_format": ["auto", "dummy", "safetensors"],
+    f"{ROLLOUT}.disable_log_stats": [True, False],
+    f"{ROLLOUT}.calculate_log_probs": [True, False],
+    f"{ROLLOUT}.mode": ["async", "sync"],
+    f"{ROLLOUT}.cudagraph_capture_sizes": [[8, 16]],
+    f"{ROLLOUT}.checkpoint_engine.backend": ["nccl"],
+    f"{ROLLOUT}.agent.num_workers": [8],
+    f"{ROLLOUT}.prometheus.port": [9090],
+    "actor_rollout_ref.nccl_timeout": [14400],
+    "critic.forward_micro_batch_size_per_gpu": [4],
+    "data.dataloader_num_workers": [0, 8],
+    "data.filter_overlong_prompts_workers": [64],
+    "data.return_raw_chat": [True, False],
+    "reward_model.use_reward_loop": [True, False],
+    "reward_model.reward_manager": ["naive", "dapo", "prime"],
+    "reward_model.rollout.gpu_memory_utilization": [0.8],
+    "reward_model.rollout.name": ["vllm", "sglang"],
+    "trainer.balance_batch": [True, False],
+    "trainer.use_legacy_worker_impl": ["auto", "disable"],
+    "trainer.rollout_data_dir": ["dumps"],
+    "trainer.use_v1": [True],
+    "transfer_queue.enable": [True],
+    "global_profiler.save_path": ["profiles"],
+    "ray_kwargs.ray_init.runtime_env.py_executable": ["uv run --frozen --extra vllm"],
+}
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in HOW_NOT_WHAT.items() for value in values])
+def test_what_says_how_fast_and_not_what_is_taken_and_said_aloud_where_it_has_no_effect(key, value):
+    config = validate({key: value})
+    entry = lookup(OUTSIDE, key if key in OUTSIDE else present_name(key))
+    assert entry is not None
+    assert config == validate({})
+    if entry[1].is_same(value):
+        assert config.remarks == ()
+    else:
+        (line,) = config.remarks
+        assert line.startswith(f"taken without effect: {key}=") and entry[1].says in line
+
+
+def test_one_line_lists_what_was_taken_without_effect_by_what_hrl_does_instead():
+    given = {
+        f"{MODEL}.use_remove_padding": False,
+        "critic.model.use_remove_padding": False,
+        "data.use_shm": True,
+        f"{MODEL}.use_liger": False,
+    }
+    assert validate(given).remarks == (
+        f"taken without effect: {MODEL}.use_remove_padding=false, critic.model.use_remove_padding=false "
+        "(padding never enters a model); data.use_shm=true (model files are read where they lie).",
+    )
+
+
+def test_the_notes_of_a_command_line_are_warnings_of_check_and_banner():
+    config = compose_cli(["trainer.balance_batch=False"])
+    assert any("trainer.balance_batch=false (rows are balanced" in line for line in PPO.words.warnings(config))
+
+
+WHAT_IS_LEARNT = {
+    f"{ROLLOUT}.ignore_eos": True,
+    f"{ROLLOUT}.do_sample": False,
+    f"{ROLLOUT}.over_sample_rate": 0.1,
+    f"{ROLLOUT}.multi_turn.enable": True,
+    f"{ROLLOUT}.quantization": "fp8",
+    f"{ACTOR}.optim.num_cycles": 2,
+    f"{ACTOR}.optim.zero_indexed_step": False,
+    f"{ACTOR}.optim.optimizer": "Muon",
+    f"{ACTOR}.optim.override_optimizer_config": {"eps": 1e-6},
+    f"{ACTOR}.optim.total_training_steps": 100,
+    f"{ACTOR}.router_replay.mode": "R2",
+    f"{ACTOR}.qat.enable": True,
+    f"{MODEL}.lora_rank": 64,
+    f"{MODEL}.mtp.enable": True,
+    "data.sampler.class_name": "Curriculum",
+    "data.image_key": "images",
+    "reward_model.reward_manager": "batch",
+    "distillation.enabled": True,
+}
+
+
+@pytest.mark.parametrize(("key", "value"), WHAT_IS_LEARNT.items())
+def test_what_would_change_what_is_learnt_is_refused_with_a_reason(key, value):
+    problem = problem_of(key, value)
+    assert problem.key == key
+    assert problem.reason in (Reason.ALTERNATIVE, Reason.ABSENT)
+    assert problem.hint.endswith(".")
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if verdict(key) == "refused"])
+def test_a_refusal_says_what_to_do_instead(key):
+    problem = problem_of(key, "x")
+    assert problem.key == key
+    assert problem.hint.endswith(".")
+    assert problem.reason is not None
+
+
+def test_every_verdict_that_refuses_has_a_way_out():
+    assert [key for key, entry in OUTSIDE.items() if entry.noted is not None and not entry.instead] == []
+
+
+def test_a_switch_tells_false_from_zero():
+    assert problem_of(f"{MODEL}.use_remove_padding", 0).reason is Reason.ALTERNATIVE
+
+
+def test_settings_of_what_is_absent_and_off_are_accepted():
+    off = {
+        f"{MODEL}.lora_rank": 0,
+        f"{ROLLOUT}.multi_turn.enable": False,
+        f"{ROLLOUT}.multi_turn.max_user_turns": None,
+        f"{ROLLOUT}.agent.default_agent_loop": "single_turn_agent",
+        f"{ACTOR}.ulysses_sequence_parallel_size": 1,
+        f"{ACTOR}.router_replay.mode": "disabled",
+        "distillation.enabled": False,
+        "global_profiler.steps": None,
+        "trainer.v1.trainer_mode": "sync",
+        "model_engine": "dp",
+    }
+    assert validate(off).remarks == ()
+
+
+def test_a_section_of_verls_yaml_says_what_class_it_becomes_there():
+    assert validate({"algorithm.filter_groups._target_": "verl.trainer.config.FilterGroupsConfig"}) == validate({})
+    assert problem_of("algorithm.filter_groups._target_", "mine.Filter").key == "algorithm.filter_groups._target_"
+
+
+def test_null_where_verl_chooses_nothing_is_the_default():
+    given = {
+        f"{ROLLOUT}.name": None,
+        "custom_reward_function.name": None,
+        "algorithm.rollout_correction.rollout_is_threshold": None,
+        f"{ACTOR}.optim.min_lr_ratio": None,
+    }
+    assert validate(given) == validate({})
+
+
+# Values that become those of other keys.
+
+
+def test_a_micro_batch_of_all_processes_is_divided_among_them():
+    given = {
+        f"{ACTOR}.ppo_micro_batch_size": 64,
+        f"{REF}.log_prob_micro_batch_size": 100,
+        f"{ROLLOUT}.log_prob_micro_batch_size": 8,
+        "trainer.n_gpus_per_node": 8,
+        "trainer.nnodes": 2,
+    }
+    config = validate(given)
+    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu == 4
+    assert config.actor_rollout_ref.actor.use_dynamic_bsz is False
+    assert config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu == 6  # 100 // 16, as in verl
+    assert config.actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu == 1  # never none
+    assert f"{ACTOR}.ppo_micro_batch_size=64 is read as {ACTOR}.ppo_micro_batch_size_per_gpu=4." in config.remarks
+
+
+def test_a_micro_batch_that_is_no_number_is_refused_with_the_key_to_set():
+    problem = problem_of(f"{ACTOR}.ppo_micro_batch_size", "many")
+    assert problem.hint == f"Set {ACTOR}.ppo_micro_batch_size_per_gpu, of one process."
+
+
+def test_the_offload_of_fsdp2_becomes_that_of_parameters_and_optimizer():
+    config = validate({f"{ACTOR}.fsdp_config.offload_policy": True, f"{REF}.fsdp_config.offload_policy": True})
+    actor, ref = config.actor_rollout_ref.actor.fsdp_config, config.actor_rollout_ref.ref.fsdp_config
+    assert (actor.param_offload, actor.optimizer_offload, ref.param_offload) == (True, True, True)
+    off = validate({f"{ACTOR}.fsdp_config.offload_policy": False, f"{ACTOR}.fsdp_config.param_offload": True})
+    assert off.actor_rollout_ref.actor.fsdp_config.param_offload is True
+
+
+def test_validation_alone_is_a_run_without_steps():
+    assert validate({"trainer.val_only": True}).trainer.total_training_steps == 0
+    assert validate({"trainer.val_only": False}).trainer.total_training_steps is None
+
+
+def test_a_sampling_batch_scales_how_many_batches_may_be_sampled():
+    dapo = {
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.max_num_gen_batches": 10,
+        "data.train_batch_size": 512,
+        f"{ROLLOUT}.n": 16,
+    }
+    for size, batches in {1536: 30, 512: 10, 100: 2}.items():  # 15,360, 5,120 and 1,000 prompts of 512 each
+        config = validate({**dapo, "data.gen_batch_size": size})
+        assert config.algorithm.filter_groups.max_num_gen_batches == batches
+    without = problem_of("data.gen_batch_size", 1536, **{"data.train_batch_size": 512})
+    assert "without algorithm.filter_groups.enable a step samples what it trains on" in without.hint
+
+
+def test_a_reward_model_decides_alone_unless_a_function_is_named():
+    model = {"reward_model.enable": True, "reward_model.model.path": "some/classifier"}
+    assert validate(model).reward.function_weight == 0.0
+    assert validate({**model, "custom_reward_function.path": "my.py"}).reward.function_weight == 1.0
+    assert validate({**model, "reward.function_weight": 0.5}).reward.function_weight == 0.5
+    assert validate({}).reward.function_weight == 1.0
+
+
+def test_validation_with_a_temperature_draws_samples():
+    temperature, flag = f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample"
+
+    def samples(**given):
+        return validate(given).actor_rollout_ref.rollout.val_kwargs.do_sample
+
+    assert samples(**{temperature: 0.6, f"{ROLLOUT}.val_kwargs.n": 30}) is True
+    assert samples(**{temperature: 0.6, flag: False}) is False
+    assert samples() is False
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("torch.bfloat16", "bfloat16"), ("auto", "auto")],
+)
+def test_a_dtype_may_be_spelt_as_elsewhere(written, meant):
+    config = validate({f"{ROLLOUT}.dtype": written, f"{REF}.fsdp_config.dtype": written})
+    assert config.actor_rollout_ref.rollout.dtype == meant
+    assert config.actor_rollout_ref.ref.fsdp_config.dtype == meant
+
+
+def test_the_dtype_of_master_weights_may_be_spelt_as_elsewhere():
+    def stored(written):
+        return validate({f"{ACTOR}.fsdp_config.model_dtype": written}).actor_rollout_ref.actor.fsdp_config.model_dtype
+
+    assert [stored(written) for written in ("bf16", "fp32", "float32")] == ["bf16", "fp32", "fp32"]
+    assert problem_of(f"{ACTOR}.fsdp_config.model_dtype", "int8").key == f"{ACTOR}.fsdp_config.model_dtype"
+
+
+def test_other_places_of_the_same_settings_are_read():
+    config = validate(
+        {
+            "reward_model.overlong_buffer.enable": True,
+            "reward_model.overlong_buffer.len": 64,
+            f"{ACTOR}.policy_loss.tau_pos": 1.5,
+            f"{ACTOR}.policy_loss.tau_neg": 2.5,
+            f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "bf16",
+            f"{ROLLOUT}.update_weights_bucket_megabytes": 512,
+        }
+    )
+    assert (config.reward.overlong_buffer.enable, config.reward.overlong_buffer.len) == (True, 64)
+    assert (config.actor_rollout_ref.actor.tau_pos, config.actor_rollout_ref.actor.tau_neg) == (1.5, 2.5)
+    assert config.actor_rollout_ref.actor.fsdp_config.dtype == "bfloat16"
+    assert config.actor_rollout_ref.rollout.weight_sync.bucket_mb == 512
+
+
+def test_a_file_of_another_engine_is_refused_as_one_and_verls_own_folder_is_hrls():
+    (problem, *_) = config_problems(PPO, ["--config-path=config", "--config-name=ppo_megatron_trainer.yaml"])
+    assert problem.reason is Reason.ABSENT and "FSDP2" in problem.hint
+    assert config_problems(PPO, ["--config-path=config", "--config-name=ppo_trainer", "trainer.total_epochs=1"]) == ()
+
+
+def test_a_row_that_was_to_be_cut_over_processes_is_not_too_long_as_well():
+    # The budget holds a quarter of a row, which is what each of four processes would have had.
+    lengths = {"data.max_prompt_length": 1024, "data.max_response_length": 3072}
+    cut = {f"{ACTOR}.ulysses_sequence_parallel_size": 4, f"{ACTOR}.ppo_max_token_len_per_gpu": 1024}
+    assert problem_of(f"{ACTOR}.ulysses_sequence_parallel_size", 4, **lengths, **cut).reason is Reason.ABSENT
+
+
+def test_a_supervised_run_takes_the_same_switches():
+    line = ["data.train_files=rows.parquet", "model.use_remove_padding=False", "engine.forward_prefetch=True"]
+    assert config_problems(SFT, line) == ()
+    (problem,) = config_problems(SFT, ["data.train_files=rows.parquet", "engine=megatron"])
+    assert problem.reason is Reason.ABSENT
+
+
+def test_older_spellings_are_read_under_their_present_name():
+    config = validate(
+        {
+            "reward_model.enable": True,
+            "reward_model.model.path": "some/classifier",
+            "reward_model.model.fsdp_config.param_offload": True,
+            "reward_model.num_workers": 4,
+            "reward_model.reward_manager": "dapo",
+            "reward_model.reward_kwargs.overlong_buffer_cfg.enable": True,
+            "reward_model.reward_kwargs.overlong_buffer_cfg.len": 128,
+            "reward_model.reward_kwargs.max_resp_len": 512,
+            "custom_reward_function.path": "my.py",
+            "critic.fsdp.optimizer_offload": True,
+            "actor_rollout_ref.actor.optim.clip_grad": 0.5,
+            "ray_kwargs.ray_init.num_cpus": 8,
+        }
+    )
+    assert config.reward.reward_model.model_path == "some/classifier"
+    assert config.reward.reward_model.model.fsdp_config.param_offload
+    assert config.reward.num_workers == 4
+    assert config.reward.overlong_buffer.len == 128
+    assert config.reward.custom_reward_function.path == "my.py"
+    assert config.critic.model.fsdp_config.optimizer_offload
+    assert config.actor_rollout_ref.actor.grad_clip == 0.5
+    assert config.trainer.ray_kwargs == {"num_cpus": 8}
+
+
+def test_two_spellings_of_one_key_must_agree():
+    same = {"custom_reward_function.path": "a.py", "reward.custom_reward_function.path": "a.py"}
+    assert validate(same).reward.custom_reward_function.path == "a.py"
+    with pytest.raises(ConfigError, match="both mean reward.custom_reward_function.path"):
+        validate({**same, "reward.custom_reward_function.path": "b.py"})
+
+
+def test_a_second_spelling_of_a_length_must_agree():
+    with pytest.raises(ConfigError, match="is 100, but data.max_response_length is 512"):
+        validate({"reward_model.reward_kwargs.max_resp_len": 100})
+
+
+PPO_LINE = """
+    data.train_files=/data/gsm8k/train.parquet data.val_files=/data/gsm8k/test.parquet
+    data.train_batch_size=256 data.max_prompt_length=512 data.max_response_length=512
+    actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
+    actor_rollout_ref.actor.ppo_mini_batch_size=64 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4
+    actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8
+    actor_rollout_ref.rollout.tensor_model_parallel_size=1 actor_rollout_ref.rollout.gpu_memory_utilization=0.4
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4
+    critic.optim.lr=1e-5 critic.model.path=Qwen/Qwen2.5-0.5B-Instruct critic.ppo_micro_batch_size_per_gpu=4
+    algorithm.kl_ctrl.kl_coef=0.001 trainer.logger=console trainer.val_before_train=False
+    trainer.n_gpus_per_node=1 trainer.nnodes=1 trainer.save_freq=10 trainer.test_freq=10 trainer.total_epochs=15
+"""
+
+GRPO_LINE = """
+    algorithm.adv_estimator=grpo data.train_files=/data/gsm8k/train.parquet data.val_files=/data/gsm8k/test.parquet
+    data.train_batch_size=1024 data.max_prompt_length=512 data.max_response_length=1024
+    data.filter_overlong_prompts=True data.truncation=error actor_rollout_ref.model.path=Qwen/Qwen3-8B
+    actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=32
+    actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+    actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+    actor_rollout_ref.model.enable_gradient_checkpointing=True
+    actor_rollout_ref.actor.fsdp_config.param_offload=False actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+    actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=32
+    actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+    actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+    actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=32 actor_rollout_ref.ref.fsdp_config.param_offload=True
+    algorithm.use_kl_in_reward=False trainer.critic_warmup=0 trainer.logger=["console","wandb"]
+    trainer.project_name=verl_grpo_example_gsm8k trainer.experiment_name=qwen3_8b_function_rm
+    trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
+"""
+
+
+REWARD_MODEL = """
+    reward_model.enable=True reward_model.model.path=sfairXC/FsfairX-LLaMA3-RM-v0.1 reward_model.num_workers=8
+"""
+ITS_ENGINE = """
+    reward_model.rollout.name=vllm reward_model.rollout.gpu_memory_utilization=0.8
+    reward_model.rollout.tensor_model_parallel_size=4 reward_model.rollout.prompt_length=8192
+    reward_model.rollout.response_length=4096
+"""
+
+
+def test_a_launch_line_with_a_reward_model_composes_and_says_that_it_gets_no_engine():
+    config = compose_cli([*PPO_LINE.split(), *REWARD_MODEL.split(), *ITS_ENGINE.split()])
+    assert config.needs_reward_model and config.reward.num_workers == 8
+    assert config.reward.function_weight == 0.0
+    (line,) = config.remarks
+    assert all(part.split("=")[0] in line for part in ITS_ENGINE.split())
+    assert "not in an engine" in line
+
+
+def test_a_reward_model_that_a_function_asks_needs_the_engine_that_is_not_there():
+    with pytest.raises(ConfigError) as caught:
+        compose_cli([*PPO_LINE.split(), *REWARD_MODEL.split(), *ITS_ENGINE.split(), "custom_reward_function.path=a.py"])
+    (problem,) = caught.value.problems
+    assert problem.key == "reward_model.rollout.name" and problem.reason is Reason.ABSENT
+
+
+def test_a_ppo_launch_line_composes_to_what_it_means_in_verl():
+    config = compose_cli(PPO_LINE.split())
+    assert config.algorithm.adv_estimator == "gae"
+    assert config.needs_critic and not config.needs_reference
+    assert config.actor_rollout_ref.rollout.n == 1
+    assert config.actor_rollout_ref.actor.use_dynamic_bsz is False
+    assert config.critic.ppo_mini_batch_size == 64
+    assert config.trainer.total_training_steps is None
+
+
+def test_a_grpo_launch_line_composes_to_what_it_means_in_verl():
+    config = compose_cli(GRPO_LINE.split())
+    assert not config.needs_critic and config.needs_reference
+    assert config.actor_rollout_ref.rollout.n == 5
+    assert config.trainer.resource_pools == {"global": [8]}
+    assert config.trainer.logger == ["console", "wandb"]
+    assert config.actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu == 32

@@ -1,0 +1,143 @@
+"""Families that were once trained wrongly, through the policy: log-probs by the definition, again, packed otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from hrl.models.ops.rope import fix_rope_frequencies
+from hrl.models.probe import ProbeError
+from hrl.single_controller.worker import RANK_ENV_NAMES
+from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hrl.workers.critic import CriticWorker
+from hrl.workers.policy import Policy
+from hrl.workers.runtime import Runtime
+from tests.models.tiny import (
+    SHAPE,
+    actor_config,
+    fsdp_config,
+    make_batch,
+    model_config,
+    plain_log_probs,
+    plan_rows,
+    world_of_one,
+)
+from tests.workers.engine.ranks import CPU, gradients
+
+DROPOUT = {"attention_dropout": 0.3, "residual_dropout": 0.3}
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [6.0] * 4, "rope_theta": 1e4}
+FAMILIES = {
+    "seed_oss": DROPOUT | {"head_dim": 8},
+    "starcoder2": DROPOUT | {"embedding_dropout": 0.3},
+    "mixtral": {"num_local_experts": 4, "router_jitter_noise": 0.5, "attention_dropout": 0.3},
+    "phi3": {"original_max_position_embeddings": 8, "rope_parameters": LONGROPE, "resid_pdrop": 0.3},
+    "llama": {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", "factor": 8.0}},
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    with world_of_one():
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Folders of random models by family."""
+
+    def save(family: str, **changes) -> Path:
+        torch.manual_seed(4)
+        path = tmp_path_factory.mktemp(family)
+        config = CONFIG_MAPPING[family](**(SHAPE | TOKENS | FAMILIES.get(family, {}) | changes))
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        return path
+
+    return save
+
+
+def policy_of(path: Path, *, checkpointing: bool = False) -> Policy:
+    model = model_config(path, enable_gradient_checkpointing=checkpointing, max_model_len=16)
+    return Policy(model, actor_config(), fsdp_config("float32"), device=CPU, total_steps=None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probs_are_those_of_the_definition_before_and_in_the_update(family, folder):
+    """Of an update on policy, the ratio to another pass over the same rows in another packing is 1."""
+    path = folder(family)
+    policy, batch = policy_of(path, checkpointing=True), make_batch()
+    old = policy.compute_log_prob(batch, plan_rows(batch, 1, 3).ranks[0]).batch["old_log_probs"]
+    again = policy.compute_log_prob(batch, plan_rows(batch, 1, 2).ranks[0]).batch["old_log_probs"]
+    torch.testing.assert_close(again, old, rtol=0, atol=5e-5)
+
+    own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
+    fix_rope_frequencies(own, 16)
+    torch.testing.assert_close(old, plain_log_probs(own, batch, 1.0), rtol=0, atol=5e-5)
+
+    batch.batch["old_log_probs"] = old
+    metrics = policy.update(batch, plan_rows(batch, 1, 1).ranks[0])
+    assert abs(metrics["actor/ppo_kl"].result()) < 1e-5
+    assert metrics["actor/pg_clipfrac"].result() == 0.0
+
+
+def test_recomputed_layers_run_twice_and_give_the_same_gradients(folder):
+    """In evaluation mode, in which transformers' own checkpointing would be off."""
+    path, batch = folder("seed_oss"), make_batch()
+    runs, got = [], []
+    for checkpointing in (False, True):
+        policy = policy_of(path, checkpointing=checkpointing)
+        assert not any(module.training for module in policy.engine.module.model.modules())
+        layer = policy.engine.module.model.model.layers[0]
+        calls: list[int] = []
+        layer.mlp.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        got.append(gradients(policy, batch, plan_rows(batch, 1, 1).ranks[0]))
+        runs.append(len(calls))
+    assert runs == [1, 2]
+    for name, gradient in got[0].items():
+        assert torch.equal(gradient, got[1][name]), name
+
+
+def test_what_is_switched_off_is_said(folder, caplog):
+    policy_of(folder("starcoder2"))
+    said = "attention_dropout=0.3, residual_dropout=0.3, embedding_dropout=0.3 switched off: the sampler has none"
+    assert said in caplog.text
+
+
+# ---------------------------------------------------------------------------------------------- before anything starts
+
+
+def runtime_of(path: Path, *, probe: bool) -> Runtime:
+    return Runtime("cpu", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, True, False, 64, probe, str(path))
+
+
+class Started(Exception):
+    """The comparison is behind us."""
+
+
+@pytest.mark.parametrize("role", ["actor_rollout", "actor", "ref", "critic"])
+@pytest.mark.parametrize("probe", [True, False])
+def test_a_wrong_family_is_refused_before_anything_starts_unless_the_key_skips_it(role, probe, folder, monkeypatch):
+    path = folder("doge")
+    section = model_config(path, tokenizer_path=str(path), fsdp_config=fsdp_config())
+    (path / "tokenizer_config.json").write_text("{}")
+    rollout = SimpleNamespace(tensor_model_parallel_size=1)
+    config = SimpleNamespace(model=section, actor=actor_config(fsdp_config=fsdp_config()), rollout=rollout, ref=None)
+
+    def start(*args, **kwargs):
+        raise Started
+
+    for name in RANK_ENV_NAMES:
+        monkeypatch.setenv(name, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.get(name, "0"))
+
+    monkeypatch.setattr(ActorRolloutRefWorker, "_build_host", start)
+    monkeypatch.setattr(ActorRolloutRefWorker, "_build_policy", start)
+    monkeypatch.setattr("hrl.workers.value_model.ValueModel.__init__", start)
+    arguments = {"runtime": runtime_of(path, probe=probe), "model_path": str(path)}
+    worker = CriticWorker(config, **arguments) if role == "critic" else ActorRolloutRefWorker(config, role, **arguments)
+    with pytest.raises(ProbeError if probe else Started):
+        worker.init_model()

@@ -1,0 +1,216 @@
+import json
+import shutil
+import socket
+import threading
+import time
+
+import pytest
+import torch
+
+import hrl.models.gguf
+from hrl.models import source as model_source
+from hrl.models.gguf import GgufError, _to_half_split_rotary, hf_name
+from hrl.models.source import MANIFEST_NAME, ModelSourceError, find_on_this_node, resolve_model
+
+NAME = "bundled:smollm2-135m-instruct"
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A made-up package with a GGUF file, and a converter that copies it slowly; returns the file and the calls."""
+    source = tmp_path / "model.gguf"
+    source.write_bytes(b"first")
+    calls = []
+
+    def convert(file, folder):
+        calls.append(file.read_bytes())
+        time.sleep(0.2)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_bytes(file.read_bytes())
+
+    monkeypatch.setenv("HRL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(model_source, "_find_gguf", lambda bundled: source)
+    monkeypatch.setattr(hrl.models.gguf, "convert_gguf", convert)
+    return source, calls
+
+
+def test_a_bundled_model_is_converted_once_also_by_many_at_a_time(package):
+    _, calls = package
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(resolve_model(NAME))) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(calls) == 1
+    assert len(found) == 5 and len(set(found)) == 1
+    assert sorted(p.name for p in found[0].iterdir()) == ["config.json", MANIFEST_NAME, "model.safetensors"]
+
+
+def test_another_source_is_converted_anew(package):
+    source, calls = package
+    first = resolve_model(NAME)
+    source.write_bytes(b"second")
+    second = resolve_model(NAME)
+    assert calls == [b"first", b"second"]
+    assert first != second
+    assert (second / "model.safetensors").read_bytes() == b"second"
+
+
+@pytest.mark.parametrize("damage", ["shorten", "remove", "lose the manifest", "cut the manifest"])
+def test_a_damaged_copy_is_made_again(package, damage):
+    _, calls = package
+    folder = resolve_model(NAME)
+    if damage == "shorten":
+        (folder / "model.safetensors").write_bytes(b"fi")
+    elif damage == "remove":
+        (folder / "config.json").unlink()
+    elif damage == "cut the manifest":
+        (folder / MANIFEST_NAME).write_text('{"files_by')
+    else:
+        (folder / MANIFEST_NAME).unlink()
+    assert (resolve_model(NAME) / "model.safetensors").read_bytes() == b"first"
+    assert len(calls) == 2
+
+
+def test_a_conversion_that_fails_leaves_nothing_behind(package, monkeypatch, tmp_path):
+    def convert(file, folder):
+        (folder / "half").write_text("x")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(hrl.models.gguf, "convert_gguf", convert)
+    with pytest.raises(OSError, match="disk full"):
+        resolve_model(NAME)
+    assert [p.name for p in (tmp_path / "cache" / "models").iterdir() if p.is_dir()] == []
+
+
+def test_waiting_for_another_process_has_an_end(package):
+    thread = threading.Thread(target=resolve_model, args=(NAME,))
+    thread.start()
+    time.sleep(0.05)
+    with pytest.raises(ModelSourceError, match="waited 0 s for another process"):
+        resolve_model(NAME, wait_s=0.01)
+    thread.join()
+
+
+def test_a_local_folder_is_taken_as_it_is(tmp_path):
+    with pytest.raises(ModelSourceError, match=r"has no config\.json"):
+        resolve_model(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve_model(str(tmp_path)) == tmp_path.resolve()
+
+
+def test_what_does_not_exist_is_named(tmp_path):
+    with pytest.raises(ModelSourceError, match="unknown bundled model 'bundled:smollm'; there are: bundled:smollm2"):
+        resolve_model("bundled:smollm")
+    with pytest.raises(ModelSourceError, match=f"{tmp_path}/nothing does not exist"):
+        resolve_model(tmp_path / "nothing")
+
+
+def test_gguf_names_become_transformers_names():
+    assert hf_name("blk.12.attn_output.weight") == "model.layers.12.self_attn.o_proj.weight"
+    assert hf_name("token_embd.weight") == "model.embed_tokens.weight"
+    with pytest.raises(GgufError, match=r"unknown tensor 'blk.0.mystery.weight'"):
+        hf_name("blk.0.mystery.weight")
+
+
+def test_rotary_pairs_move_half_a_head_apart():
+    """Two heads of four rows: neighbours (0,1), (2,3) turn together in GGUF, halves (0,2), (1,3) in transformers."""
+    rows = torch.arange(8.0).reshape(8, 1).numpy()
+    assert _to_half_split_rotary(rows, 2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+
+
+@pytest.mark.engine
+def test_the_bundled_model_equals_what_transformers_makes_of_it():
+    from safetensors.torch import load_file
+    from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
+
+    folder = resolve_model(NAME)
+    source = model_source._find_gguf(model_source.BUNDLED_MODELS["smollm2-135m-instruct"])
+    peer = AutoModelForCausalLM.from_pretrained(
+        source.parent, gguf_file=source.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    ours = load_file(folder / "model.safetensors")
+    theirs = {name: value for name, value in peer.state_dict().items() if name != "lm_head.weight"}  # tied
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    made, expected = AutoConfig.from_pretrained(folder).to_dict(), peer.config.to_dict()
+    for key in (
+        "hidden_size",
+        "num_key_value_heads",
+        "head_dim",
+        "rope_parameters",
+        "rms_norm_eps",
+        "tie_word_embeddings",
+    ):
+        assert made[key] == expected[key], key
+
+
+@pytest.mark.engine
+def test_the_bundled_tokenizer_splits_digits_off_and_ends_turns():
+    from hrl.data.chat_template import check_chat_template
+    from hrl.models.tokenizer import load_tokenizer, token_ids
+
+    folder = resolve_model(NAME)
+    tokenizer = load_tokenizer(folder)
+    ids = token_ids(tokenizer, folder)
+    assert (ids.pad, ids.stop, ids.vocab_size) == (2, (2,), 49152)
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("\n\n123")) == ["ĊĊ", "1", "2", "3"]
+    chat = [{"role": "user", "content": "What is 7 + 5?"}]
+    report = check_chat_template(tokenizer, chat, ids.stop)
+    assert report.tokens[-1] == "<|im_end|>"
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
+
+
+def test_a_folder_that_every_node_has_is_taken_as_it_is(package):
+    folder = resolve_model(NAME)
+    assert find_on_this_node(str(folder)) == folder
+
+
+def test_a_bundled_model_is_converted_on_a_node_that_lacks_it(package, monkeypatch, tmp_path):
+    folder = resolve_model(NAME)
+    monkeypatch.setenv("HRL_CACHE", str(tmp_path / "another node"))
+    shutil.rmtree(folder)
+    found = find_on_this_node(folder)
+    assert found.is_relative_to(tmp_path / "another node") and found.name == folder.name
+    assert (found / "model.safetensors").read_bytes() == b"first"
+
+
+def test_a_node_whose_package_holds_another_model_is_refused(package, tmp_path):
+    source, _ = package
+    folder = resolve_model(NAME)
+    shutil.rmtree(folder)
+    source.write_bytes(b"second")
+    with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: model folder {folder}.*driver's version"):
+        find_on_this_node(folder)
+
+
+def test_a_hub_model_is_fetched_at_the_revision_of_the_driver(monkeypatch, tmp_path):
+    asked, mine = [], tmp_path / "mine" / "abc123"
+
+    def snapshot_download(hub_id, revision, allow_patterns):
+        asked.append((hub_id, revision))
+        mine.mkdir(parents=True)
+        (mine / "model.safetensors").touch()
+        return str(mine)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    assert find_on_this_node(tmp_path / "hub" / "models--org--some-model" / "snapshots" / "abc123") == mine
+    assert asked == [("org/some-model", "abc123")]
+
+
+def test_a_hub_that_cannot_be_reached_is_reported_with_node_and_folder(monkeypatch, tmp_path):
+    def snapshot_download(*_, **__):
+        raise OSError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    folder = tmp_path / "models--org--some-model" / "snapshots" / "abc123"
+    with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: model folder {folder}.*no route to host"):
+        find_on_this_node(folder)
+
+
+@pytest.mark.parametrize("parts", [("home", "model"), ("home", "models", "mine")])
+def test_a_users_folder_that_a_node_lacks_is_named_with_the_node(tmp_path, parts):
+    folder = tmp_path.joinpath(*parts)
+    with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: model folder {folder}.*on every node"):
+        find_on_this_node(folder)

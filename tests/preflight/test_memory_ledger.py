@@ -1,0 +1,159 @@
+"""The ledger's sums, against torch's own tracker on tensors without storage and against arithmetic by hand."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from hrl.cluster.precision import with_dtypes
+from hrl.config.compose import compose_kind
+from hrl.config.offline_kinds import KINDS
+from hrl.config.run_kind import PPO
+from hrl.models.footprint import Footprint
+from hrl.preflight import memory_ledger as ledgers
+from hrl.preflight.memory_ledger import offline_ledger, ppo_ledgers
+from hrl.preflight.memory_phases import GIB, Entry, Ledger, Phase, perhaps_too_large, too_large
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+}
+# By shape: activations of a layer, logits and the head's gradient, what the layers keep.
+CASES = [
+    [world, tokens, {**SMALL, "vocab_size": vocab, "num_hidden_layers": layers}]
+    for world, tokens, vocab, layers in ((1, 8192, 500, 2), (1, 1024, 32000, 1), (8, 1024, 32000, 1), (8, 8192, 500, 6))
+]
+# Qwen2.5-7B at 16-bit products: the counts of its config, its activations as `footprint` finds them.
+SEVEN = Footprint(7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064, 200_000, 7168, 57344)
+CARD = 80e9
+
+
+@pytest.fixture(scope="module")
+def tracked():
+    program = [sys.executable, "-m", "tests.trainer.fake_step", json.dumps(CASES)]
+    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_an_update_takes_no_more_than_the_ledger_says_and_not_much_less(tracked, case, monkeypatch):
+    monkeypatch.setattr(ledgers, "default_chunk", lambda device: 1 << 27)
+    world, tokens, _ = CASES[case]
+    fsdp = config("trainer.device=cuda").actor_rollout_ref.actor.fsdp_config.model_copy(update={"dtype": "bfloat16"})
+    size = Footprint(**tracked[case]["size"])
+    model = ledgers._resident("actor", size, fsdp, world, tokens, "cuda", train=True, recompute=True)
+    said = sum(entry.num_bytes for entry in model.update()) - model.moments  # the tracked step has no optimizer
+    assert 1.0 <= said / tracked[case]["peak"] <= 1.3
+
+
+def config(*overrides):
+    given = compose_kind(PPO, ["data.max_prompt_length=1024", "data.max_response_length=3072", *overrides])
+    return with_dtypes(given, "cuda")
+
+
+ONE_CARD = (
+    "trainer.device=cuda",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=8192",
+    "actor_rollout_ref.rollout.gpu_memory_utilization=0.5",
+)
+OFFLOADED = (
+    *ONE_CARD,
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+    "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+)
+
+
+def test_seven_billion_parameters_fit_one_card_with_offload_and_not_without():
+    (plain,) = ppo_ledgers(config(*ONE_CARD), {"actor": SEVEN}, "cuda", CARD)
+    (offloaded,) = ppo_ledgers(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
+    assert "moments 56.7" in too_large(plain, CARD)
+    assert offloaded.peak.num_bytes < CARD
+    generation = {entry.label: entry.num_bytes for entry in offloaded.phases[0].entries}
+    assert generation.keys() == {"engine", "CUDA"}
+    assert generation["engine"] == 0.5 * CARD
+    sync = {entry.label for entry in offloaded.phases[-1].entries}
+    assert {"engine weights", "buffers", "a gathered tensor"} < sync
+    assert not sync & {"actor weights", "actor moments", "engine"}  # offloaded, and the cache still asleep
+
+
+def test_a_shard_is_the_whole_divided_by_the_processes():
+    shares = {}
+    for count in (1, 8):
+        given = config(*ONE_CARD, f"trainer.n_gpus_per_node={count}", "data.train_batch_size=8")
+        (ledger,) = ppo_ledgers(given, {"actor": SEVEN}, "cuda", CARD)
+        update = next(phase for phase in ledger.phases if phase.name == "actor update")
+        shares[count] = {entry.label: entry.num_bytes for entry in update.entries}
+    for label in ("actor weights", "actor moments", "actor gradients"):
+        assert shares[1][label] == 8 * shares[8][label]
+    assert shares[1]["actor moments"] == 8 * SEVEN.parameters
+
+
+def test_gradients_and_what_layers_keep_do_not_peak_together():
+    (ledger,) = ppo_ledgers(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
+    update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}
+    assert update["actor kept activations"] == 0  # 28 × 7168 × 8192 bytes are fewer than the gradients
+    deep = replace(SEVEN, stream_bytes_per_token=1_000_000)
+    (ledger,) = ppo_ledgers(config(*OFFLOADED), {"actor": deep}, "cuda", CARD)
+    update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}
+    assert update["actor kept activations"] + update["actor gradients"] == 28 * 1_000_000 * 8192
+
+
+def test_an_engine_of_its_own_has_a_card_to_itself():
+    given = config(*ONE_CARD, "placement=separate", "algorithm.adv_estimator=grpo")
+    where = {ledger.where: ledger for ledger in ppo_ledgers(given, {"actor": SEVEN}, "cuda", CARD)}
+    rollout = next(ledger for name, ledger in where.items() if "rollout" in name)
+    assert [phase.name for phase in rollout.phases] == ["generation", "weight sync"]
+    sync = {entry.label: entry.num_bytes for entry in rollout.phases[1].entries}
+    # Beside the share: one bucket, the embedding put together (545e6 weights of 2 bytes), and its layer once more.
+    assert sync["buffers"] == given.actor_rollout_ref.rollout.weight_sync.bucket_mb * 2**20
+    assert sync["a tensor and its layer as they load"] == 2 * 2 * 544997376
+    assert sync["engine"] == given.actor_rollout_ref.rollout.gpu_memory_utilization * CARD
+    (actor,) = [ledger for name, ledger in where.items() if "rollout" not in name and "ref" not in name]
+    assert not [entry for phase in actor.phases for entry in phase.entries if "engine" in entry.label]
+
+
+def test_a_share_that_holds_no_sequence_is_told():
+    said = ledgers.engine_too_small(0.2 * CARD, config(*ONE_CARD), SEVEN)
+    assert "gives the engine 14.9 GiB of each GPU, but its weights take 14.2" in said
+    assert ledgers.engine_too_small(0.5 * CARD, config(*ONE_CARD), SEVEN) is None
+
+
+def test_the_quickstart_needs_about_what_was_measured_on_a_cpu():
+    size = Footprint(134515008, 28311552, 0, 3540096, 30, 576, 49152, 20_268, 1152, 23040)
+    quickstart = with_dtypes(
+        compose_kind(
+            PPO, ["actor_rollout_ref.rollout.dtype=float32", "actor_rollout_ref.actor.fsdp_config.dtype=float32"]
+        ),
+        "cpu",
+    )
+    (ledger,) = ppo_ledgers(quickstart, {"actor": size}, "cpu", None)
+    assert 1.0 <= ledger.peak.num_bytes / (9.8 * GIB) <= 1.4  # docs/status.md: 9.8 GiB
+
+
+def test_an_offline_run_has_no_engine():
+    given = compose_kind(KINDS["dpo"], ["trainer.device=cuda"])
+    ledger = offline_ledger(with_dtypes(given, "cuda"), SEVEN, "cuda", has_head=True, has_reference=True)
+    assert [phase.name for phase in ledger.phases] == ["reference", "update"]
+    assert ledger.peak.name == "update"
+
+
+def test_words_name_phase_and_parts_the_largest_first():
+    ledger = Ledger("each GPU", (Phase("a", (Entry("x", GIB), Entry("y", 2 * GIB))), Phase("b", (Entry("z", GIB),))))
+    assert too_large(ledger, 3 * GIB) is None
+    assert too_large(ledger, 2 * GIB) == "each GPU has 2.0 GiB, and the phase 'a' takes at least 3.0 GiB: y 2.0, x 1.0"
+
+
+def test_what_is_only_an_estimate_is_no_reason_to_refuse():
+    ledger = Ledger("each GPU", (Phase("a", (Entry("x", GIB), Entry("y", 2 * GIB, certain=False))),))
+    assert too_large(ledger, 2 * GIB) is None
+    assert (
+        perhaps_too_large(ledger, 2 * GIB) == "each GPU has 2.0 GiB, and the phase 'a' may take 3.0 GiB: y 2.0, x 1.0"
+    )
+    assert perhaps_too_large(ledger, 0.5 * GIB) is None  # that is told as an error

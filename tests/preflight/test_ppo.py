@@ -1,0 +1,412 @@
+"""What a run's files can have wrong with them is found before anything starts, all of it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from hrl.config import compose_cli
+from hrl.config.load import validate
+from hrl.preflight.ppo import PreflightError, inspect_run, preflight
+from tests.preflight.small_run import PROMPT, ROW, SCORE, save_model, small_run, write_rows
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Runs the preflight of a small configuration, with changes."""
+    small = dict(argument.split("=", 1) for argument in small_run(tmp_path))
+    numbers = {key: int(value) for key, value in small.items() if value.isdigit()}
+
+    def run(**changes):
+        return preflight(validate(small | numbers | {"algorithm.adv_estimator": "gae"} | changes))
+
+    return run
+
+
+def refused(run, **changes) -> list[str]:
+    with pytest.raises(PreflightError) as caught:
+        run(**changes)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_what_fits_passes(run):
+    ready = run(**{"trainer.total_epochs": 3})
+    assert (ready.critic_path, ready.total_training_steps) == (ready.model_path, 6)
+    assert len(ready.val_dataset) == 4
+    assert any("no chat template" in note for note in ready.notes)
+
+
+def test_everything_that_is_wrong_comes_at_once(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    (tmp_path / "busy").write_text("a file")
+    found = refused(
+        run,
+        **{
+            "data.train_files": [str(tmp_path / "rowz.jsonl")],
+            "data.val_files": [str(tmp_path / "policy")],
+            "actor_rollout_ref.model.path": str(tmp_path / "polizy"),
+            "reward.custom_reward_function.path": str(tmp_path / "rewards.py"),
+            "trainer.default_local_dir": str(tmp_path / "busy" / "run"),
+            "trainer.logger": ["console", "wandb", "mlflow"],
+            "trainer.device": "cuda",
+        },
+    )
+    assert [problem.split()[0] for problem in found] == [
+        "trainer.logger",
+        "trainer.logger",
+        "actor_rollout_ref.rollout.name",
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+        "data.val_files",
+        "reward.custom_reward_function.path",
+        "trainer.device",
+        "trainer.default_local_dir",
+    ]
+
+
+def test_the_error_counts_its_problems(run, tmp_path):
+    with pytest.raises(
+        PreflightError, match=r"^1 problem with what the configuration names:\n  1\. data.train_files can"
+    ):
+        run(**{"data.train_files": [str(tmp_path / "rowz.jsonl")]})
+
+
+def test_positions_are_those_of_the_overridden_config(run):
+    too_long = {"data.max_response_length": 100}
+    assert refused(run, **too_long) == [
+        "data.max_prompt_length + data.max_response_length are 116 tokens, but policy has 64 positions. "
+        "Lower one of the two."
+    ]
+    run(**too_long, **{"actor_rollout_ref.model.override_config": {"max_position_embeddings": 128}})
+    assert (
+        "32 tokens, but policy has 20 positions"
+        in refused(run, **{"actor_rollout_ref.model.override_config": {"max_position_embeddings": 20}})[0]
+    )
+
+
+# ---------------------------------------------------------------------- rewards
+
+
+def test_what_a_built_in_function_pays_for_is_said(tmp_path):
+    """`math` is DAPO's rule, as in verl, and no comparison by value: the summary has the words."""
+    rows = write_rows(tmp_path / "math.jsonl", [{**ROW, "data_source": "math"}] * 4)
+    own = ("data.train_files", "data.val_files", "reward.custom_reward_function.path")
+    arguments = [argument for argument in small_run(tmp_path) if not argument.startswith(own)]
+    _, findings = inspect_run(compose_cli([*arguments, f"data.train_files={rows}", f"data.val_files={rows}"]))
+    facts = {fact.label: fact.text for fact in findings.facts}
+    assert facts["reward"] == "math pays for the line 'Answer: …', else the box, in Minerva's normal form; 1 and -1"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        SCORE,
+        f"async {SCORE}",
+        "def compute_score(solution_str, **row):\n    return 1.0",
+        "from math import fsum\ndef compute_score(*, solution_str, scale=fsum([1.0]), **row):\n    return scale",
+    ],
+)
+def test_a_reward_function_is_loaded_in_a_process_of_its_own(run, tmp_path, source):
+    seen = tmp_path / "pid"
+    (tmp_path / "reward.py").write_text(f"import os\nopen({str(seen)!r}, 'w').write(str(os.getpid()))\n{source}")
+    run()
+    assert int(seen.read_text()) != os.getpid()
+
+
+def test_what_a_reward_function_raises_begins_in_its_own_file(run, tmp_path):
+    (tmp_path / "reward.py").write_text(f"import no_such_package\n{SCORE}")
+    (found,) = refused(run)
+    first_frame = found.split("File ")[1]
+    assert first_frame.startswith(f'"{tmp_path}/reward.py", line 1')
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (None, "path can't be used: .*reward.py does not exist"),
+        ("", "name is compute_score, which .*reward.py does not define; it has: nothing. Define it there"),
+        ("def compute_score(:", "path can't be used: .*reward.py is no valid Python"),
+        ("def compute_score(a=1, b):\n    pass", "path can't be used: .*reward.py is no valid Python"),
+        (
+            "def compute_scor(): pass\ndef aaa(): pass\ndef _own():\n    compute_score = 1",
+            r"name is compute_score, which .*reward.py does not define; it has: aaa, compute_scor. "
+            r"Set reward.custom_reward_function.name=compute_scor\?",
+        ),
+        (
+            "import abc\ndef helper(): pass\ndef score_it(**row): return 1.0\nif __name__ == '__main__':\n    pass",
+            r"name is compute_score, .* abc, helper, score_it. Set reward.custom_reward_function.name=score_it\?",
+        ),
+        ("import sys\nsys.exit(3)", "name is compute_score, .* it has: sys. Define it there"),
+        (f"import no_such_package\n{SCORE}", "path can't be used: .*No module named 'no_such_package'"),
+        (f"1 / 0\n{SCORE}", "path can't be used: .*ZeroDivisionError"),
+        ("def compute_score(solution_str=no_such_name):\n    pass", "path can't be used: .*no_such_name"),
+        ("compute_score = 3", "path can't be used: .*compute_score"),
+        ("class compute_score:\n    def __init__(self, **row): pass", "path can't be used: .*is a class"),
+        ("def compute_score(solution_str):\n    pass", "path can't be used: .*does not take data_source"),
+        ("def compute_score(weight, **row):\n    pass", "path can't be used: .*needs weight"),
+        (f"raise SystemExit(3)\n{SCORE}", "path can't be used: .*ended with exit code 3"),
+    ],
+)
+def test_a_reward_function_that_cannot_be_loaded_is_named(run, tmp_path, source, message):
+    (tmp_path / "reward.py").unlink()
+    if source is not None:
+        (tmp_path / "reward.py").write_text(source)
+    with pytest.raises(PreflightError, match=rf"(?s)reward.custom_reward_function\.{message}"):
+        run()
+
+
+def test_built_in_scorers_know_every_data_source_and_find_the_ground_truth(run, tmp_path):
+    rows = [{**ROW, "data_source": "gsm8kk"}, {**ROW, "data_source": "numeric", "reward_model": {}}]
+    write_rows(tmp_path / "mixed.jsonl", rows)
+    built_in = {"reward.custom_reward_function.path": None}
+    unknown, lacking = refused(
+        run, **built_in, **{"data.train_files": str(tmp_path / "mixed.jsonl"), "data.val_files": [],
+        "trainer.val_before_train": False, "trainer.val_after_train": False},
+    )  # fmt: skip
+    assert unknown.startswith("data.train_files has rows that can't be scored: no built-in reward function")
+    assert "'gsm8kk'" in unknown and "gsm8k" in unknown.replace("gsm8kk", "")
+    assert lacking.startswith("data.train_files has 1 row without reward_model.ground_truth")
+    assert "mixed.jsonl line 2" in lacking and "reward.custom_reward_function.path" in lacking
+    right = write_rows(tmp_path / "right.jsonl", [{**ROW, "data_source": "numeric"}] * 2)
+    run(**built_in, **{"data.train_files": str(right), "data.val_files": str(right)})
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_columns_that_are_missing_are_named_with_those_that_are_there(run, tmp_path):
+    file = write_rows(tmp_path / "other.jsonl", [{"question": "what", "origin": "x"}])
+    assert refused(run, **{"data.train_files": str(file)}) == [
+        f"data.prompt_key is prompt, a column that {file} does not have. It has: question, origin. "
+        "Set data.prompt_key=question?",
+        f"data.reward_fn_key is data_source, a column that {file} does not have. It has: question, origin. "
+        "Set data.reward_fn_key=origin?",
+    ]
+    file = write_rows(tmp_path / "third.jsonl", [{"prompts": "what", "zzz": "x"}])
+    first, second = refused(run, **{"data.train_files": str(file)})
+    assert first.endswith("Set data.prompt_key=prompts?")
+    assert second.endswith("It has: prompts, zzz. Add the column, or name yours with data.reward_fn_key.")
+
+
+def test_columns_of_a_parquet_file_are_named(run, tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"problem": ["what"], "data_source": ["x"]}), file)
+    (problem,) = refused(run, **{"data.train_files": str(file)})
+    assert problem.endswith("It has: problem, data_source. Set data.prompt_key=problem?")
+    run(**{"data.train_files": str(file), "data.prompt_key": "problem", "data.train_batch_size": 1,
+           "actor_rollout_ref.actor.ppo_mini_batch_size": 1, "data.val_files": str(file)})  # fmt: skip
+
+
+def test_a_batch_that_the_rows_do_not_fill_gets_a_size_that_they_do(run, tmp_path):
+    file = write_rows(tmp_path / "few.jsonl", [ROW] * 7)
+    (problem,) = refused(run, **{"data.train_files": str(file), "data.train_batch_size": 8})
+    assert problem.startswith("data.train_batch_size is 8: too few rows for one batch")
+    assert "7 kept, 8 needed" in problem and problem.endswith("Set data.train_batch_size=4.")
+
+
+def test_a_batch_of_the_default_size_is_asked_for_where_it_takes_hours(tmp_path, monkeypatch):
+    monkeypatch.setattr("hrl.preflight.ppo.gpus_here", lambda: 0)
+    arguments = [argument for argument in small_run(tmp_path) if "train_batch_size" not in argument]
+    write_rows(tmp_path / "rows.jsonl", [ROW] * 1024)
+    _, findings = inspect_run(compose_cli(arguments))
+    assert [str(problem) for problem in findings.problems] == [
+        "data.train_batch_size is not set, and one step of its default, 1,024 prompts × 8 samples, takes hours without "
+        "a GPU. Set it, e.g. data.train_batch_size=8."
+    ]
+    assert not inspect_run(compose_cli([*arguments, "data.train_batch_size=1024"]))[1].problems
+    monkeypatch.setattr("hrl.preflight.ppo.gpus_here", lambda: 8)
+    assert not inspect_run(compose_cli(arguments))[1].problems
+
+
+# ---------------------------------------------------------------------- models
+
+
+def reward_model(path):
+    return {"reward.reward_model.enable": True, "reward.reward_model.model_path": str(path)}
+
+
+def test_critic_and_reward_model_have_the_vocabulary_in_use(run, tmp_path):
+    same, other = save_model(tmp_path / "same"), save_model(tmp_path / "other", f"{PROMPT} three")
+    run(**{"critic.model.path": str(same)}, **reward_model(same))
+    (problem,) = refused(run, **{"critic.model.path": str(other)})
+    assert problem.startswith("critic.model.path names other, which has another vocabulary")
+    (problem,) = refused(run, **reward_model(other))
+    assert problem.startswith("reward.reward_model.model_path names other, which has another vocabulary")
+    run(**{"actor_rollout_ref.model.tokenizer_path": str(other)}, **reward_model(other))
+
+
+def test_a_reward_model_without_a_head_is_named(run, tmp_path):
+    save_file({"lm_head.weight": np.zeros((1, 4), np.float32)}, save_model(tmp_path / "plain") / "model.safetensors")
+    (problem,) = refused(run, **reward_model(tmp_path / "plain"))
+    assert problem.startswith("reward.reward_model.model_path can't be used") and "no scalar head" in problem
+    run(**{"critic.model.path": str(tmp_path / "plain")})  # a critic's head starts anew
+
+
+@pytest.mark.parametrize("key", ["critic.model.path", "actor_rollout_ref.model.path"])
+def test_a_folder_without_tokenizer_explains_itself(run, tmp_path, key):
+    folder = save_model(tmp_path / "bare")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    (problem,) = refused(run, **{key: str(folder), "critic.model.path": str(folder)})
+    assert problem.startswith(f"{key} can't be used: no usable tokenizer in {folder}")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "config.json is no JSON"),
+        ("[]", "config.json holds a list"),
+        ('{"model_type": "no_such_model"}', "describes no model known here"),
+        ("{}", "describes no model known here"),
+    ],
+)
+def test_a_broken_config_explains_itself(run, tmp_path, text, message):
+    (tmp_path / "policy" / "config.json").write_text(text)
+    (problem,) = refused(run)
+    assert problem.startswith("actor_rollout_ref.model.path can't be used") and message in problem
+
+
+def test_an_override_that_does_not_fit_is_named(run):
+    (problem,) = refused(run, **{"actor_rollout_ref.model.override_config": {"hidden_sise": 3}})
+    assert problem.startswith("actor_rollout_ref.model.override_config can't be used") and "hidden_size" in problem
+
+
+def test_a_hub_id_that_is_not_here_is_not_checked_and_everything_else_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    write_rows(tmp_path / "few.jsonl", [ROW, {**ROW, "prompt": None}])
+    arguments = [*small_run(tmp_path), "actor_rollout_ref.model.path=org/model", "data.train_batch_size=8"]
+    ready, findings = inspect_run(
+        compose_cli([*arguments, f"data.train_files={tmp_path / 'few.jsonl'}"]), download=False
+    )
+    assert ready is None
+    (unchecked,) = findings.unchecked
+    assert unchecked.startswith("actor_rollout_ref.model.path: org/model is a hub id that is not on this machine")
+    (bad,) = (str(problem) for problem in findings.problems)
+    assert bad.startswith("data.train_files can't be used: 1 bad rows")
+    ready, findings = inspect_run(compose_cli(arguments), download=False)
+    (few,) = (str(problem) for problem in findings.problems)
+    assert few == "data.train_batch_size is 8, but there are only 4 rows. Lower it."
+
+
+def test_a_name_that_no_hub_has_is_refused(run):
+    (problem,) = refused(run, **{"actor_rollout_ref.model.path": "not a hub id!"})
+    assert "is neither a folder nor a hub id" in problem
+
+
+# ---------------------------------------------------------------------- the run folder, and devices
+
+
+def test_the_run_folder_is_looked_at_before_anything_starts(run, tmp_path):
+    folder = tmp_path / "run"
+    state = folder / "checkpoints" / "step_3"
+    state.mkdir(parents=True)
+    (torn,) = refused(run)
+    assert torn.startswith("trainer.default_local_dir can't be used") and "none is whole" in torn
+    (state / "state.json").write_text(json.dumps({"step": 3, "data": {"rows": 1}}))
+    (other,) = refused(run)
+    assert "was saved with other training data" in other
+    (anew,) = refused(run, **{"trainer.resume_mode": "disable"})
+    assert "holds checkpoints of an earlier run" in anew
+    (missing,) = refused(
+        run, **{"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "gone")}
+    )
+    assert missing.startswith("trainer.resume_from_path can't be used") and "is no whole checkpoint" in missing
+
+
+@pytest.mark.parametrize(
+    ("gpus", "changes", "problem"),
+    [
+        (0, {}, None),
+        (0, {"trainer.n_gpus_per_node": 4}, None),  # ranks take turns on the CPU's cores
+        (0, {"trainer.device": "cuda"}, "trainer.device is cuda, but no GPU was found on this machine."),
+        (2, {"trainer.n_gpus_per_node": 2}, None),
+        (2, {"trainer.n_gpus_per_node": 4}, "trainer.n_gpus_per_node asks for 4 processes with a GPU each"),
+        (2, {"trainer.n_gpus_per_node": 2, "trainer.nnodes": 2}, "this machine has 2."),
+        (2, {"trainer.n_gpus_per_node": 4, "trainer.device": "cpu"}, None),
+        (2, {"trainer.n_gpus_per_node": 4, "trainer.ray_kwargs": {"num_gpus": 4}}, None),
+        (0, {"trainer.device": "cuda", "trainer.ray_kwargs": {"address": "auto"}}, None),
+    ],
+)
+def test_devices_are_counted_where_the_run_starts_its_own_ray(run, monkeypatch, gpus, changes, problem):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("hrl.preflight.looks.gpus_here", lambda: gpus)
+    if problem is None:
+        run(**changes)
+    else:
+        (found,) = refused(run, **changes)
+        assert problem in found
+
+
+def test_a_data_set_class_that_raises_is_named(run, tmp_path):
+    (tmp_path / "own.py").write_text("import no_such_package\n")
+    (problem,) = refused(run, **{"data.custom_cls.path": str(tmp_path / "own.py"), "data.custom_cls.name": "Own"})
+    assert problem.startswith("data.custom_cls.path can't be used") and "ModuleNotFoundError" in problem
+    (problem,) = refused(run, **{"data.custom_cls.path": str(Path(tmp_path, "onw.py")), "data.custom_cls.name": "Own"})
+    assert "Did you mean" in problem and "own.py?" in problem
+
+
+def test_an_argument_that_the_installed_vllm_does_not_take_is_found_before_it_starts(run):
+    def given(**arguments):
+        return {
+            "actor_rollout_ref.rollout.name": "vllm",
+            "actor_rollout_ref.rollout.engine_kwargs": {"vllm": arguments},
+        }
+
+    key = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+    assert refused(run, **given(disable_mm_preprocessor_cache=True, disable_custom_all_reduc=True)) == [
+        f"{key}.disable_mm_preprocessor_cache is no argument of the installed vLLM's engine. Remove it.",
+        f"{key}.disable_custom_all_reduc is no argument of the installed vLLM's engine. "
+        "Did you mean disable_custom_all_reduce?",
+    ]
+    run(**given(disable_custom_all_reduce=True, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}))
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "holds a list, expected an object")])
+def test_a_broken_generation_config_is_named(run, tmp_path, text, message):
+    (tmp_path / "policy" / "generation_config.json").write_text(text)
+    (problem,) = refused(run)
+    assert problem.startswith("actor_rollout_ref.model.path can't be used") and message in problem
+
+
+def test_a_place_where_nothing_can_be_written_is_no_run_folder(run):
+    (problem,) = refused(run, **{"trainer.default_local_dir": "/proc/runs/one"})  # whoever asks
+    assert problem.startswith("trainer.default_local_dir can't be used: the run folder /proc/runs/one can't be written")
+
+
+def test_the_home_of_nobody_is_no_folder(run):
+    keys = ("data.train_files", "actor_rollout_ref.model.path", "reward.custom_reward_function.path")
+    found = refused(run, **dict.fromkeys(keys, "~no_such_user/file.jsonl"))
+    assert {problem.split()[0] for problem in found} == set(keys) and all("does not exist" in one for one in found)
+
+
+def test_what_can_not_fit_is_refused_and_what_may_not_fit_is_noted(run, monkeypatch):
+    monkeypatch.setattr("hrl.preflight.memory_look.memory_here", lambda: 64 * 2**20)  # the KV cache alone is 1 GiB
+    (found,) = refused(run)
+    assert found.startswith("actor_rollout_ref.actor.fsdp_config does not fit: this machine has 0.1 GiB")
+    assert "KV cache 1.0" in found
+    assert "lower actor_rollout_ref.rollout.kv_cache_gib" in found
+    monkeypatch.setattr("hrl.preflight.memory_look.memory_here", lambda: 2 * 2**30)
+    assert any("may take" in note and "this machine has 2.0 GiB" in note for note in run().notes)
+
+
+def test_processes_that_a_cpu_has_no_memory_for_are_to_be_fewer(run, monkeypatch):
+    monkeypatch.setattr("hrl.preflight.memory_look.memory_here", lambda: 64 * 2**20)
+    fewer = "fewer processes (trainer.n_gpus_per_node)"
+    assert fewer not in refused(run)[0]
+    assert fewer in refused(run, **{"trainer.n_gpus_per_node": 2})[0]
+
+
+def test_a_function_of_ones_own_that_will_get_no_ground_truth_is_noted(run, tmp_path):
+    (tmp_path / "bare.jsonl").write_text(json.dumps({k: v for k, v in ROW.items() if k != "reward_model"}) + "\n")
+    bare = {"data.val_files": [str(tmp_path / "bare.jsonl")]}
+    assert "1 row without reward_model.ground_truth: compute_score gets None there" in run(**bare).notes
+    assert not any("ground_truth" in note for note in run().notes)

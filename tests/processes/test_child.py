@@ -1,0 +1,91 @@
+import json
+
+import pytest
+
+from hrl.processes.child import child_environment, from_plain, to_plain, withheld_names
+
+
+def test_a_child_sees_no_secret():
+    secret = ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD", "GITHUB_PAT", "OPENAI_APIKEY"]
+    plain = {"PATH": "/bin", "HOME": "/h", "LANG": "C", "PWD": "/x", "MONKEY": "yes"}
+    given = dict.fromkeys(secret, "canary") | plain | {"HTTPS_PROXY": "http://me:canary@proxy:1"}
+    child = child_environment(given)
+    assert "canary" not in "".join(child.values())
+    assert plain.items() <= child.items()
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("GPG_PASSPHRASE", "x"),
+        ("DB_PASS", "x"),
+        ("SIGNING_KEYS", "x"),
+        ("SLACK_WEBHOOK_URL", "https://hooks.example/T0/B0/x"),
+        ("AZURE_STORAGE_CONNECTION_STRING", "x"),
+        ("JUDGE", "sk-proj-0123456789abcdef"),
+        ("HUB", "hf_0123456789abcdefghij"),
+        ("GIT", "ghp_0123456789abcdefghij"),
+        ("CLOUD", "AKIA0123456789ABCDEF"),
+        ("LOGIN", "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxIn0.x"),
+        ("STORE", "AccountName=me;AccountKey=abc"),
+        ("FEED", "https://feed.example/x?token=abc"),
+        ("PEM", "-----BEGIN OPENSSH KEY-----"),
+        ("DATABASE", "postgres://me:pw@db/x"),
+    ],
+)
+def test_a_secret_is_known_by_its_name_or_its_value(name, value):
+    assert withheld_names({name: value, "PATH": "/bin"}) == {name}
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("PATH", "/usr/bin:/bin"),
+        ("KEYBOARD", "us"),
+        ("COMPASS", "north"),
+        ("PASSENGERS", "3"),
+        ("HF_HOME", "/data/hf_cache"),
+        ("HTTPS_PROXY", "http://proxy:3128"),
+        ("LD_LIBRARY_PATH", "/opt/sk-learn/lib"),
+        ("JUDGE_URL", "http://judge:8000/v1"),
+        ("LS_COLORS", "di=01;34:ln=01;36"),
+        ("CUDA_VISIBLE_DEVICES", "0,1"),
+    ],
+)
+def test_what_is_no_secret_is_handed_on(name, value):
+    assert child_environment({name: value})[name] == value
+
+
+def test_a_variable_that_is_named_is_handed_on():
+    given = {"JUDGE_API_KEY": "k", "OTHER_API_KEY": "k"}
+    assert child_environment(given, keep=["JUDGE_API_KEY"])["JUDGE_API_KEY"] == "k"
+    assert withheld_names(given, keep=["JUDGE_API_KEY"]) == {"OTHER_API_KEY"}
+
+
+@pytest.mark.parametrize("value", [[10**5000], [-(7**9000)], [{"a": 10**4299}], [True, 3], ["\ud800\0"]], ids=len)
+def test_integers_of_any_size_and_broken_text_survive_json(value):
+    assert from_plain(json.loads(json.dumps(to_plain(value)))) == value
+
+
+def test_deep_nesting_is_refused_with_its_place():
+    value = "x"
+    for _ in range(5000):
+        value = [value]
+    with pytest.raises(ValueError, match=r"extra_info of sample 3\[0\]\[0\].* is nested more than 100 levels deep"):
+        to_plain(value, "extra_info of sample 3")
+    deep = "x"
+    for _ in range(100):
+        deep = {"a": deep}
+    assert from_plain(to_plain(deep)) == deep
+
+
+def test_plain_data_survives_the_way_there_and_back():
+    value = {"a": (1, [2.5, None, True]), "b": {"c": ("x", ())}}
+    assert from_plain(to_plain(value)) == value
+
+
+def test_what_is_no_plain_data_is_refused_with_its_place():
+    with pytest.raises(ValueError, match=r"ground truth\.a\[1\] is a set"):
+        to_plain({"a": [1, {2}]}, "ground truth")
+    with pytest.raises(ValueError, match="has the key 3"):
+        to_plain({3: 1})

@@ -1,0 +1,160 @@
+"""Nothing outlives its parent, without Ray and with it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from multiprocessing import shared_memory
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import psutil
+import pytest
+
+from hrl.processes.lifetime import die_with_parent
+from tests.processes.process_table import descendants, still_alive
+
+ROOT = Path(__file__).parents[2]
+
+PARENT = """
+import multiprocessing, os, signal, subprocess, sys, time
+from multiprocessing import shared_memory
+from hrl.processes.lifetime import guard_process_group, popen_that_dies_with_parent
+
+def engine():
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    segment = shared_memory.SharedMemory(create=True, size=16)
+    print("segment", segment.name, flush=True)
+    time.sleep(600)
+
+if __name__ == "__main__":
+    guard_process_group()
+    guard_process_group()
+    children = [
+        subprocess.Popen(["sleep", "600"]),
+        popen_that_dies_with_parent(["sleep", "600"], start_new_session=True),
+        multiprocessing.get_context("spawn").Process(target=engine),
+    ]
+    children[-1].start()
+    time.sleep(600)
+"""
+
+DRIVER = """
+import os, subprocess, sys, time
+from hrl.single_controller.base import Dispatch, Worker, popen_that_dies_with_parent, register
+from hrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ray_cluster
+
+class Parent(Worker):
+    def __init__(self):
+        self.children = [
+            subprocess.Popen(["sleep", "600"]),
+            popen_that_dies_with_parent(["sleep", "600"], start_new_session=True),
+        ]
+
+    @register(Dispatch.ONE_TO_ALL)
+    def busy(self):
+        while True:
+            sum(range(1000))
+
+if __name__ == "__main__":
+    with ray_cluster(num_cpus=2, object_store_bytes=100 << 20):
+        group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(Parent))
+        call = group.execute_all_async("busy")
+        print("up", flush=True)
+        sys.stdin.readline()
+        raise RuntimeError("the driver failed")
+"""
+
+
+def start(script: str, folder: Path) -> subprocess.Popen[str]:
+    path = folder / "script.py"
+    path.write_text(script)
+    return subprocess.Popen(
+        [sys.executable, str(path)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for_line(process: subprocess.Popen[str], word: str) -> list[str]:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(word):
+            return line.split()
+    pytest.fail(f"the process ended with {process.wait()} before it said {word!r}")
+
+
+def test_a_killed_parent_takes_its_group_and_its_shared_memory_along(tmp_path: Path) -> None:
+    parent = start(PARENT, tmp_path)
+    try:
+        segment = wait_for_line(parent, "segment")[1]
+        children = descendants(parent.pid)
+        assert sum("sleep 600" in command for command in children.values()) == 2
+        assert sum("process_guard" in command for command in children.values()) == 1, "one guard, however often asked"
+    finally:
+        parent.kill()
+        parent.wait()
+    remaining = still_alive(children, within_s=15)
+    assert not remaining, [children[pid] for pid in remaining]
+    with pytest.raises(FileNotFoundError):
+        shared_memory.SharedMemory(name=segment)
+
+
+def _child(pids: Connection, wait_for_end_of: int | None) -> None:
+    while wait_for_end_of is not None and psutil.pid_exists(wait_for_end_of):
+        time.sleep(0.02)
+    die_with_parent()
+    pids.send(os.getpid())
+    time.sleep(60)
+
+
+def _parent(pids: Connection, late: bool) -> None:
+    child = multiprocessing.get_context("spawn").Process(target=_child, args=(pids, os.getpid() if late else None))
+    child.start()
+    pids.send(child.pid)
+    child.join()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["in time", "after the parent's death"])
+def test_a_child_of_multiprocessing_dies_with_a_parent_that_gets_sigkill(late: bool) -> None:
+    context = multiprocessing.get_context("spawn")
+    reader, writer = context.Pipe(duplex=False)
+    parent = context.Process(target=_parent, args=(writer, late))
+    parent.start()
+    writer.close()
+    assert reader.poll(60)
+    child = reader.recv()
+    assert late or (reader.poll(60) and reader.recv() == child)
+
+    os.kill(parent.pid, signal.SIGKILL)
+    parent.join(10)
+
+    assert not still_alive([child], within_s=30 if late else 5)
+    with pytest.raises(EOFError):  # nobody is left who could have said more
+        reader.recv()
+
+
+@pytest.mark.parametrize("end", ["sigkill", "exception"])
+def test_no_process_outlives_the_driver(end: str, tmp_path: Path) -> None:
+    driver = start(DRIVER, tmp_path)
+    try:
+        wait_for_line(driver, "up")
+        children = descendants(driver.pid)
+        commands = list(children.values())
+        assert sum("sleep 600" in command for command in commands) == 4
+        assert sum("raylet" in command and "gcs" not in command for command in commands) >= 1
+        if end == "sigkill":
+            driver.send_signal(signal.SIGKILL)
+        driver.communicate("\n", timeout=60)
+        assert driver.returncode == {"sigkill": -signal.SIGKILL, "exception": 1}[end]
+    finally:
+        driver.kill()
+        driver.wait()
+    remaining = still_alive(children, within_s=15)
+    assert not remaining, [children[pid] for pid in remaining]

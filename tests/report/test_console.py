@@ -1,0 +1,264 @@
+import io
+import re
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+from rich.console import Console, Group
+
+from hrl.report.console import PhaseBar, RunConsole, printable, rollout_table, step_line, validation_table
+from hrl.report.phases import PHASES
+
+SNAPSHOTS = Path(__file__).parent / "snapshots"
+
+METRICS = {
+    "reward/mean": 0.641,
+    "val/addition/mean@1": 0.875,
+    "response_length/mean": 5.1,
+    "actor/ppo_kl": 0.0021,
+    "actor/entropy": 0.31,
+    "actor/grad_norm": 1.234,
+    "actor/lr": 2e-5,
+    "timing_s/step": 5.2,
+    "timing_s/gen": 2.1,
+    "timing_s/update_actor": 2.5,
+    "timing_s/update_critic": 0.3,
+    "perf/throughput": 812.4,
+}
+
+
+def make_console(*, terminal, width=80):
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=terminal, width=width, highlight=False, color_system=None)
+    return RunConsole(30, ["gen", "reward", "update_actor", "weight_sync"], console), file
+
+
+def test_step_line_at_80_columns():
+    assert step_line(12, 30, METRICS, 80) == ("step 12/30  reward  0.641  val 0.875  len    5   5.2s gen  2.1 upd  2.8")
+
+
+def test_step_line_at_120_columns():
+    assert step_line(12, 30, METRICS, 120) == (
+        "step 12/30  reward  0.641  val 0.875  len    5  kl  0.0021  grad  1.23  lr 2.0e-05"
+        "   5.2s gen  2.1 upd  2.8    812 tok/s"
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100, 120, 160])
+def test_lines_are_aligned_whatever_the_numbers(width):
+    other = METRICS | {"reward/mean": -1.5, "actor/ppo_kl": -0.003, "response_length/mean": 4096.0, "actor/lr": 1.5e-6}
+    unvalidated = {name: value for name, value in METRICS.items() if not name.startswith("val/")}
+    warmup = {name: value for name, value in unvalidated.items() if name != "actor/grad_norm"}
+    lines = [step_line(step, 30, m, width) for step, m in ((1, METRICS), (12, other), (13, unvalidated), (30, warmup))]
+    assert len({len(line) for line in lines}) == 1
+    assert len(lines[0]) <= width
+    starts = [[match.start() for match in re.finditer(r"(?<=  )[a-z]+(?= )", line)] for line in lines]
+    assert all(columns == starts[0] for columns in starts)
+
+
+def test_a_run_of_unknown_length_counts_its_steps():
+    assert step_line(7, 0, METRICS, 80).startswith("step 7  reward")
+
+
+def test_a_step_that_learns_from_data_shows_its_loss_and_samples_nothing():
+    metrics = {
+        "train/loss": 0.6123,
+        "rewards/accuracies": 0.75,
+        "rewards/margins": 0.25,
+        "val/a/loss": 0.5,
+        "val/b/loss": 0.7,
+        "val/a/rewards_accuracies": 1.0,
+        "response_length/mean": 12.0,
+        "train/grad_norm": 1.5,
+        "train/lr": 1e-5,
+        "timing_s/update": 2.0,
+        "timing_s/step": 2.1,
+        "perf/throughput": 300.0,
+    }
+    assert step_line(3, 16, metrics, 120) == (
+        "step  3/16  loss 0.6123  acc 0.750  margin  0.250  val 0.6000  val acc 1.000  "
+        "len   12  grad  1.50   2.1s upd  2.0"
+    )
+    narrow = step_line(3, 16, metrics | {"val/a/loss": 0.7}, 80)
+    assert len(narrow) <= 80 and "loss 0.6123" in narrow and "gen" not in narrow
+
+
+def test_a_number_that_is_lost_is_shown_as_lost():
+    line = step_line(1, 30, METRICS | {"actor/grad_norm": float("nan")}, 120)
+    assert "grad   nan" in line
+
+
+def test_validation_of_several_sources_is_their_mean():
+    both = METRICS | {"val/other/mean@1": 0.125, "val/other/best@4": 1.0}
+    assert "val 0.500" in step_line(1, 30, both, 80)
+
+
+def test_phase_bar_shows_done_running_and_to_come():
+    now = [0.0]
+    bar = PhaseBar(["gen", "update", "sync"], clock=lambda: now[0])
+    bar.begin_step("step 3/30")
+    bar.begin("gen")
+    now[0] = 2.0
+    bar.end()
+    bar.begin("update")
+    now[0] = 3.5
+    assert bar.__rich__().plain == "step 3/30  ✓ gen 2.0s  ▸ update 1.5s  · sync"
+    bar.end()
+    bar.begin_step("step 4/30")
+    assert bar.__rich__().plain == "step 4/30  · gen  · update  · sync"
+
+
+def test_a_file_gets_plain_lines_of_full_width_and_no_bar():
+    console, file = make_console(terminal=False)
+    with console.step_phases(1), console.phase("gen"):
+        pass
+    console.step(1, METRICS)
+    console.note("[bold]model[/bold] text")
+    assert file.getvalue() == step_line(1, 30, METRICS, 120) + "\n[bold]model[/bold] text\n"
+
+
+def test_a_terminal_gets_the_bar_and_its_cursor_back_when_a_phase_fails():
+    console, file = make_console(terminal=True)
+    with pytest.raises(RuntimeError, match="engine died"), console.step_phases(1), console.phase("gen"):
+        raise RuntimeError("engine died")
+    shown = file.getvalue()
+    assert "▸ gen" in shown or "✓ gen" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l"), "the cursor is shown again"
+    with console.step_phases(2):
+        pass  # and the next step can draw again
+
+
+RECORDS = [
+    {
+        "prompt": f"What is {i}+1?",
+        "response": f"{i + 1}",
+        "score": score,
+        "advantage": score - 0.5,
+        "response_length": 3,
+        "finish_reason": "stop",
+        "reward_parts": {"exact": score},
+        "ground_truth": str(i + 1),
+    }
+    for i, score in enumerate([0.2, 1.0, 0.0, 0.5, 0.3])
+]
+
+
+def show_a_run(console):
+    """Everything that a run shows."""
+    console.banner("hrl 1.0", {"model": "small", "batch": "8 prompts × 8 samples = 64 sequences"})
+    console.note("warning: trainer.save_freq is off")
+    console.validation(0, {"val/addition/mean@1": 0.688, "val/addition/n": 16.0})
+    for step in (1, 30):
+        with console.step_phases(step), console.phase("gen"):
+            pass
+        console.step(step, METRICS)
+    console.rollouts(30, RECORDS)
+    console.validation(30, METRICS)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_a_run_as_it_is_shown(width, monkeypatch):
+    monkeypatch.setattr("hrl.report.console.Live", lambda *_, **__: nullcontext())  # the bar comes and goes
+    console, file = make_console(terminal=True, width=width)
+    show_a_run(console)
+    shown = file.getvalue()
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown == (SNAPSHOTS / f"run_{width}.txt").read_text()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_phase_bar_keeps_to_one_line(width):
+    bar = PhaseBar([phase.label for phase in PHASES], clock=lambda: 1.0)
+    bar.begin_step("step 12/30")
+    bar.begin("gen")
+    (line,) = render(Group(bar), width).splitlines()  # as Live draws it
+    assert line.startswith("step 12/30  ▸ gen 0.0s  · reward") and len(line) <= width
+
+
+@pytest.mark.parametrize("no_color", [None, "1"])
+def test_no_color_is_obeyed(monkeypatch, no_color):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color is not None:
+        monkeypatch.setenv("NO_COLOR", no_color)
+    file = io.StringIO()
+    console = Console(file=file, force_terminal=True, width=80, color_system="truecolor", highlight=False)
+    show_a_run(RunConsole(30, ["gen"], console))
+    styles = re.findall(r"\x1b\[([0-9;]*)m", file.getvalue())
+    coloured = [style for style in styles if re.search(r"(^|;)([349][0-7]|10[0-7]|[34]8;)", style)]
+    assert bool(coloured) == (no_color is None)
+
+
+def render(renderable, width=80):
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None).print(renderable)
+    return file.getvalue()
+
+
+def test_samples_show_best_median_and_worst():
+    shown = render(rollout_table(RECORDS, "samples"), width=120)
+    assert re.search(r"best.*What is 1\+1\?", shown)
+    assert re.search(r"median.*What is 4\+1\?", shown)
+    assert re.search(r"worst.*What is 2\+1\?", shown)
+    for fact in ("score: 1.000", "advantage: +0.500", "tokens: 3", "ended by: stop", "exact: 1", "truth: 2"):
+        assert fact in shown
+
+
+@pytest.mark.parametrize(
+    "text", ["[red]x[/red]", "[link=file:///]", "[/]", "\x1b[2J\x1b]0;title\x07", "a\rb", "\x9b31m"]
+)
+def test_text_of_a_model_is_shown_and_not_followed(text):
+    shown = render(rollout_table([RECORDS[0] | {"response": text, "prompt": text}], "samples"), width=200)
+    assert not any(control in shown for control in "\x1b\x07\r\x9b")
+    if "\x1b" not in text and text.isprintable():
+        assert text in shown
+
+
+def validations():
+    """Two validations of six prompts: the third is learnt, the fourth forgotten."""
+    scores = [(1.0, 1.0), (0.0, 0.0), (0.0, 1.0), (1.0, 0.5), (0.0, 0.0), (1.0, 1.0)]
+    return tuple(
+        [
+            {
+                "prompt": f"<|user|>What is {i} + 2?<|assistant|>",
+                "question": f"What is {i} + 2?",
+                "response": f"{i + 2}" if pair[when] else "I cannot [bold]say[/bold]",
+                "score": pair[when],
+            }
+            for i, pair in enumerate(scores)
+        ]
+        for when in (0, 1)
+    )
+
+
+def shown_before_and_after(width, limit):
+    console, file = make_console(terminal=True, width=width)
+    console.before_and_after(*validations(), limit=limit)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_before_and_after_as_it_is_shown(width):
+    assert shown_before_and_after(width, limit=3) == (SNAPSHOTS / f"before_and_after_{width}.txt").read_text()
+
+
+def test_before_and_after_fits_and_follows_no_markup():
+    shown = shown_before_and_after(80, limit=5)
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "[bold]say" in shown
+
+
+def test_without_a_common_prompt_nothing_is_shown():
+    console, file = make_console(terminal=True)
+    console.before_and_after(validations()[0], [])
+    assert file.getvalue() == ""
+
+
+def test_long_text_is_cut_in_the_middle_and_says_so():
+    shown = printable("a" * 500 + "b" * 500, limit=100).plain
+    assert shown == "a" * 50 + " [… 900 characters …] " + "b" * 50
+
+
+def test_validation_table_compares_with_the_start():
+    shown = render(validation_table({"val/add/mean@1": 0.9, "val/add/n": 16}, {"val/add/mean@1": 0.6}, "validation"))
+    assert re.search(r"add\s+│ mean@1 │ 0.900 │\s+\+0.300", shown)
+    assert "val/" not in shown

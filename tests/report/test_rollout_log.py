@@ -1,0 +1,128 @@
+import numpy as np
+import pytest
+import torch
+
+from hrl.protocol import DataProto
+from hrl.report.rollout_log import (
+    before_and_after,
+    best_median_worst,
+    change_of_score,
+    describe_changes,
+    question,
+    readable,
+    rollout_records,
+    sample_facts,
+)
+
+
+@pytest.fixture
+def batch():
+    """Two rows, P=2, R=3; the middle token of row 0 is a tool token, row 1 is empty."""
+    return DataProto.from_dict(
+        tensors={
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 0, 0]]),
+            "responses": torch.zeros(2, 3, dtype=torch.int64),
+            "response_mask": torch.tensor([[1, 0, 1], [0, 0, 0]]),
+            "token_level_scores": torch.tensor([[0.0, 0.0, 0.5], [0.0, 0.0, 0.0]]),
+            "advantages": torch.tensor([[1.0, 99.0, 3.0], [99.0, 99.0, 99.0]]),
+        },
+        non_tensors={
+            "uid": np.array(["a", "b"], dtype=object),
+            "finish_reason": np.array(["stop", "abort"], dtype=object),
+            "reward_model": np.array([{"ground_truth": "7"}, {"style": "rule"}], dtype=object),
+        },
+    )
+
+
+def test_a_record_says_what_happened_to_its_row(batch):
+    first, second = rollout_records(batch, ["3+4", "5+5"], ["7", ""], [{"exact": 0.5}, {}])
+    assert first == {
+        "prompt": "3+4",
+        "response": "7",
+        "response_length": 3,
+        "score": 0.5,
+        "advantage": 2.0,
+        "reward_parts": {"exact": 0.5},
+        "uid": "a",
+        "finish_reason": "stop",
+        "ground_truth": "7",
+    }
+    assert (second["response_length"], second["advantage"], second["ground_truth"]) == (0, 0.0, None)
+    assert second["score"] == 0.0, "an empty response has its score"
+
+
+def test_a_response_that_the_reward_function_left_out_has_no_score(batch):
+    batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
+    records = rollout_records(batch, ["3+4", "5+5"], ["7", ""], [{}, {}])
+    assert [record["score"] for record in records] == [None, 0.0]
+    assert [label for label, _ in best_median_worst(records)] == ["best"], "it is not shown as the worst"
+
+
+def test_texts_that_do_not_match_the_batch_are_refused(batch):
+    with pytest.raises(ValueError, match="2 rows, but 1 prompts and 2 responses"):
+        rollout_records(batch, ["3+4"], ["7", ""])
+
+
+def test_best_median_and_worst_are_by_score():
+    records = [{"score": score} for score in (0.1, 0.9, 0.5, 0.7, 0.3)]
+    assert [(label, r["score"]) for label, r in best_median_worst(records)] == [
+        ("best", 0.9),
+        ("median", 0.5),
+        ("worst", 0.1),
+    ]
+    assert [label for label, _ in best_median_worst(records[:1])] == ["best"]
+    assert best_median_worst([]) == []
+    assert best_median_worst([{"score": None}]) == []
+
+
+def test_the_question_is_the_last_message_of_the_chat(batch):
+    chats = [[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "3+4?"}]] * 2
+    batch.non_tensor_batch["raw_prompt"] = np.fromiter(chats, dtype=object, count=2)
+    record = rollout_records(batch, ["<s>Be brief.<u>3+4?<a>", "x"], ["7", ""])[0]
+    assert question(record) == "3+4?"
+    assert question({"prompt": "without a chat"}) == "without a chat"
+
+
+def answered(*answers):
+    return [{"data_source": "a", "prompt": p, "response": r, "score": score} for p, r, score in answers]
+
+
+def test_validations_are_paired_by_prompt_largest_change_first():
+    first = answered(("p", "p1", 0.0), ("q", "q1", 1.0), ("r", "r1", 0.0), ("gone", "", 0.0))
+    last = answered(("r", "r2", 1.0), ("new", "", 1.0), ("q", "q2", 0.5), ("p", "p2", 0.0))
+    pairs = before_and_after(first, last)
+    assert [(before["response"], after["response"]) for before, after in pairs] == [
+        ("r1", "r2"),
+        ("q1", "q2"),
+        ("p1", "p2"),
+    ]
+    assert [change_of_score(pair) for pair in pairs] == [1.0, -0.5, 0.0]
+    assert describe_changes(pairs, 3) == "1 better, 1 worse, 1 as before"
+    assert describe_changes(pairs, 2) == "1 better, 1 worse, 1 as before; the 2 of 3 that changed most"
+
+
+def test_several_samples_of_a_prompt_are_paired_in_their_order():
+    first, last = answered(("p", "a", 0.0), ("p", "b", 0.0)), answered(("p", "c", 0.0), ("p", "d", 0.0))
+    assert [(b["response"], a["response"]) for b, a in before_and_after(first, last)] == [("a", "c"), ("b", "d")]
+
+
+def test_prompts_of_different_sources_are_different_prompts():
+    first, last = answered(("p", "a", 0.0)), answered(("p", "b", 1.0))
+    assert before_and_after(first, [last[0] | {"data_source": "other"}]) == []
+
+
+def test_a_score_that_is_missing_is_no_change():
+    assert change_of_score(({"score": None}, {"score": 1.0})) is None
+
+
+def test_readable_text_spells_out_what_would_move_or_hide_it():
+    assert readable("a\x1b[2J\u202eb\r\n\ttab é 世界") == "a\\x1b[2J\\u202eb\\r\n\\ttab é 世界"
+
+
+def test_facts_of_a_sample_leave_out_what_it_does_not_have():
+    assert sample_facts({"score": 0.5, "response_length": 3, "reward_parts": {"exact": 1 / 3, "why": "digits"}}) == [
+        ("score", "0.500"),
+        ("tokens", "3"),
+        ("exact", "0.3333"),
+        ("why", "digits"),
+    ]

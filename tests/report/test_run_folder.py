@@ -1,0 +1,150 @@
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+
+from hrl.report.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
+
+HOLD_THE_LOCK = """
+import sys
+from hrl.report.run_folder import RunFolder
+folder = RunFolder(sys.argv[1])
+sys.stdout.write("held\\n"); sys.stdout.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def other_process(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLD_THE_LOCK, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def test_a_second_run_in_the_same_folder_is_refused_by_the_owners_pid(tmp_path, other_process):
+    with pytest.raises(RunFolderError, match=f"process {other_process.pid} .*trainer.default_local_dir"):
+        RunFolder(tmp_path)
+
+
+def test_the_lock_goes_with_a_killed_process(tmp_path, other_process):
+    other_process.kill()
+    other_process.wait()
+    RunFolder(tmp_path).close()
+
+
+def test_outputs_of_an_earlier_run_are_moved_aside_and_kept(tmp_path):
+    for text in ("first", "second", "third"):
+        folder = RunFolder(tmp_path)
+        assert not folder.metrics_file.exists()
+        folder.metrics_file.write_text(text)
+        folder.write_rollouts(1, [{"text": text}])
+        (tmp_path / "nonfinite").mkdir()
+        (tmp_path / "nonfinite" / f"{text}.json").touch()
+        folder.close()
+    assert (tmp_path / "earlier/1/metrics.jsonl").read_text() == "first"
+    assert (tmp_path / "earlier/2/metrics.jsonl").read_text() == "second"
+    assert read_jsonl(tmp_path / "earlier/2/rollouts/step_1.jsonl") == [{"text": "second"}]
+    assert [file.name for file in (tmp_path / "earlier/2/nonfinite").iterdir()] == ["second.json"]
+    assert (tmp_path / "metrics.jsonl").read_text() == "third"
+
+
+def test_a_resumed_run_goes_on_writing(tmp_path):
+    first = RunFolder(tmp_path)
+    first.metrics_file.write_text("kept")
+    first.close()
+    second = RunFolder(tmp_path, resume=True)
+    assert second.metrics_file.read_text() == "kept"
+    second.close()
+
+
+def test_a_folder_with_checkpoints_is_not_started_over(tmp_path):
+    (tmp_path / "checkpoints/step_5").mkdir(parents=True)
+    with pytest.raises(RunFolderError, match="resume_mode=auto"):
+        RunFolder(tmp_path)
+    RunFolder(tmp_path, resume=True).close()  # and the refusal let go of the lock
+
+
+def test_rewinding_moves_later_steps_and_a_torn_line_aside(tmp_path):
+    folder, aside = RunFolder(tmp_path), tmp_path / "aside/1"
+    folder.metrics_file.write_text('{"step": 1}\n{"step":  2}\n{"step": 3}\n{"ste')
+    for step in (1, 2, 3, 10):
+        folder.write_rollouts(step, [{"step": step}])
+        folder.write_rollouts(step, [{"step": step}], kind="val")
+    assert folder.rewind(2, aside)
+    assert folder.metrics_file.read_text() == '{"step": 1}\n{"step":  2}\n'
+    assert (aside / "metrics.jsonl").read_text() == '{"step": 3}\n{"ste'
+    stayed, moved = (
+        sorted(file.name for file in rollouts.iterdir()) for rollouts in (folder.rollouts, aside / "rollouts")
+    )
+    assert stayed == ["step_1.jsonl", "step_2.jsonl", "val_step_1.jsonl", "val_step_2.jsonl"]
+    assert moved == ["step_10.jsonl", "step_3.jsonl", "val_step_10.jsonl", "val_step_3.jsonl"]
+    assert read_jsonl(aside / "rollouts/val_step_10.jsonl") == [{"step": 10}]
+    folder.close()
+
+
+def test_rewinding_to_the_last_step_changes_nothing(tmp_path):
+    folder, aside = RunFolder(tmp_path), tmp_path / "aside/1"
+    folder.metrics_file.write_text('{"step": 1}\n{"step": 2}\n')
+    folder.write_rollouts(2, [{"step": 2}])
+    assert not folder.rewind(2, aside)
+    assert folder.metrics_file.read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert not aside.parent.exists()
+    folder.close()
+
+
+def test_a_broken_line_inside_of_a_file_is_named(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2"):
+        read_jsonl(file)
+
+
+def test_lines_are_strict_json_whatever_stands_in_the_record():
+    record = {"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": [float("inf")], "e": "line\nbreak é"}
+    line = json_line(record)
+    assert line.count("\n") == 1
+    parsed = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert parsed == {"a": 0.5, "b": [0, 1], "c": None, "d": [None], "e": "line\nbreak é"}
+
+
+def test_config_and_environment_are_written_and_no_secret_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "canary-3141")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 6})
+    folder = RunFolder(tmp_path)
+    folder.write_config({"trainer": {"seed": 1}, "text": "größer"})
+    folder.write_environment()
+    folder.close()
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == {"trainer": {"seed": 1}, "text": "größer"}
+    environment = json.loads((tmp_path / "environment.json").read_text())
+    assert {"hrl", "git", "python", "packages", "cores"} <= environment.keys()
+    assert environment["cores"] == 3, "those that the run may use, not those of the machine"
+    assert environment["packages"]["torch"].startswith("2.")
+    assert all("canary" not in file.read_text() for file in tmp_path.iterdir())
+    assert os.environ["WANDB_API_KEY"]  # it was there to be leaked
+
+
+def test_a_place_that_cannot_be_written_names_the_key():
+    with pytest.raises(RunFolderError, match="/proc/nope can't be written: .*trainer.default_local_dir"):
+        RunFolder("/proc/nope")
+
+
+def test_a_full_disk_is_told_apart(tmp_path, monkeypatch):
+    folder = RunFolder(tmp_path)
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("hrl.report.run_folder.write_text", full)
+    for write in (lambda: folder.write_config({}), lambda: folder.write_rollouts(1, [])):
+        with pytest.raises(RunFolderError, match=f"{tmp_path} can't be written: No space left.*make room there"):
+            write()
+    folder.close()

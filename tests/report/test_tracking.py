@@ -1,0 +1,178 @@
+import logging
+import sys
+import threading
+import types
+from importlib.machinery import ModuleSpec
+
+import pytest
+
+from hrl.report import tracking
+from hrl.report.run_folder import read_jsonl
+from hrl.report.tracking import Generation, Tracking
+
+
+class Recorder:
+    """A tracker that writes down what it was told."""
+
+    def __init__(self, run):
+        self.run = run
+        self.steps = []
+        self.generations = []
+        self.finished = False
+
+    def log(self, metrics, step):
+        self.steps.append((step, dict(metrics)))
+
+    def log_generations(self, generations, step):
+        self.generations.append((step, generations))
+
+    def finish(self):
+        self.finished = True
+
+
+class Raising(Recorder):
+    def log(self, metrics, step):
+        raise OSError("no route to host")
+
+
+class Hanging(Recorder):
+    def log(self, metrics, step):
+        threading.Event().wait()
+
+
+class NeverStarts(Recorder):
+    def __init__(self, run):
+        raise PermissionError("no key")
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Registers a tracker under the name of a module that is there, and returns the instances made."""
+
+    def add(cls, name):
+        made = []
+        module = types.ModuleType(name)
+        module.__spec__ = ModuleSpec(name, None)
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setitem(tracking.TRACKERS, name, lambda run: made.append(cls(run)) or made[0])
+        return made
+
+    return add
+
+
+def test_metrics_file_is_always_written_and_continues_an_earlier_one(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    tracker = Tracking("p", "e", ["console", "file"], run_dir=tmp_path)
+    tracker.log({"reward/mean": 0.5, "actor/lr": float("nan")}, step=2)
+    assert read_jsonl(tmp_path / "metrics.jsonl")[1] == {
+        "step": 2,
+        "reward/mean": 0.5,
+        "actor/lr": None,
+    }  # before finish
+    tracker.finish()
+
+
+def test_every_tracker_gets_every_step_in_order(tmp_path, install):
+    first, second = install(Recorder, "first_tracker"), install(Recorder, "second_tracker")
+    tracker = Tracking("proj", "exp", ["first_tracker", "second_tracker"], {"a": 1}, run_dir=tmp_path)
+    for step in range(20):
+        tracker.log({"x": step * 2.0}, step)
+    tracker.log_generations([Generation("1+1", "2", 1.0)], 19)
+    tracker.finish()
+    for made in (first, second):
+        assert made[0].steps == [(step, {"x": step * 2.0}) for step in range(20)]
+        assert made[0].generations == [(19, (Generation("1+1", "2", 1.0),))]
+        assert made[0].finished
+        assert (made[0].run.project, made[0].run.name, made[0].run.config) == ("proj", "exp", {"a": 1})
+
+
+@pytest.mark.parametrize("broken", [Raising, NeverStarts])
+def test_a_tracker_that_raises_stops_neither_the_run_nor_its_neighbour(tmp_path, install, caplog, broken):
+    install(broken, "broken_tracker")
+    good = install(Recorder, "good_tracker")
+    with caplog.at_level(logging.WARNING):
+        tracker = Tracking("p", "e", ["broken_tracker", "good_tracker"], run_dir=tmp_path)
+        for step in range(5):
+            tracker.log({"x": 1.0}, step)
+        tracker.finish()
+    assert len(good[0].steps) == 5
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 5
+    warnings = [record.message for record in caplog.records if "broken_tracker" in record.message]
+    assert len(warnings) == 1, "said once, not at every step"
+
+
+def test_failures_are_counted_in_the_metrics(tmp_path, install):
+    install(Raising, "broken_tracker")
+    tracker = Tracking("p", "e", ["broken_tracker"], run_dir=tmp_path)
+    tracker.log({"x": 1.0}, 1)
+    guest = tracker._guests[0]
+    while guest.failures == 0:
+        threading.Event().wait(0.01)
+    tracker.log({"x": 1.0}, 2)
+    tracker.finish()
+    assert read_jsonl(tmp_path / "metrics.jsonl")[1]["tracking/failures"] == 1
+
+
+def test_a_tracker_that_hangs_holds_up_nobody(tmp_path, install, monkeypatch):
+    install(Hanging, "hanging_tracker")
+    monkeypatch.setattr(tracking, "_MAX_WAITING_CALLS", 10)
+    tracker = Tracking("p", "e", ["hanging_tracker"], run_dir=tmp_path)
+    for step in range(50):
+        tracker.log({"x": 1.0}, step)
+    tracker.finish(timeout_s=0.2)
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 50
+    assert tracker._guests[0].failures >= 40, "calls beyond the limit are counted, not kept"
+
+
+def test_an_unknown_tracker_is_named_with_the_nearest_one(tmp_path):
+    with pytest.raises(ValueError, match="no tracker 'wandbb'; did you mean 'wandb'"):
+        Tracking("p", "e", ["wandbb"], run_dir=tmp_path)
+
+
+def test_a_tracker_that_is_not_installed_names_its_package(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"pip install swanlab"):
+        Tracking("p", "e", "swanlab", run_dir=tmp_path)
+
+
+class Calls:
+    """Stands for a tracker's package: notes every call by its dotted name."""
+
+    def __init__(self, log, name=""):
+        self._log, self._name = log, name
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Calls(self._log, f"{self._name}.{name}".lstrip("."))
+
+    def __call__(self, *args, **kwargs):
+        self._log.append((self._name, args, kwargs))
+        return Calls(self._log, f"{self._name}()")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "log_call", "finish_call"),
+    [
+        ("wandb", "wandb", ("init().log", ({"val/a/mean@1": 0.5},), {"step": 3}), "init().finish"),
+        ("mlflow", "mlflow", ("log_metrics", ({"val/a/mean_at_1": 0.5},), {"step": 3}), "end_run"),
+        ("swanlab", "swanlab", ("log", ({"val/a/mean@1": 0.5},), {"step": 3}), "finish"),
+        ("trackio", "trackio", ("log", ({"val/a/mean@1": 0.5},), {"step": 3}), "finish"),
+        (
+            "torch.utils.tensorboard",
+            "tensorboard",
+            ("SummaryWriter().add_scalar", ("val/a/mean@1", 0.5, 3), {}),
+            "SummaryWriter().close",
+        ),
+    ],
+)
+def test_each_tracker_is_called_as_its_package_wants(tmp_path, monkeypatch, module, name, log_call, finish_call):
+    calls = []
+    monkeypatch.setitem(sys.modules, module, Calls(calls))
+    tracker = tracking.TRACKERS[name](tracking.RunInfo("proj", "exp", {"seed": 1}, tmp_path))
+    tracker.log({"val/a/mean@1": 0.5}, 3)
+    tracker.log_generations([Generation("1+1", "2", 1.0)], 3)
+    tracker.finish()
+    assert log_call in calls
+    assert finish_call in [call[0] for call in calls]
+    assert any("1+1" in str(call) for call in calls), "the sample arrived"
