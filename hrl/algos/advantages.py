@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .groups import group_statistics, group_sum
-from .masked import TrainedTokens, broadcast_rows, check_shapes, keep, rows_with_tokens, whiten
-from .scan import gae, reward_to_go
+from hrl.algos.groups import group_statistics, group_sum
+from hrl.algos.masked import TrainedTokens, broadcast_rows, check_shapes, keep, rows_with_tokens, whiten
+from hrl.algos.scan import gae, reward_to_go
 
 GROUP_EPSILON = 1e-6
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .masked import check_shapes, keep, rows_with_tokens
+from hrl.algos.masked import check_shapes, keep, rows_with_tokens
 
 
 @dataclass(frozen=True)

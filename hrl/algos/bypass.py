@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .policy_losses import PolicyLossInput, PolicyLossOutput, policy_loss
-from .rollout_correction import correct
+from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput, policy_loss
+from hrl.algos.rollout_correction import correct
 
 REINFORCE = "gpg"
 """The policy loss ``-A log p``, which importance weights make REINFORCE under the sampler's distribution."""

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .masked import check_shapes, keep, rows_with_tokens
+from hrl.algos.masked import check_shapes, keep, rows_with_tokens
 
 MAX_EXPONENT = 20.0
 """Beyond e^20 an exponential goes on along its tangent: finite, and its gradient never vanishes."""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masked import broadcast_rows, check_shapes, keep, sum_and_count
+from hrl.algos.masked import broadcast_rows, check_shapes, keep, sum_and_count
 
 MAX_LOG_RATIO = 20.0
 """Ratios are taken within e^±20. Every clipped loss is flat long before; beyond it exp overflows into NaN gradients."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from .masked import check_shapes, keep
+from hrl.algos.masked import check_shapes, keep
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 

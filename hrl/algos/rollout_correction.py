@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masked import check_shapes, keep, rows_with_tokens, sum_and_count
-from .ratio_bounds import REJECTION_RULES, Divergence, Interval, parse_rejections, rejection_bounds
+from hrl.algos.masked import check_shapes, keep, rows_with_tokens, sum_and_count
+from hrl.algos.ratio_bounds import REJECTION_RULES, Divergence, Interval, parse_rejections, rejection_bounds
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are taken within ±20 before exponentiation."""

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .masked import WHITEN_EPSILON, TrainedTokens, check_shapes, whiten
+from hrl.algos.masked import WHITEN_EPSILON, TrainedTokens, check_shapes, whiten
 
 COMPILE_FROM_TOKENS = 1 << 16
 """Below this many entries the torch scan is over before numba would be imported."""
@@ -51,7 +51,7 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 def _compiled_gae(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, whitened: bool
 ) -> tuple[Tensor, Tensor]:
-    from .scan_kernels import scan_rows, whiten_rows
+    from hrl.algos.scan_kernels import scan_rows, whiten_rows
 
     rewards_array, trained = rewards.detach().numpy(), mask.detach().numpy()
     # Zeroed pages come from the kernel on first touch: where a batch is padding, no memory is written.

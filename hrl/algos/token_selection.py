@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .masked import check_shapes
+from hrl.algos.masked import check_shapes
 
 TokenSelector = Callable[[Tensor, Tensor, Tensor, Any, torch.Generator | None], Tensor]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .masked import check_shapes, keep, sum_and_count
+from hrl.algos.masked import check_shapes, keep, sum_and_count
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 ValueLoss = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]

@@ -3,8 +3,8 @@
 Runs as a script and imports the standard library only. It is told of the death by the kernel (PR_SET_PDEATHSIG): a pipe
 would stay open in forked children, and polling for the pid is fooled by zombies.
 
-    process_guard.py LEADER group            ends the rest of LEADER's process group
-    process_guard.py LEADER PID@START …      kills these processes, if they still are the ones that began at START
+    guard.py LEADER group            ends the rest of LEADER's process group
+    guard.py LEADER PID@START …      kills these processes, if they still are the ones that began at START
 """
 
 import ctypes

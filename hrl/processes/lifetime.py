@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hrl.processes import guard as process_guard
+from hrl.processes import guard
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
@@ -81,15 +81,15 @@ def guarded_processes(parent_pid: int) -> Iterator[None]:
     if _LIBC is None:
         yield
         return
-    children = [f"{entry.pid}@{entry.start}" for entry in process_guard.process_table() if entry.parent == parent_pid]
-    with _start_guard(*children) as guard:
+    children = [f"{entry.pid}@{entry.start}" for entry in guard.process_table() if entry.parent == parent_pid]
+    with _start_guard(*children) as started:
         try:
             yield
         finally:
-            guard.kill()
+            started.kill()
 
 
 def _start_guard(*targets: str) -> subprocess.Popen[bytes]:
     # -I -S: the guard needs the standard library only, and starts in a few milliseconds without site-packages.
-    command = [sys.executable, "-I", "-S", process_guard.__file__, str(os.getpid()), *targets]
+    command = [sys.executable, "-I", "-S", guard.__file__, str(os.getpid()), *targets]
     return subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)

@@ -11,9 +11,9 @@ from hrl.config.section import Section
 from tests.config.config_reads import ConfigReads, section_types
 
 PACKAGE = Path(__file__).parents[2] / "hrl"
-DEFINING = PACKAGE / "trainer" / "config"
+DEFINING = PACKAGE / "config"
 # Of the package that defines the keys, what a run asks: properties such as `needs_critic`, and the placement of roles.
-ASKED_BY_A_RUN = {DEFINING / "schema.py", DEFINING / "placement.py"}
+ASKED_BY_A_RUN = {DEFINING / "ppo.py", DEFINING / "placement.py"}
 WHAT_THE_CONFIGURATION_MAKES_OF_IT = {
     "trainer.nnodes": "the default of trainer.resource_pools",
     "trainer.n_gpus_per_node": "the default of trainer.resource_pools",

@@ -10,15 +10,18 @@ from hrl.config.offline_kinds import KINDS
 
 PACKAGE = Path(__file__).parents[2] / "hrl"
 TRAINER = PACKAGE / "trainer"
-SCHEMA = TRAINER / "config" / "offline" / "schema.py"
-RUN = [*(TRAINER / "offline").glob("*.py"), SCHEMA]
+SCHEMA = PACKAGE / "config" / "offline.py"
+RUN = [*(TRAINER / "offline").glob("*.py"), PACKAGE / "preflight" / "offline.py", SCHEMA]
 FILES = {
     "data": [*(PACKAGE / "data" / "offline").glob("*.py"), *RUN],
     "model": [*(PACKAGE / "workers").rglob("*.py"), *RUN],
     "optim": [PACKAGE / "workers" / "engine" / "optim.py", *RUN],
     "checkpoint": [*(PACKAGE / "workers").glob("*.py"), *RUN],
     "algorithm": RUN,
-    "trainer": [*TRAINER.glob("*.py"), TRAINER / "ppo" / "worker_groups.py", *RUN],
+    "trainer": [
+        path for room in ("trainer", "cluster", "preflight", "report") for path in (PACKAGE / room).glob("*.py")
+    ]
+    + RUN,
 }
 BY_ARITHMETIC = {"trainer.total_epochs", "trainer.total_training_steps"}  # the number of steps
 

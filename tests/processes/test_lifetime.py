@@ -96,7 +96,9 @@ def test_a_killed_parent_takes_its_group_and_its_shared_memory_along(tmp_path: P
         segment = wait_for_line(parent, "segment")[1]
         children = descendants(parent.pid)
         assert sum("sleep 600" in command for command in children.values()) == 2
-        assert sum("process_guard" in command for command in children.values()) == 1, "one guard, however often asked"
+        assert sum("processes/guard.py" in command for command in children.values()) == 1, (
+            "one guard, however often asked"
+        )
     finally:
         parent.kill()
         parent.wait()

@@ -5,8 +5,7 @@ on purpose is documented in :mod:`hrl.algos`.
 """
 
 from hrl.algos.kl import AdaptiveKLController, FixedKLController, get_kl_controller
-
-from .verl_advantages import (
+from hrl.verl.advantages import (
     ADV_ESTIMATOR_REGISTRY,
     AdvantageEstimator,
     compute_gae_advantage_return,
@@ -27,7 +26,7 @@ from .verl_advantages import (
     get_adv_estimator_fn,
     register_adv_est,
 )
-from .verl_losses import (
+from hrl.verl.losses import (
     POLICY_LOSS_REGISTRY,
     agg_loss,
     compute_entropy_loss,
