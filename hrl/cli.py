@@ -54,10 +54,10 @@ class CheckOptions:
     """How `hrl check` was asked.
 
     Attributes:
-        full: every value instead of a summary.
-        config_only: judge the configuration alone, for a line that is written for another machine.
-        json: one JSON object.
-        help: explain the arguments instead.
+        full: Every value instead of a summary.
+        config_only: Judge the configuration alone, for a line that is written for another machine.
+        json: One JSON object.
+        help: Explain the arguments instead.
     """
 
     full: bool = False
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand.
 
     Args:
-        argv: the arguments after the program's name; the command line's if None.
+        argv: The arguments after the program's name; the command line's if None.
 
     Returns:
         The exit status: 0, or 2 for a configuration that can't be run or samples that are not there.
@@ -153,8 +153,8 @@ def check(overrides: Sequence[str], kind_name: str = "ppo", options: CheckOption
 
     Args:
         overrides: `key=value` and `--config-*` arguments, as a run takes them.
-        kind_name: which trainer would run, one of ``RUN_KINDS``.
-        options: what to look at and how to say it.
+        kind_name: Which trainer would run, one of `RUN_KINDS`.
+        options: What to look at and how to say it.
     """
     from hrl.config import ConfigError
     from hrl.config.compose import compose_kind
@@ -289,7 +289,7 @@ def _list(console: Console, items: Sequence[str]) -> None:
 
 
 def _yaml_value(value: Any) -> str:
-    """A value on one line, as YAML and JSON write it."""
+    """Return a value on one line, as YAML and JSON write it."""
     return json.dumps(value, ensure_ascii=False)
 
 

@@ -35,27 +35,27 @@ class Metric:
 
     @classmethod
     def mean(cls, sum: SupportsFloat, count: SupportsFloat) -> Metric:
-        """The mean of `count` things that add up to `sum`."""
+        """Return the mean of `count` things that add up to `sum`."""
         return cls("mean", float(sum), float(count))
 
     @classmethod
     def total(cls, value: SupportsFloat) -> Metric:
-        """A number that adds up, such as tokens or skipped steps."""
+        """Return a number that adds up, such as tokens or skipped steps."""
         return cls("sum", float(value))
 
     @classmethod
     def max(cls, value: SupportsFloat) -> Metric:
-        """A number of which the largest is kept."""
+        """Return a number of which the largest is kept."""
         return cls("max", float(value))
 
     @classmethod
     def min(cls, value: SupportsFloat) -> Metric:
-        """A number of which the smallest is kept."""
+        """Return a number of which the smallest is kept."""
         return cls("min", float(value))
 
     @classmethod
     def last(cls, value: SupportsFloat) -> Metric:
-        """A number of which the latest is kept, such as a learning rate."""
+        """Return a number of which the latest is kept, such as a learning rate."""
         return cls("last", float(value))
 
     @property
@@ -128,7 +128,7 @@ class StepMetrics(dict[str, float]):
         self._observed: dict[str, Metric] = {}
 
     def observe(self, metrics: Mapping[str, Metric | Sequence[Metric]]) -> None:
-        """Takes metrics in. A name that saw nothing yet is absent rather than NaN.
+        """Take metrics in. A name that saw nothing yet is absent rather than NaN.
 
         Raises:
             ValueError: Two observations of a name are of different kinds.

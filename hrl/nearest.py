@@ -12,10 +12,10 @@ _NAMES_SHOWN = 6
 
 
 def nearest_path(missing: Path) -> Path | None:
-    """The path whose names are spelt most like those of a missing one, or the same name one folder further down.
+    """Return the path whose names are spelt most like those of a missing one, or the same name one folder further down.
 
     Args:
-        missing: a path that does not exist.
+        missing: A path that does not exist.
 
     Returns:
         None if nothing there is similar.
@@ -36,11 +36,11 @@ def nearest_path(missing: Path) -> Path | None:
 
 
 def way_to(missing: Path, fits: Callable[[Path], bool]) -> str:
-    """A sentence that leads from a missing path to what is there.
+    """Return a sentence that leads from a missing path to what is there.
 
     Args:
-        missing: a path that does not exist.
-        fits: whether another path could be meant, by what it is.
+        missing: A path that does not exist.
+        fits: Whether another path could be meant, by what it is.
     """
     close = nearest_path(missing)
     if close is not None and fits(close):
@@ -72,7 +72,7 @@ def _closest(name: str, names: list[str]) -> str | None:
 
 
 def _names_in(folder: Path) -> list[str]:
-    """What a folder holds, sorted, hidden files left out; nothing where it can't be read."""
+    """Return what a folder holds, sorted, hidden files left out; nothing where it can't be read."""
     try:
         return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError:

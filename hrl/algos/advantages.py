@@ -1,8 +1,8 @@
 """Advantage estimators: from rewards per token to how much better than expected each token was.
 
-An estimator is a function ``(AdvantageInput, config) -> (advantages (B, R), returns (B, R))``, registered under a name
+An estimator is a function `(AdvantageInput, config) -> (advantages (B, R), returns (B, R))`, registered under a name
 with what it needs. Outputs are 0 outside the response mask and have no gradient. For estimators of outcomes there is no
-value target; their ``returns`` are the advantages.
+value target; their `returns` are the advantages.
 
 Rules that hold for all of them: groups are by id and may be ragged; a response without trained tokens has no part in
 its group; a group whose scores are all equal, or that has one response only, gives advantage 0 before any whitening.
@@ -29,15 +29,15 @@ class AdvantageInput:
     """Columns of one whole batch.
 
     Attributes:
-        token_level_rewards: ``(B, R)``. Entries outside the mask are ignored.
-        response_mask: ``(B, R)``, 1 on trained tokens.
-        group_ids: ``(B,)`` int64 codes of the prompt each row answers (:func:`hrl.algos.groups.group_codes`).
-        values: ``(B, R)``, from a critic.
-        reward_baselines: ``(B,)``, the reward of a greedy response to the same prompt.
-        reward_parts: ``(B, K)``, several rewards of each response.
-        old_log_probs: ``(B, R)``, log-probs of the sampled tokens.
-        sum_pi_squared: ``(B, R)``, the sum over the vocabulary of squared probabilities at each token.
-        rollout_is_weights: ``(B, R)``, weights that correct for the sampler.
+        token_level_rewards: `(B, R)`. Entries outside the mask are ignored.
+        response_mask: `(B, R)`, 1 on trained tokens.
+        group_ids: `(B,)` int64 codes of the prompt each row answers (:func:`hrl.algos.groups.group_codes`).
+        values: `(B, R)`, from a critic.
+        reward_baselines: `(B,)`, the reward of a greedy response to the same prompt.
+        reward_parts: `(B, K)`, several rewards of each response.
+        old_log_probs: `(B, R)`, log-probs of the sampled tokens.
+        sum_pi_squared: `(B, R)`, the sum over the vocabulary of squared probabilities at each token.
+        rollout_is_weights: `(B, R)`, weights that correct for the sampler.
     """
 
     token_level_rewards: Tensor
@@ -51,7 +51,7 @@ class AdvantageInput:
     rollout_is_weights: Tensor | None = None
 
     def need(self, name: str) -> Tensor:
-        """The column ``name``.
+        """Return the column `name`.
 
         Raises:
             ValueError: The batch lacks it.
@@ -62,17 +62,17 @@ class AdvantageInput:
         return column
 
     def scores(self) -> Tensor:
-        """Total reward of each response ``(B,)``, float64."""
+        """Total reward of each response `(B,)`, float64."""
         return keep(self.token_level_rewards, self.response_mask).sum(dim=-1, dtype=torch.float64)
 
     def spread(self, row_values: Tensor) -> Tensor:
-        """``(B,)`` to ``(B, R)``: every trained token gets its row's value."""
+        """`(B,)` to `(B, R)`: every trained token gets its row's value."""
         return broadcast_rows(row_values, self.response_mask, self.token_level_rewards.dtype)
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """What the estimators read; any object with these attributes will do (``algorithm`` of the configuration).
+    """What the estimators read; any object with these attributes will do (`algorithm` of the configuration).
 
     Attributes:
         gamma: Discount per token.
@@ -97,12 +97,12 @@ class Estimator:
     Attributes:
         name: The name it is registered under.
         function: What it computes.
-        min_group_size: The fewest responses per prompt that make sense. Above 1, ``group_ids`` are needed.
-        needs_critic: Reads ``values``.
-        needs_baseline: Reads ``reward_baselines``.
-        needs_parts: Reads ``reward_parts``.
-        needs_old_log_probs: Reads ``old_log_probs``.
-        needs_sum_pi_squared: Reads ``sum_pi_squared``.
+        min_group_size: The fewest responses per prompt that make sense. Above 1, `group_ids` are needed.
+        needs_critic: Reads `values`.
+        needs_baseline: Reads `reward_baselines`.
+        needs_parts: Reads `reward_parts`.
+        needs_old_log_probs: Reads `old_log_probs`.
+        needs_sum_pi_squared: Reads `sum_pi_squared`.
     """
 
     name: str
@@ -128,7 +128,7 @@ def register_adv_est(
     min_group_size: int = 1,
     **needs: bool,
 ) -> Callable[[EstimatorFn], EstimatorFn]:
-    """Register an estimator, with what it needs (see :class:`Estimator`): ``needs_critic=True`` and so on.
+    """Register an estimator, with what it needs (see :class:`Estimator`): `needs_critic=True` and so on.
 
     Raises:
         TypeError: There is no such need.
@@ -146,7 +146,7 @@ def register_adv_est(
 
 
 def estimator_traits(name: str) -> Estimator:
-    """The estimator of that name, to be asked what it needs.
+    """Return the estimator of that name, to be asked what it needs.
 
     Raises:
         ValueError: Unknown name; lists the known ones.
@@ -165,7 +165,7 @@ def compute_advantages(name: str, inp: AdvantageInput, config: Any) -> tuple[Ten
         config: As :class:`AdvantageConfig`.
 
     Returns:
-        Advantages and returns ``(B, R)``, 0 outside the mask.
+        Advantages and returns `(B, R)`, 0 outside the mask.
 
     Raises:
         ValueError: Unknown name, a missing column, shapes that differ, a reward that is not finite (names the row).
@@ -183,16 +183,16 @@ def compute_advantages(name: str, inp: AdvantageInput, config: Any) -> tuple[Ten
 
 @register_adv_est("gae", needs_critic=True)
 def gae_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_t = sum_l (gamma lam)^l delta_{t+l}``, ``delta_t = r_t + gamma V_{t+1} - V_t``, whitened over the batch.
+    """`A_t = sum_l (gamma lam)^l delta_{t+l}`, `delta_t = r_t + gamma V_{t+1} - V_t`, whitened over the batch.
 
     Generalised advantage estimation, arXiv:1506.02438 equation 16, as PPO uses it (arXiv:1707.06347 equations 11, 12).
-    Returns are ``A_t + V_t`` before whitening.
+    Returns are `A_t + V_t` before whitening.
     """
     return gae(inp.token_level_rewards, inp.need("values"), inp.response_mask, config.gamma, config.lam)
 
 
 def _whitened_where_groups_have_spread(row_values: Tensor, inp: AdvantageInput) -> Tensor:
-    """Whitened over the trained tokens of the groups that teach; ``(B,) -> (B, R)``, 0 for all other rows.
+    """Whitened over the trained tokens of the groups that teach; `(B,) -> (B, R)`, 0 for all other rows.
 
     Whitening shifts all that it sees by the batch's mean: a group without spread would be trained on others' lengths.
     """
@@ -212,9 +212,9 @@ def _normalised_in_group(scores: Tensor, inp: AdvantageInput, divide_by_std: boo
 
 @register_adv_est("grpo", min_group_size=2)
 def grpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = (s_i - mean(s)) / (std(s) + 1e-6)`` over the group (GRPO, arXiv:2402.03300 section 4.1.2).
+    """`A_i = (s_i - mean(s)) / (std(s) + 1e-6)` over the group (GRPO, arXiv:2402.03300 section 4.1.2).
 
-    The standard deviation is the unbiased one. Without ``norm_adv_by_std_in_grpo`` it is Dr.GRPO's: the difference
+    The standard deviation is the unbiased one. Without `norm_adv_by_std_in_grpo` it is Dr.GRPO's: the difference
     alone (arXiv:2503.20783 section 3.2).
     """
     advantages = inp.spread(_normalised_in_group(inp.scores(), inp, config.norm_adv_by_std_in_grpo))
@@ -223,9 +223,9 @@ def grpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("rloo", min_group_size=2)
 def rloo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = s_i - mean of s_j over the group's other responses``.
+    """`A_i = s_i - mean of s_j over the group's other responses`.
 
-    RLOO, arXiv:2402.14740, section "REINFORCE Leave-One-Out (RLOO)". Equal to ``n / (n - 1) (s_i - mean(s))`` for a
+    RLOO, arXiv:2402.14740, section "REINFORCE Leave-One-Out (RLOO)". Equal to `n / (n - 1) (s_i - mean(s))` for a
     group of n, which is how it is computed.
     """
     scores = inp.scores()
@@ -237,7 +237,7 @@ def rloo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("reinforce_plus_plus")
 def reinforce_plus_plus_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_t = whiten(sum_l gamma^l r_{t+l})`` over the whole batch (arXiv:2501.03262, the variant "REINFORCE++").
+    """`A_t = whiten(sum_l gamma^l r_{t+l})` over the whole batch (arXiv:2501.03262, the variant "REINFORCE++").
 
     Returns are the sums before whitening.
     """
@@ -247,7 +247,7 @@ def reinforce_plus_plus_advantage(inp: AdvantageInput, config: Any) -> tuple[Ten
 
 @register_adv_est("reinforce_plus_plus_baseline", min_group_size=2)
 def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = whiten(s_i - mean(s))``: group mean, batch spread.
+    """`A_i = whiten(s_i - mean(s))`: group mean, batch spread.
 
     arXiv:2501.03262, the variant "REINFORCE++ w/ Baseline". The whitening is over the trained tokens of the groups with
     spread, so long responses weigh more in its mean and spread; other groups have no part in it.
@@ -259,7 +259,7 @@ def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> 
 
 @register_adv_est("remax", needs_baseline=True)
 def remax_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_t = sum_l r_{t+l} - s(greedy response to the same prompt)``.
+    """`A_t = sum_l r_{t+l} - s(greedy response to the same prompt)`.
 
     arXiv:2310.10505, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large
     Language Models". Returns are the rewards to go.
@@ -270,7 +270,7 @@ def remax_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("opo", min_group_size=2)
 def opo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = s_i - sum_j l_j s_j / sum_j l_j`` with lengths ``l`` in trained tokens.
+    """`A_i = s_i - sum_j l_j s_j / sum_j l_j` with lengths `l` in trained tokens.
 
     OPO, arXiv:2505.23585, "On-Policy RL with Optimal Reward Baseline". The baseline of least variance where the squared
     norm of a response's gradient grows with its length.
@@ -285,10 +285,10 @@ def opo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("grpo_passk", min_group_size=2)
 def grpo_passk_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_best = s_best - s_second best`` of the group, 0 for all others.
+    """`A_best = s_best - s_second best` of the group, 0 for all others.
 
     What the best of the group loses without the response: arXiv:2503.19595, "Optimizing Language Models for Inference
-    Time Objectives using Reinforcement Learning". With ``norm_adv_by_std_in_grpo`` the lead is divided by the group's
+    Time Objectives using Reinforcement Learning". With `norm_adv_by_std_in_grpo` the lead is divided by the group's
     standard deviation. A tie for the best is a lead of 0.
     """
     scores, group_ids, counted = inp.scores(), inp.need("group_ids"), rows_with_tokens(inp.response_mask)
@@ -311,7 +311,7 @@ def grpo_passk_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tens
 
 @register_adv_est("gpg", min_group_size=2)
 def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = B / (B - M) (s_i - mean(s))`` (GPG, arXiv:2504.02546 equations 7 and 8).
+    """`A_i = B / (B - M) (s_i - mean(s))` (GPG, arXiv:2504.02546 equations 7 and 8).
 
     M of the B counted rows stand in groups without spread and have no gradient; the others make up for them.
     """
@@ -324,7 +324,7 @@ def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("gdpo", min_group_size=2, needs_parts=True)
 def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_i = whiten(sum_k w_k (s_ik - mean_k) / (std_k + 1e-6))``, group statistics per reward k.
+    """`A_i = whiten(sum_k w_k (s_ik - mean_k) / (std_k + 1e-6))`, group statistics per reward k.
 
     GDPO, arXiv:2601.05242 equations 4, 6 and 7: several rewards, each normalised in its group, then added up and
     whitened over the tokens of the groups in which the sums differ. Adding rewards first would let the one of largest
@@ -343,11 +343,11 @@ def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 @register_adv_est("optimal_token_baseline", min_group_size=2, needs_old_log_probs=True, needs_sum_pi_squared=True)
 def optimal_token_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """``A_it = R_it - B_t``, reward to go minus the group's mean weighted by gradient energy.
+    """`A_it = R_it - B_t`, reward to go minus the group's mean weighted by gradient energy.
 
     arXiv:2602.07078 section 3, with its "Logit-Gradient Proxy" for the energy.
-    ``B_t = sum_i W_it G_it / sum_i W_it`` over the group's responses that have a t-th trained token, where
-    ``W_it = sum_{j <= t} 1 - 2 p_ij + sum_v p_v^2`` estimates the squared norm of the log-prob's gradient up to t,
+    `B_t = sum_i W_it G_it / sum_i W_it` over the group's responses that have a t-th trained token, where
+    `W_it = sum_{j <= t} 1 - 2 p_ij + sum_v p_v^2` estimates the squared norm of the log-prob's gradient up to t,
     times the squared correction weight where there is one. Where only one response is that long there is nothing to
     compare with and the baseline is 0. A group whose scores are all equal gets advantage 0 there too.
     """

@@ -1,6 +1,6 @@
 """From a loss per token to one number, the same for every cut into micro-batches and ranks.
 
-A loss function returns a matrix ``(B, R)``. :func:`aggregate` sums it with the weights of a mode and divides by the
+A loss function returns a matrix `(B, R)`. :func:`aggregate` sums it with the weights of a mode and divides by the
 counts of the *whole mini-batch over all ranks*. Summed over micro-batches and ranks the results are the mini-batch's
 loss; no piece ever divides by a count of its own.
 """
@@ -31,24 +31,24 @@ class Counts:
 
     @classmethod
     def of(cls, mask: Tensor, group_ids: Tensor | None = None) -> Counts:
-        """Count a batch that is whole by itself. ``mask (B, R)``, ``group_ids (B,)`` integer codes."""
+        """Count a batch that is whole by itself. `mask (B, R)`, `group_ids (B,)` integer codes."""
         rows = rows_with_tokens(mask)
         groups = 0 if group_ids is None else group_ids[rows].unique().numel()
         return cls(tokens=float(mask.bool().sum()), sequences=float(rows.sum()), groups=float(groups))
 
 
 def _token_mean(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
-    """``sum_it l_it / T``: every token weighs the same (DAPO, arXiv:2503.14476 equation 12)."""
+    """`sum_it l_it / T`: every token weighs the same (DAPO, arXiv:2503.14476 equation 12)."""
     return row_sums.sum() / max(counts.tokens, 1.0)
 
 
 def _token_sum(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
-    """``sum_it l_it``: no divisor; the step grows with the batch."""
+    """`sum_it l_it`: no divisor; the step grows with the batch."""
     return row_sums.sum()
 
 
 def _seq_mean_token_sum(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
-    """``sum_it l_it / S``: the likelihood of whole responses.
+    """`sum_it l_it / S`: the likelihood of whole responses.
 
     As REINFORCE has it: arXiv:2402.14740, section "REINFORCE Leave-One-Out (RLOO)".
     """
@@ -56,12 +56,12 @@ def _seq_mean_token_sum(row_sums: Tensor, row_tokens: Tensor, counts: Counts, no
 
 
 def _seq_mean_token_mean(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
-    """``sum_i (sum_t l_it / |y_i|) / S``: every response weighs the same (GRPO, arXiv:2402.03300 equation 3)."""
+    """`sum_i (sum_t l_it / |y_i|) / S`: every response weighs the same (GRPO, arXiv:2402.03300 equation 3)."""
     return (row_sums / row_tokens.clamp(min=1)).sum() / max(counts.sequences, 1.0)
 
 
 def _seq_mean_token_sum_norm(row_sums: Tensor, row_tokens: Tensor, counts: Counts, norm: float | None) -> Tensor:
-    """``sum_it l_it / S / norm``: no length bias, a constant divisor (Dr.GRPO, arXiv:2503.20783 section 3.2)."""
+    """`sum_it l_it / S / norm`: no length bias, a constant divisor (Dr.GRPO, arXiv:2503.20783 section 3.2)."""
     if norm is None or norm <= 0:
         raise ValueError(
             f"loss_agg_mode='seq-mean-token-sum-norm' divides by a constant and got {norm}; set loss_scale_factor to "
@@ -79,7 +79,7 @@ AGGREGATION_MODES: dict[str, Aggregation] = {
     "seq-mean-token-mean": _seq_mean_token_mean,
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
 }
-"""From per-row sums ``(B,)``, per-row token counts ``(B,)``, global counts and a constant to a scalar. In the formulas
+"""From per-row sums `(B,)`, per-row token counts `(B,)`, global counts and a constant to a scalar. In the formulas
 T and S are tokens and sequences of the whole mini-batch over all ranks."""
 
 
@@ -89,17 +89,17 @@ def aggregate(
     """This piece's share of the mini-batch's loss.
 
     Args:
-        loss_mat: Loss per token ``(B, R)``. Entries outside the mask are ignored, whatever they are.
-        mask: ``(B, R)``, 1 on trained tokens. Rows without one don't count as sequences.
+        loss_mat: Loss per token `(B, R)`. Entries outside the mask are ignored, whatever they are.
+        mask: `(B, R)`, 1 on trained tokens. Rows without one don't count as sequences.
         mode: A key of :data:`AGGREGATION_MODES`.
         counts: Counts of the whole mini-batch over all ranks; None when this is the whole mini-batch.
-        norm: The constant divisor of ``seq-mean-token-sum-norm`` (Dr.GRPO, arXiv:2503.20783).
+        norm: The constant divisor of `seq-mean-token-sum-norm` (Dr.GRPO, arXiv:2503.20783).
 
     Returns:
         A scalar. Over a mini-batch without trained tokens it is 0.
 
     Raises:
-        ValueError: Unknown mode, shapes that differ, or a missing ``norm``.
+        ValueError: Unknown mode, shapes that differ, or a missing `norm`.
     """
     if mode not in AGGREGATION_MODES:
         raise ValueError(f"unknown loss_agg_mode {mode!r}; choose one of {sorted(AGGREGATION_MODES)}")

@@ -16,13 +16,13 @@ from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput, policy_lo
 from hrl.algos.rollout_correction import correct
 
 REINFORCE = "gpg"
-"""The policy loss ``-A log p``, which importance weights make REINFORCE under the sampler's distribution."""
+"""The policy loss `-A log p`, which importance weights make REINFORCE under the sampler's distribution."""
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 
 
 def bypass_loss_name(loss_mode: str, correction: Any) -> str:
-    """The policy loss that is run: the configured one, or REINFORCE."""
+    """Return the policy loss that is run: the configured one, or REINFORCE."""
     return REINFORCE if correction.loss_type == "reinforce" else loss_mode
 
 
@@ -33,7 +33,7 @@ def bypass_loss(
     correction: Any,
     sampler_log_prob: Tensor | None = None,
 ) -> tuple[PolicyLossOutput, Tensor, dict[str, tuple[Tensor, Tensor]]]:
-    """A policy loss against the sampler's log-probs.
+    """Return a policy loss against the sampler's log-probs.
 
     Where these are too far from the trainer's to stand for the old ones, the ratio of the clipped losses is taken to
     the trainer's own instead, and nothing else changes: the same loss, the same weights and rejection against the
@@ -45,12 +45,12 @@ def bypass_loss(
 
     Args:
         loss_mode: A key of :data:`hrl.algos.policy_losses.POLICY_LOSSES`.
-        inp: One micro-batch; what is in ``old_log_prob`` is what the clipped losses take their ratio to.
-        config: The ``actor`` part of the configuration.
-        correction: ``algorithm.rollout_correction``: ``loss_type`` (one of :data:`LOSS_TYPES`), and what
-            :func:`hrl.algos.rollout_correction.correct` reads. Weights are for ``reinforce`` alone: the clipped losses
+        inp: One micro-batch; what is in `old_log_prob` is what the clipped losses take their ratio to.
+        config: The `actor` part of the configuration.
+        correction: `algorithm.rollout_correction`: `loss_type` (one of :data:`LOSS_TYPES`), and what
+            :func:`hrl.algos.rollout_correction.correct` reads. Weights are for `reinforce` alone: the clipped losses
             have the ratio inside.
-        sampler_log_prob: ``(B, R)``; None where ``inp.old_log_prob`` is the sampler's.
+        sampler_log_prob: `(B, R)`; None where `inp.old_log_prob` is the sampler's.
 
     Returns:
         The loss per token and its metrics; the response mask without what was rejected; metrics of the correction.

@@ -1,6 +1,6 @@
 """Groups of responses to one prompt: integer codes, statistics, spread.
 
-Groups are whatever ``uid`` says: any size, any order. A response without trained tokens is counted as a row but has no
+Groups are whatever `uid` says: any size, any order. A response without trained tokens is counted as a row but has no
 part in its group's statistics.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def group_codes(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Tensor:
-    """Number the groups 0, 1, 2, ... in order of appearance. ``(B,) -> (B,)`` int64."""
+    """Number the groups 0, 1, 2, ... in order of appearance. `(B,) -> (B,)` int64."""
     keys = uids.tolist() if isinstance(uids, np.ndarray | Tensor) else list(uids)
     table = {key: code for code, key in enumerate(dict.fromkeys(keys))}
     return torch.from_numpy(np.fromiter(map(table.__getitem__, keys), dtype=np.int64, count=len(keys)))
@@ -23,7 +23,7 @@ def group_codes(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What each row's group looks like, one entry per row ``(B,)``, over the rows that count.
+    """What each row's group looks like, one entry per row `(B,)`, over the rows that count.
 
     Attributes:
         size: Rows of the group that count.
@@ -39,7 +39,7 @@ class GroupStatistics:
 
 
 def group_sum(row_values: Tensor, group_ids: Tensor) -> Tensor:
-    """Each row's group total ``(B,)`` of ``row_values (B,)``, in float64."""
+    """Each row's group total `(B,)` of `row_values (B,)`, in float64."""
     return torch.bincount(group_ids, weights=row_values)[group_ids]
 
 
@@ -47,9 +47,9 @@ def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Grou
     """Statistics of the scores within each group.
 
     Args:
-        scores: ``(B,)``.
-        group_ids: Integer codes from 0 up ``(B,)``, as of :func:`group_codes`.
-        counted: ``(B,)`` bool, the rows that take part.
+        scores: `(B,)`.
+        group_ids: Integer codes from 0 up `(B,)`, as of :func:`group_codes`.
+        counted: `(B,)` bool, the rows that take part.
 
     Returns:
         Statistics per row, in float64. Spread is decided by comparing scores, not by a small standard deviation: equal
@@ -68,7 +68,7 @@ def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Grou
 
 
 def _extremes(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest and highest counted score of each group ``(G,)``; infinity and minus infinity where nothing counts."""
+    """Lowest and highest counted score of each group `(G,)`; infinity and minus infinity where nothing counts."""
     groups = int(group_ids.max()) + 1 if len(group_ids) else 0
     ids, values = group_ids[counted], scores[counted]
     lowest = values.new_full((groups,), torch.inf).scatter_reduce_(0, ids, values, "amin")
@@ -77,7 +77,7 @@ def _extremes(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tenso
 
 
 def count_groups_without_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> int:
-    """How many groups cannot teach: all their counted scores are equal, or fewer than two count."""
+    """Return how many groups cannot teach: all their counted scores are equal, or fewer than two count."""
     stats = group_statistics(scores, group_ids, counted)
     return int(group_ids[~stats.has_spread].unique().numel())
 
@@ -85,27 +85,27 @@ def count_groups_without_spread(scores: Tensor, group_ids: Tensor, counted: Tens
 def groups_with_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
     """Rows of the groups in which at least two counted scores differ.
 
-    DAPO's dynamic sampling, ``0 < |{correct answers}| < G`` (arXiv:2503.14476, equation 11), for scores of any kind.
+    DAPO's dynamic sampling, `0 < |{correct answers}| < G` (arXiv:2503.14476, equation 11), for scores of any kind.
     """
     return group_statistics(scores, group_ids, counted).has_spread
 
 
 GROUP_FILTERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"spread": groups_with_spread}
-"""Which groups are worth training on: from scores, group codes and counted rows ``(B,)`` to the rows to keep ``(B,)``
+"""Which groups are worth training on: from scores, group codes and counted rows `(B,)` to the rows to keep `(B,)`
 bool. A filter keeps or drops whole groups."""
 
 
 def filter_groups(name: str, scores: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
-    """The rows of the groups that a filter keeps.
+    """Return the rows of the groups that a filter keeps.
 
     Args:
         name: A key of :data:`GROUP_FILTERS`.
-        scores: ``(B,)``.
-        group_ids: Integer codes from 0 up ``(B,)``, as of :func:`group_codes`.
-        counted: ``(B,)`` bool, the rows that take part.
+        scores: `(B,)`.
+        group_ids: Integer codes from 0 up `(B,)`, as of :func:`group_codes`.
+        counted: `(B,)` bool, the rows that take part.
 
     Returns:
-        ``(B,)`` bool.
+        `(B,)` bool.
 
     Raises:
         ValueError: Unknown name; a filter that keeps a part of a group.
@@ -120,15 +120,15 @@ def filter_groups(name: str, scores: Tensor, group_ids: Tensor, counted: Tensor)
 
 
 def best_against_worst(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """The pair of every group that has spread: its row with the highest score and its row with the lowest.
+    """Return the pair of every group that has spread: its row with the highest score and its row with the lowest.
 
     Args:
-        scores: ``(B,)``.
-        group_ids: Integer codes from 0 up ``(B,)``, as of :func:`group_codes`.
-        counted: ``(B,)`` bool, the rows that may be chosen.
+        scores: `(B,)`.
+        group_ids: Integer codes from 0 up `(B,)`, as of :func:`group_codes`.
+        counted: `(B,)` bool, the rows that may be chosen.
 
     Returns:
-        Row numbers of the best and of the worst, ``(N,)`` int64 each, in the order of the groups; of equal scores the
+        Row numbers of the best and of the worst, `(N,)` int64 each, in the order of the groups; of equal scores the
         first row. Groups of which all counted scores are equal have no pair.
     """
     lowest, highest = _extremes(scores, group_ids, counted)

@@ -1,7 +1,7 @@
 """Estimators of KL(policy || reference) from the log-probs of sampled tokens, and controllers of its weight.
 
 Names follow J. Schulman, "Approximating KL divergence" (http://joschu.net/blog/kl-approx.html), with
-``d = log policy - log reference`` at a token sampled from the policy:
+`d = log policy - log reference` at a token sampled from the policy:
 
 ====== =================== ============= =======================================================================
 kind   also called         value         expected gradient of the value, on policy
@@ -35,22 +35,22 @@ def _exp(exponent: Tensor) -> Tensor:
 
 
 def _k1(difference: Tensor) -> Tensor:
-    """``d``: unbiased, of high variance (http://joschu.net/blog/kl-approx.html, k1)."""
+    """`d`: unbiased, of high variance (http://joschu.net/blog/kl-approx.html, k1)."""
     return difference
 
 
 def _abs(difference: Tensor) -> Tensor:
-    """``|d|``: how far apart, whichever way; no estimate of a KL (verl's ``abs``)."""
+    """`|d|`: how far apart, whichever way; no estimate of a KL (verl's `abs`)."""
     return difference.abs()
 
 
 def _k2(difference: Tensor) -> Tensor:
-    """``d^2 / 2``: biased in value, right in its gradient (http://joschu.net/blog/kl-approx.html, k2)."""
+    """`d^2 / 2`: biased in value, right in its gradient (http://joschu.net/blog/kl-approx.html, k2)."""
     return 0.5 * difference.square()
 
 
 def _k3(difference: Tensor) -> Tensor:
-    """``e^-d + d - 1``: unbiased, never negative (http://joschu.net/blog/kl-approx.html, k3; GRPO's equation 4)."""
+    """`e^-d + d - 1`: unbiased, never negative (http://joschu.net/blog/kl-approx.html, k3; GRPO's equation 4)."""
     return _exp(-difference) + difference - 1.0
 
 
@@ -63,7 +63,7 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "k3": _k3,
     "low_var_kl": _k3,
 }
-"""From ``log policy - log reference`` to an estimate per token. Any name with ``+`` appended has k2's gradient."""
+"""From `log policy - log reference` to an estimate per token. Any name with `+` appended has k2's gradient."""
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
@@ -74,7 +74,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     Args:
         logprob: Log-probs of the sampled tokens under the policy.
         ref_logprob: The same under the reference.
-        kind: A key of :data:`KL_ESTIMATORS`, or one with ``+`` appended for its value with k2's gradient.
+        kind: A key of :data:`KL_ESTIMATORS`, or one with `+` appended for its value with k2's gradient.
 
     Raises:
         ValueError: Unknown kind.
@@ -93,7 +93,7 @@ def check_kl_loss_type(kind: str) -> None:
     """Refuse a KL estimator whose gradient says nothing.
 
     Raises:
-        ValueError: ``k1`` without ``+``: its expected gradient is 0, so it only adds noise to a loss.
+        ValueError: `k1` without `+`: its expected gradient is 0, so it only adds noise to a loss.
     """
     if KL_ESTIMATORS.get(kind) is _k1:
         raise ValueError(
@@ -108,16 +108,16 @@ def penalise_rewards(
     """Subtract a KL penalty from the reward of every trained token.
 
     Args:
-        scores: Token-level scores ``(B, R)``.
-        logprob: Log-probs of the sampled tokens under the sampling policy ``(B, R)``.
-        ref_logprob: The same under the reference ``(B, R)``.
-        mask: Response mask ``(B, R)``.
+        scores: Token-level scores `(B, R)`.
+        logprob: Log-probs of the sampled tokens under the sampling policy `(B, R)`.
+        ref_logprob: The same under the reference `(B, R)`.
+        mask: Response mask `(B, R)`.
         coefficient: Weight of the penalty.
         kind: As in :func:`kl_penalty`.
 
     Returns:
-        Token-level rewards ``(B, R)``, 0 outside the mask, and the mean over sequences of their mean KL per token,
-        which is what a controller's ``update`` takes.
+        Token-level rewards `(B, R)`, 0 outside the mask, and the mean over sequences of their mean KL per token,
+        which is what a controller's `update` takes.
     """
     check_shapes(mask, scores=scores, logprob=logprob, ref_logprob=ref_logprob)
     penalty = keep(kl_penalty(logprob, ref_logprob, kind).detach(), mask)
@@ -134,7 +134,7 @@ class KLController(Protocol):
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Take the KL that was measured over ``n_steps`` samples."""
+        """Take the KL that was measured over `n_steps` samples."""
 
 
 class FixedKLController:
@@ -144,14 +144,14 @@ class FixedKLController:
         self.value = kl_coef
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
 
 class AdaptiveKLController:
     """Moves the weight until the KL meets a target (Ziegler et al., arXiv:1909.08593, section 2.2).
 
     Raises:
-        ValueError: ``target_kl`` or ``horizon`` is not positive.
+        ValueError: `target_kl` or `horizon` is not positive.
     """
 
     def __init__(self, init_kl_coef: float, target_kl: float, horizon: float) -> None:
@@ -164,10 +164,10 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """``value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon``.
+        """`value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon`.
 
         Raises:
-            ValueError: ``current_kl`` is not finite; it would stay in the weight for ever.
+            ValueError: `current_kl` is not finite; it would stay in the weight for ever.
         """
         if not math.isfinite(current_kl):
             raise ValueError(f"the measured KL is {current_kl}; look at the log-probs of policy and reference")
@@ -176,10 +176,10 @@ class AdaptiveKLController:
 
 
 def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
-    """Build the controller that ``algorithm.kl_ctrl`` describes.
+    """Build the controller that `algorithm.kl_ctrl` describes.
 
     Args:
-        kl_ctrl: Has ``type`` ('fixed' or 'adaptive'), ``kl_coef``, and for 'adaptive' ``target_kl`` and ``horizon``.
+        kl_ctrl: Has `type` ('fixed' or 'adaptive'), `kl_coef`, and for 'adaptive' `target_kl` and `horizon`.
 
     Raises:
         ValueError: Unknown type.

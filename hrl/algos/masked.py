@@ -11,7 +11,7 @@ WHITEN_EPSILON = 1e-8
 
 
 def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
-    """Refuse tensors that are not ``(B, R)`` like the response mask.
+    """Refuse tensors that are not `(B, R)` like the response mask.
 
     Raises:
         ValueError: A tensor's shape differs; names the tensor and both shapes.
@@ -22,7 +22,7 @@ def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
 
 
 def keep(matrix: Tensor, mask: Tensor) -> Tensor:
-    """``matrix`` with everything outside the mask replaced by 0, NaN and infinity included."""
+    """`matrix` with everything outside the mask replaced by 0, NaN and infinity included."""
     return torch.where(mask.bool(), matrix, 0.0)
 
 
@@ -32,26 +32,26 @@ def sum_and_count(matrix: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rows_with_tokens(mask: Tensor) -> Tensor:
-    """``(B,)`` bool: rows that have at least one trained token."""
+    """`(B,)` bool: rows that have at least one trained token."""
     return mask.bool().any(dim=-1)
 
 
 def broadcast_rows(row_values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Every trained token of row ``i`` gets ``row_values[i]``, everything else 0. ``(B,) -> (B, R)``."""
+    """Every trained token of row `i` gets `row_values[i]`, everything else 0. `(B,) -> (B, R)`."""
     return torch.where(mask.bool(), row_values.to(dtype).unsqueeze(-1), 0.0)
 
 
 def pad_segments(flat: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """A packed column as rows: everything in this package takes packed input through here. Differentiable.
+    """Return a packed column as rows: everything in this package takes packed input through here. Differentiable.
 
-    ``flat [a b c d]``, ``lengths [3 0 1]`` becomes ``[a b c] [0 0 0] [d 0 0]`` with mask ``111 000 100``.
+    `flat [a b c d]`, `lengths [3 0 1]` becomes `[a b c] [0 0 0] [d 0 0]` with mask `111 000 100`.
 
     Args:
-        flat: ``(N,)``, the trained tokens of all rows behind one another.
-        lengths: ``(B,)`` int64, how many of them each row has; they add up to N.
+        flat: `(N,)`, the trained tokens of all rows behind one another.
+        lengths: `(B,)` int64, how many of them each row has; they add up to N.
 
     Returns:
-        Matrix and mask, both ``(B, longest)``.
+        Matrix and mask, both `(B, longest)`.
 
     Raises:
         ValueError: The lengths don't add up to N.
@@ -80,13 +80,13 @@ def whiten(matrix: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """Where the trained tokens of a ``(B, R)`` batch go when each row is packed to the left.
+    """Where the trained tokens of a `(B, R)` batch go when each row is packed to the left.
 
-    ``mask [1 0 1 1]``, row ``[a b c d]`` packs to ``[a c d]``; shorter rows are filled with 0 up to the longest.
+    `mask [1 0 1 1]`, row `[a b c d]` packs to `[a c d]`; shorter rows are filled with 0 up to the longest.
 
     Attributes:
-        trained: ``(B, R)`` bool, the places of the tokens in the batch.
-        slots: ``(B, width)`` bool, their places in the packed matrix; both in the same order.
+        trained: `(B, R)` bool, the places of the tokens in the batch.
+        slots: `(B, width)` bool, their places in the packed matrix; both in the same order.
         already_packed: Every row's tokens stand at its start, so that packing only cuts off columns.
     """
 
@@ -96,7 +96,7 @@ class TrainedTokens:
 
     @classmethod
     def of(cls, mask: Tensor) -> TrainedTokens:
-        """Find the trained tokens of a ``(B, R)`` mask."""
+        """Find the trained tokens of a `(B, R)` mask."""
         trained = mask.bool()
         lengths = trained.sum(dim=-1, keepdim=True)
         width = int(lengths.max()) if lengths.numel() else 0
@@ -104,13 +104,13 @@ class TrainedTokens:
         return cls(trained, slots, already_packed=torch.equal(trained[:, :width], slots))
 
     def pack(self, matrix: Tensor) -> Tensor:
-        """``(B, R) -> (B, width)``, trained tokens to the left, 0 behind them."""
+        """`(B, R) -> (B, width)`, trained tokens to the left, 0 behind them."""
         if self.already_packed:
             return keep(matrix[:, : self.slots.shape[1]], self.slots)
         return matrix.new_zeros(self.slots.shape).masked_scatter_(self.slots, matrix[self.trained])
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """``(B, width) -> (B, R)``, back in place, 0 outside the mask."""
+        """`(B, width) -> (B, R)`, back in place, 0 outside the mask."""
         if self.already_packed:
             padding = self.trained.shape[1] - self.slots.shape[1]
             return torch.nn.functional.pad(keep(packed, self.slots), (0, padding))

@@ -14,17 +14,17 @@ from torch import Tensor
 
 
 def _pow(scores: Tensor, power: float) -> Tensor:
-    """``|s|^power``: large rewards of either sign."""
+    """`|s|^power`: large rewards of either sign."""
     return scores.abs() ** power
 
 
 def _max_min(scores: Tensor, power: float) -> Tensor:
-    """``1`` for the best and the worst score of the batch, ``0`` for all others (the paper's best-worst)."""
+    """`1` for the best and the worst score of the batch, `0` for all others (the paper's best-worst)."""
     return ((scores == scores.max()) | (scores == scores.min())).to(scores.dtype)
 
 
 def _max_random(scores: Tensor, power: float) -> Tensor:
-    """``0.4`` for the best score of the batch, ``0.1`` for all others (the paper's best-random)."""
+    """`0.4` for the best score of the batch, `0.1` for all others (the paper's best-random)."""
     return torch.where(scores == scores.max(), 0.4, 0.1).to(scores.dtype)
 
 
@@ -33,21 +33,21 @@ REWEIGHT_METHODS: dict[str, Callable[[Tensor, float], Tensor]] = {
     "max_min": _max_min,
     "max_random": _max_random,
 }
-"""From scores of the counted rows ``(n,)`` and an exponent to weights ``(n,)``, not negative."""
+"""From scores of the counted rows `(n,)` and an exponent to weights `(n,)`, not negative."""
 
 
 def filtration_weights(scores: Tensor, counted: Tensor, method: str, weight_pow: float = 2.0) -> Tensor:
-    """How likely each row is drawn.
+    """Return how likely each row is drawn.
 
     Args:
-        scores: Total reward of each response ``(B,)``.
-        counted: ``(B,)`` bool; other rows (without a trained token) are never drawn.
+        scores: Total reward of each response `(B,)`.
+        counted: `(B,)` bool; other rows (without a trained token) are never drawn.
         method: A key of :data:`REWEIGHT_METHODS`.
-        weight_pow: Exponent of ``pow``.
+        weight_pow: Exponent of `pow`.
 
     Returns:
-        ``(B,)`` float64, adding up to 1 where any row counts. If the method gives every counted row weight 0 (all
-        scores 0 under ``pow``), they are equally likely.
+        `(B,)` float64, adding up to 1 where any row counts. If the method gives every counted row weight 0 (all
+        scores 0 under `pow`), they are equally likely.
 
     Raises:
         ValueError: Unknown method; an exponent that is negative; a score that is not finite.
@@ -74,14 +74,14 @@ def draw_rows(
     """Rows to train on instead of 0 ... B-1, drawn with :func:`filtration_weights`.
 
     Args:
-        scores: ``(B,)``.
-        counted: ``(B,)`` bool.
+        scores: `(B,)`.
+        counted: `(B,)` bool.
         method: A key of :data:`REWEIGHT_METHODS`.
-        weight_pow: Exponent of ``pow``.
+        weight_pow: Exponent of `pow`.
         generator: The draw's own source of randomness.
 
     Returns:
-        ``(B,)`` int64 row numbers, with repetitions. A batch in which no row counts stays as it is.
+        `(B,)` int64 row numbers, with repetitions. A batch in which no row counts stays as it is.
     """
     weights = filtration_weights(scores, counted, method, weight_pow)
     if not weights.any():

@@ -1,11 +1,11 @@
 """Policy losses: one pure function each, from log-probs and advantages to a loss per token.
 
-A loss is a function ``(PolicyLossInput, config) -> PolicyLossOutput``, registered under the name that
-``actor.policy_loss.loss_mode`` takes. It returns the loss of every token; how tokens become one number is not its
+A loss is a function `(PolicyLossInput, config) -> PolicyLossOutput`, registered under the name that
+`actor.policy_loss.loss_mode` takes. It returns the loss of every token; how tokens become one number is not its
 business (:mod:`hrl.algos.aggregation`), so every loss works with every aggregation and with every cut into
 micro-batches. Metrics are (sum, count) pairs.
 
-``r`` is the ratio of new to old probability of a token, ``A`` its advantage.
+`r` is the ratio of new to old probability of a token, `A` its advantage.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class PolicyLossInput:
-    """Columns of one micro-batch, all ``(B, R)``.
+    """Columns of one micro-batch, all `(B, R)`.
 
     Attributes:
         log_prob: Log-probs of the sampled tokens under the policy in training; has the gradient.
@@ -48,7 +48,7 @@ class PolicyLossInput:
     selected_tokens: Tensor | None = None
 
     def trained(self) -> PolicyLossInput:
-        """The same columns with 0 at every token that is not trained.
+        """Return the same columns with 0 at every token that is not trained.
 
         Raises:
             ValueError: Shapes differ; names the column.
@@ -74,7 +74,7 @@ class PolicyLossInput:
 
 @dataclass(frozen=True)
 class PolicyLossOutput:
-    """A loss per token ``(B, R)``, 0 outside the mask, and metrics as (sum, count) over trained tokens."""
+    """A loss per token `(B, R)`, 0 outside the mask, and metrics as (sum, count) over trained tokens."""
 
     loss_mat: Tensor
     metrics: Metrics
@@ -91,7 +91,7 @@ def register_policy_loss(name: str, *, zero_at_zero_advantage: bool = False) -> 
     """Register a policy loss.
 
     Args:
-        name: What ``actor.policy_loss.loss_mode`` takes.
+        name: What `actor.policy_loss.loss_mode` takes.
         zero_at_zero_advantage: A row whose advantages are all 0 has no gradient, whatever its ratios are. Then the
             trainer spares the forward and backward pass of such rows; a loss that does not say so sees every row.
 
@@ -116,11 +116,11 @@ def policy_loss(name: str, inp: PolicyLossInput, config: Any) -> PolicyLossOutpu
     Args:
         name: A key of :data:`POLICY_LOSSES`.
         inp: One micro-batch.
-        config: The ``actor`` part of the configuration: ``clip_ratio``, ``clip_ratio_low``, ``clip_ratio_high``,
-            ``clip_ratio_c`` and what the loss's own docstring names.
+        config: The `actor` part of the configuration: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`,
+            `clip_ratio_c` and what the loss's own docstring names.
 
     Returns:
-        The loss per token, and the loss's own metrics with ``ppo_kl``, the sum of old minus new log-probs: k1's
+        The loss per token, and the loss's own metrics with `ppo_kl`, the sum of old minus new log-probs: k1's
         estimate of KL(old || new), which is the same quantity for every loss and may be below 0.
 
     Raises:
@@ -136,7 +136,7 @@ def policy_loss(name: str, inp: PolicyLossInput, config: Any) -> PolicyLossOutpu
 
 
 def clip_bounds(config: Any) -> tuple[float, float]:
-    """Lower and upper clip range; either falls back to ``clip_ratio``."""
+    """Lower and upper clip range; either falls back to `clip_ratio`."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 
@@ -156,11 +156,11 @@ def _unweighted_output(inp: PolicyLossInput, loss_mat: Tensor, **per_token: Tens
 def vanilla(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     """PPO's clipped surrogate with a second clip for bad tokens.
 
-    ``max(-A r, -A clip(r, 1 - low, 1 + high))``, and for ``A < 0`` at most ``-A c``: arXiv:1707.06347 equation 7;
+    `max(-A r, -A clip(r, 1 - low, 1 + high))`, and for `A < 0` at most `-A c`: arXiv:1707.06347 equation 7;
     unequal bounds, DAPO's clip-higher, arXiv:2503.14476 equation 10; dual clip, arXiv:1912.09729.
 
     Raises:
-        ValueError: ``clip_ratio_c`` is not above 1.
+        ValueError: `clip_ratio_c` is not above 1.
     """
     low, high = clip_bounds(config)
     ceiling = config.clip_ratio_c
@@ -182,7 +182,7 @@ def vanilla(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("gspo", zero_at_zero_advantage=True)
 def gspo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``max(-A s, -A clip(s, 1 - low, 1 + high))``, ``s`` the geometric mean of the sequence's ratios.
+    """`max(-A s, -A clip(s, 1 - low, 1 + high))`, `s` the geometric mean of the sequence's ratios.
 
     GSPO, arXiv:2507.18071 equations 5 and 7, in the form GSPO-token (section 4.3): the value of the ratio is the
     sequence's, its gradient goes through each token's own log-prob.
@@ -200,9 +200,9 @@ def gspo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("cispo", zero_at_zero_advantage=True)
 def cispo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-sg(clip(r, 1 - low, 1 + high)) A log p``: no token loses its gradient (CISPO, arXiv:2506.13585 section 3.1).
+    """`-sg(clip(r, 1 - low, 1 + high)) A log p`: no token loses its gradient (CISPO, arXiv:2506.13585 section 3.1).
 
-    ``sg`` stops the gradient; what is clipped is the weight of a token and not its update.
+    `sg` stops the gradient; what is clipped is the weight of a token and not its update.
     """
     low, high = clip_bounds(config)
     ratio = inp.ratio().detach()
@@ -213,15 +213,15 @@ def cispo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("gpg", zero_at_zero_advantage=True)
 def gpg(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """The plain policy gradient, ``-A log p`` (GPG, arXiv:2504.02546: the objective that equation 8 scales)."""
+    """Return the plain policy gradient, `-A log p` (GPG, arXiv:2504.02546: the objective that equation 8 scales)."""
     return _output(inp, -inp.advantages * inp.log_prob)
 
 
 @register_policy_loss("sapo", zero_at_zero_advantage=True)
 def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-A (4 / tau) sigmoid(tau (r - 1))``, a soft gate instead of a clip (SAPO, arXiv:2511.20347 equation 6).
+    """`-A (4 / tau) sigmoid(tau (r - 1))`, a soft gate instead of a clip (SAPO, arXiv:2511.20347 equation 6).
 
-    ``tau`` is ``tau_pos`` for positive advantages and ``tau_neg`` for the others.
+    `tau` is `tau_pos` for positive advantages and `tau_neg` for the others.
     """
     tau = torch.full_like(inp.advantages, config.tau_neg).masked_fill(inp.advantages > 0, config.tau_pos)
     gate = torch.sigmoid(tau * (inp.ratio() - 1.0)) * 4.0 / tau
@@ -230,10 +230,10 @@ def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("geo_mean", zero_at_zero_advantage=True)
 def geo_mean(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-A (prod_t clipped r_t)^(1 / |y|)``, the geometric mean of a sequence's ratios.
+    """`-A (prod_t clipped r_t)^(1 / |y|)`, the geometric mean of a sequence's ratios.
 
-    GMPO, arXiv:2507.20673 equation 4 in the form of its Algorithm 1. Log-ratios are clipped to ``[-low, high]`` against
-    the advantage's sign; the sequence's loss stands at each of its tokens, so ``seq-mean-token-mean`` is the paper's
+    GMPO, arXiv:2507.20673 equation 4 in the form of its Algorithm 1. Log-ratios are clipped to `[-low, high]` against
+    the advantage's sign; the sequence's loss stands at each of its tokens, so `seq-mean-token-mean` is the paper's
     mean over sequences. Correction weights enter as their geometric mean too.
     """
     low, high = clip_bounds(config)
@@ -264,11 +264,11 @@ def _trust_region(inp: PolicyLossInput, config: Any, inside: Tensor) -> PolicyLo
 
 @register_policy_loss("dppo_tv", zero_at_zero_advantage=True)
 def dppo_tv(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-sg(min(r, c)) A log p`` where ``|p - p_old|`` is within bounds, else 0.
+    """`-sg(min(r, c)) A log p` where `|p - p_old|` is within bounds, else 0.
 
-    DPPO, arXiv:2602.04879, with its binary total variation, equation 13; ``min(r, c)`` is of section 5.4. Only tokens
-    that have already moved too far the way the advantage pulls are dropped: ``p - p_old > high`` for ``A > 0``,
-    ``p_old - p > low`` otherwise. ``c`` is ``clip_ratio_c``.
+    DPPO, arXiv:2602.04879, with its binary total variation, equation 13; `min(r, c)` is of section 5.4. Only tokens
+    that have already moved too far the way the advantage pulls are dropped: `p - p_old > high` for `A > 0`,
+    `p_old - p > low` otherwise. `c` is `clip_ratio_c`.
     """
     low, high = clip_bounds(config)
     moved = inp.log_prob.detach().exp() - inp.old_log_prob.exp()
@@ -278,7 +278,7 @@ def dppo_tv(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("dppo_kl", zero_at_zero_advantage=True)
 def dppo_kl(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """As :func:`dppo_tv` with ``KL(p_old || p)`` of "this token or another" as distance (equation 14)."""
+    """As :func:`dppo_tv` with `KL(p_old || p)` of "this token or another" as distance (equation 14)."""
     low, high = clip_bounds(config)
     log_prob, old_log_prob = inp.log_prob.detach(), inp.old_log_prob
     new, old = log_prob.exp(), old_log_prob.exp()
@@ -292,10 +292,10 @@ def dppo_kl(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("dro")
 def dro(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-(A log p - beta / 2 (log r)^2)``, ``beta = policy_loss.dro_beta``.
+    """`-(A log p - beta / 2 (log r)^2)`, `beta = policy_loss.dro_beta`.
 
-    arXiv:2405.19107: the policy's gradient in "DRO-V" over its regularisation ``tau``, here ``beta``, per token, with
-    the old policy for the reference and ``A`` for the reward less its value.
+    arXiv:2405.19107: the policy's gradient in "DRO-V" over its regularisation `tau`, here `beta`, per token, with
+    the old policy for the reference and `A` for the reward less its value.
     """
     beta = config.policy_loss.dro_beta
     if beta is None or beta <= 0:
@@ -318,7 +318,7 @@ def _selected(inp: PolicyLossInput) -> Tensor:
 def clip_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     """PPO's clipped surrogate, 0 at a few tokens drawn by covariance (Clip-Cov, arXiv:2505.22617 section 4).
 
-    ``max(-A r, -A clip(r, 1 - low, 1 + high))`` at all other tokens. Which tokens is decided over the whole batch, see
+    `max(-A r, -A clip(r, 1 - low, 1 + high))` at all other tokens. Which tokens is decided over the whole batch, see
     :mod:`hrl.algos.token_selection`.
     """
     low, high = clip_bounds(config)
@@ -332,7 +332,7 @@ def clip_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 @register_policy_loss("kl_cov")
 def kl_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
-    """``-A r``, plus ``ppo_kl_coef |log r|`` on the tokens of highest covariance (KL-Cov, arXiv:2505.22617 section 4).
+    """`-A r`, plus `ppo_kl_coef |log r|` on the tokens of highest covariance (KL-Cov, arXiv:2505.22617 section 4).
 
     Which tokens is decided over the whole batch, see :mod:`hrl.algos.token_selection`.
     """

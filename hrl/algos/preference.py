@@ -1,9 +1,9 @@
 """Losses of preference learning and supervised learning.
 
-Pairwise losses take one number per response and give one loss per pair ``(N,)``; the caller sums them and divides by
+Pairwise losses take one number per response and give one loss per pair `(N,)`; the caller sums them and divides by
 the pairs of the whole mini-batch (:func:`mean_over_pairs`), so they too are the same for every cut into micro-batches.
 
-In the formulas ``c`` and ``r`` belong to the chosen and the rejected response of a pair: their log-ratios of policy to
+In the formulas `c` and `r` belong to the chosen and the rejected response of a pair: their log-ratios of policy to
 reference, or their plain log-probs where there is no reference. For :data:`MEAN_LOG_PROB_LOSSES` log-probs are means
 over a response's tokens, for the others sums.
 """
@@ -24,7 +24,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class PairInput:
-    """Log-probs of whole responses, ``(N,)`` each.
+    """Log-probs of whole responses, `(N,)` each.
 
     Attributes:
         chosen: Of the chosen responses under the policy.
@@ -80,33 +80,33 @@ def _smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
 
 
 def _sigmoid(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
-    """``-log sigmoid(beta (c - r))`` (DPO, arXiv:2305.18290 equation 7); smoothed labels give conservative DPO."""
+    """`-log sigmoid(beta (c - r))` (DPO, arXiv:2305.18290 equation 7); smoothed labels give conservative DPO."""
     return _smoothed(options.beta * (chosen - rejected), options.label_smoothing)
 
 
 def _ipo(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
-    """``(c - r - 1 / (2 beta))^2`` (IPO, arXiv:2310.12036 equation 17)."""
+    """`(c - r - 1 / (2 beta))^2` (IPO, arXiv:2310.12036 equation 17)."""
     return (chosen - rejected - 0.5 / options.beta).square()
 
 
 def _hinge(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
-    """``max(0, 1 - beta (c - r))`` (SLiC-HF, arXiv:2305.10425, section 2.2, with the reference of DPO)."""
+    """`max(0, 1 - beta (c - r))` (SLiC-HF, arXiv:2305.10425, section 2.2, with the reference of DPO)."""
     return torch.relu(1.0 - options.beta * (chosen - rejected))
 
 
 def _simpo(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
-    """``-log sigmoid(beta (c - r) - gamma)`` (SimPO, arXiv:2405.14734 equation 6)."""
+    """`-log sigmoid(beta (c - r) - gamma)` (SimPO, arXiv:2405.14734 equation 6)."""
     return _smoothed(options.beta * (chosen - rejected) - options.target_margin, options.label_smoothing)
 
 
 def _log_odds(mean_log_prob: Tensor) -> Tensor:
-    """``log p - log(1 - p)`` of a response's mean token probability; capped where p rounds to 1."""
+    """`log p - log(1 - p)` of a response's mean token probability; capped where p rounds to 1."""
     below_zero = mean_log_prob.clamp(max=-torch.finfo(mean_log_prob.dtype).eps)
     return mean_log_prob - torch.log(-torch.expm1(below_zero))
 
 
 def _orpo(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
-    """``-c - beta log sigmoid(log odds(c) - log odds(r))`` (ORPO, arXiv:2403.07691 equations 6 and 7)."""
+    """`-c - beta log sigmoid(log odds(c) - log odds(r))` (ORPO, arXiv:2403.07691 equations 6 and 7)."""
     return -chosen + options.beta * _smoothed(_log_odds(chosen) - _log_odds(rejected), options.label_smoothing)
 
 
@@ -117,7 +117,7 @@ PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor, PairOptions], Tensor]] = {
     "simpo": _simpo,
     "orpo": _orpo,
 }
-"""From margins of chosen and rejected ``(N,)`` to a loss per pair ``(N,)``."""
+"""From margins of chosen and rejected `(N,)` to a loss per pair `(N,)`."""
 
 MEAN_LOG_PROB_LOSSES = {"ipo", "simpo", "orpo"}
 """Losses whose log-probs are means over a response's tokens instead of sums. A loss of one's own adds its name."""
@@ -135,7 +135,7 @@ UNREAD_CONSTANTS: dict[str, tuple[str, ...]] = {
 
 
 def sequence_log_prob(log_prob: Tensor, mask: Tensor, *, mean: bool = False) -> Tensor:
-    """Log-prob of each whole response: the sum over its trained tokens, or their mean. ``(B, R) -> (B,)``."""
+    """Log-prob of each whole response: the sum over its trained tokens, or their mean. `(B, R) -> (B,)`."""
     check_shapes(mask, log_prob=log_prob)
     total = keep(log_prob, mask).sum(dim=-1)
     return total / mask.bool().sum(dim=-1).clamp(min=1) if mean else total
@@ -149,15 +149,15 @@ def pairs_of_sums(
     rejected: Sequence[int] | Tensor,
     reference: Tensor | None = None,
 ) -> PairInput:
-    """What a loss takes of pairs among B responses.
+    """Return what a loss takes of pairs among B responses.
 
     Args:
         name: A key of :data:`PAIR_LOSSES`; it says whether it takes sums or means, and a reference or none.
-        sums: Log-probs of the responses under the policy, summed over their trained tokens ``(B,)``.
-        lengths: Trained tokens of the responses ``(B,)``.
-        chosen: Of every pair, which response is the chosen one ``(N,)``.
-        rejected: Likewise the rejected one ``(N,)``.
-        reference: As ``sums``, under the reference; None for a uniform one.
+        sums: Log-probs of the responses under the policy, summed over their trained tokens `(B,)`.
+        lengths: Trained tokens of the responses `(B,)`.
+        chosen: Of every pair, which response is the chosen one `(N,)`.
+        rejected: Likewise the rejected one `(N,)`.
+        reference: As `sums`, under the reference; None for a uniform one.
     """
     scale = lengths.clamp(min=1).to(sums.dtype) if name in MEAN_LOG_PROB_LOSSES else 1.0
     values = sums / scale
@@ -181,8 +181,8 @@ def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Te
         options: Constants.
 
     Returns:
-        Losses ``(N,)``, and metrics as (sum, count): ``rewards_chosen``, ``rewards_rejected``, ``rewards_margin``,
-        ``accuracy``.
+        Losses `(N,)`, and metrics as (sum, count): `rewards_chosen`, `rewards_rejected`, `rewards_margin`,
+        `accuracy`.
 
     Raises:
         ValueError: Unknown name; a reference for a loss without one; a constant that the loss does not read.
@@ -205,12 +205,12 @@ def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Te
 
 
 def _bradley_terry(lead: Tensor) -> Tensor:
-    """``-log sigmoid(s_c - s_r)`` (arXiv:2203.02155 equation 1; with a margin, arXiv:2307.09288 equation 2)."""
+    """`-log sigmoid(s_c - s_r)` (arXiv:2203.02155 equation 1; with a margin, arXiv:2307.09288 equation 2)."""
     return -logsigmoid(lead)
 
 
 REWARD_MODEL_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"bradley_terry": _bradley_terry}
-"""From the chosen score less the rejected one (less a margin) ``(N,)`` to a loss per pair ``(N,)``."""
+"""From the chosen score less the rejected one (less a margin) `(N,)` to a loss per pair `(N,)`."""
 
 
 def reward_model_loss(
@@ -223,13 +223,13 @@ def reward_model_loss(
     """Loss per pair of a reward model.
 
     Args:
-        chosen_scores: ``(N,)``.
-        rejected_scores: ``(N,)``.
-        target_margin: Lead that each chosen response must have ``(N,)``; None for any lead.
+        chosen_scores: `(N,)`.
+        rejected_scores: `(N,)`.
+        target_margin: Lead that each chosen response must have `(N,)`; None for any lead.
         name: A key of :data:`REWARD_MODEL_LOSSES`.
 
     Returns:
-        Losses ``(N,)``, and metrics as (sum, count): ``accuracy``, ``score_margin``.
+        Losses `(N,)`, and metrics as (sum, count): `accuracy`, `score_margin`.
 
     Raises:
         ValueError: Unknown name.
@@ -242,7 +242,7 @@ def reward_model_loss(
 
 
 def _nll(log_prob: Tensor) -> Tensor:
-    """``-log p``, the negative log-likelihood: cross entropy with the data."""
+    """`-log p`, the negative log-likelihood: cross entropy with the data."""
     return -log_prob
 
 
@@ -254,12 +254,12 @@ def sft_loss(log_prob: Tensor, mask: Tensor, *, name: str = "nll") -> Tensor:
     """Loss per token of supervised learning, for :func:`hrl.algos.aggregation.aggregate`.
 
     Args:
-        log_prob: Log-probs of the data's tokens ``(B, R)``; has the gradient.
-        mask: ``(B, R)``, 1 on trained tokens.
+        log_prob: Log-probs of the data's tokens `(B, R)`; has the gradient.
+        mask: `(B, R)`, 1 on trained tokens.
         name: A key of :data:`SFT_LOSSES`.
 
     Returns:
-        ``(B, R)``, 0 outside the mask.
+        `(B, R)`, 0 outside the mask.
 
     Raises:
         ValueError: Unknown name; shapes that differ.
@@ -271,5 +271,5 @@ def sft_loss(log_prob: Tensor, mask: Tensor, *, name: str = "nll") -> Tensor:
 
 
 def mean_over_pairs(losses: Tensor, num_pairs: int) -> Tensor:
-    """This piece's share of the mini-batch's loss, ``num_pairs`` being those of all pieces on all ranks."""
+    """This piece's share of the mini-batch's loss, `num_pairs` being those of all pieces on all ranks."""
     return losses.sum() / max(num_pairs, 1)

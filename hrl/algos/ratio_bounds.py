@@ -12,10 +12,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Interval:
-    """Which ratios are accepted. ``lower`` None means no lower bound.
+    """Which ratios are accepted. `lower` None means no lower bound.
 
     Raises:
-        ValueError: The bounds are not ``0 < lower <= upper``.
+        ValueError: The bounds are not `0 < lower <= upper`.
     """
 
     upper: float
@@ -29,7 +29,7 @@ class Interval:
 
     @classmethod
     def parse(cls, text: str | float) -> Interval:
-        """From ``2.0``, ``"2.0"`` (an upper bound) or ``"0.5_5.0"`` (lower and upper).
+        """From `2.0`, `"2.0"` (an upper bound) or `"0.5_5.0"` (lower and upper).
 
         Raises:
             ValueError: Not of these forms.
@@ -65,12 +65,12 @@ estimate of it."""
 
 
 def rejection_bounds(rule: str, threshold: str | float) -> Interval:
-    """The bounds that a rule compares with.
+    """Return the bounds that a rule compares with.
 
     Args:
         rule: A key of :data:`REJECTION_RULES`.
         threshold: For k2 and k3 the largest divergence. For k1, whose sign matters, bounds of the ratio
-            ``p_sampler / p_trainer`` as ``"0.5_2.0"``; one number stands for itself and its inverse.
+            `p_sampler / p_trainer` as `"0.5_2.0"`; one number stands for itself and its inverse.
 
     Raises:
         ValueError: Unknown rule, or a threshold that does not fit it.
@@ -86,9 +86,9 @@ def rejection_bounds(rule: str, threshold: str | float) -> Interval:
 
 
 def parse_rejections(rules: str | None, thresholds: str | float | None) -> tuple[tuple[str, str], ...]:
-    """Rules and their thresholds, as ``rollout_rs`` and ``rollout_rs_threshold`` are written.
+    """Rules and their thresholds, as `rollout_rs` and `rollout_rs_threshold` are written.
 
-    ``"token_k1,seq_max_k3"`` with ``"0.5_2.0,0.1"`` gives ``(("token_k1", "0.5_2.0"), ("seq_max_k3", "0.1"))``; one
+    `"token_k1,seq_max_k3"` with `"0.5_2.0,0.1"` gives `(("token_k1", "0.5_2.0"), ("seq_max_k3", "0.1"))`; one
     threshold serves all rules. A token stays where every rule keeps it.
 
     Raises:

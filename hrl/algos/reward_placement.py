@@ -10,11 +10,11 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
     """Put each response's score on its last trained token.
 
     Args:
-        scores: One score per response ``(B,)``.
-        response_mask: ``(B, R)``.
+        scores: One score per response `(B,)`.
+        response_mask: `(B, R)`.
 
     Returns:
-        ``(B, R)``, 0 elsewhere; float32 unless ``scores`` are float64. A response without trained tokens gets nothing.
+        `(B, R)`, 0 elsewhere; float32 unless `scores` are float64. A response without trained tokens gets nothing.
 
     Raises:
         ValueError: Wrong shape, or a score that is not finite; names the row.
@@ -38,19 +38,19 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
 def overlong_penalty(response_lengths: Tensor, max_length: int, buffer_length: int, factor: float = 1.0) -> Tensor:
     """DAPO's soft punishment of long responses (arXiv:2503.14476, equation 13).
 
-    0 up to ``max_length - buffer_length``, then falling in a line to ``-factor`` at ``max_length`` and beyond.
+    0 up to `max_length - buffer_length`, then falling in a line to `-factor` at `max_length` and beyond.
 
     Args:
-        response_lengths: ``(B,)``, in tokens.
+        response_lengths: `(B,)`, in tokens.
         max_length: The longest response allowed, in tokens.
         buffer_length: Over how many tokens before that the punishment grows.
-        factor: Punishment at ``max_length``.
+        factor: Punishment at `max_length`.
 
     Returns:
-        ``(B,)`` float32, not positive.
+        `(B,)` float32, not positive.
 
     Raises:
-        ValueError: The buffer is not within 1 and ``max_length``.
+        ValueError: The buffer is not within 1 and `max_length`.
     """
     if not 1 <= buffer_length <= max_length:
         raise ValueError(f"the overlong buffer must hold 1 to {max_length} tokens, got {buffer_length}")

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
-    """Rewards within ``[-limit, limit]``, any shape.
+    """Rewards within `[-limit, limit]`, any shape.
 
     Raises:
         ValueError: The limit is not positive.
@@ -25,7 +25,7 @@ def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
 
 
 def combine_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Weighted sum of several judges' rewards, each ``(B,)``.
+    """Weighted sum of several judges' rewards, each `(B,)`.
 
     Raises:
         ValueError: Parts and weights don't have the same names, or there are none.
@@ -61,7 +61,7 @@ class RunningNormalizer:
         return math.sqrt(variance) if variance > 0 else 1.0
 
     def update(self, rewards: Tensor) -> None:
-        """Take a batch of rewards ``(B,)`` into account."""
+        """Take a batch of rewards `(B,)` into account."""
         if not rewards.numel():
             return
         values = rewards.detach().double()
@@ -72,11 +72,11 @@ class RunningNormalizer:
         self.count = merged
 
     def normalise(self, rewards: Tensor, *, centre: bool = False) -> Tensor:
-        """``rewards / std``, or ``(rewards - mean) / std``."""
+        """`rewards / std`, or `(rewards - mean) / std`."""
         return (rewards - self.mean if centre else rewards) / self.std
 
     def state_dict(self) -> dict[str, float]:
-        """The three numbers, for a checkpoint."""
+        """Return the three numbers, for a checkpoint."""
         return {"count": self.count, "mean": self.mean, "deviation": self.deviation}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -91,17 +91,17 @@ class RunningNormalizer:
 
 
 def _clip(rewards: Tensor, seen: RunningNormalizer, limit: float) -> Tensor:
-    """``clip(s, -limit, limit)`` (Mnih et al. 2015, with limit 1)."""
+    """`clip(s, -limit, limit)` (Mnih et al. 2015, with limit 1)."""
     return clip_rewards(rewards, limit)
 
 
 def _scale(rewards: Tensor, seen: RunningNormalizer, limit: float) -> Tensor:
-    """``s / std``, by the spread of the whole run (arXiv:2005.12729, "reward scaling"); signs and zeros stay."""
+    """`s / std`, by the spread of the whole run (arXiv:2005.12729, "reward scaling"); signs and zeros stay."""
     return seen.normalise(rewards)
 
 
 def _standardise(rewards: Tensor, seen: RunningNormalizer, limit: float) -> Tensor:
-    """``(s - mean) / std``, by mean and spread of the whole run: a reward model's arbitrary zero and unit drop out."""
+    """`(s - mean) / std`, by mean and spread of the whole run: a reward model's arbitrary zero and unit drop out."""
     return seen.normalise(rewards, centre=True)
 
 
@@ -110,4 +110,4 @@ REWARD_SHAPERS: dict[str, Callable[[Tensor, RunningNormalizer, float], Tensor]] 
     "scale": _scale,
     "standardise": _standardise,
 }
-"""From rewards ``(B,)``, what was seen of them in the run (these included) and a limit to rewards ``(B,)``."""
+"""From rewards `(B,)`, what was seen of them in the run (these included) and a limit to rewards `(B,)`."""

@@ -1,8 +1,8 @@
 """Correcting for a sampler whose probabilities differ from the trainer's.
 
 The same weights give different log-probs in an inference engine and in a trainer: other kernels, other precision,
-weights a version behind. Everything here starts from ``log_ratio = log p_trainer - log p_sampler`` of the sampled
-tokens, ``(B, R)``, and runs once over the whole batch:
+weights a version behind. Everything here starts from `log_ratio = log p_trainer - log p_sampler` of the sampled
+tokens, `(B, R)`, and runs once over the whole batch:
 
 * *weights* (truncated importance sampling, IcePop) multiply the loss of a token;
 * *rejection* takes tokens or whole sequences out of the response mask;
@@ -38,12 +38,12 @@ def _of_sequence(per_row: Tensor, mask: Tensor) -> Tensor:
 
 
 def _token_ratio(log_ratio: Tensor) -> Tensor:
-    """``p_trainer / p_sampler`` of each token."""
+    """`p_trainer / p_sampler` of each token."""
     return log_ratio.exp()
 
 
 def _sequence_ratio(log_ratio: Tensor) -> Tensor:
-    """The product of the row's token ratios, at each of its tokens."""
+    """Return the product of the row's token ratios, at each of its tokens."""
     whole = log_ratio.sum(dim=-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return whole.exp().expand(log_ratio.shape)
 
@@ -60,8 +60,8 @@ IMPORTANCE_LEVELS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor,
     "token": (_token_ratio, _mean_over_tokens),
     "sequence": (_sequence_ratio, _mean_over_sequences),
 }
-"""Where ratios are taken: from log-ratios ``(B, R)``, 0 outside the mask, to ratios ``(B, R)``; and, from weights
-``(B, R)`` and the mask, the mean weight over what a ratio belongs to."""
+"""Where ratios are taken: from log-ratios `(B, R)`, 0 outside the mask, to ratios `(B, R)`; and, from weights
+`(B, R)` and the mask, the mean weight over what a ratio belongs to."""
 
 
 def importance_weights(
@@ -72,23 +72,23 @@ def importance_weights(
     *,
     normalise: bool = False,
 ) -> Tensor:
-    """Weights ``p_trainer / p_sampler`` for the loss of each token.
+    """Weights `p_trainer / p_sampler` for the loss of each token.
 
-    With an upper bound alone ``w = min(ratio, upper)`` (truncated importance sampling, Ionides 2008, "Truncated
+    With an upper bound alone `w = min(ratio, upper)` (truncated importance sampling, Ionides 2008, "Truncated
     Importance Sampling", equation 1; between sampler and trainer: Yao et al. 2025, "Your Efficient RL Framework
-    Secretly Brings You Off-Policy RL Training"). With both bounds ``w = ratio`` inside and 0 outside (IcePop, "Every
+    Secretly Brings You Off-Policy RL Training"). With both bounds `w = ratio` inside and 0 outside (IcePop, "Every
     Step Evolves", arXiv:2510.18855).
 
     Args:
-        log_ratio: ``(B, R)``.
-        mask: Response mask ``(B, R)``.
-        level: A key of :data:`IMPORTANCE_LEVELS`. ``token``: each token's own ratio. ``sequence``: the product over the
+        log_ratio: `(B, R)`.
+        mask: Response mask `(B, R)`.
+        level: A key of :data:`IMPORTANCE_LEVELS`. `token`: each token's own ratio. `sequence`: the product over the
             row at each of its tokens.
         accepted: Bounds of the ratio.
         normalise: Divide by the mean weight (over tokens, or over sequences), so that the batch keeps its size.
 
     Returns:
-        ``(B, R)``, 0 outside the mask, without gradient.
+        `(B, R)`, 0 outside the mask, without gradient.
 
     Raises:
         ValueError: Unknown level.
@@ -108,7 +108,10 @@ def importance_weights(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
-    """The share of the batch that the weights leave: ``(sum w)^2 / (n sum w^2)`` over trained tokens; 0 if none."""
+    """Return the share of the batch that the weights leave: `(sum w)^2 / (n sum w^2)` over trained tokens.
+
+    0 if none.
+    """
     chosen = weights[mask.bool()].double()
     squares = float(chosen.square().sum())
     return float(chosen.sum()) ** 2 / (len(chosen) * squares) if squares > 0 else 0.0
@@ -124,17 +127,17 @@ def _divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
 
 
 def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | float) -> Tensor:
-    """The response mask without the tokens or sequences that sampler and trainer disagree on.
+    """Return the response mask without the tokens or sequences that sampler and trainer disagree on.
 
     Args:
-        log_ratio: ``(B, R)``.
-        mask: Response mask ``(B, R)``.
+        log_ratio: `(B, R)`.
+        mask: Response mask `(B, R)`.
         rule: A key of :data:`REJECTION_RULES`: where the divergence is taken (each token; sum, mean or maximum over the
             row, which then stays or goes as a whole) and which estimate of it.
         threshold: As :func:`hrl.algos.ratio_bounds.rejection_bounds` takes it.
 
     Returns:
-        ``(B, R)`` in the mask's dtype.
+        `(B, R)` in the mask's dtype.
 
     Raises:
         ValueError: Unknown rule, or a threshold that does not fit it.
@@ -157,20 +160,20 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | 
 
 
 def correct(log_ratio: Tensor, mask: Tensor, settings: Any) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Weights and rejection together, as ``algorithm.rollout_correction`` describes them.
+    """Weights and rejection together, as `algorithm.rollout_correction` describes them.
 
     Args:
-        log_ratio: ``(B, R)``.
-        mask: Response mask ``(B, R)``.
-        settings: Has ``rollout_is`` (a key of :data:`IMPORTANCE_LEVELS` or None), ``rollout_is_threshold``,
-            ``rollout_is_batch_normalize``, ``rollout_rs`` and ``rollout_rs_threshold``
+        log_ratio: `(B, R)`.
+        mask: Response mask `(B, R)`.
+        settings: Has `rollout_is` (a key of :data:`IMPORTANCE_LEVELS` or None), `rollout_is_threshold`,
+            `rollout_is_batch_normalize`, `rollout_rs` and `rollout_rs_threshold`
             (:func:`hrl.algos.ratio_bounds.parse_rejections`).
 
     Returns:
-        Weights ``(B, R)`` or None; the mask without what was rejected; and metrics: ``rollout_is_mean``,
-        ``rollout_is_mean_square`` (:func:`effective_share` makes the effective sample size of the two),
-        ``rollout_is_ratio_fraction_high`` and ``_low`` (tokens whose ratio is out of bounds), and for rejection
-        ``rollout_rs_masked_fraction`` of the tokens and ``rollout_rs_seq_masked_fraction`` of the sequences that lost
+        Weights `(B, R)` or None; the mask without what was rejected; and metrics: `rollout_is_mean`,
+        `rollout_is_mean_square` (:func:`effective_share` makes the effective sample size of the two),
+        `rollout_is_ratio_fraction_high` and `_low` (tokens whose ratio is out of bounds), and for rejection
+        `rollout_rs_masked_fraction` of the tokens and `rollout_rs_seq_masked_fraction` of the sequences that lost
         any, also for each rule.
     """
     weights: Tensor | None = None
@@ -213,19 +216,22 @@ def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> Metrics:
 
 
 def effective_share(mean: float, mean_square: float) -> float:
-    """The effective sample size ``(sum w)^2 / (n sum w^2)`` from the weights' mean and mean square; 0 if all are 0."""
+    """Return the effective sample size `(sum w)^2 / (n sum w^2)` from the weights' mean and mean square.
+
+    0 if all are 0.
+    """
     return mean**2 / mean_square if mean_square > 0 else 0.0
 
 
 def mismatch(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -> Metrics:
-    """How far the trainer's log-probs are from the sampler's, over the trained tokens.
+    """Return how far the trainer's log-probs are from the sampler's, over the trained tokens.
 
     Returns:
-        Means over tokens: ``kl`` and ``k3_kl``, two estimates of KL(sampler || trainer); ``ratio`` of trainer to
-        sampler; ``chi2_token``, the chi-squared divergence, which is the mean squared ratio less 1, so that
-        ``effective_share(ratio, chi2_token + 1)`` is the effective sample size of the uncorrected batch. Means over
-        sequences: ``training_ppl``, ``rollout_ppl`` (perplexity, ``exp`` of minus the mean log-prob), ``ppl_ratio`` of
-        the two, its logarithm ``log_ppl_diff`` and the magnitude of that, ``log_ppl_abs_diff``.
+        Means over tokens: `kl` and `k3_kl`, two estimates of KL(sampler || trainer); `ratio` of trainer to
+        sampler; `chi2_token`, the chi-squared divergence, which is the mean squared ratio less 1, so that
+        `effective_share(ratio, chi2_token + 1)` is the effective sample size of the uncorrected batch. Means over
+        sequences: `training_ppl`, `rollout_ppl` (perplexity, `exp` of minus the mean log-prob), `ppl_ratio` of
+        the two, its logarithm `log_ppl_diff` and the magnitude of that, `log_ppl_abs_diff`.
     """
     check_shapes(mask, trainer_log_prob=trainer_log_prob, sampler_log_prob=sampler_log_prob)
     trainer, sampler = (keep(column.detach(), mask).double() for column in (trainer_log_prob, sampler_log_prob))

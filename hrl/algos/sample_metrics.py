@@ -1,7 +1,7 @@
 """What n scored samples of each of P prompts say about k samples of it: best@k, worst@k, maj@k, pass@k.
 
-``best``, ``worst`` and ``maj`` are expectations over k draws *with* replacement from the n samples (what verl
-estimates by a bootstrap), ``pass`` is the unbiased estimate from k samples *without*. Where the expectation has a
+`best`, `worst` and `maj` are expectations over k draws *with* replacement from the n samples (what verl
+estimates by a bootstrap), `pass` is the unbiased estimate from k samples *without*. Where the expectation has a
 closed form it is computed; the majority vote is drawn, from a generator of its own.
 """
 
@@ -21,14 +21,14 @@ _MOST_AT_ONCE = 1 << 22
 
 
 def best_at_k(scores: Floats, k: int) -> Floats:
-    """Expected maximum of k draws with replacement, ``sum_i ((i / n)^k - ((i - 1) / n)^k) s_(i)``, s sorted.
+    """Return expected maximum of k draws with replacement, `sum_i ((i / n)^k - ((i - 1) / n)^k) s_(i)`, s sorted.
 
     Args:
-        scores: ``(P, n)``.
+        scores: `(P, n)`.
         k: Draws.
 
     Returns:
-        ``(P,)``.
+        `(P,)`.
     """
     n = scores.shape[1]
     reach = (np.arange(n + 1) / n) ** k  # the largest of k is at most the i-th smallest with this probability
@@ -36,20 +36,20 @@ def best_at_k(scores: Floats, k: int) -> Floats:
 
 
 def worst_at_k(scores: Floats, k: int) -> Floats:
-    """Expected minimum of k draws with replacement. ``(P, n) -> (P,)``."""
+    """Return expected minimum of k draws with replacement. `(P, n) -> (P,)`."""
     return -best_at_k(-scores, k)
 
 
 def pass_at_k(num_correct: NDArray[np.int64], num_samples: int, k: int) -> Floats:
-    """Probability that one of k samples is correct, ``1 - C(n - c, k) / C(n, k)`` (arXiv:2107.03374 equation 1).
+    """Probability that one of k samples is correct, `1 - C(n - c, k) / C(n, k)` (arXiv:2107.03374 equation 1).
 
     Args:
-        num_correct: Correct samples of each prompt ``(P,)``.
+        num_correct: Correct samples of each prompt `(P,)`.
         num_samples: Samples of each prompt, n.
         k: At most n.
 
     Returns:
-        ``(P,)``.
+        `(P,)`.
 
     Raises:
         ValueError: k is above n.
@@ -73,14 +73,14 @@ def maj_at_k(
     vote of k is that of the first k draws of a larger one.
 
     Args:
-        answers: ``(P, n)`` codes of the answers, 0 ... n-1; a code means the same within one prompt only.
-        scores: ``(P, n)``.
+        answers: `(P, n)` codes of the answers, 0 ... n-1; a code means the same within one prompt only.
+        scores: `(P, n)`.
         sizes: Every k.
         rng: The bootstrap's own generator.
         draws: Votes per prompt.
 
     Returns:
-        Per k ``(P,)``.
+        Per k `(P,)`.
     """
     prompts, n = scores.shape
     cells = answers + n * np.arange(prompts)[:, None]
@@ -98,7 +98,7 @@ def maj_at_k(
 def _votes(
     answers: NDArray[np.int64], value: Floats, sizes: list[int], rng: np.random.Generator, draws: int
 ) -> Iterator[tuple[int, Floats]]:
-    """For rising k the mean score of the winner ``(P,)``, over ``draws`` votes."""
+    """For rising k the mean score of the winner `(P,)`, over `draws` votes."""
     prompts, n = answers.shape
     ballots = np.arange(prompts * draws)
     first = np.repeat(np.arange(prompts) * n, draws)  # where each ballot's prompt begins in the flat answers

@@ -26,15 +26,15 @@ def gae(
     A masked token is not there: the value that follows a trained token is that of the next *trained* token.
 
     Args:
-        rewards: Token-level rewards ``(B, R)``; those outside the mask are ignored.
-        values: Value before each token ``(B, R)``; those outside the mask are ignored.
-        mask: ``(B, R)``, 1 on trained tokens.
+        rewards: Token-level rewards `(B, R)`; those outside the mask are ignored.
+        values: Value before each token `(B, R)`; those outside the mask are ignored.
+        mask: `(B, R)`, 1 on trained tokens.
         gamma: Discount.
         lam: Weight of longer returns.
         whitened: Whiten the advantages over all trained tokens of the batch. Returns are never whitened.
 
     Returns:
-        Advantages and returns ``(B, R)``, 0 outside the mask, in the dtype of ``rewards``.
+        Advantages and returns `(B, R)`, 0 outside the mask, in the dtype of `rewards`.
     """
     check_shapes(mask, rewards=rewards, values=values)
     if rewards.device.type == "cpu" and rewards.numel() >= COMPILE_FROM_TOKENS and importlib.util.find_spec("numba"):
@@ -43,7 +43,7 @@ def gae(
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Discounted sum of the rewards from each trained token on, over trained tokens alone. ``(B, R)``."""
+    """Discounted sum of the rewards from each trained token on, over trained tokens alone. `(B, R)`."""
     returns, _ = gae(rewards, torch.zeros_like(rewards), mask, gamma, 1.0, whitened=False)
     return returns
 

@@ -20,9 +20,9 @@ def scan_rows(
     returns: NDArray[np.floating],
     ends: NDArray[np.int64],
 ) -> tuple[int, float, float]:
-    """Fill advantages and returns ``(B, R)``, which hold zeros.
+    """Fill advantages and returns `(B, R)`, which hold zeros.
 
-    Into ``ends (B,)``, zeros too, goes the column behind each row's last trained token: padding is read once only.
+    Into `ends (B,)`, zeros too, goes the column behind each row's last trained token: padding is read once only.
     Gives count, mean and summed squared deviation of the advantages, taken row by row while the row is in cache and
     merged by Chan's formula, so that they lose no digits.
     """
@@ -72,7 +72,7 @@ def whiten_rows(
     deviation: float,
     epsilon: float,
 ) -> None:
-    """Whiten the masked entries of ``(B, R)`` in place, given their moments."""
+    """Whiten the masked entries of `(B, R)` in place, given their moments."""
     scale = 1.0 / math.sqrt(deviation / max(count - 1, 1) + epsilon)
     for row in range(matrix.shape[0]):
         for t in range(ends[row]):

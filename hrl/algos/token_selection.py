@@ -1,7 +1,7 @@
 """Tokens that covariance-based losses treat differently, chosen over a whole batch before it is cut.
 
 Both methods of "The Entropy Mechanism of Reinforcement Learning" (arXiv:2505.22617) look at
-``(log p - mean log p) (A - mean A)`` and pick tokens by rank. Ranks and means over a micro-batch would make the
+`(log p - mean log p) (A - mean A)` and pick tokens by rank. Ranks and means over a micro-batch would make the
 gradient depend on how the batch is cut, so the choice is made once, over everything, and travels with the rows as a
 column.
 """
@@ -38,7 +38,7 @@ def _mark(trained: Tensor, chosen: Tensor) -> Tensor:
 def _select_clip_cov(
     log_probs: Tensor, advantages: Tensor, trained: Tensor, config: Any, generator: torch.Generator | None
 ) -> Tensor:
-    """A random ``clip_cov_ratio`` of all tokens among those of covariance within the bounds (Clip-Cov)."""
+    """Return a random `clip_cov_ratio` of all tokens among those of covariance within the bounds (Clip-Cov)."""
     ratio = config.policy_loss.clip_cov_ratio
     lower = config.policy_loss.clip_cov_lb
     upper = config.policy_loss.clip_cov_ub
@@ -54,7 +54,7 @@ def _select_clip_cov(
 def _select_kl_cov(
     log_probs: Tensor, advantages: Tensor, trained: Tensor, config: Any, generator: torch.Generator | None
 ) -> Tensor:
-    """The ``kl_cov_ratio`` of all tokens with the highest covariance, at least one (KL-Cov)."""
+    """Return the `kl_cov_ratio` of all tokens with the highest covariance, at least one (KL-Cov)."""
     ratio = config.policy_loss.kl_cov_ratio
     if not 0 < ratio <= 1:
         raise ValueError(f"actor.policy_loss.kl_cov_ratio must be above 0 and at most 1, got {ratio}")
@@ -64,7 +64,7 @@ def _select_kl_cov(
 
 
 TOKEN_SELECTORS: dict[str, TokenSelector] = {"clip_cov": _select_clip_cov, "kl_cov": _select_kl_cov}
-"""Policy losses that need ``selected_tokens``, and how these are chosen."""
+"""Policy losses that need `selected_tokens`, and how these are chosen."""
 
 
 def select_tokens(
@@ -79,14 +79,14 @@ def select_tokens(
 
     Args:
         loss_name: A key of :data:`TOKEN_SELECTORS`.
-        log_probs: Log-probs of the sampled tokens when the batch was made ``(B, R)``.
-        advantages: ``(B, R)``.
-        response_mask: ``(B, R)``.
-        config: The ``actor`` part of the configuration.
+        log_probs: Log-probs of the sampled tokens when the batch was made `(B, R)`.
+        advantages: `(B, R)`.
+        response_mask: `(B, R)`.
+        config: The `actor` part of the configuration.
         generator: Source of randomness, where the choice has any.
 
     Returns:
-        ``(B, R)`` bool.
+        `(B, R)` bool.
     """
     check_shapes(response_mask, log_probs=log_probs, advantages=advantages)
     return TOKEN_SELECTORS[loss_name](log_probs, advantages, response_mask.bool(), config, generator)

@@ -15,7 +15,7 @@ ValueLoss = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 def _clipped(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
-    """``0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)``: leaving the range can only cost.
+    """`0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)`: leaving the range can only cost.
 
     The critic of PPO's first implementation; written down in arXiv:2005.12729, "value function clipping".
     """
@@ -25,12 +25,12 @@ def _clipped(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) 
 
 
 def _squared(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
-    """``0.5 (v - R)^2``, without a clip (arXiv:1707.06347, equation 9, the term L^VF)."""
+    """`0.5 (v - R)^2`, without a clip (arXiv:1707.06347, equation 9, the term L^VF)."""
     return 0.5 * (vpreds - returns).square(), torch.zeros_like(returns, dtype=torch.bool)
 
 
 VALUE_LOSSES: dict[str, ValueLoss] = {"clipped": _clipped, "squared": _squared}
-"""From predictions now, predictions then, targets ``(B, R)`` and the clip range to the loss of every token and to the
+"""From predictions now, predictions then, targets `(B, R)` and the clip range to the loss of every token and to the
 tokens that the clip holds. How tokens become one number is the aggregation's business."""
 
 
@@ -46,15 +46,15 @@ def value_loss(
     """Run the value loss of that name.
 
     Args:
-        vpreds: Values predicted now ``(B, R)``; has the gradient.
-        values: Values predicted when the batch was made ``(B, R)``.
-        returns: Their targets ``(B, R)``.
-        response_mask: ``(B, R)``; what stands outside in the other columns is ignored.
+        vpreds: Values predicted now `(B, R)`; has the gradient.
+        values: Values predicted when the batch was made `(B, R)`.
+        returns: Their targets `(B, R)`.
+        response_mask: `(B, R)`; what stands outside in the other columns is ignored.
         cliprange_value: How far a prediction may gain by moving from its old value; None for no clip.
-        name: A key of :data:`VALUE_LOSSES`; None is ``clipped`` where there is a clip range and ``squared`` without.
+        name: A key of :data:`VALUE_LOSSES`; None is `clipped` where there is a clip range and `squared` without.
 
     Returns:
-        The loss per token ``(B, R)``, 0 outside the mask, and metrics as (sum, count): ``vf_clipfrac``, ``vpred_mean``.
+        The loss per token `(B, R)`, 0 outside the mask, and metrics as (sum, count): `vf_clipfrac`, `vpred_mean`.
 
     Raises:
         ValueError: Unknown name; shapes that differ.

@@ -14,7 +14,7 @@ def lengths_of(batch: DataProto) -> tuple[Tensor, Tensor]:
     """Tokens of prompt and response, int64 (B,) each.
 
     Args:
-        batch: ``attention_mask (B, P+R)`` and ``responses (B, R)``.
+        batch: `attention_mask (B, P+R)` and `responses (B, R)`.
     """
     mask = batch.batch["attention_mask"]
     prompt_width = mask.shape[-1] - batch.batch["responses"].shape[-1]

@@ -83,7 +83,7 @@ def plan_pairs(
 
 
 def _both_rows(pairs: BatchPlan) -> BatchPlan:
-    """A plan of pairs as a plan of their rows: pair i is rows 2i and 2i + 1."""
+    """Return a plan of pairs as a plan of their rows: pair i is rows 2i and 2i + 1."""
 
     def both(items: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(row for item in items for row in (2 * item, 2 * item + 1))

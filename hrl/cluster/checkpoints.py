@@ -1,7 +1,7 @@
 """Where a checkpoint lies, when it counts as whole, and which one a run resumes from.
 
-A checkpoint is a folder ``checkpoints/step_N``. It is written as ``tmp.step_N`` and renamed when everything in it is on
-disk, ``state.json`` last, so a folder with the final name is always whole:
+A checkpoint is a folder `checkpoints/step_N`. It is written as `tmp.step_N` and renamed when everything in it is on
+disk, `state.json` last, so a folder with the final name is always whole:
 
     step_N/
       actor/      sharded model, optimizer and scheduler of the policy
@@ -10,7 +10,7 @@ disk, ``state.json`` last, so a folder with the final name is always whole:
       state.json  the driver's state: step, position in the data and which data that is, KL coefficient, reward shaping
 
 A run that resumes from an older checkpoint makes the later steps again; what it had of them, metrics and samples
-included, moves to ``checkpoints/superseded/<n>/``.
+included, moves to `checkpoints/superseded/<n>/`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: the run's ``checkpoints`` folder; made on the first save.
-        keep: how many to keep, newest first; ``None`` keeps all.
+        folder: The run's `checkpoints` folder; made on the first save.
+        keep: How many to keep, newest first; `None` keeps all.
     """
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
@@ -50,22 +50,22 @@ class CheckpointStore:
         self.keep = keep
 
     def steps(self) -> list[int]:
-        """Steps with a whole checkpoint, oldest first."""
+        """Return steps with a whole checkpoint, oldest first."""
         if not self.folder.is_dir():
             return []
         named = ((_STEP.fullmatch(path.name), path) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match, path in named if match and (path / STATE_FILE).is_file())
 
     def path(self, step: int) -> Path:
-        """The final folder of a step's checkpoint."""
+        """Return the final folder of a step's checkpoint."""
         return self.folder / f"step_{step}"
 
     def holds(self, path: Path) -> bool:
-        """Whether a checkpoint is one of this run; another run's is only branched off from."""
+        """Return whether a checkpoint is one of this run; another run's is only branched off from."""
         return path.resolve().is_relative_to(self.folder.resolve())
 
     def begin(self, step: int) -> Path:
-        """A fresh temporary folder for a step's checkpoint; what an interrupted save left there is removed."""
+        """Return a fresh temporary folder for a step's checkpoint; what an interrupted save left there is removed."""
         temporary = self.folder / f"tmp.step_{step}"
         if temporary.exists():
             logger.warning("removing %s, left by an interrupted save", temporary)
@@ -74,10 +74,10 @@ class CheckpointStore:
         return temporary
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:
-        """Writes the driver's state, makes everything durable and gives the folder its final name.
+        """Write the driver's state, makes everything durable and give the folder its final name.
 
         Raises:
-            CheckpointError: there is a checkpoint of this step already.
+            CheckpointError: There is a checkpoint of this step already.
         """
         temporary, final = self.folder / f"tmp.step_{step}", self.path(step)
         if final.exists():
@@ -99,19 +99,19 @@ class CheckpointStore:
             shutil.rmtree(self.path(step))
 
     def interrupted(self) -> list[Path]:
-        """What saves that were killed left behind; never resumed from."""
+        """Return what saves that were killed left behind; never resumed from."""
         return sorted(self.folder.glob("tmp.step_*"))
 
     def next_superseded(self) -> Path:
-        """The folder for what a run has of steps that it makes again; not yet made."""
+        """Return the folder for what a run has of steps that it makes again; not yet made."""
         return next_numbered(self.folder / "superseded")
 
     def supersede(self, after: int, aside: Path) -> bool:
-        """Moves the checkpoints of the steps beyond ``after`` aside, because these steps are made again.
+        """Move the checkpoints of the steps beyond `after` aside, because these steps are made again.
 
         Args:
-            after: the last step whose checkpoint stays.
-            aside: the folder they move to; made if there are any.
+            after: The last step whose checkpoint stays.
+            aside: The folder they move to; made if there are any.
 
         Returns:
             Whether there were any.
@@ -123,15 +123,15 @@ class CheckpointStore:
         return bool(later)
 
     def find(self, mode: str, resume_from: str | None) -> Path | None:
-        """The checkpoint to resume from, or ``None`` for a fresh start.
+        """Return the checkpoint to resume from, or `None` for a fresh start.
 
         Args:
-            mode: ``auto`` (the newest, if any; what an interrupted save left does not count), ``disable`` or
-                ``resume_path``.
-            resume_from: the folder for ``resume_path``.
+            mode: `auto` (the newest, if any; what an interrupted save left does not count), `disable` or
+                `resume_path`.
+            resume_from: The folder for `resume_path`.
 
         Raises:
-            CheckpointError: the named folder is no whole checkpoint, or ``auto`` finds only torn ones.
+            CheckpointError: The named folder is no whole checkpoint, or `auto` finds only torn ones.
         """
         if mode == "disable":
             return None
@@ -153,14 +153,14 @@ class CheckpointStore:
 
 
 def load_state(path: Path, parts: Iterable[str] = ()) -> dict[str, Any]:
-    """The driver's state in a checkpoint folder.
+    """Return the driver's state in a checkpoint folder.
 
     Args:
-        path: the folder.
-        parts: what it must hold beside the step.
+        path: The folder.
+        parts: What it must hold beside the step.
 
     Raises:
-        CheckpointError: the file is not the JSON object that a save writes, or lacks one of the parts.
+        CheckpointError: The file is not the JSON object that a save writes, or lacks one of the parts.
     """
     try:
         state = json.loads((path / STATE_FILE).read_text())
@@ -179,15 +179,15 @@ def load_state(path: Path, parts: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuses a position in other data than the present: from there rows would repeat or never come.
+    """Refuse a position in other data than the present: from there rows would repeat or never come.
 
     Args:
-        path: of the checkpoint.
-        saved: the fingerprint of the data that it was saved with, see ``hrl.data.fingerprint``.
-        present: that of the data at hand.
+        path: Of the checkpoint.
+        saved: The fingerprint of the data that it was saved with, see `hrl.data.fingerprint`.
+        present: That of the data at hand.
 
     Raises:
-        CheckpointError: naming what differs, and the ways out.
+        CheckpointError: Naming what differs, and the ways out.
     """
     changes = differences(saved, present)
     if changes:

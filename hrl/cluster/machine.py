@@ -23,21 +23,21 @@ def object_store_bytes(batch_tokens: int) -> int:
     """Size of the object store of a run's own Ray: only batches pass through it, and one that doesn't fit goes to disk.
 
     Args:
-        batch_tokens: in the largest batch, all rows at their full length.
+        batch_tokens: In the largest batch, all rows at their full length.
     """
     wanted = BATCHES_IN_STORE * BYTES_PER_TOKEN * batch_tokens
     return max(LEAST_OBJECT_STORE_BYTES, min(wanted, most_object_store_bytes()))
 
 
 def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: int = 0) -> AbstractContextManager[None]:
-    """Ray for the time of a ``with`` block.
+    """Ray for the time of a `with` block.
 
     Args:
-        ray_kwargs: further arguments of ``ray.init``; ``address`` names a running cluster to join, before the
-            environment's ``RAY_ADDRESS``; ``local`` starts one in any case.
-        num_processes: worker processes of the run. Ray reserves one CPU for each, so a machine with fewer cores is
+        ray_kwargs: Further arguments of `ray.init`; `address` names a running cluster to join, before the
+            environment's `RAY_ADDRESS`; `local` starts one in any case.
+        num_processes: Worker processes of the run. Ray reserves one CPU for each, so a machine with fewer cores is
             given as many on paper: ranks take turns there, which is slow and right.
-        batch_tokens: see ``object_store_bytes``.
+        batch_tokens: See `object_store_bytes`.
     """
     address = ray_kwargs.get("address") or os.environ.get("RAY_ADDRESS") or "local"
     settings = ray_kwargs | {"address": address}
@@ -56,12 +56,12 @@ def available_cores() -> int:
 
 
 def scarcity(wanted: str, device: str, num_processes: int) -> str | None:
-    """What to say when a run that would take GPUs found none and has more processes than cores; None otherwise.
+    """Return what to say when a run that would take GPUs found none and has more processes than cores; None otherwise.
 
     Args:
-        wanted: ``trainer.device``.
-        device: what was chosen.
-        num_processes: worker processes of the run.
+        wanted: `trainer.device`.
+        device: What was chosen.
+        num_processes: Worker processes of the run.
     """
     cores = available_cores()
     if wanted != "auto" or device == "cuda" or num_processes <= cores:
@@ -73,7 +73,7 @@ def scarcity(wanted: str, device: str, num_processes: int) -> str | None:
 
 
 def choose_device(wanted: str) -> str:
-    """``cpu`` or ``cuda``, from ``trainer.device`` and what the running cluster has."""
+    """`cpu` or `cuda`, from `trainer.device` and what the running cluster has."""
     if wanted != "auto":
         return wanted
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"

@@ -17,9 +17,9 @@ class MicroBatchLimits:
     """How large a micro-batch of one rank may be.
 
     Attributes:
-        max_tokens: hard cap on its tokens; ``None`` where micro-batches have a fixed number of rows.
-        max_rows: fixed number of its rows; ``None`` where they are filled up to ``max_tokens``.
-        budget_key: the key that sets ``max_tokens``, for errors.
+        max_tokens: Hard cap on its tokens; `None` where micro-batches have a fixed number of rows.
+        max_rows: Fixed number of its rows; `None` where they are filled up to `max_tokens`.
+        budget_key: The key that sets `max_tokens`, for errors.
     """
 
     max_tokens: int | None
@@ -28,14 +28,14 @@ class MicroBatchLimits:
 
     @classmethod
     def of(cls, section: Any, name: str, dynamic: str, tokens: str, rows: str) -> MicroBatchLimits:
-        """Reads the three keys that verl's scripts set.
+        """Read the three keys that verl's scripts set.
 
         Args:
-            section: a section of the configuration.
-            name: its name, for errors.
-            dynamic: its key that says whether micro-batches are filled up to a number of tokens.
-            tokens: its key with that number.
-            rows: its key with the number of rows otherwise.
+            section: A section of the configuration.
+            name: Its name, for errors.
+            dynamic: Its key that says whether micro-batches are filled up to a number of tokens.
+            tokens: Its key with that number.
+            rows: Its key with the number of rows otherwise.
         """
         filled = getattr(section, dynamic)
         return cls(
@@ -48,7 +48,7 @@ class Planner:
     """Plans a batch for the worker groups.
 
     Attributes:
-        share_prefix: the samples of a group compute their prompt once.
+        share_prefix: The samples of a group compute their prompt once.
     """
 
     share_prefix: bool
@@ -78,7 +78,7 @@ class Planner:
         skip: np.ndarray | None = None,
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
-        """``epochs`` passes over mini-batches of ``mini_batch_rows`` rows; rows in ``skip`` count but do not run."""
+        """`epochs` passes over mini-batches of `mini_batch_rows` rows; rows in `skip` count but do not run."""
         prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
         return plan_update(
             prompt,
@@ -105,7 +105,7 @@ class Planner:
         mini_batch_pairs: int,
         epochs: int = 1,
     ) -> BatchPlan:
-        """As ``update``, of a batch whose rows 2i and 2i + 1 are a pair; ``limits.max_rows`` counts pairs."""
+        """As `update`, of a batch whose rows 2i and 2i + 1 are a pair; `limits.max_rows` counts pairs."""
         prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
         return plan_pairs(
             prompt,
@@ -122,7 +122,7 @@ class Planner:
 
 
 def rows_of_first_step(plan: BatchPlan) -> list[int]:
-    """The rows of the batch that the first optimizer step of an update runs, over all ranks."""
+    """Return the rows of the batch that the first optimizer step of an update runs, over all ranks."""
     return [
         held[place]
         for held, rank in zip(plan.rows, plan.ranks, strict=True)
@@ -138,8 +138,8 @@ def plan_generation(group_ids: np.ndarray, world_size: int, tensor_parallel_size
 
     Args:
         group_ids: (B,) the uid of every row.
-        world_size: ranks of the rollout's worker group.
-        tensor_parallel_size: ranks that form one engine; the first of them drives it.
+        world_size: Ranks of the rollout's worker group.
+        tensor_parallel_size: Ranks that form one engine; the first of them drives it.
     """
     leaders = range(0, world_size, tensor_parallel_size)
     _, first, group = np.unique(group_ids, return_index=True, return_inverse=True)

@@ -1,4 +1,4 @@
-"""Which dtype ``auto`` is: the one in which this hardware multiplies matrices fastest without losing what is learnt.
+"""Which dtype `auto` is: the one in which this hardware multiplies matrices fastest without losing what is learnt.
 
 GPUs, and CPUs with matrix instructions for bfloat16 (AMX, AVX512-BF16, Arm's), take bfloat16. Every other CPU has to
 widen each product to float32 and round it back: there, bfloat16 costs two to three times the time of float32 and is the
@@ -15,12 +15,12 @@ from hrl.config.section import Section
 
 SectionT = TypeVar("SectionT", bound=Section)
 
-#: Names in ``torch.cpu.get_capabilities()`` of instructions that multiply bfloat16 matrices.
+#: Names in `torch.cpu.get_capabilities()` of instructions that multiply bfloat16 matrices.
 BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def fastest_dtype(device: str) -> str:
-    """``bfloat16`` or ``float32``, for ``device`` = ``cpu`` (this machine's) or ``cuda``."""
+    """`bfloat16` or `float32`, for `device` = `cpu` (this machine's) or `cuda`."""
     if device != "cpu":
         return "bfloat16"
     capabilities = torch.cpu.get_capabilities()
@@ -28,7 +28,7 @@ def fastest_dtype(device: str) -> str:
 
 
 def with_dtypes(config: SectionT, device: str) -> SectionT:
-    """The configuration with a dtype in the place of every ``dtype=auto``.
+    """Return the configuration with a dtype in the place of every `dtype=auto`.
 
     Decided once, on the driver: ranks that decided for themselves could disagree, and then exchange bytes of two kinds.
     """

@@ -30,9 +30,9 @@ class ResourcePoolManager:
     Roles that name the same pool share its processes, one per rank; roles on different pools run apart.
 
     Attributes:
-        resource_pool_spec: pool name to the number of processes on each node, e.g. ``{"global": [8, 8]}``.
-        mapping: role to pool name.
-        use_gpu: whether a process of a pool owns a GPU.
+        resource_pool_spec: Pool name to the number of processes on each node, e.g. `{"global": [8, 8]}`.
+        mapping: Role to pool name.
+        use_gpu: Whether a process of a pool owns a GPU.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -47,7 +47,7 @@ class ResourcePoolManager:
                 raise ValueError(f"role {role.value!r} is mapped to pool {pool!r}, but the pools are: {known}")
 
     def create_resource_pool(self) -> None:
-        """Makes the pools that some role uses. Placement happens when the first worker group asks for it."""
+        """Make the pools that some role uses. Placement happens when the first worker group asks for it."""
         from hrl.single_controller.ray import RayResourcePool
 
         for name in dict.fromkeys(self.mapping.values()):
@@ -59,7 +59,7 @@ class ResourcePoolManager:
             )
 
     def get_resource_pool(self, role: Role) -> RayResourcePool:
-        """The pool of a role; ``KeyError`` where the role is not mapped."""
+        """Return the pool of a role; `KeyError` where the role is not mapped."""
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
@@ -68,7 +68,7 @@ class ResourcePoolManager:
 
 
 def pool_manager_of(config: Any, *, use_gpu: bool) -> ResourcePoolManager:
-    """The pool manager of a configuration (``trainer.resource_pools`` and ``trainer.role_pools``)."""
+    """Return the pool manager of a configuration (`trainer.resource_pools` and `trainer.role_pools`)."""
     placement = resolve_placement(config)
     pools = {name: list(counts) for name, counts in placement.pools.items()}
     mapping = {Role(role): pool for role, pool in placement.roles.items()}

@@ -19,7 +19,7 @@ from hrl.workers.folder import file_sizes
 
 _TOKEN_PATIENCE_S = 5.0
 _SHARDS_PATIENCE_S = 60.0
-"""NFS clients may take so long (``acdirmax``) to look again into a folder that they have seen before."""
+"""NFS clients may take so long (`acdirmax`) to look again into a folder that they have seen before."""
 _POLL_S = 0.5
 
 
@@ -27,8 +27,8 @@ class Ranks(Protocol):
     """A worker group, as far as it is asked here.
 
     Attributes:
-        roles: its one role.
-        node_ips: the address of each rank's node.
+        roles: Its one role.
+        node_ips: The address of each rank's node.
     """
 
     @property
@@ -38,20 +38,20 @@ class Ranks(Protocol):
     def node_ips(self) -> list[str]: ...
 
     def files_below(self, folder: str) -> list[dict[str, int]]:
-        """What each rank sees below a folder, see ``ModelWorker.files_below``."""
+        """Return what each rank sees below a folder, see `ModelWorker.files_below`."""
 
 
 def require_shared(run_folder: Path, groups: Iterable[Any], patience_s: float = _TOKEN_PATIENCE_S) -> None:
-    """Lets every rank look for a file that the driver has just written.
+    """Let every rank look for a file that the driver has just written.
 
     Args:
-        run_folder: of the run.
-        groups: those that write checkpoints.
-        patience_s: how long to look again.
+        run_folder: Of the run.
+        groups: Those that write checkpoints.
+        patience_s: How long to look again.
 
     Raises:
-        CheckpointError: a rank does not see it; names rank, node and the key to change.
-        RunFolderError: the driver can't write there.
+        CheckpointError: A rank does not see it; names rank, node and the key to change.
+        RunFolderError: The driver can't write there.
     """
     probe = run_folder / f".probe.{uuid.uuid4().hex}"  # a new name: no node has cached that it is not there
     try:
@@ -69,16 +69,16 @@ def require_shared(run_folder: Path, groups: Iterable[Any], patience_s: float = 
 def require_all_shards(
     folder: Path, groups: Iterable[Any], run_folder: Path, patience_s: float = _SHARDS_PATIENCE_S
 ) -> None:
-    """Looks whether everything that ranks see of a checkpoint is in the driver's folder, whole.
+    """Look whether everything that ranks see of a checkpoint is in the driver's folder, whole.
 
     Args:
-        folder: of the checkpoint, not yet published.
-        groups: those that wrote it; their writing has ended.
-        run_folder: of the run.
-        patience_s: how long to look again.
+        folder: Of the checkpoint, not yet published.
+        groups: Those that wrote it; their writing has ended.
+        run_folder: Of the run.
+        patience_s: How long to look again.
 
     Raises:
-        CheckpointError: a file is missing here or has another size; names rank, node and file.
+        CheckpointError: A file is missing here or has another size; names rank, node and file.
     """
     reports = list(_ask(groups, folder))
     missing = _first(lambda: _missing(reports, file_sizes(folder)), patience_s)
@@ -102,7 +102,7 @@ def _missing(reports: Iterable[tuple[str, Mapping[str, int]]], here: Mapping[str
 
 
 def _first(failures: Callable[[], Iterator[Any]], patience_s: float) -> Any | None:
-    """The first failure that is still one after this time; None as soon as there is none."""
+    """Return the first failure that is still one after this time; None as soon as there is none."""
     deadline = time.monotonic() + patience_s
     while (failure := next(failures(), None)) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_S)

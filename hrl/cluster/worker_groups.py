@@ -28,14 +28,14 @@ CAUSE_NOTICE_S = 10.0
 def worker_mapping(
     config: Any, roles: list[Role], runtime: Runtime, paths: dict[Role, str], total_training_steps: int
 ) -> dict[Role, Any]:
-    """The worker class of every role with its arguments.
+    """Return the worker class of every role with its arguments.
 
     Args:
-        config: the whole configuration.
-        roles: the roles to build.
-        runtime: what every process needs to know.
-        paths: local model folder by role.
-        total_training_steps: steps of the trainer; schedules run over the optimizer steps these make.
+        config: The whole configuration.
+        roles: The roles to build.
+        runtime: What every process needs to know.
+        paths: Local model folder by role.
+        total_training_steps: Steps of the trainer; schedules run over the optimizer steps these make.
     """
     actor_steps = max(total_training_steps - config.trainer.critic_warmup, 0) * step_sizes(config).optimizer_steps
     critic_steps = total_training_steps * step_sizes(config, config.critic).optimizer_steps
@@ -56,7 +56,7 @@ def worker_mapping(
 
 
 def with_absolute_tokenizer(policy: Any) -> Any:
-    """``actor_rollout_ref`` with a tokenizer's folder as processes in other folders find it."""
+    """`actor_rollout_ref` with a tokenizer's folder as processes in other folders find it."""
     path = policy.model.tokenizer_path
     if path is None:
         return policy
@@ -70,14 +70,14 @@ def start_processes(
     manager: ResourcePoolManager,
     worker_group_cls: type[RayWorkerGroup],
 ) -> tuple[dict[Role, RayWorkerGroup], list[RayWorkerGroup]]:
-    """Starts one process per rank of every pool, with an object for each role on that pool; all pools side by side.
+    """Start one process per rank of every pool, with an object for each role on that pool; all pools side by side.
 
     Returns:
         The group of every role, and the groups of processes, one per pool.
 
     Raises:
-        PlacementError: the cluster lacks what a pool needs.
-        WorkerError: a worker could not be constructed.
+        PlacementError: The cluster lacks what a pool needs.
+        WorkerError: A worker could not be constructed.
     """
     manager.create_resource_pool()
     by_pool: dict[str, dict[str, Any]] = defaultdict(dict)
@@ -114,7 +114,7 @@ def build_worker_groups(
     manager: ResourcePoolManager,
     worker_group_cls: type[RayWorkerGroup],
 ) -> WorkerGroups:
-    """Starts the processes of a PPO run; raises as ``start_processes``."""
+    """Start the processes of a PPO run; raises as `start_processes`."""
     groups, started = start_processes(config, role_worker_mapping, manager, worker_group_cls)
     merged = groups.get(Role.ActorRollout)
     return WorkerGroups(
@@ -134,7 +134,7 @@ def build_worker_groups(
 
 
 def _raise_cause_in(receiving: GroupFuture, consequence: WorkerError) -> None:
-    """Raises what befell a receiver, of which a sender only knows that it is gone; returns if that is nothing."""
+    """Raise what befell a receiver, of which a sender only knows that it is gone; returns if that is nothing."""
     try:
         receiving.get(timeout_s=CAUSE_NOTICE_S)
     except WorkerTimeoutError:
@@ -150,13 +150,13 @@ def _least_read_back(engines: Sequence[dict[str, float]]) -> dict[str, float]:
 
 @dataclass
 class WorkerGroups:
-    """One worker group per role; ``actor`` and ``rollout`` are the same group where the hybrid engine merges them.
+    """One worker group per role; `actor` and `rollout` are the same group where the hybrid engine merges them.
 
     Attributes:
-        processes: the groups by process, one per pool.
-        load_order: for each pool, the groups on it in the order in which their models are loaded.
-        timeouts: seconds for initialisation (``init_s``) and a phase (``call_s``).
-        sync_timeout_s: for a weight sync.
+        processes: The groups by process, one per pool.
+        load_order: For each pool, the groups on it in the order in which their models are loaded.
+        timeouts: Seconds for initialisation (`init_s`) and a phase (`call_s`).
+        sync_timeout_s: For a weight sync.
     """
 
     actor: Any
@@ -181,10 +181,10 @@ class WorkerGroups:
         return [group for group in (self.actor, self.critic) if group is not None]
 
     def init_models(self) -> None:
-        """Loads every model and starts the engines: pools side by side, the roles of a pool one after the other.
+        """Load every model and start the engines: pools side by side, the roles of a pool one after the other.
 
         Raises:
-            WorkerError: the first failure, at once; ``wait_for_all`` says what becomes of others.
+            WorkerError: The first failure, at once; `wait_for_all` says what becomes of others.
         """
         loading = [
             # The processes of a pool take their calls in turn: each one's deadline holds the time of those before it.
@@ -199,7 +199,7 @@ class WorkerGroups:
             self._weight_group = self.actor.open_weight_broadcast(self.rollout.world_size, address)
 
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Gives every engine the policy's weights as ``version``; returns the sender's figures as metrics.
+        """Give every engine the policy's weights as `version`; returns the sender's figures as metrics.
 
         On separate pools there is one group of trainer rank 0 and all processes of all engines.
         """
@@ -219,18 +219,18 @@ class WorkerGroups:
         return senders[0] | _least_read_back([engine for engine in engines if engine])
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Writes the state of the trained roles below ``folder``."""
+        """Write the state of the trained roles below `folder`."""
         self.actor.save_checkpoint(str(folder / "actor"), str(folder / "hf") if "hf_model" in contents else None)
         if self.critic is not None:
             self.critic.save_checkpoint(str(folder / "critic"))
 
     def load(self, folder: Path) -> None:
-        """Loads what ``save`` wrote."""
+        """Load what `save` wrote."""
         self.actor.load_checkpoint(str(folder / "actor"))
         if self.critic is not None:
             self.critic.load_checkpoint(str(folder / "critic"))
 
     def shutdown(self) -> None:
-        """Ends every process of every pool."""
+        """End every process of every pool."""
         for group in self.processes:
             group.shutdown()

@@ -72,11 +72,11 @@ class StepSizes(NamedTuple):
     """The counts that one training step is made of.
 
     Attributes:
-        prompts: prompts sampled.
-        samples: samples per prompt.
-        sequences: prompts × samples.
-        mini_batches: mini-batches per pass.
-        epochs: passes over the batch.
+        prompts: Prompts sampled.
+        samples: Samples per prompt.
+        sequences: Prompts × samples.
+        mini_batches: Mini-batches per pass.
+        epochs: Passes over the batch.
         optimizer_steps: mini_batches × epochs.
     """
 
@@ -89,7 +89,7 @@ class StepSizes(NamedTuple):
 
 
 def step_sizes(config: PPOTrainerConfig, learner: ActorConfig | CriticConfig | None = None) -> StepSizes:
-    """Counts of one step of the actor, or of another learner."""
+    """Return counts of one step of the actor, or of another learner."""
     learner = learner or config.actor_rollout_ref.actor
     prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini_batches = prompts // learner.ppo_mini_batch_size
@@ -99,17 +99,20 @@ def step_sizes(config: PPOTrainerConfig, learner: ActorConfig | CriticConfig | N
 
 
 def total_steps(config: Any, train_rows: int) -> int:
-    """Steps of the run over `train_rows` rows; the rows that don't fill an epoch's last batch are left out of it."""
+    """Return steps of the run over `train_rows` rows.
+
+    The rows that don't fill an epoch's last batch are left out of it.
+    """
     by_epochs = train_rows // config.data.train_batch_size * config.trainer.total_epochs
     return by_epochs if config.trainer.total_training_steps is None else config.trainer.total_training_steps
 
 
 def batch_arithmetic(config: PPOTrainerConfig, *, train_rows: int | None = None) -> list[Fact]:
-    """The run in numbers.
+    """Return the run in numbers.
 
     Args:
-        config: a valid configuration.
-        train_rows: training rows after filtering, once they are known; None before the data are read.
+        config: A valid configuration.
+        train_rows: Training rows after filtering, once they are known; None before the data are read.
     """
     return [*_step_facts(config), _length_fact(config, train_rows), *_micro_batch_facts(config), *_engine_facts(config)]
 
@@ -205,7 +208,7 @@ def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
 
 
 def placement_facts(config: PPOTrainerConfig) -> list[Fact]:
-    """Which roles live on which processes."""
+    """Return which roles live on which processes."""
     placement = resolve_placement(config)
     return [Fact(f"pool {pool}", _pool_sentence(placement, pool)) for pool in placement.pools]
 
@@ -220,7 +223,10 @@ def _pool_sentence(placement: Placement, pool: str) -> str:
 
 
 def units_in_words(config: PPOTrainerConfig) -> list[Fact]:
-    """The keys of `UNITS` that take part in this run, with value and unit; what is off or not built is left out."""
+    """Return the keys of `UNITS` that take part in this run, with value and unit.
+
+    What is off or not built is left out.
+    """
     built = {
         "critic.": config.needs_critic,
         f"{_REF}.": config.needs_reference,
@@ -234,7 +240,7 @@ def units_in_words(config: PPOTrainerConfig) -> list[Fact]:
 
 
 def value_of(config: Section, key: str) -> Any:
-    """The value of a dotted key."""
+    """Return the value of a dotted key."""
     node: Any = config
     for name in key.split("."):
         node = getattr(node, name)
@@ -248,5 +254,5 @@ def differences(config: Section) -> Mapping[str, tuple[Any, Any]]:
 
 
 def count(number: int, singular: str, plural: str | None = None) -> str:
-    """A number with its noun: `1 step`, `2 steps`."""
+    """Return a number with its noun: `1 step`, `2 steps`."""
     return f"{number:,} {singular if number == 1 else plural or singular + 's'}"

@@ -50,9 +50,9 @@ class Composition:
     """What the files and the command line say, before validation.
 
     Attributes:
-        values: dotted key → value, interpolations resolved.
-        origins: dotted key → who set it: `YOURS`, or a chosen file such as `recipe=ppo`; other keys have their default.
-        problems: what could not be read.
+        values: Dotted key → value, interpolations resolved.
+        origins: Dotted key → who set it: `YOURS`, or a chosen file such as `recipe=ppo`; other keys have their default.
+        problems: What could not be read.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -65,10 +65,10 @@ class Options:
     """A command line, taken apart.
 
     Attributes:
-        config_path: folder of the primary YAML file; None is hrl's own.
-        config_name: its name without the suffix.
-        config_dir: one more folder that groups are looked for in.
-        overrides: the rest, to be read as `key=value`.
+        config_path: Folder of the primary YAML file; None is hrl's own.
+        config_name: Its name without the suffix.
+        config_dir: One more folder that groups are looked for in.
+        overrides: The rest, to be read as `key=value`.
         help: `--help` was asked.
         cfg: `--cfg` was asked.
     """
@@ -108,15 +108,15 @@ def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
     """Compose and validate what a command line asks for.
 
     Args:
-        kind: of the run; it names the primary YAML file unless `--config-name` names another.
+        kind: Of the run; it names the primary YAML file unless `--config-name` names another.
         argv: `key=value` overrides, `--config-path DIR`, `--config-name NAME`, `--config-dir DIR`, `--cfg`, `--help`.
 
     Returns:
         The validated configuration.
 
     Raises:
-        ConfigError: lists every problem at once.
-        SystemExit: after `--help` or `--cfg` has been answered.
+        ConfigError: Lists every problem at once.
+        SystemExit: After `--help` or `--cfg` has been answered.
     """
     options = parse_options(argv, kind.config_name)
     if options.help:
@@ -129,11 +129,11 @@ def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
 
 
 def config_problems(kind: RunKind[Section], argv: Sequence[str]) -> tuple[Problem, ...]:
-    """What is wrong with a command line, judged by itself: no file that it names is opened, no device looked at.
+    """Return what is wrong with a command line, judged by itself: no file that it names is opened, no device looked at.
 
     Args:
-        kind: of the run.
-        argv: as `compose_kind` takes it.
+        kind: Of the run.
+        argv: As `compose_kind` takes it.
     """
     try:
         compose_kind(kind, argv)
@@ -143,7 +143,10 @@ def config_problems(kind: RunKind[Section], argv: Sequence[str]) -> tuple[Proble
 
 
 def to_yaml(config: Section) -> str:
-    """The whole configuration as YAML, every default filled in; composing it again gives the same configuration."""
+    """Return the whole configuration as YAML, every default filled in.
+
+    Composing it again gives the same configuration.
+    """
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
 
 
@@ -157,7 +160,7 @@ def parse_options(argv: Sequence[str], config_name: str) -> Options:
     """Take a command line apart; `--config-path` is relative to the working folder.
 
     Raises:
-        ConfigError: an option lacks its value.
+        ConfigError: An option lacks its value.
     """
     parser = _Parser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config-path", "-cp", type=Path)
@@ -254,13 +257,13 @@ def _composed(
 
 
 def _keys_of(file: Path, kind: RunKind[Section]) -> list[str]:
-    """The dotted keys that a YAML file sets itself."""
+    """Return the dotted keys that a YAML file sets itself."""
     tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
     return [key for key, _ in flatten({name: value for name, value in tree.items() if name != "defaults"}, kind.schema)]
 
 
 def _group_options(folders: Sequence[Path], name: str, kind: RunKind[Section]) -> list[str]:
-    """The YAML files of the group `name` that suit the kind of run; empty if no folder holds such a group."""
+    """Return the YAML files of the group `name` that suit the kind of run; empty if no folder holds such a group."""
     if name == QUICKSTART:
         return [kind.name]
     if "." in name:

@@ -14,9 +14,9 @@ class Conversion(NamedTuple):
     """How a value becomes that of other keys.
 
     Attributes:
-        convert: from the value and the other keys to key → value; None where it can't be said.
-        says: what is computed, for the documentation.
-        instead: what to write where it can't be.
+        convert: From the value and the other keys to key → value; None where it can't be said.
+        says: What is computed, for the documentation.
+        instead: What to write where it can't be.
     """
 
     convert: Callable[[Any, Given], Mapping[str, Any] | None]
@@ -25,7 +25,7 @@ class Conversion(NamedTuple):
 
 
 def _over_processes(target: str) -> Conversion:
-    """A micro-batch of all processes, cut into one for each; as in verl, a rest is dropped."""
+    """Return a micro-batch of all processes, cut into one for each; as in verl, a rest is dropped."""
 
     def convert(rows: Any, given: Given) -> Mapping[str, Any] | None:
         per_machine, machines = given("trainer.n_gpus_per_node"), given("trainer.nnodes")

@@ -193,9 +193,9 @@ def with_derived_defaults(
     """Fill in every derived default that was not given.
 
     Args:
-        given: dotted key → value, as the user wrote it; may hold wrong types, which validation reports later.
-        derived: key → its default, sources first.
-        root: the schema.
+        given: Dotted key → value, as the user wrote it; may hold wrong types, which validation reports later.
+        derived: Key → its default, sources first.
+        root: The schema.
 
     Returns:
         `given` with the derived keys added, and pools written as one number spread over `trainer.nnodes` machines.

@@ -7,10 +7,10 @@ from pathlib import Path
 
 @cache
 def config_folder() -> Path:
-    """The folder of `ppo_trainer.yaml`: inside the installed package, or at the root of the repository.
+    """Return the folder of `ppo_trainer.yaml`: inside the installed package, or at the root of the repository.
 
     Raises:
-        FileNotFoundError: neither is there; the installation is broken.
+        FileNotFoundError: Neither is there; the installation is broken.
     """
     package = Path(str(resources.files("hrl")))
     candidates = (package / "_configs", package.parent / "configs")

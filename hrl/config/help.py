@@ -14,9 +14,9 @@ def run_help(program: str | None = None, kind: RunKind[Section] = PPO, options: 
     """Usage, groups, most used keys and examples.
 
     Args:
-        program: what is asked for help; the kind's own program by default.
-        kind: of the run.
-        options: which `program` takes beside those of a run, for the line of usage.
+        program: What is asked for help; the kind's own program by default.
+        kind: Of the run.
+        options: Which `program` takes beside those of a run, for the line of usage.
     """
     program = program or kind.program
     groups = [line for group in kind.help.groups for line in _group_lines(group)]

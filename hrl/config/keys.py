@@ -62,7 +62,10 @@ def flatten(
 
 
 def unflatten(values: dict[str, Any]) -> dict[str, Any]:
-    """The nested dict of dotted keys; a value where a section belongs is kept, so that validation can name it."""
+    """Return the nested dict of dotted keys.
+
+    A value where a section belongs is kept, so that validation can name it.
+    """
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *path, name = key.split(".")
@@ -78,7 +81,7 @@ def unflatten(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def edit_distance(one: str, other: str) -> int:
-    """How many letters were left out, put in or swapped with their neighbour; an exchanged letter counts as two.
+    """Return how many letters were left out, put in or swapped with their neighbour; an exchanged letter counts as two.
 
     Optimal string alignment (a restricted Damerau-Levenshtein distance), in which `grpo` is nearer to `gpro` than to
     `gspo`.
@@ -130,9 +133,9 @@ def nearest_keys(key: str, aliases: Mapping[str, str], root: type[Section] = PPO
     """Right names that `key` is a misspelling of, or whose end it is, or the other way round; none of another section.
 
     Args:
-        key: the unknown dotted key.
-        aliases: accepted older spellings and what they became; a misspelt alias suggests its present name.
-        root: the schema.
+        key: The unknown dotted key.
+        aliases: Accepted older spellings and what they became; a misspelt alias suggests its present name.
+        root: The schema.
 
     Returns:
         At most two, the likeliest first.
@@ -149,5 +152,5 @@ def nearest_keys(key: str, aliases: Mapping[str, str], root: type[Section] = PPO
 
 
 def _is_slip(key: str, other: str) -> bool:
-    """Whether two paths of the same depth differ by one slip."""
+    """Return whether two paths of the same depth differ by one slip."""
     return key.count(".") == other.count(".") and abs(len(key) - len(other)) <= 1 and edit_distance(key, other) == 1

@@ -32,14 +32,14 @@ def load_kind(kind: RunKind[C], tree: DictConfig | Mapping[str, Any]) -> C:
     """Validate a composed tree; reads the tree alone: no file, no network, no device.
 
     Args:
-        kind: of the run.
-        tree: nested keys and values, as hydra composes them or as a plain dict.
+        kind: Of the run.
+        tree: Nested keys and values, as hydra composes them or as a plain dict.
 
     Returns:
         The configuration with every default filled in.
 
     Raises:
-        ConfigError: something is wrong; lists all problems at once.
+        ConfigError: Something is wrong; lists all problems at once.
     """
     plain: Any = OmegaConf.to_container(tree, resolve=True) if isinstance(tree, DictConfig) else tree
     return validate_kind(kind, dict(flatten({str(name): value for name, value in plain.items()}, kind.schema)))
@@ -54,12 +54,12 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Pr
     """Validate dotted keys.
 
     Args:
-        kind: of the run.
-        given: dotted key → value.
-        problems: what was found before, while composing; listed first.
+        kind: Of the run.
+        given: Dotted key → value.
+        problems: What was found before, while composing; listed first.
 
     Raises:
-        ConfigError: as `load_kind`.
+        ConfigError: As `load_kind`.
     """
     values, found, remarks = _translate(given, kind)
     found = [*problems, *found]
@@ -151,7 +151,7 @@ def _translate(
 
 
 def _names_a_class_of_verl(key: str, value: object) -> bool:
-    """Whether this is what verl's YAML files say of every section: the class that it becomes."""
+    """Return whether this is what verl's YAML files say of every section: the class that it becomes."""
     return key.rpartition(".")[2] == "_target_" and str(value).startswith("verl.")
 
 
@@ -166,7 +166,7 @@ def _taken_without_effect(taken: Iterable[tuple[str, Any, Verdict]]) -> Iterator
 
 
 def _is_schema_key(key: str, root: type[Section]) -> bool:
-    """Whether validation can judge `key`: it is in the schema, or lies under or over a value of it."""
+    """Return whether validation can judge `key`: it is in the schema, or lies under or over a value of it."""
     parts = key.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return key in leaves(root) or key in sections(root) or any(prefix in leaves(root) for prefix in above)
@@ -184,7 +184,7 @@ def _refusal(written: str, value: object, verdict: Verdict, or_meant: str | None
 
 
 def _of_the_policy(key: str, kind: RunKind[Section]) -> str | None:
-    """The key that was meant where only the name of the policy's section was left out, as in `rollout.n`."""
+    """Return the key that was meant where only the name of the policy's section was left out, as in `rollout.n`."""
     full = f"{_POLICY}.{key}"
     return full if "." in key and full in leaves(kind.schema) else None
 
@@ -208,7 +208,7 @@ def _unknown(written: str, key: str, kind: RunKind[Section]) -> Problem:
 
 
 def option_problem(text: str, kind: RunKind[Section]) -> Problem:
-    """The problem with an argument such as `--n_samples_per_prompt 8`, as other programs take it."""
+    """Return the problem with an argument such as `--n_samples_per_prompt 8`, as other programs take it."""
     name = text.lstrip("-").replace("=", " ").partition(" ")[0].replace("-", "_")
     synonym = _synonym(name, kind)
     hint = f"{synonym.hint} Write key=value." if synonym is not None else "Write key=value; see --help."
@@ -216,7 +216,7 @@ def option_problem(text: str, kind: RunKind[Section]) -> Problem:
 
 
 def _synonym(key: str, kind: RunKind[Section]) -> Synonym | None:
-    """What the name is in another library, where its section doesn't say that it is something else."""
+    """Return what the name is in another library, where its section doesn't say that it is something else."""
     section, _, name = key.rpartition(".")
     synonym = kind.spellings.synonyms.get(name)
     if synonym is None:
@@ -250,7 +250,7 @@ def _build(values: Mapping[str, Any], root: type[C]) -> tuple[C, list[Problem]]:
 
 
 def _key_path(detail: ErrorDetails, root: type[Section]) -> Iterator[str]:
-    """The dotted key of an error, without pydantic's steps into unions and list items."""
+    """Yield the dotted key of an error, without pydantic's steps into unions and list items."""
     key = ""
     for step in detail["loc"]:
         key = f"{key}.{step}" if key else str(step)
@@ -302,7 +302,7 @@ def _choice_problem(key: str, item: str, value: object, root: type[Section]) -> 
 
 
 def choices_of(key: str, root: type[Section] = PPOTrainerConfig) -> list[str]:
-    """The values that a key of fixed choices can take, as the schema lists them; empty for other keys."""
+    """Return the values that a key of fixed choices can take, as the schema lists them; empty for other keys."""
     return [str(choice) for choice in _literals(leaves(root)[key].field.annotation)]
 
 
@@ -315,7 +315,7 @@ def _literals(annotation: Any) -> Iterator[Any]:
 
 
 def _show(value: object) -> str:
-    """A value as YAML writes it."""
+    """Return a value as YAML writes it."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -62,7 +62,7 @@ LOGGERS = frozenset([*WITHOUT_TRACKER, "tensorboard", "wandb", "mlflow", "swanla
 
 
 def _registry(module: str, attribute: str) -> dict[str, object]:
-    """The registry's entries if its module is already imported; it is never imported from here."""
+    """Return the registry's entries if its module is already imported; it is never imported from here."""
     loaded = sys.modules.get(module)
     return dict(getattr(loaded, attribute, {})) if loaded is not None else {}
 
@@ -74,7 +74,7 @@ def _declared(module: str, attribute: str) -> set[str]:
 
 
 def _known(built_in: Iterable[str], module: str, attribute: str) -> set[str]:
-    """The built-in names and those registered so far."""
+    """Return the built-in names and those registered so far."""
     return {*built_in, *_registry(module, attribute)}
 
 
@@ -114,7 +114,7 @@ def known_reweight_methods() -> set[str]:
 
 
 def is_registered_aggregation(name: str) -> bool:
-    """Whether an aggregation of token losses was registered under that name so far."""
+    """Return whether an aggregation of token losses was registered under that name so far."""
     return name in _registry("hrl.algos.aggregation", "AGGREGATION_MODES")
 
 
@@ -131,7 +131,7 @@ def estimator_needs(name: str) -> EstimatorNeeds:
 
 
 def pair_loss_traits(name: str) -> PairLossTraits:
-    """What the loss `name` reads; a registered loss of the user reads every constant."""
+    """Return what the loss `name` reads; a registered loss of the user reads every constant."""
     if name in PAIR_LOSSES:
         return PAIR_LOSSES[name]
     return PairLossTraits(reference=name not in _declared("hrl.algos.preference", "REFERENCE_FREE_LOSSES"))

@@ -25,7 +25,7 @@ alone; *follows* means that the default comes from other keys, as the sentence s
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([_HEAD, *_sections()]).rstrip() + "\n"
 
 

@@ -23,11 +23,11 @@ UNITS: dict[str, str] = {
 
 
 def batch_arithmetic(config: OfflineConfig, *, train_rows: int | None = None) -> list[Fact]:
-    """The run in numbers.
+    """Return the run in numbers.
 
     Args:
-        config: a valid configuration.
-        train_rows: training rows that are kept, once they are known; None before the data are read.
+        config: A valid configuration.
+        train_rows: Training rows that are kept, once they are known; None before the data are read.
     """
     return [*_step_facts(config), _length_fact(config, train_rows), _micro_batch_fact(config)]
 
@@ -76,6 +76,6 @@ def placement_facts(config: OfflineConfig) -> list[Fact]:
 
 
 def units_in_words(config: OfflineConfig) -> list[Fact]:
-    """The keys of `UNITS` with value and unit; what is off is left out."""
+    """Return the keys of `UNITS` with value and unit; what is off is left out."""
     values = {key: value_of(config, key) for key in UNITS}
     return [Fact(key, f"{value:,} {UNITS[key]}") for key, value in values.items() if value is not None and value > 0]

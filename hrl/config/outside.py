@@ -51,17 +51,17 @@ def _how(says: str, keys: Iterable[str], *, same: Iterable[Any] = ()) -> dict[st
 
 
 def _switch(says: str, always: bool, keys: Iterable[str]) -> dict[str, Verdict]:
-    """A switch that stands at one side here and says how fast, not what."""
+    """Return a switch that stands at one side here and says how fast, not what."""
     return dict.fromkeys(keys, Verdict(says, same=(always, None), noted=(not always,)))
 
 
 def _set(says: str, instead: str, keys: Iterable[str], *, same: Iterable[Any] = (None,)) -> dict[str, Verdict]:
-    """A key that hrl has under another name."""
+    """Return a key that hrl has under another name."""
     return dict.fromkeys(keys, Verdict(says, instead, same=tuple(same)))
 
 
 def _absent(says: str, keys: Iterable[str], *, same: Iterable[Any] = (None, False)) -> dict[str, Verdict]:
-    """A key of something that hrl can't do."""
+    """Return a key of something that hrl can't do."""
     return dict.fromkeys(keys, Verdict(says, same=tuple(same), reason=Reason.ABSENT))
 
 
@@ -445,7 +445,7 @@ VALUES: dict[tuple[str, Any], Verdict] = {
 
 
 def of_section(section: str, name: str) -> dict[str, Verdict]:
-    """The verdicts on the keys of one section, for another kind of run that has the section as `name`."""
+    """Return the verdicts on the keys of one section, for another kind of run that has the section as `name`."""
     return {
         f"{name}{key.removeprefix(section)}": verdict._replace(
             says=verdict.says.replace(section, name), instead=verdict.instead.replace(section, name)

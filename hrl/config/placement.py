@@ -14,8 +14,8 @@ class Placement(NamedTuple):
     """Pools of processes and the roles on them.
 
     Attributes:
-        pools: pool name → processes on each machine, for pools that have a role.
-        roles: role → pool name, for roles that the run builds. Either `actor_rollout`, or `actor` and `rollout`.
+        pools: Pool name → processes on each machine, for pools that have a role.
+        roles: Role → pool name, for roles that the run builds. Either `actor_rollout`, or `actor` and `rollout`.
     """
 
     pools: dict[str, tuple[int, ...]]

@@ -20,11 +20,11 @@ class Problem(NamedTuple):
     """One thing that is wrong with a configuration, and the way out.
 
     Attributes:
-        key: the key as the user wrote it.
-        what: what is wrong, as the predicate of a sentence whose subject is the key: "is 3, must be …".
-        hint: the way out.
-        involves: other keys it rests on; while one of those is itself in doubt, this problem is not reported.
-        reason: why; None where what was written is a mistake in itself.
+        key: The key as the user wrote it.
+        what: What is wrong, as the predicate of a sentence whose subject is the key: "is 3, must be …".
+        hint: The way out.
+        involves: Other keys it rests on; while one of those is itself in doubt, this problem is not reported.
+        reason: Why; None where what was written is a mistake in itself.
     """
 
     key: str
@@ -41,7 +41,7 @@ class ConfigError(ValueError):
     """The configuration can't be run. `str()` lists all problems, numbered.
 
     Attributes:
-        problems: the problems, in the order of the list.
+        problems: The problems, in the order of the list.
     """
 
     where = "in the configuration"

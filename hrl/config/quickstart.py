@@ -24,11 +24,11 @@ _BUNDLED = "bundled:"
 
 
 def is_the_quickstarts_task(kind: RunKind[Section], values: Mapping[str, Any]) -> bool:
-    """Whether neither another model nor other rows are named.
+    """Return whether neither another model nor other rows are named.
 
     Args:
-        kind: of the run.
-        values: dotted key → value, without the quickstart's own.
+        kind: Of the run.
+        values: Dotted key → value, without the quickstart's own.
     """
     known = leaves(kind.schema)
     for key in (*_MODELS, TRAIN_FILES):
@@ -57,7 +57,7 @@ def without_its_critic(kind: RunKind[Section], values: Mapping[str, Any], origin
 
 
 def rows_are_missing(kind: RunKind[Section], values: Mapping[str, Any]) -> Problem | None:
-    """A task of one's own has rows of its own."""
+    """Return a task of one's own has rows of its own."""
     if TRAIN_FILES in values:
         return None
     hint = (

@@ -60,7 +60,7 @@ key, set or not. *follows* in the column of defaults means that the default come
 
 
 def render() -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [_HEAD, f"There are {len(leaves())} keys.\n", *_sections(), *_compatibility()]
     return "\n".join(parts).rstrip() + "\n"
 
@@ -74,7 +74,7 @@ def _sections() -> Iterator[str]:
 
 
 def by_section(members: Iterable[Leaf]) -> dict[str, list[Leaf]]:
-    """The keys of every section, both in the order of the schema."""
+    """Return the keys of every section, both in the order of the schema."""
     found: dict[str, list[Leaf]] = {}
     for leaf in members:
         found.setdefault(leaf.key.rpartition(".")[0], []).append(leaf)
@@ -82,7 +82,7 @@ def by_section(members: Iterable[Leaf]) -> dict[str, list[Leaf]]:
 
 
 def docstring_of(parent: str, node: type[Section]) -> str:
-    """The class docstring of a section below ``node``, without the repeated name of the section in front."""
+    """Return the class docstring of a section below `node`, without the repeated name of the section in front."""
     for name in parent.split("."):
         node = cast(type[Section], node.model_fields[name].annotation)
     text = " ".join((node.__doc__ or "").split())
@@ -103,7 +103,7 @@ def cell(text: str) -> str:
 
 
 def type_in_words(field: FieldInfo) -> str:
-    """A field's type and bounds as a person would say them."""
+    """Return a field's type and bounds as a person would say them."""
     words = _annotation_in_words(field.annotation)
     return " ".join([words, *_bounds_in_words(field.metadata)])
 
@@ -178,7 +178,7 @@ def _compatibility() -> Iterator[str]:
 
 
 def _ends_here(target: str) -> bool:
-    """Whether a renaming leads to keys of the schema, and not to what becomes of another of verl's keys."""
+    """Return whether a renaming leads to keys of the schema, and not to what becomes of another of verl's keys."""
     return target.removesuffix(".*") in {*leaves(), *sections()}
 
 

@@ -25,12 +25,12 @@ class Help:
     """What `--help` says of a kind of run.
 
     Attributes:
-        summary: what happens without arguments.
-        groups: groups of YAML files to choose from.
-        most_used: keys that people set most.
-        examples: what may follow the program's name.
-        check: what may follow `hrl check`.
-        page: where all keys are.
+        summary: What happens without arguments.
+        groups: Groups of YAML files to choose from.
+        most_used: Keys that people set most.
+        examples: What may follow the program's name.
+        check: What may follow `hrl check`.
+        page: Where all keys are.
     """
 
     summary: str
@@ -46,10 +46,10 @@ class Words:
     """A configuration in words, for `hrl check` and the banner.
 
     Attributes:
-        arithmetic: one step and the whole run in numbers; takes `train_rows`, where these are known.
-        placement: which roles live on which processes.
-        units: keys whose name hides what they count, with value and unit.
-        warnings: what is allowed but probably not meant.
+        arithmetic: One step and the whole run in numbers; takes `train_rows`, where these are known.
+        placement: Which roles live on which processes.
+        units: Keys whose name hides what they count, with value and unit.
+        warnings: What is allowed but probably not meant.
     """
 
     arithmetic: Callable[..., list[Fact]]
@@ -63,15 +63,15 @@ class RunKind(Generic[C_co]):
     """A kind of run.
 
     Attributes:
-        name: as `hrl check` takes it.
-        schema: the class of its whole configuration.
-        config_name: its primary YAML file.
-        program: how it is started.
-        rules: what must hold between keys.
-        derived: key → its default as a function of other keys, sources first.
-        spellings: what becomes of keys that are no fields of the schema.
-        help: for `--help`.
-        words: for `hrl check` and the banner.
+        name: As `hrl check` takes it.
+        schema: The class of its whole configuration.
+        config_name: Its primary YAML file.
+        program: How it is started.
+        rules: What must hold between keys.
+        derived: Key → its default as a function of other keys, sources first.
+        spellings: What becomes of keys that are no fields of the schema.
+        help: For `--help`.
+        words: For `hrl check` and the banner.
     """
 
     name: str

@@ -67,13 +67,13 @@ class Section(BaseModel):
         return self._origins
 
     def with_remarks(self, *remarks: str) -> Self:
-        """The same values with remarks."""
+        """Return the same values with remarks."""
         copy = self.model_copy()
         copy._remarks = remarks
         return copy
 
     def with_origins(self, origins: Mapping[str, str]) -> Self:
-        """The same values, knowing where they come from."""
+        """Return the same values, knowing where they come from."""
         copy = self.model_copy()
         copy._origins = dict(origins)
         return copy

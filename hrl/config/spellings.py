@@ -102,7 +102,7 @@ NULL_IS_UNSET = frozenset(
 
 
 def lookup(table: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
-    """The entry for `key`: itself, or the longest prefix pattern `a.b.*` above it.
+    """Return the entry for `key`: itself, or the longest prefix pattern `a.b.*` above it.
 
     Returns:
         (pattern, value) or None.
@@ -118,7 +118,7 @@ def lookup(table: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
 
 
 def present_name(key: str, renamed: Mapping[str, str] = RENAMED) -> str:
-    """The name of `key` in hrl; `key` itself when it was never renamed."""
+    """Return the name of `key` in hrl; `key` itself when it was never renamed."""
     entry = lookup(renamed, key)
     if entry is None:
         return key
@@ -131,8 +131,8 @@ class Spellings:
     """What becomes of keys that are no fields of a schema; each table is as its namesake here or in `outside`.
 
     Attributes:
-        synonyms: a name that another library has, without its section → what it is here.
-        converted: keys whose value becomes that of other keys, see `hrl.config.conversions`.
+        synonyms: A name that another library has, without its section → what it is here.
+        converted: Keys whose value becomes that of other keys, see `hrl.config.conversions`.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)

@@ -9,8 +9,8 @@ class Synonym(NamedTuple):
     """What a name is here.
 
     Attributes:
-        key: the key that means it.
-        but: where meaning or unit differ; a clause.
+        key: The key that means it.
+        but: Where meaning or unit differ; a clause.
     """
 
     key: str

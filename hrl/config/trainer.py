@@ -26,12 +26,12 @@ class TimeoutsConfig(Section):
 
     @property
     def rank_init_s(self) -> float:
-        """How long a rank waits within a start; see ``RANK_SHARE``."""
+        """How long a rank waits within a start; see `RANK_SHARE`."""
         return RANK_SHARE * self.init_s
 
     @property
     def rank_call_s(self) -> float:
-        """How long a rank waits within a phase; see ``RANK_SHARE``."""
+        """How long a rank waits within a phase; see `RANK_SHARE`."""
         return RANK_SHARE * self.call_s
 
 

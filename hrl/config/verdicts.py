@@ -10,13 +10,13 @@ class Verdict(NamedTuple):
     """What becomes of a key that hrl does not have.
 
     Attributes:
-        says: what hrl does in its place; a clause, for the note and for the hint of a refusal.
-        instead: what to write; a clause, for the hint.
-        same: values that say what hrl does anyway: accepted in silence.
-        noted: values that are accepted with a note, because they say how a run computes and not what it learns; None
+        says: What hrl does in its place; a clause, for the note and for the hint of a refusal.
+        instead: What to write; a clause, for the hint.
+        same: Values that say what hrl does anyway: accepted in silence.
+        noted: Values that are accepted with a note, because they say how a run computes and not what it learns; None
             are all values.
-        reason: why any other value is refused.
-        beside: a key beside which every value is refused after all, because the two together mean something else.
+        reason: Why any other value is refused.
+        beside: A key beside which every value is refused after all, because the two together mean something else.
     """
 
     says: str
@@ -32,11 +32,11 @@ class Verdict(NamedTuple):
         return f"{self.says}; {self.instead}." if self.instead else f"{self.says}."
 
     def is_same(self, value: object) -> bool:
-        """Whether the value says what hrl does anyway."""
+        """Return whether the value says what hrl does anyway."""
         return any(_equal(value, other) for other in self.same)
 
     def is_noted(self, value: object) -> bool:
-        """Whether the value is accepted with a note."""
+        """Return whether the value is accepted with a note."""
         return self.noted is None or any(_equal(value, other) for other in self.noted)
 
 
@@ -45,5 +45,5 @@ def _equal(value: object, other: object) -> bool:
 
 
 def how(says: str, *, same: Iterable[Any] = ()) -> Verdict:
-    """A key that says how a run computes, whatever its value."""
+    """Return a key that says how a run computes, whatever its value."""
     return Verdict(says, "", same=tuple(same), noted=None)

@@ -16,7 +16,7 @@ from jinja2 import TemplateError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-#: Role, content and whatever else the template reads of a message, such as ``tool_calls``.
+#: Role, content and whatever else the template reads of a message, such as `tool_calls`.
 Message = Mapping[str, Any]
 
 #: An answer that no template has a reason to treat in another way than the next one.
@@ -34,11 +34,11 @@ class TemplateReport:
     """One prompt of the data set with a made-up answer.
 
     Attributes:
-        prompt: its text as it is sent to the model.
-        tokens: prompt, answer and end token, one string per token; without the answer where there is a fault.
-        trained: per token whether it stands where the policy samples.
-        has_template: false for a base model, whose prompts are sent as raw text.
-        faults: why answers that were not sampled can't be trained on, a sentence each.
+        prompt: Its text as it is sent to the model.
+        tokens: Prompt, answer and end token, one string per token; without the answer where there is a fault.
+        trained: Per token whether it stands where the policy samples.
+        has_template: False for a base model, whose prompts are sent as raw text.
+        faults: Why answers that were not sampled can't be trained on, a sentence each.
     """
 
     prompt: str
@@ -57,7 +57,7 @@ class TemplateReport:
         return repr(text)
 
     def warnings_for_sampling(self) -> list[str]:
-        """What somebody who samples from these prompts should know."""
+        """Return what somebody who samples from these prompts should know."""
         if not self.has_template:
             return [
                 "the tokenizer has no chat template: prompts are sent as raw text, which the model continues. If it is "
@@ -74,13 +74,13 @@ def with_tools(template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, 
 def render_prompt(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_kwargs: Mapping[str, Any]
 ) -> str:
-    """The text of a prompt, ready for the assistant's answer.
+    """Return the text of a prompt, ready for the assistant's answer.
 
     A tokenizer without a chat template, of a base model, takes the text of a single message as it is.
 
     Raises:
-        ChatTemplateError: several messages, and no chat template.
-        jinja2.TemplateError: the template refuses the chat.
+        ChatTemplateError: Several messages, and no chat template.
+        jinja2.TemplateError: The template refuses the chat.
     """
     if tokenizer.chat_template is None:
         if len(messages) == 1 and isinstance(messages[0]["content"], str):
@@ -95,10 +95,10 @@ def render_prompt(
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_kwargs: Mapping[str, Any]
 ) -> str:
-    """The text of a chat as it stands, with nothing added for an answer to come.
+    """Return the text of a chat as it stands, with nothing added for an answer to come.
 
     Raises:
-        jinja2.TemplateError: the template refuses the chat.
+        jinja2.TemplateError: The template refuses the chat.
     """
     return _render(tokenizer, messages, template_kwargs, add_generation_prompt=False)
 
@@ -116,7 +116,7 @@ def inspect_chat_template(
     stop_ids: Sequence[int],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TemplateReport:
-    """Renders one prompt of the data set, and looks for what would keep its answers from being trained on.
+    """Render one prompt of the data set, and looks for what would keep its answers from being trained on.
 
     1. The prompt opens the answer: nothing but space stands between the two.
     2. Prompt tokens are a prefix of the tokens of the same chat with the answer in it.
@@ -125,13 +125,13 @@ def inspect_chat_template(
     5. Tools that a row brings reach the prompt.
 
     Args:
-        tokenizer: of the policy.
-        messages: the prompt.
-        stop_ids: tokens at which sampling stops.
-        template_kwargs: of ``data.apply_chat_template_kwargs``, and the row's ``tools``.
+        tokenizer: Of the policy.
+        messages: The prompt.
+        stop_ids: Tokens at which sampling stops.
+        template_kwargs: Of `data.apply_chat_template_kwargs`, and the row's `tools`.
 
     Raises:
-        ChatTemplateError, jinja2.TemplateError: the prompt itself can't be rendered.
+        ChatTemplateError, jinja2.TemplateError: The prompt itself can't be rendered.
     """
     kwargs = dict(template_kwargs or {})
     prompt = render_prompt(tokenizer, messages, kwargs)
@@ -155,10 +155,10 @@ def check_chat_template(
     stop_ids: Sequence[int],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TemplateReport:
-    """As ``inspect_chat_template``, for those who train on answers that were not sampled: a fault is an error.
+    """As `inspect_chat_template`, for those who train on answers that were not sampled: a fault is an error.
 
     Raises:
-        ChatTemplateError: naming the rule, with both sides of the difference.
+        ChatTemplateError: Naming the rule, with both sides of the difference.
     """
     report = inspect_chat_template(tokenizer, messages, stop_ids, template_kwargs)
     if report.faults:
@@ -174,7 +174,7 @@ def _answer_ids(
     stop_ids: Sequence[int],
     kwargs: Mapping[str, Any],
 ) -> list[int]:
-    """Tokens of a made-up answer up to the one that ends it; see the rules of ``inspect_chat_template``."""
+    """Tokens of a made-up answer up to the one that ends it; see the rules of `inspect_chat_template`."""
     full = render_chat(tokenizer, [*messages, {"role": "assistant", "content": PROBE_ANSWER}], kwargs)
     full_ids = encode_texts(tokenizer, [full])[0]
     if full_ids[: len(prompt_ids)] != list(prompt_ids):
@@ -212,7 +212,7 @@ def _render(
 
 
 def _closing_ids(tokenizer: PreTrainedTokenizerBase, answer_ids: Sequence[int]) -> list[int]:
-    """What the template puts after the answer: the ids behind the shortest head that spells the answer out."""
+    """Return what the template puts after the answer: the ids behind the shortest head that spells the answer out."""
     for length in range(1, len(answer_ids) + 1):
         if PROBE_ANSWER in tokenizer.decode(answer_ids[:length]):
             return list(answer_ids[length:])

@@ -13,7 +13,7 @@ def collate_fn(items: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.n
     """Stacks tensors along a new first axis; everything else becomes an object array `(B,)`.
 
     Raises:
-        ValueError: no items, or items with different keys.
+        ValueError: No items, or items with different keys.
     """
     if not items:
         raise ValueError("nothing to collate")

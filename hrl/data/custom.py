@@ -12,13 +12,13 @@ if TYPE_CHECKING:
 
 
 def dataset_class(custom_cls: Any) -> type[RLHFDataset]:
-    """``RLHFDataset``, or the subclass that ``data.custom_cls.{path,name}`` names.
+    """`RLHFDataset`, or the subclass that `data.custom_cls.{path,name}` names.
 
     Args:
-        custom_cls: has ``path`` (a Python file or ``None``) and ``name``.
+        custom_cls: Has `path` (a Python file or `None`) and `name`.
 
     Raises:
-        DatasetError: there is no such file or class, or it is no ``RLHFDataset``.
+        DatasetError: There is no such file or class, or it is no `RLHFDataset`.
     """
     from hrl.data.dataset import RLHFDataset
 

@@ -61,13 +61,13 @@ class RLHFDataset:
     """Prompts with what their reward function needs.
 
     Args:
-        data_files: one source or several, see `hrl.data.rows.read_rows`; or a list of rows.
-        tokenizer: of the policy, its chat template renders the prompts.
-        config: the `data` section.
-        max_samples: stop after this many usable rows; -1 reads all.
+        data_files: One source or several, see `hrl.data.rows.read_rows`; or a list of rows.
+        tokenizer: Of the policy, its chat template renders the prompts.
+        config: The `data` section.
+        max_samples: Stop after this many usable rows; -1 reads all.
 
     Raises:
-        DatasetError: a bad or overlong row where the configuration doesn't say what to do with it, or no row left.
+        DatasetError: A bad or overlong row where the configuration doesn't say what to do with it, or no row left.
     """
 
     def __init__(
@@ -114,7 +114,10 @@ class RLHFDataset:
         }
 
     def batch(self, indices: Iterable[int]) -> DataProto:
-        """The prompts of a step: `prompts`, `attention_mask`, `position_ids`, int64 (B, P), and object columns (B,)."""
+        """Return the prompts of a step.
+
+        `prompts`, `attention_mask`, `position_ids`, int64 (B, P), and object columns (B,).
+        """
         chosen = list(indices)
         columns = collate_fn([_belongings(self._rows[index], index) for index in chosen])
         return DataProto.from_single_dict({**self._left_padded(chosen), **columns})
@@ -140,14 +143,14 @@ class RLHFDataset:
         return tuple(sorted({row.data_source for row in self._rows}))
 
     def require_rows(self, needed: int, purpose: str) -> None:
-        """Refuses a data set that is too small for its purpose.
+        """Refuse a data set that is too small for its purpose.
 
         Args:
-            needed: rows.
-            purpose: what needs them, with the configuration key, e.g. `"one batch (data.train_batch_size)"`.
+            needed: Rows.
+            purpose: What needs them, with the configuration key, e.g. `"one batch (data.train_batch_size)"`.
 
         Raises:
-            DatasetError: with the counts of what was read, left out, kept and needed.
+            DatasetError: With the counts of what was read, left out, kept and needed.
         """
         if len(self) < needed:
             raise DatasetError(f"too few rows for {purpose}: {self.counts}, {needed} needed")
@@ -155,7 +158,7 @@ class RLHFDataset:
     def _take(
         self, block: list[Row], tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any], intake: Intake
     ) -> None:
-        """Renders and tokenises rows and keeps those that the chat template accepts and that fit."""
+        """Render and tokenises rows and keep those that the chat template accepts and that fit."""
         rendered = []
         for row in block:
             try:
@@ -173,7 +176,7 @@ class RLHFDataset:
             self._prompt_ids.append(np.array(fitted, dtype=np.int32))
 
     def _fitted(self, ids: list[int]) -> list[int] | None:
-        """The prompt, cut where the configuration says so; `None` if it is too long and not to be cut."""
+        """Return the prompt, cut where the configuration says so; `None` if it is too long and not to be cut."""
         limit = self.max_prompt_length
         if len(ids) <= limit:
             return ids
@@ -212,7 +215,7 @@ def _read_all(data_files: DataFiles, config: DatasetConfig) -> Iterator[Row | Ba
 
 
 def _too_long(config: DatasetConfig) -> tuple[str, str]:
-    """What a prompt is that does not fit, and what can be done."""
+    """Return what a prompt is that does not fit, and what can be done."""
     return (
         f"prompts are longer than data.max_prompt_length={config.max_prompt_length}",
         "raise it, or set data.filter_overlong_prompts=True to drop them, or data.truncation=left or right to cut them",

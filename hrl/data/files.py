@@ -26,13 +26,13 @@ _WAYS_OUT = {
 
 
 def check_data_file(path: Path) -> None:
-    """Refuses what can't be a file of rows, saying what to name instead.
+    """Refuse what can't be a file of rows, saying what to name instead.
 
     Args:
-        path: as the configuration names it, `~` replaced.
+        path: As the configuration names it, `~` replaced.
 
     Raises:
-        DatasetError: it is missing, a pattern, a folder, empty, unreadable, or of another format.
+        DatasetError: It is missing, a pattern, a folder, empty, unreadable, or of another format.
     """
     if path.is_dir():
         files = sorted(file for suffix in READ for file in path.glob(f"*{suffix}"))
@@ -70,7 +70,7 @@ def _is_read(path: Path) -> bool:
 
 
 def _named(files: list[Path]) -> str:
-    """The files as the configuration takes them."""
+    """Return the files as the configuration takes them."""
     return f"There are: [{listing([str(file) for file in files])}]" if files else "There is no .parquet or .jsonl file"
 
 
@@ -78,13 +78,13 @@ def columns_of(path: Path) -> list[str] | None:
     """Names of a file's columns: those of a Parquet file, or those that one of the first JSON lines has.
 
     Args:
-        path: of a file that `check_data_file` admits.
+        path: Of a file that `check_data_file` admits.
 
     Returns:
         None if the file does not say: no line of its beginning is a JSON object.
 
     Raises:
-        DatasetError: a Parquet file can't be read.
+        DatasetError: A Parquet file can't be read.
     """
     if path.suffix in PARQUET:
         return _parquet_columns(path)

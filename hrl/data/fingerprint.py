@@ -17,8 +17,8 @@ def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, An
     """Everything that the row at a position depends on, as plain data for a checkpoint.
 
     Args:
-        order: of the rows.
-        tokens: token ids of the rows, `(T,)` each, in the rows' own order.
+        order: Of the rows.
+        tokens: Token ids of the rows, `(T,)` each, in the rows' own order.
 
     Returns:
         `rows`, their number; `shuffle`; `seed`, None where it shuffles nothing; `tokens`, a digest of the ids.
@@ -36,7 +36,7 @@ def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, An
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """What is not as it was, one phrase each; empty for the same rows in the same order."""
+    """Return what is not as it was, one phrase each; empty for the same rows in the same order."""
     if present == saved:
         return []
     found = []

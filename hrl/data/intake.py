@@ -39,10 +39,10 @@ class DatasetCounts:
 
 
 def sources_of(data_files: DataFiles) -> list[Any]:
-    """The sources, each as `hrl.data.rows.raw_rows` takes it; a list of rows is one.
+    """Return the sources, each as `hrl.data.rows.raw_rows` takes it; a list of rows is one.
 
     Raises:
-        DatasetError: a list of both.
+        DatasetError: A list of both.
     """
     if isinstance(data_files, str):
         return [data_files]
@@ -56,12 +56,12 @@ class Intake:
     """The books of a data set while it is read.
 
     Args:
-        data_files: where the rows come from, for messages.
+        data_files: Where the rows come from, for messages.
 
     Attributes:
-        bad: rows that can't be used.
-        too_long: file and row of those that don't fit, with their tokens.
-        truncated: number of rows that were cut.
+        bad: Rows that can't be used.
+        too_long: File and row of those that don't fit, with their tokens.
+        truncated: Number of rows that were cut.
     """
 
     def __init__(self, data_files: DataFiles) -> None:
@@ -72,7 +72,10 @@ class Intake:
         self._name = ", ".join(names) or "the list of rows"
 
     def blocks(self, rows: Iterable[R | BadRow], max_samples: int) -> Iterator[list[R]]:
-        """The usable rows, many at a time, at most `max_samples` in all (-1: all of them); the others go into `bad`."""
+        """Yield the usable rows, many at a time, at most `max_samples` in all (-1: all of them).
+
+        The others go into `bad`.
+        """
         usable = islice(self._sort_out(rows), max_samples if max_samples >= 0 else None)
         while block := list(islice(usable, _ROWS_AT_ONCE)):
             yield block
@@ -85,15 +88,15 @@ class Intake:
                 yield row
 
     def close(self, kept: int, *, skip_bad: bool, too_long: tuple[str, str] | None) -> DatasetCounts:
-        """Says what became of the rows.
+        """Say what became of the rows.
 
         Args:
-            kept: number of rows that the data set has.
-            skip_bad: bad rows are left out (`data.bad_rows=skip`).
-            too_long: what rows are that don't fit, and what can be done; None where they are left out.
+            kept: Number of rows that the data set has.
+            skip_bad: Bad rows are left out (`data.bad_rows=skip`).
+            too_long: What rows are that don't fit, and what can be done; None where they are left out.
 
         Raises:
-            DatasetError: a row that must not be left out, or no row is left.
+            DatasetError: A row that must not be left out, or no row is left.
         """
         shown = "; ".join(f"{row.origin}: {row.reason}" for row in self.bad[:_BAD_ROWS_SHOWN])
         if self.bad and not skip_bad:

@@ -36,13 +36,13 @@ class Row:
     """One checked row.
 
     Attributes:
-        messages: the prompt as a chat; a string prompt is one message of the user. Each has a role, a content, and
+        messages: The prompt as a chat; a string prompt is one message of the user. Each has a role, a content, and
             whatever else of it the chat template may read, such as `tool_calls`.
-        data_source: names the scorer and groups validation metrics.
+        data_source: Names the scorer and groups validation metrics.
         reward_model: `ground_truth` and whatever else the reward function wants; empty if the row has none.
-        extra_info: free for the reward function.
-        origin: file and row, for messages.
-        tools: schemas of the functions that the prompt offers; None for none.
+        extra_info: Free for the reward function.
+        origin: File and row, for messages.
+        tools: Schemas of the functions that the prompt offers; None for none.
     """
 
     messages: list[dict[str, Any]]
@@ -62,22 +62,22 @@ class BadRow:
 
 
 def read_rows(source: str | Sequence[Mapping[str, Any]], keys: RowKeys) -> Iterator[Row | BadRow]:
-    """Yields every row of `source` in its order, the unusable ones as `BadRow`.
+    """Yield every row of `source` in its order, the unusable ones as `BadRow`.
 
     Args:
-        source: a `.parquet` or `.jsonl` path, `bundled:<task>/<split>`, `reasoning_gym:<dataset>?…`, or the rows
+        source: A `.parquet` or `.jsonl` path, `bundled:<task>/<split>`, `reasoning_gym:<dataset>?…`, or the rows
             themselves.
-        keys: the names of the configurable columns.
+        keys: The names of the configurable columns.
 
     Raises:
-        DatasetError: the source as a whole can't be read.
+        DatasetError: The source as a whole can't be read.
     """
     for origin, raw in raw_rows(source):
         yield raw if isinstance(raw, BadRow) else check_row(raw, keys, origin)
 
 
 def check_row(raw: object, keys: RowKeys, origin: str) -> Row | BadRow:
-    """Turns a raw row into a `Row`, or says what is wrong with it."""
+    """Turn a raw row into a `Row`, or says what is wrong with it."""
     if not isinstance(raw, Mapping):
         return BadRow(origin, f"is a {type(raw).__name__}, expected an object with the key {keys.prompt!r}")
     messages = as_messages(raw.get(keys.prompt), keys.prompt)
@@ -107,7 +107,7 @@ def check_row(raw: object, keys: RowKeys, origin: str) -> Row | BadRow:
 
 
 def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, Any]] | str:
-    """A chat, or a sentence about what is wrong with it; a string is one message of ``role``.
+    """Return a chat, or a sentence about what is wrong with it; a string is one message of `role`.
 
     Messages keep every field, since only the chat template knows which of them it shows. A content is text, a list of
     parts of text, or null where the message says something else (an assistant's `tool_calls`). Other fields that are
@@ -133,7 +133,7 @@ def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, 
 
 
 def _wrong_content(content: object, *, says_more: bool) -> str | None:
-    """What a message's content should have been; None if it is right."""
+    """Return what a message's content should have been; None if it is right."""
     if isinstance(content, str) or (content is None and says_more):
         return None
     if not isinstance(content, Sequence) or not content:
@@ -159,7 +159,7 @@ def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
 
 
 def _is_unicode(value: object) -> bool:
-    """Whether all text in messages can be written as UTF-8, without half of a character (a lone surrogate)."""
+    """Return whether all text in messages can be written as UTF-8, without half of a character (a lone surrogate)."""
     if isinstance(value, str):
         return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
     if isinstance(value, Mapping):
@@ -168,7 +168,7 @@ def _is_unicode(value: object) -> bool:
 
 
 def _is_shallow(value: object) -> bool:
-    """Whether lists and objects in it go no deeper than `_DEEPEST`."""
+    """Return whether lists and objects in it go no deeper than `_DEEPEST`."""
     level: list[object] = [value]
     for _ in range(_DEEPEST):
         inner = (item for item in level if isinstance(item, Mapping | list | tuple))
@@ -179,7 +179,7 @@ def _is_shallow(value: object) -> bool:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """What a message says, for people: its text, its text parts joined, or its other fields as JSON."""
+    """Return what a message says, for people: its text, its text parts joined, or its other fields as JSON."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -189,13 +189,16 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def show_value(value: object) -> str:
-    """A value in a message: short, and with its type where it was cut."""
+    """Return a value in a message: short, and with its type where it was cut."""
     text = repr(value)
     return "missing or null" if value is None else f"{text[:60]}… ({type(value).__name__})" if len(text) > 60 else text
 
 
 def source_name(source: str | Sequence[Mapping[str, Any]]) -> str:
-    """What rows of a source are called that do not say themselves: `bundled/<task>`, the file's name, or `list`."""
+    """Return what rows of a source are called that do not say themselves.
+
+    `bundled/<task>`, the file's name, or `list`.
+    """
     if not isinstance(source, str):
         return "list"
     if source.startswith(BUNDLED_PREFIX):
@@ -207,7 +210,7 @@ def raw_rows(source: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, o
     """Every row of a source as it stands there, with file and row for messages; see `read_rows`.
 
     Raises:
-        DatasetError: the source as a whole can't be read.
+        DatasetError: The source as a whole can't be read.
     """
     if not isinstance(source, str):
         return ((f"row {index} of the list", row) for index, row in enumerate(source))
@@ -276,7 +279,10 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _without_missing(value: Any) -> Any:
-    """What was written: Parquet gives every struct in a list the fields of all of them, null where one has none."""
+    """Return what was written.
+
+    Parquet gives every struct in a list the fields of all of them, null where one has none.
+    """
     if isinstance(value, list):
         return [_without_missing(item) for item in value]
     if isinstance(value, dict):

@@ -22,10 +22,10 @@ class Position:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Position:
-        """What `to_dict` gave.
+        """Return what `to_dict` gave.
 
         Raises:
-            ValueError: other keys, or no natural numbers.
+            ValueError: Other keys, or no natural numbers.
         """
         natural = all(isinstance(value, int) and value >= 0 for value in state.values())
         if set(state) != {"epoch", "offset"} or not natural:
@@ -40,9 +40,9 @@ class EpochOrder:
     The last rows of an epoch that don't fill a batch are not dealt; with `shuffle` they are other rows every epoch.
 
     Attributes:
-        num_rows: rows in the data set.
-        seed: of the shuffling.
-        shuffle: without it every epoch runs from 0 to `num_rows`.
+        num_rows: Rows in the data set.
+        seed: Of the shuffling.
+        shuffle: Without it every epoch runs from 0 to `num_rows`.
     """
 
     num_rows: int
@@ -50,11 +50,11 @@ class EpochOrder:
     shuffle: bool = True
 
     def start(self) -> Position:
-        """The beginning."""
+        """Return the beginning."""
         return Position()
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """The order of one epoch, int64 `(num_rows,)`.
+        """Return the order of one epoch, int64 `(num_rows,)`.
 
         Rows are sorted by a hash of (seed, epoch, row), not by a library's generator: the order must outlive
         versions of numpy.
@@ -66,10 +66,10 @@ class EpochOrder:
         return np.argsort(_mix(rows ^ stream), kind="stable")
 
     def next(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
-        """The rows of the next batch, and where the one after it starts.
+        """Return the rows of the next batch, and where the one after it starts.
 
         Raises:
-            ValueError: a batch larger than the data set, or a position beyond its end.
+            ValueError: A batch larger than the data set, or a position beyond its end.
         """
         self._check(position, batch_size)
         if position.offset + batch_size > self.num_rows:
@@ -79,10 +79,10 @@ class EpochOrder:
         return rows.tolist(), Position(position.epoch, end)
 
     def ahead(self, position: Position, batch_size: int, batches: int) -> np.ndarray:
-        """Whether each row is in one of the next batches, as `next` deals them: bool `(num_rows,)`.
+        """Return whether each row is in one of the next batches, as `next` deals them: bool `(num_rows,)`.
 
         Raises:
-            ValueError: as `next` does.
+            ValueError: As `next` does.
         """
         self._check(position, batch_size)
         found = np.zeros(self.num_rows, dtype=bool)

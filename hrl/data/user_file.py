@@ -18,10 +18,10 @@ class UserFileError(ValueError):
 
 
 def load_user_file(path: str | Path) -> ModuleType:
-    """Imports a Python file as if it were run: its neighbours can be imported too, and it runs with your rights.
+    """Import a Python file as if it were run: its neighbours can be imported too, and it runs with your rights.
 
     Raises:
-        UserFileError: no such file, or none that Python can import. What the file itself raises is passed on.
+        UserFileError: No such file, or none that Python can import. What the file itself raises is passed on.
     """
     file = _python_file(path)
     spec = importlib.util.spec_from_file_location(f"hrl_user_{file.stem}", file)
@@ -41,7 +41,7 @@ def names_in_user_file(path: str | Path) -> set[str] | None:
         None where the source does not tell: it imports `*`.
 
     Raises:
-        UserFileError: no such file, or its syntax is wrong.
+        UserFileError: No such file, or its syntax is wrong.
     """
     names = set(_top_level_names(_parsed(path)))
     return None if "*" in names else names
@@ -51,7 +51,7 @@ def functions_in_user_file(path: str | Path) -> list[str]:
     """Names of the functions that a Python file defines at its top level and does not keep to itself, in its order.
 
     Raises:
-        UserFileError: no such file, or its syntax is wrong.
+        UserFileError: No such file, or its syntax is wrong.
     """
     functions = (one for one in _parsed(path).body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
     return [one.name for one in functions if not one.name.startswith("_")]

@@ -32,10 +32,10 @@ class CheckpointForm:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Tries to revert what transformers did when it loaded the model, without data.
+        """Try to revert what transformers did when it loaded the model, without data.
 
         Raises:
-            ValueError: a tensor has no form of its own in the checkpoint; names model and tensors.
+            ValueError: A tensor has no form of its own in the checkpoint; names model and tensors.
         """
         empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved_tensors(model)}
         who = f"{type(model).__name__} at {model.config.name_or_path}"
@@ -57,15 +57,15 @@ class CheckpointForm:
         return cls(model, {name: _described(pieces) for name, pieces in alone.items()}, same)
 
     def pieces(self, name: str) -> tuple[Piece, ...]:
-        """The pieces of the tensor that is called ``name`` in memory."""
+        """Return the pieces of the tensor that is called `name` in memory."""
         return self._pieces[name]
 
     def split(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """``(name, tensor)`` of every piece, in the order of ``pieces``.
+        """`(name, tensor)` of every piece, in the order of `pieces`.
 
         Args:
-            name: in memory.
-            tensor: the whole tensor of that name.
+            name: In memory.
+            tensor: The whole tensor of that name.
         """
         pieces = self._pieces[name]
         if name in self._same:
@@ -74,16 +74,16 @@ class CheckpointForm:
         return [(piece.name, found[piece.name]) for piece in pieces]
 
     def is_whole(self, name: str) -> bool:
-        """Whether the tensor is one of the checkpoint's as it is, up to its name."""
+        """Return whether the tensor is one of the checkpoint's as it is, up to its name."""
         return name in self._same
 
     def positions(self, name: str, shape: torch.Size) -> dict[str, Tensor]:
-        """The way back: where in the flattened tensor each piece's elements lie, int64, of the piece's shape."""
+        """Return the way back: where in the flattened tensor each piece's elements lie, int64, of the piece's shape."""
         return dict(self.split(name, torch.arange(shape.numel()).view(shape)))
 
 
 def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What a checkpoint holds of a module, under its names in memory; tied parameters once."""
+    """Yield what a checkpoint holds of a module, under its names in memory; tied parameters once."""
     yield from module.named_parameters()
     saved = module.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
@@ -94,6 +94,6 @@ def _described(pieces: Mapping[str, Tensor]) -> tuple[Piece, ...]:
 
 
 def _covers(pieces: Mapping[str, Tensor], together: Mapping[str, Tensor], whole: Tensor) -> bool:
-    """Whether a tensor's pieces are those that it has among all others', and hold all of its elements."""
+    """Return whether a tensor's pieces are those that it has among all others', and hold all of its elements."""
     known = all(name in together and together[name].shape == piece.shape for name, piece in pieces.items())
     return known and sum(piece.numel() for piece in pieces.values()) == whole.numel()

@@ -1,12 +1,12 @@
-"""What a model's configuration is once ``override_config`` is applied, the same for trainer, engine and export.
+"""What a model's configuration is once `override_config` is applied, the same for trainer, engine and export.
 
-Overrides are merged into the ``config.json`` as it is written, and transformers builds its configuration from the
-result: whatever may stand in that file may stand in ``override_config``, in the forms that model cards show. So both
+Overrides are merged into the `config.json` as it is written, and transformers builds its configuration from the
+result: whatever may stand in that file may stand in `override_config`, in the forms that model cards show. So both
 
     override_config={rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}
     override_config={rope_theta: 1000000}
 
-work for a folder of any transformers version, although newer ones keep all of it under ``rope_parameters``.
+work for a folder of any transformers version, although newer ones keep all of it under `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _KEPT_WITH_ROPE = ("rope_theta", "partial_rotary_factor")
 
 
 class ModelConfigError(ValueError):
-    """``override_config`` does not fit the model; the message says why."""
+    """`override_config` does not fit the model; the message says why."""
 
 
 def merge_config(written: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """The ``config.json`` that the overrides make of one.
+    """Return the `config.json` that the overrides make of one.
 
-    Sections (``text_config``) are merged key by key. RoPE's dictionary is replaced as a whole, since its keys depend on
+    Sections (`text_config`) are merged key by key. RoPE's dictionary is replaced as a whole, since its keys depend on
     its type; its base frequency stays unless it is overridden too.
 
     Args:
-        written: a ``config.json``.
-        override: ``override_config``.
+        written: A `config.json`.
+        override: `override_config`.
 
     Raises:
-        ModelConfigError: one RoPE is given to a model that has one for each kind of layer.
+        ModelConfigError: One RoPE is given to a model that has one for each kind of layer.
     """
     merged = dict(written)
     for key, value in override.items():
@@ -92,10 +92,10 @@ def _is_nested(rope: Mapping[str, Any]) -> bool:
 
 
 def load_config(path: Path | str, override: Mapping[str, Any], *, trust_remote_code: bool) -> PretrainedConfig:
-    """The transformers configuration of a model folder with its overrides.
+    """Return the transformers configuration of a model folder with its overrides.
 
     Raises:
-        ModelConfigError: an override stands neither in the ``config.json`` nor in the class, or cannot have its value.
+        ModelConfigError: An override stands neither in the `config.json` nor in the class, or cannot have its value.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -133,14 +133,14 @@ def _check_names(own: Any, written: Mapping[str, Any], override: Mapping[str, An
 
 
 def engine_overrides(path: Path | str, override: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
-    """What the overrides change in the built configuration, for an engine that sets attributes of its own.
+    """Return what the overrides change in the built configuration, for an engine that sets attributes of its own.
 
     vLLM builds the configuration from the folder alone and then replaces attributes. An override from which others are
     derived, or that is written in an older form, would there mean something else than in the trainer; a difference of
     attributes means the same.
 
     Raises:
-        ModelConfigError: as ``load_config``.
+        ModelConfigError: As `load_config`.
     """
     if not override:
         return {}

@@ -44,12 +44,12 @@ _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 def cuts(
     config: PretrainedConfig, max_length: int, build: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> Iterator[PretrainedConfig]:
-    """Copies of ``config``, the smallest first; a family whose widths depend on each other may need a later one.
+    """Copy of `config`, the smallest first; a family whose widths depend on each other may need a later one.
 
     Args:
-        config: of the model.
-        max_length: the longest sequence of the run, in tokens.
-        build: makes the model of a config.
+        config: Of the model.
+        max_length: The longest sequence of the run, in tokens.
+        build: Makes the model of a config.
     """
     for change in (_narrow, _shorten):
         candidate = _changed(config, change, max_length)
@@ -68,7 +68,7 @@ def _num_parameters(config: PretrainedConfig, build: Callable[[PretrainedConfig]
 def _changed(
     config: PretrainedConfig, change: Callable[[dict[str, Any], PretrainedConfig, int], None], max_length: int
 ) -> PretrainedConfig | None:
-    """A copy of the configuration after ``change`` of it and of every section in it; ``None`` if it is not valid."""
+    """Return a copy of the configuration after `change` of it and of every section in it; `None` if it is not valid."""
     from huggingface_hub.errors import StrictDataclassError
 
     fields = config.to_dict()
@@ -137,7 +137,10 @@ def _narrow(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -
 def _first_of_every_kind(
     config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> PretrainedConfig | None:
-    """The configuration with only as many first layers as it takes to have every kind; ``None`` if that is unknown."""
+    """Return the configuration with only as many first layers as it takes to have every kind.
+
+    `None` if that is unknown.
+    """
     settings = config.get_text_config()
     depth = settings.num_hidden_layers
     per_layer = [key for key, value in settings.to_dict().items() if isinstance(value, list) and len(value) == depth]
@@ -160,7 +163,7 @@ def _first_of_every_kind(
 def _kinds_of_layers(
     config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel], per_layer: list[str]
 ) -> list[str]:
-    """What distinguishes each decoder layer from others: classes, shapes, settings, and its entries in lists."""
+    """Return what distinguishes each decoder layer from others: classes, shapes, settings, and its entries in lists."""
     with torch.device("meta"):
         model = build(config)
     settings = model.config.get_text_config()

@@ -41,9 +41,9 @@ class ModelFlops:
     """Forward cost of a transformer.
 
     Attributes:
-        per_token: of one token through the layers, attention scores excluded.
-        per_pair: of one query–key pair, over all layers and heads.
-        per_head_token: of one token through the language-model head.
+        per_token: Of one token through the layers, attention scores excluded.
+        per_pair: Of one query–key pair, over all layers and heads.
+        per_head_token: Of one token through the language-model head.
     """
 
     per_token: float
@@ -52,16 +52,16 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops | None:
-        """Counts two operations per weight that a token of text meets: of experts those it visits, of embeddings none.
+        """Count two operations per weight that a token of text meets: of experts those it visits, of embeddings none.
 
         Attention scores are counted by the shapes of the modules that compute them, without sliding windows; what else
         depends on the sequence (the states of linear attention) is small and left out.
 
         Args:
-            model: on any device, sharded or without storage.
+            model: On any device, sharded or without storage.
 
         Returns:
-            ``None`` for a model that can't be counted: its experts or its heads are not where models have them.
+            `None` for a model that can't be counted: its experts or its heads are not where models have them.
         """
         text, config = model.get_decoder(), model.config.get_text_config()
         head = model.get_output_embeddings()
@@ -89,7 +89,10 @@ class ModelFlops:
 
 
 def _visited_share(text: nn.Module, config: Any, name: str, module: nn.Module) -> float | None:
-    """The share of a module's own weights that a token meets; ``None``: it belongs to experts that can't be counted."""
+    """Return the share of a module's own weights that a token meets.
+
+    `None`: it belongs to experts that can't be counted.
+    """
     parts = name.split(".")
     if "experts" not in parts or not any(p.ndim >= 2 for p in module.parameters(recurse=False)):
         return 1.0
@@ -129,14 +132,14 @@ def _per_pair(text: nn.Module, config: Any) -> float | None:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s of one device: from the table on CUDA (``None`` for an unknown card), measured once on a CPU."""
+    """FLOP/s of one device: from the table on CUDA (`None` for an unknown card), measured once on a CPU."""
     if device.type == "cuda":
         return peak_flops_of_card(torch.cuda.get_device_name(device))
     return _measured_cpu_flops(torch.get_num_threads())
 
 
 def peak_flops_of_card(name: str) -> float | None:
-    """bfloat16 FLOP/s of a card by the name CUDA gives it; ``None`` for an unknown one.
+    """bfloat16 FLOP/s of a card by the name CUDA gives it; `None` for an unknown one.
 
     Only whole words count: an L40 is no L4, and an RTX A1000 no A100.
     """
@@ -146,7 +149,10 @@ def peak_flops_of_card(name: str) -> float | None:
 
 @cache
 def _measured_cpu_flops(threads: int) -> float:
-    """The best of a few square products in float32 and in bfloat16, whichever this CPU is faster at; about 0.2 s."""
+    """Return the best of a few square products in float32 and in bfloat16, whichever this CPU is faster at.
+
+    About 0.2 s.
+    """
     return max(_product_flops(dtype) for dtype in (torch.float32, torch.bfloat16))
 
 

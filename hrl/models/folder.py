@@ -18,10 +18,10 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """What stands in a model folder's `config.json`.
+    """Return what stands in a model folder's `config.json`.
 
     Raises:
-        ModelSourceError: it is no JSON object.
+        ModelSourceError: It is no JSON object.
     """
     file = folder / "config.json"
     try:
@@ -34,10 +34,10 @@ def model_facts(folder: Path) -> dict[str, Any]:
 
 
 def check_weights(folder: Path) -> None:
-    """Refuses a folder without whole safetensors weights.
+    """Refuse a folder without whole safetensors weights.
 
     Raises:
-        ModelSourceError: naming what is missing or torn, and the way out.
+        ModelSourceError: Naming what is missing or torn, and the way out.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -50,10 +50,10 @@ def check_weights(folder: Path) -> None:
 
 
 def check_scores(folder: Path) -> None:
-    """Refuses a folder of weights without a head that scores.
+    """Refuse a folder of weights without a head that scores.
 
     Raises:
-        ModelSourceError: no file of weights holds `score.weight`.
+        ModelSourceError: No file of weights holds `score.weight`.
     """
     from safetensors import safe_open
 

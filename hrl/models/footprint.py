@@ -34,16 +34,16 @@ class Footprint:
     """Sizes of one model. Bytes are those of products in a dtype of two bytes.
 
     Attributes:
-        parameters: weights, tied ones once.
-        embedding: of these, the input embedding.
-        head: of these, the language-model head; 0 where it is tied to the embedding.
-        largest_layer: of these, the largest decoder layer.
-        num_layers: decoder layers.
-        hidden_size: width of the residual stream.
-        vocab_size: rows of the head.
-        kept_bytes_per_token: what one layer keeps for its backward, per token, when activations are not recomputed.
-        stream_bytes_per_token: of the residual stream between two layers, per token: what one keeps when they are.
-        kv_bytes_per_token: keys and values of one token in all layers.
+        parameters: Weights, tied ones once.
+        embedding: Of these, the input embedding.
+        head: Of these, the language-model head; 0 where it is tied to the embedding.
+        largest_layer: Of these, the largest decoder layer.
+        num_layers: Decoder layers.
+        hidden_size: Width of the residual stream.
+        vocab_size: Rows of the head.
+        kept_bytes_per_token: What one layer keeps for its backward, per token, when activations are not recomputed.
+        stream_bytes_per_token: Of the residual stream between two layers, per token: what one keeps when they are.
+        kv_bytes_per_token: Keys and values of one token in all layers.
     """
 
     parameters: int
@@ -62,10 +62,10 @@ def footprint(source: ModelSource) -> Footprint:
     """Sizes of a causal language model.
 
     Args:
-        source: of its folder only config.json is read.
+        source: Of its folder only config.json is read.
 
     Raises:
-        FootprintError: the model can't be built or run without weights; a run's own look at it says why.
+        FootprintError: The model can't be built or run without weights; a run's own look at it says why.
     """
     try:
         loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
@@ -93,7 +93,7 @@ def footprint(source: ModelSource) -> Footprint:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """The modules that are sharded as units of their own."""
+    """Return the modules that are sharded as units of their own."""
     names = set(model._no_split_modules or ())  # type: ignore[arg-type]
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -110,7 +110,7 @@ def _kv_width(text: Any) -> int:
 
 
 def _forward(model: Any, layers: list[nn.Module]) -> list[int]:
-    """Runs one packed row without storage; bytes of what every layer hands on."""
+    """Run one packed row without storage; bytes of what every layer hands on."""
     streams: list[int] = []
 
     def note(_module: nn.Module, _inputs: Any, output: Any) -> None:

@@ -44,10 +44,10 @@ class GgufError(ValueError):
 
 
 def convert_gguf(source: Path, folder: Path) -> None:
-    """Writes `source` into `folder` as bf16 safetensors, config, generation config, tokenizer and chat template.
+    """Write `source` into `folder` as bf16 safetensors, config, generation config, tokenizer and chat template.
 
     Raises:
-        GgufError: the architecture, a tensor or the tokenizer is of a kind not known here.
+        GgufError: The architecture, a tensor or the tokenizer is of a kind not known here.
     """
     from gguf import GGUFReader
     from transformers import GenerationConfig, LlamaConfig
@@ -83,7 +83,10 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
 
 def hf_name(gguf_name: str) -> str:
-    """The name in transformers of a GGUF tensor: `blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`."""
+    """Return the name in transformers of a GGUF tensor.
+
+    `blk.3.attn_q.weight` -> `model.layers.3.self_attn.q_proj.weight`.
+    """
     if gguf_name in _TOP_LEVEL:
         return _TOP_LEVEL[gguf_name]
     parts = gguf_name.split(".")
@@ -93,7 +96,7 @@ def hf_name(gguf_name: str) -> str:
 
 
 def build_tokenizer(fields: Mapping[str, Any]) -> PreTrainedTokenizerBase:
-    """The byte-level BPE tokenizer that the file's `tokenizer.*` fields describe, with its chat template."""
+    """Return the byte-level BPE tokenizer that the file's `tokenizer.*` fields describe, with its chat template."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -121,7 +124,7 @@ def build_tokenizer(fields: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]) -> None:
-    """Holds the tokenizer against the file: same ids for all tokens, same end token, and a chat that survives."""
+    """Hold the tokenizer against the file: same ids for all tokens, same end token, and a chat that survives."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     if len(tokenizer) != len(tokens) or tokenizer.convert_tokens_to_ids(tokens) != list(range(len(tokens))):
         raise GgufError("the tokenizer's vocabulary differs from the file's tokenizer.ggml.tokens")

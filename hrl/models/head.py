@@ -30,11 +30,11 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class HeadForm:
-    """From hidden states to logits: ``logits(head(hidden_scale * hidden))``.
+    """From hidden states to logits: `logits(head(hidden_scale * hidden))`.
 
     Attributes:
-        hidden_scale: factor of the hidden states before the head.
-        logits: what happens to the head's products.
+        hidden_scale: Factor of the hidden states before the head.
+        logits: What happens to the head's products.
     """
 
     hidden_scale: float
@@ -42,10 +42,10 @@ class HeadForm:
 
 
 def head_form(model: PreTrainedModel) -> HeadForm:
-    """How ``model.forward`` makes logits of the backbone's hidden states and its head.
+    """Return how `model.forward` makes logits of the backbone's hidden states and its head.
 
     Raises:
-        ValueError: in another way than by factors and a soft-cap.
+        ValueError: In another way than by factors and a soft-cap.
     """
     name = type(model).__name__
     head = model.get_output_embeddings()
@@ -71,10 +71,10 @@ def head_form(model: PreTrainedModel) -> HeadForm:
 
 
 def backbone_of(model: PreTrainedModel) -> nn.Module:
-    """The part of a model that ends with the last hidden states.
+    """Return the part of a model that ends with the last hidden states.
 
     Raises:
-        ValueError: there is none, or no telling which.
+        ValueError: There is none, or no telling which.
     """
     if model.base_model is not model:
         return model.base_model
@@ -85,7 +85,7 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
 
 
 def _fit(products: Tensor, logits: Tensor) -> LogitForm | None:
-    """The factor, or factor and cap, that turn ``products`` into ``logits``."""
+    """Return the factor, or factor and cap, that turn `products` into `logits`."""
     by_product = dict(zip(products.tolist(), logits.tolist(), strict=True))
     small, largest = 1e-2, by_product[1e9]
     candidates = [LogitForm(_rounded(by_product[small] / small))]
@@ -109,7 +109,7 @@ def _rounded(number: float) -> float:
 def _forward_around(
     model: PreTrainedModel, head: nn.Module, hidden: Tensor, products: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Runs ``model.forward`` with stand-ins: what reached the head ``(n, H)``, and the logits ``(n, V)``."""
+    """Run `model.forward` with stand-ins: what reached the head `(n, H)`, and the logits `(n, V)`."""
     seen: list[Tensor] = []
 
     def stand_in_head(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -142,7 +142,7 @@ def _forward_around(
 
 @contextmanager
 def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Gives one module another forward for a while."""
+    """Give one module another forward for a while."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -154,7 +154,7 @@ def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 class _BackboneOutput(SimpleNamespace):
-    """A backbone's output with hidden states alone: whatever else a forward passes on is ``None``."""
+    """A backbone's output with hidden states alone: whatever else a forward passes on is `None`."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         super().__init__(last_hidden_state=last_hidden_state)

@@ -1,7 +1,7 @@
 """Loading transformers models for packed training.
 
 Loading executes nothing from the model folder: weights are read from safetensors only, and remote code runs only where
-``trust_remote_code`` says so. Whether a family may be trained packed is not known here: ``hrl.models.probe``
+`trust_remote_code` says so. Whether a family may be trained packed is not known here: `hrl.models.probe`
 compares.
 """
 
@@ -47,10 +47,10 @@ _CHANCES = ("drop", "jitter")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """The torch dtype of a configuration's name.
+    """Return the torch dtype of a configuration's name.
 
     Raises:
-        ValueError: unknown name.
+        ValueError: Unknown name.
     """
     if name not in DTYPES:
         raise ValueError(f"dtype {name!r} is not one of {', '.join(DTYPES)}")
@@ -62,12 +62,12 @@ class ModelSource:
     """Which model a role loads, and how.
 
     Attributes:
-        path: a local folder.
-        override_config: fields of its config.json to replace.
-        enable_gradient_checkpointing: recompute activations in the backward pass.
-        share_prefix: compute equal prompts of a micro-batch once.
-        trust_remote_code: its folder may run code.
-        max_model_len: the longest sequence of the run in tokens, for which the engine is opened as well.
+        path: A local folder.
+        override_config: Fields of its config.json to replace.
+        enable_gradient_checkpointing: Recompute activations in the backward pass.
+        share_prefix: Compute equal prompts of a micro-batch once.
+        trust_remote_code: Its folder may run code.
+        max_model_len: The longest sequence of the run in tokens, for which the engine is opened as well.
     """
 
     path: str
@@ -90,9 +90,9 @@ class Loaded:
     """A model as it was loaded.
 
     Attributes:
-        model: the transformers model, on the CPU (or without storage on the meta device).
-        source_config: the folder's config with ``override_config``, before packed training changed it, for the export.
-        fresh_head: the scalar head was not in the checkpoint and starts at zero.
+        model: The transformers model, on the CPU (or without storage on the meta device).
+        source_config: The folder's config with `override_config`, before packed training changed it, for the export.
+        fresh_head: The scalar head was not in the checkpoint and starts at zero.
     """
 
     model: PreTrainedModel
@@ -101,16 +101,16 @@ class Loaded:
 
 
 def load_causal_lm(config: Any, dtype: torch.dtype, *, meta: bool = False) -> Loaded:
-    """Loads a causal language model.
+    """Load a causal language model.
 
     Args:
-        config: a ``ModelSource``, or what has its attributes.
-        dtype: of the parameters.
-        meta: build the structure without storage (the weights will come from another rank).
+        config: A `ModelSource`, or what has its attributes.
+        dtype: Of the parameters.
+        meta: Build the structure without storage (the weights will come from another rank).
 
     Raises:
-        ValueError: the folder lacks some of its weights.
-        ModelConfigError: ``override_config`` does not fit the model.
+        ValueError: The folder lacks some of its weights.
+        ModelConfigError: `override_config` does not fit the model.
     """
     source, used = _configs(config)
     options = {"trust_remote_code": config.trust_remote_code, "attn_implementation": ATTENTION_NAME, "dtype": dtype}
@@ -126,19 +126,19 @@ def load_causal_lm(config: Any, dtype: torch.dtype, *, meta: bool = False) -> Lo
 
 
 def load_scalar_model(config: Any, dtype: torch.dtype, *, meta: bool = False, head_required: bool = False) -> Loaded:
-    """Loads a backbone with a scalar head, as transformers' sequence classifier with one label.
+    """Load a backbone with a scalar head, as transformers' sequence classifier with one label.
 
     A classifier's folder brings its head. A causal language model's folder has none: the head then starts at zero, so
     that every value is 0 until it is trained, whatever the seed.
 
     Args:
-        config: as for ``load_causal_lm``.
-        dtype: of the parameters.
-        meta: build the structure without storage.
-        head_required: refuse a folder without a head (a reward model that nobody trained).
+        config: As for `load_causal_lm`.
+        dtype: Of the parameters.
+        meta: Build the structure without storage.
+        head_required: Refuse a folder without a head (a reward model that nobody trained).
 
     Raises:
-        ValueError: as for ``load_causal_lm``; or the folder's head has another number of labels, or none is there.
+        ValueError: As for `load_causal_lm`; or the folder's head has another number of labels, or none is there.
     """
     source, used = _configs(config)
     is_classifier = any("ForSequenceClassification" in name for name in source.architectures or ())
@@ -178,7 +178,7 @@ def _require_weights(path: str, missing: set[str]) -> None:
 
 
 def _configs(config: Any) -> tuple[PretrainedConfig, PretrainedConfig]:
-    """The folder's config with ``override_config`` twice: one to keep, one to build the model from."""
+    """Return the folder's config with `override_config` twice: one to keep, one to build the model from."""
     source, used = (
         load_config(config.path, config.override_config, trust_remote_code=config.trust_remote_code) for _ in range(2)
     )
@@ -186,15 +186,15 @@ def _configs(config: Any) -> tuple[PretrainedConfig, PretrainedConfig]:
 
 
 def prepare(model: PreTrainedModel, *, max_model_len: int, recompute: bool) -> None:
-    """Makes a transformers model what the engine runs, whether it is trained or only asked.
+    """Make a transformers model what the engine runs, whether it is trained or only asked.
 
-    It stays in evaluation mode also in the update: whatever reads ``module.training`` (dropout of any kind, noise in
+    It stays in evaluation mode also in the update: whatever reads `module.training` (dropout of any kind, noise in
     routers, layer drop) would make the update's log-probs other ones than the sampler's.
 
     Args:
-        model: loaded with ``attn_implementation=ATTENTION_NAME``.
-        max_model_len: the longest sequence of the run in tokens.
-        recompute: activations in the backward pass, to save memory.
+        model: Loaded with `attn_implementation=ATTENTION_NAME`.
+        max_model_len: The longest sequence of the run in tokens.
+        recompute: Activations in the backward pass, to save memory.
     """
     fix_rope_frequencies(model, max_model_len)
     use_fused_rms_norms(model)
@@ -214,7 +214,7 @@ def _prepared(model: PreTrainedModel, config: Any) -> PreTrainedModel:
 
 
 def _chances(model: PreTrainedModel) -> list[str]:
-    """``name=value`` of the config's fields that are chances and not zero."""
+    """`name=value` of the config's fields that are chances and not zero."""
     settings = model.config.get_text_config().to_dict()
     return [
         f"{key}={value}"

@@ -1,6 +1,6 @@
 """What is sharded and run: a transformers backbone with the one head that reinforcement learning asks for.
 
-The language-model head runs inside ``forward`` of its own module, where a sharded weight is whole.
+The language-model head runs inside `forward` of its own module, where a sharded weight is whole.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _PackedModel(nn.Module):
         return backbone_of(self.model)
 
     def hidden_states(self, packed: PackedMicroBatch) -> Tensor:
-        """``(N, H)`` last hidden states at the wanted tokens."""
+        """`(N, H)` last hidden states at the wanted tokens."""
         output = self.backbone(
             input_ids=packed.input_ids,
             attention_mask=packed.layout.full_mask(packed.input_ids.device),
@@ -45,7 +45,7 @@ class PackedCausalLM(_PackedModel):
     """Log-probs of the tokens that were sampled, from logits as the model's own forward makes them.
 
     Raises:
-        ValueError: the model makes them in a way that can't be followed (see ``head_form``).
+        ValueError: The model makes them in a way that can't be followed (see `head_form`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -57,7 +57,7 @@ class PackedCausalLM(_PackedModel):
     def forward(
         self, packed: PackedMicroBatch, temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False
     ) -> TokenStatistics:
-        """Log-probs ``(N,)`` and what else is asked for, float32."""
+        """Log-probs `(N,)` and what else is asked for, float32."""
         hidden = self.hidden_states(packed)
         if self.form.hidden_scale != 1.0:
             hidden = hidden * self.form.hidden_scale
@@ -73,7 +73,7 @@ class PackedCausalLM(_PackedModel):
 
 
 def _head_forward(head: nn.Linear, hidden: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
-    """The head's own forward; with labels, the statistics of the tokens that follow the ``(N, H)`` states."""
+    """Return the head's own forward; with labels, the statistics of the tokens that follow the `(N, H)` states."""
     if labels is None:
         return type(head).forward(head, hidden)
     return token_statistics(hidden.to(head.weight.dtype), head.weight, labels, bias=head.bias, **options)
@@ -83,7 +83,7 @@ class PackedScalarModel(_PackedModel):
     """One number per token, for value and reward models."""
 
     def forward(self, packed: PackedMicroBatch) -> Tensor:
-        """``(N,)`` float32. The head's product is in float32: bfloat16 has two digits, too few for a value."""
+        """`(N,)` float32. The head's product is in float32: bfloat16 has two digits, too few for a value."""
         hidden = self.hidden_states(packed)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         head = self.model.score

@@ -2,10 +2,10 @@
 
 Three savings, none of which changes a number:
 
-- Rows of one micro-batch with the same prompt share it (``share_prefix``): attention is causal, so the prompt's hidden
+- Rows of one micro-batch with the same prompt share it (`share_prefix`): attention is causal, so the prompt's hidden
   states don't know which response follows.
-- The token after which nothing is predicted does not enter: with log-probs or values wanted of ``r`` response tokens,
-  the model reads the prompt and the first ``r - 1`` of them.
+- The token after which nothing is predicted does not enter: with log-probs or values wanted of `r` response tokens,
+  the model reads the prompt and the first `r - 1` of them.
 - Rows without a trained token do not enter at all.
 """
 
@@ -24,7 +24,7 @@ from hrl.models.ops.layout import AttentionLayout
 if TYPE_CHECKING:
     from hrl.protocol import DataProto
 
-#: ``next``: the state before each trained token. ``last``: the state at the last token of each row.
+#: `next`: the state before each trained token. `last`: the state at the last token of each row.
 Wanted = Literal["next", "last"]
 
 
@@ -36,8 +36,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Small host tensors on the device: one pinned buffer, one copy, and nobody waits for it.
 
     Args:
-        tensors: on the CPU; on a CPU they are returned as they are.
-        device: where they are wanted.
+        tensors: On the CPU; on a CPU they are returned as they are.
+        device: Where they are wanted.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -63,10 +63,10 @@ class Rows:
     """The columns of a batch that say what the sequences are, checked once.
 
     Attributes:
-        prompts: per row, its prompt tokens ``(P_i,)`` int64.
-        responses: ``(B, R)`` int64.
-        response_lengths: ``(B,)`` int64 true response lengths.
-        trained: ``(B, R)`` bool, tokens to train on or to score.
+        prompts: Per row, its prompt tokens `(P_i,)` int64.
+        responses: `(B, R)` int64.
+        response_lengths: `(B,)` int64 true response lengths.
+        trained: `(B, R)` bool, tokens to train on or to score.
     """
 
     prompts: list[np.ndarray]
@@ -76,11 +76,11 @@ class Rows:
 
     @classmethod
     def of(cls, batch: DataProto) -> Rows:
-        """Reads ``prompts``, ``responses``, ``attention_mask`` and ``response_mask`` of a batch.
+        """Read `prompts`, `responses`, `attention_mask` and `response_mask` of a batch.
 
         Raises:
-            KeyError: a column is missing.
-            ValueError: prompts not left-padded, responses not right-padded, an empty prompt, or a trained token beyond
+            KeyError: A column is missing.
+            ValueError: Prompts not left-padded, responses not right-padded, an empty prompt, or a trained token beyond
                 its response.
         """
         missing = [
@@ -117,14 +117,14 @@ class PackedMicroBatch:
     """One forward.
 
     Attributes:
-        input_ids: ``(1, T)`` int64.
-        position_ids: ``(1, T)`` int64.
-        layout: which token attends to which.
-        hidden_index: ``(N,)`` int64, the tokens of the row whose hidden states are wanted.
-        labels: ``(N,)`` int64, the token that follows each of them (for ``last``: the token itself).
-        mask: ``(b, r)`` bool, where the N results stand in the micro-batch's rows, row-major; ``r`` is the longest.
-        mask_index: ``(N,)`` int64, the same as flat positions: what reads a mask on a GPU waits for it.
-        is_empty: nothing is wanted. One token runs all the same, so that every rank joins every collective.
+        input_ids: `(1, T)` int64.
+        position_ids: `(1, T)` int64.
+        layout: Which token attends to which.
+        hidden_index: `(N,)` int64, the tokens of the row whose hidden states are wanted.
+        labels: `(N,)` int64, the token that follows each of them (for `last`: the token itself).
+        mask: `(b, r)` bool, where the N results stand in the micro-batch's rows, row-major; `r` is the longest.
+        mask_index: `(N,)` int64, the same as flat positions: what reads a mask on a GPU waits for it.
+        is_empty: Nothing is wanted. One token runs all the same, so that every rank joins every collective.
     """
 
     input_ids: Tensor
@@ -137,27 +137,30 @@ class PackedMicroBatch:
     is_empty: bool
 
     def unpack(self, flat: Tensor) -> Tensor:
-        """``(N,)`` results to ``(b, r)``, zero outside the mask. Differentiable."""
+        """`(N,)` results to `(b, r)`, zero outside the mask. Differentiable."""
         if self.is_empty:
             return flat.new_zeros(self.mask.shape)
         return flat.new_zeros(self.mask.numel()).index_copy(0, self.mask_index, flat).view(self.mask.shape)
 
     def of_tokens(self, matrix: Tensor) -> Tensor:
-        """The way back: the ``(N,)`` entries of ``(b, r)`` at which the results stand; none where nothing is wanted."""
+        """Return the way back: the `(N,)` entries of `(b, r)` at which the results stand.
+
+        None where nothing is wanted.
+        """
         return matrix.reshape(-1).index_select(0, self.mask_index)
 
 
 def pack(
     rows: Rows, picked: tuple[int, ...], *, share_prefix: bool, wanted: Wanted, device: torch.device
 ) -> PackedMicroBatch:
-    """Packs the rows ``picked`` into one row.
+    """Pack the rows `picked` into one row.
 
     Args:
-        rows: the rank's rows.
-        picked: local row positions; empty gives a weightless micro-batch.
-        share_prefix: compute equal prompts once.
-        wanted: which hidden states are wanted.
-        device: where the result lives.
+        rows: The rank's rows.
+        picked: Local row positions; empty gives a weightless micro-batch.
+        share_prefix: Compute equal prompts once.
+        wanted: Which hidden states are wanted.
+        device: Where the result lives.
     """
     lengths = _used_lengths(rows, picked, wanted)
     used = [(i, n) for i, n in zip(picked, lengths, strict=True) if n is not None]
@@ -208,14 +211,14 @@ def pack(
 def take_columns(
     batch: DataProto, names: Iterable[str], picked: Sequence[int], packed: PackedMicroBatch
 ) -> dict[str, Tensor]:
-    """Columns ``(B, R)`` of the picked rows, as ``(b, r)`` on the device of ``packed``, in one copy."""
+    """Columns `(B, R)` of the picked rows, as `(b, r)` on the device of `packed`, in one copy."""
     names, rows = tuple(names), list(picked)
     host = [batch.batch[name][rows, : packed.mask.shape[1]] for name in names]
     return dict(zip(names, to_device(host, packed.mask.device), strict=True))
 
 
 def _used_lengths(rows: Rows, picked: tuple[int, ...], wanted: Wanted) -> list[int | None]:
-    """Response tokens that must enter the model per row; ``None``: the row is not needed."""
+    """Response tokens that must enter the model per row; `None`: the row is not needed."""
     if wanted == "last":
         return [int(rows.response_lengths[i]) for i in picked]
     return [int(np.flatnonzero(rows.trained[i]).max()) if rows.trained[i].any() else None for i in picked]
@@ -241,7 +244,7 @@ class _Writer:
         self.position = 0
 
     def add(self, tokens: np.ndarray, prefix_start: int = 0, prefix_length: int = 0) -> int:
-        """Appends one segment and returns the position of its first token."""
+        """Append one segment and return the position of its first token."""
         start = self.position
         self.tokens.append(tokens)
         self.prefix_start.append(prefix_start)
@@ -250,7 +253,7 @@ class _Writer:
         return start
 
     def layout(self) -> AttentionLayout:
-        """The layout of what was written."""
+        """Return the layout of what was written."""
         lengths = np.array([len(t) for t in self.tokens], np.int64)
         return AttentionLayout(lengths, np.array(self.prefix_start), np.array(self.prefix_length))
 

@@ -2,7 +2,7 @@
 
 The log-probs of packed training are right only if attention, positions, masks, experts and head of a family do nothing
 that the packed path does not know. A list of families or of settings can't tell: transformers has nearly two hundred,
-and what a list forgets trains silently wrong. So a small cut of the model (``hrl.models.cut``) with random
+and what a list forgets trains silently wrong. So a small cut of the model (`hrl.models.cut`) with random
 weights runs a few short sequences
 
 - packed, as the engine runs them, in two different packings;
@@ -44,7 +44,7 @@ LOG_PROB_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-2
 #: A model that amplifies rounding gets this many times what one rounding of all its weights does to its log-probs, up
 #: to a limit that no difference of meaning stays below; the bound of its gradients grows with it, up to the last.
 SPREADS, MOST_ROUNDING, MOST_GRADIENT_ROUNDING = 20.0, 1e-2, 0.1
-#: Two prompts with two answers each, in tokens; all but one sequence cross ``CROSSED_TOKENS`` inside their prompt.
+#: Two prompts with two answers each, in tokens; all but one sequence cross `CROSSED_TOKENS` inside their prompt.
 PROMPT_LENGTHS, ANSWER_LENGTHS = (11, 6), ((13, 9), (17, 4))
 PACKINGS: tuple[tuple[tuple[int, ...], ...], ...] = (((0, 1, 2, 3),), ((3, 0), (2, 1)))
 _KEY = "actor_rollout_ref.model.probe=false (model.probe=false in offline runs)"
@@ -61,14 +61,14 @@ class ProbeResult:
     """How far the packed forward is from the model's own.
 
     Attributes:
-        family: class of the model.
-        num_layers: of the cut that was compared.
-        difference: largest difference of a log-prob (of a score, for a scalar model) from the model's own forward.
-        packing_difference: the same between the two packings.
-        gradient_difference: largest relative difference of a parameter's gradient from the model's own; 0 where the
+        family: Class of the model.
+        num_layers: Of the cut that was compared.
+        difference: Largest difference of a log-prob (of a score, for a scalar model) from the model's own forward.
+        packing_difference: The same between the two packings.
+        gradient_difference: Largest relative difference of a parameter's gradient from the model's own; 0 where the
             log-probs differ already.
-        cause: of a difference that is no rounding; empty where there is none.
-        seconds: that it took.
+        cause: Of a difference that is no rounding; empty where there is none.
+        seconds: That it took.
     """
 
     family: str
@@ -86,27 +86,27 @@ class ProbeResult:
 
 
 def require_right_causal_lm(source: ModelSource) -> ProbeResult:
-    """Refuses a causal language model that packed training would compute wrongly.
+    """Refuse a causal language model that packed training would compute wrongly.
 
     A process that asks twice for the same model is answered at once.
 
     Args:
-        source: the model's folder, its overrides and the run's longest sequence.
+        source: The model's folder, its overrides and the run's longest sequence.
 
     Raises:
-        ProbeError: naming family, difference and likely cause.
-        ModelConfigError: the overrides do not fit the model.
+        ProbeError: Naming family, difference and likely cause.
+        ModelConfigError: The overrides do not fit the model.
     """
     return _require_right(AutoModelForCausalLM, *_identity(source))
 
 
 def require_right_scalar_model(source: ModelSource) -> ProbeResult:
-    """As ``require_right_causal_lm``, for a critic or a reward model: the backbone as a sequence classifier."""
+    """As `require_right_causal_lm`, for a critic or a reward model: the backbone as a sequence classifier."""
     return _require_right(AutoModelForSequenceClassification, *_identity(source))
 
 
 def _identity(source: ModelSource) -> tuple[str, str, bool, int]:
-    """What of a source decides how its model computes."""
+    """Return what of a source decides how its model computes."""
     overrides = json.dumps(dict(source.override_config), sort_keys=True)
     return str(source.path), overrides, source.trust_remote_code, source.max_model_len
 
@@ -142,16 +142,16 @@ def _way_out() -> str:
 def probe_config(
     config: PretrainedConfig, max_model_len: int, auto: Any = AutoModelForCausalLM, *, trust_remote_code: bool = False
 ) -> ProbeResult:
-    """Compares the smallest cut of a configuration that runs.
+    """Compare the smallest cut of a configuration that runs.
 
     Args:
-        config: of the model, with its overrides.
-        max_model_len: the longest sequence of the run in tokens; what happens only beyond it does not count.
-        auto: ``AutoModelForCausalLM`` or ``AutoModelForSequenceClassification``.
-        trust_remote_code: the config's folder may run code.
+        config: Of the model, with its overrides.
+        max_model_len: The longest sequence of the run in tokens; what happens only beyond it does not count.
+        auto: `AutoModelForCausalLM` or `AutoModelForSequenceClassification`.
+        trust_remote_code: The config's folder may run code.
 
     Raises:
-        ProbeError: no cut of it runs, alone or packed.
+        ProbeError: No cut of it runs, alone or packed.
     """
     start = time.perf_counter()
     verbosity = transformers_logging.get_verbosity()
@@ -172,9 +172,9 @@ class _Family:
     """How cuts are built.
 
     Attributes:
-        auto: transformers' class for them.
-        max_model_len: the longest sequence of the run in tokens.
-        trust_remote_code: they may run code of their folder.
+        auto: Transformers' class for them.
+        max_model_len: The longest sequence of the run in tokens.
+        trust_remote_code: They may run code of their folder.
     """
 
     auto: Any
@@ -187,7 +187,7 @@ class _Family:
         return self.auto is AutoModelForSequenceClassification
 
     def build(self, config: PretrainedConfig, attention: str = "eager") -> PreTrainedModel:
-        """A model with weights of its own."""
+        """Return a model with weights of its own."""
         own = type(config).from_dict(config.to_dict())
         if self.is_scalar:
             own.num_labels = 1
@@ -200,7 +200,7 @@ class _Family:
 
 
 def _first_that_runs(config: PretrainedConfig, family: _Family) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """The smallest cut whose own forward runs, and its model with random weights that show every part of it."""
+    """Return the smallest cut whose own forward runs, and its model with random weights that show every part of it."""
     failure: Exception = ValueError("its smallest copy is too large, or is no valid configuration")
     try:
         for cut in cuts(config, family.max_model_len, family.build):
@@ -288,7 +288,7 @@ def _rows(config: PretrainedConfig) -> Rows:
 
 
 def _sequence(rows: Rows, row: int) -> Tensor:
-    """``(1, L)`` tokens of one row."""
+    """`(1, L)` tokens of one row."""
     answer = rows.responses[row, : rows.response_lengths[row]]
     return torch.from_numpy(np.concatenate([rows.prompts[row], answer]))[None]
 
@@ -368,14 +368,14 @@ def _cause_of_values(
 
 
 def _before(apart: Tensor, rows: Rows) -> Tensor:
-    """The differences at answers' tokens whose context is too short to cross anything."""
+    """Return the differences at answers' tokens whose context is too short to cross anything."""
     positions = torch.tensor([len(prompt) for prompt in rows.prompts])[:, None] + torch.arange(apart.shape[1])[None]
     return torch.where(positions <= CROSSED_TOKENS, apart, 0.0)
 
 
 @torch.no_grad()
 def _same_hidden_states(own: PreTrainedModel, module: Any, rows: Rows) -> bool:
-    """Whether backbone and head part ways at the head."""
+    """Return whether backbone and head part ways at the head."""
     tokens = _sequence(rows, 0)
     packed = pack(rows, (0,), share_prefix=False, wanted="next", device=torch.device("cpu"))
     try:
@@ -387,7 +387,7 @@ def _same_hidden_states(own: PreTrainedModel, module: Any, rows: Rows) -> bool:
 
 @torch.no_grad()
 def _rounding(own: PreTrainedModel, cut: PretrainedConfig, family: _Family, rows: Rows, values: Tensor) -> float:
-    """The largest change of the model's own numbers when every weight moves by one rounding of float32."""
+    """Return the largest change of the model's own numbers when every weight moves by one rounding of float32."""
     moved = family.build(cut)
     moved.load_state_dict(own.state_dict())
     fix_rope_frequencies(moved, UNREACHED_TOKENS)

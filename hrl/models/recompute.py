@@ -1,6 +1,6 @@
 """Gradient checkpointing for models in evaluation mode.
 
-transformers' own switch is tied to ``module.training``, and so are dropout, layer drop and router noise, of which the
+transformers' own switch is tied to `module.training`, and so are dropout, layer drop and router noise, of which the
 sampler has none. A policy here stays in evaluation mode, whatever it does, and its layers are recomputed all the same.
 """
 
@@ -17,9 +17,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def recompute_layers(model: nn.Module) -> int:
-    """Lets every decoder layer keep its inputs only, and compute its activations again in the backward pass.
+    """Let every decoder layer keep its inputs only, and compute its activations again in the backward pass.
 
-    The wrapped function is ``forward``, inside the hooks of FSDP: a layer's parameters are gathered once for its
+    The wrapped function is `forward`, inside the hooks of FSDP: a layer's parameters are gathered once for its
     recomputation and its gradient.
 
     Returns:

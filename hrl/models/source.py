@@ -62,14 +62,14 @@ def cache_root() -> Path:
 
 
 def resolve_model(path: str | os.PathLike[str], *, wait_s: float = 300.0) -> Path:
-    """Turns `model.path` into a local folder with `config.json` and safetensors weights.
+    """Turn `model.path` into a local folder with `config.json` and safetensors weights.
 
     Args:
-        path: a local folder, a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, or `bundled:<name>`.
-        wait_s: how long to wait for another process that is converting the same bundled model.
+        path: A local folder, a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, or `bundled:<name>`.
+        wait_s: How long to wait for another process that is converting the same bundled model.
 
     Raises:
-        ModelSourceError: the model isn't there; the message names what was looked for and the way out.
+        ModelSourceError: The model isn't there; the message names what was looked for and the way out.
     """
     name = os.fspath(path)
     if name.startswith(BUNDLED_PREFIX):
@@ -84,7 +84,7 @@ def find_model(path: str) -> Path | None:
         None for a hub id that is not there, or not all of it.
 
     Raises:
-        ModelSourceError: as `resolve_model`, without what only a download can tell.
+        ModelSourceError: As `resolve_model`, without what only a download can tell.
     """
     if path.startswith(BUNDLED_PREFIX):
         return resolve_model(path)
@@ -92,10 +92,10 @@ def find_model(path: str) -> Path | None:
 
 
 def _local_folder(name: str) -> Path | None:
-    """The folder that `model.path` names; None for a hub id.
+    """Return the folder that `model.path` names; None for a hub id.
 
     Raises:
-        ModelSourceError: it is no model folder, or what can be no hub id does not exist.
+        ModelSourceError: It is no model folder, or what can be no hub id does not exist.
     """
     folder = Path(os.path.expanduser(name))  # leaves an unknown user's `~name` as it is
     if folder.is_dir():
@@ -143,16 +143,16 @@ def _cached(hub_id: str) -> Path | None:
 
 
 def find_on_this_node(folder: str | os.PathLike[str], *, wait_s: float = 300.0) -> Path:
-    """The model folder that `resolve_model` gave on the driver's node, on this one.
+    """Return the model folder that `resolve_model` gave on the driver's node, on this one.
 
     A folder that is not here is made here, if it is a hub's (at the driver's revision) or a bundled model's.
 
     Args:
-        folder: on the driver's node.
-        wait_s: how long to wait for another process of this node that is converting the same bundled model.
+        folder: On the driver's node.
+        wait_s: How long to wait for another process of this node that is converting the same bundled model.
 
     Raises:
-        ModelSourceError: it can't be found or made here; names node and folder.
+        ModelSourceError: It can't be found or made here; names node and folder.
     """
     folder = Path(folder)
     if (folder / "config.json").is_file():
@@ -172,7 +172,7 @@ def find_on_this_node(folder: str | os.PathLike[str], *, wait_s: float = 300.0) 
 
 
 def _make_again(folder: Path, wait_s: float) -> Path | None:
-    """The same model in this node's cache; None if it was a folder of the user's own."""
+    """Return the same model in this node's cache; None if it was a folder of the user's own."""
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith(_HUB_REPOSITORY):
         return _download(repository.removeprefix(_HUB_REPOSITORY).replace("--", "/"), revision=folder.name)
@@ -258,7 +258,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _convert_into(source: Path, digest: str, target: Path) -> None:
-    """Converts into a folder beside `target` and renames it: a reader sees all of it or nothing."""
+    """Convert into a folder beside `target` and renames it: a reader sees all of it or nothing."""
     from hrl.models.gguf import convert_gguf
 
     started = time.monotonic()

@@ -24,9 +24,9 @@ class TokenIds:
     Padding may be any id, the end token's too: what is padding is known from lengths and never read off ids.
 
     Attributes:
-        pad: fills prompts on the left and responses on the right.
-        stop: a response ends with the first of these; empty if the model has none and only the length ends it.
-        vocab_size: ids run from 0 to one below it.
+        pad: Fills prompts on the left and responses on the right.
+        stop: A response ends with the first of these; empty if the model has none and only the length ends it.
+        vocab_size: Ids run from 0 to one below it.
     """
 
     pad: int
@@ -44,10 +44,10 @@ def resolve_tokenizer(path: str) -> str:
 
 
 def find_tokenizer_on_this_node(path: str) -> str:
-    """What `resolve_tokenizer` gave on the driver's node, on this one.
+    """Return what `resolve_tokenizer` gave on the driver's node, on this one.
 
     Raises:
-        ModelSourceError: the folder is not here and can't be made here; names node and folder.
+        ModelSourceError: The folder is not here and can't be made here; names node and folder.
     """
     if not os.path.isabs(path) or os.path.isdir(path):  # of the hub, or here
         return path
@@ -55,10 +55,10 @@ def find_tokenizer_on_this_node(path: str) -> str:
 
 
 def load_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Loads the tokenizer of a local model folder.
+    """Load the tokenizer of a local model folder.
 
     Raises:
-        ModelSourceError: the folder holds no tokenizer, or one that needs `trust_remote_code`.
+        ModelSourceError: The folder holds no tokenizer, or one that needs `trust_remote_code`.
     """
     from transformers import AutoTokenizer
 
@@ -72,8 +72,8 @@ def token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str | os.PathLike[
     """Padding and stop ids of a tokenizer, with the stop ids of the model's `generation_config.json` where it has one.
 
     Args:
-        tokenizer: of the policy.
-        model_path: local model folder; chat models often stop at more ids than their tokenizer's one end token.
+        tokenizer: Of the policy.
+        model_path: Local model folder; chat models often stop at more ids than their tokenizer's one end token.
     """
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stop += [token for token in _generation_stop_ids(model_path) if token not in stop]

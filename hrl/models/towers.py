@@ -35,7 +35,7 @@ def unreachable_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     text does not visit, another one may.
 
     Args:
-        model: from ``load_causal_lm`` or ``load_scalar_model``, with storage: without it some models do not run.
+        model: From `load_causal_lm` or `load_scalar_model`, with storage: without it some models do not run.
     """
     named = dict(model.named_parameters())
     decoder = model.get_decoder()
@@ -62,7 +62,7 @@ def unreachable_parameters(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Freezes these parameters and says so."""
+    """Freeze these parameters and says so."""
     if not names:
         return
     frozen = {name: model.get_parameter(name).requires_grad_(False) for name in names}
@@ -75,7 +75,7 @@ def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules with parameters of which none is trained."""
+    """Yield the largest modules with parameters of which none is trained."""
     for child in module.children():
         flags = {parameter.requires_grad for parameter in child.parameters()}
         if flags == {False}:
@@ -85,13 +85,13 @@ def frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _heads(model: PreTrainedModel) -> list[nn.Module]:
-    """What stands before and behind the backbone: ``hrl.models.modules`` uses their weights."""
+    """Return what stands before and behind the backbone: `hrl.models.modules` uses their weights."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, "score", None))
     return [head for head in heads if head is not None]
 
 
 def _run_around(model: PreTrainedModel, decoder: nn.Module) -> Tensor:
-    """Last hidden states ``(1, 2, H)`` of two tokens, as far as they depend on what is outside of the decoder."""
+    """Last hidden states `(1, 2, H)` of two tokens, as far as they depend on what is outside of the decoder."""
     width, device = model.config.get_text_config().hidden_size, model.device
 
     def stand_in(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -124,7 +124,7 @@ def _run_around(model: PreTrainedModel, decoder: nn.Module) -> Tensor:
 
 
 def _common_modules(model: nn.Module, names: Collection[str]) -> list[str]:
-    """The largest modules whose parameters are all among ``names``, and the parameters that are left."""
+    """Return the largest modules whose parameters are all among `names`, and the parameters that are left."""
     found, rest = [], set(names)
     for prefix, module in model.named_modules():
         inside = {f"{prefix}.{name}" for name, _ in module.named_parameters()}

@@ -31,7 +31,7 @@ _ONLY_IN_FULL = ("KV cache",)
 
 
 def look(kind: RunKind[Section], config: Section) -> tuple[Findings, int | None]:
-    """Takes the look of a run, without downloading anything.
+    """Take the look of a run, without downloading anything.
 
     Returns:
         What was found; and the number of training rows, where they could be read.
@@ -54,10 +54,10 @@ def report(
     """Everything that `hrl check` can say of a run, as plain data.
 
     Args:
-        kind: of the run.
-        config: the validated configuration.
+        kind: Of the run.
+        config: The validated configuration.
         findings: None where the configuration alone was judged.
-        train_rows: see `look`.
+        train_rows: See `look`.
     """
     words = kind.words
     return {
@@ -78,11 +78,11 @@ def report(
 
 
 def summary(config: Section, said: Mapping[str, Any]) -> dict[str, str]:
-    """The twenty lines that matter: label → text.
+    """Return the twenty lines that matter: label → text.
 
     Args:
-        config: the validated configuration.
-        said: a `report`.
+        config: The validated configuration.
+        said: A `report`.
     """
     found = dict(said["found"])
     arithmetic = {name: text for name, text in said["arithmetic"].items() if name not in _ONLY_IN_FULL}
@@ -105,7 +105,7 @@ def _joined(lines: Mapping[str, str]) -> str:
 
 
 def settings(config: Section) -> Iterator[tuple[str, str]]:
-    """Which values come from where: by origin, and the telling ones among the defaults."""
+    """Yield which values come from where: by origin, and the telling ones among the defaults."""
     origins = dict(config.origins or {})
     by_origin: dict[str, list[str]] = {}
     for key, origin in origins.items():
@@ -128,7 +128,7 @@ def _assignments(config: Section, keys: list[str]) -> str:
 
 
 def _as_typed(value: Any) -> str:
-    """A value as a command line takes it."""
+    """Return a value as a command line takes it."""
     if isinstance(value, list):
         return str(value[0]) if len(value) == 1 else f"[{','.join(map(_as_typed, value))}]"
     if isinstance(value, dict):

@@ -44,11 +44,11 @@ class Findings:
     """The book of a preflight.
 
     Attributes:
-        problems: what keeps the run from starting.
-        notes: what is allowed but probably not meant; a sentence each.
-        unchecked: what could not be looked at here, a sentence each.
-        facts: what was found, for the summary of `hrl check`.
-        memory: what every phase takes at its worst, a line each; empty where the model was not looked at.
+        problems: What keeps the run from starting.
+        notes: What is allowed but probably not meant; a sentence each.
+        unchecked: What could not be looked at here, a sentence each.
+        facts: What was found, for the summary of `hrl check`.
+        memory: What every phase takes at its worst, a line each; empty where the model was not looked at.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Findings:
     memory: list[Fact] = field(default_factory=list)
 
     def problem(self, key: str, what: str, hint: str = "") -> None:
-        """Notes a problem, as `Problem` has it."""
+        """Note a problem, as `Problem` has it."""
         self.problems.append(Problem(key, what, hint))
 
     @contextmanager
@@ -72,15 +72,15 @@ class Findings:
             self.problem(key, f"can't be read: {sentence(str(error))}")
 
     def raise_problems(self) -> None:
-        """Ends the preflight.
+        """End the preflight.
 
         Raises:
-            PreflightError: there are problems; lists them all.
+            PreflightError: There are problems; lists them all.
         """
         if self.problems:
             raise PreflightError(dict.fromkeys(self.problems))  # training and validation rows may share a file
 
 
 def sentence(text: str) -> str:
-    """The text with its full stop."""
+    """Return the text with its full stop."""
     return text if text.endswith((".", "?", "!")) else f"{text}."

@@ -26,10 +26,10 @@ class FolderPlan:
     """How a run begins.
 
     Attributes:
-        path: the run folder.
-        checkpoint: where the run resumes from; None for the beginning.
-        continues: that checkpoint lies in the run folder, whose log goes on.
-        state: the driver's state in it.
+        path: The run folder.
+        checkpoint: Where the run resumes from; None for the beginning.
+        continues: That checkpoint lies in the run folder, whose log goes on.
+        state: The driver's state in it.
     """
 
     path: Path
@@ -51,13 +51,13 @@ def plan_run_folder(trainer: Any, train_dataset: Any) -> FolderPlan:
     """Decides where a run begins, and looks whether its folder can be had.
 
     Args:
-        trainer: the section of the configuration.
-        train_dataset: its ``fingerprint`` is read where a run continues; None leaves a checkpoint's data
+        trainer: The section of the configuration.
+        train_dataset: Its `fingerprint` is read where a run continues; None leaves a checkpoint's data
             unchecked.
 
     Raises:
-        CheckpointError: the checkpoint to resume from is missing or torn, or continues the run in other data.
-        RunFolderError: the folder is in use, can't be written, or holds checkpoints that this run would not continue.
+        CheckpointError: The checkpoint to resume from is missing or torn, or continues the run in other data.
+        RunFolderError: The folder is in use, can't be written, or holds checkpoints that this run would not continue.
     """
     path = Path(trainer.default_local_dir).expanduser().resolve()
     check_writable(path)
@@ -75,10 +75,10 @@ def plan_run_folder(trainer: Any, train_dataset: Any) -> FolderPlan:
 
 
 def check_writable(path: Path) -> None:
-    """Refuses a run folder that can't be made or written, or that a live run holds.
+    """Refuse a run folder that can't be made or written, or that a live run holds.
 
     Raises:
-        RunFolderError: with the way out.
+        RunFolderError: With the way out.
     """
     advice = "name a folder in another place with trainer.default_local_dir"
     there = next(place for place in (path, *path.parents) if place.exists())

@@ -94,15 +94,15 @@ def look_at_model(
     download: bool,
     trust_remote_code: bool,
 ) -> Path | None:
-    """The local folder of a model, with a configuration that transformers knows and whole weights.
+    """Return the local folder of a model, with a configuration that transformers knows and whole weights.
 
     Args:
-        findings: takes what is wrong.
-        key: that names the model.
-        path: its value.
-        override: the section's ``override_config``.
-        download: fetch a hub id that is not on this machine; otherwise that is noted.
-        trust_remote_code: as for every use of the model.
+        findings: Takes what is wrong.
+        key: That names the model.
+        path: Its value.
+        override: The section's `override_config`.
+        download: Fetch a hub id that is not on this machine; otherwise that is noted.
+        trust_remote_code: As for every use of the model.
 
     Returns:
         None where there is no such folder, or not yet.
@@ -137,13 +137,13 @@ def look_at_family(
     """The model computes packed what it computes alone; its ranks ask the same before they load it.
 
     Args:
-        findings: takes what is wrong.
-        key: that names the model.
-        folder: of the model.
-        override: the section's ``override_config``.
-        trust_remote_code: as for every use of the model.
-        max_model_len: the longest sequence of the run in tokens.
-        is_scalar: it is a critic or a reward model.
+        findings: Takes what is wrong.
+        key: That names the model.
+        folder: Of the model.
+        override: The section's `override_config`.
+        trust_remote_code: As for every use of the model.
+        max_model_len: The longest sequence of the run in tokens.
+        is_scalar: It is a critic or a reward model.
     """
     from hrl.models.loading import ModelSource
     from hrl.models.probe import ProbeError, require_right_causal_lm, require_right_scalar_model
@@ -159,7 +159,7 @@ def _check_type(folder: Path, trust_remote_code: bool) -> None:
     """transformers knows such a model.
 
     Raises:
-        ModelSourceError: it does not, or its code would have to be trusted.
+        ModelSourceError: It does not, or its code would have to be trusted.
     """
     try:
         load_config(folder, {}, trust_remote_code=trust_remote_code)
@@ -171,14 +171,14 @@ def _check_type(folder: Path, trust_remote_code: bool) -> None:
 def look_at_tokenizer(
     findings: Findings, section: str, model: ModelConfig, folder: Path | None, *, download: bool
 ) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a section ``model``, which may name another folder or hub id than the model's own.
+    """Return the tokenizer of a section `model`, which may name another folder or hub id than the model's own.
 
     Args:
-        findings: takes what is wrong.
-        section: key of the section.
-        model: the section.
-        folder: of the model, where it was found.
-        download: fetch a hub id that is not on this machine; otherwise that is noted.
+        findings: Takes what is wrong.
+        section: Key of the section.
+        model: The section.
+        folder: Of the model, where it was found.
+        download: Fetch a hub id that is not on this machine; otherwise that is noted.
     """
     named = resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else folder
     if named is None:
@@ -205,11 +205,11 @@ def look_at_positions(findings: Findings, folder: Path, model: ModelConfig, want
     """The longest sequence fits the model's positions.
 
     Args:
-        findings: takes what is wrong.
-        folder: of the model.
-        model: the section of the configuration.
-        wanted: tokens of the longest sequence.
-        keys: whose values add up to that.
+        findings: Takes what is wrong.
+        folder: Of the model.
+        model: The section of the configuration.
+        wanted: Tokens of the longest sequence.
+        keys: Whose values add up to that.
     """
     used = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code)
     limit = getattr(used.get_text_config(), "max_position_embeddings", None)
@@ -226,10 +226,10 @@ def look_at_columns(
     """Every source can be read and has the columns that rows need.
 
     Args:
-        findings: takes what is wrong.
-        key: that names the sources.
-        sources: its value.
-        needed: key that names a column → the names that will do; of several, one is enough.
+        findings: Takes what is wrong.
+        key: That names the sources.
+        sources: Its value.
+        needed: Key that names a column → the names that will do; of several, one is enough.
 
     Returns:
         Whether reading the rows makes sense.
@@ -260,11 +260,11 @@ def look_at_size(findings: Findings, key: str, rows: Any, wanted: int, *, sugges
     """The training rows fill a batch.
 
     Args:
-        findings: takes what is wrong.
-        key: of the size of a batch.
-        rows: the data set.
-        wanted: rows of a batch.
-        suggested_at_most: the largest size that the hint names.
+        findings: Takes what is wrong.
+        key: Of the size of a batch.
+        rows: The data set.
+        wanted: Rows of a batch.
+        suggested_at_most: The largest size that the hint names.
     """
     try:
         rows.require_rows(wanted, f"one batch ({key})")
@@ -274,14 +274,14 @@ def look_at_size(findings: Findings, key: str, rows: Any, wanted: int, *, sugges
 
 
 def rows_in_words(rows: Any, sources: Sequence[str], lengths: np.ndarray | None, noun: str, limit: int) -> str:
-    """What a data set holds, in one line.
+    """Return what a data set holds, in one line.
 
     Args:
-        rows: the data set; one of the user's own may lack counts.
-        sources: where its rows come from.
-        lengths: tokens of each, (N,); None where they are not known.
-        noun: what these are the lengths of.
-        limit: the longest allowed, in tokens.
+        rows: The data set; one of the user's own may lack counts.
+        sources: Where its rows come from.
+        lengths: Tokens of each, (N,); None where they are not known.
+        noun: What these are the lengths of.
+        limit: The longest allowed, in tokens.
     """
     text = f"{count(len(rows), 'row')} of {', '.join(sources)}"
     counts = getattr(rows, "counts", None)
@@ -295,7 +295,7 @@ def rows_in_words(rows: Any, sources: Sequence[str], lengths: np.ndarray | None,
 
 
 def model_in_words(path: str, folder: Path) -> str:
-    """A model in one line, from its configuration."""
+    """Return a model in one line, from its configuration."""
     facts = model_facts(folder)
     positions = facts.get("max_position_embeddings")
     reach = f", {positions:,} positions" if isinstance(positions, int) else ""
@@ -313,9 +313,9 @@ def look_at_devices(findings: Findings, trainer: Any, processes: int) -> None:
     """This machine has the GPUs that the run asks for; on a cluster that is running already, Ray says so.
 
     Args:
-        findings: takes what is wrong.
-        trainer: the section of the configuration.
-        processes: of the run, one GPU each.
+        findings: Takes what is wrong.
+        trainer: The section of the configuration.
+        processes: Of the run, one GPU each.
     """
     if joins_a_cluster(trainer):
         findings.unchecked.append("the run joins a Ray cluster, whose devices were not looked at")
@@ -334,7 +334,7 @@ def look_at_devices(findings: Findings, trainer: Any, processes: int) -> None:
 
 
 def joins_a_cluster(trainer: Any) -> bool:
-    """Whether the run uses a Ray that is there already; see `hrl.cluster.machine.run_cluster`."""
+    """Return whether the run uses a Ray that is there already; see `hrl.cluster.machine.run_cluster`."""
     return (trainer.ray_kwargs.get("address") or os.environ.get("RAY_ADDRESS") or "local") != "local"
 
 

@@ -48,18 +48,18 @@ class ResidentModel:
     """One model of a process.
 
     Attributes:
-        name: its role.
-        size: of the whole model.
-        trained: has gradients and moments.
-        master_bytes: of a stored weight.
-        compute_bytes: of a weight in a matrix product.
-        shards: processes that share one copy.
-        tokens: of its largest micro-batch.
-        recompute: activations are recomputed in the backward pass.
-        keeps_cast: weights in the compute dtype stay for the whole update, see ``keeps_cast_parameters``.
-        param_offload, optimizer_offload: what is in host memory while it is not used.
-        has_head: computes log-probs; a value or reward model has a head of one row.
-        chunk: logits that are held at once.
+        name: Its role.
+        size: Of the whole model.
+        trained: Has gradients and moments.
+        master_bytes: Of a stored weight.
+        compute_bytes: Of a weight in a matrix product.
+        shards: Processes that share one copy.
+        tokens: Of its largest micro-batch.
+        recompute: Activations are recomputed in the backward pass.
+        keeps_cast: Weights in the compute dtype stay for the whole update, see `keeps_cast_parameters`.
+        param_offload, optimizer_offload: What is in host memory while it is not used.
+        has_head: Computes log-probs; a value or reward model has a head of one row.
+        chunk: Logits that are held at once.
     """
 
     name: str
@@ -105,14 +105,14 @@ class ResidentModel:
         return self.compute_bytes / 2 * self.size.kept_bytes_per_token * self.tokens
 
     def idle(self) -> Iterator[Entry]:
-        """What stays on the device while others work."""
+        """Yield what stays on the device while others work."""
         if not self.param_offload:
             yield Entry(f"{self.name} weights", self.weights)
         if not self.optimizer_offload:
             yield Entry(f"{self.name} moments", self.moments)
 
     def forward(self) -> Iterator[Entry]:
-        """A forward without gradients."""
+        """Yield a forward without gradients."""
         yield Entry(f"{self.name} weights", self.weights)
         if not self.optimizer_offload:
             yield Entry(f"{self.name} moments", self.moments)
@@ -121,7 +121,7 @@ class ResidentModel:
         yield Entry(f"{self.name} logits", self.logits, certain=False)
 
     def update(self) -> Iterator[Entry]:
-        """The worst moment of forward and backward; the optimizer's step afterwards needs less.
+        """Yield the worst moment of forward and backward; the optimizer's step afterwards needs less.
 
         Gradients grow while what the layers keep shrinks, so that the larger of the two counts.
         """
@@ -147,15 +147,15 @@ class EngineMemory:
     """The sampler beside or instead of the models of a process.
 
     Attributes:
-        weights: bytes per process.
-        utilization: share of a GPU that vLLM takes while awake.
-        cache: bytes of the KV cache on a CPU.
-        one_sequence: bytes of the KV cache that the longest sequence takes.
-        buckets: bytes of the buffers of a weight sync: two beside a trainer, whose handles the engine opens, and one
+        weights: Bytes per process.
+        utilization: Share of a GPU that vLLM takes while awake.
+        cache: Bytes of the KV cache on a CPU.
+        one_sequence: Bytes of the KV cache that the longest sequence takes.
+        buckets: Bytes of the buffers of a weight sync: two beside a trainer, whose handles the engine opens, and one
             of its own where it receives a broadcast.
-        largest_tensor: bytes of the largest weight, whole.
-        sleeps: gives its memory back while others work.
-        shares: has the models of the actor beside it.
+        largest_tensor: Bytes of the largest weight, whole.
+        sleeps: Gives its memory back while others work.
+        shares: Has the models of the actor beside it.
     """
 
     weights: float
@@ -171,14 +171,14 @@ class EngineMemory:
 def ppo_ledgers(
     config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str, capacity_bytes: float | None
 ) -> list[Ledger]:
-    """The accounts of a PPO run.
+    """Return the accounts of a PPO run.
 
     Args:
-        config: the validated configuration, with a dtype in the place of every ``auto``.
-        sizes: per role (``actor``, ``critic``, ``rm``) the sizes of its model; the reference and the engine have the
+        config: The validated configuration, with a dtype in the place of every `auto`.
+        sizes: Per role (`actor`, `critic`, `rm`) the sizes of its model; the reference and the engine have the
             actor's.
-        device: ``cpu`` or ``cuda``.
-        capacity_bytes: of one card, which the engine's share is a share of; None where nobody knows it.
+        device: `cpu` or `cuda`.
+        capacity_bytes: Of one card, which the engine's share is a share of; None where nobody knows it.
     """
     placement = resolve_placement(config)
     pools = {}
@@ -195,14 +195,14 @@ def ppo_ledgers(
 
 
 def offline_ledger(config: Any, size: Footprint, device: str, *, has_head: bool, has_reference: bool) -> Ledger:
-    """The account of a run of `main_sft`, `main_dpo` or `main_rm`; see ``ppo_ledgers``.
+    """Return the account of a run of `main_sft`, `main_dpo` or `main_rm`; see `ppo_ledgers`.
 
     Args:
-        config: the validated configuration, with a dtype in the place of every ``auto``.
-        size: of the model.
-        device: ``cpu`` or ``cuda``.
-        has_head: it computes log-probs.
-        has_reference: log-probs of the model before its first step are computed once, before anything is trained.
+        config: The validated configuration, with a dtype in the place of every `auto`.
+        size: Of the model.
+        device: `cpu` or `cuda`.
+        has_head: It computes log-probs.
+        has_reference: Log-probs of the model before its first step are computed once, before anything is trained.
     """
     data, ranks = config.data, config.num_processes
     rows = 2 if hasattr(data, "chosen_key") else 1
@@ -259,10 +259,10 @@ class _MicroBatch(NamedTuple):
     """How a role cuts its rows.
 
     Attributes:
-        dynamic: up to a token budget, else by a number of rows.
-        budget: tokens.
-        rows: number of rows.
-        prompts: of its mini-batch, with all their samples.
+        dynamic: Up to a token budget, else by a number of rows.
+        budget: Tokens.
+        rows: Number of rows.
+        prompts: Of its mini-batch, with all their samples.
     """
 
     dynamic: bool
@@ -282,7 +282,7 @@ class _MicroBatch(NamedTuple):
 def _models_of(
     config: PPOTrainerConfig, roles: Iterable[str], sizes: Mapping[str, Footprint], placement: Placement, device: str
 ) -> list[ResidentModel]:
-    """The models of the processes that hold ``roles``."""
+    """Return the models of the processes that hold `roles`."""
     policy, critic, rm = config.actor_rollout_ref, config.critic, config.reward.reward_model
     actor, ref, batch = policy.actor, policy.ref, config.data.train_batch_size
     updates: dict[str, tuple[ActorConfig | CriticConfig, Any, bool]] = {
@@ -356,7 +356,7 @@ def _asleep() -> Entry:
 
 
 def _card(models: list[ResidentModel], engine: EngineMemory | None, capacity_bytes: float | None) -> Iterator[Phase]:
-    """The phases of a GPU: engine start and generation, then every model in turn, then the sync."""
+    """Yield the phases of a GPU: engine start and generation, then every model in turn, then the sync."""
     idle = [entry for model in models for entry in model.idle()]
     asleep: list[Entry] = []
     if engine is not None:
@@ -381,7 +381,7 @@ def _card(models: list[ResidentModel], engine: EngineMemory | None, capacity_byt
 
 
 def _reload(engine: EngineMemory) -> Iterator[Entry]:
-    """What new weights pass through beside the engine's own: outside of its share, which vLLM has reserved.
+    """Yield what new weights pass through beside the engine's own: outside of its share, which vLLM has reserved.
 
     A tensor larger than a bucket is put together whole, and the layer that loads it is made a second time.
     """
@@ -390,12 +390,12 @@ def _reload(engine: EngineMemory) -> Iterator[Entry]:
 
 
 def _least(engine: EngineMemory) -> float:
-    """What an engine needs to sample one sequence."""
+    """Return what an engine needs to sample one sequence."""
     return engine.weights + engine.one_sequence + _ENGINE_WORK_BYTES
 
 
 def engine_too_small(engine_share_bytes: float, config: PPOTrainerConfig, size: Footprint) -> str | None:
-    """What to say where a card's share can't hold the engine's weights and one sequence; None where it can."""
+    """Return what to say where a card's share can't hold the engine's weights and one sequence; None where it can."""
     engine = _engine_of(config, size, shares=True)
     if _least(engine) <= engine_share_bytes:
         return None
@@ -410,7 +410,7 @@ def _machine(
     processes: Mapping[str, int],
     engines: Mapping[str, int],
 ) -> Ledger:
-    """The account of a machine without a GPU: nothing is offloaded, and all processes share its memory."""
+    """Return the account of a machine without a GPU: nothing is offloaded, and all processes share its memory."""
     base = [Entry("driver and Ray", _DRIVER_BYTES, certain=False)]
     for pool, (models, engine) in pools.items():
         count = processes[pool]

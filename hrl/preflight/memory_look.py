@@ -28,14 +28,14 @@ _UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 def look_at_memory(
     findings: Findings, config: PPOTrainerConfig, policy: Path, critic: Path | None, reward_model: Path | None
 ) -> None:
-    """Adds up what a PPO run takes, and refuses what can't fit.
+    """Add up what a PPO run takes, and refuses what can't fit.
 
     Args:
-        findings: takes what was found.
-        config: the validated configuration.
-        policy: its folder.
-        critic: likewise; None where the run has none.
-        reward_model: likewise.
+        findings: Takes what was found.
+        config: The validated configuration.
+        policy: Its folder.
+        critic: Likewise; None where the run has none.
+        reward_model: Likewise.
     """
     device, capacity = device_and_capacity(config.trainer)
     config = with_dtypes(config, device)
@@ -85,7 +85,7 @@ def look_at_offline_memory(findings: Findings, config: OfflineConfig, folder: Pa
 
 
 def device_and_capacity(trainer: Any) -> tuple[str, float | None]:
-    """``cpu`` or ``cuda``, as a run will choose it, and the bytes of a card or of the machine; None where unknown."""
+    """`cpu` or `cuda`, as a run will choose it, and the bytes of a card or of the machine; None where unknown."""
     if joins_a_cluster(trainer):
         return ("cpu" if trainer.device == "cpu" else "cuda"), None
     if trainer.device != "cpu" and (gpus := gpus_here()):
@@ -112,7 +112,7 @@ def _size(findings: Findings, source: ModelSource) -> Footprint | None:
 
 
 def _levers(section: str, model_key: str, trained: Any, model: Any, device: str) -> Iterator[str]:
-    """What of a trained model can still be moved off a GPU or made again."""
+    """Yield what of a trained model can still be moved off a GPU or made again."""
     fsdp = trained.fsdp_config
     if device != "cpu" and not fsdp.optimizer_offload:
         yield f"{section}.fsdp_config.optimizer_offload=true"

@@ -15,9 +15,9 @@ class Entry(NamedTuple):
     """One item of a phase.
 
     Attributes:
-        label: what it is.
-        num_bytes: how large.
-        certain: it follows from the configuration; others are upper estimates, such as activations of the largest
+        label: What it is.
+        num_bytes: How large.
+        certain: It follows from the configuration; others are upper estimates, such as activations of the largest
             micro-batch that the configuration allows.
     """
 
@@ -44,7 +44,7 @@ class Phase:
         return sum(entry.num_bytes for entry in self.entries if entry.certain)
 
     def in_words(self) -> str:
-        """The sum and its parts, the largest first."""
+        """Return the sum and its parts, the largest first."""
         parts = sorted(self.entries, key=lambda entry: entry.num_bytes, reverse=True)
         listed = ", ".join(f"{entry.label} {gib(entry.num_bytes)}" for entry in parts if entry.num_bytes >= GIB / 20)
         return f"{gib(self.num_bytes)} GiB: {listed}"
@@ -55,8 +55,8 @@ class Ledger:
     """The phases of what shares one memory.
 
     Attributes:
-        where: a GPU of a pool, or the machine.
-        phases: in the order of a step.
+        where: A GPU of a pool, or the machine.
+        phases: In the order of a step.
     """
 
     where: str
@@ -69,7 +69,7 @@ class Ledger:
 
 
 def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
-    """What to say of an account of which already what is certain does not fit; None where that does."""
+    """Return what to say of an account of which already what is certain does not fit; None where that does."""
     worst = max(ledger.phases, key=lambda phase: phase.certain_bytes)
     if worst.certain_bytes <= capacity_bytes:
         return None
@@ -79,7 +79,7 @@ def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
 
 
 def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
-    """What to say of an account that fits only if its micro-batches stay below what the configuration allows."""
+    """Return what to say of an account that fits only if its micro-batches stay below what the configuration allows."""
     peak = ledger.peak
     if peak.num_bytes <= capacity_bytes or too_large(ledger, capacity_bytes) is not None:
         return None
@@ -87,10 +87,10 @@ def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
 
 
 def gib(num_bytes: float) -> str:
-    """A number of GiB, with one digit behind the point below 100."""
+    """Return a number of GiB, with one digit behind the point below 100."""
     return f"{num_bytes / GIB:.1f}" if num_bytes < 100 * GIB else f"{num_bytes / GIB:,.0f}"
 
 
 def in_words(ledgers: Iterable[Ledger]) -> list[Fact]:
-    """A line for each phase."""
+    """Return a line for each phase."""
     return [Fact(f"{phase.name}, {ledger.where}", phase.in_words()) for ledger in ledgers for phase in ledger.phases]

@@ -44,13 +44,13 @@ class OfflinePreflight:
     """What an offline run needs and the files gave.
 
     Attributes:
-        model_path: local folder of the model.
-        tokenizer: the model's.
-        ids: padding and stop tokens.
-        train_dataset: rows to train on.
-        val_dataset: rows to validate on, ``None`` where none are configured.
-        total_training_steps: from ``trainer.total_training_steps``, or the epochs and the size of the data.
-        notes: what was not checked, or is probably not meant.
+        model_path: Local folder of the model.
+        tokenizer: The model's.
+        ids: Padding and stop tokens.
+        train_dataset: Rows to train on.
+        val_dataset: Rows to validate on, `None` where none are configured.
+        total_training_steps: From `trainer.total_training_steps`, or the epochs and the size of the data.
+        notes: What was not checked, or is probably not meant.
     """
 
     model_path: Path
@@ -63,14 +63,14 @@ class OfflinePreflight:
 
 
 def offline_preflight(kind_name: str, config: OfflineConfig) -> OfflinePreflight:
-    """Finds model and data, fetching what is on the hub, and checks that they fit.
+    """Find model and data, fetching what is on the hub, and checks that they fit.
 
     Args:
-        kind_name: of the run: dpo, sft or rm.
-        config: the validated configuration.
+        kind_name: Of the run: dpo, sft or rm.
+        config: The validated configuration.
 
     Raises:
-        PreflightError: lists everything that is wrong, with the way out.
+        PreflightError: Lists everything that is wrong, with the way out.
     """
     ready, findings = inspect_offline(kind_name, config)
     findings.raise_problems()
@@ -82,7 +82,7 @@ def offline_preflight(kind_name: str, config: OfflineConfig) -> OfflinePreflight
 def inspect_offline(
     kind_name: str, config: OfflineConfig, *, download: bool = True
 ) -> tuple[OfflinePreflight | None, Findings]:
-    """Looks at everything that a run needs before it starts anything; see `hrl.preflight.ppo.inspect_run`."""
+    """Look at everything that a run needs before it starts anything; see `hrl.preflight.ppo.inspect_run`."""
     findings = Findings()
     look_at_trackers(findings, config.trainer.logger)
     model, data = config.model, config.data
@@ -143,7 +143,7 @@ def _dataset(
     tokenizer: PreTrainedTokenizerBase | None,
     ids: TokenIds | None,
 ) -> OfflineDataset[Any] | None:
-    """The rows that a key names; None where they can't be read, or it names none."""
+    """Return the rows that a key names; None where they can't be read, or it names none."""
     data = config.data
     train = key == "data.train_files"
     sources = data.train_files if train else data.val_files
@@ -161,7 +161,7 @@ def _dataset(
 
 
 def dataset_class(kind_name: str) -> type[OfflineDataset[Any]]:
-    """What reads the rows of a kind of run."""
+    """Return what reads the rows of a kind of run."""
     from hrl.data.offline.demonstrations import DemonstrationDataset
     from hrl.data.offline.pairs import PairDataset
 
@@ -178,13 +178,13 @@ def _columns(kind_name: str, data: Any) -> dict[str, tuple[str, ...]]:
 
 
 def padding_of_classifier(tokenizer: PreTrainedTokenizerBase, ids: TokenIds) -> int:
-    """A padding token for a reward model's folder; the tokenizer is given it too.
+    """Return a padding token for a reward model's folder; the tokenizer is given it too.
 
     transformers takes the last token that is not padding for a sequence's last one. A tokenizer of a chat model often
     pads with the token that ends answers: scores would then be read one token too early.
 
     Raises:
-        ModelSourceError: no special token is free.
+        ModelSourceError: No special token is free.
     """
     candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *tokenizer.all_special_ids]
     free = [token for token in candidates if token is not None and token not in ids.stop]

@@ -68,16 +68,16 @@ class Preflight:
     """What a run needs and the files gave.
 
     Attributes:
-        model_path: local folder of the policy.
-        critic_path: of the model the critic starts from; ``None`` without a critic.
-        reward_model_path: of the reward model; ``None`` without one.
-        tokenizer: the policy's.
-        ids: padding and stop tokens.
-        template: the first prompt as it is sent, and what the chat template can't do.
-        train_dataset: prompts to train on.
-        val_dataset: prompts to validate on, ``None`` where none are configured.
-        total_training_steps: from ``trainer.total_training_steps``, or the epochs and the size of the data.
-        notes: what was not checked, or is probably not meant.
+        model_path: Local folder of the policy.
+        critic_path: Of the model the critic starts from; `None` without a critic.
+        reward_model_path: Of the reward model; `None` without one.
+        tokenizer: The policy's.
+        ids: Padding and stop tokens.
+        template: The first prompt as it is sent, and what the chat template can't do.
+        train_dataset: Prompts to train on.
+        val_dataset: Prompts to validate on, `None` where none are configured.
+        total_training_steps: From `trainer.total_training_steps`, or the epochs and the size of the data.
+        notes: What was not checked, or is probably not meant.
     """
 
     model_path: Path
@@ -93,10 +93,10 @@ class Preflight:
 
 
 def preflight(config: PPOTrainerConfig) -> Preflight:
-    """Finds models and data, fetching what is on the hub, and checks that they fit.
+    """Find models and data, fetching what is on the hub, and checks that they fit.
 
     Raises:
-        PreflightError: lists everything that is wrong, with the way out.
+        PreflightError: Lists everything that is wrong, with the way out.
     """
     ready, findings = inspect_run(config)
     findings.raise_problems()
@@ -106,11 +106,11 @@ def preflight(config: PPOTrainerConfig) -> Preflight:
 
 
 def inspect_run(config: PPOTrainerConfig, *, download: bool = True) -> tuple[Preflight | None, Findings]:
-    """Looks at everything that a run needs before it starts anything.
+    """Look at everything that a run needs before it starts anything.
 
     Args:
-        config: the validated configuration.
-        download: fetch models of the hub that are not on this machine; otherwise what can't be checked is noted.
+        config: The validated configuration.
+        download: Fetch models of the hub that are not on this machine; otherwise what can't be checked is noted.
 
     Returns:
         What the files gave, None where something is missing; and what was found.
@@ -364,7 +364,7 @@ def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str,
 
 
 def _look_at_function(findings: Findings, custom: Any) -> bool:
-    """The user's file is there and defines the function; it is only read here."""
+    """Return the user's file is there and defines the function; it is only read here."""
     names: set[str] | None = None
     before = len(findings.problems)
     with findings.about(f"{_FUNCTION}.path"):
@@ -382,7 +382,7 @@ def _look_at_function(findings: Findings, custom: Any) -> bool:
 
 
 def _load_where_it_runs(findings: Findings, reward: RewardConfig, data_sources: tuple[str, ...]) -> None:
-    """Loads the function, or the built-in scorers of the data sources, in a process as a run has them."""
+    """Load the function, or the built-in scorers of the data sources, in a process as a run has them."""
     spec = reward_spec(reward, data_sources)
     key = f"{_FUNCTION}.path" if spec.path is not None else "data.train_files"
     try:

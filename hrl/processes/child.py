@@ -36,15 +36,15 @@ _NOT_A_SECRET = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
 def child_environment(
     environ: Mapping[str, str] | None = None, *, keep: Collection[str] = (), **changes: str
 ) -> dict[str, str]:
-    """The environment of a child: the parent's without whatever looks like a secret, and `hrl` importable.
+    """Return the environment of a child: the parent's without whatever looks like a secret, and `hrl` importable.
 
     A variable looks like a secret by its name (token, key, password, …) or by its value (an address with a login, a key
     in one of the well-known forms).
 
     Args:
-        environ: of the parent; its own if None.
-        keep: variables that are handed on whatever they look like.
-        changes: variables of the child's own.
+        environ: Of the parent; its own if None.
+        keep: Variables that are handed on whatever they look like.
+        changes: Variables of the child's own.
     """
     source = os.environ if environ is None else environ
     withheld = withheld_names(source, keep=keep)
@@ -56,7 +56,7 @@ def child_environment(
 
 
 def withheld_names(environ: Mapping[str, str] | None = None, *, keep: Collection[str] = ()) -> frozenset[str]:
-    """The variables that `child_environment` leaves out."""
+    """Return the variables that `child_environment` leaves out."""
     source = os.environ if environ is None else environ
     return frozenset(
         name
@@ -69,7 +69,7 @@ def to_plain(value: Any, where: str = "value") -> Any:
     """`value` as JSON can hold it: tuples and huge integers tagged, the rest as it is.
 
     Raises:
-        ValueError: something that isn't plain data, or nested too deep, naming where.
+        ValueError: Something that isn't plain data, or nested too deep, naming where.
     """
     return _to_plain(value, where, 0)
 
@@ -98,7 +98,7 @@ def _to_plain(value: Any, where: str, depth: int) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """What `to_plain` was given."""
+    """Return what `to_plain` was given."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if isinstance(value, dict):

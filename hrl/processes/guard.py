@@ -32,7 +32,7 @@ class Entry:
 
 
 def process_table() -> list[Entry]:
-    """The processes of this machine that are alive (zombies are not)."""
+    """Return the processes of this machine that are alive (zombies are not)."""
     entries = []
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
@@ -63,7 +63,7 @@ def _members(group: int) -> list[int]:
 
 
 def end_group(group: int, grace_s: float = _GRACE_S) -> None:
-    """Ends a process group: SIGTERM, time to leave, SIGKILL.
+    """End a process group: SIGTERM, time to leave, SIGKILL.
 
     The resource tracker of `multiprocessing` goes last: it ignores SIGTERM, unlinks the shared memory of its clients
     once they are gone, and then leaves by itself.
@@ -87,7 +87,7 @@ def kill_processes(identities: list[str]) -> None:
 
 
 def main(leader: int, targets: list[str]) -> None:
-    """Waits until process `leader`, the parent of this one, has died; ends the targets."""
+    """Wait until process `leader`, the parent of this one, has died; ends the targets."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:

@@ -27,19 +27,19 @@ _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") el
 
 
 def die_with_parent(parent_pid: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Asks the kernel to send `sig` to this process when its parent dies. Call it first thing in the child.
+    """Ask the kernel to send `sig` to this process when its parent dies. Call it first thing in the child.
 
     The kernel watches the *thread* that started this process: start long-lived children from a thread that lives as
     long as they should. Elsewhere than on Linux this does nothing.
 
     Args:
-        parent_pid: the expected parent. If this process has another one by now, the parent died before the call could
+        parent_pid: The expected parent. If this process has another one by now, the parent died before the call could
             take effect, and the process ends at once. None is the process that `multiprocessing` started this one for
             (by spawn or fork); elsewhere there is no check.
-        sig: the signal to receive.
+        sig: The signal to receive.
 
     Raises:
-        OSError: the kernel refused.
+        OSError: The kernel refused.
     """
     if _LIBC is None:
         return
@@ -62,7 +62,7 @@ _group_guard: subprocess.Popen[bytes] | None = None  # kept: its finalizer warns
 
 
 def guard_process_group() -> None:
-    """Makes this process the leader of its own process group and has the group end with it, however it ends.
+    """Make this process the leader of its own process group and has the group end with it, however it ends.
 
     Covers every descendant that stays in the group (`multiprocessing` and `subprocess` children do, unless they start
     a session of their own). They get SIGTERM, a few seconds, then SIGKILL. On Linux only.

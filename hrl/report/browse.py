@@ -1,4 +1,4 @@
-"""``hrl rollouts``: the samples of a run in the terminal, while it runs or long after."""
+"""`hrl rollouts`: the samples of a run in the terminal, while it runs or long after."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ def show_rollouts(
     limit: int = 10,
     validation: bool = False,
 ) -> None:
-    """Lists samples of one step.
+    """List samples of one step.
 
     Args:
-        folder: the run folder.
-        console: where to write.
-        step: the step; the last one by default.
-        sort: a name of ``SORT_KEYS``, the largest first; by default samples stand in the order of the batch, those of
+        folder: The run folder.
+        console: Where to write.
+        step: The step; the last one by default.
+        sort: A name of `SORT_KEYS`, the largest first; by default samples stand in the order of the batch, those of
             one prompt together.
-        limit: how many to show.
-        validation: samples of the validation after the step, in place of its training samples.
+        limit: How many to show.
+        validation: Samples of the validation after the step, in place of its training samples.
 
     Raises:
-        BrowseError: the folder holds no samples, not those of the step, or not what to sort by.
+        BrowseError: The folder holds no samples, not those of the step, or not what to sort by.
     """
     kind: RolloutKind = "val" if validation else "train"
     step = _existing_step(folder, step, kind)
@@ -76,12 +76,12 @@ def _sorted(records: Sequence[Sample], sort: str | None) -> Sequence[Sample]:
 
 
 def _largest_first(key: str) -> Callable[[Sample], tuple[bool, float]]:
-    """Orders by ``key``, records without such a number last."""
+    """Orders by `key`, records without such a number last."""
     return lambda record: (record.get(key) is None, -(record.get(key) or 0.0))
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """``[1, 2, 3, 7]`` as ``1-3, 7``."""
+    """`[1, 2, 3, 7]` as `1-3, 7`."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][-1] + 1:

@@ -1,7 +1,7 @@
 """What a run shows: a banner, one aligned line a step, a bar of phases, validation, samples.
 
 On a terminal the phase bar is drawn below the lines and disappears; into a file or a pipe only plain lines go. The
-environment variable ``NO_COLOR`` turns colours off. Text of a model is data here: markup in it is shown, not followed.
+environment variable `NO_COLOR` turns colours off. Text of a model is data here: markup in it is shown, not followed.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ def _first(metrics: Mapping[str, float], *names: str) -> float | None:
 
 
 def _validation_mean(metrics: Mapping[str, float], metric: str = r"mean@\d+") -> float | None:
-    """Mean over the data sources of ``val/<source>/<metric>``, by default of the score."""
+    """Mean over the data sources of `val/<source>/<metric>`, by default of the score."""
     values = [value for name, value in metrics.items() if re.fullmatch(rf"val/.+/{metric}", name)]
     return sum(values) / len(values) if values else None
 
 
 def _learns_from_data(metrics: Mapping[str, float]) -> bool:
-    """Whether this is a step of an offline trainer, which samples nothing."""
+    """Return whether this is a step of an offline trainer, which samples nothing."""
     return "train/loss" in metrics and "timing_s/gen" not in metrics
 
 
@@ -63,7 +63,7 @@ def _seconds(metrics: Mapping[str, float]) -> str:
 
 
 def _number(value: float | None, spec: str) -> str:
-    """Formats a number, or a dash of the same width."""
+    """Format a number, or a dash of the same width."""
     width = int(re.match(r"\d+", spec)[0])  # type: ignore[index]
     return _ABSENT.rjust(width) if value is None else format(value, spec)
 
@@ -111,13 +111,13 @@ def _counter(step: int, total_steps: int) -> str:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float], width: int) -> str:
-    """The one line of a step, at most ``width`` columns where the fields that never give way fit.
+    """Return the one line of a step, at most `width` columns where the fields that never give way fit.
 
     Args:
-        step: the step, from 1.
-        total_steps: steps of the run, 0 if not known; sets the width of the counter.
-        metrics: the metrics of the step, under their names in ``metrics.jsonl``.
-        width: columns.
+        step: The step, from 1.
+        total_steps: Steps of the run, 0 if not known; sets the width of the counter.
+        metrics: The metrics of the step, under their names in `metrics.jsonl`.
+        width: Columns.
     """
     parts = {"step": _counter(step, total_steps)}
     for name in _FROM_DATA if _learns_from_data(metrics) else _SAMPLED:
@@ -142,8 +142,8 @@ class PhaseBar:
     """The phases of the running step: done ones with their seconds, the running one counting up.
 
     Args:
-        labels: labels in order, e.g. ``("gen", "reward", "update", "sync")``.
-        clock: seconds, replaced in tests.
+        labels: Labels in order, e.g. `("gen", "reward", "update", "sync")`.
+        clock: Seconds, replaced in tests.
     """
 
     def __init__(self, labels: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
@@ -155,7 +155,7 @@ class PhaseBar:
         self._started_at = 0.0
 
     def begin_step(self, title: str) -> None:
-        """Starts over with every phase to come."""
+        """Start over with every phase to come."""
         self.title = title
         self._done = {}
         self._running = None
@@ -192,7 +192,7 @@ class PhaseBar:
 
 
 def printable(text: str, limit: int = 400) -> Text:
-    """Text of a model, safe to show: no markup, no control or escape sequence, cut in the middle at ``limit``."""
+    """Text of a model, safe to show: no markup, no control or escape sequence, cut in the middle at `limit`."""
     clean = readable(text)
     if len(clean) > limit:
         half = limit // 2
@@ -219,7 +219,7 @@ def samples_table(samples: Sequence[tuple[str, Sample]], title: str) -> Table:
 
 
 def before_and_after_table(pairs: Sequence[tuple[Sample, Sample]], limit: int) -> Table:
-    """The answers of two validations to the same prompts, with their scores."""
+    """Return the answers of two validations to the same prompts, with their scores."""
     shown = pairs[:limit]
     table = Table(
         title=f"before and after: {describe_changes(pairs, len(shown))}",
@@ -243,7 +243,7 @@ def _score(record: Sample) -> str:
 
 
 def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], title: str) -> Table:
-    """Every ``val/<source>/<metric>``, a row per source and metric, with the change since the first validation."""
+    """Every `val/<source>/<metric>`, a row per source and metric, with the change since the first validation."""
     table = Table(title=title, title_justify="left")
     table.add_column("source", overflow="fold")
     table.add_column("metric")
@@ -263,9 +263,9 @@ class RunConsole:
     """Shows one run on a terminal, or writes it as plain lines.
 
     Args:
-        total_steps: steps of the run; 0 while they are not known, and the attribute can be set later.
-        phases: timer names that a step of this run has, in order (names of ``PHASES``).
-        console: where to write; standard output by default.
+        total_steps: Steps of the run; 0 while they are not known, and the attribute can be set later.
+        phases: Timer names that a step of this run has, in order (names of `PHASES`).
+        console: Where to write; standard output by default.
     """
 
     def __init__(self, total_steps: int, phases: Sequence[str] = (), console: Console | None = None) -> None:
@@ -281,7 +281,7 @@ class RunConsole:
         return self._console.width if self._console.is_terminal else max(self._console.width, PLAIN_WIDTH)
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
-        """Says what is about to run."""
+        """Say what is about to run."""
         self._line(Text(title, style="bold"))
         label_width = max((len(label) for label in facts), default=0)
         for label, fact in facts.items():
@@ -307,7 +307,7 @@ class RunConsole:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around a phase; ``name`` is the timer's name."""
+        """Around a phase; `name` is the timer's name."""
         self._bar.begin(LABELS.get(name, name))
         try:
             yield
@@ -319,7 +319,7 @@ class RunConsole:
         self._line(Text(step_line(step, self.total_steps, metrics, self.width)))
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The table of a validation; nothing where ``metrics`` has none."""
+        """The table of a validation; nothing where `metrics` has none."""
         table = validation_table(metrics, self._first_validation, f"validation after step {step}")
         if not table.row_count:
             return

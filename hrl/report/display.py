@@ -11,16 +11,16 @@ from hrl.report.run_folder import RolloutKind
 
 
 class Display(Protocol):
-    """Shows one run while it goes on: ``RunConsole`` or ``JsonConsole``.
+    """Shows one run while it goes on: `RunConsole` or `JsonConsole`.
 
     Attributes:
-        total_steps: steps of the run; 0 while they are not known.
+        total_steps: Steps of the run; 0 while they are not known.
     """
 
     total_steps: int
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
-        """Says what is about to run."""
+        """Say what is about to run."""
 
     def note(self, text: str) -> None:
         """One remark about the run."""
@@ -29,16 +29,16 @@ class Display(Protocol):
         """Around a step."""
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Around a phase of a step; ``name`` is the timer's name."""
+        """Around a phase of a step; `name` is the timer's name."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The numbers of a step that is over."""
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The ``val/...`` among ``metrics``; nothing where there are none."""
+        """The `val/...` among `metrics`; nothing where there are none."""
 
     def rollouts(self, step: int, records: Sequence[Sample], kind: RolloutKind = "train") -> None:
         """Best, median and worst of the samples of a step, or of the validation after it."""
 
     def before_and_after(self, first: Sequence[Sample], last: Sequence[Sample], limit: int = 5) -> None:
-        """What two validations answered to the same prompts, the largest changes first; at most ``limit`` pairs."""
+        """What two validations answered to the same prompts, the largest changes first; at most `limit` pairs."""

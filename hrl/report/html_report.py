@@ -1,4 +1,4 @@
-"""The page a run leaves: ``report.html``, one file that needs nothing else, made from what lies in the run folder.
+"""The page a run leaves: `report.html`, one file that needs nothing else, made from what lies in the run folder.
 
 Reading the folder and not the run's memory means that a resumed run reports from its very first validation, and a run
 that failed reports as far as it came.
@@ -45,7 +45,7 @@ class Outcome:
 
     @classmethod
     def of(cls, error: BaseException | None) -> Self:
-        """The outcome of a run that ended with this error, or without one."""
+        """Return the outcome of a run that ended with this error, or without one."""
         if error is None:
             return cls("finished")
         if isinstance(error, KeyboardInterrupt):
@@ -54,19 +54,19 @@ class Outcome:
 
 
 def write_html_report(folder: Path, outcome: Outcome, *, total_steps: int | None = None) -> Path:
-    """Writes ``report.html`` of a run folder; parts the run has no data for are left out.
+    """Write `report.html` of a run folder; parts the run has no data for are left out.
 
     Args:
-        folder: the run folder, with at least ``config.yaml`` and ``environment.json``.
-        outcome: how the run ended.
-        total_steps: steps the run was to have; by default what its configuration says.
+        folder: The run folder, with at least `config.yaml` and `environment.json`.
+        outcome: How the run ended.
+        total_steps: Steps the run was to have; by default what its configuration says.
 
     Returns:
         The path of the report.
 
     Raises:
-        OSError: a file can't be read or written.
-        ValueError: a file of the run is damaged; names file and line.
+        OSError: A file can't be read or written.
+        ValueError: A file of the run is damaged; names file and line.
     """
     rollouts = folder / "rollouts"
     metrics_file = folder / "metrics.jsonl"
@@ -102,7 +102,7 @@ def _template() -> Any:
 
 
 def run_summary(config: Mapping[str, Any], records: Records, total_steps: int | None = None) -> list[tuple[str, str]]:
-    """What ran, in a few lines: model, data, algorithm, batch, engine, steps, time."""
+    """Return what ran, in a few lines: model, data, algorithm, batch, engine, steps, time."""
     rollout = _pick(config, "actor_rollout_ref.rollout") or {}
     prompts, samples = _pick(config, "data.train_batch_size"), rollout.get("n")
     engine, temperature = rollout.get("name"), rollout.get("temperature")
@@ -202,7 +202,7 @@ def _last_samples(rollouts: Path) -> dict[str, Any] | None:
 
 
 def _shown(record: Sample) -> dict[str, Any]:
-    """A sample as the template shows it: control characters are spelled out, numbers formatted."""
+    """Return a sample as the template shows it: control characters are spelled out, numbers formatted."""
     return {
         "question": readable(question(record)),
         "prompt": readable(record["prompt"]),
@@ -216,7 +216,7 @@ def _shown(record: Sample) -> dict[str, Any]:
 
 
 def _pick(config: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key, None where the configuration has no such key."""
+    """Return the value of a dotted key, None where the configuration has no such key."""
     value: Any = config
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -229,7 +229,7 @@ def _listed(files: Any) -> str:
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """A nested mapping as dotted names and texts."""
+    """Yield a nested mapping as dotted names and texts."""
     for name, fact in facts.items():
         if isinstance(fact, Mapping):
             yield from _flat(fact, f"{prefix}{name}.")

@@ -1,7 +1,7 @@
 """The display for programs: one JSON object a line on standard output, and nothing else there.
 
-Every object has ``time`` (UTC, ISO 8601) and ``event``: ``banner``, ``note``, ``step``, ``validation``, ``rollouts`` or
-``before_and_after``. The metrics of a step stand beside these under their names in ``metrics.jsonl``. Lines are ASCII,
+Every object has `time` (UTC, ISO 8601) and `event`: `banner`, `note`, `step`, `validation`, `rollouts` or
+`before_and_after`. The metrics of a step stand beside these under their names in `metrics.jsonl`. Lines are ASCII,
 so that text of a model can neither break a line nor steer a terminal.
 """
 
@@ -21,8 +21,8 @@ class JsonConsole:
     """Tells one run to a program.
 
     Args:
-        total_steps: steps of the run; 0 while they are not known, and the attribute can be set later.
-        file: where to write; standard output by default.
+        total_steps: Steps of the run; 0 while they are not known, and the attribute can be set later.
+        file: Where to write; standard output by default.
     """
 
     def __init__(self, total_steps: int, file: IO[str] | None = None) -> None:

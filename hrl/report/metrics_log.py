@@ -1,4 +1,4 @@
-"""``metrics.jsonl``: one JSON object per step, in the order of the steps, also of a run that was resumed."""
+"""`metrics.jsonl`: one JSON object per step, in the order of the steps, also of a run that was resumed."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from hrl.report.run_folder import json_line, read_jsonl, write_text, writing_to
 
 
 class MetricsLog:
-    """The log of a run, open for writing. A record is in the file when ``write`` returns.
+    """The log of a run, open for writing. A record is in the file when `write` returns.
 
     Args:
-        path: the file; records that it holds already are continued.
+        path: The file; records that it holds already are continued.
 
     Raises:
-        ValueError: a line of the file is no JSON; names file and line.
+        ValueError: A line of the file is no JSON; names file and line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -25,13 +25,13 @@ class MetricsLog:
         self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Writes what is known of a step. If the step has a record, it takes the metrics up; newer numbers replace.
+        """Write what is known of a step. If the step has a record, it takes the metrics up; newer numbers replace.
 
         So a run that was finished and only validates again leaves no second record of its last step.
 
         Raises:
-            ValueError: a later step has been written.
-            RunFolderError: the file can't be written.
+            ValueError: A later step has been written.
+            RunFolderError: The file can't be written.
         """
         if step < self._last_step:
             raise ValueError(f"{self.path} is at step {self._last_step}, so that step {step} can't be written any more")
@@ -44,7 +44,7 @@ class MetricsLog:
         self._last_step = step
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         self._file.close()
 
     def _amend_last(self, metrics: Mapping[str, float]) -> None:

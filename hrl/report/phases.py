@@ -8,15 +8,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of a step that is timed as ``timing_s/<name>``.
+    """A part of a step that is timed as `timing_s/<name>`.
 
     Attributes:
-        name: of the timer, as the trainer calls it.
-        label: in the phase bar, where a step has one line.
-        title: in the report.
-        tokens: which tokens it works on, to which ``timing_per_token_ms/<name>`` relates its seconds; None where its
+        name: Of the timer, as the trainer calls it.
+        label: In the phase bar, where a step has one line.
+        title: In the report.
+        tokens: Which tokens it works on, to which `timing_per_token_ms/<name>` relates its seconds; None where its
             time does not follow from tokens.
-        group: the colour it shares in the picture; None leaves it to the others.
+        group: The colour it shares in the picture; None leaves it to the others.
     """
 
     name: str
@@ -39,7 +39,7 @@ PHASES = (
     Phase("weight_sync", "sync", "weight sync", group="weight sync"),
     Phase("testing", "validate", "validation"),
 )
-"""In the order of a step; ``update`` is that of the trainers that learn from a data set. A phase that a subclass of the
+"""In the order of a step; `update` is that of the trainers that learn from a data set. A phase that a subclass of the
 trainer adds is shown after these by its timer's name."""
 
 LABELS = {phase.name: phase.label for phase in PHASES}
@@ -47,6 +47,6 @@ TITLES = {phase.name: phase.title for phase in PHASES}
 
 
 def phase_groups() -> dict[str, tuple[str, ...]]:
-    """The names of the phases of each group, both in the order of a step."""
+    """Return the names of the phases of each group, both in the order of a step."""
     groups = dict.fromkeys(phase.group for phase in PHASES if phase.group is not None)
     return {group: tuple(phase.name for phase in PHASES if phase.group == group) for group in groups}

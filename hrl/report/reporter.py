@@ -41,11 +41,11 @@ class RunReporter:
     """What a run shows and leaves. A context manager: leaving it, however the run ended, writes the report.
 
     Args:
-        config: the whole configuration.
-        folder: the run's folder, locked.
-        console: where the run is shown.
-        tokenizer: turns samples into text for people.
-        num_devices: processes of the run, for throughput per device.
+        config: The whole configuration.
+        folder: The run's folder, locked.
+        console: Where the run is shown.
+        tokenizer: Turns samples into text for people.
+        num_devices: Processes of the run, for throughput per device.
     """
 
     curve: ClassVar[Curve] = REWARD
@@ -83,7 +83,7 @@ class RunReporter:
             self.folder.close()
 
     def _close_with_report(self, outcome: Outcome) -> None:
-        """Shows what changed and writes picture and report. A failure here is told and hides no failure of the run."""
+        """Show what changed and writes picture and report. A failure here is told and hides no failure of the run."""
         folder = self.folder
         try:
             self._show_before_and_after()
@@ -116,9 +116,9 @@ class RunReporter:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times a phase as ``timing_s/<name>``, shows it, and names it in the errors of workers.
+        """Time a phase as `timing_s/<name>`, shows it, and names it in the errors of workers.
 
-        The phase ``step`` is the sum of the others and only timed.
+        The phase `step` is the sum of the others and only timed.
         """
         started = perf_counter()
         with ExitStack() as stack:
@@ -131,7 +131,7 @@ class RunReporter:
     # ------------------------------------------------------------------ when it is over
 
     def step_done(self, step: int, batch: DataProto, metrics: dict[str, float]) -> None:
-        """Reports a finished step: its line, its metrics, its samples."""
+        """Report a finished step: its line, its metrics, its samples."""
         metrics |= self.describe(batch)
         metrics |= compute_timing_metrics(batch, self._timing)
         metrics |= compute_throughput_metrics(batch, self._timing, self.num_devices)
@@ -145,11 +145,11 @@ class RunReporter:
         self.show_samples(step, batch)
 
     def describe(self, batch: DataProto) -> dict[str, float]:
-        """The metrics of a step's batch."""
+        """Return the metrics of a step's batch."""
         return compute_data_metrics(batch, use_critic="values" in batch.batch.keys())
 
     def show_samples(self, step: int, batch: DataProto) -> None:
-        """Writes the samples of a step, and shows some of them every so many steps."""
+        """Write the samples of a step, and shows some of them every so many steps."""
         records = self._records(batch)
         self.folder.write_rollouts(step, records)
         every = self.config.trainer.log_rollouts_freq
@@ -157,13 +157,13 @@ class RunReporter:
             self.console.rollouts(step, records)
 
     def validation(self, step: int, batch: DataProto, kept: torch.Tensor | None = None) -> dict[str, float]:
-        """Reduces a validation to ``val/...`` metrics and writes its samples.
+        """Reduces a validation to `val/...` metrics and writes its samples.
 
-        The metrics are part of their step's record; see ``validation_done`` for a validation outside of a step.
+        The metrics are part of their step's record; see `validation_done` for a validation outside of a step.
 
         Args:
-            step: the step it follows.
-            batch: scored samples, B rows.
+            step: The step it follows.
+            batch: Scored samples, B rows.
             kept: (B,) bool, which samples have a score; all by default. The others are only counted.
         """
         skipped: dict[str, float] = {}
@@ -191,7 +191,7 @@ class RunReporter:
         return metrics | skipped
 
     def validation_done(self, step: int, metrics: dict[str, float]) -> None:
-        """Reports a validation outside of a step; a record that ``metrics.jsonl`` has of the step takes it up."""
+        """Report a validation outside of a step; a record that `metrics.jsonl` has of the step takes it up."""
         self._tracking.log(metrics | {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}, step)
         self._timing.clear()
         self.console.validation(step, metrics)
@@ -218,7 +218,7 @@ class RunReporter:
                 )
 
     def warn(self, metrics: Mapping[str, float]) -> None:
-        """Tells of a step's numbers that ask for attention."""
+        """Tell of a step's numbers that ask for attention."""
         alarm = self.config.actor_rollout_ref.rollout.logprob_diff_alarm
         drift = metrics.get("rollout/logprob_diff_mean")
         if drift is None:

@@ -26,11 +26,11 @@ class Curve:
     """What is drawn over the steps.
 
     Attributes:
-        file_name: of the picture.
-        metric: of training.
-        label: its name in the legend.
-        validation: pattern of the validation metrics that belong to it, with the source as its group.
-        axis: name of the axis.
+        file_name: Of the picture.
+        metric: Of training.
+        label: Its name in the legend.
+        validation: Pattern of the validation metrics that belong to it, with the source as its group.
+        axis: Name of the axis.
     """
 
     file_name: str
@@ -46,13 +46,13 @@ CURVES = (REWARD, LOSS)
 
 
 def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """Steps and values of one metric, where a step has it as a number."""
+    """Return steps and values of one metric, where a step has it as a number."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def phase_seconds(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]]:
-    """Seconds per step and kind of phase, ``other`` being what no timer covers; kinds that never ran are left out."""
+    """Seconds per step and kind of phase, `other` being what no timer covers; kinds that never ran are left out."""
     seconds = {
         kind: [sum(record.get(f"timing_s/{name}") or 0.0 for name in names) for record in records]
         for kind, names in _GROUPS.items()
@@ -63,22 +63,22 @@ def phase_seconds(records: Sequence[Mapping[str, Any]]) -> dict[str, list[float]
 
 
 def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str = "", curve: Curve = REWARD) -> Path:
-    """Draws what ``metrics.jsonl`` of a run tells.
+    """Draws what `metrics.jsonl` of a run tells.
 
     Above: mean training reward of every step and the validation score of each data source, or another curve. Below:
     the seconds of every step by phase.
 
     Args:
-        metrics_file: ``metrics.jsonl`` of the run.
-        picture: the PNG file to write.
-        title: headline, for example model and algorithm.
-        curve: what is drawn above.
+        metrics_file: `metrics.jsonl` of the run.
+        picture: The PNG file to write.
+        title: Headline, for example model and algorithm.
+        curve: What is drawn above.
 
     Returns:
         The picture's path.
 
     Raises:
-        FileNotFoundError: there is no such metrics file.
+        FileNotFoundError: There is no such metrics file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -24,21 +24,21 @@ def rollout_records(
     responses: Sequence[str],
     reward_parts: Sequence[Mapping[str, Any]] | np.ndarray | None = None,
 ) -> list[dict[str, Any]]:
-    """Describes every row of a scored batch.
+    """Describe every row of a scored batch.
 
     Args:
-        batch: B rows with ``attention_mask``, ``responses``, ``response_mask``, and whatever else the run has.
-        prompts: text of each prompt (B,).
-        responses: text of each response (B,).
-        reward_parts: what each reward was made of (B,).
+        batch: B rows with `attention_mask`, `responses`, `response_mask`, and whatever else the run has.
+        prompts: Text of each prompt (B,).
+        responses: Text of each response (B,).
+        reward_parts: What each reward was made of (B,).
 
     Returns:
-        Per row: ``prompt`` as the model sees it, ``question`` (the chat's last message), ``response``, ``score`` (None
-        where the reward function left the response out), ``reward_parts``, ``advantage`` (mean over trained tokens),
-        ``response_length``, ``finish_reason``, ``uid``, ``ground_truth``, ...; a run leaves out what it does not have.
+        Per row: `prompt` as the model sees it, `question` (the chat's last message), `response`, `score` (None
+        where the reward function left the response out), `reward_parts`, `advantage` (mean over trained tokens),
+        `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; a run leaves out what it does not have.
 
     Raises:
-        ValueError: the texts don't match the batch in number.
+        ValueError: The texts don't match the batch in number.
     """
     if not len(batch) == len(prompts) == len(responses):
         raise ValueError(f"{len(batch)} rows, but {len(prompts)} prompts and {len(responses)} responses")
@@ -73,7 +73,10 @@ def rollout_records(
 
 
 def question(record: Sample) -> str:
-    """What a person wants to read as the prompt: the chat's last message, or the whole prompt where that is missing."""
+    """Return what a person wants to read as the prompt.
+
+    The chat's last message, or the whole prompt where that is missing.
+    """
     return str(record.get("question", record["prompt"]))
 
 
@@ -83,7 +86,7 @@ def readable(text: str) -> str:
 
 
 def sample_facts(record: Sample) -> list[tuple[str, str]]:
-    """What is known of a sample apart from its texts, as label and value."""
+    """Return what is known of a sample apart from its texts, as label and value."""
     facts = {
         "score": _number(record.get("score"), ".3f"),
         "advantage": _number(record.get("advantage"), "+.3f"),
@@ -96,12 +99,12 @@ def sample_facts(record: Sample) -> list[tuple[str, str]]:
 
 
 def _number(value: Any, spec: str) -> Any:
-    """Formats a number; anything else stays as it is."""
+    """Format a number; anything else stays as it is."""
     return format(value, spec) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def best_median_worst(records: Sequence[Sample]) -> list[tuple[str, Sample]]:
-    """Picks the records with the highest, the middle and the lowest score; fewer where fewer have one."""
+    """Pick the records with the highest, the middle and the lowest score; fewer where fewer have one."""
     order = sorted((r for r in records if r.get("score") is not None), key=lambda r: -r["score"])
     if not order:
         return []
@@ -114,11 +117,11 @@ def before_and_after(first: Sequence[Sample], last: Sequence[Sample]) -> list[tu
     """Pairs the samples of two validations by prompt; with several samples of a prompt, one by one in their order.
 
     Args:
-        first: samples of the earlier validation.
-        last: samples of the later one.
+        first: Samples of the earlier validation.
+        last: Samples of the later one.
 
     Returns:
-        The pairs, the largest change of score first, for better or worse, else in the order of ``first``.
+        The pairs, the largest change of score first, for better or worse, else in the order of `first`.
     """
     after = dict(_by_prompt(last))
     pairs = [(record, after[key]) for key, record in _by_prompt(first) if key in after]
@@ -132,7 +135,7 @@ def change_of_score(pair: tuple[Sample, Sample]) -> float | None:
 
 
 def describe_changes(pairs: Sequence[tuple[Sample, Sample]], shown: int) -> str:
-    """How many samples of a validation got better and worse, and which of them are shown."""
+    """Return how many samples of a validation got better and worse, and which of them are shown."""
     changes = [change_of_score(pair) or 0.0 for pair in pairs]
     better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
     counts = f"{better} better, {worse} worse, {len(pairs) - better - worse} as before"

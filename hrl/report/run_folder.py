@@ -51,14 +51,14 @@ class RunFolder:
     """A locked run folder.
 
     The lock belongs to the process and goes with it, also after SIGKILL. Outputs of an earlier run are never
-    overwritten: a run that resumes goes on writing them, any other run first moves them to ``earlier/<n>/``.
+    overwritten: a run that resumes goes on writing them, any other run first moves them to `earlier/<n>/`.
 
     Args:
-        path: the folder, made if missing.
-        resume: the run continues from a checkpoint of this folder.
+        path: The folder, made if missing.
+        resume: The run continues from a checkpoint of this folder.
 
     Raises:
-        RunFolderError: another live run holds the folder, it holds checkpoints and ``resume`` is False, or it can't be
+        RunFolderError: Another live run holds the folder, it holds checkpoints and `resume` is False, or it can't be
             made and written: no such place, no right, no room.
     """
 
@@ -83,7 +83,7 @@ class RunFolder:
 
     @staticmethod
     def checkpoints_in(path: str | Path) -> Path:
-        """Where the checkpoints of a run folder lie, for who must know before the folder is opened."""
+        """Return where the checkpoints of a run folder lie, for who must know before the folder is opened."""
         return Path(path).expanduser().resolve() / "checkpoints"
 
     def close(self) -> None:
@@ -91,32 +91,32 @@ class RunFolder:
         self._lock.close()
 
     def write_config(self, config: Mapping[str, Any]) -> Path:
-        """Writes the resolved configuration to ``config.yaml``."""
+        """Write the resolved configuration to `config.yaml`."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         with writing_to(self.path):
             return write_text(self.path / "config.yaml", text)
 
     def write_environment(self) -> Path:
-        """Writes versions, machine and git revision to ``environment.json``. Environment variables are left out."""
+        """Write versions, machine and git revision to `environment.json`. Environment variables are left out."""
         text = json.dumps(describe_environment(), indent=2) + "\n"
         with writing_to(self.path):
             return write_text(self.path / "environment.json", text)
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]], kind: RolloutKind = "train") -> Path:
-        """Writes samples, one object a line: ``step_<step>.jsonl``, or ``val_step_<step>.jsonl`` of a validation."""
+        """Write samples, one object a line: `step_<step>.jsonl`, or `val_step_<step>.jsonl` of a validation."""
         text = "".join(json_line(record) for record in records)
         with writing_to(self.path):
             self.rollouts.mkdir(parents=True, exist_ok=True)
             return write_text(rollouts_file(self.rollouts, step, kind), text)
 
     def rewind(self, step: int, aside: Path) -> bool:
-        """Moves metrics and samples of the steps after ``step`` aside, because a resumed run makes these steps again.
+        """Move metrics and samples of the steps after `step` aside, because a resumed run makes these steps again.
 
         A last line that a crash left unfinished goes with them.
 
         Args:
-            step: the last one that stays.
-            aside: the folder they move to; made if there are any.
+            step: The last one that stays.
+            aside: The folder they move to; made if there are any.
 
         Returns:
             Whether there were any.
@@ -172,15 +172,15 @@ class RunFolder:
 
 
 def outputs_in(folder: Path) -> list[Path]:
-    """What an earlier run left in a run folder, beside its checkpoints."""
+    """Return what an earlier run left in a run folder, beside its checkpoints."""
     return [folder / name for name in _OUTPUTS if (folder / name).exists()]
 
 
 def check_holds_no_checkpoints(folder: Path) -> None:
-    """Refuses a folder whose run would be begun anew over its checkpoints.
+    """Refuse a folder whose run would be begun anew over its checkpoints.
 
     Raises:
-        RunFolderError: there are some.
+        RunFolderError: There are some.
     """
     if any(RunFolder.checkpoints_in(folder).glob("step_*")):
         raise RunFolderError(
@@ -190,7 +190,7 @@ def check_holds_no_checkpoints(folder: Path) -> None:
 
 
 def in_use(folder: Path, lock: IO[str]) -> RunFolderError:
-    """The refusal of a folder whose lock file, open here, another process has locked."""
+    """Return the refusal of a folder whose lock file, open here, another process has locked."""
     lock.seek(0)
     owner = lock.read().strip() or "another process"
     return RunFolderError(
@@ -203,7 +203,7 @@ def writing_to(folder: Path) -> Iterator[None]:
     """Around writing to a run folder: what the file system refuses gets the key that names the folder and the way out.
 
     Raises:
-        RunFolderError: in place of any ``OSError`` inside.
+        RunFolderError: In place of any `OSError` inside.
     """
     try:
         yield
@@ -217,18 +217,18 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def next_numbered(parent: Path) -> Path:
-    """The first of the folders ``1``, ``2``, … below ``parent`` that comes after all that are there; not yet made."""
+    """Return the first of the folders `1`, `2`, … below `parent` that comes after all that are there; not yet made."""
     taken = [int(entry.name) for entry in parent.glob("*") if entry.name.isdigit()]
     return parent / str(max(taken, default=0) + 1)
 
 
 def rollouts_file(rollouts: Path, step: int, kind: RolloutKind = "train") -> Path:
-    """Where the samples of a step, or of the validation after it, lie in the folder ``rollouts``."""
+    """Return where the samples of a step, or of the validation after it, lie in the folder `rollouts`."""
     return rollouts / (f"step_{step}.jsonl" if kind == "train" else f"val_step_{step}.jsonl")
 
 
 def rollouts_steps(rollouts: Path, kind: RolloutKind = "train") -> list[int]:
-    """The steps whose samples lie in the folder ``rollouts``, in order."""
+    """Return the steps whose samples lie in the folder `rollouts`, in order."""
     found = (_step_of(file) for file in rollouts.glob("*step_*.jsonl"))
     return sorted(step for step in set(found) if rollouts_file(rollouts, step, kind).exists())
 
@@ -238,7 +238,7 @@ def _step_of(rollouts_file: Path) -> int:
 
 
 def describe_environment() -> dict[str, Any]:
-    """What a reader needs to run this again: versions, machine, git revision. Reads no environment variable."""
+    """Return what a reader needs to run this again: versions, machine, git revision. Reads no environment variable."""
     versions = {}
     for package in _PACKAGES:
         try:
@@ -262,10 +262,10 @@ def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reads a JSON-lines file whose last line a crash may have cut off; that line is left out.
+    """Read a JSON-lines file whose last line a crash may have cut off; that line is left out.
 
     Raises:
-        ValueError: another line is no JSON; names file and line.
+        ValueError: Another line is no JSON; names file and line.
     """
     records = []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -278,7 +278,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Turns numpy and tensor scalars, arrays and mappings into what JSON knows."""
+    """Turn numpy and tensor scalars, arrays and mappings into what JSON knows."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -293,7 +293,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Writes a file whole or not at all."""
+    """Write a file whole or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -301,7 +301,7 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def _git_revision(folder: Path) -> dict[str, Any] | None:
-    """Revision of the checkout that holds ``folder``, and whether it has changes; None outside of a checkout."""
+    """Revision of the checkout that holds `folder`, and whether it has changes; None outside of a checkout."""
 
     def git(*arguments: str) -> str | None:
         try:

@@ -1,4 +1,4 @@
-"""Where metrics go: always to ``metrics.jsonl`` in the run folder, and to the trackers a run names.
+"""Where metrics go: always to `metrics.jsonl` in the run folder, and to the trackers a run names.
 
 A tracker is a guest: it is fed from its own thread, so that one which raises or hangs costs the run nothing. Its
 failures are logged once and counted.
@@ -39,13 +39,13 @@ class Tracker(Protocol):
     """A place for metrics outside of the run folder. Every method runs in the tracker's own thread."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Takes the metrics of one step."""
+        """Take the metrics of one step."""
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Takes validation samples."""
+        """Take validation samples."""
 
     def finish(self) -> None:
-        """Sends what is left."""
+        """Send what is left."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RunInfo:
 
 
 class TensorBoardTracker:
-    """Event files in ``<run folder>/tensorboard``."""
+    """Event files in `<run folder>/tensorboard`."""
 
     def __init__(self, run: RunInfo) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -198,7 +198,7 @@ class _Guest:
             self._submit(lambda: self._on_tracker(method, *arguments))
 
     def finish(self, timeout_s: float) -> None:
-        """Lets the tracker send what is left, for at most ``timeout_s``."""
+        """Let the tracker send what is left, for at most `timeout_s`."""
         self.call("finish")
         _, unfinished = wait(set(self._waiting), timeout=timeout_s)
         if unfinished:
@@ -234,17 +234,17 @@ class _Guest:
 
 
 class Tracking:
-    """Sends the metrics of every step to ``metrics.jsonl`` and to the named trackers.
+    """Sends the metrics of every step to `metrics.jsonl` and to the named trackers.
 
     Args:
-        project_name: project in the trackers.
-        experiment_name: name of the run in the trackers.
-        default_backend: tracker names, one or several; those of ``WITHOUT_TRACKER`` need nothing.
-        config: the resolved configuration, for the trackers.
-        run_dir: the run folder.
+        project_name: Project in the trackers.
+        experiment_name: Name of the run in the trackers.
+        default_backend: Tracker names, one or several; those of `WITHOUT_TRACKER` need nothing.
+        config: The resolved configuration, for the trackers.
+        run_dir: The run folder.
 
     Raises:
-        ValueError: a tracker is unknown, or its package is not installed; names the package.
+        ValueError: A tracker is unknown, or its package is not installed; names the package.
     """
 
     def __init__(
@@ -262,10 +262,10 @@ class Tracking:
         self._guests = [_Guest(name, lambda make=TRACKERS[name]: make(run)) for name in wanted]  # type: ignore[misc]
 
     def log(self, data: Mapping[str, float], step: int) -> None:
-        """Writes one step, or more of the last one. With trackers that failed, ``tracking/failures`` counts them.
+        """Write one step, or more of the last one. With trackers that failed, `tracking/failures` counts them.
 
         Raises:
-            ValueError: a later step has been written.
+            ValueError: A later step has been written.
         """
         failures = sum(guest.failures for guest in self._guests)
         record = {**data, "tracking/failures": failures} if failures else dict(data)
@@ -274,22 +274,22 @@ class Tracking:
             guest.call("log", record, step)
 
     def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Sends validation samples to the trackers; the run folder has them in ``rollouts/``."""
+        """Send validation samples to the trackers; the run folder has them in `rollouts/`."""
         for guest in self._guests:
             guest.call("log_generations", tuple(generations), step)
 
     def finish(self, timeout_s: float = _FINISH_TIMEOUT_S) -> None:
-        """Ends every tracker, waiting for each at most ``timeout_s``."""
+        """End every tracker, waiting for each at most `timeout_s`."""
         self._log.close()
         for guest in self._guests:
             guest.finish(timeout_s)
 
 
 def installed_trackers(names: Sequence[str]) -> list[str]:
-    """Those of ``names`` that are trackers, once each; the console and the metrics file need none.
+    """Those of `names` that are trackers, once each; the console and the metrics file need none.
 
     Raises:
-        ValueError: a tracker is unknown, or its package is not installed; names the extra to install.
+        ValueError: A tracker is unknown, or its package is not installed; names the extra to install.
     """
     wanted = [name for name in dict.fromkeys(names) if name not in WITHOUT_TRACKER]
     for name in wanted:

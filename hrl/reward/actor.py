@@ -61,14 +61,14 @@ class RewardActor:
     """A `RewardLoop` in a Ray actor on this node: the same calls, the same results, the same errors.
 
     Args:
-        spec: the reward function.
-        settings: further arguments of `RewardLoop`.
+        spec: The reward function.
+        settings: Further arguments of `RewardLoop`.
 
     Attributes:
-        handle: what workers send samples to, as `handle.submit.remote(step, key, text)`. They wait for no answer:
+        handle: What workers send samples to, as `handle.submit.remote(step, key, text)`. They wait for no answer:
             what is wrong with a sample is raised by the next `collect`.
-        scheduling: that it runs here and nowhere else.
-        pid, node_id: where it does run, once started.
+        scheduling: That it runs here and nowhere else.
+        pid, node_id: Where it does run, once started.
     """
 
     def __init__(self, spec: RewardSpec, **settings: Any) -> None:
@@ -79,11 +79,11 @@ class RewardActor:
         self.pid, self.node_id = -1, ""
 
     def start(self) -> None:
-        """Starts the processes.
+        """Start the processes.
 
         Raises:
-            RewardFunctionError: the function can't be loaded.
-            RewardError: the actor died or did not answer, here as in every other call.
+            RewardFunctionError: The function can't be loaded.
+            RewardError: The actor died or did not answer, here as in every other call.
         """
         self.pid, self.node_id = self._call("start", *self._arguments)
 
@@ -96,7 +96,7 @@ class RewardActor:
         return self._call("collect", step, deadline_s, timeout_s=deadline_s + _MARGIN_S)
 
     def shutdown(self) -> None:
-        """Ends the processes with all that reward functions started in them, then the actor.
+        """End the processes with all that reward functions started in them, then the actor.
 
         An actor that can't be asked is killed: its processes go with it, and their guards end what these have started.
         """

@@ -17,11 +17,11 @@ class Weighting:
     """How the sources of reward are joined.
 
     Attributes:
-        function: factor of the reward function's score.
-        model: factor of the reward model's score.
-        overlong_buffer_tokens: length over which DAPO's penalty grows to `overlong_factor`, at the longest response
+        function: Factor of the reward function's score.
+        model: Factor of the reward model's score.
+        overlong_buffer_tokens: Length over which DAPO's penalty grows to `overlong_factor`, at the longest response
             allowed; 0 for no penalty.
-        overlong_factor: see there.
+        overlong_factor: See there.
     """
 
     function: float = 1.0
@@ -36,7 +36,7 @@ class CombinedScores:
 
     Attributes:
         scores: float32 (B,), 0 where not kept.
-        kept: bool (B,); a row that is not kept trains nothing and counts in no statistics of its group.
+        kept: Bool (B,); a row that is not kept trains nothing and counts in no statistics of its group.
         overlong: float32 (B,), the penalty inside `scores`, not positive.
         plain: float32 (B,), what a validation reports: the function's score as it came, or the model's where there is
             no function; 0 where not kept.
@@ -52,9 +52,9 @@ class NonFiniteScoreError(ValueError):
     """A score of the reward model, or the weighted and shaped sum, isn't finite in float32.
 
     Attributes:
-        row: the first such row of the batch.
-        score: its score.
-        source: what gave it.
+        row: The first such row of the batch.
+        score: Its score.
+        source: What gave it.
     """
 
     def __init__(self, row: int, score: float, source: str = "reward model's score") -> None:
@@ -73,16 +73,16 @@ def combine_scores(
     """`shaping(function · f + model · m) + overlong penalty`, per response.
 
     Args:
-        function_scores: of the B responses, `None` for those left out; or `None` without a reward function.
+        function_scores: Of the B responses, `None` for those left out; or `None` without a reward function.
         model_scores: (B,), or `None` without a reward model.
         response_lengths: (B,), in tokens.
-        max_response_tokens: the longest response allowed.
-        weighting: the factors.
-        shaping: takes the batch into account; `None` for none.
+        max_response_tokens: The longest response allowed.
+        weighting: The factors.
+        shaping: Takes the batch into account; `None` for none.
 
     Raises:
-        ValueError: no source of reward, or another number of scores than responses.
-        NonFiniteScoreError: a score of the reward model, or what is made of the scores, isn't finite.
+        ValueError: No source of reward, or another number of scores than responses.
+        NonFiniteScoreError: A score of the reward model, or what is made of the scores, isn't finite.
     """
     rows = len(response_lengths)
     if function_scores is None and model_scores is None:

@@ -23,7 +23,7 @@ class LoopState:
     """Who holds a loop, and since when: shared between its process and the one that watches it.
 
     Args:
-        descriptor: of a memory file, as `create` gives; it is closed.
+        descriptor: Of a memory file, as `create` gives; it is closed.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -32,7 +32,7 @@ class LoopState:
 
     @staticmethod
     def create() -> int:
-        """The descriptor of a new memory file, held by nobody since now."""
+        """Return the descriptor of a new memory file, held by nobody since now."""
         descriptor = os.memfd_create("reward-loop")
         os.ftruncate(descriptor, 2 * _NUMBER.size)
         os.pwrite(descriptor, _NUMBER.pack(time.monotonic_ns()), 0)
@@ -45,13 +45,13 @@ class LoopState:
         _NUMBER.pack_into(self._memory, _NUMBER.size, holder)
 
     def read(self) -> tuple[int, float]:
-        """The holder, and the moment of the last change, on the clock of `time.monotonic`."""
+        """Return the holder, and the moment of the last change, on the clock of `time.monotonic`."""
         (holder,) = _NUMBER.unpack_from(self._memory, _NUMBER.size)
         (since_ns,) = _NUMBER.unpack_from(self._memory, 0)
         return holder, since_ns / 1e9
 
     def close(self) -> None:
-        """Gives the memory back."""
+        """Give the memory back."""
         self._memory.close()
 
 
@@ -59,7 +59,7 @@ class AttributingLoop(asyncio.SelectorEventLoop):
     """Notes for whom each callback runs: for the caller in whose context it was scheduled, tasks of tasks included.
 
     Args:
-        state: where the parent reads it.
+        state: Where the parent reads it.
     """
 
     def __init__(self, state: LoopState) -> None:
@@ -70,7 +70,7 @@ class AttributingLoop(asyncio.SelectorEventLoop):
         super().__init__()
 
     def create_attributed(self, caller: int, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """A task that runs for `caller`, which is not 0."""
+        """Return a task that runs for `caller`, which is not 0."""
         context = contextvars.copy_context()
         context.run(_CALLER.set, caller)
         self._held_s[caller] = 0.0
@@ -81,7 +81,7 @@ class AttributingLoop(asyncio.SelectorEventLoop):
         return self._all_held_s - self._held_s.get(caller, 0.0)
 
     def forget(self, caller: int) -> None:
-        """Ends the account of a caller."""
+        """End the account of a caller."""
         self._held_s.pop(caller, None)
 
     def touch(self) -> None:

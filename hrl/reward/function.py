@@ -29,10 +29,10 @@ class RewardSpec:
     """Names a reward function; plain data, so that a process can load it itself and no function is ever pickled.
 
     Attributes:
-        path: a Python file; `None` for the built-in functions, which are chosen by data source.
-        name: of the function in that file.
-        kwargs: handed to every call; a text `env:NAME` stands for the environment variable NAME.
-        data_sources: the data sources to come, so that what their built-in scorers need is loaded beforehand.
+        path: A Python file; `None` for the built-in functions, which are chosen by data source.
+        name: Of the function in that file.
+        kwargs: Handed to every call; a text `env:NAME` stands for the environment variable NAME.
+        data_sources: The data sources to come, so that what their built-in scorers need is loaded beforehand.
     """
 
     path: str | None = None
@@ -61,7 +61,7 @@ class RewardSpec:
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """What `to_plain` was called on."""
+        """Return what `to_plain` was called on."""
         return cls(plain["path"], plain["name"], child.from_plain(plain["kwargs"]), tuple(plain["data_sources"]))
 
     @property
@@ -71,10 +71,10 @@ class RewardSpec:
 
 
 def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
-    """Loads the function that `spec` names. The file is the user's own code and runs as such.
+    """Load the function that `spec` names. The file is the user's own code and runs as such.
 
     Raises:
-        RewardFunctionError: no such file, no such function, one that can't be called as it will be, or a data source
+        RewardFunctionError: No such file, no such function, one that can't be called as it will be, or a data source
             that no built-in function knows.
     """
     if spec.path is None:
@@ -108,7 +108,7 @@ def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives something to await: an async function, or an object whose `__call__` is one."""
+    """Return whether calling it gives something to await: an async function, or an object whose `__call__` is one."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, type):
@@ -120,8 +120,8 @@ def signature_problem(function: Callable[..., Any], kwargs: Mapping[str, Any]) -
     """Why a function can't be called as reward functions are, or None if it can; it is not called.
 
     Args:
-        function: any callable: a function, plain or async, a class, an instance with `__call__`, a partial.
-        kwargs: what the configuration's `reward_kwargs` add to the four arguments.
+        function: Any callable: a function, plain or async, a class, an instance with `__call__`, a partial.
+        kwargs: What the configuration's `reward_kwargs` add to the four arguments.
 
     Returns:
         What stands in the way, to follow the function's name in a message.
@@ -157,13 +157,13 @@ def signature_problem(function: Callable[..., Any], kwargs: Mapping[str, Any]) -
 
 
 def read_reward(value: object) -> tuple[float | None, dict[str, Any]]:
-    """What a reward function returned, as (score, parts).
+    """Return what a reward function returned, as (score, parts).
 
     `None` means that the sample shall be left out. A number is the score. A dict has the score under `"score"`; its
     other entries are parts: numbers become columns of the metrics, text is kept for the reader.
 
     Raises:
-        RewardFunctionError: anything else, or a number that isn't finite in float32, in which rewards are computed.
+        RewardFunctionError: Anything else, or a number that isn't finite in float32, in which rewards are computed.
     """
     if value is None:
         return None, {}

@@ -32,8 +32,8 @@ class RewardRow:
     """What is known of a sample before it is generated.
 
     Attributes:
-        key: unique within the step, e.g. `(uid, sample_index)`.
-        data_source, ground_truth, extra_info: of the prompt's row.
+        key: Unique within the step, e.g. `(uid, sample_index)`.
+        data_source, ground_truth, extra_info: Of the prompt's row.
     """
 
     key: Hashable
@@ -48,8 +48,8 @@ class RewardResult:
 
     Attributes:
         score: `None` leaves the sample out: it trains nothing and counts in no statistics of its group.
-        parts: what the reward function returned beside the score.
-        error: why there is no score, if the function failed; `None` when it chose to skip.
+        parts: What the reward function returned beside the score.
+        error: Why there is no score, if the function failed; `None` when it chose to skip.
     """
 
     score: float | None
@@ -70,7 +70,7 @@ class RewardBatch:
         return [result.score for result in self.results]
 
     def columns(self) -> dict[str, list[Any]]:
-        """The parts as columns, `None` where a sample has no such part."""
+        """Return the parts as columns, `None` where a sample has no such part."""
         names = dict.fromkeys(name for result in self.results for name in result.parts)
         return {name: [result.parts.get(name) for result in self.results] for name in names}
 
@@ -88,15 +88,15 @@ class RewardLoop:
     """Scores the samples of one step at a time.
 
     Args:
-        spec: the reward function.
-        num_workers: processes that run it.
-        timeout_s: for one call of it.
-        max_concurrency: calls of an async function that one process awaits at once.
-        memory_limit_bytes: address space of a process; None for no limit.
+        spec: The reward function.
+        num_workers: Processes that run it.
+        timeout_s: For one call of it.
+        max_concurrency: Calls of an async function that one process awaits at once.
+        memory_limit_bytes: Address space of a process; None for no limit.
         on_error: `raise` stops at the first sample that fails (an exception, no reward returned, the deadline, a
             process that died twice); `skip` leaves failed samples out and counts them, and stops when they are more
             than `max_failed_share` of a step.
-        max_failed_share: see there.
+        max_failed_share: See there.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class RewardLoop:
         self._given_up: int | None = None  # the step that `collect` last raised for
 
     def start(self) -> None:
-        """Starts the processes.
+        """Start the processes.
 
         Raises:
-            RewardFunctionError: the function can't be loaded.
+            RewardFunctionError: The function can't be loaded.
         """
         self._pool.start()
 
@@ -139,12 +139,12 @@ class RewardLoop:
         """Announces the samples of a step; whatever is left of another step is dropped.
 
         Args:
-            step: names the samples in the calls to come; never used twice.
-            rows: the samples.
-            title: what messages call them, where that is not the step's number.
+            step: Names the samples in the calls to come; never used twice.
+            rows: The samples.
+            title: What messages call them, where that is not the step's number.
 
         Raises:
-            ValueError: two rows with the same key.
+            ValueError: Two rows with the same key.
         """
         title = title or f"step {step}"
         by_key: dict[Hashable, RewardRow] = {}
@@ -160,9 +160,9 @@ class RewardLoop:
         """Hands over a finished sample; it is scored at once.
 
         Raises:
-            KeyError: the sample wasn't announced.
-            ValueError: it came before, or its ground truth or extra info is no plain data.
-            RuntimeError: the processes have ended.
+            KeyError: The sample wasn't announced.
+            ValueError: It came before, or its ground truth or extra info is no plain data.
+            RuntimeError: The processes have ended.
         """
         with self._changed:
             state = self._step(step)
@@ -178,7 +178,7 @@ class RewardLoop:
         future.add_done_callback(functools.partial(self._note, state, key))
 
     def refuse(self, step: int, key: Hashable, reason: str) -> None:
-        """Makes the next `collect` raise: for a `submit` that failed where nobody waits for it.
+        """Make the next `collect` raise: for a `submit` that failed where nobody waits for it.
 
         What still comes for a step that `collect` raised for is no news.
         """
@@ -190,14 +190,14 @@ class RewardLoop:
             self._changed.notify_all()
 
     def collect(self, step: int, deadline_s: float) -> RewardBatch:
-        """Waits until every announced sample is scored.
+        """Wait until every announced sample is scored.
 
         Args:
-            step: as in `begin`.
-            deadline_s: the longest to wait; samples that were never submitted are found out then.
+            step: As in `begin`.
+            deadline_s: The longest to wait; samples that were never submitted are found out then.
 
         Raises:
-            RewardError: a failure that the policy doesn't allow, a sample that was refused since the last call, or the
+            RewardError: A failure that the policy doesn't allow, a sample that was refused since the last call, or the
                 deadline; no reward of the step is given then.
         """
         end = time.monotonic() + deadline_s
@@ -220,7 +220,7 @@ class RewardLoop:
         return RewardBatch(results, reward_metrics(outcomes))
 
     def shutdown(self) -> None:
-        """Kills the processes."""
+        """Kill the processes."""
         self._pool.shutdown()
 
     def __enter__(self) -> RewardLoop:
@@ -281,7 +281,7 @@ def _describe_late(state: _Step, deadline_s: float) -> str:
 
 
 def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
-    """Counts of what went wrong, the time a call took, and the mean of every numeric part.
+    """Return counts of what went wrong, the time a call took, and the mean of every numeric part.
 
     `reward/num_unscorable` counts responses that broke a built-in function and got what a wrong answer gets.
     """

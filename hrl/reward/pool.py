@@ -50,13 +50,13 @@ class RewardPool:
     """Runs one reward function in several processes.
 
     Args:
-        spec: the function.
-        num_workers: processes.
-        timeout_s: for one call of the function; then an await is cancelled, and anything else ends with its process,
+        spec: The function.
+        num_workers: Processes.
+        timeout_s: For one call of the function; then an await is cancelled, and anything else ends with its process,
             which is replaced.
-        max_concurrency: calls of an async function that one process awaits at once.
-        start_timeout_s: for starting a process and loading the function.
-        memory_limit_bytes: address space of a process, beyond which the function gets a `MemoryError`; None for no
+        max_concurrency: Calls of an async function that one process awaits at once.
+        start_timeout_s: For starting a process and loading the function.
+        memory_limit_bytes: Address space of a process, beyond which the function gets a `MemoryError`; None for no
             limit.
     """
 
@@ -104,10 +104,10 @@ class RewardPool:
         self._thread = threading.Thread(target=self._run, name="reward-pool", daemon=True)
 
     def start(self) -> None:
-        """Starts the processes and waits until one of them has loaded the function.
+        """Start the processes and waits until one of them has loaded the function.
 
         Raises:
-            RewardFunctionError: the function can't be loaded; with the traceback of the process.
+            RewardFunctionError: The function can't be loaded; with the traceback of the process.
         """
         missing = {name: key for name, key in self._spec.env.items() if key not in os.environ}
         if missing:
@@ -129,8 +129,8 @@ class RewardPool:
         """Queues a sample; the future always gets an outcome, also when the process dies or the pool is shut down.
 
         Raises:
-            ValueError: ground truth or extra info hold something that is no plain data.
-            RuntimeError: the pool isn't running.
+            ValueError: Ground truth or extra info hold something that is no plain data.
+            RuntimeError: The pool isn't running.
         """
         number = next(self._numbers)
         frame = encode(
@@ -156,7 +156,7 @@ class RewardPool:
         return tuple(sorted(slot.process.pid for slot in list(self._slots)))
 
     def shutdown(self) -> None:
-        """Kills all processes; samples not yet scored end as crashed. Calling it again does nothing."""
+        """Kill all processes; samples not yet scored end as crashed. Calling it again does nothing."""
         with self._lock:
             self._stopping = True
         if self._thread.is_alive():
@@ -201,7 +201,7 @@ class RewardPool:
             self._wake_out.close()
 
     def _abandon(self, task: Task) -> None:
-        """Ends a task without a reward. A future that its owner has cancelled takes no result."""
+        """End a task without a reward. A future that its owner has cancelled takes no result."""
         if task.future.running() or task.future.set_running_or_notify_cancel():
             reason = self._broken or "the reward pool was shut down"
             task.future.set_result(RewardOutcome("crash", error=reason, attempts=task.attempts))
@@ -216,7 +216,7 @@ class RewardPool:
                 pass
 
     def _keep_enough_processes(self) -> None:
-        """Replaces what was killed; adds processes while some sit on slow samples and others wait behind them."""
+        """Replace what was killed; adds processes while some sit on slow samples and others wait behind them."""
         if self._broken is not None:
             return
         slow_since = time.monotonic() - self._slow_after_s
@@ -247,7 +247,7 @@ class RewardPool:
         self._send(slot)
 
     def _hand_out(self) -> None:
-        """Gives waiting samples to the processes that have the fewest."""
+        """Give waiting samples to the processes that have the fewest."""
         open_slots = [slot for slot in self._slots if slot.is_ready and not slot.is_full]
         while open_slots:
             task = self._next_task()
@@ -264,7 +264,7 @@ class RewardPool:
                 open_slots.remove(slot)
 
     def _send(self, slot: Slot) -> None:
-        """Sends what fits; the rest when the process has read it."""
+        """Send what fits; the rest when the process has read it."""
         with contextlib.suppress(OSError):  # full; or dead already: its closed socket says so in the next round
             while slot.outgoing:
                 del slot.outgoing[: slot.connection.send(slot.outgoing)]
@@ -272,7 +272,7 @@ class RewardPool:
         self._selector.modify(slot.connection, selectors.EVENT_READ | writing, slot)
 
     def _next_task(self) -> Task | None:
-        """The next sample that nobody has cancelled."""
+        """Return the next sample that nobody has cancelled."""
         with self._lock:
             while self._queue:
                 task = self._queue.popleft()
@@ -281,7 +281,7 @@ class RewardPool:
         return None
 
     def _deadline_s(self, slot: Slot) -> float:
-        """The moment at which a process is killed if nothing changes; infinite for an idle one."""
+        """Return the moment at which a process is killed if nothing changes; infinite for an idle one."""
         if not slot.is_ready:
             return slot.since + self._start_timeout_s
         if not slot.tasks:
@@ -349,7 +349,7 @@ class RewardPool:
             self._finish(task, status, score=message["score"], parts=message["parts"])
 
     def _with_hint(self, error: str) -> str:
-        """Adds to a function's error that a variable was kept from it, if it names one."""
+        """Add to a function's error that a variable was kept from it, if it names one."""
         for name in self._withheld:
             if f"'{name}'" in error or f'"{name}"' in error:
                 return (
@@ -359,7 +359,7 @@ class RewardPool:
         return error
 
     def _finish(self, task: Task, status: Status, **outcome: Any) -> None:
-        """Ends a sample; what a response did to a built-in function counts as a wrong answer."""
+        """End a sample; what a response did to a built-in function counts as a wrong answer."""
         duration_s = time.monotonic() - task.since
         if self._spec.path is None and task.blames_response and status in ("error", "timeout", "crash"):
             reason = outcome["error"].rstrip().splitlines()[-1][:_LONGEST_REASON]
@@ -399,7 +399,7 @@ class RewardPool:
             self._stop(slot)
 
     def _stop(self, slot: Slot) -> None:
-        """Kills a process that is over its deadline; the sample that held it is charged, others are tried again."""
+        """Kill a process that is over its deadline; the sample that held it is charged, others are tried again."""
         holder, _ = slot.state.read()
         self._kill(slot)
         if not slot.is_ready:

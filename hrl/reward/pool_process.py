@@ -46,7 +46,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 def main(socket_number: int, state_number: int, parent_pid: int) -> None:
-    """Loads the function, then answers samples until the parent hangs up."""
+    """Load the function, then answers samples until the parent hangs up."""
     die_with_parent(parent_pid)
     guard_process_group()  # the kernel ends this process with its parent, but not what the function starts in it
     os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
@@ -85,7 +85,7 @@ def _serve_one_by_one(
 
 
 def _blame(connection: socket.socket, number: int, is_to_blame: bool) -> None:
-    """Tells the parent, before it happens, whose fault it is if the sample goes wrong."""
+    """Tell the parent, before it happens, whose fault it is if the sample goes wrong."""
     connection.sendall(encode({"id": number, "blames_response": is_to_blame}))
 
 
@@ -124,7 +124,7 @@ class _Judges:
             return  # the parent has hung up
 
     async def _tick(self) -> None:
-        """Shows the parent that the loop turns."""
+        """Show the parent that the loop turns."""
         while True:
             self._loop.touch()
             await asyncio.sleep(min(1.0, self._timeout_s / 4))
@@ -171,7 +171,7 @@ def _arguments(spec: RewardSpec, sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Runs the user's code, which may raise anything: its result, or the traceback for the parent to report."""
+    """Run the user's code, which may raise anything: its result, or the traceback for the parent to report."""
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001
@@ -185,7 +185,10 @@ def _reward(value: object) -> dict[str, Any]:
 
 
 def _describe(error: BaseException) -> str:
-    """The traceback from the user's first frame on, cut in the middle if very long; our own errors in one line."""
+    """Return the traceback from the user's first frame on, cut in the middle if very long.
+
+    Our own errors in one line.
+    """
     if isinstance(error, RewardFunctionError):
         return str(error)
     frames = error.__traceback__
@@ -199,12 +202,12 @@ def _describe(error: BaseException) -> str:
 
 
 def _leads_to_the_user(file: str) -> bool:
-    """Whether a frame of this file only calls or imports the user's code."""
+    """Return whether a frame of this file only calls or imports the user's code."""
     return file in (__file__, function_file.__file__, user_file.__file__) or file.startswith("<frozen importlib")
 
 
 def _read(connection: socket.socket) -> dict[str, Any] | None:
-    """The next frame, or `None` when the parent has hung up."""
+    """Return the next frame, or `None` when the parent has hung up."""
     header = _read_bytes(connection, LENGTH.size)
     if header is None:
         return None

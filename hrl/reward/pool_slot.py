@@ -63,13 +63,13 @@ class Slot:
 
 
 def start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket.socket, LoopState]:
-    """A process that waits for its settings, this end of its socket, and what it shows of its event loop.
+    """Return a process that waits for its settings, this end of its socket, and what it shows of its event loop.
 
     Args:
-        env: variables that it gets although they look like secrets.
+        env: Variables that it gets although they look like secrets.
 
     Raises:
-        OSError: the system refuses one.
+        OSError: The system refuses one.
     """
     ours, theirs = socket.socketpair()
     with ExitStack() as on_failure, theirs:
@@ -88,7 +88,7 @@ def start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket
 
 
 def describe_exit(code: int | None) -> str:
-    """How a process ended, by its exit code."""
+    """Return how a process ended, by its exit code."""
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

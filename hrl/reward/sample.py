@@ -14,9 +14,9 @@ class RewardSample:
     """One response to score.
 
     Attributes:
-        name: how messages call the sample.
-        data_source, ground_truth, extra_info: of the prompt's row; plain data.
-        solution_str: the response's text.
+        name: How messages call the sample.
+        data_source, ground_truth, extra_info: Of the prompt's row; plain data.
+        solution_str: The response's text.
     """
 
     name: str
@@ -33,12 +33,12 @@ class RewardOutcome:
     Attributes:
         status: `ok`; `skip`, the function returned None; `error`, it raised or returned no reward; `timeout`, it was
             killed at its deadline; `crash`, its process died, twice.
-        score: the reward, if `ok`.
-        parts: what the function returned beside it.
-        error: a message or traceback for the last three.
-        duration_s: of the last attempt.
+        score: The reward, if `ok`.
+        parts: What the function returned beside it.
+        error: A message or traceback for the last three.
+        duration_s: Of the last attempt.
         attempts: 2 after a crash.
-        unscorable: why a built-in function could not score the response, whose score is then that of a wrong answer.
+        unscorable: Why a built-in function could not score the response, whose score is then that of a wrong answer.
     """
 
     status: Status

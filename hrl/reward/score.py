@@ -79,10 +79,10 @@ def why_no_scorer(data_source: str) -> str | None:
 
 
 def find_scorer(data_source: str) -> Scorer:
-    """The built-in function for a data source.
+    """Return the built-in function for a data source.
 
     Raises:
-        ValueError: there is none; names those that exist and the way to bring your own.
+        ValueError: There is none; names those that exist and the way to bring your own.
     """
     if (reason := why_no_scorer(data_source)) is not None:
         raise ValueError(reason)
@@ -92,7 +92,7 @@ def find_scorer(data_source: str) -> Scorer:
 
 
 def warm_up(data_source: str) -> None:
-    """Imports what the data source's scorer needs, so that the first sample's deadline doesn't pay for it."""
+    """Import what the data source's scorer needs, so that the first sample's deadline doesn't pay for it."""
     find_scorer(data_source).load()
 
 
@@ -104,18 +104,18 @@ def compute_score(
     *,
     blames_response: Callable[[bool], None] | None = None,
 ) -> Reward:
-    """Scores a response by the built-in function of its data source.
+    """Score a response by the built-in function of its data source.
 
     Args:
-        data_source: of the prompt's row; it chooses the function.
-        solution_str: the response's text.
-        ground_truth: of the row.
-        extra_info: of the row.
-        blames_response: told `True` when the row has been read, before the first look at the response: what goes wrong
+        data_source: Of the prompt's row; it chooses the function.
+        solution_str: The response's text.
+        ground_truth: Of the row.
+        extra_info: Of the row.
+        blames_response: Told `True` when the row has been read, before the first look at the response: what goes wrong
             from then on is the response's doing; and `False` if the row turns out to be to blame after all.
 
     Raises:
-        ValueError: no such function, or a ground truth that it can't read. What a response makes it raise is passed
+        ValueError: No such function, or a ground truth that it can't read. What a response makes it raise is passed
             on.
     """
     scorer = find_scorer(data_source)
@@ -130,5 +130,5 @@ def compute_score(
 
 
 def wrong_score(data_source: str) -> Reward:
-    """What the built-in function gives a wrong answer, and one that can't be scored."""
+    """Return what the built-in function gives a wrong answer, and one that can't be scored."""
     return find_scorer(data_source).wrong

@@ -14,10 +14,10 @@ class RewardShaping:
     """Members of `REWARD_SHAPERS` one after the other, each with what it has seen in the run.
 
     Args:
-        limits: names of the members in their order, with the limit of those that have one.
+        limits: Names of the members in their order, with the limit of those that have one.
 
     Raises:
-        ValueError: no member has that name.
+        ValueError: No member has that name.
     """
 
     def __init__(self, limits: Mapping[str, float | None]) -> None:
@@ -31,11 +31,11 @@ class RewardShaping:
         """Shapes the scores of a step.
 
         Args:
-            scores: float (B,).
-            kept: bool (B,); other rows count in no statistics.
+            scores: Float (B,).
+            kept: Bool (B,); other rows count in no statistics.
 
         Returns:
-            float (B,), 0 where not kept.
+            Float (B,), 0 where not kept.
         """
         for name, limit in self._limits.items():
             seen = self._seen[name]
@@ -44,7 +44,7 @@ class RewardShaping:
         return torch.where(kept, scores, 0.0)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """What each member has seen, for a checkpoint."""
+        """Return what each member has seen, for a checkpoint."""
         return {name: seen.state_dict() for name, seen in self._seen.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:

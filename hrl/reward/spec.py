@@ -12,11 +12,13 @@ if TYPE_CHECKING:
 
 
 def reward_spec(reward: RewardConfig, data_sources: tuple[str, ...]) -> RewardSpec:
-    """The reward function of the section `reward`; its file by absolute path, since no process need run in our folder.
+    """Return the reward function of the section `reward`.
+
+    Its file by absolute path, since no process need run in our folder.
 
     Args:
-        reward: the section.
-        data_sources: of the rows to come.
+        reward: The section.
+        data_sources: Of the rows to come.
     """
     custom = reward.custom_reward_function
     path = None if custom.path is None else str(Path(custom.path).expanduser().resolve())

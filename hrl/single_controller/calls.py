@@ -20,11 +20,11 @@ class PendingCalls:
     """One method running on some ranks.
 
     Args:
-        refs: the Ray reference of each rank's result, by rank.
-        method: name for errors, `role.method`.
-        pids: process id of every rank.
-        timeout_s: the deadline, counted from now.
-        on_failure: told the references that are still open when the call fails.
+        refs: The Ray reference of each rank's result, by rank.
+        method: Name for errors, `role.method`.
+        pids: Process id of every rank.
+        timeout_s: The deadline, counted from now.
+        on_failure: Told the references that are still open when the call fails.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class PendingCalls:
         self._results: dict[int, Any] = {}
 
     def get(self, timeout_s: float | None = None) -> list[Any]:
-        """The results in rank order (see `PendingResults.get`). A second call gives the same again."""
+        """Return the results in rank order (see `PendingResults.get`). A second call gives the same again."""
         deadline, waiting_s = self._deadline, self._timeout_s
         if timeout_s is not None:
             deadline, waiting_s = min(deadline, time.monotonic() + timeout_s), timeout_s
@@ -54,7 +54,7 @@ class PendingCalls:
         return [self._results[rank] for rank in sorted(self._results)]
 
     def done(self) -> bool:
-        """Whether every rank has answered (see `PendingResults.done`)."""
+        """Return whether every rank has answered (see `PendingResults.done`)."""
         while self._open:
             ready, _ = ray.wait(list(self._open), num_returns=1, timeout=0)
             if not ready:
@@ -65,7 +65,7 @@ class PendingCalls:
         return True
 
     def _take(self, ref: ray.ObjectRef, deadline: float) -> None:
-        """Moves a finished rank's result over, or raises its error."""
+        """Move a finished rank's result over, or raise its error."""
         rank = self._open[ref]
         try:
             result = ray.get(ref, timeout=max(deadline - time.monotonic(), 1.0))

@@ -20,11 +20,11 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         super().__init__(cls, *args, **kwargs)
 
     def roles(self) -> dict[str, ClassWithInitArgs]:
-        """What each process of the group holds, by role. A class alone plays the role of its own name."""
+        """Return what each process of the group holds, by role. A class alone plays the role of its own name."""
         return {self.cls.__name__: ClassWithInitArgs(self.cls, *self.args, **self.kwargs)}
 
     def methods(self) -> dict[str, RoleMethod]:
-        """The registered methods, by the name that the group calls them."""
+        """Return the registered methods, by the name that the group calls them."""
         return methods_of_role(self.cls.__name__, self.cls, prefix="")
 
 
@@ -36,14 +36,14 @@ class ColocatedClasses(RayClassWithInitArgs):
         self.methods()
 
     def roles(self) -> dict[str, ClassWithInitArgs]:
-        """The class of each role."""
+        """Return the class of each role."""
         return {role: ClassWithInitArgs(spec.cls, *spec.args, **spec.kwargs) for role, spec in self.class_dict.items()}
 
     def methods(self) -> dict[str, RoleMethod]:
-        """The registered methods of all roles, each behind its role: `critic_update`.
+        """Return the registered methods of all roles, each behind its role: `critic_update`.
 
         Raises:
-            ValueError: two roles and methods read the same (`a` with `b_c` and `a_b` with `c`).
+            ValueError: Two roles and methods read the same (`a` with `b_c` and `a_b` with `c`).
         """
         methods: dict[str, RoleMethod] = {}
         for role, spec in self.class_dict.items():
@@ -55,14 +55,14 @@ class ColocatedClasses(RayClassWithInitArgs):
 
 
 def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
-    """Merges roles into one process per rank, which holds one object per role.
+    """Merge roles into one process per rank, which holds one object per role.
 
     Args:
-        class_dict: the class of each role. A group made of the result has the roles' methods behind their role
+        class_dict: The class of each role. A group made of the result has the roles' methods behind their role
             (`critic_update`); its `spawn` gives one group per role, all on the same processes.
 
     Raises:
-        ValueError: there is no role, or a role's name can't stand in front of a method's name.
+        ValueError: There is no role, or a role's name can't stand in front of a method's name.
     """
     if not class_dict:
         raise ValueError("create_colocated_worker_cls needs at least one role")
@@ -75,11 +75,11 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
 
 
 def methods_of_role(role: str, cls: type, prefix: str) -> dict[str, RoleMethod]:
-    """The registered methods of `cls`, by name behind `prefix`."""
+    """Return the registered methods of `cls`, by name behind `prefix`."""
     return {f"{prefix}{name}": RoleMethod(role, name, spec) for name, spec in registered_methods(cls).items()}
 
 
 def _without_ray(cls: Any) -> Any:
-    """The class that `ray.remote` was given."""
+    """Return the class that `ray.remote` was given."""
     metadata = getattr(cls, "__ray_metadata__", None)
     return cls if metadata is None else metadata.modified_class.__ray_actor_class__

@@ -75,18 +75,18 @@ def register(
     materialize_futures: bool = True,
     columns: Sequence[str] | None = None,
 ) -> Callable[[F], F]:
-    """Makes a method of a `Worker` callable on the worker group.
+    """Make a method of a `Worker` callable on the worker group.
 
     Args:
-        dispatch_mode: a `Dispatch`, or a dict with `dispatch_fn` and `collect_fn` (see `CustomDispatch`).
-        execute_mode: the ranks that run it.
+        dispatch_mode: A `Dispatch`, or a dict with `dispatch_fn` and `collect_fn` (see `CustomDispatch`).
+        execute_mode: The ranks that run it.
         blocking: False gives the driver a future with `.get()` in place of the result.
-        materialize_futures: wait for arguments that are futures and pass on their results.
-        columns: names of the batch columns, tensors and non-tensors, that the method reads; no other travels to the
+        materialize_futures: Wait for arguments that are futures and pass on their results.
+        columns: Names of the batch columns, tensors and non-tensors, that the method reads; no other travels to the
             ranks. Names that a batch lacks are passed over. None: all travel.
 
     Raises:
-        ValueError: a mode is unknown, or the two modes contradict each other.
+        ValueError: A mode is unknown, or the two modes contradict each other.
     """
     mode = _checked_dispatch_mode(dispatch_mode)
     if not isinstance(execute_mode, Execute):
@@ -125,6 +125,6 @@ def _checked_dispatch_mode(mode: Any) -> Dispatch | CustomDispatch:
 
 
 def registered_methods(cls: type) -> dict[str, MethodSpec]:
-    """The methods of `cls` that the driver may call, inherited ones included."""
+    """Return the methods of `cls` that the driver may call, inherited ones included."""
     specs = {name: getattr(getattr(cls, name, None), _SPEC_ATTRIBUTE, None) for name in dir(cls)}
     return {name: spec for name, spec in specs.items() if spec is not None}

@@ -21,9 +21,9 @@ class BatchRows:
     """Some rows of a batch, on their way to a rank.
 
     Attributes:
-        batch: the whole batch; shares of one call refer to the same object.
+        batch: The whole batch; shares of one call refer to the same object.
         rows: (n,) int64 row indices; an index may occur more than once.
-        columns: names of the columns that travel; None is all.
+        columns: Names of the columns that travel; None is all.
     """
 
     batch: DataProto
@@ -59,11 +59,11 @@ class Request:
 
 
 def dispatch(spec: MethodSpec, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall:
-    """Cuts `group.method(*args, **kwargs)` as the method's spec says.
+    """Cut `group.method(*args, **kwargs)` as the method's spec says.
 
     Raises:
-        TypeError: an argument is not of the kind that the dispatch mode cuts.
-        ValueError: sizes do not fit the group.
+        TypeError: An argument is not of the kind that the dispatch mode cuts.
+        ValueError: Sizes do not fit the group.
     """
     request = Request(group, group.world_size, args, kwargs, spec.columns)
     if isinstance(spec.dispatch_mode, CustomDispatch):
@@ -125,7 +125,7 @@ def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, An
 
 
 def _common_length(named: list[tuple[str, Any]], mode: str) -> int:
-    """The number of rows that all batches of a call have."""
+    """Return the number of rows that all batches of a call have."""
     for name, arg in named:
         if not isinstance(arg, DataProto):
             raise TypeError(f"{mode} cuts DataProto arguments; argument {name} is a {type(arg).__name__}")
@@ -237,7 +237,7 @@ def _checked_plan(plan: Any, num_rows: int, world_size: int) -> list[np.ndarray]
 
 
 def _restore_order(results: list[Any], rows_by_rank: list[np.ndarray], num_rows: int) -> DataProto:
-    """Puts the ranks' rows back in the batch's order; joins results that have no rows."""
+    """Put the ranks' rows back in the batch's order; joins results that have no rows."""
     results = _checked_results(results)
     if all(len(result) == 0 for result in results):
         return DataProto.concat(results)

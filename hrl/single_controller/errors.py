@@ -14,7 +14,7 @@ def phase(name: str) -> Iterator[None]:
     """Names what the driver is doing, so that an error raised by a worker inside says so.
 
     Args:
-        name: the phase of the step (`gen`, `update_actor`), best the same word as the phase's timer.
+        name: The phase of the step (`gen`, `update_actor`), best the same word as the phase's timer.
     """
     token = _PHASE.set(name)
     try:
@@ -24,7 +24,7 @@ def phase(name: str) -> Iterator[None]:
 
 
 def current_phase(default: str) -> str:
-    """The innermost `phase` that is open, or `default` outside of all of them."""
+    """Return the innermost `phase` that is open, or `default` outside of all of them."""
     return _PHASE.get() or default
 
 
@@ -32,11 +32,11 @@ class WorkerError(RuntimeError):
     """A method raised on a rank. `__cause__` is the original exception, where it could be pickled.
 
     Attributes:
-        rank: the rank that failed first.
-        method: the method that was called, with its role in front (`actor.update_actor`).
-        phase: what the driver was doing (see `phase`); the method when it did not say.
-        cause: type and message of the original exception.
-        traceback_text: the traceback as it was on the rank.
+        rank: The rank that failed first.
+        method: The method that was called, with its role in front (`actor.update_actor`).
+        phase: What the driver was doing (see `phase`); the method when it did not say.
+        cause: Type and message of the original exception.
+        traceback_text: The traceback as it was on the rank.
     """
 
     def __init__(self, rank: int, method: str, phase: str, cause: str = "", traceback_text: str = "") -> None:
@@ -61,8 +61,8 @@ class WorkerDiedError(WorkerError):
     """The process of a rank ended while a call needed it.
 
     Attributes:
-        pid: the process id the rank had.
-        reason: what the cluster knows about the end.
+        pid: The process id the rank had.
+        reason: What the cluster knows about the end.
     """
 
     def __init__(self, rank: int, method: str, phase: str, pid: int, reason: str) -> None:
@@ -80,8 +80,8 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
     """A call was not finished by its deadline.
 
     Attributes:
-        ranks: the ranks that were still running; `rank` is the first of them.
-        timeout_s: the deadline, in seconds after the call was made.
+        ranks: The ranks that were still running; `rank` is the first of them.
+        timeout_s: The deadline, in seconds after the call was made.
     """
 
     def __init__(self, ranks: Sequence[int], method: str, phase: str, timeout_s: float) -> None:

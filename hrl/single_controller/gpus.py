@@ -6,9 +6,11 @@ import ray
 
 
 def assigned_gpu() -> str | None:
-    """What Ray calls the GPU of this process, as ``CUDA_VISIBLE_DEVICES`` would; None outside Ray or without a GPU.
+    """Return what Ray calls the GPU of this process, as `CUDA_VISIBLE_DEVICES` would.
 
-    It is right also where ``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES`` keeps Ray from setting that variable.
+    None outside Ray or without a GPU.
+
+    It is right also where `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` keeps Ray from setting that variable.
     """
     if not ray.is_initialized():
         return None
@@ -17,14 +19,14 @@ def assigned_gpu() -> str | None:
 
 
 def visible_index(gpu: str, visible: str | None) -> int:
-    """The number by which this process knows a GPU.
+    """Return the number by which this process knows a GPU.
 
     Args:
-        gpu: as ``CUDA_VISIBLE_DEVICES`` would name it.
-        visible: ``CUDA_VISIBLE_DEVICES``; None where it is unset, and all GPUs are visible in their own order.
+        gpu: As `CUDA_VISIBLE_DEVICES` would name it.
+        visible: `CUDA_VISIBLE_DEVICES`; None where it is unset, and all GPUs are visible in their own order.
 
     Raises:
-        RuntimeError: the GPU is not visible.
+        RuntimeError: The GPU is not visible.
     """
     names = None if visible is None else [name.strip() for name in visible.split(",")]
     if names is None and gpu.isdecimal():

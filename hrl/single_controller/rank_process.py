@@ -31,8 +31,8 @@ class RankProcess:
     """One rank. The driver talks to it through `hrl.single_controller.rank_processes`.
 
     Args:
-        label: what stands in front of the process's log lines.
-        log_level: level of the root logger.
+        label: What stands in front of the process's log lines.
+        log_level: Level of the root logger.
     """
 
     def __init__(self, label: str, log_level: int) -> None:
@@ -52,29 +52,32 @@ class RankProcess:
         return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
     def reserve_port(self) -> int:
-        """A TCP port on this node that stays this process's own: it alone can listen there, with SO_REUSEADDR."""
+        """Return a TCP port on this node that stays this process's own.
+
+        It alone can listen there, with SO_REUSEADDR.
+        """
         self._reserved = socket.socket()  # bound and never listening; open for as long as the process lives
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("", 0))
         return self._reserved.getsockname()[1]
 
     def set_environ(self, variables: Mapping[str, str]) -> None:
-        """Sets environment variables."""
+        """Set environment variables."""
         os.environ.update(variables)
 
     def construct(self, role: str, spec: ClassWithInitArgs) -> None:
-        """Constructs the worker of a role."""
+        """Construct the worker of a role."""
         self._workers[role] = spec()
 
     def call(
         self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], transfer_timeout_s: float
     ) -> Any:
-        """Calls a method of the role's worker; batches come and go packed."""
+        """Call a method of the role's worker; batches come and go packed."""
         args, kwargs = transport.receive(args, kwargs, transfer_timeout_s)
         return transport.pack_result(getattr(self._workers[role], method)(*args, **kwargs))
 
     def close(self) -> None:
-        """Closes the workers, the last constructed first."""
+        """Close the workers, the last constructed first."""
         for role in reversed(self._workers):
             self._workers[role].close()
         self._workers.clear()

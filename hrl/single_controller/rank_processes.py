@@ -33,13 +33,13 @@ class RankProcesses:
     They start when this is made and are ready for calls after `connect`.
 
     Args:
-        pool: where they run.
-        name: in front of each process's name.
-        environ: environment variables that the processes are started with.
-        start_timeout_s: deadline for all processes to be up.
+        pool: Where they run.
+        name: In front of each process's name.
+        environ: Environment variables that the processes are started with.
+        start_timeout_s: Deadline for all processes to be up.
 
     Raises:
-        PlacementError: the cluster lacks the room.
+        PlacementError: The cluster lacks the room.
     """
 
     def __init__(self, pool: RayResourcePool, name: str, environ: Mapping[str, str], start_timeout_s: float) -> None:
@@ -62,10 +62,10 @@ class RankProcesses:
         self._starting = self._submit(infos, "start", start_timeout_s)
 
     def connect(self) -> None:
-        """Waits until the processes are up, and tells each its place among them.
+        """Wait until the processes are up, and tells each its place among them.
 
         Raises:
-            WorkerTimeoutError: a process was not up by the deadline.
+            WorkerTimeoutError: A process was not up by the deadline.
         """
         self.infos = self._starting.get()
         port = self._submit({0: self.actors[0].reserve_port.remote()}, "reserve_port", self._start_timeout_s).get()[0]
@@ -100,11 +100,11 @@ class RankProcesses:
         return self._submit(refs, f"{role}.__init__", timeout_s)
 
     def call(self, role: str, method: str, calls: Sequence[RankCall], timeout_s: float) -> PendingCalls:
-        """Starts a method of a role on ranks 0 … len(calls) - 1.
+        """Start a method of a role on ranks 0 … len(calls) - 1.
 
         Raises:
-            WorkerTimeoutError: an earlier call has failed and some ranks are still in it.
-            RuntimeError: the processes were shut down.
+            WorkerTimeoutError: An earlier call has failed and some ranks are still in it.
+            RuntimeError: The processes were shut down.
         """
         name = f"{role}.{method}"
         self._refuse_if_unusable(name)
@@ -116,7 +116,7 @@ class RankProcesses:
         return self._submit(refs, name, timeout_s)
 
     def shutdown(self) -> None:
-        """Lets the workers close, within a deadline, and ends the processes. Again does nothing."""
+        """Let the workers close, within a deadline, and end the processes. Again does nothing."""
         if self.actors and ray.is_initialized():
             self._close_workers()
             for actor in self.actors:
@@ -150,7 +150,7 @@ class RankProcesses:
                 logger.warning("%s failed to close: %s", self.names[refs[ref]], error)
 
     def _refuse_if_unusable(self, method: str) -> None:
-        """Raises if a call can't start: after a failure, peers of the failed rank may be stuck in a collective."""
+        """Raise if a call can't start: after a failure, peers of the failed rank may be stuck in a collective."""
         if not self.actors:
             raise RuntimeError(f"{method}: the group was shut down")
         ranks = self._stuck_ranks(_STUCK_GRACE_S)
@@ -159,7 +159,7 @@ class RankProcesses:
             raise WorkerTimeoutError(ranks, blocker, blocker, _STUCK_GRACE_S)
 
     def _stuck_ranks(self, grace_s: float) -> list[int]:
-        """The ranks that are still in a call that failed on another rank, after `grace_s` to come to an end."""
+        """Return the ranks that are still in a call that failed on another rank, after `grace_s` to come to an end."""
         if self._stuck:
             _, running = ray.wait(list(self._stuck), num_returns=len(self._stuck), timeout=grace_s)
             self._stuck = {ref: self._stuck[ref] for ref in running}

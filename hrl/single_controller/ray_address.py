@@ -19,7 +19,7 @@ def reaching(address: str | None) -> Iterator[None]:
         address: `local`, `auto`, `host:port` or `ray://host:port`.
 
     Raises:
-        PlacementError: nobody answers there within 10 s, or Ray finds no cluster.
+        PlacementError: Nobody answers there within 10 s, or Ray finds no cluster.
     """
     host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
     try:

@@ -31,7 +31,7 @@ _SYSTEM_CONFIG = {
 
 
 def most_object_store_bytes() -> int:
-    """What this machine has for batches: Ray's own share of its memory, as far as ``/dev/shm`` has it free."""
+    """Return what this machine has for batches: Ray's own share of its memory, as far as `/dev/shm` has it free."""
     share = int(get_system_memory() * ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION)
     return min(share, int(get_shared_memory_bytes() * _SHARED_MEMORY_SHARE))
 
@@ -46,21 +46,21 @@ def ray_cluster(
     log_to_driver: bool = False,
     **ray_kwargs: Any,
 ) -> Iterator[None]:
-    """Connects this process to a Ray cluster for the time of a `with` block.
+    """Connect this process to a Ray cluster for the time of a `with` block.
 
     A cluster that is started here is this machine alone: it listens on loopback, has no dashboard and sends no usage
     statistics, and its processes end with this one, however it ends.
 
     Args:
         address: `local` starts a cluster; anything else joins one (`auto`, or its address).
-        num_cpus: processes the machine is to offer; None is its number of cores. Only with `local`.
+        num_cpus: Processes the machine is to offer; None is its number of cores. Only with `local`.
         num_gpus: GPUs it is to offer; None is those that Ray finds. Only with `local`.
-        object_store_bytes: shared memory for batches; None leaves it to Ray. Only with `local`.
-        log_to_driver: show what workers write in the driver's terminal; otherwise it is in Ray's session folder.
-        ray_kwargs: further arguments of `ray.init`.
+        object_store_bytes: Shared memory for batches; None leaves it to Ray. Only with `local`.
+        log_to_driver: Show what workers write in the driver's terminal; otherwise it is in Ray's session folder.
+        ray_kwargs: Further arguments of `ray.init`.
 
     Raises:
-        PlacementError: no cluster answers at the address.
+        PlacementError: No cluster answers at the address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray is about to do; without, it warns

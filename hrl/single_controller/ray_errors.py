@@ -8,17 +8,17 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError, RayE
 
 
 def cause_of(error: RayError) -> BaseException:
-    """The exception that the remote method raised; Ray's own where it did not get as far as raising one."""
+    """Return the exception that the remote method raised; Ray's own where it did not get as far as raising one."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
 def is_death(error: RayError) -> bool:
-    """Whether the process is gone."""
+    """Return whether the process is gone."""
     return isinstance(error, RayActorError | OutOfMemoryError)
 
 
 def death_reason(error: RayError) -> str:
-    """What Ray knows about the end of a process, in one line."""
+    """Return what Ray knows about the end of a process, in one line."""
     lines = [line.strip() for line in without_colours(str(error)).splitlines() if line.strip()]
     if isinstance(error, ActorDiedError):  # the head only repeats names that the caller's own message has
         keys = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")

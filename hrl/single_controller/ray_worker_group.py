@@ -25,22 +25,22 @@ class RayWorkerGroup(WorkerGroup):
     workers are constructed. The processes end with `shutdown()`, and with the driver however that ends.
 
     Args:
-        resource_pool: where the processes run.
-        ray_cls_with_init: the worker class, or the roles merged by `create_colocated_worker_cls`.
-        name_prefix: in front of the names of the processes.
+        resource_pool: Where the processes run.
+        ray_cls_with_init: The worker class, or the roles merged by `create_colocated_worker_cls`.
+        name_prefix: In front of the names of the processes.
         device_name: `cuda` or `cpu`; None is what the pool has.
-        worker_env: environment variables the processes are started with.
-        call_timeout_s: deadline of every call; `with_timeout` gives another.
-        start_timeout_s: deadline for the processes to be up, and for each role to be constructed.
+        worker_env: Environment variables the processes are started with.
+        call_timeout_s: Deadline of every call; `with_timeout` gives another.
+        start_timeout_s: Deadline for the processes to be up, and for each role to be constructed.
         num_threads_per_worker: OMP_NUM_THREADS of each process. None leaves it to the driver's environment, and where
             that is silent to Ray, which sets 1.
-        wait: return when the workers are constructed. Otherwise the processes only begin to start, and `start_together`
+        wait: Return when the workers are constructed. Otherwise the processes only begin to start, and `start_together`
             must have been called before anything else.
 
     Raises:
-        PlacementError: the cluster lacks what the pool needs.
+        PlacementError: The cluster lacks what the pool needs.
         ValueError: `worker_env` sets a variable that the group sets; `device_name` is not what the pool has.
-        WorkerError: a worker's constructor raised; the role, the rank and the traceback are in it.
+        WorkerError: A worker's constructor raised; the role, the rank and the traceback are in it.
     """
 
     def __init__(
@@ -73,13 +73,13 @@ class RayWorkerGroup(WorkerGroup):
 
     @classmethod
     def start_together(cls, groups: Sequence[RayWorkerGroup]) -> None:
-        """Waits until all workers of several groups are constructed; none waits for another's processes.
+        """Wait until all workers of several groups are constructed; none waits for another's processes.
 
         Args:
-            groups: made with `wait=False`. If one fails, all are shut down.
+            groups: Made with `wait=False`. If one fails, all are shut down.
 
         Raises:
-            WorkerError: a worker's constructor raised, or processes were not up in time.
+            WorkerError: A worker's constructor raised, or processes were not up in time.
         """
         try:
             wait_for_all([call for group in groups for call in group._construct()])
@@ -105,7 +105,7 @@ class RayWorkerGroup(WorkerGroup):
         Shutting one of them down ends the processes of all.
 
         Raises:
-            ValueError: the group was not made by `create_colocated_worker_cls`, or a role is not in it.
+            ValueError: The group was not made by `create_colocated_worker_cls`, or a role is not in it.
         """
         if self._colocated is None:
             raise ValueError("spawn() splits a group made by create_colocated_worker_cls; this one has one role")
@@ -122,7 +122,7 @@ class RayWorkerGroup(WorkerGroup):
         return groups
 
     def shutdown(self) -> None:
-        """Closes the workers (`Worker.close`), at most 10 s, and ends the processes. Again does nothing."""
+        """Close the workers (`Worker.close`), at most 10 s, and end the processes. Again does nothing."""
         self._processes.shutdown()
 
     @property

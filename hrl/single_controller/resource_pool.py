@@ -35,14 +35,14 @@ class RayResourcePool(ResourcePool):
     processes are on one machine. The reservation is made when the first group asks for it.
 
     Args:
-        process_on_nodes: number of processes, node by node.
-        use_gpu: a whole GPU per process; otherwise processes use CPUs only.
-        name_prefix: name of the pool in errors and in Ray.
-        max_colocate_count: number of worker groups that share each device. A process takes one CPU and this fraction of
+        process_on_nodes: Number of processes, node by node.
+        use_gpu: A whole GPU per process; otherwise processes use CPUs only.
+        name_prefix: Name of the pool in errors and in Ray.
+        max_colocate_count: Number of worker groups that share each device. A process takes one CPU and this fraction of
             the GPU. Roles that should share one *process* are merged by `create_colocated_worker_cls` instead.
-        detached: refused when True: hrl's workers die with their driver.
-        accelerator_type: a Ray accelerator type (`H100`) that the nodes must have.
-        placement_timeout_s: how long to wait for the cluster to have room.
+        detached: Refused when True: hrl's workers die with their driver.
+        accelerator_type: A Ray accelerator type (`H100`) that the nodes must have.
+        placement_timeout_s: How long to wait for the cluster to have room.
     """
 
     def __init__(
@@ -81,20 +81,20 @@ class RayResourcePool(ResourcePool):
         return bundle
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """The pool's reservation, made if it has not been.
+        """Return the pool's reservation, made if it has not been.
 
         Raises:
-            PlacementError: the cluster lacks what the pool needs, now and after `placement_timeout_s`.
+            PlacementError: The cluster lacks what the pool needs, now and after `placement_timeout_s`.
         """
         if not self._placement_groups:
             self._placement_groups = self._reserve()
         return self._placement_groups
 
     def slots(self) -> list[Slot]:
-        """The place of every rank, in rank order: nodes by address, so that a node's ranks are consecutive.
+        """Return the place of every rank, in rank order: nodes by address, so that a node's ranks are consecutive.
 
         Raises:
-            PlacementError: as `get_placement_groups`.
+            PlacementError: As `get_placement_groups`.
         """
         ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         slots = []
@@ -104,10 +104,10 @@ class RayResourcePool(ResourcePool):
         return sorted(slots, key=lambda slot: (int(ipaddress.ip_address(slot.node_ip)), slot.node_id))
 
     def take_place(self) -> list[Slot]:
-        """The slots, for one more worker group.
+        """Return the slots, for one more worker group.
 
         Raises:
-            PlacementError: as `get_placement_groups`, or the pool has its `max_colocate_count` groups already.
+            PlacementError: As `get_placement_groups`, or the pool has its `max_colocate_count` groups already.
         """
         slots = self.slots()
         if self._num_groups >= self.max_colocate_count:
@@ -123,7 +123,7 @@ class RayResourcePool(ResourcePool):
         self._num_groups -= 1
 
     def release(self) -> None:
-        """Gives the devices back to the cluster; whatever still runs on them is ended by Ray."""
+        """Give the devices back to the cluster; whatever still runs on them is ended by Ray."""
         for group in self._placement_groups:
             remove_placement_group(group)
         self._placement_groups, self._num_groups = [], 0

@@ -32,14 +32,14 @@ class DenseColumn:
 
     Attributes:
         values: (B, ...), integers narrowed.
-        dtype: what the tensor's dtype was.
+        dtype: What the tensor's dtype was.
     """
 
     values: np.ndarray
     dtype: torch.dtype
 
     def take(self, rows: np.ndarray) -> torch.Tensor:
-        """The given rows, in memory of their own."""
+        """Return the given rows, in memory of their own."""
         return _to_tensor(self.values[rows], self.dtype)
 
 
@@ -50,9 +50,9 @@ class RaggedColumn:
     Attributes:
         values: (sum of stops - starts,), row after row, integers narrowed.
         starts, stops: (B,) the part of each row that is in `values`.
-        margins: the value left of `starts` and the value from `stops` on, as arrays () of the type of `values`.
+        margins: The value left of `starts` and the value from `stops` on, as arrays () of the type of `values`.
         num_columns: C.
-        dtype: what the tensor's dtype was.
+        dtype: What the tensor's dtype was.
     """
 
     values: np.ndarray
@@ -63,7 +63,7 @@ class RaggedColumn:
     dtype: torch.dtype
 
     def take(self, rows: np.ndarray) -> torch.Tensor:
-        """The given rows (n, C), in memory of their own, margins restored."""
+        """Return the given rows (n, C), in memory of their own, margins restored."""
         lengths = self.stops - self.starts
         offsets = np.cumsum(lengths) - lengths
         starts, stops, lengths = self.starts[rows, None], self.stops[rows, None], lengths[rows]
@@ -78,7 +78,7 @@ class RaggedColumn:
 
 
 def _as_numpy(tensor: torch.Tensor) -> np.ndarray:
-    """The tensor's memory as an array. Types that numpy lacks (bfloat16, float8) come as unsigned integers."""
+    """Return the tensor's memory as an array. Types that numpy lacks (bfloat16, float8) come as unsigned integers."""
     tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     if tensor.dtype in _WITHOUT_NUMPY:
         flat = tensor.reshape(-1).view(torch.uint8).numpy()
@@ -120,7 +120,7 @@ def _margin_value(edge: np.ndarray) -> np.ndarray:
 
 
 def pack_column(tensor: torch.Tensor) -> DenseColumn | RaggedColumn:
-    """Packs a tensor `(B, ...)`, losing nothing."""
+    """Pack a tensor `(B, ...)`, losing nothing."""
     values = _as_numpy(tensor)
     if values.ndim != 2 or values.size == 0 or values.dtype.itemsize not in _BITS:
         return DenseColumn(_narrowed(values), tensor.dtype)
@@ -147,10 +147,10 @@ class PackedBatch:
 
     Attributes:
         num_rows: B.
-        tensors: packed columns by name.
-        objects: object columns (B,) by name, as lists.
-        others: columns of other kinds (nested tensors, arrays of numbers), which DataProto packs itself.
-        meta_info: as it is.
+        tensors: Packed columns by name.
+        objects: Object columns (B,) by name, as lists.
+        others: Columns of other kinds (nested tensors, arrays of numbers), which DataProto packs itself.
+        meta_info: As it is.
     """
 
     num_rows: int
@@ -161,7 +161,7 @@ class PackedBatch:
 
 
 def pack(batch: DataProto, columns: Sequence[str] | None = None) -> PackedBatch:
-    """Packs the batch, or those of the named columns that it has."""
+    """Pack the batch, or those of the named columns that it has."""
     wanted = None if columns is None else frozenset(columns)
     tensor_names = [n for n in ([] if batch.batch is None else batch.batch.keys()) if wanted is None or n in wanted]
     arrays = {name: column for name, column in batch.non_tensor_batch.items() if wanted is None or name in wanted}
@@ -179,7 +179,7 @@ def _is_dense(column: Any) -> bool:
 
 
 def unpack(packed: PackedBatch, rows: np.ndarray | None = None) -> DataProto:
-    """The batch again, or the given rows of it (indices, repeats allowed), in memory of its own."""
+    """Return the batch again, or the given rows of it (indices, repeats allowed), in memory of its own."""
     rows = np.arange(packed.num_rows, dtype=np.int64) if rows is None else rows
     others = packed.others.select_idxs(rows) if len(packed.others) else packed.others
     for name, column in packed.tensors.items():
@@ -203,7 +203,7 @@ class RowsRef:
     """Rows of a batch that lies in the object store: what a rank gets in place of a DataProto.
 
     Attributes:
-        packed: reference to a PackedBatch.
+        packed: Reference to a PackedBatch.
         rows: (n,) row indices; None is all.
     """
 
@@ -218,7 +218,7 @@ class Sender:
         self._sent: dict[tuple[int, tuple[str, ...] | None], tuple[DataProto, ray.ObjectRef]] = {}
 
     def send(self, call: RankCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of one rank, as they travel."""
+        """Return the arguments of one rank, as they travel."""
         return tuple(map(self._argument, call.args)), {name: self._argument(arg) for name, arg in call.kwargs.items()}
 
     def _argument(self, arg: Any) -> Any:
@@ -239,7 +239,7 @@ def receive(args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float) ->
     """On a rank: the arguments as the method expects them.
 
     Raises:
-        ray.exceptions.GetTimeoutError: a batch did not arrive within `timeout_s`.
+        ray.exceptions.GetTimeoutError: A batch did not arrive within `timeout_s`.
     """
 
     def received(arg: Any) -> Any:

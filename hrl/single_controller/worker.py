@@ -24,10 +24,10 @@ class RankEnv:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> RankEnv:
-        """Reads it back.
+        """Read it back.
 
         Raises:
-            RuntimeError: a variable is missing, because no worker group (nor torchrun) started this process.
+            RuntimeError: A variable is missing, because no worker group (nor torchrun) started this process.
         """
         missing = [name for name in RANK_ENV_NAMES if name not in environ]
         if missing:
@@ -39,7 +39,7 @@ class RankEnv:
         return cls(master_addr=master_addr, **{name: int(value) for name, value in values.items()})
 
     def as_environ(self) -> dict[str, str]:
-        """The variables to set, as strings."""
+        """Return the variables to set, as strings."""
         return {name: str(getattr(self, name.lower())) for name in RANK_ENV_NAMES}
 
 
@@ -74,20 +74,20 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get_pid(self) -> int:
-        """The id of the process this rank runs in."""
+        """Return the id of the process this rank runs in."""
         return os.getpid()
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def execute_func(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `func(self, *args, **kwargs)` on every rank."""
+        """Run `func(self, *args, **kwargs)` on every rank."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `func(self, *args, **kwargs)` on every rank, with the DataProto arguments cut over the ranks."""
+        """Run `func(self, *args, **kwargs)` on every rank, with the DataProto arguments cut over the ranks."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs `func(*args, **kwargs)` on rank 0."""
+        """Run `func(*args, **kwargs)` on rank 0."""
         return func(*args, **kwargs)

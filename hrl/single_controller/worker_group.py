@@ -25,8 +25,8 @@ class ResourcePool:
     """How many processes a group has on each node.
 
     Args:
-        process_on_nodes: number of processes, node by node: `[8, 8]` is two nodes of eight.
-        max_colocate_count: number of worker groups that will share each of the pool's devices.
+        process_on_nodes: Number of processes, node by node: `[8, 8]` is two nodes of eight.
+        max_colocate_count: Number of worker groups that will share each of the pool's devices.
     """
 
     def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 1) -> None:
@@ -50,7 +50,7 @@ class ClassWithInitArgs:
         self.cls, self.args, self.kwargs = cls, args, kwargs
 
     def __call__(self) -> Any:
-        """Constructs the object."""
+        """Construct the object."""
         return self.cls(*self.args, **self.kwargs)
 
 
@@ -70,18 +70,18 @@ class PendingResults(Protocol):
     """A call under way, as a backend knows it."""
 
     def get(self, timeout_s: float | None = None) -> list[Any]:
-        """The results in rank order.
+        """Return the results in rank order.
 
         Args:
-            timeout_s: how long to wait at most from now on; None is until the call's own deadline.
+            timeout_s: How long to wait at most from now on; None is until the call's own deadline.
 
         Raises:
-            WorkerError: the first failure of a rank.
-            WorkerTimeoutError: a rank has not answered in time.
+            WorkerError: The first failure of a rank.
+            WorkerTimeoutError: A rank has not answered in time.
         """
 
     def done(self) -> bool:
-        """Whether `get` would return at once; raises what `get` would raise at once."""
+        """Return whether `get` would return at once; raises what `get` would raise at once."""
 
 
 class GroupFuture(DataProtoFuture):
@@ -91,19 +91,19 @@ class GroupFuture(DataProtoFuture):
         super().__init__(collect_fn=collect, futures=[pending], resolve_fn=_results_of)
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Waits for the result, at most `timeout_s` from now; None is until the deadline the call was made with."""
+        """Wait for the result, at most `timeout_s` from now; None is until the deadline the call was made with."""
         return self.collect_fn(_results_of(self.futures, timeout_s))
 
     def done(self) -> bool:
-        """Whether `get` would return at once; raises what `get` would raise at once."""
+        """Return whether `get` would return at once; raises what `get` would raise at once."""
         return all(pending.done() for pending in self.futures)
 
 
 def wait_for_all(futures: Sequence[GroupFuture]) -> list[Any]:
-    """The results of calls that run side by side, each by its own deadline.
+    """Return the results of calls that run side by side, each by its own deadline.
 
     Raises:
-        WorkerError: the first failure of any call, at once. Calls that have failed too by then are in the log.
+        WorkerError: The first failure of any call, at once. Calls that have failed too by then are in the log.
     """
     waiting = list(futures)
     while waiting:
@@ -147,11 +147,11 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> PendingResults:
-        """Starts `method` on ranks 0 … len(calls) - 1 of the group."""
+        """Start `method` on ranks 0 … len(calls) - 1 of the group."""
 
     @abstractmethod
     def shutdown(self) -> None:
-        """Ends the group's processes. Further calls fail; a second shutdown does nothing."""
+        """End the group's processes. Further calls fail; a second shutdown does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})
@@ -173,7 +173,7 @@ class WorkerGroup(ABC):
         return future.get() if method.spec.blocking else future
 
     def with_timeout(self, call_timeout_s: float) -> Self:
-        """The same group with another deadline per call: `group.with_timeout(60).method(...)`."""
+        """Return the same group with another deadline per call: `group.with_timeout(60).method(...)`."""
         view = copy.copy(self)
         view.call_timeout_s = call_timeout_s
         return view
@@ -186,17 +186,17 @@ class WorkerGroup(ABC):
     # ---- any method or function, without dispatch ---------------------------------------------------------------
 
     def execute_all_async(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> GroupFuture:
-        """Runs `method(...)` on every rank; a function gets the rank's worker as its first argument.
+        """Run `method(...)` on every rank; a function gets the rank's worker as its first argument.
 
         Arguments are cut as by `Dispatch.ALL_TO_ALL`.
 
         Args:
-            method: the name of a method of the worker, registered or not, or a function that can be pickled.
-            args: its positional arguments.
-            kwargs: its keyword arguments.
+            method: The name of a method of the worker, registered or not, or a function that can be pickled.
+            args: Its positional arguments.
+            kwargs: Its keyword arguments.
 
         Raises:
-            ValueError: the group plays several roles; `spawn` says which one is meant.
+            ValueError: The group plays several roles; `spawn` says which one is meant.
         """
         return self._execute(_ON_ALL, method, args, kwargs)
 

@@ -1,6 +1,6 @@
 """What every trainer does around its steps: resume, count, time, validate, report, save.
 
-A trainer says what a step is (``train_step``), how it validates, and what its state is; the loop is here once.
+A trainer says what a step is (`train_step`), how it validates, and what its state is; the loop is here once.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Workers(Protocol):
     """The worker processes of a run, as far as the loop knows them.
 
     Attributes:
-        processes: one group per pool.
-        trained: the groups whose models learn, and are saved.
+        processes: One group per pool.
+        trained: The groups whose models learn, and are saved.
     """
 
     processes: list[Any]
@@ -41,32 +41,32 @@ class Workers(Protocol):
     def trained(self) -> list[Any]: ...
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Writes the state of every trained role below ``folder``."""
+        """Write the state of every trained role below `folder`."""
 
     def load(self, folder: Path) -> None:
-        """Loads what ``save`` wrote."""
+        """Load what `save` wrote."""
 
     def shutdown(self) -> None:
-        """Ends every process."""
+        """End every process."""
 
 
 W = TypeVar("W", bound=Workers)
 
 
 class TrainingLoop(ABC, Generic[W]):
-    """``fit`` and what it needs, for any trainer.
+    """`fit` and what it needs, for any trainer.
 
     Args:
-        config: the validated configuration; the loop reads its ``trainer`` section and ``data.train_batch_size``.
-        tokenizer: saved beside the weights of a checkpoint.
-        train_dataset: rows to train on, with their ``order`` and ``fingerprint``.
-        val_dataset: rows to validate on, ``None`` for no validation.
-        reporter: timers, metrics and pictures of the run.
-        total_training_steps: where the run ends.
+        config: The validated configuration; the loop reads its `trainer` section and `data.train_batch_size`.
+        tokenizer: Saved beside the weights of a checkpoint.
+        train_dataset: Rows to train on, with their `order` and `fingerprint`.
+        val_dataset: Rows to validate on, `None` for no validation.
+        reporter: Timers, metrics and pictures of the run.
+        total_training_steps: Where the run ends.
 
     Attributes:
-        global_steps: steps done, the running one included.
-        data_position: where the next batch starts.
+        global_steps: Steps done, the running one included.
+        data_position: Where the next batch starts.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TrainingLoop(ABC, Generic[W]):
 
     @abstractmethod
     def init_workers(self) -> None:
-        """Starts the processes, loads their models and sets ``_workers``."""
+        """Start the processes, loads their models and sets `_workers`."""
 
     def before_load(self) -> None:
         """Called once, when step and position are those to go on from and the workers still hold the first model."""
@@ -108,19 +108,19 @@ class TrainingLoop(ABC, Generic[W]):
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """The ``val/...`` metrics of the present weights; empty where there is nothing to validate on."""
+        """Return the `val/...` metrics of the present weights; empty where there is nothing to validate on."""
 
     @property
     @abstractmethod
     def save_contents(self) -> Sequence[str]:
-        """What a checkpoint holds (``checkpoint.save_contents``)."""
+        """What a checkpoint holds (`checkpoint.save_contents`)."""
 
     def state(self) -> dict[str, Any]:
-        """The driver's own state beside step and position in the data: plain JSON for a checkpoint."""
+        """Return the driver's own state beside step and position in the data: plain JSON for a checkpoint."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes up what ``state`` gave."""
+        """Take up what `state` gave."""
 
     def on_step_end(self, batch: DataProto, metrics: dict[str, float]) -> None:
         """Called before a step's metrics are reported."""
@@ -128,7 +128,7 @@ class TrainingLoop(ABC, Generic[W]):
     # ------------------------------------------------------------------ the loop
 
     def fit(self) -> None:
-        """Trains to ``total_training_steps``, from the newest checkpoint if there is one.
+        """Trains to `total_training_steps`, from the newest checkpoint if there is one.
 
         Where no step is left, it validates once.
         """
@@ -157,19 +157,19 @@ class TrainingLoop(ABC, Generic[W]):
                 self.save()
 
     def batches(self) -> Iterator[DataProto]:
-        """The remaining batches of training rows, from the current position in the data."""
+        """Yield the remaining batches of training rows, from the current position in the data."""
         while self.global_steps < self.total_training_steps:
             yield self.next_batch()
 
     def next_batch(self) -> DataProto:
-        """The batch at the current position in the data, which moves on."""
+        """Return the batch at the current position in the data, which moves on."""
         indices, self.data_position = self.train_dataset.order.next(
             self.data_position, self.config.data.train_batch_size
         )
         return self.train_dataset.batch(indices)
 
     def validate_only(self) -> None:
-        """Validates a model that has no step left to make, and says so."""
+        """Validate a model that has no step left to make, and says so."""
         self.reporter.console.note(
             f"no step left: at step {self.global_steps}, trainer.total_training_steps={self.total_training_steps}; "
             + ("nothing to validate on" if self.val_dataset is None else "validating once")
@@ -177,14 +177,14 @@ class TrainingLoop(ABC, Generic[W]):
         self.validate_alone()
 
     def validate_alone(self) -> None:
-        """Validates outside of a step, whose record would hold the metrics: before the first, or where none is left."""
+        """Validate outside of a step, whose record would hold the metrics: before the first, or where none is left."""
         if self.val_dataset is not None:
             self.reporter.validation_done(self.global_steps, self.validate())
 
     # ------------------------------------------------------------------ checkpoints
 
     def save(self) -> None:
-        """Writes a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
+        """Write a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
 
         Its seconds are told on the terminal: the step's record is written already, and the next one's is not theirs.
         """
@@ -207,7 +207,7 @@ class TrainingLoop(ABC, Generic[W]):
         self.reporter.console.note(f"saved {final} in {perf_counter() - started:.1f} s")
 
     def restore(self) -> None:
-        """Continues from the checkpoint that ``trainer.resume_mode`` names, if any, and says so."""
+        """Continues from the checkpoint that `trainer.resume_mode` names, if any, and says so."""
         trainer = self.config.trainer
         path = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
         if path is None:
@@ -222,10 +222,10 @@ class TrainingLoop(ABC, Generic[W]):
         self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
 
     def _position_after(self, path: Path, state: dict[str, Any]) -> Any:
-        """Where to go on in the data: at its beginning, where a branch of another run is trained on other data.
+        """Return where to go on in the data: at its beginning, where a branch of another run is trained on other data.
 
         Raises:
-            CheckpointError: the checkpoint is this run's own, and the data is not.
+            CheckpointError: The checkpoint is this run's own, and the data is not.
         """
         present = self.train_dataset.fingerprint
         if self.checkpoints.holds(path):
@@ -240,21 +240,21 @@ class TrainingLoop(ABC, Generic[W]):
 
     @property
     def workers(self) -> W:
-        """The worker groups, once ``init_workers`` has started them."""
+        """The worker groups, once `init_workers` has started them."""
         if self._workers is None:
             raise RuntimeError("call init_workers() before the workers are used")
         return self._workers
 
     def shutdown(self) -> None:
-        """Ends every process that ``init_workers`` started."""
+        """End every process that `init_workers` started."""
         if self._workers is not None:
             self._workers.shutdown()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Times a phase as ``timing_s/<name>`` and shows it while it lasts."""
+        """Time a phase as `timing_s/<name>` and shows it while it lasts."""
         return self.reporter.phase(name)
 
     def is_due(self, every: int, also_last: bool = False) -> bool:
-        """Whether something that happens every ``every`` steps (never, if not positive) happens after this one."""
+        """Return whether something that happens every `every` steps (never, if not positive) happens after this one."""
         last = self.global_steps == self.total_training_steps
         return (every > 0 and self.global_steps % every == 0) or (also_last and last)

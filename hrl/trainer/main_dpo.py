@@ -1,4 +1,4 @@
-"""``python -m hrl.trainer.main_dpo key=value ...``: trains a policy on pairs of answers, of which one is preferred.
+"""`python -m hrl.trainer.main_dpo key=value ...`: trains a policy on pairs of answers, of which one is preferred.
 
 With no argument it runs the quickstart: SmolLM2-135M-Instruct learns to prefer right sums to wrong ones.
 """

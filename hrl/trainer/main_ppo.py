@@ -1,4 +1,4 @@
-"""``python -m hrl.trainer.main_ppo key=value ...``: trains a policy with PPO, GRPO and their relatives.
+"""`python -m hrl.trainer.main_ppo key=value ...`: trains a policy with PPO, GRPO and their relatives.
 
 With no argument it runs the quickstart: GRPO teaches SmolLM2-135M-Instruct to add, on whatever machine this is.
 """
@@ -20,8 +20,8 @@ def main(argv: list[str] | None = None, trainer_cls: type[RayPPOTrainer] | None 
     """Composes the configuration, then trains.
 
     Args:
-        argv: overrides like ``algorithm.adv_estimator=rloo``; the command line's if ``None``.
-        trainer_cls: a subclass of ``RayPPOTrainer`` to run in its place.
+        argv: Overrides like `algorithm.adv_estimator=rloo`; the command line's if `None`.
+        trainer_cls: A subclass of `RayPPOTrainer` to run in its place.
 
     Returns:
         The exit status: 0 for success, 2 for a configuration that cannot work.

@@ -1,4 +1,4 @@
-"""``python -m hrl.trainer.main_rm key=value ...``: trains a reward model on pairs of answers.
+"""`python -m hrl.trainer.main_rm key=value ...`: trains a reward model on pairs of answers.
 
 With no argument it runs the quickstart: SmolLM2-135M-Instruct gets a head that tells right sums from wrong ones.
 """

@@ -1,4 +1,4 @@
-"""``python -m hrl.trainer.main_sft key=value ...``: trains a policy to imitate answers.
+"""`python -m hrl.trainer.main_sft key=value ...`: trains a policy to imitate answers.
 
 With no argument it runs the quickstart: SmolLM2-135M-Instruct learns to answer a sum with its number.
 """

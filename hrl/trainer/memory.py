@@ -9,10 +9,10 @@ from hrl.metrics import reduce_metrics
 
 
 def peak_memory(processes: Sequence[Any]) -> dict[str, float]:
-    """``perf/max_memory_gib`` and its like: the largest of any rank of any pool, see ``hrl.workers.memory``.
+    """`perf/max_memory_gib` and its like: the largest of any rank of any pool, see `hrl.workers.memory`.
 
     Args:
-        processes: one group per pool; any role of a process speaks for all of them.
+        processes: One group per pool; any role of a process speaks for all of them.
     """
     asked = [getattr(group, f"{group.roles[0]}_peak_memory")() for group in processes]
     ranks = [metrics for answer in asked for metrics in answer.get()]

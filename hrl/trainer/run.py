@@ -1,6 +1,6 @@
-"""From a validated configuration to an ended run: what ``main_ppo`` does once the configuration is right.
+"""From a validated configuration to an ended run: what `main_ppo` does once the configuration is right.
 
-First it looks at the files (``preflight``); the rest goes on inside a session, which starts Ray and takes everything
+First it looks at the files (`preflight`); the rest goes on inside a session, which starts Ray and takes everything
 down again whatever happened.
 """
 
@@ -48,17 +48,17 @@ def run_training(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer] | No
     """Trains as configured.
 
     Args:
-        config: the validated configuration.
-        trainer_cls: a subclass of ``RayPPOTrainer`` to run in its place.
+        config: The validated configuration.
+        trainer_cls: A subclass of `RayPPOTrainer` to run in its place.
 
     Returns:
-        The exit status, see ``run_guarded``.
+        The exit status, see `run_guarded`.
     """
     return run_guarded(config, partial(_run, config, trainer_cls or trainer_class(config)), EXPLAINED_HERE)
 
 
 def trainer_class(config: PPOTrainerConfig) -> type[RayPPOTrainer]:
-    """The trainer of the configured algorithm: the one of advantages, or that of preferences."""
+    """Return the trainer of the configured algorithm: the one of advantages, or that of preferences."""
     return RayPPOTrainer if config.algorithm.preference_loss is None else OnlineDPOTrainer
 
 
@@ -90,7 +90,7 @@ def largest_batch_tokens(config: PPOTrainerConfig, val_rows: int) -> int:
 
 
 def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], reporter: RunReporter) -> None:
-    """Builds the trainer, fits it and ends its workers, on a running Ray."""
+    """Build the trainer, fits it and end its workers, on a running Ray."""
     device = device_of(config, reporter)
     config = with_dtypes(config, device)
     roles = config.actor_rollout_ref
@@ -141,7 +141,7 @@ def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], repor
 
 
 def phases_of(config: Any) -> list[str]:
-    """The phases of a step, in order, for the phase bar."""
+    """Return the phases of a step, in order, for the phase bar."""
     optional = {
         "old_log_prob": needs_old_log_prob(config),
         "ref": config.needs_reference,

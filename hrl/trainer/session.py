@@ -54,12 +54,12 @@ EXPLAINED: tuple[type[Exception], ...] = (
 
 
 def run_guarded(config: Any, run: Callable[[], None], explained: tuple[type[Exception], ...] = EXPLAINED) -> int:
-    """Runs to an exit status.
+    """Return runs to an exit status.
 
     Args:
-        config: the validated configuration.
-        run: the run.
-        explained: errors that explain themselves.
+        config: The validated configuration.
+        run: The run.
+        explained: Errors that explain themselves.
 
     Returns:
         0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if steps were
@@ -83,7 +83,7 @@ def run_guarded(config: Any, run: Callable[[], None], explained: tuple[type[Exce
 
 
 def _end_on_signals() -> None:
-    """Ctrl-C and SIGTERM both raise ``KeyboardInterrupt``.
+    """Ctrl-C and SIGTERM both raise `KeyboardInterrupt`.
 
     Set explicitly, since a background job of a shell starts with SIGINT ignored; and once more when Ray runs, whose
     core answers SIGTERM with a stack trace and an abort.
@@ -110,19 +110,19 @@ def run_session(
     batch_tokens: int,
     reporter_cls: type[RunReporter] = RunReporter,
 ) -> None:
-    """Shows what will run, and trains in a locked run folder on a running Ray.
+    """Show what will run, and trains in a locked run folder on a running Ray.
 
     Args:
-        config: the validated configuration.
-        train: gets the reporter.
-        display: where the run is shown.
-        facts: for the banner.
-        warnings: shown below it.
-        tokenizer: of the model that is trained.
-        num_processes: worker processes of the run.
-        train_dataset: the rows to train on.
-        batch_tokens: in the largest batch, all rows at their full length.
-        reporter_cls: what of the run is reported.
+        config: The validated configuration.
+        train: Gets the reporter.
+        display: Where the run is shown.
+        facts: For the banner.
+        warnings: Shown below it.
+        tokenizer: Of the model that is trained.
+        num_processes: Worker processes of the run.
+        train_dataset: The rows to train on.
+        batch_tokens: In the largest batch, all rows at their full length.
+        reporter_cls: What of the run is reported.
     """
     display.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
     for warning in warnings:
@@ -137,14 +137,14 @@ def run_session(
 
 
 def display_of(config: Any, total_steps: int, phases: Sequence[str]) -> Display:
-    """Where the run is shown: lines for people, unless ``trainer.logger`` asks for JSON."""
+    """Return where the run is shown: lines for people, unless `trainer.logger` asks for JSON."""
     if JSON_CONSOLE in config.trainer.logger:
         return JsonConsole(total_steps)
     return RunConsole(total_steps, phases=phases)
 
 
 def device_of(config: Any, reporter: RunReporter) -> str:
-    """``cpu`` or ``cuda`` for a run on the running Ray; says so where GPUs are missed."""
+    """`cpu` or `cuda` for a run on the running Ray; says so where GPUs are missed."""
     device = choose_device(config.trainer.device)
     scarce = scarcity(config.trainer.device, device, reporter.num_devices)
     if scarce is not None:
@@ -153,19 +153,19 @@ def device_of(config: Any, reporter: RunReporter) -> str:
 
 
 def open_run_folder(config: Any, console: Display, train_dataset: Any) -> RunFolder:
-    """Locks the run folder and takes it back to where the run begins, before its log is opened for appending.
+    """Lock the run folder and take it back to where the run begins, before its log is opened for appending.
 
     Only a checkpoint that lies in the folder continues what the folder holds; one of another run starts a new log here.
 
     Args:
-        config: the validated configuration.
-        console: is told what is ignored and what moves.
-        train_dataset: its ``fingerprint`` is read where a run continues; it costs a pass over all rows.
+        config: The validated configuration.
+        console: Is told what is ignored and what moves.
+        train_dataset: Its `fingerprint` is read where a run continues; it costs a pass over all rows.
 
     Raises:
-        CheckpointError: the checkpoint to resume from is missing or torn, or continues the run in other data; the
+        CheckpointError: The checkpoint to resume from is missing or torn, or continues the run in other data; the
             folder is then left as it is.
-        RunFolderError: the folder is in use, or holds checkpoints that this run would not continue.
+        RunFolderError: The folder is in use, or holds checkpoints that this run would not continue.
     """
     plan = plan_run_folder(config.trainer, train_dataset)
     store = CheckpointStore(RunFolder.checkpoints_in(plan.path))

@@ -87,7 +87,7 @@ def compute_grpo_passk_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`hrl.algos.advantages.grpo_passk_advantage`. As in verl a setting in ``config`` goes first."""
+    """See :func:`hrl.algos.advantages.grpo_passk_advantage`. As in verl a setting in `config` goes first."""
     divide = _option(config, "norm_adv_by_std_in_grpo", norm_adv_by_std_in_grpo)
     settings = _algorithm(config, norm_adv_by_std_in_grpo=divide)
     return _grouped("grpo_passk", token_level_rewards, response_mask, index, epsilon, settings)
@@ -124,7 +124,7 @@ def compute_gpg_outcome_advantage(
     config: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`hrl.algos.advantages.gpg_advantage`. ``alpha`` is computed from the batch, as in verl."""
+    """See :func:`hrl.algos.advantages.gpg_advantage`. `alpha` is computed from the batch, as in verl."""
     advantages, _ = _grouped("gpg", token_level_rewards, response_mask, index, epsilon, _algorithm(config))
     return advantages / f_norm, advantages / f_norm
 
@@ -162,7 +162,7 @@ def compute_gdpo_outcome_advantage(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`hrl.algos.advantages.gdpo_advantage`.
 
-    The reward parts are the columns of ``non_tensor_batch`` that ``config.gdpo_reward_keys`` names; without them the
+    The reward parts are the columns of `non_tensor_batch` that `config.gdpo_reward_keys` names; without them the
     token-level rewards are the only part.
     """
     if epsilon != GROUP_EPSILON:
@@ -227,15 +227,15 @@ ADV_ESTIMATOR_REGISTRY: dict[str, AdvantageFn] = {
     "optimal_token_baseline": compute_optimal_token_baseline_advantage,
     "tir_optimal_token_baseline": compute_multi_turn_optimal_token_baseline_advantage,
 }
-"""Estimators in verl's form. To read: what is to be chosen by ``algorithm.adv_estimator`` goes through
+"""Estimators in verl's form. To read: what is to be chosen by `algorithm.adv_estimator` goes through
 :func:`register_adv_est`."""
 
 
 def register_adv_est(name_or_enum: str) -> Callable[[AdvantageFn], AdvantageFn]:
-    """Register an advantage estimator of verl's form under a name that ``algorithm.adv_estimator`` then takes.
+    """Register an advantage estimator of verl's form under a name that `algorithm.adv_estimator` then takes.
 
-    It is called with ``token_level_rewards``, ``response_mask`` and ``config``, and with those of ``index``,
-    ``values``, ``reward_baselines``, ``old_log_probs`` and ``sum_pi_squared`` that the batch has. ``index`` holds
+    It is called with `token_level_rewards`, `response_mask` and `config`, and with those of `index`,
+    `values`, `reward_baselines`, `old_log_probs` and `sum_pi_squared` that the batch has. `index` holds
     integer codes of the groups.
 
     Raises:
@@ -269,7 +269,7 @@ def register_adv_est(name_or_enum: str) -> Callable[[AdvantageFn], AdvantageFn]:
 
 
 def compute_pf_ppo_reweight_data(data: Any, reweight_method: str = "pow", weight_pow: float = 2.0) -> Any:
-    """Rows of a batch (``DataProto``) drawn by their scores; see :func:`hrl.algos.policy_filtration.draw_rows`.
+    """Rows of a batch (`DataProto`) drawn by their scores; see :func:`hrl.algos.policy_filtration.draw_rows`.
 
     Draws from torch's global generator, as verl's does. Rows without a trained token are never drawn.
     """
@@ -280,7 +280,7 @@ def compute_pf_ppo_reweight_data(data: Any, reweight_method: str = "pow", weight
 
 
 def get_adv_estimator_fn(name_or_enum: str) -> AdvantageFn:
-    """The estimator of that name in verl's form.
+    """Return the estimator of that name in verl's form.
 
     Raises:
         ValueError: Unknown name.

@@ -21,21 +21,21 @@ from hrl.algos.value_loss import value_loss
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
 
 PER_TOKEN = "none"
-"""The ``loss_agg_mode`` under which :func:`agg_loss` leaves the loss per token."""
+"""The `loss_agg_mode` under which :func:`agg_loss` leaves the loss per token."""
 
 
 def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_prob: Tensor, kl_ratio: float) -> Tensor:
-    """Scores minus ``kl_ratio`` times the k1 estimate of the KL to the reference, per token."""
+    """Score minus `kl_ratio` times the k1 estimate of the KL to the reference, per token."""
     return token_level_scores - kl_ratio * estimate_kl(old_log_prob, ref_log_prob, "k1")
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """See :func:`hrl.algos.kl.kl_penalty`, whose ``kind`` is called ``kl_penalty`` here."""
+    """See :func:`hrl.algos.kl.kl_penalty`, whose `kind` is called `kl_penalty` here."""
     return estimate_kl(logprob, ref_logprob, kl_penalty)
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """The estimate of :func:`hrl.algos.kl.kl_penalty` with its own gradient: ``+`` is left out of the name."""
+    """Return the estimate of :func:`hrl.algos.kl.kl_penalty` with its own gradient: `+` is left out of the name."""
     return estimate_kl(logprob, ref_logprob, kl_penalty.removesuffix("+"))
 
 
@@ -51,13 +51,13 @@ def agg_loss(
     """See :func:`hrl.algos.aggregation.aggregate`.
 
     Args:
-        loss_mat: ``(B, R)``.
-        loss_mask: ``(B, R)``.
-        loss_agg_mode: An aggregation mode, or ``none`` for the masked matrix itself.
+        loss_mat: `(B, R)`.
+        loss_mask: `(B, R)`.
+        loss_agg_mode: An aggregation mode, or `none` for the masked matrix itself.
         dp_size: Ranks whose gradients will be averaged; the result is multiplied by it.
         batch_num_tokens: Trained tokens of the mini-batch over all ranks; None for those given here.
         global_batch_size: Its sequences, likewise.
-        loss_scale_factor: Constant of ``seq-mean-token-sum-norm``; None for the number of columns.
+        loss_scale_factor: Constant of `seq-mean-token-sum-norm`; None for the number of columns.
 
     Raises:
         ValueError: Several ranks and no global count.
@@ -92,7 +92,7 @@ _LOSS_DEFAULTS: dict[str, Any] = {
 
 
 class _ActorConfig:
-    """An actor configuration as verl's losses read one: ``get``, ``global_batch_info``, defaults where it is silent."""
+    """An actor configuration as verl's losses read one: `get`, `global_batch_info`, defaults where it is silent."""
 
     def __init__(self, config: Any, defaults: Mapping[str, Any]) -> None:
         self._config = config
@@ -107,7 +107,7 @@ class _ActorConfig:
         return getattr(self._config, name) if value is None else value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """``config.<name>``, or the default where there is none."""
+        """`config.<name>`, or the default where there is none."""
         value = getattr(self._config, name, None)
         return default if value is None else value
 
@@ -162,7 +162,7 @@ def compute_policy_loss_reinforce(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """``-A log p`` per token, times the weights. ``actor/ppo_kl`` compares with the sampler's log-probs."""
+    """`-A log p` per token, times the weights. `actor/ppo_kl` compares with the sampler's log-probs."""
     settings = _ActorConfig(config, _LOSS_DEFAULTS)
     inp = PolicyLossInput(log_prob, rollout_log_prob, advantages, response_mask, rollout_is_weights)
     output = native.policy_loss(REINFORCE, inp, settings)
@@ -189,14 +189,14 @@ def compute_policy_loss_bypass_mode(
     config: Any = None,
     rollout_is_weights: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """See :func:`hrl.algos.bypass.bypass_loss`; ``old_log_prob`` is the sampler's.
+    """See :func:`hrl.algos.bypass.bypass_loss`; `old_log_prob` is the sampler's.
 
-    ``config.policy_loss.rollout_correction`` has the keys of ``algorithm.rollout_correction``. What is rejected leaves
-    the divisor too, unless the counts of the whole batch are given. As in verl ``rollout_is_weights`` are not read: the
+    `config.policy_loss.rollout_correction` has the keys of `algorithm.rollout_correction`. What is rejected leaves
+    the divisor too, unless the counts of the whole batch are given. As in verl `rollout_is_weights` are not read: the
     weights are those of the policy in training.
 
     Raises:
-        ValueError: There is no ``rollout_correction``.
+        ValueError: There is no `rollout_correction`.
     """
     settings = _ActorConfig(config, _LOSS_DEFAULTS)
     given = settings.policy_loss.get("rollout_correction")
@@ -226,14 +226,14 @@ POLICY_LOSS_REGISTRY: dict[str, PolicyLossFn] = {
     "cispo": compute_policy_loss_cispo,
     "bypass_mode": compute_policy_loss_bypass_mode,
 }
-"""Policy losses in verl's form. To read: what is to be chosen by ``actor.policy_loss.loss_mode`` goes through
+"""Policy losses in verl's form. To read: what is to be chosen by `actor.policy_loss.loss_mode` goes through
 :func:`register_policy_loss`."""
 
 
 def register_policy_loss(name: str) -> Callable[[PolicyLossFn], PolicyLossFn]:
-    """Register a policy loss of verl's form under a name that ``actor.policy_loss.loss_mode`` then takes.
+    """Register a policy loss of verl's form under a name that `actor.policy_loss.loss_mode` then takes.
 
-    It must reduce with ``agg_loss(..., loss_agg_mode=loss_agg_mode, **config.global_batch_info)``, as verl's own do.
+    It must reduce with `agg_loss(..., loss_agg_mode=loss_agg_mode, **config.global_batch_info)`, as verl's own do.
     The trainer asks it for the loss per token and divides by the counts of the whole mini-batch itself.
 
     Raises:
@@ -273,7 +273,7 @@ def _per_token(name: str, function: PolicyLossFn) -> native.PolicyLoss:
 
 
 def get_policy_loss_fn(name: str) -> PolicyLossFn:
-    """The policy loss of that name in verl's form.
+    """Return the policy loss of that name in verl's form.
 
     Raises:
         ValueError: Unknown name.
@@ -294,13 +294,13 @@ def compute_policy_loss(
     clip_ratio_c: float = 3.0,
     loss_agg_mode: str = "token-mean",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The ``vanilla`` loss with its settings as arguments.
+    """Return the `vanilla` loss with its settings as arguments.
 
     Returns:
         Loss, share of clipped tokens, mean of old minus new log-prob, share of tokens at the second clip.
 
     Raises:
-        ValueError: Neither ``cliprange`` nor both of its sides are given.
+        ValueError: Neither `cliprange` nor both of its sides are given.
     """
     low = cliprange if cliprange_low is None else cliprange_low
     high = cliprange if cliprange_high is None else cliprange_high
@@ -333,7 +333,7 @@ def compute_value_loss(
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:
-    """Entropy of the distributions ``softmax(logits)``, ``(B, R, V)``, aggregated over trained tokens."""
+    """Entropy of the distributions `softmax(logits)`, `(B, R, V)`, aggregated over trained tokens."""
     log_probs = torch.log_softmax(logits, dim=-1)
     # A forbidden token has log-prob -inf and probability 0; its term is 0, not NaN.
     entropy = -(log_probs.exp() * log_probs.clamp(min=torch.finfo(logits.dtype).min)).sum(dim=-1)

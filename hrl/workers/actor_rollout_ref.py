@@ -1,14 +1,14 @@
 """The policy's worker: trains it, samples from it, scores with it, in whichever combination its role asks for.
 
-``role`` is a name of the parts that live in this process:
+`role` is a name of the parts that live in this process:
 
-- ``actor_rollout``: the hybrid engine. The trained model and a generation engine share the rank's device; weights pass
+- `actor_rollout`: the hybrid engine. The trained model and a generation engine share the rank's device; weights pass
   by memory handles.
-- ``actor`` and ``rollout``: the two halves on different resource pools; weights pass by broadcast.
-- ``ref``: a frozen copy that only scores.
+- `actor` and `rollout`: the two halves on different resource pools; weights pass by broadcast.
+- `ref`: a frozen copy that only scores.
 
-The worker holds no algorithm: the driver says which rows run where (``RankPlan``), ``Policy`` does the arithmetic and
-``RolloutHost`` the sampling.
+The worker holds no algorithm: the driver says which rows run where (`RankPlan`), `Policy` does the arithmetic and
+`RolloutHost` the sampling.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class ActorRolloutRefWorker(ModelWorker):
     """One rank of the actor, the rollout, the reference policy, or of actor and rollout together.
 
     Args:
-        config: the ``actor_rollout_ref`` part of the configuration.
-        role: one of ``ROLES``.
-        runtime: device, threads, widths and deadlines of this process.
-        model_path: folder of the model on the driver's node.
-        total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
+        config: The `actor_rollout_ref` part of the configuration.
+        role: One of `ROLES`.
+        runtime: Device, threads, widths and deadlines of this process.
+        model_path: Folder of the model on the driver's node.
+        total_optimizer_steps: Length of the run, over which learning rate schedules are stretched.
 
     Raises:
-        ValueError: ``role`` is unknown.
+        ValueError: `role` is unknown.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the parts of this role.
+        """Load the parts of this role.
 
         On a CPU vLLM starts, in its own process, while the policy loads. On a GPU it starts after, so that it sees the
         memory left; and so does an engine in this process, since transformers cannot load two models at once.
@@ -163,12 +163,14 @@ class ActorRolloutRefWorker(ModelWorker):
         )
 
     def _engine_devices(self) -> str | None:
-        """The GPUs of the ranks that form this rank's engine, as CUDA_VISIBLE_DEVICES names them; every rank calls it.
+        """Return the GPUs of the ranks that form this rank's engine, as CUDA_VISIBLE_DEVICES names them.
+
+        Every rank calls it.
 
         Ranks that will send weights to a common engine find each other here.
 
         Raises:
-            RolloutError: the ranks of an engine are on several nodes.
+            RolloutError: The ranks of an engine are on several nodes.
         """
         if self.device.type == "cpu":
             return None
@@ -220,7 +222,7 @@ class ActorRolloutRefWorker(ModelWorker):
         )
 
     def close(self) -> None:
-        """Ends the engine and its processes."""
+        """End the engine and its processes."""
         if self._broadcast is not None:
             self._broadcast.close()
         if self._fellow is not None:
@@ -230,48 +232,48 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str, hf_folder: str | None) -> None:
-        """Writes the sharded state to ``folder`` and, if named, weights for transformers and vLLM to ``hf_folder``."""
+        """Write the sharded state to `folder` and, if named, weights for transformers and vLLM to `hf_folder`."""
         self.policy.save(Path(folder), self.config.actor.checkpoint.save_contents)
         if hf_folder is not None:
             self.policy.export_hf(Path(hf_folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
-        """Loads what ``save_checkpoint`` wrote."""
+        """Load what `save_checkpoint` wrote."""
         self.policy.load(Path(folder), self.config.actor.checkpoint.load_contents)
 
     # ------------------------------------------------------------------ scoring and training
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def compute_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Log-probs ``old_log_probs (B, R)`` of the sampled tokens, no gradient.
+        """Log-probs `old_log_probs (B, R)` of the sampled tokens, no gradient.
 
-        With ``meta_info["with_entropy"]`` also ``entropys (B, R)``, with ``meta_info["with_sum_pi_squared"]`` also
-        ``sum_pi_squared (B, R)``.
+        With `meta_info["with_entropy"]` also `entropys (B, R)`, with `meta_info["with_sum_pi_squared"]` also
+        `sum_pi_squared (B, R)`.
         """
         asked = {name: batch.meta_info.get(name, False) for name in ("with_entropy", "with_sum_pi_squared")}
         return self.policy.compute_log_prob(batch, plan, **asked)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def compute_ref_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Log-probs ``ref_log_prob (B, R)`` of the sampled tokens under the reference policy, no gradient."""
+        """Log-probs `ref_log_prob (B, R)` of the sampled tokens under the reference policy, no gradient."""
         return self.policy.compute_log_prob(batch, plan).rename("old_log_probs", "ref_log_prob")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=UPDATE_COLUMNS)
     def update_actor(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Runs every optimizer step of the plan and returns its metrics."""
+        """Run every optimizer step of the plan and return its metrics."""
         return DataProto(meta_info={"metrics": self.policy.update(batch, plan)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, *PAIR_COLUMNS))
     def update_preference(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """As ``update_actor``, on pairs of which one answer is preferred; see ``hrl.workers.offline_updates``."""
+        """As `update_actor`, on pairs of which one answer is preferred; see `hrl.workers.offline_updates`."""
         from hrl.workers.offline_updates import update_preference
 
         return DataProto(meta_info={"metrics": update_preference(self.policy.engine, batch, plan)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def update_supervised(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """As ``update_actor``, on answers to imitate; see ``hrl.workers.offline_updates``."""
+        """As `update_actor`, on answers to imitate; see `hrl.workers.offline_updates`."""
         from hrl.workers.offline_updates import update_supervised
 
         return DataProto(meta_info={"metrics": update_supervised(self.policy.engine, batch, plan)})
@@ -280,7 +282,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=PROMPT_COLUMNS)
     def generate_sequences(self, batch: DataProto, plan: Any = None) -> DataProto:
-        """Samples one response per row.
+        """Sample one response per row.
 
         Each finished sample goes to the reward service at once, so that rewards are computed while the rest of the
         batch is still being generated.
@@ -293,7 +295,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_reward_sink(self, sink: Any) -> None:
-        """Names the Ray actor that finished samples are sent to (``None``: nobody)."""
+        """Names the Ray actor that finished samples are sent to (`None`: nobody)."""
         self._reward_sink = sink
         self._tokenizer = load_tokenizer(self._tokenizer_path, trust_remote_code=self.config.model.trust_remote_code)
 
@@ -310,7 +312,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep_rollout(self) -> None:
-        """Gives the engine's device memory to the trainer it shares the device with.
+        """Give the engine's device memory to the trainer it shares the device with.
 
         Nothing on a CPU, where vLLM cannot sleep, and nothing on a pool of the engine's own.
         """
@@ -321,7 +323,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Hands the policy's weights to the engine of this process as ``version`` and gets it ready to sample.
+        """Hands the policy's weights to the engine of this process as `version` and gets it ready to sample.
 
         The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need, and
         finds that memory free again when they are through.
@@ -360,7 +362,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def open_weight_broadcast(self, num_receivers: int, address: str) -> tuple[Manifest, dict[str, Any]]:
-        """Trainer rank 0, which engines reach at ``address``, opens the group; returns what they need to join it."""
+        """Trainer rank 0, which engines reach at `address`, opens the group; returns what they need to join it."""
         from hrl.workers.weight_sync.broadcast import WeightBroadcast
 
         rollout = self.config.rollout
@@ -394,20 +396,20 @@ class ActorRolloutRefWorker(ModelWorker):
 
 
 def own_device(visible: str | None, index: int) -> str:
-    """What ``CUDA_VISIBLE_DEVICES`` (None where it is unset) calls the device that this process knows as ``index``."""
+    """What `CUDA_VISIBLE_DEVICES` (None where it is unset) calls the device that this process knows as `index`."""
     return str(index) if visible is None else visible.split(",")[index].strip()
 
 
 def engine_devices(places: Sequence[tuple[str, str]], rank: int, size: int) -> str:
-    """The GPUs of the ``size`` consecutive ranks that form the engine of ``rank``, as CUDA_VISIBLE_DEVICES names them.
+    """The GPUs of the `size` consecutive ranks that form the engine of `rank`, as CUDA_VISIBLE_DEVICES names them.
 
     Args:
-        places: node and device of every rank, see ``own_device``.
-        rank: of one of the engine's processes.
-        size: ``rollout.tensor_model_parallel_size``.
+        places: Node and device of every rank, see `own_device`.
+        rank: Of one of the engine's processes.
+        size: `rollout.tensor_model_parallel_size`.
 
     Raises:
-        RolloutError: the ranks of the engine are on several nodes.
+        RolloutError: The ranks of the engine are on several nodes.
     """
     first = rank - rank % size
     members = places[first : first + size]
@@ -421,7 +423,7 @@ def engine_devices(places: Sequence[tuple[str, str]], rank: int, size: int) -> s
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
-    """What a step shows of its weight sync, as its sender saw it."""
+    """Return what a step shows of its weight sync, as its sender saw it."""
     return {
         "weight_sync/seconds": report.seconds,
         "weight_sync/bytes": float(report.nbytes),
@@ -430,5 +432,5 @@ def sync_metrics(report: SyncReport) -> dict[str, float]:
 
 
 def read_back_metrics(reports: Sequence[ReceiverReport]) -> dict[str, float]:
-    """How many tensors every process of an engine found in its model as they were sent."""
+    """Return how many tensors every process of an engine found in its model as they were sent."""
     return {"weight_sync/read_back_tensors": float(min(r.read_back for r in reports))} if reports else {}

@@ -19,10 +19,10 @@ class CriticWorker(ScalarModelWorker):
     """One rank of the critic.
 
     Args:
-        config: the ``critic`` part of the configuration.
-        runtime: device, threads, widths and deadlines of this process.
-        model_path: folder of the model the critic starts from, on the driver's node.
-        total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
+        config: The `critic` part of the configuration.
+        runtime: Device, threads, widths and deadlines of this process.
+        model_path: Folder of the model the critic starts from, on the driver's node.
+        total_optimizer_steps: Length of the run, over which learning rate schedules are stretched.
     """
 
     def __init__(
@@ -32,20 +32,20 @@ class CriticWorker(ScalarModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def compute_values(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """``values (B, R)``: the value of the state before each response token."""
+        """`values (B, R)`: the value of the state before each response token."""
         return self.value_model.compute_values(batch, plan)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, "values", "returns"))
     def update_critic(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Runs every optimizer step of the plan and returns its metrics."""
+        """Run every optimizer step of the plan and return its metrics."""
         return DataProto(meta_info={"metrics": self.value_model.update(batch, plan)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        """Writes the sharded state below ``folder``."""
+        """Write the sharded state below `folder`."""
         self.value_model.save(Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
-        """Loads what ``save_checkpoint`` wrote."""
+        """Load what `save_checkpoint` wrote."""
         self.value_model.load(Path(folder))

@@ -14,16 +14,16 @@ _PEAK = re.compile(r"^VmHWM:\s*(\d+) kB$", re.MULTILINE)
 
 
 def peak_memory(device: torch.device) -> dict[str, Metric]:
-    """The most memory that this process and those below it have held since they started, in GiB.
+    """Return the most memory that this process and those below it have held since they started, in GiB.
 
     On a GPU it is what the process's CUDA allocator has given out; vLLM's share is a setting. On a CPU it is the
     resident set (RSS) at its largest; pages that several processes map, such as weights on their way, count in each.
 
     Args:
-        device: of the rank.
+        device: Of the rank.
 
     Returns:
-        ``perf/max_memory_gib`` of this process. On a CPU also ``perf/max_child_memory_gib`` of the processes below it,
+        `perf/max_memory_gib` of this process. On a CPU also `perf/max_child_memory_gib` of the processes below it,
         which are an engine's if it has one, taken together.
     """
     if device.type == "cuda":
@@ -35,7 +35,7 @@ def peak_memory(device: torch.device) -> dict[str, Metric]:
 
 
 def _peak_resident_bytes(pid: int) -> int:
-    """The resident set at its largest; 0 for a process that has ended."""
+    """Return the resident set at its largest; 0 for a process that has ended."""
     try:
         found = _PEAK.search(Path(f"/proc/{pid}/status").read_text())
     except (FileNotFoundError, ProcessLookupError):

@@ -28,8 +28,8 @@ class ModelWorker(Worker):
     """One rank of a role that holds a model.
 
     Args:
-        runtime: device, threads, widths and deadlines of this process.
-        model_path: folder of the model on the driver's node.
+        runtime: Device, threads, widths and deadlines of this process.
+        model_path: Folder of the model on the driver's node.
     """
 
     def __init__(self, runtime: Runtime, model_path: str) -> None:
@@ -51,14 +51,14 @@ class ModelWorker(Worker):
         )
 
     def probe(self, check: Callable[[ModelSource], object], source: ModelSource) -> None:
-        """Lets rank 0 compare this role's model with its own forward; every rank calls it, before anything is started.
+        """Let rank 0 compare this role's model with its own forward; every rank calls it, before anything is started.
 
         Args:
-            check: ``require_right_causal_lm`` or ``require_right_scalar_model``.
-            source: the role's model.
+            check: `require_right_causal_lm` or `require_right_scalar_model`.
+            source: The role's model.
 
         Raises:
-            ProbeError: on every rank, so that none waits for another.
+            ProbeError: On every rank, so that none waits for another.
         """
         from hrl.models.probe import ProbeError
 
@@ -77,10 +77,13 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def peak_memory(self) -> dict[str, Metric]:
-        """The most memory that this process, with all roles in it, and its engine have held; see ``peak_memory``."""
+        """Return the most memory that this process, with all roles in it, and its engine have held.
+
+        See `peak_memory`.
+        """
         return peak_memory(local_device(self.runtime))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def files_below(self, folder: str) -> dict[str, int]:
-        """What this rank sees below a folder: bytes of every file, by path relative to it."""
+        """Return what this rank sees below a folder: bytes of every file, by path relative to it."""
         return file_sizes(Path(folder))

@@ -29,7 +29,7 @@ from hrl.models.packing import PackedMicroBatch, Rows, Wanted, take_columns, to_
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Meter, require_plan
 
-#: From the names of ``hrl.algos.preference`` to those that TRL's users know.
+#: From the names of `hrl.algos.preference` to those that TRL's users know.
 _METRICS = {
     "rewards_chosen": "rewards/chosen",
     "rewards_rejected": "rewards/rejected",
@@ -44,13 +44,13 @@ class Piece:
     """One micro-batch after its forward pass.
 
     Attributes:
-        batch: all rows of the rank.
-        picked: those of the micro-batch, b of them.
-        packed: how they were run.
-        result: ``(b, r)``, the model's numbers at the rows' trained tokens; ``(b, 1)`` for one number per row.
-        mini_batch: its counts are the divisors.
-        meter: takes metrics.
-        moved: a step of this update has moved the weights already.
+        batch: All rows of the rank.
+        picked: Those of the micro-batch, b of them.
+        packed: How they were run.
+        result: `(b, r)`, the model's numbers at the rows' trained tokens; `(b, 1)` for one number per row.
+        mini_batch: Its counts are the divisors.
+        meter: Takes metrics.
+        moved: A step of this update has moved the weights already.
     """
 
     batch: DataProto
@@ -62,18 +62,18 @@ class Piece:
     moved: bool
 
     def rows(self, name: str) -> Tensor:
-        """A column ``(B,)``, as ``(b,)`` on the result's device."""
+        """Return a column `(B,)`, as `(b,)` on the result's device."""
         return to_device([self.batch.batch[name][self.picked]], self.result.device)[0]
 
     def tokens(self, name: str) -> Tensor:
-        """A column ``(B, R)``, as ``(b, r)`` on the result's device."""
+        """Return a column `(B, R)`, as `(b, r)` on the result's device."""
         return take_columns(self.batch, (name,), self.picked, self.packed)[name]
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """Where in the micro-batch the chosen and the rejected row of each pair stand, ``(N,)`` each, on the device.
+        """Where in the micro-batch the chosen and the rejected row of each pair stand, `(N,)` each, on the device.
 
         Raises:
-            ValueError: a pair is not whole in its micro-batch.
+            ValueError: A pair is not whole in its micro-batch.
         """
         is_chosen = self.batch.batch["is_chosen"][self.picked].tolist()
         uids = self.batch.non_tensor_batch["uid"][self.picked].tolist()
@@ -87,7 +87,7 @@ class Piece:
         return here, there
 
     def note(self, metrics: dict[str, tuple[Tensor, Tensor]]) -> None:
-        """Adds metrics of ``hrl.algos.preference``."""
+        """Add metrics of `hrl.algos.preference`."""
         for name, (total, count) in metrics.items():
             self.meter.add(_METRICS[name], total, count)
 
@@ -101,7 +101,7 @@ def _learn(
     *,
     wanted: Wanted,
 ) -> dict[str, Metric]:
-    """Every optimizer step of the plan; metrics under ``train/...``."""
+    """Every optimizer step of the plan; metrics under `train/...`."""
     plan = require_plan(plan)
     rows, meter = Rows.of(batch), Meter(engine, dist.get_world_size())
     optimizer, num_mini_batches = engine.optimizer, len(plan.mini_batches)
@@ -128,23 +128,23 @@ def _log_probs(engine: Engine, batch: DataProto) -> Callable[[PackedMicroBatch],
 
 
 def update_preference(engine: Engine, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
-    """Moves a policy towards the chosen and away from the rejected answers.
+    """Move a policy towards the chosen and away from the rejected answers.
 
     Args:
-        engine: of a causal language model.
-        batch: the rows' columns, non-tensor ``uid (B,)`` (the pair), ``is_chosen (B,)`` and, for a loss with a
-            reference, ``ref_sequence_log_prob (B,)``: its log-probs summed over each answer's trained tokens.
-            ``meta_info`` has ``temperature``, of the distribution whose log-probs these are, and ``preference``:
-            ``loss_type`` and the fields of ``PairOptions``. With ``rollout_log_probs (B, R)`` of answers that the
+        engine: Of a causal language model.
+        batch: The rows' columns, non-tensor `uid (B,)` (the pair), `is_chosen (B,)` and, for a loss with a
+            reference, `ref_sequence_log_prob (B,)`: its log-probs summed over each answer's trained tokens.
+            `meta_info` has `temperature`, of the distribution whose log-probs these are, and `preference`:
+            `loss_type` and the fields of `PairOptions`. With `rollout_log_probs (B, R)` of answers that the
             policy sampled, the update measures how far sampler and trainer are apart, until a step moves the weights.
-        plan: mini-batches of whole pairs, whose ``num_groups`` counts pairs.
+        plan: Mini-batches of whole pairs, whose `num_groups` counts pairs.
 
     Returns:
-        ``train/...``, ``rewards/{chosen,rejected,margins,accuracies}`` and ``logps/{chosen,rejected}``.
+        `train/...`, `rewards/{chosen,rejected,margins,accuracies}` and `logps/{chosen,rejected}`.
 
     Raises:
-        ValueError: no plan, a pair is torn apart, or a constant is out of its range.
-        NonFiniteStepError: several steps in a row were not finite.
+        ValueError: No plan, a pair is torn apart, or a constant is out of its range.
+        NonFiniteStepError: Several steps in a row were not finite.
     """
     settings = dict(batch.meta_info["preference"])
     loss_type = settings.pop("loss_type")
@@ -169,21 +169,21 @@ def update_preference(engine: Engine, batch: DataProto, plan: RankPlan | None) -
 
 
 def update_supervised(engine: Engine, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
-    """Makes a policy more likely to say what the rows say.
+    """Make a policy more likely to say what the rows say.
 
     Args:
-        engine: of a causal language model.
-        batch: the rows' columns; ``meta_info`` has ``temperature``, ``loss_type`` (a key of ``SFT_LOSSES``),
-            ``loss_agg_mode``, the aggregation, and for ``seq-mean-token-sum-norm`` its constant divisor in tokens,
-            ``loss_scale_factor``.
-        plan: mini-batches with the counts of all ranks.
+        engine: Of a causal language model.
+        batch: The rows' columns; `meta_info` has `temperature`, `loss_type` (a key of `SFT_LOSSES`),
+            `loss_agg_mode`, the aggregation, and for `seq-mean-token-sum-norm` its constant divisor in tokens,
+            `loss_scale_factor`.
+        plan: Mini-batches with the counts of all ranks.
 
     Returns:
-        ``train/...`` and ``train/nll``, the mean negative log-likelihood of a trained token.
+        `train/...` and `train/nll`, the mean negative log-likelihood of a trained token.
 
     Raises:
-        ValueError: no plan, an unknown loss or aggregation, or a divisor that is missing.
-        NonFiniteStepError: several steps in a row were not finite.
+        ValueError: No plan, an unknown loss or aggregation, or a divisor that is missing.
+        NonFiniteStepError: Several steps in a row were not finite.
     """
     loss_type, mode = batch.meta_info["loss_type"], batch.meta_info["loss_agg_mode"]
     norm = batch.meta_info.get("loss_scale_factor")
@@ -198,21 +198,21 @@ def update_supervised(engine: Engine, batch: DataProto, plan: RankPlan | None) -
 
 
 def update_reward_model(engine: Engine, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
-    """Makes a classifier score the chosen answer of every pair above the rejected one.
+    """Make a classifier score the chosen answer of every pair above the rejected one.
 
     Args:
-        engine: of a model with a scalar head.
-        batch: the rows' columns, non-tensor ``uid (B,)`` (the pair), ``is_chosen (B,)`` and optionally ``margin (B,)``,
-            of which the chosen row's counts: the lead that its score must have. ``meta_info`` has ``loss_type``, a key
-            of ``REWARD_MODEL_LOSSES``.
-        plan: mini-batches of whole pairs, whose ``num_groups`` counts pairs.
+        engine: Of a model with a scalar head.
+        batch: The rows' columns, non-tensor `uid (B,)` (the pair), `is_chosen (B,)` and optionally `margin (B,)`,
+            of which the chosen row's counts: the lead that its score must have. `meta_info` has `loss_type`, a key
+            of `REWARD_MODEL_LOSSES`.
+        plan: Mini-batches of whole pairs, whose `num_groups` counts pairs.
 
     Returns:
-        ``train/...`` and ``rewards/{chosen,rejected,margins,accuracies}``, rewards being scores.
+        `train/...` and `rewards/{chosen,rejected,margins,accuracies}`, rewards being scores.
 
     Raises:
-        ValueError: no plan, an unknown loss, or a pair is torn apart.
-        NonFiniteStepError: several steps in a row were not finite.
+        ValueError: No plan, an unknown loss, or a pair is torn apart.
+        NonFiniteStepError: Several steps in a row were not finite.
     """
     loss_type = batch.meta_info["loss_type"]
 

@@ -1,7 +1,7 @@
 """The policy: log-probs of what was sampled, and the update that moves them.
 
-A ``Policy`` is an actor (with a training configuration) or a frozen reference (without). It needs an initialised
-``torch.distributed`` world, of one rank or many, and knows nothing of Ray or of the sampler.
+A `Policy` is an actor (with a training configuration) or a frozen reference (without). It needs an initialised
+`torch.distributed` world, of one rank or many, and knows nothing of Ray or of the sampler.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class _Update:
     """What the micro-batches of one update share.
 
     Attributes:
-        batch: the columns.
-        rows: its tokens.
-        meter: collects metrics.
-        num_mini_batches: optimizer steps of the update.
-        steps_before: optimizer steps taken before it.
-        bypass: ``algorithm.rollout_correction`` in bypass mode.
-        old_is_sampler: the sampler's log-probs are the old ones, as bypass mode has them unless they drifted too far.
+        batch: The columns.
+        rows: Its tokens.
+        meter: Collects metrics.
+        num_mini_batches: Optimizer steps of the update.
+        steps_before: Optimizer steps taken before it.
+        bypass: `algorithm.rollout_correction` in bypass mode.
+        old_is_sampler: The sampler's log-probs are the old ones, as bypass mode has them unless they drifted too far.
     """
 
     batch: DataProto
@@ -60,14 +60,14 @@ class Policy(EngineModel):
     """A sharded causal language model that scores and learns from sampled responses.
 
     Args:
-        model: ``path`` (a local folder), ``share_prefix``, ``enable_gradient_checkpointing``, ``override_config``,
-            ``trust_remote_code``.
-        train: the ``actor`` configuration; ``None`` for a frozen reference.
-        fsdp: the sharding's configuration.
-        device: of this rank.
-        total_steps: length of the run in optimizer steps, for schedules that need it.
-        run_folder: where batches are kept whose loss or gradient is not finite; ``None`` outside of a run.
-        seed: of the run, by which bfloat16 masters are rounded.
+        model: `path` (a local folder), `share_prefix`, `enable_gradient_checkpointing`, `override_config`,
+            `trust_remote_code`.
+        train: The `actor` configuration; `None` for a frozen reference.
+        fsdp: The sharding's configuration.
+        device: Of this rank.
+        total_steps: Length of the run in optimizer steps, for schedules that need it.
+        run_folder: Where batches are kept whose loss or gradient is not finite; `None` outside of a run.
+        seed: Of the run, by which bfloat16 masters are rounded.
     """
 
     def __init__(
@@ -115,14 +115,14 @@ class Policy(EngineModel):
         """Log-probs of the trained response tokens under the current weights, without gradients.
 
         Args:
-            batch: ``prompts``, ``responses``, ``attention_mask``, ``response_mask`` and ``meta_info["temperature"]``.
-            plan: one mini-batch that covers every row; ``None`` runs all rows at once.
-            with_entropy: also the entropy of each token's distribution.
-            with_sum_pi_squared: also the sum of its squared probabilities.
+            batch: `prompts`, `responses`, `attention_mask`, `response_mask` and `meta_info["temperature"]`.
+            plan: One mini-batch that covers every row; `None` runs all rows at once.
+            with_entropy: Also the entropy of each token's distribution.
+            with_sum_pi_squared: Also the sum of its squared probabilities.
 
         Returns:
-            ``old_log_probs (B, R)`` and, where asked, ``entropys (B, R)`` and ``sum_pi_squared (B, R)``, float32, zero
-            outside ``response_mask``.
+            `old_log_probs (B, R)` and, where asked, `entropys (B, R)` and `sum_pi_squared (B, R)`, float32, zero
+            outside `response_mask`.
         """
         temperature = _temperature(batch)
 
@@ -138,22 +138,22 @@ class Policy(EngineModel):
     # ------------------------------------------------------------------ learning
 
     def update(self, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
-        """Runs every optimizer step of the plan.
+        """Run every optimizer step of the plan.
 
         Args:
-            batch: the columns of ``compute_log_prob`` and ``advantages``; ``old_log_probs``, unless
-                ``meta_info["on_policy"]`` makes them the update's own or, else, ``meta_info["bypass"]`` the sampler's;
-                with ``bypass`` always ``rollout_log_probs``; ``ref_log_prob`` where the KL loss is on. With
-                ``rollout_log_probs`` the update measures how far sampler and trainer are apart, until its first step
-                moves the weights; not where ``bypass`` has other old log-probs, which were compared before.
-            plan: mini-batches with the counts of all ranks.
+            batch: The columns of `compute_log_prob` and `advantages`; `old_log_probs`, unless
+                `meta_info["on_policy"]` makes them the update's own or, else, `meta_info["bypass"]` the sampler's;
+                with `bypass` always `rollout_log_probs`; `ref_log_prob` where the KL loss is on. With
+                `rollout_log_probs` the update measures how far sampler and trainer are apart, until its first step
+                moves the weights; not where `bypass` has other old log-probs, which were compared before.
+            plan: Mini-batches with the counts of all ranks.
 
         Returns:
-            Metrics under verl's names, ``actor/...``.
+            Metrics under verl's names, `actor/...`.
 
         Raises:
-            ValueError: no plan, or old log-probs are missing where the policy moves before they are used.
-            NonFiniteStepError: several steps in a row were not finite.
+            ValueError: No plan, or old log-probs are missing where the policy moves before they are used.
+            NonFiniteStepError: Several steps in a row were not finite.
         """
         plan = require_plan(plan)
         _check_columns(batch, plan, self.config)
@@ -235,7 +235,7 @@ def _measure_mismatch(meter: Meter, packed: PackedMicroBatch, log_prob: Tensor, 
 
 
 def _old_is_sampler(batch: DataProto) -> bool:
-    """Whether bypass mode left the batch no other old log-probs than the sampler's."""
+    """Return whether bypass mode left the batch no other old log-probs than the sampler's."""
     has_own = "old_log_probs" in batch.batch.keys() or batch.meta_info.get("on_policy") is True
     return batch.meta_info.get("bypass") is not None and not has_own
 

@@ -13,15 +13,15 @@ _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 def serve_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """A store that listens on ``address`` alone: left to itself, torch's listens on every interface, to everybody.
+    """Return a store that listens on `address` alone: left to itself, torch's listens on every interface, to everybody.
 
     Args:
-        address: of an interface of this machine.
-        port: to listen on; 0 takes any that is free, see the store's ``port``.
-        timeout_s: of every wait on the store.
+        address: Of an interface of this machine.
+        port: To listen on; 0 takes any that is free, see the store's `port`.
+        timeout_s: Of every wait on the store.
 
     Raises:
-        OSError: the address is not this machine's, or the port is taken.
+        OSError: The address is not this machine's, or the port is taken.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
@@ -38,10 +38,10 @@ def serve_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
 
 
 def address_towards(address: str) -> str:
-    """The address of this machine from which ``address`` is reached. Nothing is sent.
+    """Return the address of this machine from which `address` is reached. Nothing is sent.
 
     Raises:
-        OSError: there is no route to it, or it is no address.
+        OSError: There is no route to it, or it is no address.
     """
     family, kind, _, _, target = socket.getaddrinfo(address, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
@@ -50,7 +50,7 @@ def address_towards(address: str) -> str:
 
 
 def listen_towards(address: str) -> None:
-    """Has this process's gloo groups use the interface from which ``address`` is reached, unless the user names one.
+    """Has this process's gloo groups use the interface from which `address` is reached, unless the user names one.
 
     Left to itself, gloo takes the interface of the host's name, which on many machines is loopback: ranks on other
     nodes would be told to come there.
@@ -65,9 +65,9 @@ def listen_towards(address: str) -> None:
 
 
 def connect_store(address: str, port: int, timeout_s: float) -> dist.TCPStore:
-    """The store that another process serves; waits for it for ``timeout_s`` seconds.
+    """Return the store that another process serves; waits for it for `timeout_s` seconds.
 
     Raises:
-        torch.distributed.DistNetworkError: nobody serves there.
+        torch.distributed.DistNetworkError: Nobody serves there.
     """
     return dist.TCPStore(address, port, None, is_master=False, timeout=timedelta(seconds=timeout_s))

@@ -19,11 +19,11 @@ class RewardModelWorker(ScalarModelWorker):
     """One rank of the reward model, a sequence classifier with one label that reads the policy's own tokens.
 
     Args:
-        config: the ``reward.reward_model`` part of the configuration; of it the section ``model`` is read.
-        train: ``optim``, ``grad_clip`` and ``checkpoint`` of a reward model that learns; ``None`` for a frozen one.
-        total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
-        runtime: device, threads, widths and deadlines of this process.
-        model_path: folder of the classifier on the driver's node; one that learns may start from a causal language
+        config: The `reward.reward_model` part of the configuration; of it the section `model` is read.
+        train: `optim`, `grad_clip` and `checkpoint` of a reward model that learns; `None` for a frozen one.
+        total_optimizer_steps: Length of the run, over which learning rate schedules are stretched.
+        runtime: Device, threads, widths and deadlines of this process.
+        model_path: Folder of the classifier on the driver's node; one that learns may start from a causal language
             model. Its tokenizer must be the policy's, which the preflight checks.
     """
 
@@ -40,26 +40,26 @@ class RewardModelWorker(ScalarModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
     def compute_rm_score(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """``rm_scores (B,)``: the classifier's score of prompt and response at the last token."""
+        """`rm_scores (B,)`: the classifier's score of prompt and response at the last token."""
         return self.value_model.compute_scores(batch, plan)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, *PAIR_COLUMNS))
     def update_reward_model(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Runs every optimizer step of the plan on pairs and returns its metrics; see `offline_updates`."""
+        """Run every optimizer step of the plan on pairs and return its metrics; see `offline_updates`."""
         from hrl.workers.offline_updates import update_reward_model
 
         return DataProto(meta_info={"metrics": update_reward_model(self.value_model.engine, batch, plan)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str, hf_folder: str | None) -> None:
-        """Writes the sharded state to ``folder`` and, if named, the classifier for transformers to ``hf_folder``."""
+        """Write the sharded state to `folder` and, if named, the classifier for transformers to `hf_folder`."""
         self.value_model.save(Path(folder), self._trained.checkpoint.save_contents)
         if hf_folder is not None:
             self.value_model.export_classifier(Path(hf_folder), pad_token_id=self.runtime.pad_token_id)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
-        """Loads what ``save_checkpoint`` wrote."""
+        """Load what `save_checkpoint` wrote."""
         self.value_model.load(Path(folder), self._trained.checkpoint.load_contents)
 
     @property

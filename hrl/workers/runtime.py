@@ -1,6 +1,6 @@
 """What a worker process needs to know about the machine it runs on, and how it joins the others.
 
-Every role of a process shares one ``torch.distributed`` world, so joining is idempotent: the first role to initialise
+Every role of a process shares one `torch.distributed` world, so joining is idempotent: the first role to initialise
 joins, the others find the world there.
 """
 
@@ -26,22 +26,22 @@ class Runtime:
     """The settings of a worker process that are not the model's.
 
     Attributes:
-        device: ``"cpu"`` or ``"cuda"``, already decided by the driver (never ``"auto"``).
-        num_threads: torch threads of a CPU rank. Ray sets ``OMP_NUM_THREADS=1`` in a one-CPU actor, which would leave
+        device: `"cpu"` or `"cuda"`, already decided by the driver (never `"auto"`).
+        num_threads: torch threads of a CPU rank. Ray sets `OMP_NUM_THREADS=1` in a one-CPU actor, which would leave
             the other cores idle, so the rank sets its own.
-        seed: the run's seed; every rank derives its own generator state from it.
-        init_timeout_s: how long the start of an engine may take.
-        collective_timeout_s: how long a rank waits for the others in one collective before it gives up with an error.
+        seed: The run's seed; every rank derives its own generator state from it.
+        init_timeout_s: How long the start of an engine may take.
+        collective_timeout_s: How long a rank waits for the others in one collective before it gives up with an error.
         max_prompt_length: P, the width of the prompt columns, in tokens.
         max_response_length: R, the width of the response columns, in tokens.
-        pad_token_id: fills prompts and responses; never read as a mask.
-        stop_token_ids: a response ends with the first of these.
-        vocab_size: token ids are below it.
-        share_prefix: equal prompts of a micro-batch are computed once, by every model alike: one plan serves them all.
-        trust_remote_code: model folders may run code; one switch for all roles.
-        max_model_len: the longest sequence of the run in tokens, for which an engine is opened as well.
-        probe: compare every model's packed forward with its own before anything is started.
-        run_folder: of the run; on another node than the driver's the same path, which need not be shared.
+        pad_token_id: Fills prompts and responses; never read as a mask.
+        stop_token_ids: A response ends with the first of these.
+        vocab_size: Token ids are below it.
+        share_prefix: Equal prompts of a micro-batch are computed once, by every model alike: one plan serves them all.
+        trust_remote_code: Model folders may run code; one switch for all roles.
+        max_model_len: The longest sequence of the run in tokens, for which an engine is opened as well.
+        probe: Compare every model's packed forward with its own before anything is started.
+        run_folder: Of the run; on another node than the driver's the same path, which need not be shared.
         engine_threads: CPU threads of an engine on a GPU; None leaves them to the engine.
     """
 
@@ -64,14 +64,14 @@ class Runtime:
 
 
 def local_device(runtime: Runtime) -> torch.device:
-    """The device of this rank.
+    """Return the device of this rank.
 
-    Ray narrows ``CUDA_VISIBLE_DEVICES`` to the devices of one actor, so a rank usually sees its own GPU as number 0.
-    Where it does not (``RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES``), Ray knows which one it gave to this process:
-    ``LOCAL_RANK`` counts the ranks of one group on this node, and several groups may share it. Outside Ray it decides.
+    Ray narrows `CUDA_VISIBLE_DEVICES` to the devices of one actor, so a rank usually sees its own GPU as number 0.
+    Where it does not (`RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES`), Ray knows which one it gave to this process:
+    `LOCAL_RANK` counts the ranks of one group on this node, and several groups may share it. Outside Ray it decides.
 
     Raises:
-        RuntimeError: no GPU is visible, or not the one that Ray gave.
+        RuntimeError: No GPU is visible, or not the one that Ray gave.
     """
     if runtime.device == "cpu":
         return torch.device("cpu")
@@ -89,17 +89,17 @@ def local_device(runtime: Runtime) -> torch.device:
 
 
 def join_world(runtime: Runtime) -> torch.device:
-    """Sets threads, seeds and device of this process and joins the ``torch.distributed`` world of its group.
+    """Set threads, seeds and device of this process and join the `torch.distributed` world of its group.
 
-    Reads ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` and ``MASTER_PORT``, which the worker group sets.
+    Reads `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT`, which the worker group sets.
 
     Returns:
         The device of this rank.
 
     Raises:
-        OSError: rank 0 cannot listen at that address and port.
-        torch.distributed.DistNetworkError: rank 0 did not open the store within ``collective_timeout_s``.
-        torch.distributed.DistStoreError: the other ranks did not arrive within ``collective_timeout_s``.
+        OSError: Rank 0 cannot listen at that address and port.
+        torch.distributed.DistNetworkError: Rank 0 did not open the store within `collective_timeout_s`.
+        torch.distributed.DistStoreError: The other ranks did not arrive within `collective_timeout_s`.
     """
     device = local_device(runtime)
     torch.set_num_threads(runtime.num_threads)
@@ -125,14 +125,14 @@ def join_world(runtime: Runtime) -> torch.device:
 
 
 def seed_everything(seed: int) -> None:
-    """Seeds Python's, numpy's and torch's global generators (dropout and the like; sampling has its own seeds)."""
+    """Seed Python's, numpy's and torch's global generators (dropout and the like; sampling has its own seeds)."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Gives the memory that torch's allocator holds for later back to the device, on every rank before any goes on.
+    """Give the memory that torch's allocator holds for later back to the device, on every rank before any goes on.
 
     An engine in another process of the same GPU can only take what the trainer does not keep.
     """

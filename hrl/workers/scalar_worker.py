@@ -15,11 +15,11 @@ class ScalarModelWorker(ModelWorker):
     """One rank of a model with one number per token.
 
     Args:
-        config: its section ``model`` is read.
-        train: ``optim``, ``grad_clip`` and what else its updates want; ``None`` for a frozen model.
-        total_optimizer_steps: length of the run, over which learning rate schedules are stretched.
-        runtime: device, threads, widths and deadlines of this process.
-        model_path: folder of the model it starts from, on the driver's node.
+        config: Its section `model` is read.
+        train: `optim`, `grad_clip` and what else its updates want; `None` for a frozen model.
+        total_optimizer_steps: Length of the run, over which learning rate schedules are stretched.
+        runtime: Device, threads, widths and deadlines of this process.
+        model_path: Folder of the model it starts from, on the driver's node.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ScalarModelWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Loads the backbone with its head and, where it learns, its optimizer and schedule."""
+        """Load the backbone with its head and, where it learns, its optimizer and schedule."""
         from hrl.models.probe import require_right_scalar_model
         from hrl.workers.value_model import ValueModel
 

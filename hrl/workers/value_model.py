@@ -25,17 +25,17 @@ class ValueModel(EngineModel):
     """A sharded model with one number per token.
 
     A critic may start from a causal language model; its head then starts at zero, so that the first values are 0
-    everywhere. A reward model (``train=None``) must bring its own head.
+    everywhere. A reward model (`train=None`) must bring its own head.
 
     Args:
-        model: ``path`` (a local folder), ``share_prefix``, ``enable_gradient_checkpointing``, ``override_config``,
-            ``trust_remote_code``.
-        train: the ``critic`` configuration; ``None`` for a frozen reward model.
-        fsdp: the sharding's configuration.
-        device: of this rank.
-        total_steps: length of the run in optimizer steps, for schedules that need it.
-        run_folder: where batches are kept whose loss or gradient is not finite; ``None`` outside of a run.
-        seed: of the run, by which bfloat16 masters are rounded.
+        model: `path` (a local folder), `share_prefix`, `enable_gradient_checkpointing`, `override_config`,
+            `trust_remote_code`.
+        train: The `critic` configuration; `None` for a frozen reward model.
+        fsdp: The sharding's configuration.
+        device: Of this rank.
+        total_steps: Length of the run in optimizer steps, for schedules that need it.
+        run_folder: Where batches are kept whose loss or gradient is not finite; `None` outside of a run.
+        seed: Of the run, by which bfloat16 masters are rounded.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class ValueModel(EngineModel):
         )
 
     def export_classifier(self, folder: Path, *, pad_token_id: int) -> None:
-        """Writes a folder that transformers loads as a sequence classifier with one label; every rank calls it.
+        """Write a folder that transformers loads as a sequence classifier with one label; every rank calls it.
 
         Args:
-            folder: created if missing.
-            pad_token_id: for transformers, which takes the last token that is not this one for the sequence's last. It
+            folder: Created if missing.
+            pad_token_id: For transformers, which takes the last token that is not this one for the sequence's last. It
                 must not be a token that ends answers.
         """
         config = self.engine.source_config
@@ -78,15 +78,15 @@ class ValueModel(EngineModel):
         self.export_hf(folder)
 
     def compute_values(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """``values (B, R)`` float32: the value of the state *before* each trained response token, zero elsewhere.
+        """`values (B, R)` float32: the value of the state *before* each trained response token, zero elsewhere.
 
-        So ``values[:, 0]`` is read from the prompt's last token, before anything was sampled.
+        So `values[:, 0]` is read from the prompt's last token, before anything was sampled.
         """
         (values,) = self.engine.forward(Rows.of(batch), plan, self._run, num_outputs=1)
         return DataProto.from_dict(tensors={"values": values})
 
     def compute_scores(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """``rm_scores (B,)`` float32: the head's number at the last token of prompt and response."""
+        """`rm_scores (B,)` float32: the head's number at the last token of prompt and response."""
         (scores,) = self.engine.forward(Rows.of(batch), plan, self._run, num_outputs=1, wanted="last")
         return DataProto.from_dict(tensors={"rm_scores": scores})
 
@@ -94,19 +94,19 @@ class ValueModel(EngineModel):
         return (self.engine.module(packed),)
 
     def update(self, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
-        """Runs every optimizer step of the plan on a value loss.
+        """Run every optimizer step of the plan on a value loss.
 
         Args:
-            batch: the rows' columns, ``values`` and ``returns``. ``meta_info["value_loss"]`` may name the loss, a key
-                of ``VALUE_LOSSES``; otherwise ``cliprange_value`` says whether it is the clipped one.
-            plan: mini-batches with the counts of all ranks.
+            batch: The rows' columns, `values` and `returns`. `meta_info["value_loss"]` may name the loss, a key
+                of `VALUE_LOSSES`; otherwise `cliprange_value` says whether it is the clipped one.
+            plan: Mini-batches with the counts of all ranks.
 
         Returns:
-            Metrics under verl's names, ``critic/...``.
+            Metrics under verl's names, `critic/...`.
 
         Raises:
-            ValueError: no plan, an unknown loss, or a column is missing.
-            NonFiniteStepError: several steps in a row were not finite.
+            ValueError: No plan, an unknown loss, or a column is missing.
+            NonFiniteStepError: Several steps in a row were not finite.
         """
         plan = require_plan(plan)
         missing = sorted({"values", "returns"} - set(batch.batch.keys()))

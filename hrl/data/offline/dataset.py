@@ -63,20 +63,20 @@ class OfflineDataset(ABC, Generic[R]):
     """Rows with their tokens.
 
     Args:
-        data_files: one source or several, see `hrl.data.rows.read_rows`; or a list of rows.
-        tokenizer: of the model that is trained, its chat template renders the rows.
-        config: the `data` section.
-        max_samples: stop after this many usable rows; -1 reads all.
-        stop_ids: tokens that end an answer.
+        data_files: One source or several, see `hrl.data.rows.read_rows`; or a list of rows.
+        tokenizer: Of the model that is trained, its chat template renders the rows.
+        config: The `data` section.
+        max_samples: Stop after this many usable rows; -1 reads all.
+        stop_ids: Tokens that end an answer.
 
     Attributes:
-        rows: the checked rows that are kept.
-        answers: per row its tokens, one entry per row of a batch.
-        counts: what became of the rows that were read.
-        order: the order of the rows, epoch by epoch.
+        rows: The checked rows that are kept.
+        answers: Per row its tokens, one entry per row of a batch.
+        counts: What became of the rows that were read.
+        order: The order of the rows, epoch by epoch.
 
     Raises:
-        DatasetError: a bad or overlong row where the configuration doesn't say what to do with it, or no row left.
+        DatasetError: A bad or overlong row where the configuration doesn't say what to do with it, or no row left.
     """
 
     def __init__(
@@ -105,19 +105,19 @@ class OfflineDataset(ABC, Generic[R]):
 
     @abstractmethod
     def check(self, raw: Mapping[str, Any]) -> R | str:
-        """A raw row as a checked one, or a sentence about what is wrong with it."""
+        """Return a raw row as a checked one, or a sentence about what is wrong with it."""
 
     @abstractmethod
     def passages(self, row: R) -> list[list[Passage]]:
-        """The texts of a row, one list of passages per row of a batch."""
+        """Return the texts of a row, one list of passages per row of a batch."""
 
     @abstractmethod
     def batch(self, indices: Iterable[int]) -> DataProto:
-        """The rows of a step."""
+        """Return the rows of a step."""
 
     @abstractmethod
     def first_prompt(self) -> Prompt | None:
-        """A prompt that the template can be checked on; None where there is only plain text."""
+        """Return a prompt that the template can be checked on; None where there is only plain text."""
 
     # ------------------------------------------------------------------ what all of them do
 
@@ -141,7 +141,7 @@ class OfflineDataset(ABC, Generic[R]):
         return list(self._sources)
 
     def as_proto(self, tensors: dict[str, torch.Tensor], indices: Sequence[int]) -> DataProto:
-        """A batch with the columns that every row has; log-probs are those of the plain distribution."""
+        """Return a batch with the columns that every row has; log-probs are those of the plain distribution."""
         columns = {
             "uid": [str(index) for index in indices],
             "data_source": [self._sources[index] for index in indices],
@@ -151,12 +151,12 @@ class OfflineDataset(ABC, Generic[R]):
         return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"temperature": 1.0})
 
     def in_order(self, size: int) -> Iterator[DataProto]:
-        """The whole data set, in batches of at most `size` rows."""
+        """Yield the whole data set, in batches of at most `size` rows."""
         for start in range(0, len(self), size):
             yield self.batch(range(start, min(start + size, len(self))))
 
     def require_rows(self, needed: int, purpose: str) -> None:
-        """Refuses a data set that is too small for its purpose; see `RLHFDataset.require_rows`."""
+        """Refuse a data set that is too small for its purpose; see `RLHFDataset.require_rows`."""
         if len(self) < needed:
             raise DatasetError(f"too few rows for {purpose}: {self.counts}, {needed} needed")
 
@@ -200,7 +200,7 @@ class OfflineDataset(ABC, Generic[R]):
             self._sources.append(source)
 
     def _fit(self, answers: list[Answer]) -> list[Answer] | None:
-        """What of a row goes into `max_length` tokens as `truncation` says; None if it doesn't.
+        """Return what of a row goes into `max_length` tokens as `truncation` says; None if it doesn't.
 
         Of the answers of a pair the same number of the prompt's tokens is cut, so that they keep one prompt.
         """
@@ -219,7 +219,7 @@ class OfflineDataset(ABC, Generic[R]):
 
 
 def _too_long(config: OfflineDatasetConfig) -> tuple[str, str] | None:
-    """What a row is that does not fit, and what can be done; None where it is left out."""
+    """Return what a row is that does not fit, and what can be done; None where it is left out."""
     if config.truncation == "drop":
         return None
     cut = {"left": ", even without their prompts", "right": ", prompts alone"}.get(config.truncation, "")

@@ -1,8 +1,8 @@
 """Answers to imitate.
 
-A row has ``messages``, a whole chat of which every message of the assistant is trained on; or ``prompt`` and
-``completion`` (``response``), each a chat or a string, of which only the answer is. A string prompt is one message of
-the user, a string answer one of the assistant. ``tools`` are schemas of functions, for a chat template that shows them.
+A row has `messages`, a whole chat of which every message of the assistant is trained on; or `prompt` and
+`completion` (`response`), each a chat or a string, of which only the answer is. A string prompt is one message of
+the user, a string answer one of the assistant. `tools` are schemas of functions, for a chat template that shows them.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Demonstration:
     """One checked row.
 
     Attributes:
-        messages: the whole chat.
-        first_trained: number of the first message whose tokens may be trained on.
-        tools: schemas of the functions that the chat offers; None for none.
+        messages: The whole chat.
+        first_trained: Number of the first message whose tokens may be trained on.
+        tools: Schemas of the functions that the chat offers; None for none.
     """
 
     messages: list[dict[str, Any]]
@@ -36,11 +36,11 @@ class Demonstration:
 
 
 def check_demonstration(raw: Mapping[str, Any], config: Any) -> Demonstration | str:
-    """A raw row as a demonstration, or a sentence about what is wrong with it.
+    """Return a raw row as a demonstration, or a sentence about what is wrong with it.
 
     Args:
-        raw: the row.
-        config: has ``messages_key``, ``prompt_key`` and ``completion_key``.
+        raw: The row.
+        config: Has `messages_key`, `prompt_key` and `completion_key`.
     """
     tools = as_tools(raw.get("tools"))
     if isinstance(tools, str):
@@ -70,7 +70,7 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
         return [passages_of_chat(self.tokenizer, row.messages, row.first_trained, kwargs)]
 
     def batch(self, indices: Iterable[int]) -> DataProto:
-        """Columns of ``pad_answers``; non-tensor ``uid``, ``data_source`` and ``index``."""
+        """Columns of `pad_answers`; non-tensor `uid`, `data_source` and `index`."""
         chosen = list(indices)
         return self.as_proto(pad_answers([self.answers[index][0] for index in chosen], self.pad_id), chosen)
 

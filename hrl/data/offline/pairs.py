@@ -1,9 +1,9 @@
 """Pairs of answers to one prompt, of which the first was preferred.
 
-A row has ``prompt``, ``chosen`` and ``rejected``, each a chat or a string. A string prompt is one message of the user,
+A row has `prompt`, `chosen` and `rejected`, each a chat or a string. A string prompt is one message of the user,
 a string answer one of the assistant; either answer may also be a whole chat that begins with the prompt. Of two whole
 chats without a prompt, what both begin with is the prompt (TRL's implicit prompt); two whole texts are cut at the last
-space that they share, and no chat template is applied. ``tools`` are schemas of functions, for a template that
+space that they share, and no chat template is applied. `tools` are schemas of functions, for a template that
 shows them.
 """
 
@@ -31,11 +31,11 @@ class PairRow:
     """One checked pair.
 
     Attributes:
-        prompt: a chat; plain text where ``chosen`` and ``rejected`` are plain text.
-        chosen: what follows the prompt.
-        rejected: the other answer.
-        margin: the lead that the chosen answer's score must have; None if the row says nothing about it.
-        tools: schemas of the functions that the prompt offers; None for none.
+        prompt: A chat; plain text where `chosen` and `rejected` are plain text.
+        chosen: What follows the prompt.
+        rejected: The other answer.
+        margin: The lead that the chosen answer's score must have; None if the row says nothing about it.
+        tools: Schemas of the functions that the prompt offers; None for none.
     """
 
     prompt: list[dict[str, Any]] | str
@@ -46,11 +46,11 @@ class PairRow:
 
 
 def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
-    """A raw row as a pair, or a sentence about what is wrong with it.
+    """Return a raw row as a pair, or a sentence about what is wrong with it.
 
     Args:
-        raw: the row.
-        config: has ``prompt_key``, ``chosen_key``, ``rejected_key`` and, where margins are read, ``margin_key``.
+        raw: The row.
+        config: Has `prompt_key`, `chosen_key`, `rejected_key` and, where margins are read, `margin_key`.
     """
     margin_key = getattr(config, "margin_key", None)
     margin = None if margin_key is None else raw.get(margin_key)
@@ -85,12 +85,12 @@ def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
 
 
 def _without(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """An answer alone, also of a whole chat that begins with the prompt."""
+    """Return an answer alone, also of a whole chat that begins with the prompt."""
     return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """What two sequences begin with."""
+    """Return what two sequences begin with."""
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
 
 
@@ -113,7 +113,7 @@ class PairDataset(OfflineDataset[PairRow]):
         return check_pair(raw, self.config)
 
     def passages(self, row: PairRow) -> list[list[Passage]]:
-        """The chosen answer with its prompt, and the rejected one with it."""
+        """Return the chosen answer with its prompt, and the rejected one with it."""
         found = []
         for side in _SIDES:
             answer = getattr(row, side)
@@ -125,10 +125,10 @@ class PairDataset(OfflineDataset[PairRow]):
         return found
 
     def batch(self, indices: Iterable[int]) -> DataProto:
-        """Two rows per pair, chosen then rejected, of the same ``uid``.
+        """Two rows per pair, chosen then rejected, of the same `uid`.
 
-        Columns: those of ``pad_answers``, ``is_chosen (B,)`` bool, ``ref_sequence_log_prob (B,)`` once there is a
-        reference, ``margin (B,)`` where one of the rows has one; non-tensor ``uid``, ``data_source`` and ``index``.
+        Columns: those of `pad_answers`, `is_chosen (B,)` bool, `ref_sequence_log_prob (B,)` once there is a
+        reference, `margin (B,)` where one of the rows has one; non-tensor `uid`, `data_source` and `index`.
         """
         chosen = list(indices)
         rows = [answer for index in chosen for answer in self.answers[index]]
@@ -142,10 +142,10 @@ class PairDataset(OfflineDataset[PairRow]):
         return self.as_proto(tensors, [index for index in chosen for _ in range(2)])
 
     def set_reference(self, indices: Sequence[int], sums: torch.Tensor) -> None:
-        """The reference's log-probs of some pairs, summed over trained tokens: (B,), in the order of ``batch``.
+        """The reference's log-probs of some pairs, summed over trained tokens: (B,), in the order of `batch`.
 
         Raises:
-            ValueError: a sum is not finite; names the row.
+            ValueError: A sum is not finite; names the row.
         """
         lost = (~torch.isfinite(sums)).nonzero().flatten().tolist()
         if lost:
@@ -156,12 +156,12 @@ class PairDataset(OfflineDataset[PairRow]):
         self._reference[list(indices)] = sums.reshape(-1, 2)
 
     def first_prompt(self) -> Prompt | None:
-        """The first row's prompt; None for plain text."""
+        """Return the first row's prompt; None for plain text."""
         return next((Prompt(row.prompt, row.tools) for row in self.rows if not isinstance(row.prompt, str)), None)
 
 
 def _known(reference: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """What the reference said of these rows (N, 2), if it was asked for all of them."""
+    """Return what the reference said of these rows (N, 2), if it was asked for all of them."""
     unknown = reference[:, 0].isnan().nonzero().flatten().tolist()
     if unknown:
         raise ValueError(

@@ -88,7 +88,7 @@ def _cut_beginnings(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[
 
 
 def _differences(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], encoded: Sequence[list[int]]) -> Pieces:
-    """``encoded[k]`` are the tokens of texts 0 … k as one text."""
+    """`encoded[k]` are the tokens of texts 0 … k as one text."""
     pieces = []
     before: list[int] = []
     for text, until_here in zip(texts, encoded, strict=True):

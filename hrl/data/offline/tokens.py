@@ -60,9 +60,9 @@ class Passage:
     """A piece of a conversation's text.
 
     Attributes:
-        text: as rendered.
-        trained: whether it is trained on.
-        closing: what stands behind an answer's own text; it is trained on up to its first stop token.
+        text: As rendered.
+        trained: Whether it is trained on.
+        closing: What stands behind an answer's own text; it is trained on up to its first stop token.
     """
 
     text: str
@@ -73,12 +73,14 @@ class Passage:
 def passages_of_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, first_trained: int, template_kwargs: Mapping[str, Any]
 ) -> list[Passage]:
-    """A conversation as passages: the assistant's messages from number ``first_trained`` on, and what lies between.
+    """Return a conversation as passages.
+
+    The assistant's messages from number `first_trained` on, and what lies between.
 
     Raises:
-        ChatTemplateError: nothing to train on, nothing to answer, or a template that rewrites earlier messages or
+        ChatTemplateError: Nothing to train on, nothing to answer, or a template that rewrites earlier messages or
             closes this answer in another way than others.
-        jinja2.TemplateError: the template refuses the chat.
+        jinja2.TemplateError: The template refuses the chat.
     """
     turns = [i for i, message in enumerate(messages) if i >= first_trained and message["role"] == "assistant"]
     if not turns:
@@ -116,13 +118,13 @@ def _closing(
     after: str,
     template_kwargs: Mapping[str, Any],
 ) -> str:
-    """What the template writes behind the answer of a turn.
+    """Return what the template writes behind the answer of a turn.
 
     It is found with another answer in its place: the message itself may hold the same text, or end in it. What else the
     message holds, such as tool calls, is part of its answer, unless the template then closes it in another way.
 
     Raises:
-        ChatTemplateError: other answers are closed in another way.
+        ChatTemplateError: Other answers are closed in another way.
     """
     plain, whole = {"role": "assistant", "content": PROBE_ANSWER}, {**messages[turn], "content": PROBE_ANSWER}
     for probe in (plain, whole):
@@ -152,7 +154,7 @@ def encode_passages(
 
 
 def _answer(passages: Sequence[Passage], pieces: Sequence[list[int]], stop_ids: Sequence[int]) -> Answer | None:
-    """``pieces[i]`` are the tokens of passage ``i``."""
+    """`pieces[i]` are the tokens of passage `i`."""
     trained: list[bool] = []
     for passage, piece in zip(passages, pieces, strict=True):
         count = _until_stop(piece, stop_ids) if passage.closing else len(piece)
@@ -174,8 +176,8 @@ def pad_answers(rows: Sequence[Answer], pad_id: int) -> dict[str, torch.Tensor]:
     """Columns of a batch, int64, as wide as its longest rows.
 
     Returns:
-        ``prompts (B, P)`` left-padded, ``responses (B, R)`` right-padded, ``attention_mask (B, P+R)`` and
-        ``response_mask (B, R)``.
+        `prompts (B, P)` left-padded, `responses (B, R)` right-padded, `attention_mask (B, P+R)` and
+        `response_mask (B, R)`.
     """
     prompt_width = max(len(row.prompt) for row in rows)
     width = max(len(row.answer) for row in rows)

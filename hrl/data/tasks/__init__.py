@@ -16,10 +16,10 @@ _TASKS = {
 
 
 def bundled_rows(name: str) -> Iterator[dict[str, Any]]:
-    """The rows of `<task>/<split>`.
+    """Return the rows of `<task>/<split>`.
 
     Raises:
-        DatasetError: no such task or split.
+        DatasetError: No such task or split.
     """
     task, _, split = name.partition("/")
     if task not in _TASKS:

@@ -27,17 +27,17 @@ _ERRORS = (3, 6, 9, 12)
 
 
 def held_out() -> frozenset[tuple[int, int]]:
-    """The 16 sums (a, b) that are never trained on."""
+    """Return the 16 sums (a, b) that are never trained on."""
     pairs = list(combinations(range(1, 10), 2))
     chosen = random.Random(_HELD_OUT_SEED).sample(pairs, _HELD_OUT_PAIRS)
     return frozenset(order for a, b in chosen for order in ((a, b), (b, a)))
 
 
 def rows(split: str) -> Iterator[dict[str, Any]]:
-    """The prompts of a split: `train` (65), `val` (16) or `all` (81).
+    """Return the prompts of a split: `train` (65), `val` (16) or `all` (81).
 
     Raises:
-        DatasetError: no such split.
+        DatasetError: No such split.
     """
     return (
         {
@@ -54,7 +54,7 @@ def pairs(split: str) -> Iterator[dict[str, Any]]:
     """Every sum of a split four times, its answer beside another sum's.
 
     Raises:
-        DatasetError: as `rows`.
+        DatasetError: As `rows`.
     """
     return (
         {
@@ -72,7 +72,7 @@ def answers(split: str) -> Iterator[dict[str, Any]]:
     """Every sum of a split as a chat with its answer.
 
     Raises:
-        DatasetError: as `rows`.
+        DatasetError: As `rows`.
     """
     return (
         {"data_source": f"{DATA_SOURCE}_answers", "messages": [*_prompt(a, b), *_answer(a + b)]}

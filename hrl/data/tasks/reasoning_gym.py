@@ -24,10 +24,10 @@ _INSTRUCTION = "\n\nWrite your final answer between <answer> and </answer>."
 
 
 def reasoning_gym_rows(address: str, *, timeout_s: float = 600.0) -> Iterator[dict[str, Any]]:
-    """The rows of `<dataset>?size=…&seed=…&…`, the same in every process and on every machine.
+    """Return the rows of `<dataset>?size=…&seed=…&…`, the same in every process and on every machine.
 
     Raises:
-        DatasetError: unknown dataset, a parameter it doesn't have, a value it refuses, or no end in time.
+        DatasetError: Unknown dataset, a parameter it doesn't have, a value it refuses, or no end in time.
     """
     name, parameters = parse_address(address)
     command = [sys.executable, "-W", "ignore", "-m", "hrl.data.tasks.reasoning_gym", address]
@@ -44,7 +44,7 @@ def reasoning_gym_rows(address: str, *, timeout_s: float = 600.0) -> Iterator[di
 
 
 def parse_address(address: str) -> tuple[str, dict[str, Any]]:
-    """Splits `chain_sum?size=10&max_terms=3` into the name and the parameters; values are JSON or plain strings."""
+    """Split `chain_sum?size=10&max_terms=3` into the name and the parameters; values are JSON or plain strings."""
     name, _, query = address.partition("?")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
@@ -54,10 +54,10 @@ def parse_address(address: str) -> tuple[str, dict[str, Any]]:
 
 
 def create_dataset(name: str, parameters: Mapping[str, Any]) -> Any:
-    """A `reasoning_gym` dataset.
+    """Return a `reasoning_gym` dataset.
 
     Raises:
-        DatasetError: as for `reasoning_gym_rows`, or the package is missing.
+        DatasetError: As for `reasoning_gym_rows`, or the package is missing.
     """
     try:
         import reasoning_gym
@@ -89,7 +89,7 @@ def _row(name: str, parameters: Mapping[str, Any], index: int, entry: dict[str, 
 
 
 def _main(address: str) -> None:
-    """Writes the entries of `address` to stdout, one JSON object a line."""
+    """Write the entries of `address` to stdout, one JSON object a line."""
     dataset = create_dataset(*parse_address(address))
     for index in range(len(dataset)):
         sys.stdout.write(json.dumps(to_plain(dataset[index], "entry")) + "\n")

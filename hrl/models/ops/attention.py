@@ -1,8 +1,8 @@
-"""Attention over a packed row, registered with transformers under one name, ``hrl_packed``.
+"""Attention over a packed row, registered with transformers under one name, `hrl_packed`.
 
-A model loaded with ``attn_implementation=ATTENTION_NAME`` takes its layout as ``packing=AttentionLayout(...)`` through
-the keyword arguments of its forward. On CUDA the variable-length kernels run (``attention_varlen``); elsewhere, and
-where no kernel computes what the model asks for, similar query runs are stacked (``attention_blocks``).
+A model loaded with `attn_implementation=ATTENTION_NAME` takes its layout as `packing=AttentionLayout(...)` through
+the keyword arguments of its forward. On CUDA the variable-length kernels run (`attention_varlen`); elsewhere, and
+where no kernel computes what the model asks for, similar query runs are stacked (`attention_blocks`).
 
 Whatever a model hands to its attention is either computed or refused by name. Nothing is dropped.
 """
@@ -53,21 +53,21 @@ def packed_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of every segment of ``layout`` to its prefix and itself.
+    """Causal attention of every segment of `layout` to its prefix and itself.
 
     Args:
-        query: ``(T, Hq, D)``.
-        key: ``(T, Hkv, D)``, ``Hq`` a multiple of ``Hkv``.
-        value: ``(T, Hkv, Dv)``.
-        layout: which token attends to which.
-        scale: factor of the scores, usually ``D ** -0.5``.
-        window: sliding window in tokens; ``None`` is no window.
-        chunk: tokens see their own chunk of so many tokens only; ``None`` is one chunk.
-        softcap: scores are ``softcap * tanh(scores / softcap)``; ``None`` leaves them.
-        sinks: ``(Hq,)``, per head a further score in the softmax's denominator, with gradient.
+        query: `(T, Hq, D)`.
+        key: `(T, Hkv, D)`, `Hq` a multiple of `Hkv`.
+        value: `(T, Hkv, Dv)`.
+        layout: Which token attends to which.
+        scale: Factor of the scores, usually `D ** -0.5`.
+        window: Sliding window in tokens; `None` is no window.
+        chunk: Tokens see their own chunk of so many tokens only; `None` is one chunk.
+        softcap: Scores are `softcap * tanh(scores / softcap)`; `None` leaves them.
+        sinks: `(Hq,)`, per head a further score in the softmax's denominator, with gradient.
 
     Returns:
-        ``(T, Hq, Dv)``.
+        `(T, Hq, Dv)`.
     """
     scoring = Scoring(scale, Reach(window, chunk), softcap)
     attend = varlen_attention if has_kernel(query, value, sinks, scoring) else block_attention
@@ -89,10 +89,10 @@ def transformers_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Adapter to transformers' attention interface; shapes ``(1, heads, T, D)`` in, ``(1, T, heads, Dv)`` out.
+    """Adapter to transformers' attention interface; shapes `(1, heads, T, D)` in, `(1, T, heads, Dv)` out.
 
     Raises:
-        ValueError: the model wants something of its attention that packed attention does not have.
+        ValueError: The model wants something of its attention that packed attention does not have.
     """
     name = type(module).__name__
     if packing is None:
@@ -132,7 +132,10 @@ def _asks_for_something(key: str, given: Any) -> bool:
 
 
 def _reach(mask: Tensor | PackedMask | None, window: int | None) -> Reach:
-    """The mask decides, as it does in the model's own eager attention; a model without one has the keyword alone."""
+    """Return the mask decides, as it does in the model's own eager attention.
+
+    A model without one has the keyword alone.
+    """
     if not isinstance(mask, PackedMask):
         return Reach(window)
     if mask.reach is None:

@@ -4,12 +4,12 @@ Query runs of similar size are stacked and computed as one batched product, bloc
 here: for the short segments of language-model reinforcement learning torch's own CPU backward takes about five times as
 long. Scores exist for one block at a time, in the forward and again in the backward.
 
-A soft-cap (Gemma 2) makes scores ``s`` into ``s' = cap * tanh(s / cap)``, whose slope is ``1 - (s' / cap)^2``. A sink
-(gpt-oss) is one more term of each head's softmax denominator, without a value: where ``l`` is the log-sum-exp of the
-scores and ``b`` the sink, the output is scaled by ``exp(l - l')`` with ``l' = log(exp(l) + exp(b))``, and
+A soft-cap (Gemma 2) makes scores `s` into `s' = cap * tanh(s / cap)`, whose slope is `1 - (s' / cap)^2`. A sink
+(gpt-oss) is one more term of each head's softmax denominator, without a value: where `l` is the log-sum-exp of the
+scores and `b` the sink, the output is scaled by `exp(l - l')` with `l' = log(exp(l) + exp(b))`, and
 
-- ``p_k = exp(s_k - l')``, so that every formula of the backward holds with ``l'`` in the place of ``l``;
-- ``d out / d b = -exp(b - l') * out``.
+- `p_k = exp(s_k - l')`, so that every formula of the backward holds with `l'` in the place of `l`;
+- `d out / d b = -exp(b - l') * out`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Scoring:
     """From queries and keys to scores.
 
     Attributes:
-        scale: factor of the products.
-        reach: how far back a token sees.
-        softcap: scores are ``softcap * tanh(scores / softcap)``; ``None`` leaves them.
+        scale: Factor of the products.
+        reach: How far back a token sees.
+        softcap: Scores are `softcap * tanh(scores / softcap)`; `None` leaves them.
     """
 
     scale: float
@@ -42,30 +42,30 @@ class Scoring:
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: AttentionLayout, scoring: Scoring
 ) -> Tensor:
-    """``(T, Hq, D)``, ``(T, Hkv, D)``, ``(T, Hkv, Dv)`` and, with sinks, ``(Hq,)`` to ``(T, Hq, Dv)``."""
+    """`(T, Hq, D)`, `(T, Hkv, D)`, `(T, Hkv, Dv)` and, with sinks, `(Hq,)` to `(T, Hq, Dv)`."""
     return _BlockAttention.apply(query, key, value, sinks, layout, scoring)
 
 
 def _stack(source: Tensor, index: Tensor) -> Tensor:
-    """``(T, H, D)`` gathered by ``(N, L)`` into ``(N, H, L, D)``."""
+    """`(T, H, D)` gathered by `(N, L)` into `(N, H, L, D)`."""
     return source.index_select(0, index.reshape(-1)).view(*index.shape, *source.shape[1:]).transpose(1, 2)
 
 
 def _fold(stacked: Tensor, kv_heads: int) -> Tensor:
-    """``(N, Hq, Q, D)`` to ``(N, Hkv, G * Q, D)``: the query heads of one key head become more queries of it."""
+    """`(N, Hq, Q, D)` to `(N, Hkv, G * Q, D)`: the query heads of one key head become more queries of it."""
     count, heads, queries, width = stacked.shape
     return stacked.reshape(count, kv_heads, heads // kv_heads * queries, width)
 
 
 def _rows(folded: Tensor, block: Block, heads: int) -> Tensor:
-    """``(N, Hkv, G * Q, D)`` to the ``(n, Hq, D)`` of the block's real queries."""
+    """`(N, Hkv, G * Q, D)` to the `(n, Hq, D)` of the block's real queries."""
     count, _, _, width = folded.shape
     rows = folded.reshape(count, heads, -1, width).transpose(1, 2).flatten(0, 1)
     return rows.index_select(0, block.out_source)
 
 
 def _bias(block: Block, layout: AttentionLayout, reach: Reach, repeats: int, like: Tensor) -> Tensor:
-    """``(N, 1, G * Q, K)``: 0 where the key is visible, -inf elsewhere. Made once per block, used by every layer."""
+    """`(N, 1, G * Q, K)`: 0 where the key is visible, -inf elsewhere. Made once per block, used by every layer."""
     name = f"bias/{id(block)}/{reach}/{repeats}/{like.dtype}/{like.device}"
     if name not in layout._cache:
         hidden = ~block.visible(reach).repeat(1, repeats, 1)[:, None]
@@ -75,17 +75,17 @@ def _bias(block: Block, layout: AttentionLayout, reach: Reach, repeats: int, lik
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums of products of this type are kept in."""
+    """Return what sums of products of this type are kept in."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _has_kernel(query: Tensor, scoring: Scoring) -> bool:
-    """Whether torch's CPU kernel computes these scores."""
+    """Return whether torch's CPU kernel computes these scores."""
     return query.device.type == "cpu" and scoring.softcap is None
 
 
 def _scores(query: Tensor, key: Tensor, scoring: Scoring) -> Tensor:
-    """``(N, H, Q, K)`` scores before the mask, in the accumulation type."""
+    """`(N, H, Q, K)` scores before the mask, in the accumulation type."""
     wide = accumulation_dtype(query.dtype)
     if _has_kernel(query, scoring):
         return torch.matmul(query, key.transpose(-1, -2)).to(wide).mul_(scoring.scale)
@@ -97,7 +97,7 @@ def _scores(query: Tensor, key: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Output ``(N, H, Q, Dv)`` and log-sum-exp of the scores ``(N, H, Q)``."""
+    """Output `(N, H, Q, Dv)` and log-sum-exp of the scores `(N, H, Q)`."""
     if not _has_kernel(query, scoring):
         scores = _scores(query, key, scoring).add_(bias)
         normaliser = scores.logsumexp(-1)
@@ -114,7 +114,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Sc
 
 
 def _sink_per_query(sinks: Tensor, kv_heads: int, queries: int, dtype: torch.dtype) -> Tensor:
-    """``(Hq,)`` to the ``(Hkv, G * Q)`` of folded queries."""
+    """`(Hq,)` to the `(Hkv, G * Q)` of folded queries."""
     return sinks.to(dtype)[:, None].expand(-1, queries).reshape(kv_heads, -1)
 
 
@@ -192,7 +192,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _zero_padding(block: Block, repeats: int, *weights: Tensor) -> None:
-    """Takes padded queries out of the sums over queries. They stand for token 0 and would count its gradient again."""
+    """Take padded queries out of the sums over queries. They stand for token 0 and would count its gradient again."""
     if block.out_source.numel() == block.query_index.numel():
         return
     real = torch.zeros(block.query_index.numel(), dtype=torch.bool, device=block.query_index.device)

@@ -4,7 +4,7 @@ What the kernels don't take is brought into a form that they do: values narrower
 (MLA), head widths are padded to a multiple of 8, key and value heads repeated where torch's function (2.11) knows no
 grouped queries. Sinks have no kernel, but the backward of flash attention asks only for the output and the log-sum-exp
 of the scores; given those of the softmax *with* the sink, it computes the gradients of that softmax (the formulas stand
-in ``attention_blocks``).
+in `attention_blocks`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_CAPABILITY = (8, 0)
 
 
 def has_kernel(query: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scoring) -> bool:
-    """Whether a variable-length kernel can compute this."""
+    """Return whether a variable-length kernel can compute this."""
     if not query.is_cuda or query.dtype not in (torch.float16, torch.bfloat16) or not _runs_flash(query.device):
         return False
     if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_WIDTH:
@@ -42,7 +42,7 @@ def has_kernel(query: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scor
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: AttentionLayout, scoring: Scoring
 ) -> Tensor:
-    """``(T, Hq, D)``, ``(T, Hkv, D)``, ``(T, Hkv, Dv)`` and, with sinks, ``(Hq,)`` to ``(T, Hq, Dv)``."""
+    """`(T, Hq, D)`, `(T, Hkv, D)`, `(T, Hkv, Dv)` and, with sinks, `(Hq,)` to `(T, Hq, Dv)`."""
     index = layout.varlen(query.device, scoring.reach.chunk)
     width = value.shape[-1]
     query, key, value = _one_width(query, key, value)
@@ -144,7 +144,7 @@ def _flash_attn_has(keyword: str) -> bool:
 
 
 class _GatherRows(torch.autograd.Function):
-    """``source[index]`` whose gradient sums in float32: a prompt token gathers one term from each of its responses."""
+    """`source[index]` whose gradient sums in float32: a prompt token gathers one term from each of its responses."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, index: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class _GatherRows(torch.autograd.Function):
 
 
 class _SinkAttention(torch.autograd.Function):
-    """Causal variable-length attention with one sink per query head, by the kernels behind torch's ``varlen_attn``.
+    """Causal variable-length attention with one sink per query head, by the kernels behind torch's `varlen_attn`.
 
     The public function drops the gradient of the log-sum-exp, so forward and backward are called one by one.
     """

@@ -36,8 +36,8 @@ class Reach:
     """How far back a token sees, in tokens of its own sequence. Without either limit: to the first.
 
     Attributes:
-        window: the last ``window`` tokens, itself included (sliding-window attention).
-        chunk: only tokens of its own chunk; a sequence is cut every ``chunk`` tokens (Llama 4).
+        window: The last `window` tokens, itself included (sliding-window attention).
+        chunk: Only tokens of its own chunk; a sequence is cut every `chunk` tokens (Llama 4).
     """
 
     window: int | None = None
@@ -55,12 +55,12 @@ class Block:
     """Query runs of similar size, stacked with padding so that they run as one batched product.
 
     Attributes:
-        query_index: ``(N, Q)`` int64 tokens of the row; padding repeats token 0.
-        key_index: ``(N, K)`` int64 tokens of the row; padding repeats token 0.
-        query_position: ``(N, Q)`` int64 positions in the sequence; padding is later than every key.
-        key_position: ``(N, K)`` int64; padding is ``ABSENT``.
-        out_source: ``(n,)`` int64 flat positions in ``(N, Q)`` that hold real queries.
-        out_target: ``(n,)`` int64 the tokens of the row these are.
+        query_index: `(N, Q)` int64 tokens of the row; padding repeats token 0.
+        key_index: `(N, K)` int64 tokens of the row; padding repeats token 0.
+        query_position: `(N, Q)` int64 positions in the sequence; padding is later than every key.
+        key_position: `(N, K)` int64; padding is `ABSENT`.
+        out_source: `(n,)` int64 flat positions in `(N, Q)` that hold real queries.
+        out_target: `(n,)` int64 the tokens of the row these are.
     """
 
     query_index: Tensor
@@ -71,11 +71,11 @@ class Block:
     out_target: Tensor
 
     def to(self, device: torch.device) -> Block:
-        """The same block on ``device``."""
+        """Return the same block on `device`."""
         return Block(*(send(getattr(self, f.name), device) for f in fields(self)))
 
     def visible(self, reach: Reach) -> Tensor:
-        """``(N, Q, K)`` bool: the key is at or before the query, and within its reach."""
+        """`(N, Q, K)` bool: the key is at or before the query, and within its reach."""
         query, key = self.query_position[:, :, None], self.key_position[:, None, :]
         mask = key <= query
         # A padded query reaches no key; let it see all, so that its softmax is defined (and unused).
@@ -107,9 +107,9 @@ class AttentionLayout:
     """Segments of one packed row, in order and without gaps.
 
     Attributes:
-        length: ``(S,)`` int64 tokens of each segment; segment s + 1 starts where s ends.
-        prefix_start: ``(S,)`` int64 first token of the prefix (any value when its length is 0).
-        prefix_length: ``(S,)`` int64 tokens of the prefix; the positions of the segment start there.
+        length: `(S,)` int64 tokens of each segment; segment s + 1 starts where s ends.
+        prefix_start: `(S,)` int64 first token of the prefix (any value when its length is 0).
+        prefix_length: `(S,)` int64 tokens of the prefix; the positions of the segment start there.
     """
 
     length: np.ndarray
@@ -128,7 +128,7 @@ class AttentionLayout:
 
     @property
     def start(self) -> np.ndarray:
-        """``(S,)`` first token of each segment."""
+        """`(S,)` first token of each segment."""
         return np.cumsum(self.length) - self.length
 
     @property
@@ -138,13 +138,13 @@ class AttentionLayout:
         return int((length * prefix + length * (length + 1) // 2).sum())
 
     def position_ids(self) -> np.ndarray:
-        """``(T,)`` int64 position of every token in its own sequence."""
+        """`(T,)` int64 position of every token in its own sequence."""
         return np.concatenate(
             [np.arange(p, p + n) for p, n in zip(self.prefix_length.tolist(), self.length.tolist(), strict=True)]
         )
 
     def blocks(self, device: torch.device) -> list[Block]:
-        """The stacked blocks for devices without variable-length kernels; made once, used by every layer."""
+        """Return the stacked blocks for devices without variable-length kernels; made once, used by every layer."""
         if "blocks" not in self._cache:
             self._cache["blocks"] = [block.to(device) for block in _stack_blocks(_query_runs(self))]
         return self._cache["blocks"]  # type: ignore[return-value]
@@ -157,7 +157,7 @@ class AttentionLayout:
         return self._cache[name]  # type: ignore[return-value]
 
     def full_mask(self, device: torch.device) -> Tensor:
-        """``(1, T)`` bool, all ones: nothing of a packed row is padding.
+        """`(1, T)` bool, all ones: nothing of a packed row is padding.
 
         Models are handed it so that transformers asks them for the shape of their masks without reading the position
         ids first, which would make the host wait for the device in every forward.
@@ -169,7 +169,7 @@ class AttentionLayout:
 
 @dataclass(frozen=True)
 class _QueryRun:
-    """At most ``MAX_BLOCK_QUERIES`` consecutive queries of a segment with the keys they can see."""
+    """At most `MAX_BLOCK_QUERIES` consecutive queries of a segment with the keys they can see."""
 
     start: int
     length: int
@@ -200,7 +200,7 @@ def _query_runs(layout: AttentionLayout) -> list[_QueryRun]:
 
 
 def _stack_blocks(runs: list[_QueryRun]) -> list[Block]:
-    """Groups runs of similar shape, largest first, within the limits on padding and on size."""
+    """Group runs of similar shape, largest first, within the limits on padding and on size."""
     ordered = sorted(runs, key=lambda run: (len(run.keys), run.length), reverse=True)
     blocks: list[Block] = []
     stack: list[_QueryRun] = []
@@ -267,7 +267,9 @@ def _offsets(lengths: list[int], device: torch.device) -> Tensor:
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """A host tensor on ``device``, without waiting for it: a copy from pageable memory would wait for all queued work.
+    """Return a host tensor on `device`, without waiting for it.
+
+    A copy from pageable memory would wait for all queued work.
 
     The source is pinned by torch's caching allocator, which keeps it until the copy has run.
     """

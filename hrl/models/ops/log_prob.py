@@ -1,17 +1,17 @@
 """The one place where hidden states become log-probs, entropies and whatever else is asked of a token's distribution.
 
-The logits of a batch, ``(T, V)``, are its largest tensor by far, and nobody wants them. They are computed here tile by
+The logits of a batch, `(T, V)`, are its largest tensor by far, and nobody wants them. They are computed here tile by
 tile (tokens × vocabulary), folded into a running log-sum-exp, and computed once more in the backward pass, so that the
-peak memory depends on the tile and not on ``T`` times ``V``.
+peak memory depends on the tile and not on `T` times `V`.
 
-A head makes logits ``z = scale * (hidden W^T + bias)``, and some models cap them: ``cap * tanh(z / cap)``, whose slope
-is ``1 - (capped / cap)^2``. Then comes the temperature. With ``p`` the softmax of the result ``z`` and entropy
-``H = -sum(p log p)``:
+A head makes logits `z = scale * (hidden W^T + bias)`, and some models cap them: `cap * tanh(z / cap)`, whose slope
+is `1 - (capped / cap)^2`. Then comes the temperature. With `p` the softmax of the result `z` and entropy
+`H = -sum(p log p)`:
 
-- ``d log p(y) / d z = onehot(y) - p``
-- ``d H / d z = -p (log p + H)``
+- `d log p(y) / d z = onehot(y) - p`
+- `d H / d z = -p (log p + H)`
 
-The collision probability ``sum(p^2)`` is a number for advantage estimators and has no gradient.
+The collision probability `sum(p^2)` is a number for advantage estimators and has no gradient.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ MAX_TILE_TOKENS = 4096
 
 
 def default_chunk(device: torch.device) -> int:
-    """The number of logits to hold at once on ``device``."""
+    """Return the number of logits to hold at once on `device`."""
     return CPU_CHUNK if device.type == "cpu" else CUDA_CHUNK
 
 
 class TokenStatistics(NamedTuple):
-    """What the model says of each sampled token, ``(T,)`` each; ``None`` where it was not asked for.
+    """What the model says of each sampled token, `(T,)` each; `None` where it was not asked for.
 
     Attributes:
-        log_prob: of the token, with gradient.
-        entropy: of the distribution it was sampled from, with gradient.
-        sum_pi_squared: sum of that distribution's squared probabilities, without gradient.
+        log_prob: Of the token, with gradient.
+        entropy: Of the distribution it was sampled from, with gradient.
+        sum_pi_squared: Sum of that distribution's squared probabilities, without gradient.
     """
 
     log_prob: Tensor
@@ -55,8 +55,8 @@ class LogitForm:
     """What a model does to the products of its head before a temperature.
 
     Attributes:
-        scale: factor of the products (Cohere's ``logit_scale``, one over Granite's ``logits_scaling``).
-        softcap: logits are ``softcap * tanh(logits / softcap)`` (Gemma's ``final_logit_softcapping``); ``None``: as is.
+        scale: Factor of the products (Cohere's `logit_scale`, one over Granite's `logits_scaling`).
+        softcap: Logits are `softcap * tanh(logits / softcap)` (Gemma's `final_logit_softcapping`); `None`: as is.
     """
 
     scale: float = 1.0
@@ -79,24 +79,24 @@ def token_statistics(
     bias: Tensor | None = None,
     form: LogitForm = PLAIN,
 ) -> TokenStatistics:
-    """Log-probs of ``labels``, and more where asked, under ``softmax(form(hidden @ weight.T + bias) / temperature)``.
+    """Log-probs of `labels`, and more where asked, under `softmax(form(hidden @ weight.T + bias) / temperature)`.
 
     Args:
-        hidden: ``(T, H)`` last hidden states, response positions only.
-        weight: ``(V, H)`` weight of the language-model head.
-        labels: ``(T,)`` int64, the token that was sampled from each position.
-        temperature: of the sampler, positive. The distribution is the one that was sampled from.
-        chunk: logits held at once (tokens × vocabulary entries of one tile).
-        with_entropy: whether entropies are wanted. They cost one more pass over the tile.
-        with_sum_pi_squared: whether sums of squared probabilities are wanted. They cost as much.
-        bias: ``(V,)`` of the head, with gradient.
-        form: what happens to the products before the temperature.
+        hidden: `(T, H)` last hidden states, response positions only.
+        weight: `(V, H)` weight of the language-model head.
+        labels: `(T,)` int64, the token that was sampled from each position.
+        temperature: Of the sampler, positive. The distribution is the one that was sampled from.
+        chunk: Logits held at once (tokens × vocabulary entries of one tile).
+        with_entropy: Whether entropies are wanted. They cost one more pass over the tile.
+        with_sum_pi_squared: Whether sums of squared probabilities are wanted. They cost as much.
+        bias: `(V,)` of the head, with gradient.
+        form: What happens to the products before the temperature.
 
     Returns:
         Float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: the temperature is not positive, or shapes don't fit.
+        ValueError: The temperature is not positive, or shapes don't fit.
     """
     if not temperature > 0:
         raise ValueError(f"temperature must be positive, got {temperature}: greedy samples have no log-prob")
@@ -114,7 +114,7 @@ def token_statistics(
 
 
 def _tiles(tokens: int, vocabulary: int, chunk: int) -> tuple[list[slice], list[slice]]:
-    """Cuts tokens and vocabulary so that one tile holds at most ``chunk`` logits (and at least one)."""
+    """Cut tokens and vocabulary so that one tile holds at most `chunk` logits (and at least one)."""
     rows = max(1, min(tokens, MAX_TILE_TOKENS, chunk))
     columns = max(1, min(vocabulary, chunk // rows))
     return list(_slices(tokens, rows)), list(_slices(vocabulary, columns))
@@ -126,7 +126,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, dtype: torch.dtype) -> Tensor:
-    """Logits of one tile, ``(t, v)``, in the accumulation type."""
+    """Logits of one tile, `(t, v)`, in the accumulation type."""
     logits = _products(hidden, weight, dtype)
     if bias is not None:
         logits.add_(bias)
@@ -147,7 +147,7 @@ def _products(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def allow_bf16_matmul() -> None:
-    """Lets oneDNN multiply float32 matrices with bfloat16 instructions, where the CPU has them, and sum up in float32.
+    """Let oneDNN multiply float32 matrices with bfloat16 instructions, where the CPU has them, and sum up in float32.
 
     For factors that are bfloat16 numbers in float32 tensors, that is the exact product at bfloat16's speed: logits
     keep the bits that a product with a bfloat16 result would round away (0.03 of a logit of 16 on average).
@@ -276,7 +276,7 @@ def _part(bias: Tensor | None, columns: slice) -> Tensor | None:
 
 
 def _pick_labels(logits: Tensor, labels: Tensor, columns: slice, out: Tensor) -> None:
-    """Writes the logits of the labels that fall into this vocabulary tile to ``out (t,)``."""
+    """Write the logits of the labels that fall into this vocabulary tile to `out (t,)`."""
     local = labels - columns.start
     inside = (local >= 0) & (local < logits.shape[1])
     picked = logits.gather(1, local.clamp(0, logits.shape[1] - 1)[:, None]).squeeze(1)
@@ -292,7 +292,7 @@ def _grad_of_logits(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of one tile's scaled logits, ``(t, v)``; may overwrite ``logits``."""
+    """Gradient of one tile's scaled logits, `(t, v)`; may overwrite `logits`."""
     log_p = logits.sub_(normaliser[:, None])
     entropy_part = None
     if grad_entropy is not None:

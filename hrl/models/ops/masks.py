@@ -1,7 +1,7 @@
 """The masks of transformers' models as what they mean, not as tensors.
 
 A model asks transformers for its masks (causal, sliding, chunked) and hands one to each layer. In a packed row a mask
-tensor would be wrong, and large. Registered for the packed attention, ``packed_mask`` hands out the mask's *reach*
+tensor would be wrong, and large. Registered for the packed attention, `packed_mask` hands out the mask's *reach*
 instead; a mask that means anything else is refused by name rather than dropped.
 """
 
@@ -23,18 +23,18 @@ class MaskMeaningError(ValueError, AttributeError):
 
 @dataclass(frozen=True)
 class PackedMask:
-    """Stands where a layer expects its mask of shape ``(batch, 1, queries, keys)``.
+    """Stands where a layer expects its mask of shape `(batch, 1, queries, keys)`.
 
     Attributes:
-        reach: how far back a token sees; ``None`` for a window of no token, which a family may make and not use.
-        model_type: of the model, for messages.
+        reach: How far back a token sees; `None` for a window of no token, which a family may make and not use.
+        model_type: Of the model, for messages.
     """
 
     reach: Reach | None
     model_type: str
 
     def __getitem__(self, item: Any) -> PackedMask:
-        """The mask itself: cutting it to the number of keys changes nothing. Other cuts are refused."""
+        """Return the mask itself: cutting it to the number of keys changes nothing. Other cuts are refused."""
         parts = item if isinstance(item, tuple) else (item,)
         if all(isinstance(part, slice) and part.start in (None, 0) and part.step is None for part in parts):
             return self
@@ -64,10 +64,10 @@ def packed_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> PackedMask:
-    """What a mask function of transformers means for a packed row.
+    """Return what a mask function of transformers means for a packed row.
 
     Raises:
-        MaskMeaningError: more than causal, sliding and chunked attention.
+        MaskMeaningError: More than causal, sliding and chunked attention.
     """
     model_type = getattr(config, "model_type", "the model")
     reach, is_empty = Reach(), False
@@ -92,17 +92,17 @@ def packed_mask(
 
 
 def _parts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:
-    """The functions that ``and_masks`` joined, or the function itself."""
+    """Return the functions that `and_masks` joined, or the function itself."""
     if getattr(mask_function, "__qualname__", "") != "and_masks.<locals>.and_mask":
         return [mask_function]
     return [leaf for part in _closed_over(mask_function, "mask_functions") for leaf in _parts(part)]
 
 
 def _closed_over(function: Any, name: str) -> Any:
-    """A variable of the function that made ``function``."""
+    """Return a variable of the function that made `function`."""
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 def register_mask(attention_name: str) -> None:
-    """Lets models with this attention receive packed masks."""
+    """Let models with this attention receive packed masks."""
     ALL_MASK_ATTENTION_FUNCTIONS.register(attention_name, packed_mask)

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-#: ``model_type`` of families in which nothing but additions and RMSNorms touches the stream, in transformers and vLLM.
+#: `model_type` of families in which nothing but additions and RMSNorms touches the stream, in transformers and vLLM.
 PLAIN_RESIDUAL_FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 
 _NARROW = (torch.bfloat16, torch.float16)
 
 
 def widen_residual(model: Any) -> bool:
-    """Lets the residual stream of a transformers model on a CPU begin in float32; sums then stay there.
+    """Let the residual stream of a transformers model on a CPU begin in float32; sums then stay there.
 
-    Its norms must return their weight's dtype, see ``hrl.models.ops.rms_norm``.
+    Its norms must return their weight's dtype, see `hrl.models.ops.rms_norm`.
 
     Returns:
         Whether the model is of a family in which that is all there is to do. Others keep the stream that they have.
@@ -45,7 +45,7 @@ class _WideStream:
         self._dtype = torch.float32
 
     def widen(self, module: nn.Module, args: Any, embedded: Tensor) -> Tensor:
-        """Where the stream begins."""
+        """Return where the stream begins."""
         self._dtype = embedded.dtype
         return embedded.float() if embedded.device.type == "cpu" and embedded.dtype in _NARROW else embedded
 
@@ -55,16 +55,16 @@ class _WideStream:
 
 
 def add_and_norm(hidden: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Adds to the residual stream in float32 and normalises the sum, for samplers that fuse the two (no gradients).
+    """Add to the residual stream in float32 and normalises the sum, for samplers that fuse the two (no gradients).
 
     Args:
-        hidden: ``(..., H)``, what a layer adds.
-        residual: ``(..., H)``, the stream so far.
-        weight: ``(H,)`` of the norm.
-        eps: added to the mean square.
+        hidden: `(..., H)`, what a layer adds.
+        residual: `(..., H)`, the stream so far.
+        weight: `(H,)` of the norm.
+        eps: Added to the mean square.
 
     Returns:
-        The normalised sum in ``hidden``'s dtype and the new stream in float32, both ``(..., H)``.
+        The normalised sum in `hidden`'s dtype and the new stream in float32, both `(..., H)`.
     """
     stream = residual.float() + hidden
     scale = torch.rsqrt(torch.linalg.vecdot(stream, stream).div_(stream.shape[-1]).add_(eps)).unsqueeze(-1)

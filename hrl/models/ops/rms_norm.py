@@ -19,15 +19,15 @@ CPU_ROWS = 512
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """``weight * hidden / sqrt(mean(hidden^2) + eps)`` over the last dimension.
+    """`weight * hidden / sqrt(mean(hidden^2) + eps)` over the last dimension.
 
     Args:
-        hidden: ``(..., H)``.
-        weight: ``(H,)``.
-        eps: added to the mean square.
+        hidden: `(..., H)`.
+        weight: `(H,)`.
+        eps: Added to the mean square.
 
     Returns:
-        ``(..., H)`` in the dtype of ``weight``.
+        `(..., H)` in the dtype of `weight`.
     """
     return _RmsNorm.apply(hidden, weight, eps)
 
@@ -68,15 +68,15 @@ def _accumulation_dtype(hidden: Tensor) -> torch.dtype:
 
 
 def _parts(rows: Tensor) -> list[slice]:
-    """Runs of rows whose float32 copies stay in a core's cache; all rows at once on other devices."""
+    """Return runs of rows whose float32 copies stay in a core's cache; all rows at once on other devices."""
     size = CPU_ROWS if rows.device.type == "cpu" else len(rows)
     return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
 def use_fused_rms_norms(model: nn.Module) -> int:
-    """Lets every RMSNorm of a transformers model that computes exactly this run this operator.
+    """Let every RMSNorm of a transformers model that computes exactly this run this operator.
 
-    Families differ (some scale by ``1 + weight``), so a class is replaced only if it gives the same numbers.
+    Families differ (some scale by `1 + weight`), so a class is replaced only if it gives the same numbers.
 
     Returns:
         How many modules were replaced.

@@ -5,8 +5,8 @@ Two kinds of RoPE choose their frequencies in the forward pass, from the longest
 every length. In a packed row that position belongs to some other sequence, so a row's log-probs would depend on its
 neighbours.
 
-vLLM decides once, when it starts: LongRoPE's long set where ``max_model_len`` is above the pre-training length, and for
-dynamic scaling the frequencies at ``max_position_embeddings``. A run knows its longest sequence as well, and its engine
+vLLM decides once, when it starts: LongRoPE's long set where `max_model_len` is above the pre-training length, and for
+dynamic scaling the frequencies at `max_position_embeddings`. A run knows its longest sequence as well, and its engine
 is opened for exactly that. So every forward here is told that this longest position is present.
 """
 
@@ -24,11 +24,11 @@ logger = logging.getLogger(__name__)
 
 
 def fix_rope_frequencies(model: nn.Module, max_length: int) -> None:
-    """Lets the model's rotary embeddings choose their frequencies as for a sequence of ``max_length`` tokens.
+    """Let the model's rotary embeddings choose their frequencies as for a sequence of `max_length` tokens.
 
     Args:
-        model: a transformers model.
-        max_length: the longest sequence of the run, which is what the engine is opened for.
+        model: A transformers model.
+        max_length: The longest sequence of the run, which is what the engine is opened for.
     """
     for module in model.modules():
         kinds = [kind for kind in _rope_types(module) if kind == "longrope" or "dynamic" in kind]
@@ -38,16 +38,16 @@ def fix_rope_frequencies(model: nn.Module, max_length: int) -> None:
 
 
 def require_long_factors(model: nn.Module) -> None:
-    """Refuses LongRoPE whose forward does not use the factors that were chosen for the length, as PhiMoE's.
+    """Refuse LongRoPE whose forward does not use the factors that were chosen for the length, as PhiMoE's.
 
-    Transformers' decorator puts the chosen frequencies into ``inv_freq``; a forward that takes others trains with short
+    Transformers' decorator puts the chosen frequencies into `inv_freq`; a forward that takes others trains with short
     factors beyond the pre-training length, where vLLM samples with long ones.
 
     Args:
-        model: on the CPU, after ``fix_rope_frequencies``.
+        model: On the CPU, after `fix_rope_frequencies`.
 
     Raises:
-        ValueError: names the class and the way out.
+        ValueError: Names the class and the way out.
     """
     for module in model.modules():
         if getattr(module, "rope_type", None) != "longrope":
@@ -64,7 +64,7 @@ def require_long_factors(model: nn.Module) -> None:
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """What transformers' decorator of rotary embeddings reads: one name, or one for each kind of layer."""
+    """Return what transformers' decorator of rotary embeddings reads: one name, or one for each kind of layer."""
     own = getattr(module, "rope_type", None)
     return list(own.values()) if isinstance(own, dict) else [own] if isinstance(own, str) else []
 

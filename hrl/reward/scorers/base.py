@@ -26,12 +26,12 @@ class Scorer:
     """A built-in reward function.
 
     Attributes:
-        rule: what it pays for, in a phrase, for messages and the documentation.
-        read_truth: from a row's `(data_source, ground_truth, extra_info)` to what `score` compares with.
+        rule: What it pays for, in a phrase, for messages and the documentation.
+        read_truth: From a row's `(data_source, ground_truth, extra_info)` to what `score` compares with.
             Raises `ValueError`.
-        score: from a response's text and that truth to the reward. Raises `RowError` where the row is to blame.
-        wrong: the reward of a wrong answer, and of one that can't be scored.
-        load: imports what the scorer needs, so that the first sample's deadline doesn't pay for it.
+        score: From a response's text and that truth to the reward. Raises `RowError` where the row is to blame.
+        wrong: The reward of a wrong answer, and of one that can't be scored.
+        load: Imports what the scorer needs, so that the first sample's deadline doesn't pay for it.
     """
 
     rule: str

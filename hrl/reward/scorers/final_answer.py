@@ -36,7 +36,10 @@ _MOST_ANSWERS = 8
 
 
 def after_thinking(text: str) -> str:
-    """What follows the last closed thinking block, from its end `_LONGEST_TEXT` back; nothing, if one is still open."""
+    """Return what follows the last closed thinking block, from its end `_LONGEST_TEXT` back.
+
+    Nothing, if one is still open.
+    """
     start, is_open = 0, False
     for tag in _THINKING.finditer(text):
         is_open = not tag.group(1)
@@ -69,18 +72,20 @@ def boxed_answers(text: str) -> tuple[str, ...]:
 
 
 def hashed_answers(text: str) -> tuple[str, ...]:
-    """What stands behind `####` in its line, each once."""
+    """Return what stands behind `####` in its line, each once."""
     return _distinct([match.group(1).strip(_DECORATION) for match in _HASHES.finditer(text)])
 
 
 def tagged_answers(text: str) -> tuple[str, ...]:
-    """What stands in `<answer>…</answer>`, each once."""
+    """Return what stands in `<answer>…</answer>`, each once."""
     parts = text.split("<answer>")[1:]
     return _distinct([part.partition("</answer>")[0].strip() for part in parts if "</answer>" in part])
 
 
 def stated_answers(text: str) -> tuple[str, ...]:
-    """What sentences and headings call the answer: "The final answer is $12$.", "**Answer:** 12", "= 12" not included.
+    """Return what sentences and headings call the answer.
+
+    "The final answer is $12$.", "**Answer:** 12", "= 12" not included.
 
     Several values named as one answer, "12 or 13", come as one text, which is equal to neither.
     """
@@ -106,7 +111,7 @@ def explicit_answers(text: str) -> tuple[str, ...]:
 
 
 def sides_of(answer: str) -> tuple[str, ...]:
-    """The sides of a chain of equations that each claim to be the answer: `x = 1 + 2 = 3` gives `1 + 2` and `3`.
+    """Return the sides of a chain of equations that each claim to be the answer: `x = 1 + 2 = 3` gives `1 + 2` and `3`.
 
     A first side that is a name, or has one in it, says what the answer is of.
     """
@@ -126,7 +131,7 @@ def _closing_brace(text: str, position: int) -> int | None:
 
 
 def _first_value(statement: str) -> str:
-    """The value that a statement begins with; empty if it begins with words."""
+    """Return the value that a statement begins with; empty if it begins with words."""
     statement = statement.lstrip(_DECORATION + ":=")
     statement = re.sub(r"^(?:equal to|approximately|about|indeed|simply|just|therefore)\s+", "", statement)
     if statement.startswith(("\\boxed", "\\fbox")):
@@ -149,5 +154,5 @@ def _distinct(values: list[str]) -> tuple[str, ...]:
 
 
 def sentences(text: str) -> Iterator[str]:
-    """The sentences and lines of `text`, each with its own end mark."""
+    """Yield the sentences and lines of `text`, each with its own end mark."""
     yield from (part for part in re.split(r"(?<=[.!?])\s+|\n+", text) if part.strip())

@@ -51,9 +51,9 @@ class MathTruth:
     """A ground truth in its text, its normal form, and parsed.
 
     Attributes:
-        text: without a box around it.
-        form: the MATH data set's normal form of it.
-        parsed: what math-verify made of it; empty where it lies outside the bounds.
+        text: Without a box around it.
+        form: The MATH data set's normal form of it.
+        parsed: What math-verify made of it; empty where it lies outside the bounds.
     """
 
     text: str
@@ -62,13 +62,13 @@ class MathTruth:
 
 
 def equal_by_value(truth: MathTruth, answer: str, decimals: int = 6) -> bool:
-    """Whether an answer is the truth in another form: the same number, expression, set, interval, equation.
+    """Return whether an answer is the truth in another form: the same number, expression, set, interval, equation.
 
     Each side of a chain of equations must be, unless the truth is an equation itself. Where one of two numbers is a
     decimal fraction, `decimals` places are compared.
 
     Raises:
-        AnswerTooComplexError: that can't be found out within bounds.
+        AnswerTooComplexError: That can't be found out within bounds.
     """
     if math_form(answer[:LONGEST_ANSWER]) == truth.form and len(answer) <= LONGEST_ANSWER:
         return True
@@ -89,10 +89,10 @@ def _is_equal(truth: MathTruth, side: str, decimals: int) -> bool:
 
 
 def parse_answer(text: str) -> tuple[Any, ...]:
-    """What math-verify makes of an answer.
+    """Return what math-verify makes of an answer.
 
     Raises:
-        AnswerTooComplexError: it lies beyond the bounds.
+        AnswerTooComplexError: It lies beyond the bounds.
     """
     parsed = parse_bounded(text)
     if parsed is None:
@@ -103,7 +103,10 @@ def parse_answer(text: str) -> tuple[Any, ...]:
 
 
 def parse_bounded(text: str) -> tuple[Any, ...] | None:
-    """What math-verify makes of LaTeX or plain mathematics; None beyond the bounds, nothing where it makes nothing."""
+    """Return what math-verify makes of LaTeX or plain mathematics.
+
+    None beyond the bounds, nothing where it makes nothing.
+    """
     from math_verify import parse
     from math_verify.parser import LatexExtractionConfig
 
@@ -127,7 +130,10 @@ def _nesting(text: str) -> int:
 
 
 def _is_small(expression: Any) -> bool:
-    """Whether a parsed, not yet computed expression can be computed with: its size, its numbers, its expansions."""
+    """Return whether a parsed, not yet computed expression can be computed with.
+
+    Its size, its numbers, its expansions.
+    """
     from sympy import Basic, preorder_traversal
 
     if not isinstance(expression, Basic):
@@ -141,7 +147,7 @@ def _is_small(expression: Any) -> bool:
 
 
 def _bits(expression: Any) -> float:
-    """An upper bound of log2 of every number that computing passes through; infinite if none is known."""
+    """Return an upper bound of log2 of every number that computing passes through; infinite if none is known."""
     from sympy import Add, Float, Integer, Mul, Pow, Rational, factorial
 
     if isinstance(expression, Float):
@@ -165,7 +171,7 @@ def _bits(expression: Any) -> float:
 
 
 def _terms(expression: Any) -> float:
-    """An upper bound of the terms that multiplying the expression out gives."""
+    """Return an upper bound of the terms that multiplying the expression out gives."""
     from sympy import Add, Integer, Mul, Pow
 
     parts = [_terms(part) for part in expression.args]
@@ -181,10 +187,10 @@ def _terms(expression: Any) -> float:
 
 @contextmanager
 def limited_cpu() -> Iterator[None]:
-    """Ends what runs inside after `_LONGEST_CPU_S` of processor time, where a signal can: in the main thread.
+    """End what runs inside after `_LONGEST_CPU_S` of processor time, where a signal can: in the main thread.
 
     Raises:
-        AnswerTooComplexError: it was ended.
+        AnswerTooComplexError: It was ended.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -205,10 +211,10 @@ def limited_cpu() -> Iterator[None]:
 
 
 def read_truth(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> MathTruth:
-    """A ground truth to compare with: LaTeX, plain mathematics, or a text with its last box.
+    """Return a ground truth to compare with: LaTeX, plain mathematics, or a text with its last box.
 
     Raises:
-        ValueError: it can't be parsed.
+        ValueError: It can't be parsed.
     """
     text = str(ground_truth).strip()
     boxes = boxed_answers(text)
@@ -224,7 +230,7 @@ def read_truth(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any
 
 
 def truth_of(text: str, parsed: tuple[Any, ...]) -> MathTruth:
-    """A truth of a text without a box, and what was made of it."""
+    """Return a truth of a text without a box, and what was made of it."""
     return MathTruth(text, math_form(text), parsed)
 
 
@@ -234,7 +240,7 @@ def _score_by_value(text: str, truth: MathTruth) -> float:
 
 
 def load() -> None:
-    """Parses and compares once: the parser builds its tables then."""
+    """Parse and compares once: the parser builds its tables then."""
     equal_by_value(read_truth("math_verify", "\\frac{3}{4}", {}), "x+1")
 
 

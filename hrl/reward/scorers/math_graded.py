@@ -47,12 +47,12 @@ _GEOMETRY_FORMAT_WEIGHT = 0.1
 
 
 def graded_equal(truth: MathTruth, answer: str) -> bool:
-    """Whether an answer is the truth, text for text in normal form, or with a difference of 0.
+    """Return whether an answer is the truth, text for text in normal form, or with a difference of 0.
 
     A whole number must be given as one, a fraction reduced, a tuple or interval in the truth's brackets.
 
     Raises:
-        AnswerTooComplexError: that can't be found out within bounds.
+        AnswerTooComplexError: That can't be found out within bounds.
     """
     if len(answer) > LONGEST_ANSWER:
         raise AnswerTooComplexError(f"an answer of {len(answer)} characters is too long to be graded")
@@ -111,7 +111,7 @@ def is_close(truth: MathTruth, answer: str) -> bool:
     """PRIME's tolerance: numbers within 0.01 %, and shares equal to percentages.
 
     Raises:
-        AnswerTooComplexError: as `graded_equal`.
+        AnswerTooComplexError: As `graded_equal`.
     """
     wanted, given = _value(truth.parsed), _value(parse_answer(re.sub(r"\\?%", "", answer)))
     if wanted is None or given is None:
@@ -122,7 +122,7 @@ def is_close(truth: MathTruth, answer: str) -> bool:
 
 
 def _value(parsed: tuple[Any, ...]) -> float | None:
-    """The real number that an expression is; None if it is none."""
+    """Return the real number that an expression is; None if it is none."""
     from sympy import Expr
 
     if not parsed or not isinstance(parsed[0], Expr) or parsed[0].free_symbols:
@@ -155,7 +155,7 @@ def _score_geometry(text: str, truth: MathTruth) -> dict[str, float]:
 
 
 def _in_order(text: str, marks: tuple[str, ...]) -> bool:
-    """Whether `text` has all marks, each behind the one before; in time linear in its length, as `.*` is not."""
+    """Return whether `text` has all marks, each behind the one before; in time linear in its length, as `.*` is not."""
     position = 0
     for mark in marks:
         found = text.find(mark, position)

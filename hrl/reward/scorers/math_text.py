@@ -128,7 +128,7 @@ def _score_dapo(text: str, truth: str) -> dict[str, Any]:
 
 
 def _agrees_with_itself(line: str, right: set[str]) -> bool:
-    """Whether the sides of `1 + 2 = 3` that are plain numbers are the same number."""
+    """Return whether the sides of `1 + 2 = 3` that are plain numbers are the same number."""
     sides = {minerva_form(side) for side in sides_of(line)}
     return {side for side in sides if re.fullmatch(r"-?[0-9.]+", side)} <= right
 

@@ -38,7 +38,7 @@ def as_number(text: str) -> Decimal | None:
 
 
 def single_number(answer: str) -> Decimal | None:
-    """The one number that an answer names, with units or words around it; None for none or several.
+    """Return the one number that an answer names, with units or words around it; None for none or several.
 
     Of `7 + 5 = 12` that is what stands last, unless another side is a different number.
     """
@@ -48,7 +48,7 @@ def single_number(answer: str) -> Decimal | None:
 
 
 def concluded_number(text: str) -> Decimal | None:
-    """The number that a text without an explicit answer ends in, if it says that number and no other.
+    """Return the number that a text without an explicit answer ends in, if it says that number and no other.
 
     That is the only number there is outside of questions, or the last one where it is a conclusion: `7 + 5 = 12`,
     "the sum is 12". Numbers in a row, alternatives, and different conclusions from the same words are no answer.

@@ -47,7 +47,7 @@ def is_formula(answer: str) -> bool:
 
 
 def is_literal_or_words(answer: str) -> bool:
-    """A Python literal such as `["A", "B"]`, or words and numbers between spaces: neither can call anything."""
+    """Return a Python literal such as `["A", "B"]`, or words and numbers between spaces: neither can call anything."""
     if _WORDS.fullmatch(answer):
         return True
     try:
@@ -72,7 +72,7 @@ GRAMMARS: dict[str, Callable[[str], bool]] = {
 
 
 def extract_answer(text: str) -> str | None:
-    """What stands in `<answer>…</answer>`, stripped; `None` if there is none, or if several differ."""
+    """Return what stands in `<answer>…</answer>`, stripped; `None` if there is none, or if several differ."""
     found = tagged_answers(after_thinking(text))
     return found[0] if len(found) == 1 else None
 
@@ -82,9 +82,9 @@ class Task:
     """What an answer is held against.
 
     Attributes:
-        dataset: of reasoning-gym, which has the scorer.
-        entry: the row that it made.
-        allows: the grammar that an answer must match.
+        dataset: Of reasoning-gym, which has the scorer.
+        entry: The row that it made.
+        allows: The grammar that an answer must match.
     """
 
     dataset: Any
@@ -93,10 +93,10 @@ class Task:
 
 
 def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Task:
-    """The task of a row.
+    """Return the task of a row.
 
     Raises:
-        ValueError: no data set of reasoning-gym made the row.
+        ValueError: No data set of reasoning-gym made the row.
     """
     if not isinstance(extra_info, Mapping) or "parameters" not in extra_info:
         raise ValueError(f"extra_info of a {data_source} row has no 'parameters': it was not made by reasoning_gym:…")
@@ -110,13 +110,15 @@ def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]
 
 
 def score(text: str, task: Task) -> float:
-    """The task's own score, 0 to 1, of the answer in `text`; 0 for what it pays for the right answer among other text.
+    """Return the task's own score, 0 to 1, of the answer in `text`.
+
+    0 for what it pays for the right answer among other text.
 
     An answer that the scorer can't read scores 0; that the fault lies with the answer is checked by scoring the right
     one.
 
     Raises:
-        RowError: the right one can't be scored either.
+        RowError: The right one can't be scored either.
     """
     answer = extract_answer(text)
     if answer is None or (task.allows is not None and not task.allows(answer)):
@@ -137,7 +139,7 @@ def _check_right_answer(task: Task) -> None:
 
 
 def _is_paid_for_containing(answer: str, right: Any, value: float) -> bool:
-    """Whether a score is reasoning-gym's share of an answer that is the right one: 1 of 3 for "4" in "3 4"."""
+    """Return whether a score is reasoning-gym's share of an answer that is the right one: 1 of 3 for "4" in "3 4"."""
     if not isinstance(right, str):
         return False
     spellings = [(right, answer), (right.replace(",", ""), answer.replace(",", ""))]  # some scorers leave commas out

@@ -1,7 +1,7 @@
 """DPO: the policy learns to prefer the chosen answers, without a reward model and without sampling.
 
-The implicit reward of an answer ``y`` to the prompt ``x`` is ``beta (log pi(y|x) - log ref(y|x))``, and the loss of a
-pair is ``-log sigmoid`` of the chosen answer's reward less the rejected one's (Rafailov et al. 2023, arXiv:2305.18290,
+The implicit reward of an answer `y` to the prompt `x` is `beta (log pi(y|x) - log ref(y|x))`, and the loss of a
+pair is `-log sigmoid` of the chosen answer's reward less the rejected one's (Rafailov et al. 2023, arXiv:2305.18290,
 equation 7). The reference is the model that the run starts from: the log-probs of the pairs that the run will visit are
 computed once, by the same engine, before a checkpoint is loaded or a step is made.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class DPOTrainer(OfflineTrainer):
-    """Learns from pairs by any loss of ``hrl.algos.preference.PAIR_LOSSES``."""
+    """Learns from pairs by any loss of `hrl.algos.preference.PAIR_LOSSES`."""
 
     @property
     def preference(self) -> dict[str, Any]:
@@ -33,7 +33,7 @@ class DPOTrainer(OfflineTrainer):
         return {name: getattr(algorithm, name) for name in names}
 
     def before_load(self) -> None:
-        """Asks the reference, which is the model before its first step, for all pairs that are still to come."""
+        """Ask the reference, which is the model before its first step, for all pairs that are still to come."""
         if not self.config.needs_reference:
             return
         with self.phase("ref"):
@@ -42,7 +42,7 @@ class DPOTrainer(OfflineTrainer):
                 self.ask_reference(self.val_dataset, blocks_of(range(len(self.val_dataset)), FORWARD_ITEMS))
 
     def blocks_ahead(self) -> list[Sequence[int]]:
-        """The rows that the rest of the run visits, with those they share a batch with in the first epoch.
+        """Return the rows that the rest of the run visits, with those they share a batch with in the first epoch.
 
         A log-prob's last bits depend on what else is in its forward pass. These blocks depend on the order alone, not
         on where the run begins or ends, so that a resumed run has the numbers of one that was never interrupted.
@@ -52,7 +52,7 @@ class DPOTrainer(OfflineTrainer):
         return [block for block in blocks_of(order.epoch(0).tolist(), size) if ahead[block].any()]
 
     def ask_reference(self, dataset: PairDataset, blocks: Sequence[Sequence[int]]) -> None:
-        """Gives a data set the log-probs of the present weights, block by block."""
+        """Give a data set the log-probs of the present weights, block by block."""
         found = [self.log_probs(dataset.batch(block)).sum(-1) for block in blocks]
         for block, sums in zip(blocks, found, strict=True):
             dataset.set_reference(block, sums)
@@ -89,5 +89,5 @@ class DPOTrainer(OfflineTrainer):
 
 
 def blocks_of(rows: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Rows in their order, ``size`` at a time."""
+    """Rows in their order, `size` at a time."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -21,9 +21,9 @@ def offline_main(
     """Composes the configuration, then trains.
 
     Args:
-        kind: of the run.
-        argv: overrides like ``algorithm.beta=0.2``; the command line's if ``None``.
-        trainer_cls: a subclass of the kind's trainer to run in its place.
+        kind: Of the run.
+        argv: Overrides like `algorithm.beta=0.2`; the command line's if `None`.
+        trainer_cls: A subclass of the kind's trainer to run in its place.
 
     Returns:
         The exit status: 0 for success, 2 for a configuration that cannot work.

@@ -14,15 +14,15 @@ def metrics_by_source(
     """Means over the items of every source.
 
     Args:
-        sources: source of each item (N,).
-        columns: per metric a number for each item (N,).
-        weights: of the items (N,), such as their tokens; all alike by default.
+        sources: Source of each item (N,).
+        columns: Per metric a number for each item (N,).
+        weights: Of the items (N,), such as their tokens; all alike by default.
 
     Returns:
-        ``val/<source>/<metric>``, and ``val/<source>/n``, the number of items.
+        `val/<source>/<metric>`, and `val/<source>/n`, the number of items.
 
     Raises:
-        ValueError: a number is not finite; names metric, item and source.
+        ValueError: A number is not finite; names metric, item and source.
     """
     for name, values in columns.items():
         bad = (~torch.isfinite(values)).nonzero().flatten().tolist()

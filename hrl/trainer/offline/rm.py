@@ -1,8 +1,8 @@
 """A reward model: a scalar head over a language model learns to score chosen answers above rejected ones.
 
-With the scores ``s`` that the head gives at the last tokens, the loss of a pair is ``-log sigmoid(s_c - s_r - margin)``
+With the scores `s` that the head gives at the last tokens, the loss of a pair is `-log sigmoid(s_c - s_r - margin)`
 (Bradley and Terry; Ouyang et al. 2022, arXiv:2203.02155, equation 1; with a margin Touvron et al. 2023,
-arXiv:2307.09288, equation 2). What it saves as ``hf`` is what ``reward.reward_model.model_path`` takes.
+arXiv:2307.09288, equation 2). What it saves as `hf` is what `reward.reward_model.model_path` takes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RMTrainer(OfflineTrainer):
     """Learns scores from pairs.
 
     Attributes:
-        loss_type: a key of ``hrl.algos.preference.REWARD_MODEL_LOSSES``; a subclass may name another.
+        loss_type: A key of `hrl.algos.preference.REWARD_MODEL_LOSSES`; a subclass may name another.
     """
 
     role = Role.RewardModel

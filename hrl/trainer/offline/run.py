@@ -30,8 +30,8 @@ class Parts:
     """What a kind of offline run is made of.
 
     Attributes:
-        trainer: the driver.
-        worker: the worker class with its arguments.
+        trainer: The driver.
+        worker: The worker class with its arguments.
     """
 
     trainer: type[OfflineTrainer]
@@ -49,12 +49,12 @@ def run_offline(kind: RunKind[Any], config: OfflineConfig, trainer_cls: type[Off
     """Trains as configured.
 
     Args:
-        kind: of the run.
-        config: the validated configuration.
-        trainer_cls: a subclass of the kind's trainer to run in its place.
+        kind: Of the run.
+        config: The validated configuration.
+        trainer_cls: A subclass of the kind's trainer to run in its place.
 
     Returns:
-        The exit status, see ``run_guarded``.
+        The exit status, see `run_guarded`.
     """
     parts = PARTS[kind.name]
     if trainer_cls is not None:
@@ -80,7 +80,7 @@ def _run(kind: RunKind[Any], config: OfflineConfig, parts: Parts) -> None:
 
 
 def train(config: OfflineConfig, ready: OfflinePreflight, parts: Parts, reporter: RunReporter) -> None:
-    """Builds the trainer, fits it and ends its workers, on a running Ray."""
+    """Build the trainer, fits it and end its workers, on a running Ray."""
     device = device_of(config, reporter)
     config = with_dtypes(config, device)
     reporter.console.note(f"on {device}: trainer in {config.model.fsdp_config.dtype}")

@@ -1,7 +1,7 @@
 """Supervised fine-tuning: the policy imitates answers, token by token.
 
-The loss is the negative log-likelihood of the assistant's tokens, ``-log pi(y_t | x, y_<t)``, of which
-``algorithm.loss_agg_mode`` makes one number; the prompt's tokens are read and not trained on.
+The loss is the negative log-likelihood of the assistant's tokens, `-log pi(y_t | x, y_<t)`, of which
+`algorithm.loss_agg_mode` makes one number; the prompt's tokens are read and not trained on.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class SFTTrainer(OfflineTrainer):
     """Learns from demonstrations.
 
     Attributes:
-        loss_type: a key of ``hrl.algos.preference.SFT_LOSSES``; a subclass may name another.
+        loss_type: A key of `hrl.algos.preference.SFT_LOSSES`; a subclass may name another.
     """
 
     loss_type: ClassVar[str] = "nll"
@@ -44,7 +44,7 @@ class SFTTrainer(OfflineTrainer):
         return batch
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
-        """The mean negative log-likelihood of every row, weighed with its trained tokens."""
+        """Return the mean negative log-likelihood of every row, weighed with its trained tokens."""
         tokens = batch.batch["response_mask"].sum(-1)
         return {"loss": -self.log_probs(batch).sum(-1) / tokens, "weight": tokens}
 

@@ -32,13 +32,13 @@ class OfflineTrainer(TrainingLoop[OfflineWorkers]):
     """What the offline trainers share; each says how it plans, learns and scores.
 
     Args:
-        config: the validated configuration.
-        tokenizer: the model's.
-        start_workers: starts the processes.
-        train_dataset: rows to train on.
-        val_dataset: rows to validate on, ``None`` for no validation.
-        reporter: timers, metrics and pictures of the run.
-        total_training_steps: where the run ends.
+        config: The validated configuration.
+        tokenizer: The model's.
+        start_workers: Starts the processes.
+        train_dataset: Rows to train on.
+        val_dataset: Rows to validate on, `None` for no validation.
+        reporter: Timers, metrics and pictures of the run.
+        total_training_steps: Where the run ends.
     """
 
     role: ClassVar[Role] = Role.Actor
@@ -77,15 +77,18 @@ class OfflineTrainer(TrainingLoop[OfflineWorkers]):
 
     @abstractmethod
     def plan(self, batch: DataProto) -> BatchPlan:
-        """The one optimizer step of a batch."""
+        """Return the one optimizer step of a batch."""
 
     @abstractmethod
     def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
-        """Takes it; ``meta_info["metrics"]`` has its metrics."""
+        """Take it; `meta_info["metrics"]` has its metrics."""
 
     @abstractmethod
     def score(self, batch: DataProto) -> dict[str, Tensor]:
-        """What a validation wants to know of every item of a batch, (N,) each; ``weight`` is none of the metrics."""
+        """Return what a validation wants to know of every item of a batch, (N,) each.
+
+        `weight` is none of the metrics.
+        """
 
     # ------------------------------------------------------------------ the loop's parts
 
@@ -115,6 +118,6 @@ class OfflineTrainer(TrainingLoop[OfflineWorkers]):
         return self.planner.forward(batch, self.workers.model.world_size, self.limits)
 
     def log_probs(self, batch: DataProto) -> Tensor:
-        """Log-probs ``(B, R)`` of the trained tokens under the present weights, float64, zero elsewhere."""
+        """Log-probs `(B, R)` of the trained tokens under the present weights, float64, zero elsewhere."""
         found = self.workers.model.compute_log_prob(batch, self.forward_plan(batch))
         return found.batch["old_log_probs"].double()

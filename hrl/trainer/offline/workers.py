@@ -18,14 +18,14 @@ from hrl.workers.runtime import Runtime
 
 @dataclass(frozen=True)
 class Learner:
-    """What a worker reads of the model that it trains, under the names that it has in ``actor_rollout_ref.actor``.
+    """What a worker reads of the model that it trains, under the names that it has in `actor_rollout_ref.actor`.
 
     Attributes:
-        optim: optimizer and schedule.
-        grad_clip: largest gradient norm.
-        fsdp_config: sharding.
-        checkpoint: what is saved and loaded.
-        use_kl_loss: no loss here has a KL term of its own.
+        optim: Optimizer and schedule.
+        grad_clip: Largest gradient norm.
+        fsdp_config: Sharding.
+        checkpoint: What is saved and loaded.
+        use_kl_loss: No loss here has a KL term of its own.
     """
 
     optim: Any
@@ -42,14 +42,14 @@ class Learner:
 
 @dataclass(frozen=True)
 class OneRole:
-    """The part of ``actor_rollout_ref`` that a policy without engine and reference reads."""
+    """The part of `actor_rollout_ref` that a policy without engine and reference reads."""
 
     model: Any
     actor: Learner
 
 
 def policy_worker(config: OfflineConfig, total_steps: int, runtime: Runtime, path: str) -> RayClassWithInitArgs:
-    """The worker of a policy that learns."""
+    """Return the worker of a policy that learns."""
     roles = OneRole(config.model, Learner.of(config))
     return RayClassWithInitArgs(
         ActorRolloutRefWorker, roles, Role.Actor.value, total_steps, runtime=runtime, model_path=path
@@ -57,7 +57,7 @@ def policy_worker(config: OfflineConfig, total_steps: int, runtime: Runtime, pat
 
 
 def reward_model_worker(config: OfflineConfig, total_steps: int, runtime: Runtime, path: str) -> RayClassWithInitArgs:
-    """The worker of a reward model that learns."""
+    """Return the worker of a reward model that learns."""
     roles = OneRole(config.model, Learner.of(config))
     return RayClassWithInitArgs(RewardModelWorker, roles, roles.actor, total_steps, runtime=runtime, model_path=path)
 
@@ -67,9 +67,9 @@ class OfflineWorkers:
     """One model on all processes.
 
     Attributes:
-        role: what it is, and the name of its folder in a checkpoint.
-        model: calls the model's methods.
-        processes: the processes.
+        role: What it is, and the name of its folder in a checkpoint.
+        model: Calls the model's methods.
+        processes: The processes.
     """
 
     role: Role
@@ -78,11 +78,11 @@ class OfflineWorkers:
 
     @classmethod
     def start(cls, config: OfflineConfig, role: Role, worker: RayClassWithInitArgs, *, use_gpu: bool) -> OfflineWorkers:
-        """Starts ``trainer.n_gpus_per_node`` processes on each of ``trainer.nnodes`` machines and loads the model.
+        """Start `trainer.n_gpus_per_node` processes on each of `trainer.nnodes` machines and load the model.
 
         Raises:
-            PlacementError: the cluster lacks the devices.
-            WorkerError: a worker could not be constructed or could not load its model.
+            PlacementError: The cluster lacks the devices.
+            WorkerError: A worker could not be constructed or could not load its model.
         """
         counts = [config.trainer.n_gpus_per_node] * config.trainer.nnodes
         manager = ResourcePoolManager({"global": counts}, {role: "global"}, use_gpu=use_gpu)
@@ -101,15 +101,15 @@ class OfflineWorkers:
         return [self.model]
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Writes the model's state below ``folder``, and a transformers folder ``hf`` where asked."""
+        """Write the model's state below `folder`, and a transformers folder `hf` where asked."""
         hf_folder = str(folder / "hf") if "hf_model" in contents else None
         self.model.save_checkpoint(str(folder / self.role.value), hf_folder)
 
     def load(self, folder: Path) -> None:
-        """Loads what ``save`` wrote."""
+        """Load what `save` wrote."""
         self.model.load_checkpoint(str(folder / self.role.value))
 
     def shutdown(self) -> None:
-        """Ends every process."""
+        """End every process."""
         for group in self.processes:
             group.shutdown()

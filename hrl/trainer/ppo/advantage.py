@@ -21,16 +21,16 @@ def apply_kl_penalty(
 ) -> tuple[DataProto, dict[str, float]]:
     """Rewards are scores less the scaled KL to the reference, token by token.
 
-    ``r_t = score_t - beta * kl_t`` (Ziegler et al., 2019, arXiv:1909.08593, eq. 2). The controller then moves beta.
+    `r_t = score_t - beta * kl_t` (Ziegler et al., 2019, arXiv:1909.08593, eq. 2). The controller then moves beta.
 
     Args:
-        data: ``token_level_scores``, ``old_log_probs``, ``ref_log_prob`` and ``response_mask``, each (B, R).
-        kl_ctrl: holds beta.
-        kl_penalty: name of the estimator, see ``hrl.algos.kl``.
+        data: `token_level_scores`, `old_log_probs`, `ref_log_prob` and `response_mask`, each (B, R).
+        kl_ctrl: Holds beta.
+        kl_penalty: Name of the estimator, see `hrl.algos.kl`.
 
     Returns:
-        ``data`` with ``token_level_rewards (B, R)``, and the metrics ``actor/reward_kl_penalty`` (mean over sequences
-        of their mean KL per token) and ``actor/reward_kl_penalty_coeff`` (the beta that was applied).
+        `data` with `token_level_rewards (B, R)`, and the metrics `actor/reward_kl_penalty` (mean over sequences
+        of their mean KL per token) and `actor/reward_kl_penalty_coeff` (the beta that was applied).
     """
     columns, beta = data.batch, kl_ctrl.value
     columns["token_level_rewards"], current_kl = penalise_rewards(
@@ -54,21 +54,21 @@ def compute_advantage(
     norm_adv_by_std_in_grpo: bool = True,
     config: Any = None,
 ) -> DataProto:
-    """Adds ``advantages`` and ``returns``, both (B, R), by the named estimator.
+    """Add `advantages` and `returns`, both (B, R), by the named estimator.
 
     Args:
-        data: ``token_level_rewards``, ``response_mask`` (B, R), ``values`` (B, R) for estimators with a critic, and the
-            non-tensor ``uid`` that says which rows are samples of one prompt.
-        adv_estimator: a name in ``hrl.algos.advantages.ADVANTAGE_ESTIMATORS``.
-        gamma: discount per token.
-        lam: lambda of GAE.
-        num_repeat: accepted as in verl and not needed: groups are told by ``uid``.
-        norm_adv_by_std_in_grpo: divide by the group's standard deviation (GRPO) or not (Dr.GRPO).
-        config: the ``algorithm`` part of the configuration, for estimators with settings of their own; replaces the
-            three numbers above. Its ``gdpo_reward_keys`` name the parts of the reward that gdpo reads.
+        data: `token_level_rewards`, `response_mask` (B, R), `values` (B, R) for estimators with a critic, and the
+            non-tensor `uid` that says which rows are samples of one prompt.
+        adv_estimator: A name in `hrl.algos.advantages.ADVANTAGE_ESTIMATORS`.
+        gamma: Discount per token.
+        lam: Lambda of GAE.
+        num_repeat: Accepted as in verl and not needed: groups are told by `uid`.
+        norm_adv_by_std_in_grpo: Divide by the group's standard deviation (GRPO) or not (Dr.GRPO).
+        config: The `algorithm` part of the configuration, for estimators with settings of their own; replaces the
+            three numbers above. Its `gdpo_reward_keys` name the parts of the reward that gdpo reads.
 
     Raises:
-        ValueError: there is no such estimator, it needs a column that the batch lacks, or a reward is not finite.
+        ValueError: There is no such estimator, it needs a column that the batch lacks, or a reward is not finite.
     """
     columns, settings = data.batch, config
     if settings is None:
@@ -92,7 +92,7 @@ def compute_advantage(
 def rows_without_advantage(data: DataProto) -> np.ndarray:
     """Rows, as (B,) bool, with advantage 0 at every trained token.
 
-    They move no weight through the losses of ``hrl.algos.policy_losses.ZERO_AT_ZERO_ADVANTAGE``.
+    They move no weight through the losses of `hrl.algos.policy_losses.ZERO_AT_ZERO_ADVANTAGE`.
     """
     trained = data.batch["response_mask"].bool()
     return ~((data.batch["advantages"] != 0) & trained).any(-1).numpy()

@@ -11,18 +11,18 @@ from hrl.protocol import DataProto
 
 
 def take_baselines(batch: DataProto, scores: Tensor, kept: Tensor) -> tuple[DataProto, dict[str, Metric]]:
-    """Takes the greedy rows out of a scored batch and gives their scores to the samples of the same prompt.
+    """Take the greedy rows out of a scored batch and gives their scores to the samples of the same prompt.
 
     Where the reward function left a greedy row out there is no baseline: the samples of that prompt train nothing.
 
     Args:
-        batch: sampled rows with ``uid`` and ``greedy``.
+        batch: Sampled rows with `uid` and `greedy`.
         scores: (B,), also of responses without a token, which have no token to put a score on.
         kept: (B,) bool, rows that have a score.
 
     Returns:
-        The sampled rows with ``reward_baselines (B,)``; and ``reward/baseline_mean``, ``reward/baselines_left_out`` and
-        ``response_length/greedy_mean``.
+        The sampled rows with `reward_baselines (B,)`; and `reward/baseline_mean`, `reward/baselines_left_out` and
+        `response_length/greedy_mean`.
     """
     greedy = torch.tensor([bool(mark) for mark in batch.non_tensor_batch["greedy"]])
     uids = batch.non_tensor_batch["uid"]

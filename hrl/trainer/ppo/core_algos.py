@@ -1,4 +1,4 @@
-"""The names and signatures of ``verl.trainer.ppo.core_algos`` (0.9): a door to :mod:`hrl.algos`.
+"""The names and signatures of `verl.trainer.ppo.core_algos` (0.9): a door to :mod:`hrl.algos`.
 
 Code written against that module ports by changing the import. Nothing is computed here; where results differ from verl
 on purpose is documented in :mod:`hrl.algos`.

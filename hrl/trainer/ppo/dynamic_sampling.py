@@ -23,13 +23,13 @@ class GroupFilter:
     """Collects the groups with spread of the batches that one step samples, until there are enough for a batch.
 
     Args:
-        settings: ``algorithm.filter_groups``.
-        num_groups: groups of a full batch.
-        step: for errors.
+        settings: `algorithm.filter_groups`.
+        num_groups: Groups of a full batch.
+        step: For errors.
 
     Attributes:
-        rule: a key of ``hrl.algos.groups.GROUP_FILTERS``; a subclass names another, and a subclass of the trainer that
-            subclass as its ``group_filter``.
+        rule: A key of `hrl.algos.groups.GROUP_FILTERS`; a subclass names another, and a subclass of the trainer that
+            subclass as its `group_filter`.
     """
 
     rule: ClassVar[str] = "spread"
@@ -49,11 +49,11 @@ class GroupFilter:
         return self._num_kept >= self._wanted
 
     def add(self, batch: DataProto) -> None:
-        """Takes the groups with spread of a scored batch.
+        """Take the groups with spread of a scored batch.
 
         Raises:
-            ValueError: the metric is no number that every sample has.
-            DynamicSamplingError: the bound is reached and the batch not full.
+            ValueError: The metric is no number that every sample has.
+            DynamicSamplingError: The bound is reached and the batch not full.
         """
         self.num_batches += 1
         values = reward_values(batch, self._settings.metric, "algorithm.filter_groups.metric")
@@ -70,7 +70,7 @@ class GroupFilter:
             raise DynamicSamplingError(self._describe_failure())
 
     def full_batch(self) -> tuple[DataProto, dict[str, float]]:
-        """The first groups that were kept, as many as a batch has, and what became of the others.
+        """Return the first groups that were kept, as many as a batch has, and what became of the others.
 
         Groups beyond the batch are not kept for the next step: they would be samples of an older policy.
         """

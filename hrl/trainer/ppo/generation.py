@@ -26,16 +26,16 @@ def prompt_batch(
     """Repeats every prompt once per sample and stamps the rows with group, sample number and sampling settings.
 
     Args:
-        prompts: one row per prompt, from ``RLHFDataset.batch``; its ``index`` tells prompts apart.
-        rollout: the ``rollout`` part of the configuration.
-        step: the trainer's step, which sampling seeds derive from.
-        validate: use ``val_kwargs`` in place of the training settings.
-        wave: how many batches were sampled in this step before. A prompt that comes again, because a small data set
+        prompts: One row per prompt, from `RLHFDataset.batch`; its `index` tells prompts apart.
+        rollout: The `rollout` part of the configuration.
+        step: The trainer's step, which sampling seeds derive from.
+        validate: Use `val_kwargs` in place of the training settings.
+        wave: How many batches were sampled in this step before. A prompt that comes again, because a small data set
             begins anew, is another group with other samples.
-        with_greedy: behind all samples, one row per prompt that takes the most likely tokens (``greedy``).
+        with_greedy: Behind all samples, one row per prompt that takes the most likely tokens (`greedy`).
 
     Returns:
-        ``n`` consecutive rows per prompt, with non-tensor ``uid`` (B,) and ``sample_index`` (B,).
+        `n` consecutive rows per prompt, with non-tensor `uid` (B,) and `sample_index` (B,).
     """
     settings = rollout.val_kwargs if validate else rollout
     greedy = validate and not settings.do_sample
@@ -66,10 +66,10 @@ def prompt_batch(
 
 
 def check_policy_version(batch: DataProto, expected: int) -> None:
-    """Refuses a batch that was not sampled from the weights of step ``expected``.
+    """Refuse a batch that was not sampled from the weights of step `expected`.
 
     Raises:
-        PolicyVersionError: naming both versions.
+        PolicyVersionError: Naming both versions.
     """
     found = batch.meta_info.get("policy_version")
     if found != expected:

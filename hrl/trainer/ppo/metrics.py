@@ -48,19 +48,19 @@ def _length_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
-    """Describes the batch of one step: scores, rewards, advantages, returns, values and lengths.
+    """Describe the batch of one step: scores, rewards, advantages, returns, values and lengths.
 
     Rows without a trained token (an empty response, or one that the reward function left out) have no part in the
-    score and reward statistics; empty ones are counted in ``response/aborted_ratio``. Token statistics run over trained
-    tokens (``response_mask``) only.
+    score and reward statistics; empty ones are counted in `response/aborted_ratio`. Token statistics run over trained
+    tokens (`response_mask`) only.
 
     Args:
-        batch: the batch after the advantages were computed; columns that a run does not have are left out.
-        use_critic: also describe ``values`` and how much of the returns they explain.
+        batch: The batch after the advantages were computed; columns that a run does not have are left out.
+        use_critic: Also describe `values` and how much of the returns they explain.
 
     Returns:
-        Metric name to number, e.g. ``critic/score/mean``, ``reward/mean``, ``response_length/clip_ratio``,
-        ``rollout/zero_variance_groups``.
+        Metric name to number, e.g. `critic/score/mean`, `reward/mean`, `response_length/clip_ratio`,
+        `rollout/zero_variance_groups`.
     """
     columns = batch.batch
     trained = columns["response_mask"].bool()
@@ -91,11 +91,11 @@ def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) ->
     """Names the seconds of every phase, and relates them to the tokens the phase worked on.
 
     Args:
-        batch: the batch of the step.
-        timing_raw: phase to seconds.
+        batch: The batch of the step.
+        timing_raw: Phase to seconds.
 
     Returns:
-        ``timing_s/<phase>`` for every phase, ``timing_per_token_ms/<phase>`` for those that work on tokens. Generation
+        `timing_s/<phase>` for every phase, `timing_per_token_ms/<phase>` for those that work on tokens. Generation
         is related to response tokens, every other phase to all tokens.
     """
     prompt_lens, response_lens = lengths_of(batch)
@@ -112,9 +112,9 @@ def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float]
     """Tokens of the step, its seconds, and tokens per second and device.
 
     Args:
-        batch: the batch of the step.
-        timing_raw: phase to seconds, with ``step`` for the whole step.
-        n_gpus: devices that the step used (processes, on a machine without GPUs).
+        batch: The batch of the step.
+        timing_raw: Phase to seconds, with `step` for the whole step.
+        n_gpus: Devices that the step used (processes, on a machine without GPUs).
     """
     prompt_lens, response_lens = lengths_of(batch)
     total_num_tokens = float(prompt_lens.sum() + response_lens.sum())
@@ -126,7 +126,7 @@ def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float]
 
 
 def _sample_sizes(num_samples: int) -> list[int]:
-    """Powers of two below ``num_samples``, then ``num_samples`` itself: 8 gives 2, 4, 8."""
+    """Powers of two below `num_samples`, then `num_samples` itself: 8 gives 2, 4, 8."""
     sizes = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
     return [*sizes, num_samples] if num_samples > 1 else []
 
@@ -140,7 +140,10 @@ def _answer_codes(answers: Sequence[Hashable]) -> list[int]:
 def _per_prompt(
     scores: np.ndarray, correct: np.ndarray, answers: np.ndarray | None, n: int, rng: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """The metrics of P prompts of whose n samples m are scored, ``(P,)``, from columns ``(P, m)``; m is at most n."""
+    """Return the metrics of P prompts of whose n samples m are scored, `(P,)`, from columns `(P, m)`.
+
+    M is at most n.
+    """
     scored = scores.shape[1]
     metrics = {f"mean@{n}": scores.mean(axis=1)}
     if n > 1:
@@ -165,22 +168,24 @@ _TROUBLES = (
 
 
 def validation_troubles(counters: Mapping[str, float]) -> dict[str, float]:
-    """What went wrong in a validation, as ``val/<counter>``; a counter that is zero is absent.
+    """Return what went wrong in a validation, as `val/<counter>`; a counter that is zero is absent.
 
     Args:
-        counters: of the rewards (``reward/num_timeouts``) and the engines (``rollout/truncated_responses``).
+        counters: Of the rewards (`reward/num_timeouts`) and the engines (`rollout/truncated_responses`).
     """
     return {f"val/{name}": counters[name] for name in _TROUBLES if counters.get(name, 0.0) > 0}
 
 
 def count_left_out(data_sources: Sequence[str], kept: Sequence[bool]) -> dict[str, float]:
-    """``val/<source>/skipped`` for every source of whose validation samples the reward function left some out."""
+    """`val/<source>/skipped` for every source of whose validation samples the reward function left some out."""
     left_out = Counter(source for source, keep in zip(data_sources, kept, strict=True) if not keep)
     return {f"val/{source}/skipped": float(count) for source, count in left_out.items()}
 
 
 def answers_voted_on(reward_parts: Iterable[Mapping[str, Hashable]] | None) -> list[Hashable] | None:
-    """What each sample answered: the ``pred`` that a reward function returned beside its score, as verl's users do.
+    """Return what each sample answered.
+
+    The `pred` that a reward function returned beside its score, as verl's users do.
 
     Returns:
         One answer per sample, or None (no majority vote) where any sample has none.
@@ -194,10 +199,10 @@ CORRECT_AT = 1.0
 
 
 def answers_that_are_correct(reward_parts: Iterable[Mapping[str, Hashable]] | None) -> list[bool] | None:
-    """Which samples are correct: the ``acc`` that a reward function returned beside its score, as verl's users do.
+    """Return which samples are correct: the `acc` that a reward function returned beside its score, as verl's users do.
 
     Returns:
-        One bool per sample, True for an ``acc`` of 1 (or True); None (scores decide) where any sample has none.
+        One bool per sample, True for an `acc` of 1 (or True); None (scores decide) where any sample has none.
     """
     values = [] if reward_parts is None else [part.get("acc") for part in reward_parts]
     numbers = [float(value) for value in values if isinstance(value, int | float)]
@@ -216,26 +221,26 @@ def compute_validation_metrics(
 ) -> dict[str, float]:
     """Reduces the scored samples of a validation to numbers per data source.
 
-    Samples of one ``uid`` are the answers to one prompt, n of them or, where some have no score, fewer. The names are
+    Samples of one `uid` are the answers to one prompt, n of them or, where some have no score, fewer. The names are
     those of n whatever is missing. A metric is the mean over the prompts of its source, each judged by the samples it
     has: best, worst and maj are expectations over k draws with replacement from them; pass@k leaves a prompt with fewer
     than k out, since there is no estimate of k draws without replacement from them.
 
     Args:
-        data_sources: source of each sample (N,).
-        uids: prompt of each sample (N,).
-        scores: score of each sample (N,), finite.
-        answers: what each sample answered (N,), for the majority vote (a None among them is an answer too); None
+        data_sources: Source of each sample (N,).
+        uids: Prompt of each sample (N,).
+        scores: Score of each sample (N,), finite.
+        answers: What each sample answered (N,), for the majority vote (a None among them is an answer too); None
             leaves maj@k out.
         num_samples: n, how many samples were drawn per prompt.
-        correct: which samples are correct (N,), for pass@k; None takes those with a score of ``CORRECT_AT`` or more.
-        seed: seed of the bootstrap's own generator, so that validation moves no other random state.
+        correct: Which samples are correct (N,), for pass@k; None takes those with a score of `CORRECT_AT` or more.
+        seed: Seed of the bootstrap's own generator, so that validation moves no other random state.
 
     Returns:
-        ``val/<source>/{mean,std,best,worst,pass,maj}@<k>`` and ``val/<source>/n``, the number of prompts.
+        `val/<source>/{mean,std,best,worst,pass,maj}@<k>` and `val/<source>/n`, the number of prompts.
 
     Raises:
-        ValueError: the sequences differ in length, a score is not finite, or a prompt has more than n samples.
+        ValueError: The sequences differ in length, a score is not finite, or a prompt has more than n samples.
     """
     lengths = {len(data_sources), len(uids), len(scores)}
     lengths |= {len(column) for column in (answers, correct) if column is not None}

@@ -17,10 +17,10 @@ from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
 class OnlineDPOTrainer(RayPPOTrainer):
-    """Learns from pairs of its own samples, by ``algorithm.preference_loss``."""
+    """Learns from pairs of its own samples, by `algorithm.preference_loss`."""
 
     def on_batch_scored(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Adds ``preference (B,)``: 1 for the best sample of a prompt, -1 for the worst, 0 for the others.
+        """Add `preference (B,)`: 1 for the best sample of a prompt, -1 for the worst, 0 for the others.
 
         Prompts whose samples are all worth the same have no pair; an empty answer is in none.
         """
@@ -33,7 +33,7 @@ class OnlineDPOTrainer(RayPPOTrainer):
         return batch
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Adds ``ref_sequence_log_prob (B,)`` of the samples that are in a pair."""
+        """Add `ref_sequence_log_prob (B,)` of the samples that are in a pair."""
         sums = torch.zeros(len(batch))
         rows = batch.batch["preference"].nonzero().flatten()
         if len(rows):
@@ -47,7 +47,7 @@ class OnlineDPOTrainer(RayPPOTrainer):
         return batch
 
     def rows_to_learn(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """The pairs: the best and the worst sample of a prompt, one behind the other.
+        """Return the pairs: the best and the worst sample of a prompt, one behind the other.
 
         Where these are few, or none, other samples are compared with the sampler as well.
         """
@@ -65,7 +65,7 @@ class OnlineDPOTrainer(RayPPOTrainer):
         return pairs
 
     def update_actor(self, batch: DataProto, metrics: StepMetrics) -> None:
-        """One pass of DPO over the pairs, ``ppo_mini_batch_size`` of them per optimizer step."""
+        """One pass of DPO over the pairs, `ppo_mini_batch_size` of them per optimizer step."""
         if not len(batch):
             self.reporter.console.note(f"step {self.global_steps}: no two samples of a prompt differ, nothing to learn")
             return

@@ -1,4 +1,4 @@
-"""The driver of a PPO or GRPO run: the algorithm is ``train_step``, everything heavy a worker group's method."""
+"""The driver of a PPO or GRPO run: the algorithm is `train_step`, everything heavy a worker group's method."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "
 
 
 def is_on_policy(config: Any) -> bool:
-    """Whether a batch is used for one optimizer step only.
+    """Return whether a batch is used for one optimizer step only.
 
     Then the old log-probs are the update's own and cost no forward pass: the ratio is exactly 1.
     """
@@ -55,7 +55,10 @@ def is_on_policy(config: Any) -> bool:
 
 
 def needs_old_log_prob(config: Any) -> bool:
-    """Whether a run has the phase that computes ``old_log_probs``: something reads them before or in the update."""
+    """Return whether a run has the phase that computes `old_log_probs`.
+
+    Something reads them before or in the update.
+    """
     algorithm = config.algorithm
     return algorithm.preference_loss is None and (
         not is_on_policy(config)
@@ -70,22 +73,22 @@ def needs_old_log_prob(config: Any) -> bool:
 class RayPPOTrainer(TrainingLoop[WorkerGroups]):
     """Trains a policy with PPO, GRPO, or any registered advantage estimator and policy loss.
 
-    The algorithm is ``train_step``, which ``fit`` calls for every batch of prompts. Each of its phases is a method with
-    the batch in and the batch out, so that a subclass changes one phase and inherits the rest; ``on_batch_scored`` and
-    ``on_step_end`` are hooks that do nothing here.
+    The algorithm is `train_step`, which `fit` calls for every batch of prompts. Each of its phases is a method with
+    the batch in and the batch out, so that a subclass changes one phase and inherits the rest; `on_batch_scored` and
+    `on_step_end` are hooks that do nothing here.
 
     Args:
-        config: the validated configuration.
-        tokenizer: the policy's tokenizer.
-        role_worker_mapping: the worker class of every role, with its arguments (``RayClassWithInitArgs``).
-        resource_pool_manager: which role runs on which pool.
-        train_dataset: prompts to train on.
-        val_dataset: prompts to validate on, ``None`` for no validation.
-        rewards: scores finished samples, see ``hrl.trainer.ppo.rewards``.
-        reporter: timers, metrics, samples and pictures of the run.
+        config: The validated configuration.
+        tokenizer: The policy's tokenizer.
+        role_worker_mapping: The worker class of every role, with its arguments (`RayClassWithInitArgs`).
+        resource_pool_manager: Which role runs on which pool.
+        train_dataset: Prompts to train on.
+        val_dataset: Prompts to validate on, `None` for no validation.
+        rewards: Scores finished samples, see `hrl.trainer.ppo.rewards`.
+        reporter: Timers, metrics, samples and pictures of the run.
 
     Attributes:
-        group_filter: which groups ``algorithm.filter_groups`` keeps; a subclass may name another.
+        group_filter: Which groups `algorithm.filter_groups` keeps; a subclass may name another.
     """
 
     group_filter: ClassVar[type[GroupFilter]] = GroupFilter
@@ -130,7 +133,7 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         self.policy_version = -1
 
     def init_workers(self) -> None:
-        """Starts the processes of every pool and loads the models of every role into them."""
+        """Start the processes of every pool and load the models of every role into them."""
         self._workers = build_worker_groups(
             self.config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls
         )
@@ -187,12 +190,12 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
     def on_batch_scored(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Called when every row has its reward and before anything is learnt from it: filter or reshape here.
 
-        With ``algorithm.filter_groups`` it is called for every batch that is sampled, before groups are dropped.
+        With `algorithm.filter_groups` it is called for every batch that is sampled, before groups are dropped.
         """
         return batch
 
     def rows_to_learn(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """The rows that critic and policy learn from: all of them, or those that ``algorithm.pf_ppo`` draws."""
+        """Return the rows that critic and policy learn from: all of them, or those that `algorithm.pf_ppo` draws."""
         algorithm = self.config.algorithm
         if not algorithm.use_pf_ppo:
             return batch
@@ -203,12 +206,12 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
     # ------------------------------------------------------------------ phases
 
     def generate(self, batch: DataProto, metrics: StepMetrics, wave: int = 0) -> DataProto:
-        """Samples ``rollout.n`` responses per prompt; finished ones are scored while the others are still generated.
+        """Sample `rollout.n` responses per prompt; finished ones are scored while the others are still generated.
 
         Args:
-            batch: one row per prompt.
-            metrics: receives the engines' counts.
-            wave: how many batches the step has sampled before this one.
+            batch: One row per prompt.
+            metrics: Receives the engines' counts.
+            wave: How many batches the step has sampled before this one.
         """
         rows = prompt_batch(
             batch,
@@ -220,12 +223,12 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         return self._sample(rows, metrics)
 
     def refill(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """Drops groups without spread and samples further prompts until the batch is full (DAPO's dynamic sampling).
+        """Drop groups without spread and samples further prompts until the batch is full (DAPO's dynamic sampling).
 
         Engines stay awake meanwhile: a reward model on the same devices scores beside them.
 
         Raises:
-            DynamicSamplingError: ``algorithm.filter_groups.max_num_gen_batches`` batches did not suffice.
+            DynamicSamplingError: `algorithm.filter_groups.max_num_gen_batches` batches did not suffice.
         """
         settings, wanted = self.config.algorithm.filter_groups, self.config.data.train_batch_size
         groups = self.group_filter(settings, wanted, self.global_steps)
@@ -257,10 +260,10 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         return rows.select(batch_keys=[]).union(sampled)
 
     def compute_reward(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """Scores every response: reward functions, reward model, or both combined.
+        """Score every response: reward functions, reward model, or both combined.
 
-        Adds ``token_level_scores (B, R)``, the score on the last token of the response, and ``plain_scores (B,)``, the
-        reward function's own. Greedy responses leave the batch; their scores stay as ``reward_baselines (B,)``.
+        Adds `token_level_scores (B, R)`, the score on the last token of the response, and `plain_scores (B,)`, the
+        reward function's own. Greedy responses leave the batch; their scores stay as `reward_baselines (B,)`.
         """
         batch = self._with_model_scores(batch)
         combined = self.rewards.collect(batch, metrics)
@@ -283,9 +286,9 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         return self.config.algorithm.rollout_correction.bypass_mode and not self.drift_gate.is_closed
 
     def compute_old_log_prob(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """Adds ``old_log_probs (B, R)`` of the policy that sampled, as the trainer computes them.
+        """Add `old_log_probs (B, R)` of the policy that sampled, as the trainer computes them.
 
-        With ``algorithm.rollout_correction`` also ``rollout_is_weights (B, R)``, and rejected tokens leave the batch.
+        With `algorithm.rollout_correction` also `rollout_is_weights (B, R)`, and rejected tokens leave the batch.
         In bypass mode the update does that, and the sampler's own log-probs are taken as they are unless they drifted.
         """
         if self.bypasses:
@@ -302,19 +305,19 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         return batch
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Adds ``ref_log_prob (B, R)`` of the reference policy."""
+        """Add `ref_log_prob (B, R)` of the reference policy."""
         ref = self.workers.ref
         plan = self.planner.forward(batch, ref.world_size, self.limits.ref)
         return batch.union(ref.compute_ref_log_prob(batch, plan))
 
     def compute_values(self, batch: DataProto) -> DataProto:
-        """Adds the critic's ``values (B, R)``."""
+        """Add the critic's `values (B, R)`."""
         critic = self.workers.critic
         plan = self.planner.forward(batch, critic.world_size, self.limits.values)
         return batch.union(critic.compute_values(batch, plan))
 
     def compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Adds ``token_level_rewards``, ``advantages`` and ``returns``, each (B, R)."""
+        """Add `token_level_rewards`, `advantages` and `returns`, each (B, R)."""
         algorithm = self.config.algorithm
         if algorithm.use_kl_in_reward:
             batch, kl_metrics = apply_kl_penalty(batch, self.kl_ctrl, algorithm.kl_penalty)
@@ -349,9 +352,9 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         Nothing where all rows were compared when the old log-probs were computed.
 
         Args:
-            batch: the step's samples.
-            compared: rows of it that the update compares itself: with the weights that sampled, so of its first step.
-            metrics: receives ``rollout/logprob_diff_*``, ``rollout_corr/*`` and ``actor/entropy`` of the others, which
+            batch: The step's samples.
+            compared: Rows of it that the update compares itself: with the weights that sampled, so of its first step.
+            metrics: Receives `rollout/logprob_diff_*`, `rollout_corr/*` and `actor/entropy` of the others, which
                 those of the update are merged with.
         """
         if self.needs_old_log_prob and not self.bypasses:
@@ -371,9 +374,9 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         metrics.observe({"actor/entropy": Metric.mean(entropies.sum(), entropies.numel())})
 
     def update_actor(self, batch: DataProto, metrics: StepMetrics) -> None:
-        """Moves the policy along the advantages. Rows that cannot move it count in the divisor and are not run.
+        """Move the policy along the advantages. Rows that cannot move it count in the divisor and are not run.
 
-        ``actor/rows_run`` says how many are: means over tokens such as ``actor/ppo_kl`` and ``actor/pg_clipfrac`` are
+        `actor/rows_run` says how many are: means over tokens such as `actor/ppo_kl` and `actor/pg_clipfrac` are
         theirs.
         """
         settings, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
@@ -409,7 +412,7 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         metrics.observe(self.workers.actor.update_actor(batch, plan).meta_info["metrics"])
 
     def judge_mismatch(self, metrics: dict[str, float]) -> None:
-        """Says how far sampler and trainer are apart, and whether the next step may take the sampler's log-probs."""
+        """Say how far sampler and trainer are apart, and whether the next step may take the sampler's log-probs."""
         with_sample_sizes(metrics)
         if self.config.algorithm.rollout_correction.bypass_mode:
             metrics["rollout_corr/recomputed"] = float(self.drift_gate.is_closed)
@@ -425,7 +428,7 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         return step_generator(self.config.trainer.seed, self.global_steps, purpose)
 
     def sync_weights(self) -> dict[str, float]:
-        """Gives the engines the policy's weights, stamped with the number of the step that made them.
+        """Give the engines the policy's weights, stamped with the number of the step that made them.
 
         Also after a step that left the policy alone (critic warm-up), so that the stamp says which step it serves.
         """
@@ -436,11 +439,11 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
     # ------------------------------------------------------------------ validation
 
     def validate(self) -> dict[str, float]:
-        """Samples an answer (``val_kwargs.n`` of them) to every validation prompt; returns ``val/...`` metrics.
+        """Sample an answer (`val_kwargs.n` of them) to every validation prompt; returns `val/...` metrics.
 
         The score is the reward function's own (the reward model's where there is none), without weights and penalties.
-        Samples that the function left out are counted in ``val/<source>/skipped`` and in nothing else.
-        What went wrong on the way is in ``val/reward/...`` and ``val/rollout/...``, see ``validation_troubles``.
+        Samples that the function left out are counted in `val/<source>/skipped` and in nothing else.
+        What went wrong on the way is in `val/reward/...` and `val/rollout/...`, see `validation_troubles`.
         """
         if self.val_dataset is None:
             return {}

@@ -20,20 +20,20 @@ class RewardPartError(ValueError):
 
 
 def reward_values(batch: DataProto, name: str, key: str) -> Tensor:
-    """The whole reward of every sample, or one part of it, float64 (B,).
+    """Return the whole reward of every sample, or one part of it, float64 (B,).
 
     Args:
-        batch: ``token_level_scores``, ``plain_scores``, ``response_mask``; non-tensor ``reward_parts``, ``uid`` and
-            ``sample_index``.
-        name: one of ``WHOLE_SCORE``, ``OWN_SCORE``, what a reward function calls a part, ``reward_model``, or, where
-            it is logged, ``overlong``.
-        key: the configuration key that names it, for errors.
+        batch: `token_level_scores`, `plain_scores`, `response_mask`; non-tensor `reward_parts`, `uid` and
+            `sample_index`.
+        name: One of `WHOLE_SCORE`, `OWN_SCORE`, what a reward function calls a part, `reward_model`, or, where
+            it is logged, `overlong`.
+        key: The configuration key that names it, for errors.
 
     Returns:
         0 for samples without a trained token, which need have no reward.
 
     Raises:
-        RewardPartError: the reward of a sample has no such part, or it is no number; names the sample.
+        RewardPartError: The reward of a sample has no such part, or it is no number; names the sample.
     """
     if name in WHOLE_SCORE:
         return batch.batch["token_level_scores"].sum(-1).double()
@@ -55,5 +55,5 @@ def reward_values(batch: DataProto, name: str, key: str) -> Tensor:
 
 
 def reward_columns(batch: DataProto, names: Sequence[str], key: str) -> Tensor:
-    """Several of them side by side, float64 (B, K); see ``reward_values``."""
+    """Several of them side by side, float64 (B, K); see `reward_values`."""
     return torch.stack([reward_values(batch, name, key) for name in names], dim=1)

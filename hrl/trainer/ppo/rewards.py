@@ -26,14 +26,14 @@ class RewardService:
     """Scores the samples of a batch by reward function, reward model or both. Leaving its context ends the pool.
 
     Args:
-        config: the whole configuration.
-        data_sources: the data sources to come, so that their scorers are loaded beforehand.
+        config: The whole configuration.
+        data_sources: The data sources to come, so that their scorers are loaded beforehand.
 
     Attributes:
-        shaping: what is done to the rewards of training samples; its state belongs into a checkpoint.
+        shaping: What is done to the rewards of training samples; its state belongs into a checkpoint.
 
     Raises:
-        RewardFunctionError: the reward function cannot be loaded.
+        RewardFunctionError: The reward function cannot be loaded.
     """
 
     def __init__(self, config: Any, data_sources: tuple[str, ...]) -> None:
@@ -65,7 +65,7 @@ class RewardService:
 
     @property
     def sink(self) -> Any:
-        """The Ray actor that workers send finished samples to; ``None`` where the reward model alone decides."""
+        """The Ray actor that workers send finished samples to; `None` where the reward model alone decides."""
         return None if self._loop is None else self._loop.handle
 
     def __enter__(self) -> Self:
@@ -95,18 +95,18 @@ class RewardService:
         self._loop.begin(self._round, announced, self._title)
 
     def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
-        """The scores of the announced batch: ``scores`` to train on, ``plain`` to validate by.
+        """Return the scores of the announced batch: `scores` to train on, `plain` to validate by.
 
-        Rows that a reward function left out (it returned ``None``, or failed with ``reward.on_error=skip``) lose their
+        Rows that a reward function left out (it returned `None`, or failed with `reward.on_error=skip`) lose their
         response mask: they train nothing and count in no statistics of their group. What the reward was made of is kept
-        in the non-tensor column ``reward_parts``.
+        in the non-tensor column `reward_parts`.
 
         Args:
-            batch: sampled rows, with ``rm_scores (B,)`` if there is a reward model.
-            metrics: receives the counters of the reward function.
+            batch: Sampled rows, with `rm_scores (B,)` if there is a reward model.
+            metrics: Receives the counters of the reward function.
 
         Raises:
-            RewardError: rewards are missing or wrong; the message names function or model, and sample.
+            RewardError: Rewards are missing or wrong; the message names function or model, and sample.
         """
         function_scores: list[float | None] | None = None
         parts: list[dict[str, Any]] = [{} for _ in range(len(batch))]

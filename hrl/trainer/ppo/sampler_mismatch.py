@@ -20,14 +20,14 @@ SPOT_CHECK_ROWS = 16
 
 
 def sampler_drift(batch: DataProto) -> dict[str, Metric]:
-    """How far the trainer's log-probs of the sampled tokens are from the sampler's.
+    """Return how far the trainer's log-probs of the sampled tokens are from the sampler's.
 
     Args:
-        batch: ``old_log_probs`` as the trainer computed them, ``rollout_log_probs`` and ``response_mask``, (B, R) each.
+        batch: `old_log_probs` as the trainer computed them, `rollout_log_probs` and `response_mask`, (B, R) each.
 
     Returns:
-        Mean, p99 and maximum of the absolute difference as ``rollout/logprob_diff_*``, the number of rows that they
-        stand for as ``rollout/logprob_diff_rows``, and the rest as ``rollout_corr/*``; nothing without the sampler's
+        Mean, p99 and maximum of the absolute difference as `rollout/logprob_diff_*`, the number of rows that they
+        stand for as `rollout/logprob_diff_rows`, and the rest as `rollout_corr/*`; nothing without the sampler's
         log-probs or without a trained token.
     """
     if "rollout_log_probs" not in batch.batch:
@@ -48,22 +48,22 @@ def sampler_drift(batch: DataProto) -> dict[str, Metric]:
 
 
 def compared_rows(count: SupportsFloat) -> dict[str, Metric]:
-    """How many rows ``rollout/logprob_diff_*`` stand for."""
+    """Return how many rows `rollout/logprob_diff_*` stand for."""
     return {"rollout/logprob_diff_rows": Metric.total(count)}
 
 
 def spot_check(batch: DataProto, compared: Collection[int]) -> np.ndarray:
-    """The rows to compare with the sampler besides those that are compared anyway.
+    """Return the rows to compare with the sampler besides those that are compared anyway.
 
     An update runs no row that cannot move a weight. When none can, because every reward is equal, that may be *since*
     the sampler has the wrong weights: so the comparison must not depend on rewards.
 
     Args:
-        batch: with ``response_mask (B, R)``.
-        compared: rows that the update compares.
+        batch: With `response_mask (B, R)`.
+        compared: Rows that the update compares.
 
     Returns:
-        Evenly over the other rows with a trained token, as many as lack to ``SPOT_CHECK_ROWS``; the same for the same
+        Evenly over the other rows with a trained token, as many as lack to `SPOT_CHECK_ROWS`; the same for the same
         arguments.
     """
     has_tokens = batch.batch["response_mask"].bool().any(-1).numpy()
@@ -75,25 +75,25 @@ def spot_check(batch: DataProto, compared: Collection[int]) -> np.ndarray:
 
 
 def corrects(settings: Any) -> bool:
-    """Whether ``algorithm.rollout_correction`` asks for weights or for rejection."""
+    """Return whether `algorithm.rollout_correction` asks for weights or for rejection."""
     return settings.rollout_is is not None or bool(settings.rollout_rs)
 
 
 def correct_for_sampler(batch: DataProto, settings: Any) -> tuple[DataProto, dict[str, Metric]]:
     """Weighs and rejects by the ratio of trainer to sampler, once over the whole batch.
 
-    What is rejected leaves ``response_mask``: it trains nothing, and a sequence that leaves whole has no part in its
+    What is rejected leaves `response_mask`: it trains nothing, and a sequence that leaves whole has no part in its
     group. A score that stood on a rejected token moves to the last one that is left.
 
     Args:
-        batch: the columns of ``sampler_drift`` and ``token_level_scores``.
-        settings: ``algorithm.rollout_correction``.
+        batch: The columns of `sampler_drift` and `token_level_scores`.
+        settings: `algorithm.rollout_correction`.
 
     Returns:
-        The batch, with ``rollout_is_weights (B, R)`` where weights are on; and metrics ``rollout_corr/rollout_*``.
+        The batch, with `rollout_is_weights (B, R)` where weights are on; and metrics `rollout_corr/rollout_*`.
 
     Raises:
-        ValueError: the sampler gave no log-probs.
+        ValueError: The sampler gave no log-probs.
     """
     columns = batch.batch
     if "rollout_log_probs" not in columns:
@@ -113,7 +113,7 @@ def _metrics(sums: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str,
 
 
 def with_sample_sizes(metrics: dict[str, float]) -> None:
-    """Adds the effective sample sizes, of the batch as it was sampled and as it is weighed, in place."""
+    """Add the effective sample sizes, of the batch as it was sampled and as it is weighed, in place."""
     ratio, mean = metrics.pop(f"{PREFIX}ratio", None), metrics.get(f"{PREFIX}rollout_is_mean")
     if ratio is not None:
         metrics[f"{PREFIX}eff_sample_size"] = effective_share(ratio, metrics[f"{PREFIX}chi2_token"] + 1.0)
@@ -123,7 +123,7 @@ def with_sample_sizes(metrics: dict[str, float]) -> None:
 
 
 def is_apart(drift: float, limit: float) -> bool:
-    """Whether a mean absolute difference of log-probs is above the limit; NaN is."""
+    """Return whether a mean absolute difference of log-probs is above the limit; NaN is."""
     return not drift <= limit
 
 
@@ -131,14 +131,14 @@ class DriftGate:
     """Whether the sampler's log-probs may stand for the trainer's in the next step.
 
     It judges by the last difference that was measured: in bypass mode by the update itself, which has the trainer's
-    log-probs of the weights that sampled (and by ``spot_check`` of the rows that the update does not run), else by the
+    log-probs of the weights that sampled (and by `spot_check` of the rows that the update does not run), else by the
     forward pass that the closed gate brings back. So it is one step late, and opens again when the two agree.
 
     Args:
-        limit: the largest mean absolute difference of log-probs.
+        limit: The largest mean absolute difference of log-probs.
 
     Attributes:
-        is_closed: log-probs are computed by the trainer.
+        is_closed: Log-probs are computed by the trainer.
     """
 
     def __init__(self, limit: float) -> None:
@@ -146,9 +146,9 @@ class DriftGate:
         self.is_closed = False
 
     def judge(self, drift: float | None) -> str | None:
-        """Takes the step's mean absolute difference; a sentence where the gate moves.
+        """Take the step's mean absolute difference; a sentence where the gate moves.
 
-        It stays where it is without a measurement (``None``: no sample had a trained token), which says nothing about
+        It stays where it is without a measurement (`None`: no sample had a trained token), which says nothing about
         the next step. NaN is no agreement.
         """
         if drift is None or is_apart(drift, self.limit) == self.is_closed:

@@ -14,7 +14,7 @@ from hrl.protocol import DataProto
 
 
 def step_generator(seed: int, step: int, purpose: str) -> torch.Generator:
-    """A generator for one draw of one step, the same when a run is resumed and independent of every other draw."""
+    """Return the generator of one draw of one step: the same after a resume, independent of every other draw."""
     digest = hashlib.blake2b(f"{seed}/{step}/{purpose}".encode(), digest_size=8).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
@@ -23,13 +23,13 @@ def draw_by_score(batch: DataProto, settings: Any, generator: torch.Generator) -
     """Rows drawn with replacement, those with decided scores more often (PF-PPO, arXiv:2409.06957).
 
     Args:
-        batch: with advantages; its scores decide.
-        settings: ``algorithm.pf_ppo``.
-        generator: of this draw.
+        batch: With advantages; its scores decide.
+        settings: `algorithm.pf_ppo`.
+        generator: Of this draw.
 
     Returns:
-        As many rows. Each has a ``uid`` of its own: groups have done their part, and mini-batches are cut by rows. And
-        ``pf_ppo/distinct_rows``, the share of the rows that were drawn at all.
+        As many rows. Each has a `uid` of its own: groups have done their part, and mini-batches are cut by rows. And
+        `pf_ppo/distinct_rows`, the share of the rows that were drawn at all.
     """
     scores = batch.batch["token_level_scores"].sum(-1)
     counted = batch.batch["response_mask"].bool().any(-1)
@@ -42,12 +42,12 @@ def draw_by_score(batch: DataProto, settings: Any, generator: torch.Generator) -
 
 
 def mark_tokens(batch: DataProto, actor: Any, generator: torch.Generator) -> dict[str, float]:
-    """Adds ``selected_tokens (B, R)`` for a policy loss that treats some tokens differently; nothing for others.
+    """Add `selected_tokens (B, R)` for a policy loss that treats some tokens differently; nothing for others.
 
     Args:
-        batch: ``old_log_probs``, ``advantages`` and ``response_mask``.
-        actor: ``actor_rollout_ref.actor``.
-        generator: of this draw.
+        batch: `old_log_probs`, `advantages` and `response_mask`.
+        actor: `actor_rollout_ref.actor`.
+        generator: Of this draw.
     """
     name, columns = actor.policy_loss.loss_mode, batch.batch
     if name not in TOKEN_SELECTORS:

@@ -1,12 +1,12 @@
 """AdamW on this rank's shards: state per parameter, moments that may live in host memory, masters that may be bfloat16.
 
-The arithmetic is torch's (``torch.optim.adamw``, its fused kernel), on
+The arithmetic is torch's (`torch.optim.adamw`, its fused kernel), on
 
 - **whole shards**, where moments lie on the device and masters are float32 (or float64);
-- **buckets** of at most ``BUCKET_ELEMENTS`` elements otherwise. With ``offload`` the moments are born in host memory
+- **buckets** of at most `BUCKET_ELEMENTS` elements otherwise. With `offload` the moments are born in host memory
   and only a bucket's moments visit the device, two buckets at most: while one is computed with, the next comes and the
   one before goes, on streams of their own. bfloat16 masters are widened to float32 a bucket at a time and rounded back
-  stochastically (``hrl.workers.engine.rounding``); their moments are float32.
+  stochastically (`hrl.workers.engine.rounding`); their moments are float32.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Piece(NamedTuple):
     stop: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These elements of the parameter's shard, its gradient's or a moment's, as a view ``(n,)``."""
+        """These elements of the parameter's shard, its gradient's or a moment's, as a view `(n,)`."""
         return local(tensor).view(-1)[self.start : self.stop]
 
 
@@ -45,21 +45,21 @@ class AdamW:
     """AdamW over sharded parameters.
 
     Args:
-        names: of the parameters that are trained.
-        betas: decay rates of the moments.
-        weight_decay: decoupled.
-        device: where parameters and gradients are at a step.
-        offload: keep the moments in host memory.
-        seed: of the run, for bfloat16 masters.
-        bucket_elements: see ``BUCKET_ELEMENTS``.
+        names: Of the parameters that are trained.
+        betas: Decay rates of the moments.
+        weight_decay: Decoupled.
+        device: Where parameters and gradients are at a step.
+        offload: Keep the moments in host memory.
+        seed: Of the run, for bfloat16 masters.
+        bucket_elements: See `BUCKET_ELEMENTS`.
 
     Attributes:
-        state: ``exp_avg`` and ``exp_avg_sq`` of each parameter, sharded as it is. They exist from the start, so that a
+        state: `exp_avg` and `exp_avg_sq` of each parameter, sharded as it is. They exist from the start, so that a
             checkpoint has the same keys before and after the first step.
-        steps: how many updates the moments of each parameter have seen; its bias correction follows from it.
+        steps: How many updates the moments of each parameter have seen; its bias correction follows from it.
 
     Raises:
-        ValueError: a parameter's dtype is neither float32, float64 nor bfloat16.
+        ValueError: A parameter's dtype is neither float32, float64 nor bfloat16.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Updates every parameter that has a gradient; the others keep weight, moments and step count."""
+        """Update every parameter that has a gradient; the others keep weight, moments and step count."""
         moved = [p for p in self._names if p.grad is not None]
         for parameter in moved:
             self.steps[parameter] += 1
@@ -162,7 +162,7 @@ class AdamW:
         return sizes
 
     def _fetch(self, bucket: Sequence[Piece], slot: Mapping[tuple[str, torch.dtype], Tensor]) -> list[list[Tensor]]:
-        """Copies a bucket's moments to the device; both lists in the order of the pieces."""
+        """Copy a bucket's moments to the device; both lists in the order of the pieces."""
         visitors: list[list[Tensor]] = []
         with self._coming:
             for moment in MOMENTS:
@@ -178,7 +178,7 @@ class AdamW:
         return visitors
 
     def _store(self, bucket: Sequence[Piece], visitors: Sequence[Sequence[Tensor]]) -> None:
-        """Copies a bucket's moments back to host memory."""
+        """Copy a bucket's moments back to host memory."""
         with self._going:
             for moment, column in zip(MOMENTS, visitors, strict=True):
                 for piece, visitor in zip(bucket, column, strict=True):
@@ -201,7 +201,7 @@ class AdamW:
                 weight.copy_(round_stochastically(number, key, _first_element(parameter) + piece.start))
 
     def _adamw(self, columns: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float) -> None:
-        """The arithmetic, in place; ``columns`` are weights, gradients and both moments."""
+        """The arithmetic, in place; `columns` are weights, gradients and both moments."""
         weights, grads, exp_avgs, exp_avg_sqs = map(list, columns)
         adamw(
             weights,
@@ -221,14 +221,14 @@ class AdamW:
         )
 
     def _counts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Updates before this one, one number for each, on the device: the kernel adds this one itself."""
+        """Update before this one, one number for each, on the device: the kernel adds this one itself."""
         before = torch.tensor([float(self.steps[parameter] - 1) for parameter in parameters])
         if self._device.type == "cuda":
             before = before.pin_memory()
         return list(before.to(self._device, non_blocking=True).unbind())
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:
-        """Runs of at most ``bucket_elements`` elements over all parameters."""
+        """Yield runs of at most `bucket_elements` elements over all parameters."""
         bucket: list[Piece] = []
         room = self._bucket_elements
         for parameter in parameters:
@@ -245,7 +245,7 @@ class AdamW:
             yield bucket
 
     def _here(self) -> torch.cuda.Event | None:
-        """How far the stream that computes has come."""
+        """Return how far the stream that computes has come."""
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
     def _wait_here(self, event: torch.cuda.Event | None) -> None:
@@ -254,7 +254,7 @@ class AdamW:
 
 
 def _first_element(parameter: nn.Parameter) -> int:
-    """Where this rank's shard begins in the flattened whole parameter; shards are runs of rows."""
+    """Return where this rank's shard begins in the flattened whole parameter; shards are runs of rows."""
     if not isinstance(parameter, DTensor):
         return 0
     _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

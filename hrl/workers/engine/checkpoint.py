@@ -3,8 +3,8 @@
 torch's default storage keeps its metadata in a pickle. The safetensors storage has the same planner, so that a
 checkpoint of two ranks loads on three, and a folder from anywhere can be read without executing anything.
 
-A folder holds ``shard-*.safetensors`` (every rank's parameters and moments), ``rng-rank-*.safetensors`` and
-``state.json`` (names, shapes, the step count of each parameter's moments, world size). Writing to a temporary folder
+A folder holds `shard-*.safetensors` (every rank's parameters and moments), `rng-rank-*.safetensors` and
+`state.json` (names, shapes, the step count of each parameter's moments, world size). Writing to a temporary folder
 and renaming it is the caller's part.
 """
 
@@ -37,13 +37,13 @@ ONE_COUNT_FORMAT = 3
 
 
 def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> None:
-    """Writes this rank's part of the state.
+    """Write this rank's part of the state.
 
     Args:
-        folder: created if missing; must be seen by all ranks.
-        module: the sharded module.
-        optimizer: ``None`` for a model that isn't trained.
-        contents: of ``model``, ``optimizer`` (moments and their step counts), ``extra`` (position in the learning
+        folder: Created if missing; must be seen by all ranks.
+        module: The sharded module.
+        optimizer: `None` for a model that isn't trained.
+        contents: Of `model`, `optimizer` (moments and their step counts), `extra` (position in the learning
             rate's schedule, the global generators of Python, numpy and torch); others are somebody else's.
     """
     tensors = _tensors(module, optimizer, contents)
@@ -66,13 +66,13 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> None:
-    """Loads what ``save_state`` wrote, on any number of ranks; strict about names and shapes both ways.
+    """Load what `save_state` wrote, on any number of ranks; strict about names and shapes both ways.
 
     The RNG of the ranks is restored where their number is the same, otherwise it is left alone and that is logged.
 
     Raises:
-        FileNotFoundError: no checkpoint in ``folder``.
-        ValueError: it lacks what is asked for, or was written by another model.
+        FileNotFoundError: No checkpoint in `folder`.
+        ValueError: It lacks what is asked for, or was written by another model.
     """
     path = folder / STATE_FILE
     if not path.is_file():
@@ -153,7 +153,7 @@ def _rng_file(folder: Path) -> Path:
 
 
 def _rng_state() -> dict[str, Tensor]:
-    """Every global generator that ``seed_everything`` seeds; what a user's code draws from goes on too."""
+    """Every global generator that `seed_everything` seeds; what a user's code draws from goes on too."""
     state = {
         "torch": torch.get_rng_state(),
         "python": _json_tensor(random.getstate()),

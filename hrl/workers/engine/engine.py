@@ -35,15 +35,15 @@ class Engine:
     """Runs packed micro-batches through one sharded model.
 
     Args:
-        load: ``load(meta)`` gives the transformers model, with or without storage.
-        wrap: from the transformers model to the module whose ``forward`` is run.
-        share_prefix: compute equal prompts of a micro-batch once.
-        train: ``optim`` and ``grad_clip``; ``None`` for a model that isn't trained.
-        fsdp: the sharding's configuration.
-        device: of this rank.
-        total_steps: length of the run in optimizer steps.
-        run_folder: where batches are kept whose loss or gradient is not finite; ``None`` outside of a run.
-        seed: of the run, by which bfloat16 masters are rounded.
+        load: `load(meta)` gives the transformers model, with or without storage.
+        wrap: From the transformers model to the module whose `forward` is run.
+        share_prefix: Compute equal prompts of a micro-batch once.
+        train: `optim` and `grad_clip`; `None` for a model that isn't trained.
+        fsdp: The sharding's configuration.
+        device: Of this rank.
+        total_steps: Length of the run in optimizer steps.
+        run_folder: Where batches are kept whose loss or gradient is not finite; `None` outside of a run.
+        seed: Of the run, by which bfloat16 masters are rounded.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Engine:
     # ------------------------------------------------------------------ running
 
     def pack(self, rows: Rows, picked: tuple[int, ...], wanted: Wanted = "next") -> PackedMicroBatch:
-        """Packs local rows for this engine."""
+        """Pack local rows for this engine."""
         return pack(rows, picked, share_prefix=self.share_prefix, wanted=wanted, device=self.device)
 
     @torch.no_grad()
@@ -111,17 +111,17 @@ class Engine:
         num_outputs: int,
         wanted: Wanted = "next",
     ) -> list[Tensor]:
-        """Runs every row once, without gradients.
+        """Run every row once, without gradients.
 
         Args:
-            rows: this rank's rows.
-            plan: exactly one mini-batch; ``None`` runs all rows in one micro-batch.
-            run: from a packed micro-batch to ``(N,)`` results.
-            num_outputs: how many results ``run`` gives.
-            wanted: which hidden states it needs.
+            rows: This rank's rows.
+            plan: Exactly one mini-batch; `None` runs all rows in one micro-batch.
+            run: From a packed micro-batch to `(N,)` results.
+            num_outputs: How many results `run` gives.
+            wanted: Which hidden states it needs.
 
         Returns:
-            Float32 columns on the CPU: ``(B, R)``, or ``(B,)`` for ``wanted="last"``; zero where nothing was asked.
+            Float32 columns on the CPU: `(B, R)`, or `(B,)` for `wanted="last"`; zero where nothing was asked.
         """
         count, width = rows.responses.shape
         micro_batches = forward_micro_batches(plan, count)
@@ -155,17 +155,17 @@ class Engine:
         """Every optimizer step of the plan.
 
         Args:
-            plan: this rank's part of the mini-batches.
-            loss_of: from a mini-batch and a micro-batch's rows to what ``step`` wants of them.
-            name: of the update, in front of its metrics.
-            batch: the rank's rows.
-            meter: takes the metrics of ``loss_of``.
+            plan: This rank's part of the mini-batches.
+            loss_of: From a mini-batch and a micro-batch's rows to what `step` wants of them.
+            name: Of the update, in front of its metrics.
+            batch: The rank's rows.
+            meter: Takes the metrics of `loss_of`.
 
         Returns:
             The meter's metrics.
 
         Raises:
-            NonFiniteStepError: several steps in a row were not finite.
+            NonFiniteStepError: Several steps in a row were not finite.
         """
         reports = []
         with self.resident():
@@ -180,8 +180,8 @@ class Engine:
         """One optimizer step: forward and backward of every micro-batch, then the update.
 
         Args:
-            micro_batches: this rank's part of the mini-batch.
-            loss_of: from a micro-batch's rows to its share of the mini-batch's loss, divided by the global counts.
+            micro_batches: This rank's part of the mini-batch.
+            loss_of: From a micro-batch's rows to its share of the mini-batch's loss, divided by the global counts.
         """
         optimizer = self._trained
         optimizer.zero_grad()
@@ -224,7 +224,7 @@ class Engine:
             self.module.set_reshard_after_backward(not keep)
 
     def _release_gathered(self) -> None:
-        """Drops the cast copies that a forward without backward leaves behind: they would outlive the weights."""
+        """Drop the cast copies that a forward without backward leaves behind: they would outlive the weights."""
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 unit.reshard()
@@ -235,7 +235,7 @@ class Engine:
     def resident(self) -> Iterator[None]:
         """The parameters are on the device inside the block, and offloaded afterwards where configured.
 
-        Offloaded moments stay where they are: they visit the device a bucket at a time, see ``AdamW``.
+        Offloaded moments stay where they are: they visit the device a bucket at a time, see `AdamW`.
         """
         self.onload()
         try:
@@ -244,12 +244,12 @@ class Engine:
             self.offload()
 
     def onload(self) -> None:
-        """Brings offloaded parameters to the device."""
+        """Bring offloaded parameters to the device."""
         if self.host_copies is not None:
             self.host_copies.onload()
 
     def offload(self) -> None:
-        """Takes parameters to host memory, where the configuration says so."""
+        """Take parameters to host memory, where the configuration says so."""
         if self.host_copies is not None:
             self.host_copies.offload(changed=self._is_changed)
             self._is_changed = False
@@ -261,29 +261,29 @@ class Engine:
     # Saved and loaded where it lies: next to an engine that is awake there is no room on the device.
 
     def save(self, folder: Path, contents: Collection[str] = CONTENTS) -> None:
-        """Writes the sharded state; every rank calls it."""
+        """Write the sharded state; every rank calls it."""
         save_state(folder, self.module, self.optimizer, contents)
 
     def load(self, folder: Path, contents: Collection[str] = CONTENTS) -> None:
-        """Loads what ``save`` wrote, on any number of ranks; every rank calls it."""
+        """Load what `save` wrote, on any number of ranks; every rank calls it."""
         load_state(folder, self.module, self.optimizer, contents)
         self._is_changed = True
 
     def export_hf(self, folder: Path) -> None:
-        """Writes a folder that transformers and vLLM load, in the dtype of the folder that was loaded."""
+        """Write a folder that transformers and vLLM load, in the dtype of the folder that was loaded."""
         own = self.source_config.dtype or torch.bfloat16
         dtype = dtype_of(own) if isinstance(own, str) else own
         everything = iter_full_params(self.module, self.form, dtype, self.device)
         export_hf(everything, self.source_config, folder, dtype)
 
     def param_specs(self, dtype: torch.dtype) -> list[ParamSpec]:
-        """Name, dtype and shape of everything that ``iter_full_params`` yields, in its order."""
+        """Name, dtype and shape of everything that `iter_full_params` yields, in its order."""
         return param_specs(self.module, self.form, dtype, skip=self.frozen)
 
     def iter_full_params(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """``(name, full tensor)`` as the checkpoint has them, on the device and in a fixed order; it gathers.
+        """`(name, full tensor)` as the checkpoint has them, on the device and in a fixed order; it gathers.
 
-        Left out is what was frozen at load, of which ``frozen_names`` gives the names.
+        Left out is what was frozen at load, of which `frozen_names` gives the names.
         """
         return iter_full_params(self.module, self.form, dtype, self.device, skip=self.frozen)
 
@@ -294,10 +294,10 @@ class Engine:
 
 
 def forward_micro_batches(plan: RankPlan | None, num_rows: int) -> tuple[tuple[int, ...], ...]:
-    """The micro-batches of a plain forward.
+    """Return the micro-batches of a plain forward.
 
     Raises:
-        ValueError: the plan has not exactly one mini-batch, or does not cover every row once.
+        ValueError: The plan has not exactly one mini-batch, or does not cover every row once.
     """
     if plan is None:
         return (tuple(range(num_rows)),)
@@ -310,17 +310,17 @@ def forward_micro_batches(plan: RankPlan | None, num_rows: int) -> tuple[tuple[i
 
 
 def require_plan(plan: RankPlan | None) -> RankPlan:
-    """An update needs the global counts, which only the driver knows.
+    """Return an update needs the global counts, which only the driver knows.
 
     Raises:
-        ValueError: there is no plan.
+        ValueError: There is no plan.
     """
     if plan is None:
         raise ValueError("an update needs a plan with the counts of the whole mini-batch: see hrl.batching.plan_update")
     return plan
 
 
-#: ``torch.quantile`` takes no more numbers than this.
+#: `torch.quantile` takes no more numbers than this.
 QUANTILE_LIMIT = 1 << 24
 
 
@@ -336,7 +336,7 @@ class Meter:
         self._start = time.perf_counter()
 
     def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Adds to a mean over tokens or rows."""
+        """Add to a mean over tokens or rows."""
         total = total.detach()
         old = self._sums.get(name)
         if not isinstance(count, Tensor):  # filled in on the device, not copied to it
@@ -345,17 +345,17 @@ class Meter:
         self._sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
 
     def add_share(self, name: str, share: Tensor, num_mini_batches: int) -> None:
-        """Adds a share of a mini-batch's loss: summed over micro-batches and ranks, averaged over mini-batches."""
+        """Add a share of a mini-batch's loss: summed over micro-batches and ranks, averaged over mini-batches."""
         self.add(name, share, 0.0)
         total, _ = self._sums[name]
         self._sums[name] = (total, torch.full_like(total, num_mini_batches / self.world_size))
 
     def add_distances(self, name: str, distances: Tensor) -> None:
-        """Collects distances ``(n,)``, of which ``name_mean``, ``name_p99`` and ``name_max`` are reported."""
+        """Collect distances `(n,)`, of which `name_mean`, `name_p99` and `name_max` are reported."""
         self._distances.setdefault(name, []).append(distances)
 
     def add_work(self, packed: PackedMicroBatch, *, with_head: bool) -> None:
-        """Counts the FLOPs of one forward and backward."""
+        """Count the FLOPs of one forward and backward."""
         if not packed.is_empty and self.engine.flops is not None:
             head_tokens = packed.labels.numel() if with_head else 0
             self._flops += self.engine.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
@@ -366,7 +366,7 @@ class Meter:
         return names_of_nonfinite({name: total for name, (total, _) in self._sums.items()} | distances)
 
     def metrics(self, prefix: str, reports: list[StepReport]) -> dict[str, Metric]:
-        """Everything under ``prefix/``, with ``perf/mfu/<prefix>``."""
+        """Everything under `prefix/`, with `perf/mfu/<prefix>`."""
         elapsed_s = time.perf_counter() - self._start
         sums, spreads = self._on_host()
         metrics = {name: Metric.mean(total, count) for name, (total, count) in sums.items()}

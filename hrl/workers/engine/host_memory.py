@@ -19,13 +19,13 @@ def local(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def host_zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in host memory, sharded as ``tensor`` is and pinned for copies to and from ``device``.
+    """Zeros in host memory, sharded as `tensor` is and pinned for copies to and from `device`.
 
     torch's own pinned allocator rounds every allocation up to a power of two: up to twice the memory of a model. So
     the shard gets pages that it shares with nothing else, and these are pinned as they are.
 
     Raises:
-        RuntimeError: the driver does not pin them.
+        RuntimeError: The driver does not pin them.
     """
     home = torch.zeros_like(tensor, dtype=dtype, device="cpu", requires_grad=False)
     shard = local(home)
@@ -67,7 +67,7 @@ class Lane:
             self._context = None
 
     def mark(self) -> torch.cuda.Event | None:
-        """How far it has come."""
+        """Return how far it has come."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
@@ -87,8 +87,8 @@ class HostCopies:
     Host memory is allocated once, pinned, and kept. What did not change on the device is not copied back.
 
     Args:
-        module: sharded, on ``device``.
-        device: of its computation.
+        module: Sharded, on `device`.
+        device: Of its computation.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -99,10 +99,10 @@ class HostCopies:
 
     @torch.no_grad()
     def offload(self, *, changed: bool) -> None:
-        """Takes the parameters off the device. Harmless when repeated.
+        """Take the parameters off the device. Harmless when repeated.
 
         Args:
-            changed: they may differ from what the host has; at the first time it has nothing.
+            changed: They may differ from what the host has; at the first time it has nothing.
         """
         if self._off:
             return
@@ -120,7 +120,7 @@ class HostCopies:
 
     @torch.no_grad()
     def onload(self) -> None:
-        """Brings them back. Harmless when repeated."""
+        """Bring them back. Harmless when repeated."""
         if self._off:
             self._replace({p: p.detach().to(self._device, non_blocking=True, copy=True) for p in self._homes})
             self._off = False

@@ -1,12 +1,12 @@
 """Optimizer steps whose loss or gradient is not finite: how many are too many, and what is kept of their batches.
 
-A rank keeps its part of the mini-batch in two files of ``<run folder>/nonfinite``:
+A rank keeps its part of the mini-batch in two files of `<run folder>/nonfinite`:
 
     step_N_rank_R.<update>-<k>.safetensors   the rows of the k-th mini-batch of the update, in the order they ran
     step_N_rank_R.<update>-<k>.json          what was not finite, and under which circumstances
 
-Rows lie without padding: ``prompts`` and ``responses`` one after the other, so does every column of response tokens,
-and ``prompt_lengths`` and ``response_lengths`` say where rows end. ``micro_batch`` says with whom a row ran.
+Rows lie without padding: `prompts` and `responses` one after the other, so does every column of response tokens,
+and `prompt_lengths` and `response_lengths` say where rows end. `micro_batch` says with whom a row ran.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ class Symptoms:
     """What was seen of a step that is not finite, on this rank.
 
     Attributes:
-        grad_norm: of all ranks.
-        lr: the rate the step would have been taken with.
-        losses: of each micro-batch, its share of the mini-batch's loss.
-        metrics: names of the update's metrics that are not finite by now.
-        gradients: names of parameters whose gradient is not finite.
-        weights: names of parameters that are not finite themselves.
+        grad_norm: Of all ranks.
+        lr: The rate the step would have been taken with.
+        losses: Of each micro-batch, its share of the mini-batch's loss.
+        metrics: Names of the update's metrics that are not finite by now.
+        gradients: Names of parameters whose gradient is not finite.
+        weights: Names of parameters that are not finite themselves.
     """
 
     grad_norm: float
@@ -72,14 +72,14 @@ class SkippedStep:
     """An optimizer step that was not applied.
 
     Attributes:
-        update: as its metrics call it: ``actor``, ``critic``, ``train``.
-        step: of the run; of the optimizer, where the batch does not say.
-        index: of the mini-batch in the update.
-        in_a_row: skipped steps up to and with this one.
-        batch: the rank's rows.
-        plan: which of them made up the mini-batch.
-        config: of the update.
-        symptoms: what was seen.
+        update: As its metrics call it: `actor`, `critic`, `train`.
+        step: Of the run; of the optimizer, where the batch does not say.
+        index: Of the mini-batch in the update.
+        in_a_row: Skipped steps up to and with this one.
+        batch: The rank's rows.
+        plan: Which of them made up the mini-batch.
+        config: Of the update.
+        symptoms: What was seen.
     """
 
     update: str
@@ -105,14 +105,14 @@ def names_of_nonfinite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
-    """Keeps what a step was made of, and says so.
+    """Keep what a step was made of, and says so.
 
     Args:
-        skipped: the step.
-        run_folder: on this rank's machine; ``None`` for an update outside of a run, of which nothing is kept.
+        skipped: The step.
+        run_folder: On this rank's machine; `None` for an update outside of a run, of which nothing is kept.
 
     Raises:
-        NonFiniteStepError: it is one too many in a row.
+        NonFiniteStepError: It is one too many in a row.
     """
     kept = None if run_folder is None else dump(skipped, run_folder / FOLDER)
     symptoms, where = skipped.symptoms, "" if kept is None else f". This rank's rows are in {kept}"
@@ -135,10 +135,10 @@ def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
 
 
 def dump(skipped: SkippedStep, folder: Path) -> Path | None:
-    """Writes both files, the JSON last, each under its final name only when it is whole.
+    """Write both files, the JSON last, each under its final name only when it is whole.
 
     Returns:
-        The JSON file; ``None`` where this rank has kept enough already, or the disk refuses, which is logged.
+        The JSON file; `None` where this rank has kept enough already, or the disk refuses, which is logged.
     """
     if len(list(folder.glob(f"step_*_rank_{dist.get_rank()}.*.json"))) >= MAX_DUMPS:
         logger.warning("%s is not kept: this rank has kept %d batches in %s", skipped.name, MAX_DUMPS, folder)
@@ -182,15 +182,15 @@ def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str,
 
 
 def unpadded(batch: DataProto, micro_batches: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-    """The columns of the rows that ran, in their order, without padding.
+    """Return the columns of the rows that ran, in their order, without padding.
 
     Args:
-        batch: the rank's rows, B of them.
-        micro_batches: local row positions; b altogether.
+        batch: The rank's rows, B of them.
+        micro_batches: Local row positions; b altogether.
 
     Returns:
-        Columns of prompt tokens ``(ΣP_i,)``, of response tokens ``(ΣR_i,)``, of rows ``(b, ...)``; ``prompt_lengths``,
-        ``response_lengths`` and ``micro_batch (b,)``.
+        Columns of prompt tokens `(ΣP_i,)`, of response tokens `(ΣR_i,)`, of rows `(b, ...)`; `prompt_lengths`,
+        `response_lengths` and `micro_batch (b,)`.
     """
     rows = [row for picked in micro_batches for row in picked]
     width = batch.batch["prompts"].shape[1]
@@ -217,7 +217,10 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON has: sections of the configuration as their fields, NaN and infinity as text, and so anything else."""
+    """Return what JSON has.
+
+    Sections of the configuration as their fields, NaN and infinity as text, and so anything else.
+    """
     if value is None or isinstance(value, str | bool | int):
         return value
     if isinstance(value, float):

@@ -22,11 +22,11 @@ class Schedule:
     """Learning rate as a function of the number of optimizer steps taken.
 
     Attributes:
-        peak: the rate after the warm-up.
-        kind: ``constant``, ``cosine`` or ``linear``.
-        warmup_steps: steps of linear warm-up; the first step already has ``peak / warmup_steps``.
-        total_steps: where cosine and linear end.
-        min_ratio: their end, as a share of ``peak``.
+        peak: The rate after the warm-up.
+        kind: `constant`, `cosine` or `linear`.
+        warmup_steps: Steps of linear warm-up; the first step already has `peak / warmup_steps`.
+        total_steps: Where cosine and linear end.
+        min_ratio: Their end, as a share of `peak`.
     """
 
     peak: float
@@ -43,7 +43,7 @@ class Schedule:
 
     @classmethod
     def of(cls, optim: Any, total_steps: int | None) -> Schedule:
-        """From ``optim.*``; ``total_steps`` is the length of the run in optimizer steps."""
+        """From `optim.*`; `total_steps` is the length of the run in optimizer steps."""
         warmup = optim.lr_warmup_steps
         if warmup < 0:
             if optim.lr_warmup_steps_ratio > 0 and total_steps is None:
@@ -52,7 +52,7 @@ class Schedule:
         return cls(optim.lr, optim.lr_scheduler_type, warmup, total_steps, optim.min_lr_ratio)
 
     def lr(self, steps_taken: int) -> float:
-        """The rate of the next step."""
+        """Return the rate of the next step."""
         if steps_taken < self.warmup_steps:
             return self.peak * (steps_taken + 1) / self.warmup_steps
         if self.kind == "constant" or self.total_steps is None:
@@ -68,11 +68,11 @@ class StepReport:
     """What one optimizer step did.
 
     Attributes:
-        grad_norm: global norm before clipping; not finite if the step was skipped for that reason.
-        lr: the rate the step was (or would have been) taken with.
+        grad_norm: Global norm before clipping; not finite if the step was skipped for that reason.
+        lr: The rate the step was (or would have been) taken with.
         applied: False if loss or gradient were not finite.
-        nonfinite_gradients: of a step that was not applied, the parameters whose gradient is not finite on this rank.
-        losses: of each micro-batch of this rank, its share of the mini-batch's loss; of a step that was not applied.
+        nonfinite_gradients: Of a step that was not applied, the parameters whose gradient is not finite on this rank.
+        losses: Of each micro-batch of this rank, its share of the mini-batch's loss; of a step that was not applied.
     """
 
     grad_norm: float
@@ -86,17 +86,17 @@ class Optimizer:
     """AdamW over sharded parameters, with a schedule and clipping.
 
     Args:
-        module: the sharded module; what of it requires no gradient is left alone.
-        optim: ``lr``, ``betas``, ``weight_decay`` and the schedule's keys.
-        grad_clip: largest global gradient norm.
-        total_steps: length of the run in optimizer steps.
-        device: where a step is computed; by default that of the parameters.
-        offload: keep the moments in host memory.
-        seed: of the run.
+        module: The sharded module; what of it requires no gradient is left alone.
+        optim: `lr`, `betas`, `weight_decay` and the schedule's keys.
+        grad_clip: Largest global gradient norm.
+        total_steps: Length of the run in optimizer steps.
+        device: Where a step is computed; by default that of the parameters.
+        offload: Keep the moments in host memory.
+        seed: Of the run.
 
     Attributes:
-        steps_taken: position in the schedule.
-        skipped_in_a_row: steps that were not applied, since the last one that was.
+        steps_taken: Position in the schedule.
+        skipped_in_a_row: Steps that were not applied, since the last one that was.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Optimizer:
         )
 
     def zero_grad(self) -> None:
-        """Frees all gradients."""
+        """Free all gradients."""
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -134,8 +134,8 @@ class Optimizer:
         """Clips and applies the gradients, unless something is not finite on any rank.
 
         Args:
-            loss: scalar, this rank's share of the mini-batch's loss.
-            fill_missing: no row of the mini-batch ran, because none can move a weight: step with zero gradients.
+            loss: Scalar, this rank's share of the mini-batch's loss.
+            fill_missing: No row of the mini-batch ran, because none can move a weight: step with zero gradients.
         """
         if fill_missing:
             for parameter in self.parameters:
@@ -170,9 +170,9 @@ def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple
     """Norm of the gradient over all ranks, and whether it and every rank's loss are finite. One collective.
 
     Args:
-        grads: this rank's shards.
-        loss: this rank's loss.
-        example: a parameter; its mesh says which ranks hold the other shards.
+        grads: This rank's shards.
+        loss: This rank's loss.
+        example: A parameter; its mesh says which ranks hold the other shards.
     """
     squares = torch.zeros((), dtype=torch.float64, device=loss.device)
     if grads:

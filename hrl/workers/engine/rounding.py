@@ -2,8 +2,8 @@
 
 bfloat16 has 8 significant bits, so between two neighbours lies about 0.4 to 0.8 % of a weight. An update of 1e-6 to a
 weight of 0.02 is a hundredth of that: rounded to the nearest it is lost, every time, and all but the smallest weights
-never move. Here a number between two neighbours ``a < x < b`` becomes ``b`` with probability ``(x - a) / (b - a)`` and
-``a`` otherwise, so that its expectation is ``x`` (Gupta et al. 2015, "Deep learning with limited numerical precision").
+never move. Here a number between two neighbours `a < x < b` becomes `b` with probability `(x - a) / (b - a)` and
+`a` otherwise, so that its expectation is `x` (Gupta et al. 2015, "Deep learning with limited numerical precision").
 
 The chance comes from no generator but from a hash of (seed, parameter, its step, the element's place in the whole
 parameter). So a resumed run rounds as the straight one does, and so does a run on another number of ranks.
@@ -32,12 +32,12 @@ def round_stochastically(wide: Tensor, key: int, first: int) -> Tensor:
     """Float32 numbers as bfloat16, each rounded to one of its two neighbours by chance.
 
     Args:
-        wide: ``(n,)`` float32.
-        key: see ``rounding_key``.
-        first: place of ``wide[0]`` in the flattened whole parameter.
+        wide: `(n,)` float32.
+        key: See `rounding_key`.
+        first: Place of `wide[0]` in the flattened whole parameter.
 
     Returns:
-        ``(n,)`` bfloat16. What is not finite stays so.
+        `(n,)` bfloat16. What is not finite stays so.
     """
     # In the bits of a float32 a larger magnitude is a larger integer, whatever the sign: adding chance below the cut
     # carries into the kept bits with just the probability that is wanted.
@@ -47,7 +47,7 @@ def round_stochastically(wide: Tensor, key: int, first: int) -> Tensor:
 
 
 def noise(count: int, key: int, first: int, device: torch.device) -> Tensor:
-    """``(count,)`` int32, uniform in [0, 65536): element i is a function of ``key`` and ``first + i`` alone."""
+    """`(count,)` int32, uniform in [0, 65536): element i is a function of `key` and `first + i` alone."""
     out = torch.empty(count, dtype=torch.int32, device=device)
     start = 0
     while start < count:  # one turn, unless a parameter has more elements than 32 bits can count
@@ -60,7 +60,7 @@ def noise(count: int, key: int, first: int, device: torch.device) -> Tensor:
 
 
 def _hash(words: Tensor, key: int) -> Tensor:
-    """Mixes int32 words in place: xor-shift and multiply, twice (the constants of Wellons' ``lowbias32``)."""
+    """Mixes int32 words in place: xor-shift and multiply, twice (the constants of Wellons' `lowbias32`)."""
     words.bitwise_xor_(key)
     words.bitwise_xor_(_shifted(words, 16)).mul_(0x7FEB352D)
     words.bitwise_xor_(_shifted(words, 15)).mul_(_signed(0x846CA68B))

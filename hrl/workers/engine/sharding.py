@@ -18,14 +18,14 @@ from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 
 
 def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
-    """The mesh of the whole world.
+    """Return the mesh of the whole world.
 
     Args:
-        device: of this rank.
-        fsdp_size: ranks that share one sharded copy; -1 is all of them. Fewer than all gives replicas of shards (HSDP).
+        device: Of this rank.
+        fsdp_size: Ranks that share one sharded copy; -1 is all of them. Fewer than all gives replicas of shards (HSDP).
 
     Raises:
-        ValueError: ``fsdp_size`` does not divide the world size.
+        ValueError: `fsdp_size` does not divide the world size.
     """
     world = dist.get_world_size()
     if fsdp_size in (-1, world):
@@ -36,7 +36,7 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 
 def keeps_cast_parameters(num_ranks: int, device: torch.device, reshard_after_forward: bool) -> bool:
-    """Whether the parameters' copies in the compute dtype stay from one forward to the next.
+    """Return whether the parameters' copies in the compute dtype stay from one forward to the next.
 
     With several ranks they are gathered from the others, and to keep them would be to hold the whole model. A rank of
     its own only casts. On a CPU that takes as long as it takes to read the weights, and memory is there; a GPU casts
@@ -54,18 +54,18 @@ def build_sharded(
     *,
     train: bool,
 ) -> tuple[nn.Module, Loaded]:
-    """Loads, wraps and shards a model.
+    """Load, wraps and shards a model.
 
     In a world of several ranks only rank 0 reads the weights; every rank, rank 0 too, builds the structure without
     storage, shards it and receives its shards. So only rank 0 ever holds a whole model, and no device does.
 
     Args:
-        load: ``load(meta)`` gives the model, with or without storage.
-        wrap: from the transformers model to the module whose ``forward`` is run.
-        fsdp: ``dtype``, ``reshard_after_forward``.
-        mesh: from ``build_mesh``.
-        device: of this rank.
-        train: freeze what cannot be trained, see ``hrl.models.towers``.
+        load: `load(meta)` gives the model, with or without storage.
+        wrap: From the transformers model to the module whose `forward` is run.
+        fsdp: `dtype`, `reshard_after_forward`.
+        mesh: From `build_mesh`.
+        device: Of this rank.
+        train: Freeze what cannot be trained, see `hrl.models.towers`.
 
     Returns:
         The sharded module, and rank 0's loading record (the structure's on other ranks).
@@ -135,7 +135,7 @@ def _vocabulary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, bool]]:
 
 
 def _tied_names(module: nn.Module) -> list[tuple[str, str]]:
-    """``(name, name of the first holder)`` of parameters that are another one's."""
+    """`(name, name of the first holder)` of parameters that are another one's."""
     first: dict[int, str] = {}
     tied = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -146,7 +146,7 @@ def _tied_names(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _tie(module: nn.Module, tied: list[tuple[str, str]]) -> None:
-    """Makes them one parameter again: giving storage to a module gives it to each holder separately."""
+    """Make them one parameter again: giving storage to a module gives it to each holder separately."""
     for name, holder in tied:
         parent, _, leaf = name.rpartition(".")
         module.get_submodule(parent)._parameters[leaf] = module.get_parameter(holder)

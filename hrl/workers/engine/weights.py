@@ -20,7 +20,7 @@ from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 
 #: The wrapper's attribute that holds the transformers model.
 PREFIX = "model."
-#: What a model's folder says of its use beside ``config.json``: training changes nothing of it.
+#: What a model's folder says of its use beside `config.json`: training changes nothing of it.
 COMPANIONS = (
     "generation_config.json",
     "preprocessor_config.json",
@@ -40,7 +40,7 @@ class ParamSpec(NamedTuple):
 def param_specs(
     module: nn.Module, form: CheckpointForm, dtype: torch.dtype, *, skip: Collection[str] = ()
 ) -> list[ParamSpec]:
-    """Names as the checkpoint has them, in the order of ``iter_full_params``; tied parameters once."""
+    """Names as the checkpoint has them, in the order of `iter_full_params`; tied parameters once."""
     return [
         ParamSpec(piece.name, _outgoing_dtype(tensor, dtype), piece.shape)
         for name, tensor in saved_tensors(module)
@@ -52,17 +52,17 @@ def param_specs(
 def iter_full_params(
     module: nn.Module, form: CheckpointForm, dtype: torch.dtype, device: torch.device, *, skip: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields ``(name, full tensor)`` as the checkpoint has them, in a fixed order on every rank; tied parameters once.
+    """Yield `(name, full tensor)` as the checkpoint has them, in a fixed order on every rank; tied parameters once.
 
     Shards are cast first and gathered second, so that half the bytes travel. A shard that lies in host memory comes to
     the device by itself, and goes with its turn. Every rank must run the iterator to its end: it gathers.
 
     Args:
-        module: the sharded module.
-        form: the checkpoint's.
-        dtype: of what is yielded; buffers keep theirs, which their model chose for a reason.
-        device: where tensors are gathered.
-        skip: names in memory of what is left out.
+        module: The sharded module.
+        form: The checkpoint's.
+        dtype: Of what is yielded; buffers keep theirs, which their model chose for a reason.
+        device: Where tensors are gathered.
+        skip: Names in memory of what is left out.
     """
     for name, tensor in saved_tensors(module):
         if name in skip:
@@ -83,16 +83,16 @@ def export_hf(
     dtype: torch.dtype,
     max_shard: str = "5GB",
 ) -> None:
-    """Writes a folder that transformers and vLLM load: ``config.json``, its companions and safetensors.
+    """Write a folder that transformers and vLLM load: `config.json`, its companions and safetensors.
 
     Every rank takes part in gathering; rank 0 keeps the tensors and writes. Tokenizer files are the caller's.
 
     Args:
-        tensors: from ``iter_full_params``.
-        config: of the transformers model, with what ``override_config`` changed in it.
-        folder: created if missing.
-        dtype: of the tensors, for ``config.json``.
-        max_shard: largest file.
+        tensors: From `iter_full_params`.
+        config: Of the transformers model, with what `override_config` changed in it.
+        folder: Created if missing.
+        dtype: Of the tensors, for `config.json`.
+        max_shard: Largest file.
     """
     writes = dist.get_rank() == 0
     kept = {}
@@ -113,10 +113,10 @@ def export_hf(
 
 
 def _write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
-    """Writes ``config.json``, whatever stands in it.
+    """Write `config.json`, whatever stands in it.
 
-    ``save_pretrained`` is stricter than ``from_pretrained``: a folder that loads and trains could not be exported, for
-    instance because its ``config.json`` sets a temperature, as many published ones do.
+    `save_pretrained` is stricter than `from_pretrained`: a folder that loads and trains could not be exported, for
+    instance because its `config.json` sets a temperature, as many published ones do.
     """
     config.dtype = dtype
     fields = json.loads(config.to_json_string())
@@ -125,7 +125,7 @@ def _write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) ->
 
 
 def _copy_companions(source: Path, folder: Path, *, has_code: bool) -> None:
-    """Copies them byte for byte: to read and write them again would refuse what some published ones say."""
+    """Copy them byte for byte: to read and write them again would refuse what some published ones say."""
     code = sorted(file.name for file in source.glob("*.py")) if has_code else []
     for name in (*COMPANIONS, *code):
         if (source / name).is_file():

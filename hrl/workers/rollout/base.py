@@ -34,10 +34,10 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 takes the most likely token.
-        top_p: nucleus size; 1 is off.
-        top_k: most likely tokens kept; -1 is off.
-        max_tokens: longest response.
-        seed: of this response alone.
+        top_p: Nucleus size; 1 is off.
+        top_k: Most likely tokens kept; -1 is off.
+        max_tokens: Longest response.
+        seed: Of this response alone.
         ignore_eos: go on after a stop token (for benchmarks).
     """
 
@@ -54,11 +54,11 @@ class SampleOutput:
     """One response.
 
     Attributes:
-        token_ids: with the stop token, if there was one.
-        log_probs: of every token under the distribution it was drawn from: log-softmax(logits / temperature), after
+        token_ids: With the stop token, if there was one.
+        log_probs: Of every token under the distribution it was drawn from: log-softmax(logits / temperature), after
             top-k and top-p if they are on. At temperature 0, log-softmax(logits).
-        finish_reason: a stop token, the length limit, or an abort.
-        policy_version: of the weights that produced all of it.
+        finish_reason: A stop token, the length limit, or an abort.
+        policy_version: Of the weights that produced all of it.
     """
 
     token_ids: list[int]
@@ -68,7 +68,7 @@ class SampleOutput:
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
-    """The seed of one sample: a stable function of what the sample is, not of where or when it is drawn.
+    """Return the seed of one sample: a stable function of what the sample is, not of where or when it is drawn.
 
     32 bits, which is what torch's CPU generator takes from a seed.
     """
@@ -95,19 +95,19 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Loads the model and gets ready to sample."""
+        """Load the model and gets ready to sample."""
 
     @abstractmethod
     async def shutdown(self) -> None:
-        """Ends the engine and all its processes. Harmless when repeated."""
+        """End the engine and all its processes. Harmless when repeated."""
 
     @abstractmethod
     async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
-        """Samples one response.
+        """Sample one response.
 
         Raises:
-            EngineDeadError: the engine is gone.
-            EngineUnusableError: a weight sync was aborted half-way.
+            EngineDeadError: The engine is gone.
+            EngineUnusableError: A weight sync was aborted half-way.
         """
 
     @abstractmethod
@@ -115,10 +115,10 @@ class RolloutEngine(ABC):
         """Log-probs of tokens 1, 2, … given those before them, at temperature 1: `len(token_ids)` - 1 numbers."""
 
     async def sleep(self, level: int) -> None:
-        """Gives device memory back, where it can: 1 keeps the weights on the host, 2 drops them."""
+        """Give device memory back, where it can: 1 keeps the weights on the host, 2 drops them."""
 
     async def wake(self, tags: Sequence[str]) -> None:
-        """Takes memory again: ``"weights"`` before a weight sync, ``"kv_cache"`` before sampling."""
+        """Take memory again: `"weights"` before a weight sync, `"kv_cache"` before sampling."""
 
     @abstractmethod
     async def weights_begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
@@ -126,11 +126,11 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def weights_load(self, index: int) -> None:
-        """Takes one published bucket."""
+        """Take one published bucket."""
 
     @abstractmethod
     async def weights_commit(self) -> list[ReceiverReport]:
-        """Serves the new version from here on; forgets everything computed with the old one."""
+        """Serve the new version from here on; forgets everything computed with the old one."""
 
     @abstractmethod
     async def weights_abort(self, reason: str) -> None:

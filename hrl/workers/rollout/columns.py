@@ -31,16 +31,19 @@ class SampleName:
 
 
 def sample_keys(rows: DataProto) -> list[tuple[str, int]]:
-    """What names each row within its batch, the same for whoever announces, samples or rewards it: (group, number)."""
+    """Return what names each row within its batch, the same for whoever announces, samples or rewards it.
+
+    (group, number).
+    """
     columns = rows.non_tensor_batch
     return [(str(uid), int(index)) for uid, index in zip(columns["uid"], columns["sample_index"], strict=True)]
 
 
 def prompt_tokens(prompts: Tensor, attention_mask: Tensor) -> list[list[int]]:
-    """The prompts of left-padded columns ``(B, P)``, without padding.
+    """Return the prompts of left-padded columns `(B, P)`, without padding.
 
     Raises:
-        RolloutError: a prompt without tokens.
+        RolloutError: A prompt without tokens.
     """
     ids = prompts.cpu().numpy()
     mask = attention_mask.cpu().numpy().astype(bool)
@@ -52,10 +55,10 @@ def prompt_tokens(prompts: Tensor, attention_mask: Tensor) -> list[list[int]]:
 
 
 def check_output(output: SampleOutput, name: SampleName, *, max_tokens: int, vocab_size: int, version: int) -> None:
-    """Refuses an answer that can't be what was asked for.
+    """Refuse an answer that can't be what was asked for.
 
     Raises:
-        RolloutError: names the sample and what is wrong with it.
+        RolloutError: Names the sample and what is wrong with it.
     """
     tokens, log_probs = output.token_ids, output.log_probs
     wrong = None
@@ -76,18 +79,18 @@ def check_output(output: SampleOutput, name: SampleName, *, max_tokens: int, voc
 def response_columns(
     prompts: Tensor, prompt_mask: Tensor, outputs: Sequence[SampleOutput], max_response_tokens: int, pad_token_id: int
 ) -> dict[str, Tensor]:
-    """The batch columns of sampled responses.
+    """Return the batch columns of sampled responses.
 
     Args:
-        prompts: ``(B, P)`` left-padded.
-        prompt_mask: ``(B, P)``.
-        outputs: one a row.
+        prompts: `(B, P)` left-padded.
+        prompt_mask: `(B, P)`.
+        outputs: One a row.
         max_response_tokens: R.
-        pad_token_id: fills responses up; never read back, since lengths come from the mask.
+        pad_token_id: Fills responses up; never read back, since lengths come from the mask.
 
     Returns:
-        ``prompts (B, P)``, ``responses, response_mask (B, R)`` and ``input_ids, attention_mask, position_ids (B, P+R)``
-        int64; ``rollout_log_probs (B, R)`` float32.
+        `prompts (B, P)`, `responses, response_mask (B, R)` and `input_ids, attention_mask, position_ids (B, P+R)`
+        int64; `rollout_log_probs (B, R)` float32.
     """
     rows = len(outputs)
     lengths = np.fromiter((len(output.token_ids) for output in outputs), np.int64, rows)

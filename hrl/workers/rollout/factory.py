@@ -24,10 +24,10 @@ def build_engine(
     visible_devices: str | None,
     sleeps: bool,
 ) -> RolloutEngine:
-    """Makes the engine that `rollout.name` names, without starting it.
+    """Make the engine that `rollout.name` names, without starting it.
 
     Raises:
-        ValueError: an unknown name.
+        ValueError: An unknown name.
     """
     extra = dict(config.engine_kwargs.get(config.name) or {})
     match config.name:

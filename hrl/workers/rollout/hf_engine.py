@@ -77,7 +77,10 @@ class HfModelWriter:
         return tensor if self._form.is_whole(holder) else tensor.view(-1)[self._positions_in(holder)[name]]
 
     def _positions_in(self, holder: str) -> dict[str, Tensor]:
-        """Where pieces lie in the flattened tensor that holds them; those of one tensor come one after the other."""
+        """Return where pieces lie in the flattened tensor that holds them.
+
+        Those of one tensor come one after the other.
+        """
         if self._positions[0] != holder:
             self._positions = holder, self._form.positions(holder, self._tensors[holder].shape)
         return self._positions[1]
@@ -94,14 +97,14 @@ class HfEngine(RolloutEngine):
     """One transformers model, sampled from in a thread.
 
     Args:
-        model_path: local folder.
-        stop_token_ids: end a response.
-        dtype: of the weights.
-        device: of the model.
-        max_num_seqs: largest batch.
-        max_model_len: longest prompt + response, in tokens.
-        trust_remote_code: allow code from the model's folder.
-        override_config: fields of the model's configuration to replace.
+        model_path: Local folder.
+        stop_token_ids: End a response.
+        dtype: Of the weights.
+        device: Of the model.
+        max_num_seqs: Largest batch.
+        max_model_len: Longest prompt + response, in tokens.
+        trust_remote_code: Allow code from the model's folder.
+        override_config: Fields of the model's configuration to replace.
     """
 
     own_process = False
@@ -272,7 +275,7 @@ def _fail(requests: Sequence[_Request], error: BaseException) -> None:
 
 
 def draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """One token from logits ``(V,)`` and its log-prob under the distribution it was drawn from."""
+    """One token from logits `(V,)` and its log-prob under the distribution it was drawn from."""
     if sampling.temperature == 0.0:
         log_probs = logits.log_softmax(-1)
         token = int(log_probs.argmax())
@@ -285,7 +288,7 @@ def draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -
 
 
 def truncate(log_probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Log-probs ``(V,)`` after top-k and top-p, normalised again; what is cut off has -inf.
+    """Log-probs `(V,)` after top-k and top-p, normalised again; what is cut off has -inf.
 
     The nucleus is the smallest set of most likely tokens whose probability reaches `top_p`.
     """

@@ -46,9 +46,9 @@ class TokenInfo:
     """What the engine has to know about the tokenizer.
 
     Attributes:
-        pad_token_id: fills responses up.
-        stop_token_ids: end a response and belong to it.
-        vocab_size: token ids are below it.
+        pad_token_id: Fills responses up.
+        stop_token_ids: End a response and belong to it.
+        vocab_size: Token ids are below it.
     """
 
     pad_token_id: int
@@ -61,19 +61,19 @@ class RolloutHost:
 
     Args:
         config: `actor_rollout_ref.rollout`.
-        model_path: local folder of the model.
-        tokens: of its tokenizer.
+        model_path: Local folder of the model.
+        tokens: Of its tokenizer.
         max_prompt_length: P, in tokens.
         max_response_length: R, in tokens.
-        device: where the engine runs.
-        name: for messages and threads, e.g. ``"rollout rank 0"``.
+        device: Where the engine runs.
+        name: For messages and threads, e.g. `"rollout rank 0"`.
         num_threads: CPU threads of the engine; None takes every core, and on a GPU leaves them to the engine.
-        trust_remote_code: allow code from the model's folder.
-        override_config: fields of the model's configuration to replace, as the trainer does.
-        visible_devices: the GPUs of a tensor-parallel engine, as CUDA_VISIBLE_DEVICES has them.
-        shares_device: a trainer wants the engine's memory from time to time; without one, the engine need not be able
+        trust_remote_code: Allow code from the model's folder.
+        override_config: Fields of the model's configuration to replace, as the trainer does.
+        visible_devices: The GPUs of a tensor-parallel engine, as CUDA_VISIBLE_DEVICES has them.
+        shares_device: A trainer wants the engine's memory from time to time; without one, the engine need not be able
             to give it.
-        fellows: the other ranks of a tensor-parallel engine on GPUs, which send weights along with this process.
+        fellows: The other ranks of a tensor-parallel engine on GPUs, which send weights along with this process.
     """
 
     def __init__(
@@ -130,17 +130,17 @@ class RolloutHost:
         return self.engine.supports_sleep
 
     def begin_start(self) -> None:
-        """Starts the engine in the background, so that a trainer can load its own model meanwhile."""
+        """Start the engine in the background, so that a trainer can load its own model meanwhile."""
         if self._starting is None:
             self._others = engine_process_ids()
             self._loop = LoopThread(f"{self.name} engine")
             self._starting = self._loop.submit(self.engine.start())
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Returns when the engine is ready.
+        """Return when the engine is ready.
 
         Raises:
-            RolloutError: it failed to start, or not in time; nothing of it is left.
+            RolloutError: It failed to start, or not in time; nothing of it is left.
         """
         self.begin_start()
         if self._starting is None:
@@ -156,7 +156,7 @@ class RolloutHost:
             raise
 
     def shutdown(self) -> None:
-        """Ends the engine, its processes and its thread. Harmless when repeated."""
+        """End the engine, its processes and its thread. Harmless when repeated."""
         loop, self._loop, self._starting = self._loop, None, None
         try:
             if loop is not None:
@@ -187,21 +187,21 @@ class RolloutHost:
     def generate_sequences(
         self, batch: DataProto, on_sample: OnSample | None = None, *, timeout_s: float = GENERATE_TIMEOUT_S
     ) -> DataProto:
-        """Samples one response for every row.
+        """Sample one response for every row.
 
         Args:
-            batch: `prompts` (or `input_ids`) ``(B, P)`` left-padded and `attention_mask` ``(B, P)``; non-tensor `uid`
+            batch: `prompts` (or `input_ids`) `(B, P)` left-padded and `attention_mask` `(B, P)`; non-tensor `uid`
                 and `sample_index`, and optionally `greedy`, which marks rows that take the most likely tokens;
                 meta_info `step`, `validate` and, optionally, `temperature`.
-            on_sample: hears of every sample as it ends, so that rewards can be computed meanwhile.
-            timeout_s: for the whole batch.
+            on_sample: Hears of every sample as it ends, so that rewards can be computed meanwhile.
+            timeout_s: For the whole batch.
 
         Returns:
             In the order of the rows, the columns of `response_columns`; `uid`, `sample_index` and `finish_reason`;
             meta_info with `temperature`, `policy_version` and `metrics`.
 
         Raises:
-            RolloutError: names the row, or the engine.
+            RolloutError: Names the row, or the engine.
         """
         prompts = batch.batch["prompts"] if "prompts" in batch.batch.keys() else batch.batch["input_ids"]
         width = prompts.shape[1]
@@ -236,7 +236,7 @@ class RolloutHost:
         return self._control(self.engine.score(token_ids), "scoring", timeout_s)
 
     def sleep(self) -> None:
-        """Gives the engine's device memory to the trainer, where the engine can.
+        """Give the engine's device memory to the trainer, where the engine can.
 
         An engine that is not sent all of its weights keeps them in host memory meanwhile: no sync brings them back.
         """
@@ -246,7 +246,7 @@ class RolloutHost:
             self._lost_weights |= level > _KEEP_WEIGHTS
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Takes it back: ``"weights"`` before a weight sync, ``"kv_cache"`` after it."""
+        """Take it back: `"weights"` before a weight sync, `"kv_cache"` after it."""
         if self.supports_sleep and self._config.free_cache_engine:
             self._control(self.engine.wake(tags), "waking up", CONTROL_TIMEOUT_S)
 
@@ -260,13 +260,13 @@ class RolloutHost:
         """Weight sync from this process's trainer into this host's engine, over memory handles.
 
         Args:
-            version: policy version of the weights.
+            version: Policy version of the weights.
             specs: (name, dtype, shape) of what `weights` will yield; used at the first call.
             weights: (name, full tensor), run to its end whatever happens.
-            kept: names of what the engine keeps from its folder; used at the first call.
+            kept: Names of what the engine keeps from its folder; used at the first call.
 
         Raises:
-            WeightSyncError: see `WeightSync.push`.
+            WeightSyncError: See `WeightSync.push`.
         """
         self._running()
         self._keeps_weights = bool(kept)
@@ -283,15 +283,15 @@ class RolloutHost:
         return self._sync.push(version, weights)
 
     def refuse_weights(self, reason: str) -> None:
-        """Tells the ranks that send along that this sync will not begin."""
+        """Tell the ranks that send along that this sync will not begin."""
         if self._fellows is not None:
             self._fellows.refuse(reason, CONTROL_TIMEOUT_S)
 
     def receive_weights(self, version: int, manifest: Manifest, handle: Mapping[str, Any]) -> list[ReceiverReport]:
-        """The receiving side of a sync whose sender is elsewhere (`weight_sync.broadcast`).
+        """Return the receiving side of a sync whose sender is elsewhere (`weight_sync.broadcast`).
 
         Raises:
-            WeightSyncError: what arrived is not what was sent, or not in time.
+            WeightSyncError: What arrived is not what was sent, or not in time.
         """
         timeout_s = self._config.weight_sync.timeout_s + RECEIVE_MARGIN_S
         what = f"{self.name}: receiving weights of version {version}"
@@ -400,7 +400,7 @@ class RolloutHost:
 
 
 def sample_metrics(outputs: Sequence[SampleOutput]) -> dict[str, Metric]:
-    """Counts that tell a silent failure of sampling from a response."""
+    """Return counts that tell a silent failure of sampling from a response."""
     return {
         "rollout/empty_responses": Metric.total(sum(not output.token_ids for output in outputs)),
         "rollout/aborted_responses": Metric.total(sum(output.finish_reason == "abort" for output in outputs)),

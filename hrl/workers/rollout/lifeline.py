@@ -19,7 +19,7 @@ class ProcessLife:
         self._close = weakref.finalize(self, os.close, self._fd)
 
     def end(self, grace_s: float) -> None:
-        """Waits for the process to end by itself, then kills it. To be called once."""
+        """Wait for the process to end by itself, then kills it. To be called once."""
         poll = select.poll()
         poll.register(self._fd, select.POLLIN)
         if not poll.poll(grace_s * 1000):

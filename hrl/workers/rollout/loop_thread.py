@@ -16,7 +16,7 @@ class LoopThread:
     """Runs coroutines for a caller that has no event loop, or that must not be blocked by one.
 
     Args:
-        name: of the thread.
+        name: Of the thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -25,14 +25,14 @@ class LoopThread:
         self._thread.start()
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Starts a coroutine; from any thread."""
+        """Start a coroutine; from any thread."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float, what: str) -> T:
-        """Runs a coroutine to its end.
+        """Run a coroutine to its end.
 
         Raises:
-            TimeoutError: it took longer; it is cancelled, and the message says what it was.
+            TimeoutError: It took longer; it is cancelled, and the message says what it was.
         """
         future = self.submit(coroutine)
         try:
@@ -44,7 +44,7 @@ class LoopThread:
             raise TimeoutError(f"{what} took longer than {timeout_s:g} s") from None
 
     def stop(self, timeout_s: float = 5.0) -> None:
-        """Cancels what still runs and ends the thread."""
+        """Cancel what still runs and end the thread."""
         if self._thread.is_alive():
             asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
             self._thread.join(timeout_s)

@@ -30,22 +30,22 @@ class Script:
     """What the engine does. The default behaves well.
 
     Attributes:
-        responses: token ids to answer with, chosen by the seed; empty makes up random tokens from the seed.
-        start_s: how long a start takes.
-        delay_s: how long a request takes.
-        hang_after: requests from this number on are never answered.
-        die_after: from this number on the engine is dead.
-        die_by_signal: dying means SIGKILL to this process.
-        empty_every: every so-manieth response is empty.
-        extra_tokens: every response is so much longer than asked for.
-        missing_log_probs: log-probs left out at the end of every response.
-        log_prob: of every token; None is uniform over the vocabulary.
-        stale_version: answers carry the version before the one that is served.
-        drop_tensor: name of a tensor that a sync doesn't write.
-        corrupt_tensor: name of a tensor that a sync writes wrongly.
-        sync_hang: a sync stops at its first bucket.
-        sync_die: the engine is dead from a sync's first bucket on.
-        sleeps: the engine gives memory back, as one on a GPU does.
+        responses: Token ids to answer with, chosen by the seed; empty makes up random tokens from the seed.
+        start_s: How long a start takes.
+        delay_s: How long a request takes.
+        hang_after: Requests from this number on are never answered.
+        die_after: From this number on the engine is dead.
+        die_by_signal: Dying means SIGKILL to this process.
+        empty_every: Every so-manieth response is empty.
+        extra_tokens: Every response is so much longer than asked for.
+        missing_log_probs: Log-probs left out at the end of every response.
+        log_prob: Of every token; None is uniform over the vocabulary.
+        stale_version: Answers carry the version before the one that is served.
+        drop_tensor: Name of a tensor that a sync doesn't write.
+        corrupt_tensor: Name of a tensor that a sync writes wrongly.
+        sync_hang: A sync stops at its first bucket.
+        sync_die: The engine is dead from a sync's first bucket on.
+        sleeps: The engine gives memory back, as one on a GPU does.
     """
 
     responses: Sequence[Sequence[int]] = ()

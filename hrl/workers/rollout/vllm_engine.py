@@ -3,7 +3,7 @@
 What vLLM returns, as it is used here:
 
 * Outputs arrive once per request, when it is finished, with log-probs as flat lists.
-* ``logprobs_mode="processed_logprobs"``: the log-prob of a sampled token is taken after temperature, top-k and top-p,
+* `logprobs_mode="processed_logprobs"`: the log-prob of a sampled token is taken after temperature, top-k and top-p,
   in fp32, that is under the distribution the token was drawn from. For a request with temperature 0 it is
   log-softmax(logits), also when it shares a batch with others.
 * Prompt log-probs (`score`) are always log-softmax(logits): no temperature.
@@ -64,15 +64,15 @@ class VllmOptions:
     """How the engine is set up. See `rollout` in the configuration for the meaning of most fields.
 
     Attributes:
-        model_path: local folder.
-        device_type: ``"cpu"`` or ``"cuda"``.
-        max_model_len: longest prompt + response, in tokens.
-        num_threads: threads of all engine processes together; None, on a GPU, leaves them to vLLM.
-        stop_token_ids: tokens that end a response.
-        override_config: fields of the model's configuration to replace.
-        visible_devices: the GPUs of an engine over several ranks, as CUDA_VISIBLE_DEVICES has them; Ray shows each rank
+        model_path: Local folder.
+        device_type: `"cpu"` or `"cuda"`.
+        max_model_len: Longest prompt + response, in tokens.
+        num_threads: Threads of all engine processes together; None, on a GPU, leaves them to vLLM.
+        stop_token_ids: Tokens that end a response.
+        override_config: Fields of the model's configuration to replace.
+        visible_devices: The GPUs of an engine over several ranks, as CUDA_VISIBLE_DEVICES has them; Ray shows each rank
             only its own.
-        engine_kwargs: further arguments of vLLM's `AsyncEngineArgs`; they win.
+        engine_kwargs: Further arguments of vLLM's `AsyncEngineArgs`; they win.
     """
 
     model_path: str
@@ -261,7 +261,7 @@ class VllmEngine(RolloutEngine):
             logger.warning("weight sync to version %s aborted; still serving version %s", version, self.policy_version)
 
     async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Calls a method of the worker extension in every process of the engine."""
+        """Call a method of the worker extension in every process of the engine."""
         answers = await self._alive(self._running().collective_rpc(method, args=args), method)
         for answer in answers:
             if "error" in answer:
@@ -269,7 +269,10 @@ class VllmEngine(RolloutEngine):
         return answers
 
     async def _alive(self, call: Coroutine[Any, Any, T], during: str) -> T:
-        """The call's result, or an error when the engine dies meanwhile: vLLM would go on waiting for its answer."""
+        """Return the call's result, or an error when the engine dies meanwhile.
+
+        VLLM would go on waiting for its answer.
+        """
         task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait({task}, timeout=_LIVENESS_INTERVAL_S))[0]:
@@ -338,7 +341,7 @@ class VllmEngine(RolloutEngine):
 
 
 def kill_engine_processes(spare: frozenset[int]) -> None:
-    """Ends engine processes of this process that hang, except those in `spare` (pids).
+    """End engine processes of this process that hang, except those in `spare` (pids).
 
     A start that hangs can't be cancelled from outside; it fails when its child is gone.
     """
@@ -363,7 +366,7 @@ def default_num_threads() -> int:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Sets environment variables, or with None removes them, for the processes that are started meanwhile."""
+    """Set environment variables, or with None removes them, for the processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in values}
     threads = torch.get_num_threads()
     _set_environment(values)

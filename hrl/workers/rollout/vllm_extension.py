@@ -1,6 +1,6 @@
 """Methods that vLLM mixes into its worker (`worker_extension_cls`), called with plain data by `collective_rpc`.
 
-They report failures of the weight sync as data, ``{"error": sentence}``: vLLM would turn an exception into the text of
+They report failures of the weight sync as data, `{"error": sentence}`: vLLM would turn an exception into the text of
 another one, without the sentence that names the tensor.
 """
 
@@ -121,7 +121,10 @@ class VllmModelWriter:
         return self._written.get(name)
 
     def _hint(self) -> str:
-        """What to do about a folder whose weights are stored quantised, scales and all; a trainer has no scales."""
+        """Return what to do about a folder whose weights are stored quantised, scales and all.
+
+        A trainer has no scales.
+        """
         stored = getattr(self._vllm_config.model_config.hf_config, "quantization_config", None)
         if stored is None:
             return ""
@@ -147,7 +150,7 @@ class VllmModelWriter:
         return found
 
     def _keep_unfinished_layers(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Copies what layers with weights still to come hold of this bucket, whose memory will be written again.
+        """Copy what layers with weights still to come hold of this bucket, whose memory will be written again.
 
         What they hold of earlier ones was copied then.
         """
@@ -178,15 +181,15 @@ def _kept_layers_unannounced() -> Iterator[None]:
 
 
 def is_kept(name: str, kept: Collection[str], loaded: Collection[str]) -> bool:
-    """Whether a parameter of the engine belongs to a tower of which the trainer sends nothing.
+    """Return whether a parameter of the engine belongs to a tower of which the trainer sends nothing.
 
     The engine fuses and renames what is inside of a tower, so the tower's name is compared: the first part of the
     engine's, which stands somewhere in the checkpoint's. A tower of which anything was sent has to be sent wholly.
 
     Args:
-        name: the engine's.
-        kept: names in the checkpoint of what is not sent.
-        loaded: the engine's names of what was.
+        name: The engine's.
+        kept: Names in the checkpoint of what is not sent.
+        loaded: The engine's names of what was.
     """
     tower = name.partition(".")[0]
     is_named = any(tower in other.split(".") for other in kept)
@@ -255,7 +258,7 @@ class RolloutWorkerExtension:
         return {}
 
     def hrl_weights_load(self, index: int) -> dict[str, Any]:
-        """Takes a bucket. See `WeightReceiver.load`."""
+        """Take a bucket. See `WeightReceiver.load`."""
         try:
             self._hrl_receiver.load(index)
         except WeightSyncError as error:
@@ -263,7 +266,7 @@ class RolloutWorkerExtension:
         return {}
 
     def hrl_weights_commit(self) -> dict[str, Any]:
-        """Puts the new weights into effect. See `WeightReceiver.commit`."""
+        """Put the new weights into effect. See `WeightReceiver.commit`."""
         try:
             report = self._hrl_receiver.commit()
         except WeightSyncError as error:
@@ -277,7 +280,7 @@ class RolloutWorkerExtension:
         return {"intact": self._hrl_receiver.abort(), "version": self._hrl_receiver.served_version}
 
     def _hrl_unlink_rendezvous(self) -> None:
-        """Removes the file through which the engine's processes met; vLLM leaves it in the folder for temporary files.
+        """Remove the file through which the engine's processes met; vLLM leaves it in the folder for temporary files.
 
         On a CPU nobody looks there again. On a GPU, NCCL's watchdog does, for as long as the engine lives.
         """
@@ -300,7 +303,7 @@ def _count_ranks_without_a_compiler() -> None:
 
 
 def _unlink_collective_memory() -> None:
-    """Takes the names away from the segments through which CPU workers reduce tensors.
+    """Take the names away from the segments through which CPU workers reduce tensors.
 
     Every worker has mapped them by now, and vLLM removes them only in a destructor that a killed process doesn't run.
     """

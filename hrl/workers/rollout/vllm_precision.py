@@ -19,7 +19,7 @@ HEAD_ROWS = 32
 
 
 def match_trainer(model: nn.Module, model_type: str) -> None:
-    """Changes a loaded model in place; nothing to do for one that computes in float32."""
+    """Change a loaded model in place; nothing to do for one that computes in float32."""
     from vllm.model_executor.layers.layernorm import RMSNorm
 
     if next(model.parameters()).dtype != torch.bfloat16:
@@ -39,7 +39,7 @@ def use_float32_head(model: nn.Module) -> None:
     """Has a vLLM whose generating models know no `head_dtype` compute logits in float32 too; changes nothing in others.
 
     Args:
-        model: a loaded model. Models that compute in float32 and heads in another dtype than the model's stay as
+        model: A loaded model. Models that compute in float32 and heads in another dtype than the model's stay as
             they are.
     """
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
@@ -65,7 +65,7 @@ def _forward(norm: Any, original: Any, hidden: Tensor, residual: Tensor | None =
 
 
 def _apply_head(head: nn.Module, hidden: Tensor, bias: Tensor | None) -> Tensor:
-    """Float32 logits ``(t, V)`` of ``hidden (t, H)``, in place of vLLM's projection."""
+    """Float32 logits `(t, V)` of `hidden (t, H)`, in place of vLLM's projection."""
     wide_bias = None if bias is None else bias.float()
     if hidden.is_cuda:  # summed up in float32 without a float32 copy of the weight
         logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)

@@ -14,13 +14,13 @@ END = (0, 33)
 
 
 def require_supported(version: str) -> None:
-    """Refuses a vLLM whose interfaces hrl has not been held against.
+    """Refuse a vLLM whose interfaces hrl has not been held against.
 
     Args:
-        version: ``vllm.__version__``.
+        version: `vllm.__version__`.
 
     Raises:
-        RolloutError: outside the span, or not a release; says what to install.
+        RolloutError: Outside the span, or not a release; says what to install.
     """
     numbers = version.split(".")[:2]
     known = len(numbers) == 2 and all(number.isdecimal() for number in numbers)
@@ -33,7 +33,7 @@ def require_supported(version: str) -> None:
 
 
 def request_errors() -> tuple[type[Exception], ...]:
-    """What a failed request may raise: the ancestor of vLLM's errors; before 0.27 there is none."""
+    """Return what a failed request may raise: the ancestor of vLLM's errors; before 0.27 there is none."""
     exceptions = importlib.import_module("vllm.exceptions")
     if hasattr(exceptions, "VLLMError"):
         return (exceptions.VLLMError, RuntimeError, ValueError)
@@ -50,5 +50,5 @@ def load_numel(parameter: Tensor) -> int:
 
 
 def has_head_dtype(logits_processor: nn.Module) -> bool:
-    """Whether a generating model's head can have a dtype of its own (from 0.26 on)."""
+    """Return whether a generating model's head can have a dtype of its own (from 0.26 on)."""
     return hasattr(logits_processor, "_apply_head")

@@ -29,11 +29,11 @@ class ReceiverReport:
     """What one receiving process wrote.
 
     Attributes:
-        receiver: who, e.g. ``"vllm worker 0 (pid 71)"``.
-        version: that it now serves.
-        tensors: received, verified against their checksums and written.
-        nbytes: of these tensors.
-        read_back: how many of them were also read back out of the model, bit for bit.
+        receiver: Who, e.g. `"vllm worker 0 (pid 71)"`.
+        version: That it now serves.
+        tensors: Received, verified against their checksums and written.
+        nbytes: Of these tensors.
+        read_back: How many of them were also read back out of the model, bit for bit.
     """
 
     receiver: str
@@ -48,11 +48,11 @@ class SyncReport:
     """A finished sync, from the sender's side.
 
     Attributes:
-        version: policy version that is now served.
-        tensors: number of tensors sent.
-        nbytes: their bytes.
-        seconds: from begin to commit.
-        receivers: reports of the receivers this sender talks to itself; empty for a broadcast.
+        version: Policy version that is now served.
+        tensors: Number of tensors sent.
+        nbytes: Their bytes.
+        seconds: From begin to commit.
+        receivers: Reports of the receivers this sender talks to itself; empty for a broadcast.
     """
 
     version: int
@@ -74,7 +74,7 @@ class Deadline:
         """Seconds left.
 
         Raises:
-            WeightSyncError: none are.
+            WeightSyncError: None are.
         """
         left = self._end - time.monotonic()
         if left <= 0:
@@ -82,14 +82,14 @@ class Deadline:
         return left
 
     def wait(self, future: Future[Any], doing: str) -> Any:
-        """The future's result, by the deadline."""
+        """Return the future's result, by the deadline."""
         try:
             return future.result(timeout=self.remaining_s(doing))
         except FutureTimeoutError:
             raise self.passed(doing) from None
 
     def passed(self, doing: str) -> WeightSyncError:
-        """The error for what was not done by then."""
+        """Return the error for what was not done by then."""
         return WeightSyncError(f"{self.what} took longer than {self.seconds:g} s (weight_sync.timeout_s), at: {doing}")
 
 
@@ -103,28 +103,28 @@ class SenderTransport(ABC):
 
     @abstractmethod
     def handle(self) -> dict[str, Any]:
-        """How a receiver attaches to the sync that begins: integers and strings, in lists and dictionaries."""
+        """Return how a receiver attaches to the sync that begins: integers and strings, in lists and dictionaries."""
 
     @abstractmethod
     def buffer(self, index: int) -> Tensor:
-        """Bytes to write bucket `index` into, ``(bucket.nbytes,) uint8``. Waits until the buffer is free."""
+        """Bytes to write bucket `index` into, `(bucket.nbytes,) uint8`. Waits until the buffer is free."""
 
     @abstractmethod
     def publish(self, index: int) -> None:
-        """Makes the written bucket visible to receivers."""
+        """Make the written bucket visible to receivers."""
 
     def flush(self) -> None:
-        """Returns when everything published has left this process."""
+        """Return when everything published has left this process."""
 
     def abort(self) -> None:
-        """Frees receivers that wait for a bucket which will not come."""
+        """Free receivers that wait for a bucket which will not come."""
 
     def release(self) -> None:
-        """Gives back the memory that only a sync needs; called when one has ended, well or not."""
+        """Give back the memory that only a sync needs; called when one has ended, well or not."""
 
     @abstractmethod
     def close(self) -> None:
-        """Gives the buffers back. Harmless when repeated."""
+        """Give the buffers back. Harmless when repeated."""
 
 
 class SyncTarget(Protocol):
@@ -134,10 +134,10 @@ class SyncTarget(Protocol):
         """Announces a sync; refuses a manifest that is not the model's."""
 
     def weights_load(self, index: int) -> Future[None]:
-        """Takes a published bucket."""
+        """Take a published bucket."""
 
     def weights_commit(self) -> Future[list[ReceiverReport]]:
-        """Serves the new version from here on."""
+        """Serve the new version from here on."""
 
     def weights_abort(self, reason: str) -> Future[None]:
         """Forgets the sync: serves the old version, or nothing until the next good sync."""
@@ -153,11 +153,11 @@ class FellowSenders(Protocol):
         """One handle of all senders, made of this one's and the others'.
 
         Raises:
-            WeightSyncError: another one is gone, failed, came too late or sends other weights; names it.
+            WeightSyncError: Another one is gone, failed, came too late or sends other weights; names it.
         """
 
     def wait_published(self, index: int, deadline: Deadline) -> None:
-        """Returns when every other one has written bucket `index`; raises as `begin`."""
+        """Return when every other one has written bucket `index`; raises as `begin`."""
 
     def tell_loaded(self, index: int) -> None:
         """Bucket `index` was loaded: its buffer is free. Harmless when repeated."""
@@ -173,12 +173,12 @@ class WeightSync:
     """Sends the trainer's weights, again and again, over the same transport.
 
     Args:
-        manifest: what every sync sends.
-        transport: where it is written.
-        targets: receivers to be told about each bucket. Empty for a broadcast, whose receivers run the receiving side
+        manifest: What every sync sends.
+        transport: Where it is written.
+        targets: Receivers to be told about each bucket. Empty for a broadcast, whose receivers run the receiving side
             of the protocol by themselves.
-        timeout_s: a sync that takes longer is aborted.
-        fellows: processes that send along with this one.
+        timeout_s: A sync that takes longer is aborted.
+        fellows: Processes that send along with this one.
     """
 
     def __init__(
@@ -200,12 +200,12 @@ class WeightSync:
         """One sync.
 
         Args:
-            version: policy version of the weights.
+            version: Policy version of the weights.
             weights: (name, full tensor) in the manifest's order. Always run to its end, also when the sync fails,
                 because every item can be a collective of the training ranks.
 
         Raises:
-            WeightSyncError: the weights are not the manifest's, a receiver refused or reported something else, or the
+            WeightSyncError: The weights are not the manifest's, a receiver refused or reported something else, or the
                 deadline passed. The receivers were told to abort.
         """
         started = time.monotonic()
@@ -227,7 +227,7 @@ class WeightSync:
         )
 
     def close(self) -> None:
-        """Gives the transport's buffers back."""
+        """Give the transport's buffers back."""
         self._transport.close()
 
     def _send(self, version: int, source: Iterator[tuple[str, Tensor]], deadline: Deadline) -> list[ReceiverReport]:
@@ -299,12 +299,12 @@ class Filler:
         self._cut: Tensor | None = None
 
     def fill(self, data: Tensor, bucket: Bucket) -> None:
-        """Copies the bucket's tensors to their places in `data` ``(bucket.nbytes,) uint8``, cast to their wire dtype.
+        """Copy the bucket's tensors to their places in `data` `(bucket.nbytes,) uint8`, cast to their wire dtype.
 
         A tensor that is cut is held until its last piece was written.
 
         Raises:
-            WeightSyncError: the tensors end early, or the next one is another one.
+            WeightSyncError: The tensors end early, or the next one is another one.
         """
         for piece in bucket.pieces:
             if piece.is_whole:
@@ -319,10 +319,10 @@ class Filler:
                 self._cut = None
 
     def finish(self) -> None:
-        """Checks that nothing is left.
+        """Check that nothing is left.
 
         Raises:
-            WeightSyncError: there is a further tensor.
+            WeightSyncError: There is a further tensor.
         """
         surplus = next(self._source, None)
         if surplus is not None:

@@ -1,7 +1,7 @@
 """Weights by a collective broadcast: from one trainer rank to every process of every engine, wherever they run.
 
 The process group is built on a TCP store of its own and never becomes torch's default group, so it cannot clash with
-the trainer's world or with an engine's tensor-parallel one. Rank 0 is the sender; ``gloo`` on CPU, ``nccl`` on GPUs.
+the trainer's world or with an engine's tensor-parallel one. Rank 0 is the sender; `gloo` on CPU, `nccl` on GPUs.
 
 All waiting happens here, under the deadline of the sync, so that whoever is missing is named. The store is where all
 meet before the group forms: NCCL would wait for a missing one without end. The group's own timeout is longer than any
@@ -34,7 +34,9 @@ _COMPLETE = "complete"
 
 
 def group_timeout_s(backend: str, timeout_s: float) -> float:
-    """The group's own timeout, which no sync reaches: an error under the sync's deadline comes first, and says more.
+    """Return the group's own timeout, which no sync reaches.
+
+    An error under the sync's deadline comes first, and says more.
 
     Gloo's also bounds how long the group takes to form, once all have come.
     """
@@ -46,12 +48,12 @@ class WeightBroadcast:
 
     Args:
         specs: (name, dtype, shape) of every full parameter, in the order in which they will come.
-        num_receivers: processes of all engines together.
-        device: of the buffers; decides between gloo and nccl.
-        bucket_bytes: size of the two buffers.
-        timeout_s: of joining and of every sync.
-        address: that engines reach this process by.
-        kept: names of what engines keep from their folder.
+        num_receivers: Processes of all engines together.
+        device: Of the buffers; decides between gloo and nccl.
+        bucket_bytes: Size of the two buffers.
+        timeout_s: Of joining and of every sync.
+        address: That engines reach this process by.
+        kept: Names of what engines keep from their folder.
     """
 
     def __init__(
@@ -74,12 +76,12 @@ class WeightBroadcast:
         """One sync. The group forms at the first one, when every engine has joined.
 
         Raises:
-            WeightSyncError: see ``WeightSync.push``.
+            WeightSyncError: See `WeightSync.push`.
         """
         return self._sync.push(version, weights)
 
     def close(self) -> None:
-        """Gives the buffers back."""
+        """Give the buffers back."""
         self._sync.close()
 
 
@@ -87,11 +89,11 @@ class BroadcastSender(SenderTransport):
     """The sending rank. The constructor opens the store; the group forms when `connect` meets all receivers.
 
     Args:
-        manifest: what will be sent.
-        num_receivers: processes that will join, over all engines (engines × tensor-parallel size).
-        device: of the buffers; decides between gloo and nccl.
-        timeout_s: of joining and of every broadcast.
-        address: that receivers reach this process by.
+        manifest: What will be sent.
+        num_receivers: Processes that will join, over all engines (engines × tensor-parallel size).
+        device: Of the buffers; decides between gloo and nccl.
+        timeout_s: Of joining and of every broadcast.
+        address: That receivers reach this process by.
     """
 
     depth = _DEPTH
@@ -119,7 +121,7 @@ class BroadcastSender(SenderTransport):
         self._syncs = 0
 
     def handle(self, first_rank: int = 1) -> dict[str, Any]:
-        """The handle of the engine whose processes are ranks `first_rank`, `first_rank` + 1 and so on."""
+        """Return the handle of the engine whose processes are ranks `first_rank`, `first_rank` + 1 and so on."""
         return {
             "kind": KIND,
             "backend": self._backend,
@@ -172,7 +174,7 @@ class BroadcastSender(SenderTransport):
             store.delete_key(key)
 
     def abort(self) -> None:
-        """Takes the group down: receivers that wait in a broadcast get an error now, not at their deadline."""
+        """Take the group down: receivers that wait in a broadcast get an error now, not at their deadline."""
         self._works.clear()
         self._closed = True
         group, self._group = self._group, None
@@ -221,7 +223,7 @@ class BroadcastReader:
         )
 
     def bucket(self, index: int) -> Tensor:
-        """Takes part in the broadcast of bucket `index`."""
+        """Take part in the broadcast of bucket `index`."""
         if index == 0:
             self._syncs += 1
             self._deadline = Deadline(self._timeout_s, f"weight broadcast at {self._who}")
@@ -240,13 +242,13 @@ class BroadcastReader:
         return data
 
     def release(self) -> None:
-        """Frees the buffer of a GPU; host memory stays, as the sender's does."""
+        """Free the buffer of a GPU; host memory stays, as the sender's does."""
         if self._device.type == "cuda":
             self._data = None
 
 
 def _await_receivers(store: dist.Store, world_size: int, timeout_s: float) -> None:
-    """Returns when every receiver has come to the store, and lets them go on."""
+    """Return when every receiver has come to the store, and lets them go on."""
     missing = _missing(store, [_arrival(rank) for rank in range(1, world_size)], timeout_s)
     if missing:
         raise WeightSyncError(
@@ -257,7 +259,7 @@ def _await_receivers(store: dist.Store, world_size: int, timeout_s: float) -> No
 
 
 def _missing(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """The receivers, counted from 1, whose key was not set in time."""
+    """Return the receivers, counted from 1, whose key was not set in time."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except dist.DistStoreError:
@@ -323,7 +325,9 @@ def _join(
 def _connected(
     group: dist.ProcessGroup, rank: int, world_size: int, device: torch.device, timeout_s: float
 ) -> dist.ProcessGroup:
-    """The group with its ranks connected. NCCL would do that within the first broadcast, and knows no timeout for it.
+    """Return the group with its ranks connected.
+
+    NCCL would do that within the first broadcast, and knows no timeout for it.
 
     A thread connects them, so that a rank that has ended since it came, or a network that lets only the store through,
     is an error in time. The thread of a group that never forms ends with the process.
@@ -353,7 +357,7 @@ def _connected(
 
 
 def _gloo_device(address: str) -> Any:
-    """The interface that GLOO_SOCKET_IFNAME names; otherwise the one from which the sender is reached."""
+    """Return the interface that GLOO_SOCKET_IFNAME names; otherwise the one from which the sender is reached."""
     own = address_towards(address)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface and not ipaddress.ip_address(own).is_loopback:

@@ -40,29 +40,29 @@ class Devices(Protocol):
     """What the transport asks of the GPUs that this process sees."""
 
     def current(self) -> torch.device:
-        """The device of this process."""
+        """Return the device of this process."""
 
     def uuid(self, device: torch.device) -> str:
-        """Which GPU it is, the same in every process."""
+        """Return which GPU it is, the same in every process."""
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Bytes ``(nbytes,) uint8`` that can be shared."""
+        """Bytes `(nbytes,) uint8` that can be shared."""
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
-        """The buffer's handle: integers and strings."""
+        """Return the buffer's handle: integers and strings."""
 
     def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
-        """The buffer of another process on the same GPU, ``(nbytes,) uint8``.
+        """Return the buffer of another process on the same GPU, `(nbytes,) uint8`.
 
         Raises:
-            RuntimeError: that process has ended, or memory cannot be shared.
+            RuntimeError: That process has ended, or memory cannot be shared.
         """
 
     def synchronize(self, device: torch.device) -> None:
-        """Waits for what was queued on the device: another process does not see this one's streams."""
+        """Wait for what was queued on the device: another process does not see this one's streams."""
 
     def collect(self) -> None:
-        """Frees what was shared and is no longer open anywhere."""
+        """Free what was shared and is no longer open anywhere."""
 
 
 class CudaDevices:
@@ -165,7 +165,7 @@ class CudaIpcReader:
         return self._buffers[index % _DEPTH][: self._manifest.buckets[index].nbytes]
 
     def release(self) -> None:
-        """Closes the sender's buffers, which cannot be freed before."""
+        """Close the sender's buffers, which cannot be freed before."""
         if self._buffers:
             self._buffers = []
             DEVICES.collect()

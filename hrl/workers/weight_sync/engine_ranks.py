@@ -2,7 +2,7 @@
 
 The rank that drives the engine is the lead: it alone talks to the engine. The others tell the lead where their buffers
 are and which bucket they have written, and hear from it which one was loaded. So each of them runs the lead's own
-``WeightSync``: for the lead, the others are ``FellowSenders``; for another rank, the lead is its ``SyncTarget``.
+`WeightSync`: for the lead, the others are `FellowSenders`; for another rank, the lead is its `SyncTarget`.
 
 They talk over Unix sockets of this machine, in lines of JSON: the end of a process is noticed at once, no rank waits in
 a collective for one that has failed, and nothing is pickled. Every line carries the number of its sync, so that what
@@ -41,8 +41,8 @@ class Link:
     """A connection between the lead and another rank.
 
     Args:
-        connection: the socket.
-        other: who is at its other end, for errors.
+        connection: The socket.
+        other: Who is at its other end, for errors.
     """
 
     def __init__(self, connection: socket.socket, other: str) -> None:
@@ -51,10 +51,10 @@ class Link:
         self.other = other
 
     def send(self, sync: int, **content: Any) -> None:
-        """Sends one line.
+        """Send one line.
 
         Raises:
-            WeightSyncError: the other process is gone.
+            WeightSyncError: The other process is gone.
         """
         line = json.dumps({"sync": sync, **content}).encode() + b"\n"
         try:
@@ -64,11 +64,11 @@ class Link:
             raise WeightSyncError(f"{self.other} is gone: {error}") from error
 
     def receive(self, sync: int, timeout_s: float) -> dict[str, Any]:
-        """The next line of this sync; older ones are left over from failed syncs.
+        """Return the next line of this sync; older ones are left over from failed syncs.
 
         Raises:
-            WeightSyncError: the other process is gone, has failed, or is in a later sync.
-            TimeoutError: there was none in time.
+            WeightSyncError: The other process is gone, has failed, or is in a later sync.
+            TimeoutError: There was none in time.
         """
         end = time.monotonic() + timeout_s
         while True:
@@ -106,11 +106,11 @@ class Link:
 
 
 class Lead:
-    """The lead's end: where the engine's other ranks come to, and their ``FellowSenders``.
+    """The lead's end: where the engine's other ranks come to, and their `FellowSenders`.
 
     Args:
-        others: the ranks that send along.
-        merge: makes one handle of those of all senders, the lead's first.
+        others: The ranks that send along.
+        merge: Makes one handle of those of all senders, the lead's first.
     """
 
     def __init__(self, others: Sequence[int], merge: Merge) -> None:
@@ -126,7 +126,7 @@ class Lead:
         self._listener.listen(len(self._others))
 
     def begin(self, manifest: Manifest, handle: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """See ``FellowSenders``."""
+        """See `FellowSenders`."""
         self._sync += 1
         self._told = 0
         self._await_others(deadline)
@@ -139,26 +139,26 @@ class Lead:
         return self._merge(handles)
 
     def wait_published(self, index: int, deadline: Deadline) -> None:
-        """See ``FellowSenders``."""
+        """See `FellowSenders`."""
         for link in self._links.values():
             published = self._next(link, deadline, f"bucket {index}")["published"]
             if published != index:
                 raise WeightSyncError(f"{link.other} has written bucket {published} where {index} was expected")
 
     def tell_loaded(self, index: int) -> None:
-        """See ``FellowSenders``."""
+        """See `FellowSenders`."""
         if index >= self._told:
             self._told = index + 1
             for link in self._links.values():
                 link.send(self._sync, loaded=index)
 
     def tell_committed(self) -> None:
-        """See ``FellowSenders``."""
+        """See `FellowSenders`."""
         for link in self._links.values():
             link.send(self._sync, committed=True)
 
     def tell_aborted(self, reason: str) -> None:
-        """See ``FellowSenders``."""
+        """See `FellowSenders`."""
         for link in self._links.values():
             try:
                 link.send(self._sync, aborted=reason)
@@ -166,7 +166,7 @@ class Lead:
                 logger.warning("weight sync: %s", error)
 
     def refuse(self, reason: str, timeout_s: float) -> None:
-        """Ends a sync that this rank cannot even begin, for the ranks that have begun it."""
+        """End a sync that this rank cannot even begin, for the ranks that have begun it."""
         self._sync += 1
         try:
             self._await_others(Deadline(timeout_s, "refusing a weight sync"))
@@ -213,12 +213,12 @@ class Lead:
 
 
 class LeadTarget:
-    """The lead, as another rank's ``WeightSync`` sees it: the target that takes its buckets.
+    """The lead, as another rank's `WeightSync` sees it: the target that takes its buckets.
 
     Args:
-        address: of the ``Lead``.
-        rank: of this process.
-        lead_rank: for errors.
+        address: Of the `Lead`.
+        rank: Of this process.
+        lead_rank: For errors.
     """
 
     def __init__(self, address: str, rank: int, lead_rank: int) -> None:
@@ -242,7 +242,7 @@ class LeadTarget:
         return begun
 
     def weights_load(self, index: int) -> Future[None]:
-        """Says that bucket `index` is written; done when the engine has loaded it."""
+        """Say that bucket `index` is written; done when the engine has loaded it."""
         self._link.send(self._sync, published=index)
         return _Answer(self._link, self._sync, "loaded", index, None)
 
@@ -251,7 +251,7 @@ class LeadTarget:
         return _Answer(self._link, self._sync, "committed", True, [])
 
     def weights_abort(self, reason: str) -> Future[None]:
-        """Tells the lead that this rank has failed."""
+        """Tell the lead that this rank has failed."""
         done: Future[None] = Future()
         try:
             self._link.send(self._sync, aborted=reason)
@@ -290,10 +290,10 @@ class FellowRank:
     """A rank that sends to the engine that its lead drives.
 
     Args:
-        lead: the way to it.
-        device: of this rank.
-        bucket_bytes: as the lead's.
-        timeout_s: as the lead's.
+        lead: The way to it.
+        device: Of this rank.
+        bucket_bytes: As the lead's.
+        timeout_s: As the lead's.
     """
 
     def __init__(self, lead: LeadTarget, device: torch.device, *, bucket_bytes: int, timeout_s: float) -> None:
@@ -310,10 +310,10 @@ class FellowRank:
         weights: Iterable[tuple[str, Tensor]],
         kept: Sequence[str] = (),
     ) -> SyncReport:
-        """This rank's part of a sync; see ``RolloutHost.push_weights``.
+        """This rank's part of a sync; see `RolloutHost.push_weights`.
 
         Raises:
-            WeightSyncError: see ``WeightSync.push``; also what befell the lead.
+            WeightSyncError: See `WeightSync.push`; also what befell the lead.
         """
         if self._sync is None:
             manifest = Manifest.build(specs, self._bucket_bytes, kept)

@@ -5,7 +5,7 @@ A bucket is one flat run of bytes::
     | piece 0 | pad | piece 1 | pad | ... | seal: magic, version, bucket, checksum 0, checksum 1, ... |
 
 A piece is a whole tensor, unless the tensor is larger than a bucket: then it is cut into pieces that fill buckets of
-their own, so that no buffer is larger than a bucket, however large the embedding. ``Assembler`` joins them again.
+their own, so that no buffer is larger than a bucket, however large the embedding. `Assembler` joins them again.
 
 The seal travels with the data, so a receiver can tell on its own, whatever the transport, that the bucket is the right
 one, of the right version, and that each tensor arrived as it was written.
@@ -44,9 +44,9 @@ class TensorSpec:
     """One tensor.
 
     Attributes:
-        name: as transformers (and so the checkpoint) calls it.
-        dtype: name of the torch dtype on the wire, e.g. ``"bfloat16"``.
-        shape: of the full tensor.
+        name: As transformers (and so the checkpoint) calls it.
+        dtype: Name of the torch dtype on the wire, e.g. `"bfloat16"`.
+        shape: Of the full tensor.
     """
 
     name: str
@@ -70,10 +70,10 @@ class Piece:
     """Consecutive bytes of a tensor, mostly all of them, and their place in a bucket.
 
     Attributes:
-        tensor: that they are of.
-        start: first byte in the tensor; a multiple of ``ALIGNMENT_BYTES``, so that no element is cut.
-        offset: first byte in the bucket.
-        nbytes: without padding.
+        tensor: That they are of.
+        start: First byte in the tensor; a multiple of `ALIGNMENT_BYTES`, so that no element is cut.
+        offset: First byte in the bucket.
+        nbytes: Without padding.
     """
 
     tensor: TensorSpec
@@ -103,12 +103,12 @@ class Piece:
         return slice(self.start // size, (self.start + self.nbytes) // size)
 
     def view(self, bucket: Tensor) -> Tensor:
-        """A view of the bucket's bytes ``(nbytes,) uint8``: the tensor, or ``(elements,)`` of it."""
+        """Return a view of the bucket's bytes `(nbytes,) uint8`: the tensor, or `(elements,)` of it."""
         flat = bucket[self.offset : self.offset + self.nbytes].view(self.tensor.torch_dtype)
         return flat.view(self.tensor.shape) if self.is_whole else flat
 
     def words(self, bucket: Tensor) -> Tensor:
-        """The piece's bytes, padding included, as int64 words."""
+        """Return the piece's bytes, padding included, as int64 words."""
         return bucket[self.offset : self.offset + _round_up(self.nbytes, _WORD_BYTES)].view(torch.int64)
 
 
@@ -117,8 +117,8 @@ class Bucket:
     """What travels together.
 
     Attributes:
-        pieces: in the order of writing.
-        payload_bytes: bytes before the seal.
+        pieces: In the order of writing.
+        payload_bytes: Bytes before the seal.
     """
 
     pieces: tuple[Piece, ...]
@@ -135,8 +135,8 @@ class Manifest:
     """Every tensor of the model, in buckets. Equal on both sides and from step to step.
 
     Attributes:
-        buckets: what is sent.
-        kept: names of tensors that are not sent, because no update moves them: the receiver keeps its folder's.
+        buckets: What is sent.
+        kept: Names of tensors that are not sent, because no update moves them: the receiver keeps its folder's.
     """
 
     buckets: tuple[Bucket, ...]
@@ -153,11 +153,11 @@ class Manifest:
 
         Args:
             specs: (name, dtype, shape) of every tensor, in the order in which the trainer will yield them.
-            bucket_bytes: the most that a bucket holds, and at least ``ALIGNMENT_BYTES``. A larger tensor is cut.
-            kept: names of what the trainer will not yield.
+            bucket_bytes: The most that a bucket holds, and at least `ALIGNMENT_BYTES`. A larger tensor is cut.
+            kept: Names of what the trainer will not yield.
 
         Raises:
-            WeightSyncError: a name stands twice, or there is no tensor.
+            WeightSyncError: A name stands twice, or there is no tensor.
         """
         limit = max(bucket_bytes - bucket_bytes % ALIGNMENT_BYTES, ALIGNMENT_BYTES)
         buckets: list[Bucket] = []
@@ -216,12 +216,12 @@ class Manifest:
         return hashlib.sha256(json.dumps(self.to_plain(), sort_keys=True).encode()).hexdigest()
 
     def to_plain(self) -> dict[str, Any]:
-        """Lists, strings and integers only; ``from_plain`` turns it back."""
+        """List, strings and integers only; `from_plain` turns it back."""
         return asdict(self)
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Manifest:
-        """Turns ``to_plain`` back, also after JSON or msgpack made lists of its tuples."""
+        """Turn `to_plain` back, also after JSON or msgpack made lists of its tuples."""
         return cls(
             tuple(
                 Bucket(tuple(map(_piece_from_plain, bucket["pieces"])), bucket["payload_bytes"])
@@ -231,7 +231,7 @@ class Manifest:
         )
 
     def difference(self, other: Manifest) -> list[str]:
-        """What `other` lacks, has too much or has differently, one sentence a tensor."""
+        """Return what `other` lacks, has too much or has differently, one sentence a tensor."""
         mine, theirs = ({spec.name: (spec.dtype, spec.shape) for spec in m.tensors} for m in (self, other))
         found = [f"{name!r} is missing" for name in mine.keys() - theirs.keys()]
         found += [f"{name!r} is extra" for name in theirs.keys() - mine.keys()]
@@ -254,13 +254,13 @@ def _piece_from_plain(plain: Mapping[str, Any]) -> Piece:
 
 
 def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
-    """Writes checksums, bucket number and version behind the payload.
+    """Write checksums, bucket number and version behind the payload.
 
     Args:
-        data: ``(bucket.nbytes,) uint8``, payload in place.
-        bucket: what it holds.
-        index: its number in the manifest.
-        version: policy version of the weights.
+        data: `(bucket.nbytes,) uint8`, payload in place.
+        bucket: What it holds.
+        index: Its number in the manifest.
+        version: Policy version of the weights.
     """
     for piece in bucket.pieces:  # what another bucket left there is no part of the tensor, and so of its checksum
         data[piece.offset + piece.nbytes : piece.offset + _round_up(piece.nbytes, _WORD_BYTES)] = 0
@@ -272,10 +272,10 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
 
 
 def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[tuple[Piece, Tensor]]:
-    """The pieces of a bucket with their views of `data` (``Piece.view``), after its seal was checked.
+    """Return the pieces of a bucket with their views of `data` (`Piece.view`), after its seal was checked.
 
     Raises:
-        WeightSyncError: not this bucket, not this version, or bytes that changed on the way; names the tensors.
+        WeightSyncError: Not this bucket, not this version, or bytes that changed on the way; names the tensors.
     """
     words = _seal_words(data, bucket).tolist()
     if words[0] != _SEAL_MAGIC:
@@ -304,7 +304,7 @@ class Assembler:
         self._unfinished: Tensor | None = None
 
     def join(self, pieces: Iterable[tuple[Piece, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yields (name, tensor) of every tensor that ends in these pieces of a bucket; whole ones are passed on."""
+        """Yield (name, tensor) of every tensor that ends in these pieces of a bucket; whole ones are passed on."""
         for piece, view in pieces:
             if piece.is_whole:
                 yield piece.name, view
@@ -318,13 +318,13 @@ class Assembler:
 
 
 def sealed_checksums(data: Tensor, bucket: Bucket) -> list[int]:
-    """The checksum that the sender gave each of the bucket's pieces, comparable to ``tensor_checksum``."""
+    """Return the checksum that the sender gave each of the bucket's pieces, comparable to `tensor_checksum`."""
     checksums: list[int] = _seal_words(data, bucket)[_SEAL_WORDS:].tolist()
     return checksums
 
 
 def checksum(words: Tensor) -> Tensor:
-    """A checksum of int64 words ``(N,)`` that runs at the speed of memory on CPU and GPU; a 0-dim int64 tensor.
+    """Return a checksum of int64 words `(N,)` that runs at the speed of memory on CPU and GPU; a 0-dim int64 tensor.
 
     Words are laid out as a matrix; the checksum is the sum of every word times a weight of its column plus a weight of
     its row, modulo 2**64. Column weights are odd and row weights even, so every weight is odd and invertible: any
@@ -348,7 +348,7 @@ def checksum(words: Tensor) -> Tensor:
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:
-    """The checksum of a tensor that lies anywhere: that of its bytes, with zeros up to a whole word."""
+    """Return the checksum of a tensor that lies anywhere: that of its bytes, with zeros up to a whole word."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     gap = -data.numel() % _WORD_BYTES
     if gap or data.storage_offset() % _WORD_BYTES:

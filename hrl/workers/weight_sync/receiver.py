@@ -30,30 +30,33 @@ class ModelWriter(Protocol):
     """Writes weights into a model that goes on living: vLLM's layers, a transformers model, a dictionary."""
 
     def begin(self) -> None:
-        """Gets ready for a complete set of weights."""
+        """Get ready for a complete set of weights."""
 
     def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Takes some of the weights. The tensors are views of a buffer that may change after the call.
+        """Take some of the weights. The tensors are views of a buffer that may change after the call.
 
         Raises:
-            WeightSyncError: a tensor that the model doesn't have.
+            WeightSyncError: A tensor that the model doesn't have.
         """
 
     def finish(self, kept: Collection[str] = ()) -> None:
-        """Puts everything written into effect.
+        """Put everything written into effect.
 
         Args:
-            kept: names of tensors that are not sent and stay as they are.
+            kept: Names of tensors that are not sent and stay as they are.
 
         Raises:
-            WeightSyncError: a parameter was neither written nor is to be kept; names it.
+            WeightSyncError: A parameter was neither written nor is to be kept; names it.
         """
 
     def cancel(self) -> None:
-        """Drops what was begun, leaving a mixture of old and new weights that must not be sampled from."""
+        """Drop what was begun, leaving a mixture of old and new weights that must not be sampled from."""
 
     def read_back(self, name: str) -> Tensor | None:
-        """The parameter as the model now has it; None, or another shape, where it is fused, sharded or packed."""
+        """Return the parameter as the model now has it.
+
+        None, or another shape, where it is fused, sharded or packed.
+        """
 
 
 class BucketReader(Protocol):
@@ -63,10 +66,10 @@ class BucketReader(Protocol):
     """Buckets stay readable until the commit, so that nothing is written before everything was verified."""
 
     def bucket(self, index: int) -> Tensor:
-        """Bytes of a published bucket, ``(bucket.nbytes,) uint8``."""
+        """Bytes of a published bucket, `(bucket.nbytes,) uint8`."""
 
     def release(self) -> None:
-        """Gives back the memory that only a sync needs; called when one has ended, well or not."""
+        """Give back the memory that only a sync needs; called when one has ended, well or not."""
 
 
 class WeightReceiver:
@@ -77,9 +80,9 @@ class WeightReceiver:
     `intact` turns false, and only the next good sync makes it usable again.
 
     Args:
-        writer: access to the model.
-        name: for reports and errors.
-        rank_in_engine: of a tensor-parallel engine's processes.
+        writer: Access to the model.
+        name: For reports and errors.
+        rank_in_engine: Of a tensor-parallel engine's processes.
     """
 
     def __init__(self, writer: ModelWriter, name: str, rank_in_engine: int = 0) -> None:
@@ -104,7 +107,7 @@ class WeightReceiver:
         """Attaches to the sender.
 
         Raises:
-            WeightSyncError: a sync is already under way, or other tensors than in the last good sync.
+            WeightSyncError: A sync is already under way, or other tensors than in the last good sync.
         """
         if self._manifest is not None:
             raise WeightSyncError(f"{self._name}: a sync to version {self._version} is already under way")
@@ -119,10 +122,10 @@ class WeightReceiver:
         self._assembler = Assembler()
 
     def load(self, index: int) -> None:
-        """Takes and verifies one published bucket.
+        """Take and verifies one published bucket.
 
         Raises:
-            WeightSyncError: a bucket out of order, or one whose seal doesn't fit its bytes; names the tensors.
+            WeightSyncError: A bucket out of order, or one whose seal doesn't fit its bytes; names the tensors.
         """
         manifest, reader = self._under_way()
         if index != len(self._loaded):
@@ -140,13 +143,13 @@ class WeightReceiver:
         self._loaded.append(index)
 
     def commit(self) -> dict[str, Any]:
-        """Puts the new weights into effect.
+        """Put the new weights into effect.
 
         Returns:
-            A ``ReceiverReport`` as a dictionary.
+            A `ReceiverReport` as a dictionary.
 
         Raises:
-            WeightSyncError: a bucket is missing, the model lacks a tensor, or it reads back differently.
+            WeightSyncError: A bucket is missing, the model lacks a tensor, or it reads back differently.
         """
         manifest, _ = self._under_way()
         if len(self._loaded) != len(manifest.buckets):
@@ -172,7 +175,7 @@ class WeightReceiver:
         return self.intact
 
     def detach(self) -> None:
-        """Lets go of the sender's memory or process group."""
+        """Let go of the sender's memory or process group."""
         self._release()
         self._reader, self._attached = None, None
 
@@ -203,7 +206,7 @@ class WeightReceiver:
             self._writer.write(weights)
 
     def _read_back(self, manifest: Manifest) -> int:
-        """Compares what the model has now with what was sent, tensor by tensor; returns how many could be compared."""
+        """Compare what the model has now with what was sent, tensor by tensor; returns how many could be compared."""
         names, sent, found = [], [], []
         for piece, sealed in zip(manifest.pieces, self._checksums, strict=True):
             written = self._writer.read_back(piece.name)
@@ -225,7 +228,7 @@ class WeightReceiver:
 
 
 def attach(manifest: Manifest, handle: Mapping[str, Any], rank_in_engine: int) -> BucketReader:
-    """The receiver's end of the transport that `handle` describes."""
+    """Return the receiver's end of the transport that `handle` describes."""
     match handle["kind"]:
         case shared_memory.KIND:
             return shared_memory.SharedMemoryReader(manifest, handle)

@@ -1,6 +1,6 @@
 """Weights through memory of this machine: one anonymous file that the sender owns and receivers map.
 
-The memory is a memfd, reached by receivers as ``/proc/<pid>/fd/<fd>``. It has no name in ``/dev/shm`` and lives exactly
+The memory is a memfd, reached by receivers as `/proc/<pid>/fd/<fd>`. It has no name in `/dev/shm` and lives exactly
 as long as somebody has it open or mapped: nothing can be left behind, not even by SIGKILL.
 """
 
@@ -82,7 +82,7 @@ class SharedMemoryReader:
         return self._data[start : start + self._manifest.buckets[index].nbytes]
 
     def release(self) -> None:
-        """Keeps the mapping: to touch the pages for the first time again would cost several times the copy."""
+        """Keep the mapping: to touch the pages for the first time again would cost several times the copy."""
 
 
 def _map(fd: int, nbytes: int) -> Tensor:
