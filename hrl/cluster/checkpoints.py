@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.data.fingerprint import differences
+from hrl.errors import HrlError
 from hrl.report.run_folder import next_numbered
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ STATE_FILE = "state.json"
 _STEP = re.compile(r"step_(\d+)")
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(HrlError, RuntimeError):
     """A checkpoint is missing, torn, or belongs to another run."""
 
 

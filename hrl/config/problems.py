@@ -4,6 +4,8 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import NamedTuple
 
+from hrl.errors import HrlError
+
 
 class Reason(StrEnum):
     """Why something that was written is refused."""
@@ -37,7 +39,7 @@ class Problem(NamedTuple):
         return " ".join(part for part in (self.key, self.what, self.hint) if part)
 
 
-class ConfigError(ValueError):
+class ConfigError(HrlError, ValueError):
     """The configuration can't be run. `str()` lists all problems, numbered.
 
     Attributes:

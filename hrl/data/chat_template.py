@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from hrl.errors import HrlError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -25,7 +27,7 @@ _SHOWN_TOKENS = 12
 _SHOWN_CHARACTERS = 400
 
 
-class ChatTemplateError(ValueError):
+class ChatTemplateError(HrlError, ValueError):
     """A chat can't be rendered, or its answers can't be trained on; the message shows the difference."""
 
 

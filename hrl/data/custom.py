@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.data.user_file import UserFileError, load_user_file
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from jinja2 import TemplateError
 
 from hrl.data.chat_template import ChatTemplateError, encode_texts, render_prompt, with_tools
 from hrl.data.collate import collate_fn
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.data.fingerprint import fingerprint
 from hrl.data.intake import DataFiles, DatasetCounts, Intake, sources_of
 from hrl.data.rows import BadRow, Row, RowKeys, read_rows

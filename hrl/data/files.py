@@ -7,7 +7,7 @@ import json
 from itertools import islice
 from pathlib import Path
 
-from hrl.data.errors import DatasetError
+from hrl.errors import HrlError
 from hrl.nearest import listing, way_to
 
 PARQUET = (".parquet",)
@@ -23,6 +23,10 @@ _WAYS_OUT = {
     ".arrow": "pyarrow.parquet.write_table(pyarrow.ipc.open_stream('rows.arrow').read_all(), 'rows.parquet')",
 }
 """Suffix → a line of Python that makes a file of such rows one that is read."""
+
+
+class DatasetError(HrlError, ValueError):
+    """A source, a row or a whole data set can't be used; the message names file, row and the way out."""
 
 
 def check_data_file(path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeVar
 
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.data.rows import BadRow
 
 logger = logging.getLogger(__name__)

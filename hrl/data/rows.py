@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hrl.data.errors import DatasetError
-from hrl.data.files import PARQUET, check_data_file
+from hrl.data.files import PARQUET, DatasetError, check_data_file
 
 BUNDLED_PREFIX = "bundled:"
 REASONING_GYM_PREFIX = "reasoning_gym:"

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
+from hrl.errors import HrlError
 from hrl.nearest import listing, way_to
 
 
-class UserFileError(ValueError):
+class UserFileError(HrlError, ValueError):
     """There is no such Python file, or what is in it is no Python."""
 
 

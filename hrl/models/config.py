@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hrl.errors import HrlError
 from hrl.models.folder import model_facts
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ ROPE_FORMS = ("rope_parameters", "rope_scaling")
 _KEPT_WITH_ROPE = ("rope_theta", "partial_rotary_factor")
 
 
-class ModelConfigError(ValueError):
+class ModelConfigError(HrlError, ValueError):
     """`override_config` does not fit the model; the message says why."""
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hrl.errors import HrlError
 from hrl.models.head import backbone_of
 from hrl.models.loading import ModelSource, load_causal_lm
 from hrl.models.ops.layout import AttentionLayout
@@ -25,7 +26,7 @@ from hrl.models.ops.layout import AttentionLayout
 _PROBE_TOKENS = 256
 
 
-class FootprintError(ValueError):
+class FootprintError(HrlError, ValueError):
     """A model's sizes can't be found from its config."""
 
 

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
+from hrl.errors import HrlError
+
 if TYPE_CHECKING:
     from gguf import GGUFReader, ReaderTensor
     from transformers import PreTrainedTokenizerBase
@@ -39,7 +41,7 @@ _PER_LAYER = {
 _CONTROL_TOKEN = 3
 
 
-class GgufError(ValueError):
+class GgufError(HrlError, ValueError):
     """A GGUF file of a kind that this converter does not know."""
 
 

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from hrl.errors import HrlError
 from hrl.models.config import load_config
 from hrl.models.cut import CROSSED_TOKENS, UNREACHED_TOKENS, cuts
 from hrl.models.loading import ModelSource, prepare
@@ -52,7 +53,7 @@ _KEY = "actor_rollout_ref.model.probe=false (model.probe=false in offline runs)"
 _FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)
 
 
-class ProbeError(ValueError):
+class ProbeError(HrlError, ValueError):
     """A model that packed training would compute wrongly; the message names family, difference and likely cause."""
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from hrl.errors import HrlError
 from hrl.nearest import listing, nearest_path, way_to
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ _CONVERTED = "models"  # below the cache: converted models
 _HUB_REPOSITORY = "models--"  # how huggingface_hub begins a repository's folder
 
 
-class ModelSourceError(ValueError):
+class ModelSourceError(HrlError, ValueError):
     """A model that can't be found, fetched or converted; the message says what to do."""
 
 

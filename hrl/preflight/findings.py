@@ -8,29 +8,9 @@ from dataclasses import dataclass, field
 
 from jinja2 import TemplateError
 
-from hrl.cluster.checkpoints import CheckpointError
 from hrl.config.arithmetic import Fact
 from hrl.config.problems import ConfigError, Problem
-from hrl.data.chat_template import ChatTemplateError
-from hrl.data.errors import DatasetError
-from hrl.data.user_file import UserFileError
-from hrl.models.config import ModelConfigError
-from hrl.models.source import ModelSourceError
-from hrl.report.run_folder import RunFolderError
-from hrl.reward.function import RewardFunctionError
-
-#: Errors that say themselves what is wrong with a file.
-EXPLAINED = (
-    ChatTemplateError,
-    CheckpointError,
-    DatasetError,
-    ModelConfigError,
-    ModelSourceError,
-    RewardFunctionError,
-    RunFolderError,
-    TemplateError,
-    UserFileError,
-)
+from hrl.errors import HrlError
 
 
 class PreflightError(ConfigError):
@@ -66,7 +46,7 @@ class Findings:
         """Around a look: an error that explains itself becomes a problem of `key`, and other looks go on."""
         try:
             yield
-        except EXPLAINED as error:
+        except (HrlError, TemplateError) as error:
             self.problem(key, f"can't be used: {sentence(str(error))}")
         except OSError as error:
             self.problem(key, f"can't be read: {sentence(str(error))}")

@@ -16,14 +16,13 @@ import numpy as np
 
 from hrl.config.arithmetic import Fact, count
 from hrl.config.keys import nearest
-from hrl.data.errors import DatasetError
-from hrl.data.files import check_data_file, columns_of
+from hrl.data.files import DatasetError, check_data_file, columns_of
 from hrl.data.rows import BUNDLED_PREFIX, REASONING_GYM_PREFIX
 from hrl.models.config import load_config
 from hrl.models.folder import check_weights, model_facts
 from hrl.models.source import ModelSourceError, find_model, resolve_model
 from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer
-from hrl.preflight.findings import Findings, sentence
+from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.report.tracking import installed_trackers
 
@@ -146,13 +145,11 @@ def look_at_family(
         is_scalar: It is a critic or a reward model.
     """
     from hrl.models.loading import ModelSource
-    from hrl.models.probe import ProbeError, require_right_causal_lm, require_right_scalar_model
+    from hrl.models.probe import require_right_causal_lm, require_right_scalar_model
 
     source = ModelSource.to_look_at(folder, override, trust_remote_code=trust_remote_code, max_model_len=max_model_len)
-    try:
+    with findings.about(key):
         (require_right_scalar_model if is_scalar else require_right_causal_lm)(source)
-    except ProbeError as error:
-        findings.problem(key, f"can't be used: {sentence(str(error))}")
 
 
 def _check_type(folder: Path, trust_remote_code: bool) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from hrl.errors import HrlError
 from hrl.report.console import samples_table
 from hrl.report.rollout_log import Sample
 from hrl.report.run_folder import RolloutKind, read_jsonl, rollouts_file, rollouts_steps
@@ -15,7 +16,7 @@ from hrl.report.run_folder import RolloutKind, read_jsonl, rollouts_file, rollou
 SORT_KEYS = {"score": "score", "length": "response_length", "advantage": "advantage"}
 
 
-class BrowseError(ValueError):
+class BrowseError(HrlError, ValueError):
     """There are no such samples. The message says which there are."""
 
 

@@ -21,6 +21,7 @@ import psutil
 import yaml
 
 import hrl
+from hrl.errors import HrlError
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-class RunFolderError(RuntimeError):
+class RunFolderError(HrlError, RuntimeError):
     """The run folder is in use, holds checkpoints that this run would not continue, or can't be written."""
 
 

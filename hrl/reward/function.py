@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, Self
 
 from hrl.data.user_file import UserFileError, load_user_file
+from hrl.errors import HrlError
 from hrl.processes import child
 
 HANDED_OVER = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -20,7 +21,7 @@ _ENV = "env:"
 _LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
-class RewardFunctionError(ValueError):
+class RewardFunctionError(HrlError, ValueError):
     """A reward function can't be loaded, or returned something that is no reward."""
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.reward.function import RewardSpec
 from hrl.reward.pool import RewardPool
@@ -23,7 +24,7 @@ _MAX_FAILED_SHARE = 0.1
 _FAILURES = ("error", "timeout", "crash")
 
 
-class RewardError(RuntimeError):
+class RewardError(HrlError, RuntimeError):
     """Rewards of a step can't be had; names function, sample and the first failure's traceback."""
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from hrl.errors import HrlError
+
 _PHASE: ContextVar[str | None] = ContextVar("hrl_phase", default=None)
 
 
@@ -28,7 +30,7 @@ def current_phase(default: str) -> str:
     return _PHASE.get() or default
 
 
-class WorkerError(RuntimeError):
+class WorkerError(HrlError, RuntimeError):
     """A method raised on a rank. `__cause__` is the original exception, where it could be pickled.
 
     Attributes:
@@ -98,5 +100,5 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
         )
 
 
-class PlacementError(RuntimeError):
+class PlacementError(HrlError, RuntimeError):
     """The cluster lacks what a resource pool asks for."""

@@ -19,29 +19,14 @@ from hrl.config.rules import warnings
 from hrl.preflight.ppo import Preflight, preflight
 from hrl.report.phases import PHASES
 from hrl.report.reporter import RunReporter
-from hrl.reward.function import RewardFunctionError
-from hrl.reward.loop import RewardError
-from hrl.trainer.ppo.dynamic_sampling import DynamicSamplingError
-from hrl.trainer.ppo.generation import PolicyVersionError
 from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_old_log_prob
-from hrl.trainer.ppo.reward_parts import RewardPartError
 from hrl.trainer.ppo.rewards import RewardService
-from hrl.trainer.session import EXPLAINED, device_of, display_of, run_guarded, run_session
+from hrl.trainer.session import device_of, display_of, run_guarded, run_session
 from hrl.workers.runtime import Runtime
 
 if TYPE_CHECKING:
     from hrl.config import PPOTrainerConfig
-
-#: Errors of a PPO run that explain themselves.
-EXPLAINED_HERE = (
-    *EXPLAINED,
-    DynamicSamplingError,
-    PolicyVersionError,
-    RewardError,
-    RewardFunctionError,
-    RewardPartError,
-)
 
 
 def run_training(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer] | None = None) -> int:
@@ -54,7 +39,7 @@ def run_training(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer] | No
     Returns:
         The exit status, see `run_guarded`.
     """
-    return run_guarded(config, partial(_run, config, trainer_cls or trainer_class(config)), EXPLAINED_HERE)
+    return run_guarded(config, partial(_run, config, trainer_cls or trainer_class(config)))
 
 
 def trainer_class(config: PPOTrainerConfig) -> type[RayPPOTrainer]:

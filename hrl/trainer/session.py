@@ -13,20 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import hrl
-from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
+from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.machine import choose_device, run_cluster, scarcity
 from hrl.config.names import JSON_CONSOLE
-from hrl.data.chat_template import ChatTemplateError
-from hrl.data.errors import DatasetError
-from hrl.models.source import ModelSourceError
+from hrl.errors import HrlError
 from hrl.preflight.findings import PreflightError
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.report.console import RunConsole
 from hrl.report.display import Display
 from hrl.report.json_console import JsonConsole
 from hrl.report.reporter import RunReporter
-from hrl.report.run_folder import RunFolder, RunFolderError
-from hrl.single_controller.errors import PlacementError, WorkerError
+from hrl.report.run_folder import RunFolder
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 
 if TYPE_CHECKING:
@@ -41,25 +38,13 @@ EXIT_CONFIG = 2
 EXIT_NONFINITE = 3
 EXIT_INTERRUPTED = 130
 
-#: Errors of any run that explain themselves: the terminal gets their message, the log their traceback.
-EXPLAINED: tuple[type[Exception], ...] = (
-    ChatTemplateError,
-    CheckpointError,
-    DatasetError,
-    ModelSourceError,
-    PlacementError,
-    RunFolderError,
-    WorkerError,
-)
 
-
-def run_guarded(config: Any, run: Callable[[], None], explained: tuple[type[Exception], ...] = EXPLAINED) -> int:
-    """Return runs to an exit status.
+def run_guarded(config: Any, run: Callable[[], None]) -> int:
+    """Run to an exit status.
 
     Args:
         config: The validated configuration.
         run: The run.
-        explained: Errors that explain themselves.
 
     Returns:
         0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if steps were
@@ -72,7 +57,7 @@ def run_guarded(config: Any, run: Callable[[], None], explained: tuple[type[Exce
     except PreflightError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
-    except explained as error:
+    except HrlError as error:
         logger.debug("the run failed", exc_info=error)
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}")
         return EXIT_NONFINITE if isinstance(error.__cause__, NonFiniteStepError) else EXIT_FAILURE

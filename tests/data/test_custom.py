@@ -4,7 +4,7 @@ import pytest
 
 from hrl.data.custom import dataset_class
 from hrl.data.dataset import RLHFDataset
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 
 
 def named(path, name):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hrl.data.errors import DatasetError
-from hrl.data.files import check_data_file, columns_of
+from hrl.data.files import DatasetError, check_data_file, columns_of
 from hrl.data.rows import Row, RowKeys, read_rows
 from hrl.nearest import nearest_path
 

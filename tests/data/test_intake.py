@@ -1,6 +1,6 @@
 import pytest
 
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.data.intake import DatasetCounts, Intake, sources_of
 from hrl.data.rows import BadRow
 

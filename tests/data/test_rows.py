@@ -6,7 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.data.rows import BadRow, Row, RowKeys, read_rows
 from hrl.processes.child import to_plain
 

@@ -2,7 +2,7 @@ import itertools
 
 import pytest
 
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.data.tasks import bundled_rows
 from hrl.data.tasks.addition import held_out
 from hrl.data.tasks.reasoning_gym import parse_address, reasoning_gym_rows

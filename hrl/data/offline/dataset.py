@@ -12,7 +12,7 @@ import torch
 from jinja2 import TemplateError
 
 from hrl.data.chat_template import ChatTemplateError
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.data.fingerprint import fingerprint
 from hrl.data.intake import DataFiles, Intake, sources_of
 from hrl.data.offline.tokens import Answer, Passage, encode_passages

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.data.tasks import addition
 
 _TASKS = {

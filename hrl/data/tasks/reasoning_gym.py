@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.processes.child import child_environment, from_plain, to_plain
 
 DATA_SOURCE_PREFIX = "reasoning_gym/"

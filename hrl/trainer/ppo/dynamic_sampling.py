@@ -7,11 +7,12 @@ from math import ceil
 from typing import Any, ClassVar
 
 from hrl.algos.groups import filter_groups, group_codes
+from hrl.errors import HrlError
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.reward_parts import reward_values
 
 
-class DynamicSamplingError(RuntimeError):
+class DynamicSamplingError(HrlError, RuntimeError):
     """Too few groups have a spread to fill a batch within the bound.
 
     A smaller batch is not trained on in its place: it would be another algorithm in the steps that are the hardest to

@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from hrl.errors import HrlError
 from hrl.protocol import DataProto
 
 
-class PolicyVersionError(RuntimeError):
+class PolicyVersionError(HrlError, RuntimeError):
     """A batch was sampled from other weights than the ones it would train."""
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hrl.errors import HrlError
 from hrl.protocol import DataProto
 
 WHOLE_SCORE = ("reward", "seq_reward")
@@ -15,7 +16,7 @@ OWN_SCORE = "score"
 """What the reward function returned as its score, or the reward model where there is no function; without penalties."""
 
 
-class RewardPartError(ValueError):
+class RewardPartError(HrlError, ValueError):
     """The configuration names a part that a reward does not have."""
 
 

@@ -26,6 +26,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hrl.batching import MiniBatchPlan
+from hrl.errors import HrlError
 
 if TYPE_CHECKING:
     from hrl.protocol import DataProto
@@ -42,7 +43,7 @@ FOLDER = "nonfinite"
 _IMPLIED = ("attention_mask", "input_ids", "position_ids")
 
 
-class NonFiniteStepError(RuntimeError):
+class NonFiniteStepError(HrlError, RuntimeError):
     """Several optimizer steps in a row had a loss or gradient that is not a finite number."""
 
 

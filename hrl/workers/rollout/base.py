@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hrl.errors import HrlError
 from hrl.workers.weight_sync.base import ReceiverReport
 from hrl.workers.weight_sync.manifest import Manifest
 
@@ -16,7 +17,7 @@ INITIAL_VERSION = 0
 """Policy version of the weights that an engine loads from the model's folder."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(HrlError, RuntimeError):
     """Sampling failed. The message names the engine, the row and what to do."""
 
 

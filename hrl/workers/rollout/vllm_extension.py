@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from hrl.processes.lifetime import die_with_parent
 from hrl.workers.rollout.vllm_precision import match_trainer, use_float32_head
 from hrl.workers.rollout.vllm_versions import load_numel
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from hrl.workers.weight_sync.receiver import WeightReceiver
 
 if TYPE_CHECKING:

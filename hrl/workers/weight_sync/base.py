@@ -13,8 +13,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Bucket, Manifest, TensorSpec, seal
+from hrl.workers.weight_sync.manifest import Bucket, Manifest, TensorSpec, WeightSyncError, seal
 
 __all__ = ["Deadline", "ReceiverReport", "SenderTransport", "SyncReport", "SyncTarget", "WeightSync", "WeightSyncError"]
 

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from hrl.workers.rendezvous import address_towards, connect_store, serve_store
 from hrl.workers.weight_sync.base import Deadline, SenderTransport, SyncReport, WeightSync
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 
 KIND = "broadcast"
 _DEPTH = 2

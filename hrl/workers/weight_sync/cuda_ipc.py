@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from hrl.workers.weight_sync.base import SenderTransport
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 
 KIND = "cuda_ipc"
 _DEPTH = 2

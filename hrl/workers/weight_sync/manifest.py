@@ -24,7 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.errors import HrlError
+
+
+class WeightSyncError(HrlError, RuntimeError):
+    """Weights did not arrive, or not as they were sent. The message names the tensor, the bucket or the receiver."""
+
 
 ALIGNMENT_BYTES = 256
 """Tensors start at multiples of this: any dtype can be viewed there, and copies are vectorised."""

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from hrl.workers.weight_sync import broadcast, cuda_ipc, shared_memory
 from hrl.workers.weight_sync.base import ReceiverReport
-from hrl.workers.weight_sync.errors import WeightSyncError
 from hrl.workers.weight_sync.manifest import (
     Assembler,
     Manifest,
     Piece,
+    WeightSyncError,
     open_sealed,
     sealed_checksums,
     tensor_checksum,

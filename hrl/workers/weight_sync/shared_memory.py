@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from hrl.workers.weight_sync.base import SenderTransport
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 
 KIND = "shared_memory"
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from hrl.data.errors import DatasetError
+from hrl.data.files import DatasetError
 from hrl.data.offline.demonstrations import Demonstration, DemonstrationDataset, check_demonstration
 from hrl.data.offline.pairs import PairDataset, PairRow, check_pair
 from hrl.data.tasks import bundled_rows

@@ -19,8 +19,7 @@ from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, Rollo
 from hrl.workers.rollout.host import RolloutHost, TokenInfo
 from hrl.workers.rollout.scripted import ScriptedEngine
 from hrl.workers.weight_sync import cuda_ipc
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from tests.workers.rollout.settings import prompt_batch, rollout_config
 from tests.workers.weight_sync.fake_devices import FakeDevices
 

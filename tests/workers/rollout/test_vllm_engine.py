@@ -23,8 +23,7 @@ from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, Rollo
 from hrl.workers.rollout.host import RolloutHost, TokenInfo
 from hrl.workers.weight_sync.base import WeightSync
 from hrl.workers.weight_sync.broadcast import BroadcastSender
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from tests.models import tiny
 from tests.workers.rollout import models
 from tests.workers.rollout.settings import prompt_batch, rollout_config

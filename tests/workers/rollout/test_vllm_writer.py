@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from hrl.workers.rollout.vllm_extension import VllmModelWriter
 from hrl.workers.weight_sync.base import WeightSync
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from tests.workers.rollout import models
 from tests.workers.weight_sync.streaming import StreamingSender, StreamingTarget, stream
 

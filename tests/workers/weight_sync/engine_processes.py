@@ -16,8 +16,7 @@ from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync import cuda_ipc
 from hrl.workers.weight_sync.base import ReceiverReport
 from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead, LeadTarget
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from tests.workers.weight_sync.fake_devices import FakeDevices
 

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync.base import WeightSync
 from hrl.workers.weight_sync.broadcast import BroadcastReader, BroadcastSender, _join, group_timeout_s
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from hrl.workers.weight_sync.receiver import WeightReceiver
 
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)]

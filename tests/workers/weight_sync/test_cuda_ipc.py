@@ -10,7 +10,7 @@ import torch
 from hrl.workers.weight_sync.base import WeightSync
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender, merge_handles
 from hrl.workers.weight_sync.engine_ranks import Lead
-from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import WeightSyncError
 from tests.workers.weight_sync.engine_processes import (
     BUCKET_BYTES,
     MANIFEST,

@@ -16,7 +16,7 @@ from hrl.workers.weight_sync import cuda_ipc
 from hrl.workers.weight_sync.base import Deadline, ReceiverReport, WeightSync
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender, merge_handles
 from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead, LeadTarget
-from hrl.workers.weight_sync.errors import WeightSyncError
+from hrl.workers.weight_sync.manifest import WeightSyncError
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from tests.workers.weight_sync.engine_processes import (
     BUCKET_BYTES,

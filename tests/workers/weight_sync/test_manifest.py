@@ -9,8 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import ALIGNMENT_BYTES, Assembler, Manifest, checksum, open_sealed, seal
+from hrl.workers.weight_sync.manifest import (
+    ALIGNMENT_BYTES,
+    Assembler,
+    Manifest,
+    WeightSyncError,
+    checksum,
+    open_sealed,
+    seal,
+)
 
 SPECS = [
     ("embed", torch.bfloat16, (7, 5)),

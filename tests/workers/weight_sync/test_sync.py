@@ -14,8 +14,7 @@ import torch
 
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync.base import ReceiverReport, SenderTransport, WeightSync
-from hrl.workers.weight_sync.errors import WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.shared_memory import SharedMemoryReader, SharedMemorySender
 from tests.workers.weight_sync.streaming import StreamingSender, StreamingTarget, done, stream
