@@ -7,27 +7,29 @@ compares.
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
-from hrl.models.config import load_config
+from hrl.models.hf_config import load_config
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.residual import widen_residual
 from hrl.models.ops.rms_norm import use_fused_rms_norms
 from hrl.models.ops.rope import fix_rope_frequencies
-from hrl.models.recompute import recompute_layers
 
 logger = logging.getLogger(__name__)
 
@@ -221,3 +223,28 @@ def _chances(model: PreTrainedModel) -> list[str]:
         for key, value in settings.items()
         if isinstance(value, float) and value > 0 and any(word in key for word in _CHANCES)
     ]
+
+
+def recompute_layers(model: nn.Module) -> int:
+    """Let every decoder layer keep only its inputs and compute its activations again in the backward pass.
+
+    Returns:
+        The number of layers.
+    """
+    # transformers' own switch is tied to `module.training`, and models here stay in evaluation mode.
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for layer in layers:
+        # `forward` lies inside FSDP's hooks: a layer is gathered once for its recomputation and its gradient.
+        layer.forward = _recomputed(layer.forward)
+    return len(layers)
+
+
+def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # Nothing in evaluation mode draws random numbers, so there is no generator to rewind.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return run

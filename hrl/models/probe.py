@@ -29,13 +29,13 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.utils import logging as transformers_logging
 
 from hrl.errors import HrlError
-from hrl.models.config import load_config
 from hrl.models.cut import CROSSED_TOKENS, UNREACHED_TOKENS, cuts
+from hrl.models.hf_config import load_config
 from hrl.models.loading import ModelSource, prepare
-from hrl.models.modules import PackedCausalLM, PackedScalarModel
+from hrl.models.micro_batch import TokenRows, Wanted, pack_micro_batch
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.rope import fix_rope_frequencies, require_long_factors
-from hrl.models.packing import Rows, Wanted, pack
+from hrl.models.packed_model import PackedCausalLM, PackedScalarModel
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ PACKINGS: tuple[tuple[tuple[int, ...], ...], ...] = (((0, 1, 2, 3),), ((3, 0), (
 _KEY = "actor_rollout_ref.model.probe=false (model.probe=false in offline runs)"
 #: What a model's code raises when it is handed what it was not written for.
 _FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)
+
+_CPU = torch.device("cpu")
 
 
 class ProbeError(HrlError, ValueError):
@@ -274,7 +276,7 @@ def _gradients(model: nn.Module, values: Tensor, weights: Tensor) -> dict[str, T
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def _rows(config: PretrainedConfig) -> Rows:
+def _rows(config: PretrainedConfig) -> TokenRows:
     """Two prompts with two answers each. Tokens 0 to 3 stay out: they pad, begin and end."""
     rng, tokens = np.random.default_rng(0), config.get_text_config().vocab_size
     prompts: list[np.ndarray] = []
@@ -285,16 +287,17 @@ def _rows(config: PretrainedConfig) -> Rows:
         lengths += answers
     width = max(lengths)
     is_answer = np.arange(width)[None] < np.array(lengths)[:, None]
-    return Rows(prompts, np.where(is_answer, rng.integers(4, tokens, is_answer.shape), 0), np.array(lengths), is_answer)
+    answers = np.where(is_answer, rng.integers(4, tokens, is_answer.shape), 0)
+    return TokenRows(prompts, answers, np.array(lengths), is_answer)
 
 
-def _sequence(rows: Rows, row: int) -> Tensor:
+def _sequence(rows: TokenRows, row: int) -> Tensor:
     """`(1, L)` tokens of one row."""
     answer = rows.responses[row, : rows.response_lengths[row]]
     return torch.from_numpy(np.concatenate([rows.prompts[row], answer]))[None]
 
 
-def _plain(model: PreTrainedModel, rows: Rows, scalar: bool) -> Tensor:
+def _plain(model: PreTrainedModel, rows: TokenRows, scalar: bool) -> Tensor:
     """By the definition: each row alone, unpadded, through everything that the family does itself."""
     out = []
     for row, prompt in enumerate(rows.prompts):
@@ -308,13 +311,13 @@ def _plain(model: PreTrainedModel, rows: Rows, scalar: bool) -> Tensor:
     return torch.stack(out)
 
 
-def _packed(module: nn.Module, rows: Rows, packing: tuple[tuple[int, ...], ...], scalar: bool) -> Tensor:
+def _packed(module: nn.Module, rows: TokenRows, packing: tuple[tuple[int, ...], ...], scalar: bool) -> Tensor:
     """As the engine runs them; only a packing of all rows in one piece shares prompts."""
     wanted: Wanted = "last" if scalar else "next"
     width = 1 if scalar else rows.responses.shape[1]
     parts: dict[int, Tensor] = {}
     for picked in packing:
-        packed = pack(rows, picked, share_prefix=len(packing) == 1, wanted=wanted, device=torch.device("cpu"))
+        packed = pack_micro_batch(rows, picked, share_prefix=len(packing) == 1, wanted=wanted, device=_CPU)
         flat = module(packed) if scalar else module(packed, 1.0, False).log_prob
         values = packed.unpack(flat.float())
         padded = torch.nn.functional.pad(values, (0, width - values.shape[1]))
@@ -346,7 +349,7 @@ def _gradient_difference(packed: Mapping[str, Tensor], own: Mapping[str, Tensor]
 
 
 def _cause_of_values(
-    result: ProbeResult, apart: Tensor, tolerance: float, own: PreTrainedModel, module: nn.Module, rows: Rows
+    result: ProbeResult, apart: Tensor, tolerance: float, own: PreTrainedModel, module: nn.Module, rows: TokenRows
 ) -> str:
     if result.packing_difference > tolerance:
         return (
@@ -368,17 +371,17 @@ def _cause_of_values(
     return ""
 
 
-def _before(apart: Tensor, rows: Rows) -> Tensor:
+def _before(apart: Tensor, rows: TokenRows) -> Tensor:
     """Return the differences at answers' tokens whose context is too short to cross anything."""
     positions = torch.tensor([len(prompt) for prompt in rows.prompts])[:, None] + torch.arange(apart.shape[1])[None]
     return torch.where(positions <= CROSSED_TOKENS, apart, 0.0)
 
 
 @torch.no_grad()
-def _same_hidden_states(own: PreTrainedModel, module: Any, rows: Rows) -> bool:
+def _same_hidden_states(own: PreTrainedModel, module: Any, rows: TokenRows) -> bool:
     """Return whether backbone and head part ways at the head."""
     tokens = _sequence(rows, 0)
-    packed = pack(rows, (0,), share_prefix=False, wanted="next", device=torch.device("cpu"))
+    packed = pack_micro_batch(rows, (0,), share_prefix=False, wanted="next", device=_CPU)
     try:
         alone = own.base_model(input_ids=tokens).last_hidden_state[0, len(rows.prompts[0]) - 1 : -1]
         return bool(torch.allclose(alone, module.hidden_states(packed), rtol=1e-3, atol=1e-3))
@@ -387,7 +390,7 @@ def _same_hidden_states(own: PreTrainedModel, module: Any, rows: Rows) -> bool:
 
 
 @torch.no_grad()
-def _rounding(own: PreTrainedModel, cut: PretrainedConfig, family: _Family, rows: Rows, values: Tensor) -> float:
+def _rounding(own: PreTrainedModel, cut: PretrainedConfig, family: _Family, rows: TokenRows, values: Tensor) -> float:
     """Return the largest change of the model's own numbers when every weight moves by one rounding of float32."""
     moved = family.build(cut)
     moved.load_state_dict(own.state_dict())

@@ -85,7 +85,7 @@ def frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _heads(model: PreTrainedModel) -> list[nn.Module]:
-    """Return what stands before and behind the backbone: `hrl.models.modules` uses their weights."""
+    """Return what stands before and behind the backbone: `hrl.models.packed_model` uses their weights."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, "score", None))
     return [head for head in heads if head is not None]
 

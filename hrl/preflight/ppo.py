@@ -19,7 +19,7 @@ from hrl.data.custom import dataset_class
 from hrl.data.intake import DatasetCounts, Intake
 from hrl.data.rows import Row, RowKeys, read_rows
 from hrl.data.user_file import functions_in_user_file, names_in_user_file
-from hrl.models.folder import check_scores
+from hrl.models.source import check_scores
 from hrl.models.tokenizer import TokenIds, load_tokenizer, token_ids
 from hrl.preflight.findings import Findings, PreflightError, sentence
 from hrl.preflight.looks import (

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hrl.models.config import load_config
+from hrl.models.hf_config import load_config
 from hrl.models.source import find_on_this_node
 from hrl.models.tokenizer import find_tokenizer_on_this_node, load_tokenizer
 from hrl.protocol import DataProto

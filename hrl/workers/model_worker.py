@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from hrl.metrics import Metric
-from hrl.models.config import ModelConfigError
+from hrl.models.hf_config import ModelConfigError
 from hrl.single_controller.base import Worker
 from hrl.single_controller.decorator import Dispatch, register
 from hrl.workers.folder import file_sizes

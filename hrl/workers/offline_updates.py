@@ -25,7 +25,7 @@ from hrl.algos.preference import (
 )
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
-from hrl.models.packing import PackedMicroBatch, Rows, Wanted, take_columns, to_device
+from hrl.models.micro_batch import PackedMicroBatch, TokenRows, Wanted, take_columns, to_device
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Meter, require_plan
 
@@ -103,7 +103,7 @@ def _learn(
 ) -> dict[str, Metric]:
     """Every optimizer step of the plan; metrics under `train/...`."""
     plan = require_plan(plan)
-    rows, meter = Rows.of(batch), Meter(engine, dist.get_world_size())
+    rows, meter = TokenRows.of(batch), Meter(engine, dist.get_world_size())
     optimizer, num_mini_batches = engine.optimizer, len(plan.mini_batches)
     assert optimizer is not None, "this engine was built without a training configuration"
     steps_before = optimizer.steps_taken

@@ -23,8 +23,8 @@ from hrl.algos.rollout_correction import mismatch
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.models.loading import dtype_of, load_causal_lm
-from hrl.models.modules import PackedCausalLM
-from hrl.models.packing import PackedMicroBatch, Rows, take_columns
+from hrl.models.micro_batch import PackedMicroBatch, TokenRows, take_columns
+from hrl.models.packed_model import PackedCausalLM
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Meter, require_plan
 from hrl.workers.engine.model import EngineModel
@@ -48,7 +48,7 @@ class _Update:
     """
 
     batch: DataProto
-    rows: Rows
+    rows: TokenRows
     meter: Meter
     num_mini_batches: int
     steps_before: int
@@ -132,7 +132,7 @@ class Policy(EngineModel):
 
         wanted = {"old_log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_sum_pi_squared}
         names = [name for name, is_wanted in wanted.items() if is_wanted]
-        columns = self.engine.forward(Rows.of(batch), plan, run, num_outputs=len(names))
+        columns = self.engine.forward(TokenRows.of(batch), plan, run, num_outputs=len(names))
         return DataProto.from_dict(tensors=dict(zip(names, columns, strict=True)))
 
     # ------------------------------------------------------------------ learning
@@ -159,7 +159,7 @@ class Policy(EngineModel):
         _check_columns(batch, plan, self.config)
         update = _Update(
             batch,
-            Rows.of(batch),
+            TokenRows.of(batch),
             Meter(self.engine, dist.get_world_size()),
             len(plan.mini_batches),
             self.steps_taken,

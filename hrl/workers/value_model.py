@@ -14,8 +14,8 @@ from hrl.algos.value_loss import value_loss
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.models.loading import dtype_of, load_scalar_model
-from hrl.models.modules import PackedScalarModel
-from hrl.models.packing import PackedMicroBatch, Rows, take_columns
+from hrl.models.micro_batch import PackedMicroBatch, TokenRows, take_columns
+from hrl.models.packed_model import PackedScalarModel
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Meter, require_plan
 from hrl.workers.engine.model import EngineModel
@@ -82,12 +82,12 @@ class ValueModel(EngineModel):
 
         So `values[:, 0]` is read from the prompt's last token, before anything was sampled.
         """
-        (values,) = self.engine.forward(Rows.of(batch), plan, self._run, num_outputs=1)
+        (values,) = self.engine.forward(TokenRows.of(batch), plan, self._run, num_outputs=1)
         return DataProto.from_dict(tensors={"values": values})
 
     def compute_scores(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
         """`rm_scores (B,)` float32: the head's number at the last token of prompt and response."""
-        (scores,) = self.engine.forward(Rows.of(batch), plan, self._run, num_outputs=1, wanted="last")
+        (scores,) = self.engine.forward(TokenRows.of(batch), plan, self._run, num_outputs=1, wanted="last")
         return DataProto.from_dict(tensors={"rm_scores": scores})
 
     def _run(self, packed: PackedMicroBatch) -> tuple[Tensor]:
@@ -112,7 +112,7 @@ class ValueModel(EngineModel):
         missing = sorted({"values", "returns"} - set(batch.batch.keys()))
         if missing:
             raise ValueError(f"update_critic lacks the columns {missing}; the batch has {sorted(batch.batch.keys())}")
-        rows, meter = Rows.of(batch), Meter(self.engine, dist.get_world_size())
+        rows, meter = TokenRows.of(batch), Meter(self.engine, dist.get_world_size())
 
         def loss_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
             return self._loss(batch, rows, picked, mini_batch, meter, len(plan.mini_batches))
@@ -122,7 +122,7 @@ class ValueModel(EngineModel):
     def _loss(
         self,
         batch: DataProto,
-        rows: Rows,
+        rows: TokenRows,
         picked: tuple[int, ...],
         mini_batch: MiniBatchPlan,
         meter: Meter,

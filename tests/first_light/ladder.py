@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hrl.models.packing import PackedMicroBatch, Rows
+from hrl.models.micro_batch import PackedMicroBatch, TokenRows
 from hrl.workers.engine.engine import Engine
 from tests.first_light.random_model import SHAPES, build_engine, join_alone, num_parameters, one_step, random_rows
 from tests.first_light.report import Findings
@@ -113,7 +113,7 @@ def _climb(size: str, rung: Rung, device: torch.device) -> tuple[float, float]:
     return peak, after
 
 
-def _forward(engine: Engine, rows: Rows) -> None:
+def _forward(engine: Engine, rows: TokenRows) -> None:
     def log_probs(packed: PackedMicroBatch) -> tuple[Tensor]:
         return (engine.module(packed, 1.0, False).log_prob,)
 

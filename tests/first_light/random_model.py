@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 
 from hrl.batching import MiniBatchPlan
 from hrl.models.loading import Loaded, dtype_of, prepare
-from hrl.models.modules import PackedCausalLM
+from hrl.models.micro_batch import TokenRows
 from hrl.models.ops.attention import ATTENTION_NAME
-from hrl.models.packing import Rows
+from hrl.models.packed_model import PackedCausalLM
 from hrl.workers.engine.engine import Engine
 from tests.first_light.stages import Setup
 
@@ -111,12 +111,12 @@ def build_engine(
     )
 
 
-def random_rows(groups: int, samples: int, prompt_tokens: int, response_tokens: int, vocabulary: int) -> Rows:
+def random_rows(groups: int, samples: int, prompt_tokens: int, response_tokens: int, vocabulary: int) -> TokenRows:
     """Groups of samples that share their prompt, every response of full length."""
     draw = np.random.default_rng(0)
     prompts = [draw.integers(0, vocabulary, prompt_tokens) for _ in range(groups)]
     count = groups * samples
-    return Rows(
+    return TokenRows(
         [prompts[row // samples] for row in range(count)],
         draw.integers(0, vocabulary, (count, response_tokens)),
         np.full(count, response_tokens),
@@ -124,7 +124,7 @@ def random_rows(groups: int, samples: int, prompt_tokens: int, response_tokens: 
     )
 
 
-def one_step(engine: Engine, rows: Rows, micro_batches: tuple[tuple[int, ...], ...]) -> Any:
+def one_step(engine: Engine, rows: TokenRows, micro_batches: tuple[tuple[int, ...], ...]) -> Any:
     """A policy-gradient step with advantages of ±1; returns the optimizer's report."""
     tokens = int(rows.trained.sum())
     plan = MiniBatchPlan(micro_batches, tokens, len(rows.prompts), len(rows.prompts))

@@ -26,8 +26,8 @@ from transformers import Qwen2Config
 from hrl.models import modules
 from hrl.models.footprint import Footprint, footprint
 from hrl.models.loading import ModelSource, load_causal_lm
+from hrl.models.micro_batch import PackedMicroBatch, TokenRows, pack_micro_batch
 from hrl.models.ops import attention, log_prob, residual
-from hrl.models.packing import PackedMicroBatch, Rows, pack
 from hrl.workers.engine import sharding
 
 DEVICE = torch.device("cpu")
@@ -47,11 +47,11 @@ class _Varlen(torch.autograd.Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors[:3])
 
 
-def _rows(tokens: int) -> Rows:
+def _rows(tokens: int) -> TokenRows:
     """Four rows of ``tokens`` in all, every token of which but the first is scored."""
     length = tokens // 4
     ids, one = np.zeros((4, length), np.int64), np.ones((4, length), bool)
-    return Rows(list(ids[:, :1]), ids, np.full(4, length), one)
+    return TokenRows(list(ids[:, :1]), ids, np.full(4, length), one)
 
 
 def _without_storage(packed: PackedMicroBatch, fake: FakeTensorMode) -> PackedMicroBatch:
@@ -73,7 +73,7 @@ def fake_step(world: int, tokens: int, shape: dict[str, Any]) -> tuple[Footprint
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     mesh = sharding.build_mesh(DEVICE, -1)
     module = modules.PackedCausalLM(loaded.model)
-    rows = pack(_rows(tokens), (0, 1, 2, 3), share_prefix=False, wanted="next", device=DEVICE)
+    rows = pack_micro_batch(_rows(tokens), (0, 1, 2, 3), share_prefix=False, wanted="next", device=DEVICE)
     with FakeTensorMode() as fake:
         for holder in module.modules():
             for store in (holder._parameters, holder._buffers):

@@ -11,7 +11,7 @@ MODULES = (
     "hrl.algos",
     "hrl.batching",
     "hrl.workers.engine.engine",
-    "hrl.models.packing",
+    "hrl.models.micro_batch",
     "hrl.workers.memory",
     "hrl.models.ops.attention",
     "hrl.models.ops.log_prob",

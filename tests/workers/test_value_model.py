@@ -10,7 +10,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.value_loss import VALUE_LOSSES, value_loss
-from hrl.models.packing import Rows
+from hrl.models.micro_batch import TokenRows
 from hrl.workers.value_model import ValueModel
 from tests.models.tiny import (
     RESPONSE_WIDTH,
@@ -113,7 +113,7 @@ def test_prompts_are_packed_as_the_configuration_says(classifier):
     for shared in (True, False):
         config = model_config(classifier, share_prefix=shared)
         model = ValueModel(config, None, fsdp_config(), device=CPU, total_steps=None)
-        tokens[shared] = model.engine.pack(Rows.of(batch), tuple(range(len(batch)))).input_ids.numel()
+        tokens[shared] = model.engine.pack(TokenRows.of(batch), tuple(range(len(batch)))).input_ids.numel()
         torch.testing.assert_close(model.compute_values(batch, None).batch["values"], values.float(), **NORM_ERROR)
     assert tokens[True] < tokens[False]
 

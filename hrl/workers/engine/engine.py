@@ -19,7 +19,7 @@ from hrl.metrics import Metric
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.flops import ModelFlops, peak_flops
 from hrl.models.loading import Loaded, dtype_of
-from hrl.models.packing import PackedMicroBatch, Rows, Wanted, pack
+from hrl.models.micro_batch import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, Symptoms, names_of_nonfinite, skip
@@ -97,14 +97,14 @@ class Engine:
 
     # ------------------------------------------------------------------ running
 
-    def pack(self, rows: Rows, picked: tuple[int, ...], wanted: Wanted = "next") -> PackedMicroBatch:
+    def pack(self, rows: TokenRows, picked: tuple[int, ...], wanted: Wanted = "next") -> PackedMicroBatch:
         """Pack local rows for this engine."""
-        return pack(rows, picked, share_prefix=self.share_prefix, wanted=wanted, device=self.device)
+        return pack_micro_batch(rows, picked, share_prefix=self.share_prefix, wanted=wanted, device=self.device)
 
     @torch.no_grad()
     def forward(
         self,
-        rows: Rows,
+        rows: TokenRows,
         plan: RankPlan | None,
         run: Callable[[PackedMicroBatch], tuple[Tensor, ...]],
         *,

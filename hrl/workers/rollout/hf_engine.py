@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
-from hrl.models.config import load_config
+from hrl.models.hf_config import load_config
 from hrl.models.ops.rope import fix_rope_frequencies
 from hrl.workers.rollout.base import (
     INITIAL_VERSION,

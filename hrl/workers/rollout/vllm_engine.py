@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from hrl.models.config import engine_overrides
+from hrl.models.hf_config import engine_overrides
 from hrl.workers.rollout.base import (
     INITIAL_VERSION,
     EngineDeadError,

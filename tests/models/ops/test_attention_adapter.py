@@ -6,9 +6,15 @@ import pytest
 import torch
 from transformers import masking_utils
 
-from hrl.models.ops.attention import ATTENTION_NAME, packed_attention, transformers_attention
+from hrl.models.ops.attention import (
+    ATTENTION_NAME,
+    MaskMeaningError,
+    PackedMask,
+    packed_attention,
+    packed_mask,
+    transformers_attention,
+)
 from hrl.models.ops.layout import Reach
-from hrl.models.ops.masks import MaskMeaningError, PackedMask, packed_mask
 from tests.models.ops.dense import inputs, make_layout
 
 MODULE = torch.nn.Identity()

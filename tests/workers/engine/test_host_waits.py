@@ -21,8 +21,8 @@ from hrl.algos.policy_losses import POLICY_LOSSES
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.config.actor import PolicyLossConfig
 from hrl.models.loading import load_causal_lm, load_scalar_model
-from hrl.models.modules import PackedCausalLM, PackedScalarModel
-from hrl.models.packing import Rows, pack, take_columns, to_device
+from hrl.models.micro_batch import TokenRows, pack_micro_batch, take_columns, to_device
+from hrl.models.packed_model import PackedCausalLM, PackedScalarModel
 from hrl.protocol import DataProto
 from hrl.workers.engine import engine
 from hrl.workers.engine.optim import StepReport
@@ -224,10 +224,10 @@ def test_a_critics_micro_batch_does_too(llama) -> None:
 
 def test_a_micro_batchs_tokens_come_in_one_copy_and_its_columns_in_another() -> None:
     batch = make_batch()
-    rows, picked = Rows.of(batch), tuple(range(12))
-    there = pack(rows, picked, share_prefix=True, wanted="next", device=CPU)
+    rows, picked = TokenRows.of(batch), tuple(range(12))
+    there = pack_micro_batch(rows, picked, share_prefix=True, wanted="next", device=CPU)
     with FakeDevice() as recorded:
-        packed = pack(rows, picked, share_prefix=True, wanted="next", device=DEVICE)
+        packed = pack_micro_batch(rows, picked, share_prefix=True, wanted="next", device=DEVICE)
         assert [direction for direction, _ in recorded.copies] == ["in"]
         columns = take_columns(batch, ("advantages", "ref_log_prob", "response_mask"), picked, packed)
         assert [direction for direction, _ in recorded.copies] == ["in", "in"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hrl.models.config import load_config
+from hrl.models.hf_config import load_config
 from hrl.workers.rollout.vllm_engine import VllmOptions
 from tests.models.tiny import save_qwen2
 

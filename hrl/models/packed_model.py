@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hrl.models.head import backbone_of, head_form
+from hrl.models.micro_batch import PackedMicroBatch
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
-from hrl.models.packing import PackedMicroBatch
 
 
 class _PackedModel(nn.Module):

@@ -3,7 +3,7 @@
 Three savings, none of which changes a number:
 
 - Rows of one micro-batch with the same prompt share it (`share_prefix`): attention is causal, so the prompt's hidden
-  states don't know which response follows.
+  states don't depend on the response that follows.
 - The token after which nothing is predicted does not enter: with log-probs or values wanted of `r` response tokens,
   the model reads the prompt and the first `r - 1` of them.
 - Rows without a trained token do not enter at all.
@@ -59,7 +59,7 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TokenRows:
     """The columns of a batch that say what the sequences are, checked once.
 
     Attributes:
@@ -75,7 +75,7 @@ class Rows:
     trained: np.ndarray
 
     @classmethod
-    def of(cls, batch: DataProto) -> Rows:
+    def of(cls, batch: DataProto) -> TokenRows:
         """Read `prompts`, `responses`, `attention_mask` and `response_mask` of a batch.
 
         Raises:
@@ -150,8 +150,8 @@ class PackedMicroBatch:
         return matrix.reshape(-1).index_select(0, self.mask_index)
 
 
-def pack(
-    rows: Rows, picked: tuple[int, ...], *, share_prefix: bool, wanted: Wanted, device: torch.device
+def pack_micro_batch(
+    rows: TokenRows, picked: tuple[int, ...], *, share_prefix: bool, wanted: Wanted, device: torch.device
 ) -> PackedMicroBatch:
     """Pack the rows `picked` into one row.
 
@@ -217,14 +217,14 @@ def take_columns(
     return dict(zip(names, to_device(host, packed.mask.device), strict=True))
 
 
-def _used_lengths(rows: Rows, picked: tuple[int, ...], wanted: Wanted) -> list[int | None]:
+def _used_lengths(rows: TokenRows, picked: tuple[int, ...], wanted: Wanted) -> list[int | None]:
     """Response tokens that must enter the model per row; `None`: the row is not needed."""
     if wanted == "last":
         return [int(rows.response_lengths[i]) for i in picked]
     return [int(np.flatnonzero(rows.trained[i]).max()) if rows.trained[i].any() else None for i in picked]
 
 
-def _groups(rows: Rows, used: list[tuple[int, int]], share_prefix: bool) -> list[list[tuple[int, int]]]:
+def _groups(rows: TokenRows, used: list[tuple[int, int]], share_prefix: bool) -> list[list[tuple[int, int]]]:
     """Rows by equal prompt tokens, in order of appearance."""
     if not share_prefix:
         return [[member] for member in used]

@@ -7,8 +7,8 @@ import json
 import pytest
 from transformers import Gemma3TextConfig, Qwen2Config
 
-from hrl.models.config import ModelConfigError, engine_overrides, load_config, merge_config
-from hrl.models.folder import model_facts
+from hrl.models.hf_config import ModelConfigError, engine_overrides, load_config, merge_config
+from hrl.models.source import model_facts
 
 YARN = {"factor": 4.0, "original_max_position_embeddings": 32768}
 RESOLVED_YARN = YARN | {"rope_type": "yarn", "rope_theta": 1e6}

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, LlamaForCausalLM
 
 from hrl.models.head import HeadForm, head_form
-from hrl.models.modules import PackedCausalLM
+from hrl.models.micro_batch import pack_micro_batch
 from hrl.models.ops import attention, attention_varlen
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.log_prob import LogitForm
-from hrl.models.packing import pack
+from hrl.models.packed_model import PackedCausalLM
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -107,7 +107,7 @@ def build(family: str) -> tuple[nn.Module, nn.Module]:
 
 
 def rows_of(prompt: np.ndarray, responses: list[np.ndarray]) -> SimpleNamespace:
-    """As much of ``Rows`` as packing reads: responses to one prompt, all tokens trained."""
+    """As much of ``TokenRows`` as packing reads: responses to one prompt, all tokens trained."""
     width = max(map(len, responses))
     padded = np.zeros((len(responses), width), np.int64)
     trained = np.zeros((len(responses), width), bool)
@@ -137,7 +137,7 @@ def test_packed_log_probs_and_gradients_equal_the_models_own(family):
     (want * weight).sum().backward()
     for picked in ([(0, 1)], [(0,), (1,)]):
         module.zero_grad()
-        packs = [pack(rows, part, share_prefix=True, wanted="next", device=CPU) for part in picked]
+        packs = [pack_micro_batch(rows, part, share_prefix=True, wanted="next", device=CPU) for part in picked]
         got = torch.cat([module(part, 0.7, True).log_prob for part in packs])
         # Some families (RoPE, routers) compute parts in float32.
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
@@ -248,7 +248,7 @@ def test_the_host_reads_nothing_of_a_micro_batch(family, kernel, monkeypatch):
         to_pack.set_experts_implementation("grouped_mm")  # as by default
     module = PackedCausalLM(to_pack.bfloat16().to("meta"))
     rows = rows_of(np.arange(5, 12), [np.arange(7, 16), np.arange(9, 11)])
-    packed = pack(rows, (0, 1), share_prefix=True, wanted="next", device=torch.device("meta"))
+    packed = pack_micro_batch(rows, (0, 1), share_prefix=True, wanted="next", device=torch.device("meta"))
     statistics = module(packed, 0.7, True, True)
     loss = packed.unpack(statistics.log_prob) * packed.mask + packed.unpack(statistics.entropy)
     assert loss.is_meta and loss.shape == (2, 9)
@@ -258,7 +258,7 @@ def test_the_host_reads_nothing_of_a_micro_batch(family, kernel, monkeypatch):
 
 def test_results_are_spread_over_the_rows_and_their_gradients_gathered():
     rows = rows_of(np.array([5, 6]), [np.array([7, 8, 9]), np.array([7])])
-    packed = pack(rows, (0, 1), share_prefix=True, wanted="next", device=CPU)
+    packed = pack_micro_batch(rows, (0, 1), share_prefix=True, wanted="next", device=CPU)
     flat = torch.arange(1.0, 5.0, requires_grad=True)
     spread = packed.unpack(flat)
     spread.backward(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
@@ -268,7 +268,8 @@ def test_results_are_spread_over_the_rows_and_their_gradients_gathered():
 
 def packed_log_probs(module: PackedCausalLM, rows: SimpleNamespace, device: str) -> torch.Tensor:
     picked = tuple(range(len(rows.prompts)))
-    return module(pack(rows, picked, share_prefix=True, wanted="next", device=torch.device(device)), 0.7, True).log_prob
+    packed = pack_micro_batch(rows, picked, share_prefix=True, wanted="next", device=torch.device(device))
+    return module(packed, 0.7, True).log_prob
 
 
 @pytest.mark.gpu
@@ -301,7 +302,7 @@ def test_no_operation_of_a_micro_batch_waits_for_the_gpu(family):
     packed_log_probs(module, rows, "cuda").sum().backward()  # libraries are loaded
     torch.cuda.set_sync_debug_mode("error")
     try:
-        packed = pack(rows, (0, 1), share_prefix=True, wanted="next", device=torch.device("cuda"))
+        packed = pack_micro_batch(rows, (0, 1), share_prefix=True, wanted="next", device=torch.device("cuda"))
         packed.unpack(module(packed, 0.7, True).log_prob).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

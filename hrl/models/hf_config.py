@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrl.errors import HrlError
-from hrl.models.folder import model_facts
+from hrl.models.source import model_facts
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

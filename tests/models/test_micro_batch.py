@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.models.packing import Rows, pack
+from hrl.models.micro_batch import TokenRows, pack_micro_batch
 from hrl.protocol import DataProto
 from tests.models.tiny import make_batch
 
@@ -28,7 +28,7 @@ def small_batch() -> DataProto:
 
 
 def test_a_group_is_its_prompt_once_then_all_but_the_last_token_of_each_response():
-    packed = pack(Rows.of(small_batch()), (0, 1, 2, 3), share_prefix=True, wanted="next", device=CPU)
+    packed = pack_micro_batch(TokenRows.of(small_batch()), (0, 1, 2, 3), share_prefix=True, wanted="next", device=CPU)
     assert packed.input_ids.tolist() == [[7, 8, 1, 2, 9, 5]]
     assert packed.position_ids.tolist() == [[0, 1, 2, 3, 0, 1]]
     assert packed.layout.prefix_length.tolist() == [0, 2, 0]
@@ -38,28 +38,28 @@ def test_a_group_is_its_prompt_once_then_all_but_the_last_token_of_each_response
 
 
 def test_without_sharing_every_row_brings_its_prompt():
-    packed = pack(Rows.of(small_batch()), (1, 0, 3), share_prefix=False, wanted="next", device=CPU)
+    packed = pack_micro_batch(TokenRows.of(small_batch()), (1, 0, 3), share_prefix=False, wanted="next", device=CPU)
     assert packed.input_ids.tolist() == [[7, 8, 7, 8, 1, 2, 9, 5]]
     assert packed.layout.length.tolist() == [2, 4, 2] and not packed.layout.prefix_length.any()
     assert packed.labels.tolist() == [4, 1, 3, 5, 6]
 
 
 def test_scores_want_the_last_token_of_every_row_empty_responses_too():
-    packed = pack(Rows.of(small_batch()), (0, 1, 2, 3), share_prefix=True, wanted="last", device=CPU)
+    packed = pack_micro_batch(TokenRows.of(small_batch()), (0, 1, 2, 3), share_prefix=True, wanted="last", device=CPU)
     assert packed.input_ids.tolist() == [[7, 8, 1, 2, 3, 4, 9, 5, 6]]
     assert packed.hidden_index.tolist() == [4, 5, 1, 8]
     assert packed.mask.shape == (4, 1) and packed.mask.all()
 
 
 def test_results_return_to_their_rows():
-    packed = pack(Rows.of(small_batch()), (3, 0), share_prefix=True, wanted="next", device=CPU)
+    packed = pack_micro_batch(TokenRows.of(small_batch()), (3, 0), share_prefix=True, wanted="next", device=CPU)
     flat = packed.labels.float()
     assert packed.unpack(flat).tolist() == [[5, 6, 0], [1, 0, 3]]
 
 
 @pytest.mark.parametrize("picked", [(), (2,)], ids=["no rows", "no trained token"])
 def test_nothing_to_do_is_one_weightless_token(picked):
-    packed = pack(Rows.of(small_batch()), picked, share_prefix=True, wanted="next", device=CPU)
+    packed = pack_micro_batch(TokenRows.of(small_batch()), picked, share_prefix=True, wanted="next", device=CPU)
     assert packed.is_empty and packed.input_ids.shape == (1, 1)
     assert packed.unpack(torch.ones(1)).shape == (len(picked), 1)
     assert not packed.unpack(torch.ones(1)).any()
@@ -67,15 +67,15 @@ def test_nothing_to_do_is_one_weightless_token(picked):
 
 def test_equal_prompts_are_shared_whatever_their_uid_and_wherever_they_stand():
     batch = small_batch().select_idxs([0, 3, 1])
-    packed = pack(Rows.of(batch), (0, 1, 2), share_prefix=True, wanted="next", device=CPU)
+    packed = pack_micro_batch(TokenRows.of(batch), (0, 1, 2), share_prefix=True, wanted="next", device=CPU)
     assert packed.input_ids[0].tolist().count(7) == 1
 
 
 def test_the_packed_row_is_no_longer_than_prompts_once_and_responses():
     batch = make_batch(num_groups=5, samples=6)
-    packed = pack(Rows.of(batch), tuple(range(30)), share_prefix=True, wanted="next", device=CPU)
+    packed = pack_micro_batch(TokenRows.of(batch), tuple(range(30)), share_prefix=True, wanted="next", device=CPU)
     attention = batch.batch["attention_mask"]
-    prompts = sum({tuple(p): len(p) for p in map(np.ndarray.tolist, Rows.of(batch).prompts)}.values())
+    prompts = sum({tuple(p): len(p) for p in map(np.ndarray.tolist, TokenRows.of(batch).prompts)}.values())
     assert packed.layout.num_tokens <= prompts + int(attention[:, 9:].sum())
 
 
@@ -87,8 +87,12 @@ def test_padding_a_prompt_on_the_left_changes_nothing_that_enters_the_model(seed
     columns = {name: batch.batch[name] for name in ("prompts", "responses", "attention_mask", "response_mask")}
     left = {name: torch.nn.functional.pad(columns[name], (more, 0)) for name in ("prompts", "attention_mask")}
     packs = [
-        pack(
-            Rows.of(DataProto.from_dict(tensors=each)), tuple(range(12)), share_prefix=shared, wanted="next", device=CPU
+        pack_micro_batch(
+            TokenRows.of(DataProto.from_dict(tensors=each)),
+            tuple(range(12)),
+            share_prefix=shared,
+            wanted="next",
+            device=CPU,
         )
         for each in (columns, columns | left)
     ]
@@ -105,4 +109,4 @@ def test_missing_columns_are_named():
     batch = small_batch()
     batch.pop(batch_keys=["response_mask"])
     with pytest.raises(KeyError, match="response_mask"):
-        Rows.of(batch)
+        TokenRows.of(batch)
