@@ -287,8 +287,8 @@ def _rows(config: PretrainedConfig) -> TokenRows:
         lengths += answers
     width = max(lengths)
     is_answer = np.arange(width)[None] < np.array(lengths)[:, None]
-    answers = np.where(is_answer, rng.integers(4, tokens, is_answer.shape), 0)
-    return TokenRows(prompts, answers, np.array(lengths), is_answer)
+    filled = np.where(is_answer, rng.integers(4, tokens, is_answer.shape), 0)
+    return TokenRows(prompts, filled, np.array(lengths), is_answer)
 
 
 def _sequence(rows: TokenRows, row: int) -> Tensor:
