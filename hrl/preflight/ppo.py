@@ -39,10 +39,9 @@ from hrl.preflight.looks import (
     rows_in_words,
 )
 from hrl.preflight.memory_look import look_at_memory
-from hrl.reward.function import RewardFunctionError
+from hrl.reward.function import RewardFunctionError, RewardSpec
 from hrl.reward.pool import RewardPool
 from hrl.reward.score import find_scorer, why_no_scorer
-from hrl.reward.spec import memory_limit_bytes, reward_spec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -383,10 +382,10 @@ def _look_at_function(findings: Findings, custom: Any) -> bool:
 
 def _load_where_it_runs(findings: Findings, reward: RewardConfig, data_sources: tuple[str, ...]) -> None:
     """Load the function, or the built-in scorers of the data sources, in a process as a run has them."""
-    spec = reward_spec(reward, data_sources)
+    spec = RewardSpec.of_config(reward, data_sources)
     key = f"{_FUNCTION}.path" if spec.path is not None else "data.train_files"
     try:
-        with RewardPool(spec, num_workers=1, timeout_s=reward.timeout_s, memory_limit_bytes=memory_limit_bytes(reward)):
+        with RewardPool(spec, num_workers=1, timeout_s=reward.timeout_s, memory_limit_gib=reward.memory_limit_gib):
             pass
     except (RewardFunctionError, ValueError) as error:
         findings.problem(key, f"can't be used: {sentence(str(error))}")

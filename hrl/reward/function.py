@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import base64
 import functools
 import inspect
 import math
+import os
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import Any, Self
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import cloudpickle
 
 from hrl.data.user_file import UserFileError, load_user_file
 from hrl.errors import HrlError
 from hrl.processes import child
+
+if TYPE_CHECKING:
+    from hrl.config.reward import RewardConfig
 
 HANDED_OVER = ("data_source", "solution_str", "ground_truth", "extra_info")
 """What every call of a reward function gets, by keyword."""
@@ -27,19 +36,83 @@ class RewardFunctionError(HrlError, ValueError):
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Names a reward function; plain data, so that a process can load it itself and no function is ever pickled.
+    """Says which reward function to run; plain data, so that the process that runs it can load it.
 
     Attributes:
-        path: A Python file; `None` for the built-in functions, which are chosen by data source.
-        name: Of the function in that file.
+        path: A Python file that defines the function; `None` for a function that was given as an object, and for the
+            built-in functions, which are chosen by data source.
+        name: Of the function.
         kwargs: Handed to every call; a text `env:NAME` stands for the environment variable NAME.
         data_sources: The data sources to come, so that what their built-in scorers need is loaded beforehand.
+        pickled: The function itself, where it was given as an object: a pickle in base64, see `of_callable`.
+        import_path: Where modules are looked for while that is read, `sys.path` of the process that gave it.
     """
 
     path: str | None = None
     name: str = "compute_score"
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     data_sources: tuple[str, ...] = ()
+    pickled: str | None = None
+    import_path: tuple[str, ...] = ()
+
+    @classmethod
+    def of_config(
+        cls, reward: RewardConfig, data_sources: tuple[str, ...], function: Callable[..., Any] | None = None
+    ) -> Self:
+        """Return the reward function of the section `reward`, or one that the caller has as an object.
+
+        Args:
+            reward: The section; its `reward_kwargs` are handed to either.
+            data_sources: Of the rows to come.
+            function: Takes the place of the file; see `of_callable`.
+
+        Raises:
+            RewardFunctionError: Both a file and an object, or an object that can't be used.
+        """
+        custom = reward.custom_reward_function
+        if function is not None:
+            if custom.path is not None:
+                raise RewardFunctionError(
+                    f"the run was given a reward function as an object, and {custom.path} by "
+                    "reward.custom_reward_function.path; leave one of the two out"
+                )
+            return replace(cls.of_callable(function, custom.reward_kwargs), data_sources=data_sources)
+        # By its absolute path: the process that loads it need not run in this folder.
+        path = None if custom.path is None else str(Path(custom.path).expanduser().resolve())
+        return cls(path, custom.name, custom.reward_kwargs, data_sources)
+
+    @classmethod
+    def of_callable(cls, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> Self:
+        """Return a function given as an object, ready to travel to the processes that run it.
+
+        One that its module can be asked for travels as the module's name and its own. Any other (a lambda, a function
+        of a notebook or of the script that runs, an object with `__call__`) travels by value, with what it refers to.
+
+        Args:
+            function: Plain or async, called as `compute_score` is.
+            kwargs: Handed to every call.
+
+        Raises:
+            RewardFunctionError: It can't be called as reward functions are, or can't be sent to another process.
+        """
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        title = f"{name} of {getattr(function, '__module__', None) or 'an unknown module'}"
+        _check_callable(function, name, title, kwargs or {})
+        try:
+            pickled = cloudpickle.dumps(function)
+        except Exception as error:  # objects that the user's function refers to may raise anything when pickled
+            raise RewardFunctionError(
+                f"reward function {title} can't be sent to the processes that run it: {type(error).__name__}: {error}. "
+                "Open clients, locks and files inside the function, or put it into a Python file and name that with "
+                "reward.custom_reward_function.path"
+            ) from error
+        path = tuple(entry or os.getcwd() for entry in sys.path)
+        return cls(None, title, kwargs or {}, pickled=base64.b64encode(pickled).decode("ascii"), import_path=path)
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether each row's data source chooses the function."""
+        return self.path is None and self.pickled is None
 
     @property
     def env(self) -> dict[str, str]:
@@ -48,36 +121,42 @@ class RewardSpec:
         return {name: text.removeprefix(_ENV) for name, text in texts.items() if text.startswith(_ENV)}
 
     def resolve(self, environ: Mapping[str, str]) -> Self:
-        """With the values of the environment variables that `kwargs` name; only in the function's own process."""
+        """Fill in the environment variables that `kwargs` name; only in the function's own process."""
         return replace(self, kwargs={**self.kwargs, **{name: environ[key] for name, key in self.env.items()}})
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON can hold it.
+        """Return the specification as JSON can hold it.
 
         Raises:
             ValueError: `kwargs` hold something that is no plain data.
         """
         kwargs = child.to_plain(self.kwargs, "reward.custom_reward_function.reward_kwargs")
-        return vars(self) | {"kwargs": kwargs, "data_sources": list(self.data_sources)}
+        return child.to_plain(vars(self) | {"kwargs": {}}) | {"kwargs": kwargs}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Return what `to_plain` was called on."""
-        return cls(plain["path"], plain["name"], child.from_plain(plain["kwargs"]), tuple(plain["data_sources"]))
+        return cls(**child.from_plain(plain))
 
     @property
     def title(self) -> str:
-        """For messages: `compute_score in my_reward.py`, or the built-in one."""
-        return "the built-in reward function" if self.path is None else f"reward function {self.name} in {self.path}"
+        """What messages call the function: `reward function compute_score in my_reward.py`, or the built-in one."""
+        if self.is_built_in:
+            return "the built-in reward function"
+        return f"reward function {self.name}" + (f" in {self.path}" if self.path is not None else "")
 
 
 def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
-    """Load the function that `spec` names. The file is the user's own code and runs as such.
+    """Load the function that `spec` names. It is the user's own code and runs as such.
 
     Raises:
         RewardFunctionError: No such file, no such function, one that can't be called as it will be, or a data source
-            that no built-in function knows.
+            that no built-in function knows. What the user's code itself raises is passed on.
     """
+    if spec.pickled is not None:
+        sys.path += [entry for entry in spec.import_path if entry not in sys.path]
+        # The run's own process sent this; nothing of it was read from a disk or comes from the model.
+        return cloudpickle.loads(base64.b64decode(spec.pickled))
     if spec.path is None:
         from hrl.reward import score
 
@@ -97,15 +176,20 @@ def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
         raise RewardFunctionError(
             f"{module.__file__} has no function {spec.name!r}; it has: {', '.join(functions) or 'none'}"
         )
-    if isinstance(function, type) and not issubclass(function, Real | Mapping):
-        instance = f"{spec.name.lower()} = {spec.name}()"
-        raise RewardFunctionError(
-            f"{spec.name} in {module.__file__} is a class, and what calling it makes is no reward: write `{instance}` "
-            "below it, give the class `__call__`, and name the instance"
-        )
-    if (problem := signature_problem(function, spec.kwargs)) is not None:
-        raise RewardFunctionError(f"{spec.name} in {module.__file__} {problem}")
+    _check_callable(function, spec.name, f"{spec.name} in {module.__file__}", spec.kwargs)
     return function
+
+
+def _check_callable(function: Callable[..., Any], name: str, title: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse what can't be called as reward functions are, or gives no reward when it is."""
+    if isinstance(function, type) and not issubclass(function, Real | Mapping):
+        instance = f"{name.lower()} = {name}()"
+        raise RewardFunctionError(
+            f"{title} is a class, and what calling it makes is no reward: write `{instance}` below it, give the class "
+            "`__call__`, and name the instance"
+        )
+    if (problem := signature_problem(function, kwargs)) is not None:
+        raise RewardFunctionError(f"{title} {problem}")
 
 
 def is_async(function: Callable[..., Any]) -> bool:

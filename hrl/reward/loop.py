@@ -93,7 +93,7 @@ class RewardLoop:
         num_workers: Processes that run it.
         timeout_s: For one call of it.
         max_concurrency: Calls of an async function that one process awaits at once.
-        memory_limit_bytes: Address space of a process; None for no limit.
+        memory_limit_gib: Address space of a process; None for no limit.
         on_error: `raise` stops at the first sample that fails (an exception, no reward returned, the deadline, a
             process that died twice); `skip` leaves failed samples out and counts them, and stops when they are more
             than `max_failed_share` of a step.
@@ -107,7 +107,7 @@ class RewardLoop:
         num_workers: int,
         timeout_s: float,
         max_concurrency: int = 64,
-        memory_limit_bytes: int | None = None,
+        memory_limit_gib: float | None = None,
         on_error: Literal["raise", "skip"] = "raise",
         max_failed_share: float = _MAX_FAILED_SHARE,
     ) -> None:
@@ -121,7 +121,7 @@ class RewardLoop:
             num_workers=num_workers,
             timeout_s=timeout_s,
             max_concurrency=max_concurrency,
-            memory_limit_bytes=memory_limit_bytes,
+            memory_limit_gib=memory_limit_gib,
         )
         self._changed = threading.Condition()
         self._steps: dict[int, _Step] = {}

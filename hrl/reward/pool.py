@@ -56,7 +56,7 @@ class RewardPool:
             which is replaced.
         max_concurrency: Calls of an async function that one process awaits at once.
         start_timeout_s: For starting a process and loading the function.
-        memory_limit_bytes: Address space of a process, beyond which the function gets a `MemoryError`; None for no
+        memory_limit_gib: Address space of a process, beyond which the function gets a `MemoryError`; None for no
             limit.
     """
 
@@ -68,7 +68,7 @@ class RewardPool:
         timeout_s: float,
         max_concurrency: int = 64,
         start_timeout_s: float = 60.0,
-        memory_limit_bytes: int | None = None,
+        memory_limit_gib: float | None = None,
     ) -> None:
         if num_workers < 1 or timeout_s <= 0 or max_concurrency < 1:
             raise ValueError(
@@ -83,7 +83,7 @@ class RewardPool:
         self._withheld = withheld_names(keep=spec.env.values())
         self._settings = encode(
             {
-                "memory_limit_bytes": memory_limit_bytes,
+                "memory_limit_bytes": None if memory_limit_gib is None else int(memory_limit_gib * 2**30),
                 "spec": spec.to_plain(),
                 "timeout_s": timeout_s,
                 "max_concurrency": max_concurrency,
@@ -361,7 +361,7 @@ class RewardPool:
     def _finish(self, task: Task, status: Status, **outcome: Any) -> None:
         """End a sample; what a response did to a built-in function counts as a wrong answer."""
         duration_s = time.monotonic() - task.since
-        if self._spec.path is None and task.blames_response and status in ("error", "timeout", "crash"):
+        if self._spec.is_built_in and task.blames_response and status in ("error", "timeout", "crash"):
             reason = outcome["error"].rstrip().splitlines()[-1][:_LONGEST_REASON]
             logger.info("reward of %s: the response can't be scored: %s", task.name, reason)
             score, parts = read_reward(wrong_score(task.data_source))

@@ -78,7 +78,7 @@ def _serve_one_by_one(
 ) -> None:
     while (sample := _read(connection)) is not None:
         arguments = _arguments(spec, sample)
-        if spec.path is None:
+        if spec.is_built_in:
             arguments["blames_response"] = functools.partial(_blame, connection, sample["id"])
         answer, error = _attempt(functools.partial(_score, function, arguments, runner))
         connection.sendall(encode({"id": sample["id"]} | (answer if error is None else {"error": error})))

@@ -1,6 +1,7 @@
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -104,7 +105,7 @@ def function_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pool(function_file):
     spec = RewardSpec(function_file, kwargs={"bonus": 0.5})
-    with RewardPool(spec, num_workers=2, timeout_s=1.0, memory_limit_bytes=1 << 30) as started:
+    with RewardPool(spec, num_workers=2, timeout_s=1.0, memory_limit_gib=1) as started:
         yield started
 
 
@@ -149,7 +150,7 @@ def test_an_exception_comes_back_with_the_users_traceback(pool):
 
 def test_memory_is_bounded_where_a_bound_is_given(pool, function_file):
     assert "MemoryError" in score(pool, "eat").error
-    with RewardPool(RewardSpec(function_file), num_workers=1, timeout_s=5.0) as unbounded:
+    with RewardPool(RewardSpec(function_file), num_workers=1, timeout_s=25.0) as unbounded:
         assert score(unbounded, "eat").score == 3.0
 
 
@@ -435,3 +436,67 @@ def test_a_variable_that_is_named_and_not_set_is_told_at_start(function_file, mo
 def test_a_pool_without_workers_or_deadline_is_refused():
     with pytest.raises(ValueError, match="num_workers=0"):
         RewardPool(RewardSpec(), num_workers=0, timeout_s=1.0)
+
+
+# ---------------------------------------------------------------------- functions given as objects
+
+
+def named(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(len(solution_str)), "module": __name__}
+
+
+class Judge:
+    """Called as an async function is."""
+
+    def __init__(self, bonus):
+        self.bonus = bonus
+
+    async def __call__(self, solution_str, **_):
+        if solution_str == "sleep":
+            time.sleep(1000)
+        if solution_str == "raise":
+            raise ZeroDivisionError("by the user")
+        return len(solution_str) + self.bonus
+
+
+def test_a_function_of_a_module_travels_by_the_names_of_both():
+    spec = RewardSpec.of_callable(named)
+    assert len(spec.pickled) < 200
+    with RewardPool(spec, num_workers=1, timeout_s=5.0) as pool:
+        outcome = score(pool, "four")
+    assert (outcome.score, outcome.parts) == (4.0, {"module": __name__})
+
+
+def test_a_closure_and_an_object_travel_with_what_they_hold():
+    weight = 2.0
+
+    def weighted(solution_str, factor, **_):
+        return weight * factor * len(solution_str)
+
+    weighted.__module__ = "__main__"  # as in a script or a notebook
+    with RewardPool(RewardSpec.of_callable(weighted, {"factor": 3.0}), num_workers=1, timeout_s=5.0) as pool:
+        assert score(pool, "four").score == 24.0
+    with RewardPool(RewardSpec.of_callable(Judge(0.5)), num_workers=1, timeout_s=0.5) as pool:
+        assert score(pool, "four").score == 4.5
+
+
+def test_a_function_given_as_an_object_is_under_the_same_limits_and_errors():
+    with RewardPool(RewardSpec.of_callable(Judge(0.5)), num_workers=1, timeout_s=0.5) as pool:
+        assert score(pool, "sleep").status == "timeout"
+        error = score(pool, "raise").error
+    assert error.endswith("ZeroDivisionError: by the user")
+    assert "test_pool.py" in error and "hrl/reward" not in error
+
+
+def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out():
+    with socket.socket() as client:
+
+        def judge(**sample):
+            return client.fileno()
+
+        with pytest.raises(RewardFunctionError, match=r"judge of .*can't be sent.*socket.*Open clients(?s:.*)\.path"):
+            RewardSpec.of_callable(judge)
+    with pytest.raises(RewardFunctionError, match="<lambda> of .* does not take data_source"):
+        RewardSpec.of_callable(lambda solution_str: 1.0)
+    with pytest.raises(RewardFunctionError, match="Judge of .* is a class"):
+        RewardSpec.of_callable(Judge)

@@ -6,7 +6,8 @@ still generated.
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -16,10 +17,13 @@ from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardActor
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, Weighting, combine_scores
+from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardError, RewardRow
 from hrl.reward.shaping import RewardShaping
-from hrl.reward.spec import memory_limit_bytes, reward_spec
 from hrl.workers.rollout.columns import sample_keys
+
+if TYPE_CHECKING:
+    from hrl.config import PPOTrainerConfig
 
 
 class RewardService:
@@ -28,6 +32,7 @@ class RewardService:
     Args:
         config: The whole configuration.
         data_sources: The data sources to come, so that their scorers are loaded beforehand.
+        function: A reward function that the caller has as an object, in place of the one that the configuration names.
 
     Attributes:
         shaping: What is done to the rewards of training samples; its state belongs into a checkpoint.
@@ -36,7 +41,12 @@ class RewardService:
         RewardFunctionError: The reward function cannot be loaded.
     """
 
-    def __init__(self, config: Any, data_sources: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        config: PPOTrainerConfig,
+        data_sources: tuple[str, ...],
+        function: Callable[..., Any] | None = None,
+    ) -> None:
         reward = config.reward
         self._deadline_s = config.trainer.timeouts.call_s
         self._max_response_tokens = config.data.max_response_length
@@ -55,11 +65,11 @@ class RewardService:
         self._loop: RewardActor | None = None
         if reward.function_weight != 0:  # otherwise the reward model alone decides
             self._loop = RewardActor(
-                reward_spec(reward, data_sources),
+                RewardSpec.of_config(reward, data_sources, function),
                 num_workers=reward.num_workers,
                 timeout_s=reward.timeout_s,
                 max_concurrency=reward.max_concurrency,
-                memory_limit_bytes=memory_limit_bytes(reward),
+                memory_limit_gib=reward.memory_limit_gib,
                 on_error=reward.on_error,
             )
 

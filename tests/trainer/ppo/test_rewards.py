@@ -13,7 +13,7 @@ import torch
 from hrl.config import compose_cli
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
-from hrl.reward.function import RewardSpec
+from hrl.reward.function import RewardFunctionError, RewardSpec
 from hrl.reward.loop import RewardBatch, RewardError, RewardResult, RewardRow
 from hrl.trainer.ppo.rewards import RewardService
 
@@ -60,10 +60,10 @@ def sampled(**columns: torch.Tensor) -> DataProto:
     )
 
 
-@pytest.mark.parametrize(("gib", "limit"), [("0.5", 1 << 29), ("null", None)])
+@pytest.mark.parametrize(("gib", "limit"), [("0.5", 0.5), ("null", None)])
 def test_the_processes_memory_is_what_the_configuration_says(loops: list[Loop], gib: str, limit: int | None) -> None:
     RewardService(compose_cli([f"reward.memory_limit_gib={gib}"]), ())
-    assert loops[0].settings["memory_limit_bytes"] == limit
+    assert loops[0].settings["memory_limit_gib"] == limit
 
 
 def test_a_reward_model_alone_gives_both_scores() -> None:
@@ -143,6 +143,19 @@ def test_the_function_is_named_by_where_it_lies_not_from_where_the_run_was_start
     monkeypatch.chdir(tmp_path)
     RewardService(compose_cli(["reward.custom_reward_function.path=mine.py"]), ())
     assert loops[0].spec.path == str(tmp_path / "mine.py")
+
+
+def test_a_function_given_as_an_object_takes_the_place_of_the_file_and_gets_its_arguments(loops: list[Loop]) -> None:
+    keys = "reward.custom_reward_function"
+    RewardService(compose_cli([f"{keys}.reward_kwargs={{base: 2}}"]), ("sums",), pow_of_length)
+    spec = loops[0].spec
+    assert (spec.pickled is None, spec.kwargs, spec.data_sources) == (False, {"base": 2}, ("sums",))
+    with pytest.raises(RewardFunctionError, match=f"mine.py by {keys}.path; leave one of the two out"):
+        RewardService(compose_cli([f"{keys}.path=mine.py"]), (), pow_of_length)
+
+
+def pow_of_length(solution_str: str, base: float, **_: Any) -> float:
+    return base ** len(solution_str)
 
 
 def test_a_reward_model_that_gives_no_number_is_named_with_the_sample() -> None:
