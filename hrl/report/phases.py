@@ -1,9 +1,10 @@
-"""The phases of a step: their timers' names, and what they are called wherever they are shown."""
+"""The phases of a step: their timers' names, what they are called wherever they are shown, and what they cost."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -50,3 +51,30 @@ def phase_groups() -> dict[str, tuple[str, ...]]:
     """Return the names of the phases of each group, both in the order of a step."""
     groups = dict.fromkeys(phase.group for phase in PHASES if phase.group is not None)
     return {group: tuple(phase.name for phase in PHASES if phase.group == group) for group in groups}
+
+
+class Tokens(NamedTuple):
+    """How many tokens a step worked on: those of its responses, and those of its prompts and responses together."""
+
+    response: int
+    all: int
+
+
+def timing_metrics(seconds: Mapping[str, float], tokens: Tokens, num_devices: int) -> dict[str, float]:
+    """Return what a step cost: its seconds, by phase and per token, and its throughput.
+
+    Args:
+        seconds: Phase to seconds, with `step` for the whole step.
+        tokens: How many tokens the step worked on.
+        num_devices: Devices that the step used (processes, on a machine without GPUs).
+    """
+    metrics = {f"timing_s/{name}": value for name, value in seconds.items()}
+    for phase in PHASES:
+        count = 0 if phase.tokens is None else getattr(tokens, phase.tokens)
+        if phase.name in seconds and count > 0:
+            metrics[f"timing_per_token_ms/{phase.name}"] = seconds[phase.name] * 1000 / count
+    return metrics | {
+        "perf/total_num_tokens": float(tokens.all),
+        "perf/time_per_step": seconds["step"],
+        "perf/throughput": tokens.all / (seconds["step"] * num_devices),
+    }

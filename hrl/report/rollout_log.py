@@ -10,7 +10,7 @@ from hrl.batching.lengths import lengths_of
 from hrl.data.rows import text_of
 
 if TYPE_CHECKING:
-    import numpy as np
+    from transformers import PreTrainedTokenizerBase
 
     from hrl.protocol import DataProto
 
@@ -18,30 +18,20 @@ Sample = Mapping[str, Any]
 _NON_TENSOR_COLUMNS = ("uid", "sample_index", "data_source", "finish_reason")
 
 
-def rollout_records(
-    batch: DataProto,
-    prompts: Sequence[str],
-    responses: Sequence[str],
-    reward_parts: Sequence[Mapping[str, Any]] | np.ndarray | None = None,
-) -> list[dict[str, Any]]:
-    """Describe every row of a scored batch.
+def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Describe every row of a scored batch, as `rollouts/` holds it.
 
     Args:
-        batch: B rows with `attention_mask`, `responses`, `response_mask`, and whatever else the run has.
-        prompts: Text of each prompt (B,).
-        responses: Text of each response (B,).
-        reward_parts: What each reward was made of (B,).
+        batch: B rows with `prompts`, `responses`, `attention_mask`, `response_mask`, and whatever else the run has.
+        tokenizer: Turns tokens into text.
 
     Returns:
         Per row: `prompt` as the model sees it, `question` (the chat's last message), `response`, `score` (None
         where the reward function left the response out), `reward_parts`, `advantage` (mean over trained tokens),
         `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; a run leaves out what it does not have.
-
-    Raises:
-        ValueError: The texts don't match the batch in number.
     """
-    if not len(batch) == len(prompts) == len(responses):
-        raise ValueError(f"{len(batch)} rows, but {len(prompts)} prompts and {len(responses)} responses")
+    prompts, responses = (_texts(batch, name, tokenizer) for name in ("prompts", "responses"))
+    reward_parts = batch.non_tensor_batch.get("reward_parts")
     columns = batch.batch
     trained = columns["response_mask"].bool()
     lengths = lengths_of(batch)[1]
@@ -70,6 +60,14 @@ def rollout_records(
             record["ground_truth"] = batch.non_tensor_batch["reward_model"][row].get("ground_truth")
         records.append(record)
     return records
+
+
+def _texts(batch: DataProto, column: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Decode prompts or responses without their padding."""
+    ids, mask = batch.batch[column], batch.batch["attention_mask"].bool()
+    width = ids.shape[1]
+    kept = mask[:, :width] if column == "prompts" else mask[:, -width:]
+    return tokenizer.batch_decode([row[keep].tolist() for row, keep in zip(ids, kept, strict=True)])
 
 
 def question(record: Sample) -> str:

@@ -6,20 +6,23 @@ A trainer says what a step is (`train_step`), how it validates, and what its sta
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
+from hrl.batching.lengths import lengths_of
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
 from hrl.cluster.shared_disk import require_all_shards, require_shared
 from hrl.data.fingerprint import differences
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
+from hrl.report.phases import Tokens
 from hrl.report.run_folder import writing_to
 from hrl.single_controller.base import phase as worker_phase
 from hrl.trainer.memory import peak_memory
+from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,6 +113,13 @@ class TrainingLoop(ABC, Generic[W]):
     def validate(self) -> dict[str, float]:
         """Return the `val/...` metrics of the present weights; empty where there is nothing to validate on."""
 
+    @abstractmethod
+    def describe(self, batch: DataProto) -> dict[str, float]:
+        """Return what the batch of a finished step says in numbers."""
+
+    def report_samples(self, batch: DataProto) -> None:
+        """Called when a step is reported: hand the reporter its samples, if it made any."""
+
     @property
     @abstractmethod
     def save_contents(self) -> Sequence[str]:
@@ -151,7 +161,12 @@ class TrainingLoop(ABC, Generic[W]):
                     metrics |= self.validate()
                 metrics |= peak_memory(self.workers.processes)
                 self.on_step_end(batch, metrics)
-            self.reporter.step_done(self.global_steps, batch, metrics)
+            metrics |= self.describe(batch)
+            self._tell_of_skipped_steps(metrics)
+            prompt_lens, response_lens = lengths_of(batch)
+            tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
+            self.reporter.step_done(self.global_steps, metrics, tokens)
+            self.report_samples(batch)
             # After the step's log: a checkpoint then never stands for a step that the log lacks.
             if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0):
                 self.save()
@@ -237,6 +252,15 @@ class TrainingLoop(ABC, Generic[W]):
         return type(self.data_position).from_dict(state["data_position"])
 
     # ------------------------------------------------------------------ small things
+
+    def _tell_of_skipped_steps(self, metrics: Mapping[str, float]) -> None:
+        for name, count in metrics.items():
+            if name.endswith("/skipped_steps") and count > 0:
+                where = self.reporter.folder.path / NONFINITE_FOLDER / f"step_{self.global_steps}_rank_*"
+                self.reporter.console.note(
+                    f"step {self.global_steps}: {count:g} optimizer step(s) of {name.partition('/')[0]} not applied: "
+                    f"the loss or gradient was not finite. The rows are in {where}"
+                )
 
     @property
     def workers(self) -> W:

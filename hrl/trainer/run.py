@@ -59,7 +59,6 @@ def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
             Fact("first prompt", ready.template.shown_prompt),
         ],
         warnings=[*warnings(config), *ready.notes],
-        tokenizer=ready.tokenizer,
         num_processes=sum(map(sum, resolve_placement(config).pools.values())),
         train_dataset=ready.train_dataset,
         batch_tokens=largest_batch_tokens(config, len(ready.val_dataset) if ready.val_dataset is not None else 0),

@@ -23,12 +23,11 @@ from hrl.report.console import RunConsole
 from hrl.report.display import Display
 from hrl.report.json_console import JsonConsole
 from hrl.report.reporter import RunReporter
+from hrl.report.reward_curve import REWARD, Curve
 from hrl.report.run_folder import RunFolder
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from hrl.config.arithmetic import Fact
 
 logger = logging.getLogger(__name__)
@@ -89,11 +88,10 @@ def run_session(
     display: Display,
     facts: Sequence[Fact],
     warnings: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
     num_processes: int,
     train_dataset: Any,
     batch_tokens: int,
-    reporter_cls: type[RunReporter] = RunReporter,
+    curve: Curve = REWARD,
 ) -> None:
     """Show what will run, and trains in a locked run folder on a running Ray.
 
@@ -103,18 +101,24 @@ def run_session(
         display: Where the run is shown.
         facts: For the banner.
         warnings: Shown below it.
-        tokenizer: Of the model that is trained.
         num_processes: Worker processes of the run.
         train_dataset: The rows to train on.
         batch_tokens: In the largest batch, all rows at their full length.
-        reporter_cls: What of the run is reported.
+        curve: What the picture of the run shows.
     """
     display.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
     for warning in warnings:
         display.note(f"warning: {warning}")
     folder = open_run_folder(config, display, train_dataset)
     with (
-        reporter_cls(config, folder, display, tokenizer, num_processes) as reporter,
+        RunReporter(
+            folder,
+            display,
+            config.trainer,
+            config.model_dump(mode="json"),
+            num_devices=num_processes,
+            curve=curve,
+        ) as reporter,
         run_cluster(config.trainer.ray_kwargs, num_processes, batch_tokens),
     ):
         _end_on_signals()

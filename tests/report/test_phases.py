@@ -1,8 +1,10 @@
 import ast
 import inspect
 
+import pytest
+
 from hrl.config import compose_cli
-from hrl.report.phases import PHASES, phase_groups
+from hrl.report.phases import PHASES, Tokens, phase_groups, timing_metrics
 from hrl.trainer import loop as training_loop
 from hrl.trainer.offline import dpo
 from hrl.trainer.offline import trainer as offline_trainer
@@ -44,3 +46,27 @@ def test_the_bar_has_the_phases_that_the_run_has():
     without_models = phases_of(compose_cli([]))
     assert not {"ref", "values", "update_critic"} & set(without_models)
     assert {"gen", "reward", "adv", "update_actor", "weight_sync"} <= set(without_models)
+
+
+def test_generation_time_is_per_response_token_and_the_rest_per_token():
+    seconds = {"gen": 0.6, "update_actor": 1.2, "reward": 9.0, "step": 3.0}
+    out = timing_metrics(seconds, Tokens(response=6, all=12), num_devices=1)
+    assert out["timing_s/reward"] == 9.0
+    assert out["timing_per_token_ms/gen"] == pytest.approx(600 / 6)
+    assert out["timing_per_token_ms/update_actor"] == pytest.approx(1200 / 12)
+    assert "timing_per_token_ms/reward" not in out
+
+
+def test_throughput_is_per_device():
+    out = timing_metrics({"step": 3.0}, Tokens(response=6, all=12), num_devices=2)
+    assert out == {
+        "timing_s/step": 3.0,
+        "perf/total_num_tokens": 12.0,
+        "perf/time_per_step": 3.0,
+        "perf/throughput": 2.0,
+    }
+
+
+def test_a_step_without_responses_has_no_time_per_response_token():
+    out = timing_metrics({"gen": 1.0, "step": 1.0}, Tokens(response=0, all=4), num_devices=1)
+    assert "timing_per_token_ms/gen" not in out

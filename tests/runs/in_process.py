@@ -132,5 +132,5 @@ def run_in_process(*overrides: str) -> None:
     ready = preflight(config)
     console = display_of(config, ready.total_training_steps, phases_of(config))
     folder = open_run_folder(config, console, ready.train_dataset)
-    with RunReporter(config, folder, console, ready.tokenizer, num_devices=1) as reporter:
+    with RunReporter(folder, console, config.trainer, config.model_dump(mode="json")) as reporter:
         train(config, ready, in_this_process(trainer_class(config)), reporter)

@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hrl.config.compose import compose_kind
 from hrl.config.offline_kinds import KINDS
 from hrl.preflight.offline import offline_preflight
+from hrl.report.reporter import RunReporter
+from hrl.report.reward_curve import LOSS
 from hrl.report.run_folder import read_jsonl
-from hrl.trainer.offline.reporting import OfflineReporter
 from hrl.trainer.offline.run import PARTS, train
 from hrl.trainer.session import display_of, open_run_folder
 from tests.runs.in_process import InProcessGroup, in_process, run_in_process
@@ -66,9 +67,8 @@ def run(kind_name: str, model: Path, folder: Path, *overrides: str) -> list[dict
     )
     ready = offline_preflight(kind_name, config)
     console = display_of(config, ready.total_training_steps, ["update"])
-    with OfflineReporter(
-        config, open_run_folder(config, console, ready.train_dataset), console, ready.tokenizer, 1
-    ) as reporter:
+    run_folder = open_run_folder(config, console, ready.train_dataset)
+    with RunReporter(run_folder, console, config.trainer, config.model_dump(mode="json"), curve=LOSS) as reporter:
         train(config, ready, PARTS[kind_name], reporter)
     return read_jsonl(folder / "metrics.jsonl")
 

@@ -1,4 +1,4 @@
-"""What a validation on a data set says in numbers, source by source."""
+"""What a batch of a data set, and a validation on one, say in numbers."""
 
 from __future__ import annotations
 
@@ -6,6 +6,21 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from hrl.batching.lengths import lengths_of
+from hrl.protocol import DataProto
+
+
+def batch_metrics(batch: DataProto) -> dict[str, float]:
+    """Return lengths of prompts and answers, and how many tokens of the batch are trained on."""
+    prompt_lens, response_lens = lengths_of(batch)
+    return {
+        "prompt_length/mean": float(prompt_lens.float().mean()),
+        "response_length/mean": float(response_lens.float().mean()),
+        "prompt_length/max": float(prompt_lens.max()),
+        "response_length/max": float(response_lens.max()),
+        "train/tokens": float(batch.batch["response_mask"].sum()),
+    }
 
 
 def metrics_by_source(

@@ -14,9 +14,9 @@ from hrl.config.offline_words import batch_arithmetic
 from hrl.config.run_kind import RunKind
 from hrl.preflight.offline import OfflinePreflight, offline_preflight
 from hrl.report.reporter import RunReporter
+from hrl.report.reward_curve import LOSS
 from hrl.single_controller.ray import RayClassWithInitArgs
 from hrl.trainer.offline.dpo import DPOTrainer
-from hrl.trainer.offline.reporting import OfflineReporter
 from hrl.trainer.offline.rm import RMTrainer
 from hrl.trainer.offline.sft import SFTTrainer
 from hrl.trainer.offline.trainer import OfflineTrainer
@@ -71,11 +71,10 @@ def _run(kind: RunKind[Any], config: OfflineConfig, parts: Parts) -> None:
         display=display_of(config, ready.total_training_steps, ["update"]),
         facts=facts,
         warnings=[*kind.words.warnings(config), *ready.notes],
-        tokenizer=ready.tokenizer,
         num_processes=config.num_processes,
         train_dataset=ready.train_dataset,
         batch_tokens=2 * config.data.train_batch_size * config.data.max_length,  # of pairs, a row is two answers
-        reporter_cls=OfflineReporter,
+        curve=LOSS,
     )
 
 

@@ -15,7 +15,7 @@ from hrl.cluster.roles import Role
 from hrl.metrics import reduce_metrics
 from hrl.protocol import DataProto
 from hrl.trainer.loop import TrainingLoop
-from hrl.trainer.offline.metrics import metrics_by_source
+from hrl.trainer.offline.metrics import batch_metrics, metrics_by_source
 from hrl.trainer.offline.workers import OfflineWorkers
 
 if TYPE_CHECKING:
@@ -106,6 +106,9 @@ class OfflineTrainer(TrainingLoop[OfflineWorkers]):
         columns = {name: torch.cat([score[name] for score in scores]) for name in scores[0]}
         weights = columns.pop("weight", None)
         return metrics_by_source(self.val_dataset.sources, columns, weights)
+
+    def describe(self, batch: DataProto) -> dict[str, float]:
+        return batch_metrics(batch)
 
     @property
     def save_contents(self) -> Sequence[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -12,15 +12,13 @@ from hrl.algos.groups import count_groups_without_spread, group_codes
 from hrl.algos.sample_metrics import best_at_k, maj_at_k, pass_at_k, worst_at_k
 from hrl.batching.lengths import lengths_of
 from hrl.protocol import DataProto
-from hrl.report.phases import PHASES
 
 
-def _spread(name: str, values: torch.Tensor) -> dict[str, float]:
-    """Mean, maximum and minimum under verl's names; nothing where there is no value."""
+def _spread(values: torch.Tensor, mean: str, largest: str, smallest: str) -> dict[str, float]:
+    """Return mean, maximum and minimum under these names; nothing where there is no value."""
     if values.numel() == 0:
         return {}
-    kinds = {"mean": values.float().mean(), "max": values.max(), "min": values.min()}
-    return {f"{name}/{kind}": float(value) for kind, value in kinds.items()}
+    return {mean: float(values.float().mean()), largest: float(values.max()), smallest: float(values.min())}
 
 
 def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
@@ -33,26 +31,28 @@ def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> dict[str
 
 
 def _length_metrics(batch: DataProto) -> dict[str, float]:
-    """Prompt and response lengths, and the share of them that hit their limit or stayed empty."""
+    """Return prompt and response lengths, and the share of them that hit their limit or stayed empty."""
     prompt_lens, response_lens = lengths_of(batch)
     reasons = batch.non_tensor_batch.get("finish_reason")
     prompt_width = batch.batch["attention_mask"].shape[-1] - batch.batch["responses"].shape[-1]
     at_limit = response_lens == batch.batch["responses"].shape[-1]
-    # A response that ends by itself at the very last column was not cut: the sampler knows, the length does not.
+    # A response that ends by itself in the very last column was not cut: the sampler knows, the length does not.
     cut = at_limit if reasons is None else torch.tensor([reason == "length" for reason in reasons])
-    metrics = _spread("response_length", response_lens) | _spread("prompt_length", prompt_lens)
-    metrics["response_length/clip_ratio"] = float(cut.float().mean())
-    metrics["prompt_length/clip_ratio"] = float((prompt_lens == prompt_width).float().mean())
-    metrics["response/aborted_ratio"] = float((response_lens == 0).float().mean())
-    return metrics
+    return {
+        **_spread(response_lens, "response_length/mean", "response_length/max", "response_length/min"),
+        **_spread(prompt_lens, "prompt_length/mean", "prompt_length/max", "prompt_length/min"),
+        "response_length/clip_ratio": float(cut.float().mean()),
+        "prompt_length/clip_ratio": float((prompt_lens == prompt_width).float().mean()),
+        "response/aborted_ratio": float((response_lens == 0).float().mean()),
+    }
 
 
 def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
     """Describe the batch of one step: scores, rewards, advantages, returns, values and lengths.
 
-    Rows without a trained token (an empty response, or one that the reward function left out) have no part in the
-    score and reward statistics; empty ones are counted in `response/aborted_ratio`. Token statistics run over trained
-    tokens (`response_mask`) only.
+    Rows without a trained token (an empty response, or one that the reward function left out) are not part of the score
+    and reward statistics; empty ones are counted in `response/aborted_ratio`. Token statistics run over trained tokens
+    (`response_mask`) only.
 
     Args:
         batch: The batch after the advantages were computed; columns that a run does not have are left out.
@@ -69,7 +69,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
 
     if "token_level_scores" in columns:
         scores = columns["token_level_scores"].sum(-1)
-        metrics |= _spread("critic/score", scores[counted])
+        metrics |= _spread(scores[counted], "critic/score/mean", "critic/score/max", "critic/score/min")
         if counted.any():
             metrics["reward/mean"] = metrics["critic/score/mean"]
             metrics["reward/std"] = float(scores[counted].float().std(unbiased=False))
@@ -77,52 +77,19 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
             groups = group_codes(batch.non_tensor_batch["uid"])
             metrics["rollout/zero_variance_groups"] = count_groups_without_spread(scores, groups, counted)
     if "token_level_rewards" in columns:
-        metrics |= _spread("critic/rewards", columns["token_level_rewards"].sum(-1)[counted])
-    for name in ("advantages", "returns"):
-        if name in columns:
-            metrics |= _spread(f"critic/{name}", columns[name][trained])
+        rewards = columns["token_level_rewards"].sum(-1)[counted]
+        metrics |= _spread(rewards, "critic/rewards/mean", "critic/rewards/max", "critic/rewards/min")
+    if "advantages" in columns:
+        advantages = columns["advantages"][trained]
+        metrics |= _spread(advantages, "critic/advantages/mean", "critic/advantages/max", "critic/advantages/min")
+    if "returns" in columns:
+        returns = columns["returns"][trained]
+        metrics |= _spread(returns, "critic/returns/mean", "critic/returns/max", "critic/returns/min")
     if use_critic:
-        metrics |= _spread("critic/values", columns["values"][trained])
-        metrics |= _explained_variance(columns["values"][trained], columns["returns"][trained])
+        values = columns["values"][trained]
+        metrics |= _spread(values, "critic/values/mean", "critic/values/max", "critic/values/min")
+        metrics |= _explained_variance(values, columns["returns"][trained])
     return metrics
-
-
-def compute_timing_metrics(batch: DataProto, timing_raw: Mapping[str, float]) -> dict[str, float]:
-    """Names the seconds of every phase, and relates them to the tokens the phase worked on.
-
-    Args:
-        batch: The batch of the step.
-        timing_raw: Phase to seconds.
-
-    Returns:
-        `timing_s/<phase>` for every phase, `timing_per_token_ms/<phase>` for those that work on tokens. Generation
-        is related to response tokens, every other phase to all tokens.
-    """
-    prompt_lens, response_lens = lengths_of(batch)
-    response_tokens = float(response_lens.sum())
-    metrics = {f"timing_s/{name}": seconds for name, seconds in timing_raw.items()}
-    num_tokens = {"response": response_tokens, "all": response_tokens + float(prompt_lens.sum())}
-    for phase in PHASES:
-        if phase.tokens is not None and phase.name in timing_raw and num_tokens[phase.tokens] > 0:
-            metrics[f"timing_per_token_ms/{phase.name}"] = timing_raw[phase.name] * 1000 / num_tokens[phase.tokens]
-    return metrics
-
-
-def compute_throughput_metrics(batch: DataProto, timing_raw: Mapping[str, float], n_gpus: int) -> dict[str, float]:
-    """Tokens of the step, its seconds, and tokens per second and device.
-
-    Args:
-        batch: The batch of the step.
-        timing_raw: Phase to seconds, with `step` for the whole step.
-        n_gpus: Devices that the step used (processes, on a machine without GPUs).
-    """
-    prompt_lens, response_lens = lengths_of(batch)
-    total_num_tokens = float(prompt_lens.sum() + response_lens.sum())
-    return {
-        "perf/total_num_tokens": total_num_tokens,
-        "perf/time_per_step": timing_raw["step"],
-        "perf/throughput": total_num_tokens / (timing_raw["step"] * n_gpus),
-    }
 
 
 def _sample_sizes(num_samples: int) -> list[int]:
@@ -162,8 +129,13 @@ def _per_prompt(
 
 #: Counters of rewards and rollouts that a validation passes on.
 _TROUBLES = (
-    *(f"reward/num_{name}" for name in ("errors", "timeouts", "crashes", "retries")),
-    *(f"rollout/{name}_responses" for name in ("empty", "aborted", "truncated")),
+    "reward/num_errors",
+    "reward/num_timeouts",
+    "reward/num_crashes",
+    "reward/num_retries",
+    "rollout/empty_responses",
+    "rollout/aborted_responses",
+    "rollout/truncated_responses",
 )
 
 
@@ -176,35 +148,57 @@ def validation_troubles(counters: Mapping[str, float]) -> dict[str, float]:
     return {f"val/{name}": counters[name] for name in _TROUBLES if counters.get(name, 0.0) > 0}
 
 
-def count_left_out(data_sources: Sequence[str], kept: Sequence[bool]) -> dict[str, float]:
-    """`val/<source>/skipped` for every source of whose validation samples the reward function left some out."""
-    left_out = Counter(source for source, keep in zip(data_sources, kept, strict=True) if not keep)
-    return {f"val/{source}/skipped": float(count) for source, count in left_out.items()}
+def count_left_out(batch: DataProto, kept: torch.Tensor) -> dict[str, float]:
+    """Return `val/<source>/skipped` for every source that lost validation samples to the reward function.
+
+    Args:
+        batch: Samples, B rows, with non-tensor `data_source`.
+        kept: (B,) bool, which of them have a score.
+    """
+    counts = Counter(batch.non_tensor_batch["data_source"][~kept.numpy()].tolist())
+    return {f"val/{source}/skipped": float(count) for source, count in counts.items()}
 
 
-def answers_voted_on(reward_parts: Iterable[Mapping[str, Hashable]] | None) -> list[Hashable] | None:
-    """Return what each sample answered.
+def validation_metrics(batch: DataProto, num_samples: int) -> dict[str, float]:
+    """Return what the samples of a validation say in numbers, see `compute_validation_metrics`.
 
-    The `pred` that a reward function returned beside its score, as verl's users do.
+    Args:
+        batch: Samples that have a score, B rows, with `token_level_scores (B, R)`; non-tensor `data_source`, `uid` and
+            `reward_parts`.
+        num_samples: How many samples were drawn per prompt.
+    """
+    columns = {name: batch.non_tensor_batch[name].tolist() for name in ("data_source", "uid", "reward_parts")}
+    return compute_validation_metrics(
+        columns["data_source"],
+        columns["uid"],
+        batch.batch["token_level_scores"].sum(-1).tolist(),
+        answers_voted_on(columns["reward_parts"]),
+        num_samples=num_samples,
+        correct=answers_that_are_correct(columns["reward_parts"]),
+    )
+
+
+def answers_voted_on(reward_parts: Sequence[Mapping[str, Hashable]]) -> list[Hashable] | None:
+    """Return what each sample answered: the `pred` that a reward function returned beside its score, as in verl.
 
     Returns:
-        One answer per sample, or None (no majority vote) where any sample has none.
+        One answer per sample; None (no majority vote) where any sample has none.
     """
-    parts = [] if reward_parts is None else list(reward_parts)
-    return [part["pred"] for part in parts] if parts and all("pred" in part for part in parts) else None
+    has_all = len(reward_parts) > 0 and all("pred" in part for part in reward_parts)
+    return [part["pred"] for part in reward_parts] if has_all else None
 
 
 CORRECT_AT = 1.0
-"""A score from here on is a correct answer, where the reward function does not say which are."""
+"""The least score of a correct answer, where the reward function does not say which answers are correct."""
 
 
-def answers_that_are_correct(reward_parts: Iterable[Mapping[str, Hashable]] | None) -> list[bool] | None:
-    """Return which samples are correct: the `acc` that a reward function returned beside its score, as verl's users do.
+def answers_that_are_correct(reward_parts: Sequence[Mapping[str, Hashable]]) -> list[bool] | None:
+    """Return which samples are correct: those with an `acc` of 1 (or True) beside the score, as in verl.
 
     Returns:
-        One bool per sample, True for an `acc` of 1 (or True); None (scores decide) where any sample has none.
+        One bool per sample; None (scores decide) where any sample has no such number.
     """
-    values = [] if reward_parts is None else [part.get("acc") for part in reward_parts]
+    values = [part.get("acc") for part in reward_parts]
     numbers = [float(value) for value in values if isinstance(value, int | float)]
     return [value >= CORRECT_AT for value in numbers] if values and len(numbers) == len(values) else None
 

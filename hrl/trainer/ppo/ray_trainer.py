@@ -16,18 +16,20 @@ from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.worker_groups import WorkerGroups, build_worker_groups
 from hrl.metrics import Metric, StepMetrics, reduce_metrics
 from hrl.protocol import DataProto
+from hrl.report.rollout_log import rollout_records
 from hrl.single_controller.ray import RayWorkerGroup
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.baselines import take_baselines
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
 from hrl.trainer.ppo.generation import check_policy_version, prompt_batch
-from hrl.trainer.ppo.metrics import validation_troubles
+from hrl.trainer.ppo.metrics import compute_data_metrics, count_left_out, validation_metrics, validation_troubles
 from hrl.trainer.ppo.sampler_mismatch import (
     DriftGate,
     compared_rows,
     correct_for_sampler,
     corrects,
+    drift_alarm,
     sampler_drift,
     spot_check,
     with_sample_sizes,
@@ -414,11 +416,15 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
     def judge_mismatch(self, metrics: dict[str, float]) -> None:
         """Say how far sampler and trainer are apart, and whether the next step may take the sampler's log-probs."""
         with_sample_sizes(metrics)
+        drift = metrics.get("rollout/logprob_diff_mean")
         if self.config.algorithm.rollout_correction.bypass_mode:
             metrics["rollout_corr/recomputed"] = float(self.drift_gate.is_closed)
-            moved = self.drift_gate.judge(metrics.get("rollout/logprob_diff_mean"))
+            moved = self.drift_gate.judge(drift)
             if moved is not None:
                 self.reporter.console.note(moved)
+        alarm = drift_alarm(drift, self.config.actor_rollout_ref.rollout.logprob_diff_alarm)
+        if alarm is not None:
+            self.reporter.console.note(alarm)
 
     def _shuffle_seed(self) -> int | None:
         shuffle = self.config.actor_rollout_ref.actor.shuffle
@@ -450,15 +456,22 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         with self.phase("testing"):
             size = self.config.data.val_batch_size or len(self.val_dataset)
             counters = StepMetrics()
-            scored = [
+            batches = [
                 self._validate_batch(
                     self.val_dataset.batch(range(start, min(start + size, len(self.val_dataset)))), counters
                 )
                 for start in range(0, len(self.val_dataset), size)
             ]
-        batch = DataProto.concat(scored)
-        metrics = self.reporter.validation(self.global_steps, batch, kept=batch.pop(["kept"]).batch["kept"])
-        return metrics | validation_troubles(counters)
+        batch = DataProto.concat(batches)
+        kept = batch.pop(["kept"]).batch["kept"]
+        scored, left_out = batch.select_idxs(kept), count_left_out(batch, kept)
+        if left_out:
+            count = f"{sum(left_out.values()):g} of {len(batch)} samples"
+            self.reporter.console.note(f"validation: the reward function left out {count}")
+        metrics = validation_metrics(scored, self.config.actor_rollout_ref.rollout.val_kwargs.n)
+        tracked = self.config.trainer.log_val_generations
+        self.reporter.validation_samples(self.global_steps, rollout_records(scored, self.tokenizer), tracked=tracked)
+        return metrics | left_out | validation_troubles(counters)
 
     def _validate_batch(self, prompts: DataProto, counters: StepMetrics) -> DataProto:
         rows = prompt_batch(prompts, self.config.actor_rollout_ref.rollout, step=self.global_steps, validate=True)
@@ -467,6 +480,15 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])
         batch.batch["kept"] = combined.kept
         return batch
+
+    # ------------------------------------------------------------------ what is reported
+
+    def describe(self, batch: DataProto) -> dict[str, float]:
+        return compute_data_metrics(batch, use_critic=self.use_critic)
+
+    def report_samples(self, batch: DataProto) -> None:
+        shown = self.is_due(self.config.trainer.log_rollouts_freq)
+        self.reporter.samples(self.global_steps, rollout_records(batch, self.tokenizer), show=shown)
 
     # ------------------------------------------------------------------ checkpoints
 

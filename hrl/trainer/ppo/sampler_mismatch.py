@@ -127,6 +127,21 @@ def is_apart(drift: float, limit: float) -> bool:
     return not drift <= limit
 
 
+def drift_alarm(drift: float | None, limit: float) -> str | None:
+    """Return what to tell the user of a step's mean absolute difference of log-probs; None where it is small enough."""
+    if drift is None:
+        return (
+            "alarm: no sample of this step has a token by which sampler and trainer could be compared (empty answers, "
+            "or all left out by the reward function). See docs/troubleshooting.md"
+        )
+    if not is_apart(drift, limit):
+        return None
+    return (
+        f"alarm: sampler and trainer disagree by {drift:.3f} per token on average, above "
+        f"rollout.logprob_diff_alarm={limit}. See docs/troubleshooting.md"
+    )
+
+
 class DriftGate:
     """Whether the sampler's log-probs may stand for the trainer's in the next step.
 

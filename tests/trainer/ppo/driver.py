@@ -197,7 +197,7 @@ class Driver:
             train_dataset=Prompts(prompts),
             val_dataset=Prompts(),
             rewards=rewards or Rewards(scores),
-            reporter=RunReporter(config, self.folder, console, Words(), num_devices=1),
+            reporter=RunReporter(self.folder, console, config.trainer, config.model_dump(mode="json")),
             total_training_steps=steps,
         )
         self.trainer._workers = self.workers

@@ -55,7 +55,8 @@ def test_responses_that_the_reward_function_left_out_are_in_no_score_statistics(
 
 
 def test_left_out_validation_samples_are_counted_by_source():
-    assert m.count_left_out(["a", "b", "b", "c"], [True, False, False, True]) == {"val/b/skipped": 2.0}
+    batch = DataProto.from_dict(non_tensors={"data_source": np.array(["a", "b", "b", "c"], dtype=object)})
+    assert m.count_left_out(batch, torch.tensor([True, False, False, True])) == {"val/b/skipped": 2.0}
 
 
 def test_masked_tokens_are_not_there():
@@ -92,17 +93,37 @@ def test_a_batch_of_empty_responses_gives_counts_and_no_nan():
     assert all(np.isfinite(value) for value in out.values())
 
 
-def test_generation_time_is_per_response_token_and_the_rest_per_token():
-    out = m.compute_timing_metrics(make_batch(), {"gen": 0.6, "update_actor": 1.2, "reward": 9.0, "step": 3.0})
-    assert out["timing_s/reward"] == 9.0
-    assert out["timing_per_token_ms/gen"] == pytest.approx(600 / 6)
-    assert out["timing_per_token_ms/update_actor"] == pytest.approx(1200 / 12)
-    assert "timing_per_token_ms/reward" not in out
+def validated(scores, parts):
+    """Two samples of one prompt."""
+    return DataProto.from_dict(
+        tensors={"token_level_scores": torch.tensor([[0.0, score] for score in scores])},
+        non_tensors={
+            "uid": np.array(["a", "a"], dtype=object),
+            "data_source": np.array(["sums", "sums"], dtype=object),
+            "reward_parts": np.array(parts, dtype=object),
+        },
+    )
 
 
-def test_throughput_is_per_device():
-    out = m.compute_throughput_metrics(make_batch(), {"step": 3.0}, n_gpus=2)
-    assert out == {"perf/total_num_tokens": 12.0, "perf/time_per_step": 3.0, "perf/throughput": 2.0}
+def test_a_validation_with_answers_has_a_majority_vote():
+    batch = validated([1.0, 1.0], [{"pred": "3"}, {"pred": "3"}])
+    assert m.validation_metrics(batch, num_samples=2)["val/sums/maj@2"] == 1.0
+
+
+@pytest.mark.parametrize(("parts", "passed"), [({"acc": 1.0}, 1.0), ({"acc": True}, 1.0), ({"acc": 0.5}, 0.0), ({}, 0)])
+def test_what_the_reward_function_calls_acc_decides_what_passes(parts, passed):
+    metrics = m.validation_metrics(
+        validated([0.5, 0.5], [parts, parts]), num_samples=2
+    )  # the most that this reward gives
+    assert (metrics["val/sums/pass@2"], metrics["val/sums/mean@2"]) == (passed, 0.5)
+
+
+def test_a_validation_with_a_sample_left_out_has_the_names_of_one_without():
+    batch = validated([1.0, 0.0], [{}, {}])
+    whole = m.validation_metrics(batch, num_samples=2)
+    part = m.validation_metrics(batch.select_idxs([0]), num_samples=2)
+    assert set(part) <= set(whole) and set(whole) - set(part) == {"val/sums/pass@2"}
+    assert (whole["val/sums/mean@2"], part["val/sums/mean@2"], part["val/sums/n"]) == (0.5, 1.0, 1.0)
 
 
 def test_validation_averages_over_prompts_and_reports_how_many():
@@ -153,7 +174,7 @@ def test_what_is_correct_is_said_by_acc_or_else_by_the_score():
     assert m.answers_that_are_correct([{"acc": 1}, {"acc": 0.5}, {"acc": True}]) == [True, False, True]
     assert m.answers_that_are_correct([{"acc": 1}, {}]) is None
     assert m.answers_that_are_correct([{"acc": "yes"}]) is None
-    assert m.answers_that_are_correct([]) is None and m.answers_that_are_correct(None) is None
+    assert m.answers_that_are_correct([]) is None
     scores = [0.5, 0.25]  # a reward that ends at 0.5
     told = m.compute_validation_metrics(["s"] * 2, ["p"] * 2, scores, num_samples=2, correct=[True, False])
     untold = m.compute_validation_metrics(["s"] * 2, ["p"] * 2, scores, num_samples=2)
@@ -184,7 +205,7 @@ def test_a_majority_is_voted_among_what_the_reward_function_calls_pred():
     parts = [{"pred": "7"}, {"pred": "7", "brief": 1.0}, {"pred": None}]
     assert m.answers_voted_on(parts) == ["7", "7", None]
     assert m.answers_voted_on([*parts, {"brief": 1.0}]) is None
-    assert m.answers_voted_on(None) is None
+    assert m.answers_voted_on([]) is None
     out = m.compute_validation_metrics(["s"] * 3, ["p"] * 3, [1.0, 1.0, 0.0], m.answers_voted_on(parts), num_samples=3)
     # Three draws: P(at least two of the right answer) with p = 2/3 is 20/27.
     assert out["val/s/maj@3"] == pytest.approx(20 / 27, abs=0.05)

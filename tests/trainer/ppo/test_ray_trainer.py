@@ -50,6 +50,13 @@ def test_validation_reports_the_plain_score_and_drops_what_was_left_out(tmp_path
     assert [r["score"] for r in read_jsonl(tmp_path / "rollouts" / "val_step_0.jsonl")] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize(("freq", "shown_at"), [(1, [1, 2]), (2, [2]), (10, []), (0, []), (-1, [])])
+def test_samples_are_shown_every_so_many_steps(tmp_path: Path, freq: int, shown_at: list[int]) -> None:
+    driver = Driver(tmp_path, f"trainer.log_rollouts_freq={freq}")
+    driver.fit()
+    assert [step for step in (1, 2) if f"samples of step {step}" in driver.shown] == shown_at
+
+
 def test_validation_by_a_reward_model_alone(tmp_path: Path) -> None:
     driver = Driver(tmp_path, *MODEL_ONLY, scores=None)
     driver.trainer.sync_weights()
