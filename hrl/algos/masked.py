@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 WHITEN_EPSILON = 1e-8
+TOKENS_AT_ONCE = 1 << 18
+"""Entries in one piece of a large batch: few enough that its float64 copies stay in the processor's cache."""
+
+
+def in_pieces(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut matrices `(B, R)` into the same pieces of whole rows, in order; a matrix without rows is one piece."""
+    rows = max(TOKENS_AT_ONCE // max(matrices[0].shape[1], 1), 1)
+    return zip(*(matrix.split(rows) for matrix in matrices), strict=True)
 
 
 def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
@@ -69,13 +78,17 @@ def whiten(matrix: Tensor, mask: Tensor) -> Tensor:
     With no masked entry the result is all 0. One entry has no spread: it equals its mean, so it becomes 0.
     """
     trained = mask.bool()
-    count = int(trained.sum())
+    count = int(trained.count_nonzero())
     if count < 2:
         return torch.zeros_like(matrix)
-    mean = keep(matrix, trained).sum(dtype=torch.float64) / count
-    centred = keep(matrix.double() - mean, trained)
-    variance = centred.square().sum() / (count - 1)
-    return (centred * torch.rsqrt(variance + WHITEN_EPSILON)).to(matrix.dtype)
+    whitened = keep(matrix, trained)
+    pieces = list(in_pieces(whitened, trained))
+    mean = torch.stack([piece.double().sum() for piece, _ in pieces]).sum() / count
+    squares = [keep(piece.double() - mean, kept).square_().sum() for piece, kept in pieces]
+    scale = torch.rsqrt(torch.stack(squares).sum() / (count - 1) + WHITEN_EPSILON)
+    for piece, kept in pieces:
+        piece.copy_(keep((piece.double() - mean).mul_(scale), kept))
+    return whitened
 
 
 @dataclass(frozen=True)
@@ -98,7 +111,7 @@ class TrainedTokens:
     def of(cls, mask: Tensor) -> TrainedTokens:
         """Find the trained tokens of a `(B, R)` mask."""
         trained = mask.bool()
-        lengths = trained.sum(dim=-1, keepdim=True)
+        lengths = trained.count_nonzero(dim=-1).unsqueeze(-1)
         width = int(lengths.max()) if lengths.numel() else 0
         slots = torch.arange(width, device=mask.device) < lengths
         return cls(trained, slots, already_packed=torch.equal(trained[:, :width], slots))

@@ -1,21 +1,15 @@
-"""Generalised advantage estimation as a reverse scan over trained tokens.
-
-Large batches on the CPU go through one compiled pass (numba) that touches each token once; anything else goes through
-torch: rows packed to their trained tokens, one vector operation per time step over all rows.
-"""
+"""Generalised advantage estimation as a reverse scan over trained tokens."""
 
 from __future__ import annotations
 
-import importlib.util
-
-import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-from hrl.algos.masked import WHITEN_EPSILON, TrainedTokens, check_shapes, whiten
+from hrl.algos.masked import TrainedTokens, check_shapes, in_pieces, whiten
 
-COMPILE_FROM_TOKENS = 1 << 16
-"""Below this many entries the torch scan is over before numba would be imported."""
+BLOCK_TOKENS = 32
+"""Tokens summed up by one matrix product. Larger blocks cost more multiplications, smaller ones more products."""
 
 
 def gae(
@@ -34,12 +28,13 @@ def gae(
         whitened: Whiten the advantages over all trained tokens of the batch. Returns are never whitened.
 
     Returns:
-        Advantages and returns `(B, R)`, 0 outside the mask, in the dtype of `rewards`.
+        Advantages and returns `(B, R)`, 0 outside the mask, in the dtype of `rewards`, without gradient.
     """
     check_shapes(mask, rewards=rewards, values=values)
-    if rewards.device.type == "cpu" and rewards.numel() >= COMPILE_FROM_TOKENS and importlib.util.find_spec("numba"):
-        return _compiled_gae(rewards, values, mask, gamma, lam, whitened)
-    return _torch_gae(rewards, values, mask, gamma, lam, whitened)
+    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
+    for piece in in_pieces(advantages, returns, rewards.detach(), values.detach(), mask):
+        _fill_rows(*piece, gamma=gamma, lam=lam)
+    return whiten(advantages, mask) if whitened else advantages, returns
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -48,37 +43,35 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return returns
 
 
-def _compiled_gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, whitened: bool
-) -> tuple[Tensor, Tensor]:
-    from hrl.algos.scan_kernels import scan_rows, whiten_rows
-
-    rewards_array, trained = rewards.detach().numpy(), mask.detach().numpy()
-    # Zeroed pages come from the kernel on first touch: where a batch is padding, no memory is written.
-    advantages, returns = (np.zeros(rewards_array.shape, rewards_array.dtype) for _ in range(2))
-    ends = np.zeros(len(rewards_array), np.int64)
-    moments = scan_rows(
-        rewards_array, values.detach().numpy(), trained, float(gamma), float(lam), advantages, returns, ends
-    )
-    if whitened:
-        whiten_rows(advantages, trained, ends, *moments, WHITEN_EPSILON)
-    return torch.from_numpy(advantages), torch.from_numpy(returns)
-
-
-def _torch_gae(
-    rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, whitened: bool
-) -> tuple[Tensor, Tensor]:
+def _fill_rows(
+    advantages: Tensor, returns: Tensor, rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
+) -> None:
+    """Write advantages and returns of these rows into their first two arguments."""
     tokens = TrainedTokens.of(mask)
-    packed_values = tokens.pack(values.detach().double())
-    following = torch.nn.functional.pad(packed_values[:, 1:], (0, 1))
-    deltas = tokens.pack(rewards.detach().double()) + gamma * following - packed_values
-    # Behind a row's last token rewards and values are 0, so the running advantage arrives there as 0.
-    steps = deltas.T.contiguous().unbind(0)
-    for earlier, later in zip(reversed(steps[:-1]), reversed(steps[1:]), strict=True):
-        earlier.add_(later, alpha=gamma * lam)
-    packed = torch.stack(steps, dim=1) if steps else deltas
-    advantages = tokens.unpack(packed)
-    returns = tokens.unpack(packed + packed_values)
-    if whitened:
-        advantages = whiten(advantages, mask)
-    return advantages.to(rewards.dtype), returns.to(rewards.dtype)
+    packed_values = tokens.pack(values).double()
+    # Behind a row's last token rewards and values are 0, so nothing comes in from there.
+    deltas = tokens.pack(rewards).double().sub_(packed_values)
+    deltas[:, :-1].add_(packed_values[:, 1:], alpha=gamma)
+    packed = discounted_sums(deltas, gamma * lam)
+    advantages.copy_(tokens.unpack(packed))
+    returns.copy_(tokens.unpack(packed.add_(packed_values)))
+
+
+def discounted_sums(steps: Tensor, decay: float) -> Tensor:
+    """`y_t = sum_{k >= t} decay^(k - t) x_k` along the last dimension, any shape, without a loop over time.
+
+    The sums within blocks of :data:`BLOCK_TOKENS` are one product with a triangular matrix of powers. What enters a
+    block from behind is the sum at the start of the next block, and those starts are a shorter scan of the same kind.
+    """
+    length = steps.shape[-1]
+    size = min(BLOCK_TOKENS, length)
+    if size < 2:
+        return steps
+    places = torch.arange(size, device=steps.device, dtype=steps.dtype)
+    distance = places.unsqueeze(-1) - places
+    powers = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0)
+    whole = steps if length % size == 0 else pad(steps, (0, -length % size))
+    sums = whole.unflatten(-1, (-1, size)) @ powers
+    starts = discounted_sums(sums[..., 0], decay**size)
+    sums.addcmul_(pad(starts[..., 1:], (0, 1)).unsqueeze(-1), decay ** (size - places))
+    return sums.flatten(-2)[..., :length]

@@ -22,7 +22,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 import hypothesis
-import numba  # noqa: F401  (imported here once, so that the forks need not)
 import pytest
 import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  (likewise)
