@@ -14,7 +14,7 @@ RAY_NUM_CPUS = 16  # logical: a test's pools may ask for up to so many processes
 @pytest.fixture(scope="session")
 def ray_session() -> Iterator[None]:
     """A local Ray cluster of this test session, started when the first test asks for it and ended with the session."""
-    from hrl.single_controller.ray import ray_cluster
+    from hrl.single_controller.ray_cluster import ray_cluster
 
     # Workers import the test modules that define their classes; pytest has put those folders on this process's path.
     root = Path(__file__).parent.parent

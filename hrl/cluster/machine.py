@@ -8,8 +8,7 @@ from typing import Any
 
 import ray
 
-from hrl.single_controller.ray import ray_cluster
-from hrl.single_controller.ray_cluster import most_object_store_bytes
+from hrl.single_controller.ray_cluster import most_object_store_bytes, ray_cluster
 
 #: The least that the object store of a run's own Ray has. Its memory is taken when it is written to.
 LEAST_OBJECT_STORE_BYTES = 1 << 30

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from hrl.config import resolve_placement
 
 if TYPE_CHECKING:
-    from hrl.single_controller.ray import RayResourcePool
+    from hrl.single_controller.resource_pool import RayResourcePool
 
 
 class Role(Enum):
@@ -48,7 +48,7 @@ class ResourcePoolManager:
 
     def create_resource_pool(self) -> None:
         """Make the pools that some role uses. Placement happens when the first worker group asks for it."""
-        from hrl.single_controller.ray import RayResourcePool
+        from hrl.single_controller.resource_pool import RayResourcePool
 
         for name in dict.fromkeys(self.mapping.values()):
             self.resource_pool_dict[name] = RayResourcePool(

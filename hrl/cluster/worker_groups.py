@@ -11,9 +11,9 @@ from typing import Any
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.config.arithmetic import step_sizes
 from hrl.models.tokenizer import resolve_tokenizer
-from hrl.single_controller.base import WorkerError, WorkerTimeoutError
-from hrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
-from hrl.single_controller.worker_group import GroupFuture, wait_for_all
+from hrl.single_controller.errors import WorkerError, WorkerTimeoutError
+from hrl.single_controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
+from hrl.single_controller.worker_group import GroupFuture, RayWorkerGroup, wait_for_all
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker
 from hrl.workers.reward_model import RewardModelWorker

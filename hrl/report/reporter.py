@@ -20,7 +20,7 @@ from hrl.report.reward_curve import REWARD, Curve, write_reward_curve
 from hrl.report.rollout_log import Sample
 from hrl.report.run_folder import RunFolder, read_jsonl, rollouts_file, rollouts_steps
 from hrl.report.tracking import Generation, Tracking
-from hrl.single_controller.base import phase as worker_phase
+from hrl.single_controller.errors import phase as worker_phase
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hrl.processes.lifetime import die_with_parent
 from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardBatch, RewardError, RewardLoop, RewardRow
-from hrl.single_controller.ray_errors import cause_of, death_reason, is_death
+from hrl.single_controller.errors import cause_of, death_reason, is_death
 
 logger = logging.getLogger(__name__)
 

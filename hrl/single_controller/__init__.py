@@ -1,5 +1,5 @@
 """One driver, many processes: call a method on a group of workers as if it were one object.
 
-The package knows batches (`hrl.protocol.DataProto`) and processes, and nothing of language models. `base` is the
-part that any backend shares (workers, dispatch, errors); `ray` is the backend that runs on a Ray cluster.
+The package knows batches (`hrl.protocol.DataProto`), processes and Ray, and nothing of language models. A call passes
+`worker_group` → `dispatch` → `rank_processes` → `transport`. `base` and `ray` are doors with verl's names.
 """

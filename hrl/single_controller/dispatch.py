@@ -1,19 +1,143 @@
-"""How a call on a group is cut into one call per rank, and how the results are joined.
+"""`@register`, and what it means: how a call on a group is cut into one call per rank, and how results are joined.
 
-One small function per `Dispatch` mode. A batch is never copied here: a rank's share is `BatchRows`, a batch and some of
-its row indices, and the backend decides how rows travel.
+The decorator only writes a `MethodSpec` onto the function: called on the object itself, the method is an ordinary
+method. The worker group reads the spec and calls `dispatch`, which has one small function per mode. No batch is copied
+here: a rank's share is `BatchRows`, a batch and some of its row indices, and `transport` decides how rows travel.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import partial
+from operator import itemgetter
+from typing import Any, TypeVar
 
 import numpy as np
 
 from hrl.protocol import DataProto, unpad_dataproto
-from hrl.single_controller.decorator import CustomDispatch, Dispatch, Execute, MethodSpec
+
+_SPEC_ATTRIBUTE = "_hrl_method_spec"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class Dispatch(Enum):
+    """How the arguments of a call become the arguments of the ranks, and their results one result."""
+
+    RANK_ZERO = "rank_zero"
+    """Called on rank 0 only; its result is the result."""
+    ONE_TO_ALL = "one_to_all"
+    """Every rank gets the same arguments; the results are a list by rank."""
+    ALL_TO_ALL = "all_to_all"
+    """If every argument is a list of world-size entries, rank i gets entry i of each; otherwise as ONE_TO_ALL."""
+    DP_COMPUTE = "dp_compute"
+    """Every argument must be a list of world-size entries, rank i gets entry i; the results are a list by rank."""
+    DP_COMPUTE_PROTO = "dp_compute_proto"
+    """Every argument is a DataProto, padded to a multiple of the world size and cut into contiguous chunks; the
+    results are DataProtos, joined in order and freed of what the padding added."""
+    DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
+    """As DP_COMPUTE_PROTO, behind a first argument (a function) that every rank gets as it is."""
+    DP_COMPUTE_METRIC = "dp_compute_metric"
+    """Cut as DP_COMPUTE_PROTO but never padded (a padded row would be measured twice); results are a list by rank."""
+    DP_COMPUTE_PLAN = "dp_compute_plan"
+    """`method(batch, plan)`: rank i gets the rows `plan.rows[i]` of the batch and `plan.ranks[i]`. Rows that come back
+    return to the batch's order; results without rows are joined. With `plan=None`, as DP_COMPUTE_PROTO."""
+
+
+class Execute(Enum):
+    """Which ranks run a call."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+@dataclass(frozen=True)
+class CustomDispatch:
+    """A user's own pair of functions, with verl's signatures."""
+
+    dispatch_fn: Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
+    """`(worker_group, *args, **kwargs) -> (args, kwargs)`, which are then cut as by ALL_TO_ALL."""
+    collect_fn: Callable[[Any, list[Any]], Any]
+    """`(worker_group, results by rank) -> result`."""
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """What `register` was told about a method."""
+
+    dispatch_mode: Dispatch | CustomDispatch
+    execute_mode: Execute
+    blocking: bool
+    materialize_futures: bool
+    columns: tuple[str, ...] | None
+
+
+def register(
+    dispatch_mode: Dispatch | Mapping[str, Callable[..., Any]] = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+    columns: Sequence[str] | None = None,
+) -> Callable[[F], F]:
+    """Make a method of a `Worker` callable on the worker group.
+
+    Args:
+        dispatch_mode: A `Dispatch`, or a dict with `dispatch_fn` and `collect_fn` (see `CustomDispatch`).
+        execute_mode: The ranks that run it.
+        blocking: False gives the driver a future with `.get()` in place of the result.
+        materialize_futures: Wait for arguments that are futures and pass on their results.
+        columns: Names of the batch columns, tensors and non-tensors, that the method reads; no other travels to the
+            ranks. Names that a batch lacks are passed over. None: all travel.
+
+    Raises:
+        ValueError: A mode is unknown, or the two modes contradict each other.
+    """
+    mode = _checked_dispatch_mode(dispatch_mode)
+    if not isinstance(execute_mode, Execute):
+        raise ValueError(f"unknown execute_mode {execute_mode!r}; expected one of {[str(e) for e in Execute]}")
+    if execute_mode is Execute.RANK_ZERO and mode not in _MODES_FOR_RANK_ZERO and isinstance(mode, Dispatch):
+        raise ValueError(f"{mode} cuts a batch over all ranks: it can't be run with {execute_mode}")
+    if isinstance(columns, str):
+        raise ValueError(f"columns must be a sequence of names, not the string {columns!r}")
+    if mode is Dispatch.RANK_ZERO:
+        execute_mode = Execute.RANK_ZERO
+    spec = MethodSpec(mode, execute_mode, blocking, materialize_futures, None if columns is None else tuple(columns))
+
+    def decorate(method: F) -> F:
+        if inspect.iscoroutinefunction(method):
+            raise ValueError(f"{method.__qualname__} is async: a rank runs one call at a time, register a plain method")
+        setattr(method, _SPEC_ATTRIBUTE, spec)
+        return method
+
+    return decorate
+
+
+_MODES_FOR_RANK_ZERO = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
+
+
+def _checked_dispatch_mode(mode: Any) -> Dispatch | CustomDispatch:
+    if isinstance(mode, Dispatch):
+        return mode
+    if isinstance(mode, Mapping):
+        if set(mode) != {"dispatch_fn", "collect_fn"}:
+            raise ValueError(f"a dispatch_mode dict has the keys 'dispatch_fn' and 'collect_fn', not {sorted(mode)}")
+        return CustomDispatch(**mode)
+    raise ValueError(
+        f"unknown dispatch_mode {mode!r}; expected one of {[str(d) for d in Dispatch]} or a dict with dispatch_fn and "
+        "collect_fn"
+    )
+
+
+def registered_methods(cls: type) -> dict[str, MethodSpec]:
+    """Return the methods of `cls` that the driver may call, inherited ones included."""
+    specs = {name: getattr(getattr(cls, name, None), _SPEC_ATTRIBUTE, None) for name in dir(cls)}
+    return {name: spec for name, spec in specs.items() if spec is not None}
+
+
+# ---- cutting a call ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -48,14 +172,29 @@ class GroupCall:
 
 
 @dataclass(frozen=True)
-class Request:
-    """A call on a group, as the driver made it."""
+class DriverCall:
+    """A call on a group, as the driver made it; `columns` are those that the method reads."""
 
     group: Any
-    world_size: int
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     columns: tuple[str, ...] | None
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    @property
+    def named(self) -> list[tuple[str, Any]]:
+        """All arguments, each with its position or its quoted name for messages."""
+        return [
+            *((str(i), arg) for i, arg in enumerate(self.args)),
+            *((repr(k), arg) for k, arg in self.kwargs.items()),
+        ]
+
+    def for_rank(self, of_rank: Callable[[Any], Any]) -> RankCall:
+        """Return one rank's call: every argument replaced by what `of_rank` makes of it."""
+        return RankCall(tuple(map(of_rank, self.args)), {name: of_rank(arg) for name, arg in self.kwargs.items()})
 
 
 def dispatch(spec: MethodSpec, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall:
@@ -65,14 +204,12 @@ def dispatch(spec: MethodSpec, group: Any, args: tuple[Any, ...], kwargs: dict[s
         TypeError: An argument is not of the kind that the dispatch mode cuts.
         ValueError: Sizes do not fit the group.
     """
-    request = Request(group, group.world_size, args, kwargs, spec.columns)
-    if isinstance(spec.dispatch_mode, CustomDispatch):
-        call = _custom(request, spec.dispatch_mode)
-    else:
-        call = _DISPATCHERS[spec.dispatch_mode](request)
+    call = DriverCall(group, args, kwargs, spec.columns)
+    mode = spec.dispatch_mode
+    cut = _custom(call, mode) if isinstance(mode, CustomDispatch) else _DISPATCHERS[mode](call)
     if spec.execute_mode is Execute.RANK_ZERO:
-        return GroupCall(call.ranks[:1], lambda results: results[0])
-    return call
+        return GroupCall(cut.ranks[:1], lambda results: results[0])
+    return cut
 
 
 # ---- the same or one entry for every rank ----------------------------------------------------------------------
@@ -82,46 +219,35 @@ def _as_list(results: list[Any]) -> list[Any]:
     return results
 
 
-def _one_to_all(request: Request) -> GroupCall:
-    return GroupCall((RankCall(request.args, request.kwargs),) * request.world_size, _as_list)
+def _one_to_all(call: DriverCall) -> GroupCall:
+    return GroupCall((RankCall(call.args, call.kwargs),) * call.world_size, _as_list)
 
 
-def _entry_per_rank(args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int) -> tuple[RankCall, ...]:
-    return tuple(
-        RankCall(tuple(arg[rank] for arg in args), {name: arg[rank] for name, arg in kwargs.items()})
-        for rank in range(world_size)
-    )
+def _entry_per_rank(call: DriverCall) -> GroupCall:
+    return GroupCall(tuple(call.for_rank(itemgetter(rank)) for rank in range(call.world_size)), _as_list)
 
 
-def _is_entry_per_rank(arg: Any, world_size: int) -> bool:
-    return isinstance(arg, list) and len(arg) == world_size
+def _without_an_entry_per_rank(call: DriverCall) -> list[str]:
+    return [name for name, arg in call.named if not (isinstance(arg, list) and len(arg) == call.world_size)]
 
 
-def _all_to_all(request: Request) -> GroupCall:
-    arguments = [*request.args, *request.kwargs.values()]
-    if arguments and all(_is_entry_per_rank(arg, request.world_size) for arg in arguments):
-        return GroupCall(_entry_per_rank(request.args, request.kwargs, request.world_size), _as_list)
-    return _one_to_all(request)
+def _all_to_all(call: DriverCall) -> GroupCall:
+    return _one_to_all(call) if _without_an_entry_per_rank(call) or not call.named else _entry_per_rank(call)
 
 
-def _dp_compute(request: Request) -> GroupCall:
-    for name, arg in _named(request.args, request.kwargs):
-        if not _is_entry_per_rank(arg, request.world_size):
-            raise ValueError(f"DP_COMPUTE: argument {name} must be a list of {request.world_size} entries (ranks)")
-    return GroupCall(_entry_per_rank(request.args, request.kwargs, request.world_size), _as_list)
+def _dp_compute(call: DriverCall) -> GroupCall:
+    for name in _without_an_entry_per_rank(call):
+        raise ValueError(f"DP_COMPUTE: argument {name} must be a list of {call.world_size} entries (ranks)")
+    return _entry_per_rank(call)
 
 
-def _custom(request: Request, mode: CustomDispatch) -> GroupCall:
-    args, kwargs = mode.dispatch_fn(request.group, *request.args, **request.kwargs)
-    cut = _all_to_all(Request(request.group, request.world_size, tuple(args), dict(kwargs), request.columns))
-    return GroupCall(cut.ranks, lambda results: mode.collect_fn(request.group, results))
+def _custom(call: DriverCall, mode: CustomDispatch) -> GroupCall:
+    args, kwargs = mode.dispatch_fn(call.group, *call.args, **call.kwargs)
+    cut = _all_to_all(replace(call, args=tuple(args), kwargs=dict(kwargs)))
+    return GroupCall(cut.ranks, lambda results: mode.collect_fn(call.group, results))
 
 
 # ---- batches in contiguous chunks ------------------------------------------------------------------------------
-
-
-def _named(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    return [*((str(i), arg) for i, arg in enumerate(args)), *((repr(k), arg) for k, arg in kwargs.items())]
 
 
 def _common_length(named: list[tuple[str, Any]], mode: str) -> int:
@@ -135,49 +261,40 @@ def _common_length(named: list[tuple[str, Any]], mode: str) -> int:
     return next(iter(lengths.values()))
 
 
-def _chunks(
-    request: Request, chunks: list[np.ndarray], args: tuple[Any, ...], first: tuple[Any, ...] = ()
-) -> tuple[RankCall, ...]:
-    """One call per rank, with that rank's rows of every batch, behind the arguments in `first`."""
-    return tuple(
-        RankCall(
-            (*first, *(BatchRows(arg, rows, request.columns) for arg in args)),
-            {name: BatchRows(arg, rows, request.columns) for name, arg in request.kwargs.items()},
-        )
-        for rows in chunks
-    )
+def _rows_per_rank(call: DriverCall, chunks: list[np.ndarray]) -> tuple[RankCall, ...]:
+    """One call per rank, with that rank's rows of every batch."""
+    return tuple(call.for_rank(partial(BatchRows, rows=rows, columns=call.columns)) for rows in chunks)
 
 
 def _padded_chunks(num_rows: int, world_size: int) -> list[np.ndarray]:
-    """Row indices of equal, contiguous chunks; the last ones go round to the first rows again to fill up."""
+    """Row indices of equal, contiguous chunks; the last ones are filled up with the first rows again."""
     num_padded = -(-num_rows // world_size) * world_size
     rows = np.arange(num_padded, dtype=np.int64) % max(num_rows, 1)
     return np.split(rows, world_size)
 
 
-def _dp_compute_proto(request: Request, first: tuple[Any, ...] = ()) -> GroupCall:
-    args = request.args[len(first) :]
-    num_rows = _common_length(_named(args, request.kwargs), "DP_COMPUTE_PROTO")
-    chunks = _padded_chunks(num_rows, request.world_size)
-    num_padding = sum(map(len, chunks)) - num_rows
-    return GroupCall(_chunks(request, chunks, args, first), lambda results: _join(results, chunks, num_padding))
+def _dp_compute_proto(call: DriverCall) -> GroupCall:
+    num_rows = _common_length(call.named, "DP_COMPUTE_PROTO")
+    chunks = _padded_chunks(num_rows, call.world_size)
+    return GroupCall(_rows_per_rank(call, chunks), lambda results: _join(results, chunks, num_rows))
 
 
-def _dp_compute_proto_with_func(request: Request) -> GroupCall:
-    if not request.args or not callable(request.args[0]):
+def _dp_compute_proto_with_func(call: DriverCall) -> GroupCall:
+    if not call.args or not callable(call.args[0]):
         raise TypeError("DP_COMPUTE_PROTO_WITH_FUNC needs a function as its first positional argument")
-    return _dp_compute_proto(request, first=request.args[:1])
+    function, *batches = call.args
+    cut = _dp_compute_proto(replace(call, args=tuple(batches)))
+    return GroupCall(tuple(RankCall((function, *rank.args), rank.kwargs) for rank in cut.ranks), cut.collect)
 
 
-def _dp_compute_metric(request: Request) -> GroupCall:
-    num_rows = _common_length(_named(request.args, request.kwargs), "DP_COMPUTE_METRIC")
-    if num_rows % request.world_size:
+def _dp_compute_metric(call: DriverCall) -> GroupCall:
+    num_rows = _common_length(call.named, "DP_COMPUTE_METRIC")
+    if num_rows % call.world_size:
         raise ValueError(
-            f"DP_COMPUTE_METRIC: {num_rows} rows do not divide over {request.world_size} ranks, and padding would "
+            f"DP_COMPUTE_METRIC: {num_rows} rows do not divide over {call.world_size} ranks, and padding would "
             "count rows twice; give it a multiple, or register the method with DP_COMPUTE_PLAN"
         )
-    chunks = np.split(np.arange(num_rows, dtype=np.int64), request.world_size)
-    return GroupCall(_chunks(request, chunks, request.args), _as_list)
+    return GroupCall(_rows_per_rank(call, _padded_chunks(num_rows, call.world_size)), _as_list)
 
 
 def _checked_results(results: list[Any]) -> list[DataProto]:
@@ -187,15 +304,16 @@ def _checked_results(results: list[Any]) -> list[DataProto]:
     return results
 
 
-def _join(results: list[Any], chunks: list[np.ndarray], num_padding: int) -> DataProto:
-    """Concatenates the ranks' results and takes off the rows that answer padding.
+def _join(results: list[Any], chunks: list[np.ndarray], num_rows: int) -> DataProto:
+    """Concatenate the ranks' results and take off the rows that answer padding.
 
     A method may return several rows per row (samples of a prompt): then as many are taken off per padded row.
     """
     joined = DataProto.concat(_checked_results(results))
+    num_sent = sum(map(len, chunks))
+    num_padding = num_sent - num_rows
     if num_padding == 0 or len(joined) == 0:
         return joined
-    num_sent = sum(map(len, chunks))
     per_row, rest = divmod(len(joined), num_sent)
     if rest or any(len(result) != per_row * len(rows) for result, rows in zip(results, chunks, strict=True)):
         raise ValueError(
@@ -208,19 +326,19 @@ def _join(results: list[Any], chunks: list[np.ndarray], num_padding: int) -> Dat
 # ---- batches by plan -------------------------------------------------------------------------------------------
 
 
-def _dp_compute_plan(request: Request) -> GroupCall:
+def _dp_compute_plan(call: DriverCall) -> GroupCall:
     def arguments(batch: Any, plan: Any = None) -> tuple[Any, Any]:
         return batch, plan
 
-    batch, plan = arguments(*request.args, **request.kwargs)
+    batch, plan = arguments(*call.args, **call.kwargs)
     num_rows = _common_length([("'batch'", batch)], "DP_COMPUTE_PLAN")
     if plan is None:
-        chunks = _padded_chunks(num_rows, request.world_size)
-        ranks = tuple(RankCall((BatchRows(batch, rows, request.columns), None), {}) for rows in chunks)
-        return GroupCall(ranks, lambda results: _join(results, chunks, sum(map(len, chunks)) - num_rows))
-    rows_by_rank = _checked_plan(plan, num_rows, request.world_size)
+        chunks = _padded_chunks(num_rows, call.world_size)
+        ranks = tuple(RankCall((BatchRows(batch, rows, call.columns), None), {}) for rows in chunks)
+        return GroupCall(ranks, lambda results: _join(results, chunks, num_rows))
+    rows_by_rank = _checked_plan(plan, num_rows, call.world_size)
     ranks = tuple(
-        RankCall((BatchRows(batch, rows, request.columns), rank_plan), {})
+        RankCall((BatchRows(batch, rows, call.columns), rank_plan), {})
         for rows, rank_plan in zip(rows_by_rank, plan.ranks, strict=True)
     )
     return GroupCall(ranks, lambda results: _restore_order(results, rows_by_rank, num_rows))
@@ -237,7 +355,7 @@ def _checked_plan(plan: Any, num_rows: int, world_size: int) -> list[np.ndarray]
 
 
 def _restore_order(results: list[Any], rows_by_rank: list[np.ndarray], num_rows: int) -> DataProto:
-    """Put the ranks' rows back in the batch's order; joins results that have no rows."""
+    """Put the ranks' rows back in the batch's order; join results that have no rows."""
     results = _checked_results(results)
     if all(len(result) == 0 for result in results):
         return DataProto.concat(results)
@@ -257,7 +375,7 @@ def _restore_order(results: list[Any], rows_by_rank: list[np.ndarray], num_rows:
     return DataProto(joined.batch, joined.non_tensor_batch, meta)
 
 
-_DISPATCHERS: dict[Dispatch, Callable[[Request], GroupCall]] = {
+_DISPATCHERS: dict[Dispatch, Callable[[DriverCall], GroupCall]] = {
     Dispatch.RANK_ZERO: _one_to_all,
     Dispatch.ONE_TO_ALL: _one_to_all,
     Dispatch.ALL_TO_ALL: _all_to_all,

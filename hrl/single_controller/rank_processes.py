@@ -1,23 +1,35 @@
-"""The processes of a group: started in their slots, called, ended."""
+"""The processes of a group: one Ray actor per rank, started in its slot, called within a deadline, ended politely."""
 
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from hrl.single_controller.calls import PendingCalls
+from hrl.processes.lifetime import die_with_parent, guard_process_group
+from hrl.single_controller import transport
 from hrl.single_controller.dispatch import RankCall
-from hrl.single_controller.errors import WorkerTimeoutError
-from hrl.single_controller.rank_process import ProcessInfo, RankProcess
+from hrl.single_controller.errors import (
+    WorkerDiedError,
+    WorkerError,
+    WorkerTimeoutError,
+    cause_of,
+    current_phase,
+    death_reason,
+    is_death,
+    without_colours,
+)
 from hrl.single_controller.resource_pool import RayResourcePool, Slot
-from hrl.single_controller.transport import Sender
-from hrl.single_controller.worker import RankEnv
-from hrl.single_controller.worker_group import ClassWithInitArgs
+from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +37,188 @@ _LOOPBACK = "127.0.0.1"
 _BUSY_GRACE_S = 10.0  # for what a process still does, such as loading a model, when it is to close
 _CLOSE_TIMEOUT_S = 40.0  # for closing; an engine alone has 30 s to leave (hrl.workers.rollout.host)
 _STUCK_GRACE_S = 10.0
+_DEATH_NOTICE_S = 2.0
+
+
+# ---- on the rank -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ProcessInfo:
+    """Which process a rank is, and where."""
+
+    pid: int
+    node_id: str
+    node_ip: str
+
+
+class RankProcess:
+    """One rank. It holds one worker per role; the driver talks to it through `RankProcesses`.
+
+    Args:
+        label: What stands in front of the process's log lines.
+        log_level: Level of the root logger.
+    """
+
+    def __init__(self, label: str, log_level: int) -> None:
+        # The parent is the raylet, which dies with the driver that started it. Ray notices that within a second or
+        # so; the kernel at once, and also when this process is stuck inside a library.
+        die_with_parent()
+        guard_process_group()
+        self._label = label
+        self._workers: dict[str, Any] = {}
+        logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname).1s [{label}] %(name)s: %(message)s")
+
+    def __repr__(self) -> str:  # Ray puts it in front of what the process writes
+        return self._label
+
+    def info(self) -> ProcessInfo:
+        """Return who this process is."""
+        return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+
+    def reserve_port(self) -> int:
+        """Return a TCP port on this node that stays this process's own.
+
+        It alone can listen there, with SO_REUSEADDR.
+        """
+        self._reserved = socket.socket()  # bound and never listening; open for as long as the process lives
+        self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reserved.bind(("", 0))
+        return self._reserved.getsockname()[1]
+
+    def set_environ(self, variables: Mapping[str, str]) -> None:
+        """Set environment variables."""
+        os.environ.update(variables)
+
+    def construct(self, role: str, spec: RayClassWithInitArgs) -> None:
+        """Construct the worker of a role."""
+        self._workers[role] = spec()
+
+    def call(
+        self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], transfer_timeout_s: float
+    ) -> Any:
+        """Call a method of the role's worker; batches come and go packed."""
+        args, kwargs = transport.receive(args, kwargs, transfer_timeout_s)
+        return transport.pack_result(getattr(self._workers[role], method)(*args, **kwargs))
+
+    def close(self) -> None:
+        """Close the workers, the last constructed first."""
+        for role in reversed(self._workers):
+            self._workers[role].close()
+        self._workers.clear()
+
+
+# ---- on the driver ---------------------------------------------------------------------------------------------
+
+
+class PendingCalls:
+    """One method running on some ranks.
+
+    Args:
+        refs: The Ray reference of each rank's result, by rank.
+        method: Name for errors, `role.method`.
+        pids: Process id of every rank.
+        timeout_s: The deadline, counted from now.
+        on_failure: Told the references that are still open when the call fails.
+    """
+
+    def __init__(
+        self,
+        refs: dict[int, ray.ObjectRef],
+        method: str,
+        pids: dict[int, int],
+        timeout_s: float,
+        on_failure: Callable[[str, dict[int, ray.ObjectRef]], None],
+    ) -> None:
+        self._method, self._pids, self._timeout_s, self._on_failure = method, pids, timeout_s, on_failure
+        self._phase = current_phase(default=method)
+        self._deadline = time.monotonic() + timeout_s
+        self._open = {ref: rank for rank, ref in refs.items()}
+        self._results: dict[int, Any] = {}
+
+    def get(self, timeout_s: float | None = None) -> list[Any]:
+        """Return the results in rank order; a second call returns the same again.
+
+        Args:
+            timeout_s: How long to wait at most from now on; None is until the call's own deadline.
+
+        Raises:
+            WorkerError: The first failure of a rank.
+            WorkerTimeoutError: A rank has not answered in time.
+        """
+        deadline, waiting_s = self._deadline, self._timeout_s
+        if timeout_s is not None:
+            deadline, waiting_s = min(deadline, time.monotonic() + timeout_s), timeout_s
+        while self._open:
+            ready, _ = ray.wait(list(self._open), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                raise self._timed_out(sorted(self._open.values()), waiting_s)
+            self._take(ready[0], deadline)
+        return [self._results[rank] for rank in sorted(self._results)]
+
+    def done(self) -> bool:
+        """Return whether `get` would return at once; raise what `get` would raise at once."""
+        while self._open:
+            ready, _ = ray.wait(list(self._open), num_returns=1, timeout=0)
+            if not ready:
+                if time.monotonic() >= self._deadline:
+                    raise self._timed_out(sorted(self._open.values()), self._timeout_s)
+                return False
+            self._take(ready[0], self._deadline)
+        return True
+
+    def _take(self, ref: ray.ObjectRef, deadline: float) -> None:
+        """Move a finished rank's result over, or raise its error."""
+        rank = self._open[ref]
+        try:
+            result = ray.get(ref, timeout=max(deadline - time.monotonic(), 1.0))
+        except GetTimeoutError as error:
+            raise self._timed_out([rank], self._timeout_s) from error
+        except RayError as error:
+            del self._open[ref]
+            self._fail()
+            raise self._translated(rank, error) from cause_of(error)
+        del self._open[ref]
+        self._results[rank] = transport.unpack_result(result)
+
+    def _fail(self) -> None:
+        self._on_failure(self._method, {rank: ref for ref, rank in self._open.items()})
+
+    def _timed_out(self, ranks: list[int], waiting_s: float) -> WorkerTimeoutError:
+        if time.monotonic() >= self._deadline:  # before that, the caller only did not want to wait any longer
+            self._fail()
+        return WorkerTimeoutError(ranks, self._method, self._phase, waiting_s)
+
+    def _translated(self, rank: int, error: RayError) -> WorkerError:
+        if is_death(error):
+            return self._died(rank, error)
+        # When a process dies in a collective, its peers raise "connection closed" before the cluster knows of the
+        # death. The death is the cause, so give its notice a moment to arrive.
+        death = self._death_of_another()
+        if death is not None:
+            return death
+        cause = cause_of(error)
+        return WorkerError(
+            rank, self._method, self._phase, f"{type(cause).__name__}: {cause}", without_colours(str(error))
+        )
+
+    def _death_of_another(self) -> WorkerDiedError | None:
+        deadline = time.monotonic() + _DEATH_NOTICE_S
+        refs = dict(self._open)
+        while refs:
+            ready, _ = ray.wait(list(refs), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
+            if not ready:
+                return None
+            rank = refs.pop(ready[0])
+            try:
+                ray.get(ready[0], timeout=1.0)
+            except RayError as error:
+                if is_death(error):
+                    return self._died(rank, error)
+        return None
+
+    def _died(self, rank: int, error: RayError) -> WorkerDiedError:
+        return WorkerDiedError(rank, self._method, self._phase, self._pids.get(rank, -1), death_reason(error))
 
 
 class RankProcesses:
@@ -62,7 +256,7 @@ class RankProcesses:
         self._starting = self._submit(infos, "start", start_timeout_s)
 
     def connect(self) -> None:
-        """Wait until the processes are up, and tells each its place among them.
+        """Wait until the processes are up, and tell each its place among them.
 
         Raises:
             WorkerTimeoutError: A process was not up by the deadline.
@@ -94,8 +288,8 @@ class RankProcesses:
         """Process id by rank, of the processes that have come up."""
         return {rank: info.pid for rank, info in enumerate(self.infos)}
 
-    def construct(self, role: str, spec: ClassWithInitArgs, timeout_s: float) -> PendingCalls:
-        """Begins to construct a role's worker on every rank."""
+    def construct(self, role: str, spec: RayClassWithInitArgs, timeout_s: float) -> PendingCalls:
+        """Begin to construct a role's worker on every rank."""
         refs = {rank: actor.construct.remote(role, spec) for rank, actor in enumerate(self.actors)}
         return self._submit(refs, f"{role}.__init__", timeout_s)
 
@@ -108,7 +302,7 @@ class RankProcesses:
         """
         name = f"{role}.{method}"
         self._refuse_if_unusable(name)
-        sender = Sender()
+        sender = transport.Sender()
         refs = {
             rank: self.actors[rank].call.remote(role, method, *sender.send(call), timeout_s)
             for rank, call in enumerate(calls)

@@ -1,9 +1,10 @@
-"""Starting Ray, or joining a running cluster, quietly."""
+"""Ray itself: started, or joined where it runs, quietly; and which GPU it gave to this process."""
 
 from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,8 +15,9 @@ from ray._private import ray_constants
 from ray._private.utils import get_shared_memory_bytes
 
 from hrl.processes.lifetime import guarded_processes
-from hrl.single_controller.ray_address import reaching
+from hrl.single_controller.errors import PlacementError
 
+_PROBE_S = 10.0
 _SHARED_MEMORY_SHARE = 0.95  # of what is free, as Ray takes it
 
 _SYSTEM_CONFIG = {
@@ -85,8 +87,32 @@ def ray_cluster(
 
 
 @contextmanager
+def reaching(address: str | None) -> Iterator[None]:
+    """Find out in seconds whether a cluster answers, around `ray.init`: Ray itself tries for minutes and aborts.
+
+    Args:
+        address: `local`, `auto`, `host:port` or `ray://host:port`.
+
+    Raises:
+        PlacementError: Nobody answers there within 10 s, or Ray finds no cluster.
+    """
+    host, colon, port = (address or "").removeprefix("ray://").rpartition(":")
+    try:
+        if colon and port.isdigit():
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PROBE_S).close()
+        yield
+    except OSError as error:
+        if address == "local":
+            raise
+        raise PlacementError(
+            f"cannot reach the Ray cluster at {address}: {error}. The address is that of trainer.ray_kwargs.address or "
+            "RAY_ADDRESS; start the cluster there, or set neither for a Ray of this run's own"
+        ) from error
+
+
+@contextmanager
 def _on_loopback(*, alone: bool) -> Iterator[None]:
-    """Has the Ray that is started meanwhile take 127.0.0.1 for this machine's address, if it is alone.
+    """Make the Ray that is started meanwhile take 127.0.0.1 for this machine's address, if it is alone.
 
     Its servers then listen there and nowhere else. Ray does so by itself on systems where it forms no clusters, and has
     no argument for it (`_node_ip_address=127.0.0.1` is resolved to the machine's own address).
@@ -109,3 +135,37 @@ def _on_loopback(*, alone: bool) -> Iterator[None]:
 
 def _raylet_pid() -> int:
     return ray._private.worker._global_node.all_processes[ray._private.ray_constants.PROCESS_TYPE_RAYLET][0].process.pid
+
+
+def assigned_gpu() -> str | None:
+    """Return what Ray calls the GPU of this process, as `CUDA_VISIBLE_DEVICES` would.
+
+    None outside Ray or without a GPU.
+
+    It is right also where `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` keeps Ray from setting that variable.
+    """
+    if not ray.is_initialized():
+        return None
+    ids = ray.get_runtime_context().get_accelerator_ids()["GPU"]
+    return str(ids[0]) if ids else None
+
+
+def visible_index(gpu: str, visible: str | None) -> int:
+    """Return the number by which this process knows a GPU.
+
+    Args:
+        gpu: As `CUDA_VISIBLE_DEVICES` would name it.
+        visible: `CUDA_VISIBLE_DEVICES`; None where it is unset, and all GPUs are visible in their own order.
+
+    Raises:
+        RuntimeError: The GPU is not visible.
+    """
+    names = None if visible is None else [name.strip() for name in visible.split(",")]
+    if names is None and gpu.isdecimal():
+        return int(gpu)
+    if names is None or gpu not in names:
+        raise RuntimeError(
+            f"Ray gave this process GPU {gpu}, but CUDA_VISIBLE_DEVICES is {visible!r}: unset "
+            "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES, or do not change CUDA_VISIBLE_DEVICES for workers"
+        )
+    return names.index(gpu)

@@ -13,7 +13,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from hrl.single_controller.base import PlacementError, ResourcePool
+from hrl.single_controller.errors import PlacementError
 
 _FRACTION = 10_000  # Ray counts resources in ten-thousandths
 
@@ -28,7 +28,7 @@ class Slot:
     node_ip: str
 
 
-class RayResourcePool(ResourcePool):
+class RayResourcePool:
     """Devices of a Ray cluster, reserved for worker groups.
 
     Node i of the pool is a placement group of `process_on_nodes[i]` bundles with strategy STRICT_PACK, so that all its
@@ -55,15 +55,25 @@ class RayResourcePool(ResourcePool):
         accelerator_type: str | None = None,
         placement_timeout_s: float = 30.0,
     ) -> None:
-        super().__init__(process_on_nodes, max_colocate_count)
+        if not process_on_nodes or any(count < 1 for count in process_on_nodes):
+            raise ValueError(f"process_on_nodes must name at least one process per node, got {list(process_on_nodes)}")
+        if max_colocate_count < 1:
+            raise ValueError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
         if detached:
             raise ValueError("detached pools are not offered: the processes of a group die with their driver")
+        self.process_on_nodes = list(process_on_nodes)
+        self.max_colocate_count = max_colocate_count
         self.use_gpu = use_gpu
         self.name = name_prefix or f"pool_{uuid.uuid4().hex[:6]}"
         self.accelerator_type = accelerator_type
         self.placement_timeout_s = placement_timeout_s
         self._placement_groups: list[PlacementGroup] = []
         self._num_groups = 0
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of a group on this pool."""
+        return sum(self.process_on_nodes)
 
     @property
     def gpus_per_process(self) -> float:
@@ -119,7 +129,7 @@ class RayResourcePool(ResourcePool):
         return slots
 
     def give_back_place(self) -> None:
-        """The place of one worker group is free again."""
+        """Free the place of one worker group."""
         self._num_groups -= 1
 
     def release(self) -> None:
@@ -161,7 +171,7 @@ class RayResourcePool(ResourcePool):
 
 
 def _alive_nodes() -> dict[str, dict[str, float]]:
-    """Total resources of the cluster's nodes, by node id."""
+    """Return the total resources of the cluster's nodes, by node id."""
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
 
 
@@ -170,7 +180,7 @@ def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _certainly_missing(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str | None:
-    """Why the wanted placement groups can never fit on the nodes; None if they may.
+    """Return why the wanted placement groups can never fit on the nodes; None if they may.
 
     It compares each group with every node's total and all groups with the whole cluster. What passes both can still
     not fit; then the bounded wait says so.
@@ -187,7 +197,7 @@ def _certainly_missing(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Ma
 
 
 def _text(resources: Mapping[str, float], like: Mapping[str, float] | None = None) -> str:
-    """`CPU 2, GPU 0`: the countable resources, without Ray's labels for nodes and placement groups."""
+    """Return `CPU 2, GPU 0`: the countable resources, without Ray's labels for nodes and placement groups."""
     names = dict.fromkeys(["CPU", "GPU", *(like or resources)])
     shown = [name for name in names if name in ("CPU", "GPU") or name.startswith("accelerator_type")]
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in shown)

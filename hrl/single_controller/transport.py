@@ -1,8 +1,8 @@
 """How rows cross a process boundary. The one place that knows.
 
-A padded column `(B, C)` is mostly margins: a row's run of padding on the left and on the right. `pack` cuts both off,
-keeps integers in the smallest type that holds them, and leaves plain numpy arrays, which Ray writes to shared memory
-and maps on the other side without a copy. `unpack` restores every bit, of some of the rows if only some are asked for.
+A padded column `(B, C)` is mostly margins: a row's run of padding on the left and on the right. `pack_column` cuts both
+off and keeps integers in the smallest type that holds them. What is left are plain numpy arrays, which Ray writes to
+shared memory and maps on the other side without a copy. `unpack_batch` restores every bit, of all rows or of some.
 
 The driver puts a batch into the object store once; a rank gets a `RowsRef`, the reference and its row indices.
 """
@@ -160,7 +160,7 @@ class PackedBatch:
     meta_info: dict[str, Any]
 
 
-def pack(batch: DataProto, columns: Sequence[str] | None = None) -> PackedBatch:
+def pack_batch(batch: DataProto, columns: Sequence[str] | None = None) -> PackedBatch:
     """Pack the batch, or those of the named columns that it has."""
     wanted = None if columns is None else frozenset(columns)
     tensor_names = [n for n in ([] if batch.batch is None else batch.batch.keys()) if wanted is None or n in wanted]
@@ -178,7 +178,7 @@ def _is_dense(column: Any) -> bool:
     return isinstance(column, torch.Tensor) and not column.is_nested
 
 
-def unpack(packed: PackedBatch, rows: np.ndarray | None = None) -> DataProto:
+def unpack_batch(packed: PackedBatch, rows: np.ndarray | None = None) -> DataProto:
     """Return the batch again, or the given rows of it (indices, repeats allowed), in memory of its own."""
     rows = np.arange(packed.num_rows, dtype=np.int64) if rows is None else rows
     others = packed.others.select_idxs(rows) if len(packed.others) else packed.others
@@ -231,7 +231,7 @@ class Sender:
     def _put(self, batch: DataProto, columns: tuple[str, ...] | None) -> ray.ObjectRef:
         key = (id(batch), columns)
         if key not in self._sent:  # the batch is kept beside its reference: its id stays its own
-            self._sent[key] = (batch, ray.put(pack(batch, columns)))
+            self._sent[key] = (batch, ray.put(pack_batch(batch, columns)))
         return self._sent[key][1]
 
 
@@ -243,7 +243,7 @@ def receive(args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float) ->
     """
 
     def received(arg: Any) -> Any:
-        return unpack(ray.get(arg.packed, timeout=timeout_s), arg.rows) if isinstance(arg, RowsRef) else arg
+        return unpack_batch(ray.get(arg.packed, timeout=timeout_s), arg.rows) if isinstance(arg, RowsRef) else arg
 
     return [received(arg) for arg in args], {name: received(arg) for name, arg in kwargs.items()}
 
@@ -251,14 +251,14 @@ def receive(args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float) ->
 def pack_result(result: Any) -> Any:
     """On a rank: a method's result as it travels, with its batches packed, also those in a tuple, list or dict."""
     if isinstance(result, DataProto):
-        return pack(result)
+        return pack_batch(result)
     return _mapped(pack_result, result)
 
 
 def unpack_result(result: Any) -> Any:
     """On the driver: the inverse of `pack_result`."""
     if isinstance(result, PackedBatch):
-        return unpack(result)
+        return unpack_batch(result)
     return _mapped(unpack_result, result)
 
 

@@ -1,4 +1,4 @@
-"""The base class of everything that runs on a rank."""
+"""What runs on a rank: the base class of workers, and the classes that a process constructs, one or several merged."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from hrl.single_controller.decorator import Dispatch, Execute, register
+from hrl.single_controller.dispatch import Dispatch, Execute, MethodSpec, register, registered_methods
 
 
 @dataclass(frozen=True)
@@ -91,3 +91,97 @@ class Worker:
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `func(*args, **kwargs)` on rank 0."""
         return func(*args, **kwargs)
+
+
+# ---- classes and roles -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RoleMethod:
+    """A registered method of the worker that plays `role` in each process."""
+
+    role: str
+    name: str
+    spec: MethodSpec
+
+    def __str__(self) -> str:
+        return f"{self.role}.{self.name}"
+
+
+class RayClassWithInitArgs:
+    """A worker class, plain or wrapped by `ray.remote`, and the arguments to construct it with on every rank."""
+
+    def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
+        cls = _without_ray(cls)
+        if not (isinstance(cls, type) and issubclass(cls, Worker)):
+            raise TypeError(f"a worker group runs subclasses of Worker, got {cls!r}")
+        self.cls, self.args, self.kwargs = cls, args, kwargs
+
+    def __call__(self) -> Worker:
+        """Construct the worker."""
+        return self.cls(*self.args, **self.kwargs)
+
+    def roles(self) -> dict[str, RayClassWithInitArgs]:
+        """Return what each process of the group holds, by role. A class alone plays the role of its own name."""
+        return {self.cls.__name__: self}
+
+    def methods(self) -> dict[str, RoleMethod]:
+        """Return the registered methods, by the name that the group calls them."""
+        return self.methods_as(self.cls.__name__)
+
+    def methods_as(self, role: str, prefix: str = "") -> dict[str, RoleMethod]:
+        """Return the registered methods of a worker that plays `role`, by name behind `prefix`."""
+        return {f"{prefix}{name}": RoleMethod(role, name, spec) for name, spec in registered_methods(self.cls).items()}
+
+
+class ColocatedClasses(RayClassWithInitArgs):
+    """Several roles that live in one process per rank. Made by `create_colocated_worker_cls`."""
+
+    def __init__(self, class_dict: Mapping[str, RayClassWithInitArgs]) -> None:
+        self.class_dict = dict(class_dict)
+        self.methods()  # refuses names that would clash
+
+    def roles(self) -> dict[str, RayClassWithInitArgs]:
+        """Return the class of each role."""
+        return self.class_dict
+
+    def methods(self) -> dict[str, RoleMethod]:
+        """Return the registered methods of all roles, each behind its role: `critic_update`.
+
+        Raises:
+            ValueError: Two roles and methods read the same (`a` with `b_c` and `a_b` with `c`).
+        """
+        methods: dict[str, RoleMethod] = {}
+        for role, spec in self.class_dict.items():
+            for name, method in spec.methods_as(role, prefix=f"{role}_").items():
+                if name in methods:
+                    raise ValueError(f"{method} and {methods[name]} would both be called {name}: rename a role")
+                methods[name] = method
+        return methods
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
+    """Merge roles into one process per rank, which holds one object per role.
+
+    Args:
+        class_dict: The class of each role. A group made of the result has the roles' methods behind their role
+            (`critic_update`); its `spawn` gives one group per role, all on the same processes.
+
+    Raises:
+        ValueError: There is no role, or a role's name can't stand in front of a method's name.
+        TypeError: A role is not one class.
+    """
+    if not class_dict:
+        raise ValueError("create_colocated_worker_cls needs at least one role")
+    for role, spec in class_dict.items():
+        if not role.isidentifier():
+            raise ValueError(f"role {role!r} is not a Python name, so no method can be called behind it")
+        if not isinstance(spec, RayClassWithInitArgs) or isinstance(spec, ColocatedClasses):
+            raise TypeError(f"role {role!r} must be a RayClassWithInitArgs of one class, got {type(spec).__name__}")
+    return ColocatedClasses(class_dict)
+
+
+def _without_ray(cls: Any) -> Any:
+    """Return the class that `ray.remote` was given."""
+    metadata = getattr(cls, "__ray_metadata__", None)
+    return cls if metadata is None else metadata.modified_class.__ray_actor_class__

@@ -1,93 +1,39 @@
-"""A group of workers that is called as if it were one object. Backends say how a call reaches a rank."""
+"""A group of workers that is called as if it were one object: `group.method(...)` runs on all of its ranks."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import time
-from abc import ABC, abstractmethod
+import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol, Self
+from typing import Any, Self
+
+import ray
 
 from hrl.protocol import DataProtoFuture
-from hrl.single_controller.decorator import Dispatch, Execute, MethodSpec
-from hrl.single_controller.dispatch import RankCall, dispatch
+from hrl.single_controller.dispatch import Dispatch, Execute, MethodSpec, RankCall, dispatch
 from hrl.single_controller.errors import WorkerError
+from hrl.single_controller.rank_processes import PendingCalls, RankProcesses
+from hrl.single_controller.resource_pool import RayResourcePool
+from hrl.single_controller.worker import RANK_ENV_NAMES, ColocatedClasses, RayClassWithInitArgs, RoleMethod
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
+_ON_ALL = MethodSpec(Dispatch.ALL_TO_ALL, Execute.ALL, blocking=False, materialize_futures=False, columns=None)
+_ON_RANK_ZERO = replace(_ON_ALL, dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
 
 
-class ResourcePool:
-    """How many processes a group has on each node.
-
-    Args:
-        process_on_nodes: Number of processes, node by node: `[8, 8]` is two nodes of eight.
-        max_colocate_count: Number of worker groups that will share each of the pool's devices.
-    """
-
-    def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 1) -> None:
-        if not process_on_nodes or any(count < 1 for count in process_on_nodes):
-            raise ValueError(f"process_on_nodes must name at least one process per node, got {list(process_on_nodes)}")
-        if max_colocate_count < 1:
-            raise ValueError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
-        self.process_on_nodes = list(process_on_nodes)
-        self.max_colocate_count = max_colocate_count
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes of a group on this pool."""
-        return sum(self.process_on_nodes)
-
-
-class ClassWithInitArgs:
-    """A worker class and the arguments to construct it with, on every rank alike."""
-
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        self.cls, self.args, self.kwargs = cls, args, kwargs
-
-    def __call__(self) -> Any:
-        """Construct the object."""
-        return self.cls(*self.args, **self.kwargs)
-
-
-@dataclass(frozen=True)
-class RoleMethod:
-    """A registered method of the object that plays `role` in each process."""
-
-    role: str
-    name: str
-    spec: MethodSpec
-
-    def __str__(self) -> str:
-        return f"{self.role}.{self.name}"
-
-
-class PendingResults(Protocol):
-    """A call under way, as a backend knows it."""
-
-    def get(self, timeout_s: float | None = None) -> list[Any]:
-        """Return the results in rank order.
-
-        Args:
-            timeout_s: How long to wait at most from now on; None is until the call's own deadline.
-
-        Raises:
-            WorkerError: The first failure of a rank.
-            WorkerTimeoutError: A rank has not answered in time.
-        """
-
-    def done(self) -> bool:
-        """Return whether `get` would return at once; raises what `get` would raise at once."""
+# ---- futures ---------------------------------------------------------------------------------------------------
 
 
 class GroupFuture(DataProtoFuture):
     """What a non-blocking call returns: `get()` waits for the ranks and gives what a blocking call would have given."""
 
-    def __init__(self, pending: PendingResults, collect: Callable[[list[Any]], Any]) -> None:
+    def __init__(self, pending: PendingCalls, collect: Callable[[list[Any]], Any]) -> None:
         super().__init__(collect_fn=collect, futures=[pending], resolve_fn=_results_of)
 
     def get(self, timeout_s: float | None = None) -> Any:
@@ -95,7 +41,7 @@ class GroupFuture(DataProtoFuture):
         return self.collect_fn(_results_of(self.futures, timeout_s))
 
     def done(self) -> bool:
-        """Return whether `get` would return at once; raises what `get` would raise at once."""
+        """Return whether `get` would return at once; raise what `get` would raise at once."""
         return all(pending.done() for pending in self.futures)
 
 
@@ -127,31 +73,41 @@ def _log_failures(futures: Iterable[GroupFuture]) -> None:
             logger.error("failed too: %s", error.summary)
 
 
-def _results_of(pending: list[PendingResults], timeout_s: float | None) -> list[Any]:
+def _results_of(pending: list[PendingCalls], timeout_s: float | None) -> list[Any]:
     return pending[0].get(timeout_s)
 
 
-class WorkerGroup(ABC):
-    """Calls registered methods on all ranks: `group.method(...)`.
+def _materialized(arg: Any) -> Any:
+    return arg.get() if isinstance(arg, DataProtoFuture) else arg
 
-    A backend implements `_submit` and `shutdown`; `methods` maps the names to call to what they are on a rank.
+
+# ---- groups ----------------------------------------------------------------------------------------------------
+
+
+class WorkerGroup:
+    """Ranks that are called together. A subclass says in `_submit` where they run.
+
+    Args:
+        world_size: Number of ranks.
+        classes: What each rank holds; the registered methods of it become methods of the group.
+        call_timeout_s: Deadline of every call; `with_timeout` gives another.
+
+    Raises:
+        ValueError: A registered method has the name of one of the group's own.
     """
 
-    def __init__(self, world_size: int, methods: Mapping[str, RoleMethod], call_timeout_s: float) -> None:
-        taken = sorted(name for name in methods if hasattr(type(self), name))
-        if taken:
-            raise ValueError(f"registered methods {taken} hide methods of {type(self).__name__}: give them other names")
+    def __init__(self, world_size: int, classes: RayClassWithInitArgs, call_timeout_s: float) -> None:
         self.world_size = world_size
         self.call_timeout_s = call_timeout_s
-        self._methods = dict(methods)
+        self._classes = classes
+        self._methods = classes.methods()
+        taken = sorted(name for name in self._methods if hasattr(type(self), name))
+        if taken:
+            raise ValueError(f"registered methods {taken} hide methods of {type(self).__name__}: give them other names")
 
-    @abstractmethod
-    def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> PendingResults:
-        """Start `method` on ranks 0 … len(calls) - 1 of the group."""
-
-    @abstractmethod
-    def shutdown(self) -> None:
-        """End the group's processes. Further calls fail; a second shutdown does nothing."""
+    def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> PendingCalls:
+        """Start `method` of the worker that plays `role`, on ranks 0 … len(calls) - 1."""
+        raise NotImplementedError(f"{type(self).__name__} has no processes: use a RayWorkerGroup")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         methods = self.__dict__.get("_methods", {})
@@ -178,6 +134,27 @@ class WorkerGroup(ABC):
         view.call_timeout_s = call_timeout_s
         return view
 
+    def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
+        """Return one group per role, each with its role's methods under their own names, all on the same processes.
+
+        Shutting one of them down ends the processes of all.
+
+        Raises:
+            ValueError: The group was not made by `create_colocated_worker_cls`, or a role is not in it.
+        """
+        if not isinstance(self._classes, ColocatedClasses):
+            raise ValueError("spawn() splits a group made by create_colocated_worker_cls; this one has one role")
+        class_dict = self._classes.class_dict
+        unknown = sorted(set(prefix_set) - class_dict.keys())
+        if unknown:
+            raise ValueError(f"no role {unknown} in this group; there are {sorted(class_dict)}")
+        groups = {}
+        for role in prefix_set:
+            groups[role] = copy.copy(self)
+            groups[role]._classes = class_dict[role]
+            groups[role]._methods = class_dict[role].methods_as(role)
+        return groups
+
     @property
     def roles(self) -> tuple[str, ...]:
         """The roles whose methods this group calls."""
@@ -201,15 +178,15 @@ class WorkerGroup(ABC):
         return self._execute(_ON_ALL, method, args, kwargs)
 
     def execute_all_sync(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """`execute_all_async`, waiting for the list of results in rank order."""
+        """Run as `execute_all_async` does, and wait for the list of results in rank order."""
         return self.execute_all_async(method, *args, **kwargs).get()
 
     def execute_rank_zero_async(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> GroupFuture:
-        """As `execute_all_async` on rank 0 alone; every argument is passed as it is."""
+        """Run as `execute_all_async` does, on rank 0 alone; every argument is passed as it is."""
         return self._execute(_ON_RANK_ZERO, method, args, kwargs)
 
     def execute_rank_zero_sync(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`execute_rank_zero_async`, waiting for the result."""
+        """Run as `execute_rank_zero_async` does, and wait for the result."""
         return self.execute_rank_zero_async(method, *args, **kwargs).get()
 
     execute_all = execute_all_async
@@ -227,9 +204,114 @@ class WorkerGroup(ABC):
         return GroupFuture(self._submit(self.roles[0], "execute_func", with_function), call.collect)
 
 
-_ON_ALL = MethodSpec(Dispatch.ALL_TO_ALL, Execute.ALL, blocking=False, materialize_futures=False, columns=None)
-_ON_RANK_ZERO = replace(_ON_ALL, dispatch_mode=Dispatch.RANK_ZERO, execute_mode=Execute.RANK_ZERO)
+class RayWorkerGroup(WorkerGroup):
+    """One process per slot of a resource pool, called as one object.
+
+    Every process knows its RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT before its
+    workers are constructed. The processes end with `shutdown()`, and with the driver however that ends.
+
+    Args:
+        resource_pool: Where the processes run.
+        ray_cls_with_init: The worker class, or the roles merged by `create_colocated_worker_cls`.
+        name_prefix: In front of the names of the processes.
+        device_name: `cuda` or `cpu`; None is what the pool has.
+        worker_env: Environment variables the processes are started with.
+        call_timeout_s: Deadline of every call; `with_timeout` gives another.
+        start_timeout_s: Deadline for the processes to be up, and for each role to be constructed.
+        num_threads_per_worker: OMP_NUM_THREADS of each process. None leaves it to the driver's environment, and where
+            that is silent to Ray, which sets 1.
+        wait: Return when the workers are constructed. Otherwise the processes only begin to start, and `start_together`
+            must have been called before anything else.
+
+    Raises:
+        PlacementError: The cluster lacks what the pool needs.
+        ValueError: `worker_env` sets a variable that the group sets; `device_name` is not what the pool has.
+        WorkerError: A worker's constructor raised; the role, the rank and the traceback are in it.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: RayClassWithInitArgs,
+        *,
+        name_prefix: str | None = None,
+        device_name: str | None = None,
+        worker_env: Mapping[str, str] | None = None,
+        call_timeout_s: float = 1800.0,
+        start_timeout_s: float = 300.0,
+        num_threads_per_worker: int | None = None,
+        wait: bool = True,
+    ) -> None:
+        super().__init__(resource_pool.world_size, ray_cls_with_init, call_timeout_s)
+        self.device_name = "cuda" if resource_pool.use_gpu else "cpu"
+        if device_name not in (None, self.device_name):
+            raise ValueError(f"device_name={device_name!r}, but pool {resource_pool.name!r} is for {self.device_name}")
+        self.resource_pool = resource_pool
+        self._start_timeout_s = start_timeout_s
+        environ = _checked_environ(worker_env or {}, num_threads_per_worker)
+        name = f"{name_prefix or uuid.uuid4().hex[:6]}_{'+'.join(ray_cls_with_init.roles())}"
+        self._processes = RankProcesses(resource_pool, name, environ, start_timeout_s)
+        if wait:
+            self.start_together([self])
+
+    @classmethod
+    def start_together(cls, groups: Sequence[RayWorkerGroup]) -> None:
+        """Wait until all workers of several groups are constructed; none waits for another's processes.
+
+        Args:
+            groups: Made with `wait=False`. If one fails, all are shut down.
+
+        Raises:
+            WorkerError: A worker's constructor raised, or processes were not up in time.
+        """
+        try:
+            wait_for_all([call for group in groups for call in group._construct()])
+        except BaseException:  # whatever comes, Ctrl-C included: no process stays behind
+            for group in groups:
+                group.shutdown()
+            raise
+
+    def _construct(self) -> list[GroupFuture]:
+        self._processes.connect()
+        return [
+            # A process constructs one worker after the other: each one's deadline holds the time of those before it.
+            GroupFuture(self._processes.construct(role, spec, place * self._start_timeout_s), list)
+            for place, (role, spec) in enumerate(self._classes.roles().items(), 1)
+        ]
+
+    def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> PendingCalls:
+        return self._processes.call(role, method, calls, self.call_timeout_s)
+
+    def shutdown(self) -> None:
+        """Close the workers (`Worker.close`) within a deadline and end the processes. A second call does nothing."""
+        self._processes.shutdown()
+
+    @property
+    def worker_names(self) -> list[str]:
+        """The name of each process in Ray, by rank."""
+        return list(self._processes.names)
+
+    @property
+    def workers(self) -> list[ray.actor.ActorHandle]:
+        """The Ray actor of each rank; none after shutdown."""
+        return list(self._processes.actors)
+
+    @property
+    def node_ips(self) -> list[str]:
+        """The address of each rank's node."""
+        return [info.node_ip for info in self._processes.infos]
+
+    @property
+    def pids(self) -> list[int]:
+        """The process id of each rank."""
+        return [info.pid for info in self._processes.infos]
 
 
-def _materialized(arg: Any) -> Any:
-    return arg.get() if isinstance(arg, DataProtoFuture) else arg
+def _checked_environ(worker_env: Mapping[str, str], num_threads: int | None) -> dict[str, str]:
+    owned = sorted(set(worker_env) & set(RANK_ENV_NAMES))
+    if owned:
+        raise ValueError(f"worker_env sets {', '.join(owned)}, which the worker group sets itself: leave them out")
+    environ = {name: str(value) for name, value in worker_env.items()}
+    if num_threads is not None:
+        environ["OMP_NUM_THREADS"] = str(num_threads)
+    return environ

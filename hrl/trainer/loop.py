@@ -20,7 +20,7 @@ from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens
 from hrl.report.run_folder import writing_to
-from hrl.single_controller.base import phase as worker_phase
+from hrl.single_controller.errors import phase as worker_phase
 from hrl.trainer.memory import peak_memory
 from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 

@@ -28,7 +28,7 @@ from hrl.models.hf_config import load_config
 from hrl.models.source import find_on_this_node
 from hrl.models.tokenizer import find_tokenizer_on_this_node, load_tokenizer
 from hrl.protocol import DataProto
-from hrl.single_controller.decorator import Dispatch, Execute, register
+from hrl.single_controller.dispatch import Dispatch, Execute, register
 from hrl.workers.model_worker import ModelWorker
 from hrl.workers.rollout.base import RolloutError
 from hrl.workers.rollout.columns import sample_keys

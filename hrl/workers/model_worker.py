@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 from hrl.metrics import Metric
 from hrl.models.hf_config import ModelConfigError
-from hrl.single_controller.base import Worker
-from hrl.single_controller.decorator import Dispatch, register
+from hrl.single_controller.dispatch import Dispatch, register
+from hrl.single_controller.worker import Worker
 from hrl.workers.folder import file_sizes
 from hrl.workers.memory import peak_memory
 from hrl.workers.runtime import Runtime, local_device

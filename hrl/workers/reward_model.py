@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrl.protocol import DataProto
-from hrl.single_controller.decorator import Dispatch, register
+from hrl.single_controller.dispatch import Dispatch, register
 from hrl.workers.actor_rollout_ref import PAIR_COLUMNS, ROW_COLUMNS
 from hrl.workers.runtime import Runtime
 from hrl.workers.scalar_worker import ScalarModelWorker

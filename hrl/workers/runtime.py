@@ -80,7 +80,7 @@ def local_device(runtime: Runtime) -> torch.device:
         raise RuntimeError("trainer.device=cuda, but this process sees no CUDA device: check CUDA_VISIBLE_DEVICES")
     if visible == 1:
         return torch.device("cuda", 0)
-    from hrl.single_controller.gpus import assigned_gpu, visible_index  # needs Ray, which few ranks do
+    from hrl.single_controller.ray_cluster import assigned_gpu, visible_index  # needs Ray, which few ranks do
 
     given = assigned_gpu()
     if given is None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.models.source import find_on_this_node
-from hrl.single_controller.decorator import Dispatch, register
+from hrl.single_controller.dispatch import Dispatch, register
 from hrl.workers.model_worker import ModelWorker
 from hrl.workers.runtime import Runtime, join_world
 

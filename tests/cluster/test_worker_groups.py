@@ -12,7 +12,7 @@ import pytest
 from hrl.cluster.roles import Role
 from hrl.cluster.worker_groups import WorkerGroups, build_worker_groups, worker_mapping
 from hrl.config import compose_cli
-from hrl.single_controller.base import WorkerDiedError, WorkerError, WorkerTimeoutError
+from hrl.single_controller.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 
 INIT_S = 100.0
 

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from hrl.single_controller.base import Dispatch, Worker, register
-from hrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from hrl.single_controller.dispatch import Dispatch, register
+from hrl.single_controller.resource_pool import RayResourcePool
+from hrl.single_controller.worker import RayClassWithInitArgs, Worker
+from hrl.single_controller.worker_group import RayWorkerGroup
 from tests.processes.process_table import still_alive
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -45,8 +45,13 @@ if __name__ == "__main__":
 
 DRIVER = """
 import os, subprocess, sys, time
-from hrl.single_controller.base import Dispatch, Worker, popen_that_dies_with_parent, register
-from hrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ray_cluster
+from hrl.processes.lifetime import popen_that_dies_with_parent
+from hrl.single_controller.dispatch import Dispatch, register
+from hrl.single_controller.worker import Worker
+from hrl.single_controller.ray_cluster import ray_cluster
+from hrl.single_controller.resource_pool import RayResourcePool
+from hrl.single_controller.worker import RayClassWithInitArgs
+from hrl.single_controller.worker_group import RayWorkerGroup
 
 class Parent(Worker):
     def __init__(self):

@@ -6,13 +6,12 @@ unpacked as on their way to another process, and the one rank is an object.
 
 from __future__ import annotations
 
-import copy
 import functools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any
 
 import pytest
 import torch
@@ -22,10 +21,9 @@ from hrl.models.tokenizer import load_tokenizer
 from hrl.preflight.ppo import preflight
 from hrl.report.reporter import RunReporter
 from hrl.reward.loop import RewardLoop
-from hrl.single_controller.colocated import ColocatedClasses, methods_of_role
 from hrl.single_controller.dispatch import BatchRows, RankCall
-from hrl.single_controller.transport import pack, pack_result, unpack, unpack_result
-from hrl.single_controller.worker import RankEnv
+from hrl.single_controller.transport import pack_batch, pack_result, unpack_batch, unpack_result
+from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs
 from hrl.single_controller.worker_group import WorkerGroup
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.run import phases_of, train, trainer_class
@@ -49,9 +47,8 @@ class InProcessGroup(WorkerGroup):
 
     node_ips = ("127.0.0.1",)
 
-    def __init__(self, *, ray_cls_with_init: ColocatedClasses, call_timeout_s: float, **_: Any) -> None:
-        super().__init__(1, ray_cls_with_init.methods(), call_timeout_s)
-        self._classes = ray_cls_with_init
+    def __init__(self, *, ray_cls_with_init: RayClassWithInitArgs, call_timeout_s: float, **_: Any) -> None:
+        super().__init__(1, ray_cls_with_init, call_timeout_s)
         self._objects = {role: construct() for role, construct in ray_cls_with_init.roles().items()}
 
     @classmethod
@@ -65,14 +62,7 @@ class InProcessGroup(WorkerGroup):
         return Done([unpack_result(pack_result(result))])
 
     def _sent(self, arg: Any) -> Any:
-        return unpack(pack(arg.batch, arg.columns), arg.rows) if isinstance(arg, BatchRows) else arg
-
-    def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
-        groups = {}
-        for role in prefix_set:
-            groups[role] = copy.copy(self)
-            groups[role]._methods = methods_of_role(role, self._classes.class_dict[role].cls, prefix="")
-        return groups
+        return unpack_batch(pack_batch(arg.batch, arg.columns), arg.rows) if isinstance(arg, BatchRows) else arg
 
     def shutdown(self) -> None:
         for worker in self._objects.values():

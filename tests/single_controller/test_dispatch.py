@@ -11,18 +11,16 @@ import pytest
 import torch
 
 from hrl.protocol import DataProto, DataProtoFuture
-from hrl.single_controller.base import Dispatch, Execute, Worker, WorkerGroup, register
-from hrl.single_controller.decorator import registered_methods
-from hrl.single_controller.dispatch import BatchRows, RankCall
-from hrl.single_controller.worker_group import RoleMethod
+from hrl.single_controller.dispatch import BatchRows, Dispatch, Execute, RankCall, register
+from hrl.single_controller.worker import RayClassWithInitArgs, Worker
+from hrl.single_controller.worker_group import WorkerGroup
 
 
 class LocalGroup(WorkerGroup):
     """Ranks as plain objects, called one after the other: dispatch without processes."""
 
     def __init__(self, cls: type, world_size: int) -> None:
-        methods = {name: RoleMethod("worker", name, spec) for name, spec in registered_methods(cls).items()}
-        super().__init__(world_size, methods, call_timeout_s=1.0)
+        super().__init__(world_size, RayClassWithInitArgs(cls), call_timeout_s=1.0)
         self.ranks = [cls(rank) for rank in range(world_size)]
 
     def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> Any:

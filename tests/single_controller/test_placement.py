@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hrl.single_controller.rank_process import ProcessInfo
-from hrl.single_controller.rank_processes import _rank_environs
+from hrl.single_controller.rank_processes import ProcessInfo, _rank_environs
 from hrl.single_controller.resource_pool import _certainly_missing
 from hrl.single_controller.worker import RankEnv
 
@@ -20,8 +19,13 @@ ROOT = Path(__file__).parents[2]
 TWO_NODES = """
 import json, ray
 from ray.cluster_utils import Cluster
-from hrl.single_controller.base import Dispatch, PlacementError, Worker, register
-from hrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup, ray_cluster
+from hrl.single_controller.dispatch import Dispatch, register
+from hrl.single_controller.errors import PlacementError
+from hrl.single_controller.worker import Worker
+from hrl.single_controller.ray_cluster import ray_cluster
+from hrl.single_controller.resource_pool import RayResourcePool
+from hrl.single_controller.worker import RayClassWithInitArgs
+from hrl.single_controller.worker_group import RayWorkerGroup
 
 class Place(Worker):
     @register(Dispatch.ONE_TO_ALL)

@@ -16,23 +16,11 @@ import ray
 import torch
 
 from hrl.protocol import DataProto, DataProtoFuture
-from hrl.single_controller.base import (
-    Dispatch,
-    Execute,
-    PlacementError,
-    Worker,
-    WorkerDiedError,
-    WorkerError,
-    WorkerTimeoutError,
-    phase,
-    register,
-)
-from hrl.single_controller.ray import (
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-)
+from hrl.single_controller.dispatch import Dispatch, Execute, register
+from hrl.single_controller.errors import PlacementError, WorkerDiedError, WorkerError, WorkerTimeoutError, phase
+from hrl.single_controller.resource_pool import RayResourcePool
+from hrl.single_controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
+from hrl.single_controller.worker_group import RayWorkerGroup
 from tests.processes.process_table import still_alive
 
 pytestmark = pytest.mark.usefixtures("ray_session")

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from hrl.single_controller.base import Dispatch, Worker, WorkerError, register
-from hrl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
-from hrl.single_controller.worker_group import GroupFuture, wait_for_all
+from hrl.single_controller.dispatch import Dispatch, register
+from hrl.single_controller.errors import WorkerError
+from hrl.single_controller.resource_pool import RayResourcePool
+from hrl.single_controller.worker import RayClassWithInitArgs, Worker
+from hrl.single_controller.worker_group import GroupFuture, RayWorkerGroup, wait_for_all
 
 
 class Pending:

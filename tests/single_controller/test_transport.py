@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from hrl.protocol import DataProto
-from hrl.single_controller.transport import RaggedColumn, pack, pack_column, pack_result, unpack, unpack_result
+from hrl.single_controller.transport import (
+    RaggedColumn,
+    pack_batch,
+    pack_column,
+    pack_result,
+    unpack_batch,
+    unpack_result,
+)
 
 DTYPES = [
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool, torch.float64, torch.float32,
@@ -79,7 +86,7 @@ def test_a_padded_batch_costs_its_tokens_not_its_padding() -> None:
     responses = torch.zeros(num_rows, width, dtype=torch.int64)
     responses[:, :length] = torch.randint(1, 50_000, (num_rows, length))
     batch = DataProto.from_dict({"responses": responses, "mask": (responses > 0).long()})
-    size_bytes = len(pickle.dumps(pack(batch), protocol=5))
+    size_bytes = len(pickle.dumps(pack_batch(batch), protocol=5))
     tokens = num_rows * length
     assert size_bytes < tokens * (4 + 1) + 4096  # int32 ids, int8 mask, and a constant
     assert size_bytes < batch.batch.bytes() / 100
@@ -88,10 +95,10 @@ def test_a_padded_batch_costs_its_tokens_not_its_padding() -> None:
 def test_received_arrays_may_be_read_only_and_tensors_are_still_writable() -> None:
     batch = DataProto.from_dict({"a": torch.arange(6).view(3, 2), "b": torch.ones(3), "c": torch.ones(3, 2, 2)})
     buffers: list[pickle.PickleBuffer] = []
-    data = pickle.dumps(pack(batch), protocol=5, buffer_callback=buffers.append)
+    data = pickle.dumps(pack_batch(batch), protocol=5, buffer_callback=buffers.append)
     packed = pickle.loads(data, buffers=[bytes(buffer) for buffer in buffers])  # noqa: S301  (this process wrote it)
     assert buffers, "the arrays must leave the pickle out of band"
-    received = unpack(packed)
+    received = unpack_batch(packed)
     for name, column in received.batch.items():
         column.add_(1)
         assert torch.equal(column, batch.batch[name] + 1)
@@ -107,7 +114,10 @@ def test_a_whole_batch_comes_back_with_its_objects_and_meta() -> None:
         {"temperature": 0.7},
     )
     rows = np.array([2, 0, 2])
-    for received, expected in ((unpack(pack(batch)), batch), (unpack(pack(batch), rows), batch.select_idxs(rows))):
+    for received, expected in (
+        (unpack_batch(pack_batch(batch)), batch),
+        (unpack_batch(pack_batch(batch), rows), batch.select_idxs(rows)),
+    ):
         assert received.meta_info == {"temperature": 0.7}
         assert torch.equal(received.batch["ids"], expected.batch["ids"])
         for ours, theirs in zip(received.batch["nested"].unbind(), expected.batch["nested"].unbind(), strict=True):
@@ -122,13 +132,13 @@ def test_only_the_named_columns_travel() -> None:
     batch = DataProto.from_dict(
         {"a": torch.ones(2, 1), "b": torch.ones(2, 1)}, {"uid": ["x", "y"], "text": ["long", "longer"]}
     )
-    received = unpack(pack(batch, ["b", "uid", "not there"]))
+    received = unpack_batch(pack_batch(batch, ["b", "uid", "not there"]))
     assert set(received.batch.keys()) == {"b"} and set(received.non_tensor_batch) == {"uid"}
-    assert len(unpack(pack(batch, []))) == 2, "a batch of no column still has its rows"
+    assert len(unpack_batch(pack_batch(batch, []))) == 2, "a batch of no column still has its rows"
 
 
 def test_a_batch_of_meta_info_alone_travels() -> None:
-    received = unpack(pack(DataProto(meta_info={"metrics": {"loss": 1.0}})))
+    received = unpack_batch(pack_batch(DataProto(meta_info={"metrics": {"loss": 1.0}})))
     assert len(received) == 0 and received.batch is None and received.meta_info == {"metrics": {"loss": 1.0}}
 
 

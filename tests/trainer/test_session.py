@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hrl.single_controller.base import WorkerError
+from hrl.single_controller.errors import WorkerError
 from hrl.trainer.session import run_guarded
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from hrl.single_controller import gpus
+from hrl.single_controller import ray_cluster
 from hrl.workers.runtime import Runtime, local_device
 
 SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, False, "unused")
@@ -67,7 +67,7 @@ def test_the_ranks_of_a_world_find_each_other():
 def test_a_rank_that_sees_every_gpu_takes_the_one_that_ray_gave_it(given, visible, index, monkeypatch):
     """As with RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES; two groups on a node both have a LOCAL_RANK 1."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(gpus, "assigned_gpu", lambda: given)
+    monkeypatch.setattr(ray_cluster, "assigned_gpu", lambda: given)
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -78,7 +78,7 @@ def test_a_rank_that_sees_every_gpu_takes_the_one_that_ray_gave_it(given, visibl
 
 def test_a_gpu_that_ray_gave_and_the_process_does_not_see_is_named(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(gpus, "assigned_gpu", lambda: "3")
+    monkeypatch.setattr(ray_cluster, "assigned_gpu", lambda: "3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
 
     with pytest.raises(RuntimeError, match="Ray gave this process GPU 3, but CUDA_VISIBLE_DEVICES is '0,1'"):

@@ -1,14 +1,11 @@
-"""The single controller on a Ray cluster: where processes are placed, and how calls and rows reach them."""
+"""The names of `verl.single_controller.ray`, and `ray_cluster`. Nothing in hrl imports from here."""
 
-from hrl.single_controller.colocated import RayClassWithInitArgs, create_colocated_worker_cls
+from hrl.single_controller.ray.base import (
+    RayClassWithInitArgs,
+    RayResourcePool,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
 from hrl.single_controller.ray_cluster import ray_cluster
-from hrl.single_controller.ray_worker_group import RayWorkerGroup
-from hrl.single_controller.resource_pool import RayResourcePool
 
-__all__ = [
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "create_colocated_worker_cls",
-    "ray_cluster",
-]
+__all__ = ["RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "create_colocated_worker_cls", "ray_cluster"]

@@ -15,7 +15,7 @@ from hrl.config.run_kind import RunKind
 from hrl.preflight.offline import OfflinePreflight, offline_preflight
 from hrl.report.reporter import RunReporter
 from hrl.report.reward_curve import LOSS
-from hrl.single_controller.ray import RayClassWithInitArgs
+from hrl.single_controller.worker import RayClassWithInitArgs
 from hrl.trainer.offline.dpo import DPOTrainer
 from hrl.trainer.offline.rm import RMTrainer
 from hrl.trainer.offline.sft import SFTTrainer

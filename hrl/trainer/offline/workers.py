@@ -10,7 +10,8 @@ from typing import Any
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.worker_groups import start_processes
 from hrl.config.offline import OfflineConfig
-from hrl.single_controller.ray import RayClassWithInitArgs, RayWorkerGroup
+from hrl.single_controller.worker import RayClassWithInitArgs
+from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.reward_model import RewardModelWorker
 from hrl.workers.runtime import Runtime

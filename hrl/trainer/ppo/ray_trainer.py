@@ -17,7 +17,7 @@ from hrl.cluster.worker_groups import WorkerGroups, build_worker_groups
 from hrl.metrics import Metric, StepMetrics, reduce_metrics
 from hrl.protocol import DataProto
 from hrl.report.rollout_log import rollout_records
-from hrl.single_controller.ray import RayWorkerGroup
+from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.baselines import take_baselines

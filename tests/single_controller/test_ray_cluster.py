@@ -5,8 +5,7 @@ import socket
 import pytest
 
 from hrl.single_controller.errors import PlacementError
-from hrl.single_controller.ray import ray_cluster
-from hrl.single_controller.ray_address import reaching
+from hrl.single_controller.ray_cluster import ray_cluster, reaching
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])
