@@ -131,7 +131,7 @@ def _at_least_one(text: str) -> int:
 
 def rollouts(options: argparse.Namespace) -> int:
     """`hrl rollouts`: lists samples of a run folder, of a run that goes on as well as of one that is over."""
-    from hrl.report.browse import BrowseError, show_rollouts
+    from hrl.report.samples import NoSamplesError, show_rollouts
 
     try:
         show_rollouts(
@@ -142,7 +142,7 @@ def rollouts(options: argparse.Namespace) -> int:
             limit=options.limit,
             validation=options.val,
         )
-    except BrowseError as error:
+    except NoSamplesError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE
     return EXIT_OK

@@ -1,16 +1,19 @@
-"""What a run shows: a banner, one aligned line a step, a bar of phases, validation, samples.
+"""What a run shows while it goes on: on a terminal, as plain lines in a file, or as JSON for programs.
 
 On a terminal the phase bar is drawn below the lines and disappears; into a file or a pipe only plain lines go. The
-environment variable `NO_COLOR` turns colours off. Text of a model is data here: markup in it is shown, not followed.
+environment variable `NO_COLOR` turns colours off.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import IO, Any
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -18,19 +21,19 @@ from rich.table import Table
 from rich.text import Text
 
 from hrl.report.phases import LABELS, phase_groups
-from hrl.report.rollout_log import (
+from hrl.report.run_folder import RolloutKind, json_line
+from hrl.report.samples import (
     Sample,
-    before_and_after,
+    before_and_after_table,
     best_median_worst,
     describe_changes,
-    question,
-    readable,
-    sample_facts,
+    number,
+    printable,
+    samples_table,
 )
-from hrl.report.run_folder import RolloutKind
 
-PLAIN_WIDTH = 120  # of a line in a file, which has no width of its own
-_ABSENT = "-"
+PLAIN_WIDTH = 120
+"""Columns of a line in a file, which has no width of its own."""
 
 _KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 _UPDATE_TIMERS = tuple(f"timing_s/{name}" for name in phase_groups()["update"])
@@ -57,15 +60,9 @@ def _learns_from_data(metrics: Mapping[str, float]) -> bool:
 def _seconds(metrics: Mapping[str, float]) -> str:
     """Seconds of the step, and of its two large parts."""
     update = sum(metrics.get(name, 0.0) for name in _UPDATE_TIMERS)
-    step = _number(metrics.get("timing_s/step"), "4.1f")
-    gen = "" if _learns_from_data(metrics) else f" gen {_number(metrics.get('timing_s/gen'), '4.1f')}"
+    step = number(metrics.get("timing_s/step"), "4.1f")
+    gen = "" if _learns_from_data(metrics) else f" gen {number(metrics.get('timing_s/gen'), '4.1f')}"
     return f"{step}s{gen} upd {update:4.1f}"
-
-
-def _number(value: float | None, spec: str) -> str:
-    """Format a number, or a dash of the same width."""
-    width = int(re.match(r"\d+", spec)[0])  # type: ignore[index]
-    return _ABSENT.rjust(width) if value is None else format(value, spec)
 
 
 @dataclass(frozen=True)
@@ -82,7 +79,7 @@ class _Field:
         value = self.read(metrics)
         if value is None and not self.always:
             return None
-        return f"{self.label} {_number(value, self.spec)}{self.unit}".removeprefix(" ")
+        return f"{self.label} {number(value, self.spec)}{self.unit}".removeprefix(" ")
 
 
 _FIELDS = {
@@ -119,15 +116,13 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float], width: 
         metrics: The metrics of the step, under their names in `metrics.jsonl`.
         width: Columns.
     """
-    parts = {"step": _counter(step, total_steps)}
-    for name in _FROM_DATA if _learns_from_data(metrics) else _SAMPLED:
-        rendered = _FIELDS[name].render(metrics)
-        if rendered is not None:
-            parts[name] = rendered
-    parts["time"] = _seconds(metrics)
-    rate = _FIELDS["rate"].render(metrics)
-    if rate is not None:
-        parts["rate"] = rate
+    fields = {
+        "step": _counter(step, total_steps),
+        **{name: _FIELDS[name].render(metrics) for name in (_FROM_DATA if _learns_from_data(metrics) else _SAMPLED)},
+        "time": _seconds(metrics),
+        "rate": _FIELDS["rate"].render(metrics),
+    }
+    parts = {name: field for name, field in fields.items() if field is not None}
     for name in _DROP_ORDER:
         if len("  ".join(parts.values())) <= width:
             break
@@ -188,58 +183,7 @@ class PhaseBar:
         return text
 
 
-# ---------------------------------------------------------------------------------------------- text of a model
-
-
-def printable(text: str, limit: int = 400) -> Text:
-    """Text of a model, safe to show: no markup, no control or escape sequence, cut in the middle at `limit`."""
-    clean = readable(text)
-    if len(clean) > limit:
-        half = limit // 2
-        clean = f"{clean[:half]} [… {len(clean) - 2 * half} characters …] {clean[-half:]}"
-    return Text(clean)
-
-
-def rollout_table(records: Sequence[Sample], title: str) -> Table:
-    """Best, median and worst sample."""
-    return samples_table(best_median_worst(records), title)
-
-
-def samples_table(samples: Sequence[tuple[str, Sample]], title: str) -> Table:
-    """Labelled samples with score, advantage, length, stop reason and the parts of the reward."""
-    table = Table(title=title, title_justify="left", show_lines=True, expand=True)
-    for heading, ratio in (("", None), ("prompt", 3), ("response", 4), ("reward", 3)):
-        table.add_column(heading, ratio=ratio, overflow="fold")
-    for label, record in samples:
-        facts = [f"{name}: {value}" for name, value in sample_facts(record)]
-        table.add_row(
-            Text(label), printable(question(record)), printable(record["response"]), printable("\n".join(facts))
-        )
-    return table
-
-
-def before_and_after_table(pairs: Sequence[tuple[Sample, Sample]], limit: int) -> Table:
-    """Return the answers of two validations to the same prompts, with their scores."""
-    shown = pairs[:limit]
-    table = Table(
-        title=f"before and after: {describe_changes(pairs, len(shown))}",
-        title_justify="left",
-        show_lines=True,
-        expand=True,
-    )
-    for heading in ("prompt", "before", "after"):
-        table.add_column(heading, ratio=1, overflow="fold")
-        if heading != "prompt":
-            table.add_column("score", justify="right", no_wrap=True)
-    for before, after in shown:
-        answers = [(printable(r["response"], limit=200), Text(_score(r))) for r in (before, after)]
-        table.add_row(printable(question(before), limit=200), *answers[0], *answers[1])
-    return table
-
-
-def _score(record: Sample) -> str:
-    score = record.get("score")
-    return _ABSENT if score is None else f"{score:.2f}"
+# ---------------------------------------------------------------------------------------------- a validation
 
 
 def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], title: str) -> Table:
@@ -251,7 +195,7 @@ def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], t
     table.add_column("since start", justify="right")
     for name in sorted(name for name in metrics if name.startswith("val/") and not name.endswith("/n")):
         source, metric = name.removeprefix("val/").rsplit("/", 1)
-        change = Text(f"{metrics[name] - first[name]:+.3f}") if name in first else Text(_ABSENT)
+        change = Text(f"{metrics[name] - first[name]:+.3f}") if name in first else Text("-")
         table.add_row(Text(source), Text(metric), Text(f"{metrics[name]:.3f}"), change)
     return table
 
@@ -327,16 +271,14 @@ class RunConsole:
             self._first_validation = dict(metrics)
         self._show(table)
 
-    def rollouts(self, step: int, records: Sequence[Sample], kind: RolloutKind = "train") -> None:
+    def rollouts(self, step: int, samples: Sequence[Sample], kind: RolloutKind = "train") -> None:
         """Best, median and worst of the samples of a step, or of the validation after it."""
         of = "step" if kind == "train" else "the validation after step"
-        self._show(rollout_table(records, f"samples of {of} {step}"))
+        self._show(samples_table(best_median_worst(samples), f"samples of {of} {step}"))
 
-    def before_and_after(self, first: Sequence[Sample], last: Sequence[Sample], limit: int = 5) -> None:
-        """What the first and the last validation answered to the same prompts, the largest changes first."""
-        pairs = before_and_after(first, last)
-        if pairs:
-            self._show(before_and_after_table(pairs, limit))
+    def before_and_after(self, pairs: Sequence[tuple[Sample, Sample]], limit: int = 5) -> None:
+        """What two validations answered to the same prompts; at most `limit` pairs."""
+        self._show(before_and_after_table(pairs, limit))
 
     def _line(self, text: Text) -> None:
         # A line stays a line: where it is longer than the terminal, the terminal wraps it and a file keeps it.
@@ -344,3 +286,65 @@ class RunConsole:
 
     def _show(self, renderable: RenderableType) -> None:
         self._console.print(renderable, width=self.width)
+
+
+class JsonConsole:
+    """Shows one run to a program: one JSON object a line on standard output, and nothing else there.
+
+    Every object has `time` (UTC, ISO 8601) and `event`: `banner`, `note`, `step`, `validation`, `rollouts` or
+    `before_and_after`. The metrics of a step stand beside these under their names in `metrics.jsonl`. Lines are ASCII,
+    so that text of a model can neither break a line nor steer a terminal.
+
+    Args:
+        total_steps: Steps of the run; 0 while they are not known, and the attribute can be set later.
+        file: Where to write; standard output by default.
+    """
+
+    def __init__(self, total_steps: int, file: IO[str] | None = None) -> None:
+        self.total_steps = total_steps
+        self._file = sys.stdout if file is None else file
+
+    def banner(self, title: str, facts: Mapping[str, str]) -> None:
+        """Say what is about to run."""
+        self._write("banner", title=title, facts=facts)
+
+    def note(self, text: str) -> None:
+        """One remark about the run."""
+        self._write("note", text=text)
+
+    def step_phases(self, step: int) -> AbstractContextManager[None]:
+        """Around a step: nothing, since the seconds of its phases are among its metrics."""
+        return nullcontext()
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Around a phase: nothing."""
+        return nullcontext()
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step that is over."""
+        self._write("step", step=step, total_steps=self.total_steps, **metrics)
+
+    def validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The `val/...` among `metrics`; nothing where there are none."""
+        scores = {name: value for name, value in metrics.items() if name.startswith("val/")}
+        if scores:
+            self._write("validation", step=step, **scores)
+
+    def rollouts(self, step: int, samples: Sequence[Sample], kind: RolloutKind = "train") -> None:
+        """Best, median and worst of the samples of a step, or of the validation after it."""
+        picked = [{"label": label, **sample} for label, sample in best_median_worst(samples)]
+        self._write("rollouts", step=step, kind=kind, samples=picked)
+
+    def before_and_after(self, pairs: Sequence[tuple[Sample, Sample]], limit: int = 5) -> None:
+        """What two validations answered to the same prompts; at most `limit` pairs."""
+        shown = [{"before": before, "after": after} for before, after in pairs[:limit]]
+        self._write("before_and_after", changes=describe_changes(pairs, len(shown)), pairs=shown)
+
+    def _write(self, event: str, **content: Any) -> None:
+        now = datetime.now(UTC).isoformat(timespec="milliseconds")
+        self._file.write(json_line({"time": now, "event": event, **content}, ascii_only=True))
+        self._file.flush()
+
+
+Display = RunConsole | JsonConsole
+"""Where a run is shown."""

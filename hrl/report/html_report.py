@@ -1,39 +1,74 @@
-"""The page a run leaves: `report.html`, one file that needs nothing else, made from what lies in the run folder.
+"""What a run leaves for people: a picture of its curve, and `report.html`, one file that needs nothing else.
 
-Reading the folder and not the run's memory means that a resumed run reports from its very first validation, and a run
-that failed reports as far as it came.
+Both are made from what lies in the run folder, not from the run's memory. So a resumed run reports from its very first
+validation, and a run that failed as far as it came.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
 
-from hrl.report.phases import TITLES
-from hrl.report.reward_curve import CURVES
-from hrl.report.rollout_log import (
+from hrl.report.phases import TITLES, phase_groups
+from hrl.report.run_folder import read_jsonl, rollouts_steps, write_text
+from hrl.report.samples import (
     Sample,
-    before_and_after,
     best_median_worst,
     change_of_score,
+    compare_validations,
     describe_changes,
     question,
+    read_samples,
     readable,
     sample_facts,
 )
-from hrl.report.run_folder import RolloutKind, read_jsonl, rollouts_file, rollouts_steps, write_text
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _PAIRS_SHOWN = 10
 _TIMER = "timing_s/"
 
+_INK, _FAINT, _GRID = "#22303c", "#7b8794", "#e3e7eb"
+_REWARD, _VALIDATION = "#2f6db5", "#d1581d"
+# Groups of phases bottom to top, as a step runs them; what no group covers is "other".
+_GROUPS = phase_groups()
+_GROUP_COLOURS = ("#2f6db5", "#8fb8de", "#c9b458", "#d1581d", "#6d4c91", "#c5ccd3")
+
 Records = Sequence[Mapping[str, Any]]
+"""Of `metrics.jsonl`, one per step."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What is drawn over the steps.
+
+    Attributes:
+        file_name: Of the picture.
+        metric: Of training.
+        label: Its name in the legend.
+        validation: Pattern of the validation metrics that belong to it, with the source as its group.
+        axis: Name of the axis.
+    """
+
+    file_name: str
+    metric: str
+    label: str
+    validation: str
+    axis: str
+
+
+REWARD = Curve("reward_curve.png", "reward/mean", "training reward (mean)", r"val/(.+)/mean@\d+", "score")
+LOSS = Curve("loss_curve.png", "train/loss", "training loss", r"val/(.+)/loss", "loss")
+CURVES = (REWARD, LOSS)
 
 
 @dataclass(frozen=True)
@@ -174,19 +209,14 @@ def timing_summary(records: Records) -> list[dict[str, Any]]:
 
 def _changes(rollouts: Path) -> dict[str, Any] | None:
     """Answers of the first and the last validation to the same prompts."""
-    kind: RolloutKind = "val"
-    steps = rollouts_steps(rollouts, kind)
-    if len(steps) < 2:
+    comparison = compare_validations(rollouts)
+    if comparison is None:
         return None
-    first, last = (read_jsonl(rollouts_file(rollouts, step, kind)) for step in (steps[0], steps[-1]))
-    pairs = before_and_after(first, last)
-    if not pairs:
-        return None
-    shown = pairs[:_PAIRS_SHOWN]
+    shown = comparison.pairs[:_PAIRS_SHOWN]
     return {
-        "first_step": steps[0],
-        "last_step": steps[-1],
-        "description": describe_changes(pairs, len(shown)),
+        "first_step": comparison.first_step,
+        "last_step": comparison.last_step,
+        "description": describe_changes(comparison.pairs, len(shown)),
         "pairs": [(_shown(before), _shown(after), change_of_score((before, after))) for before, after in shown],
     }
 
@@ -196,7 +226,7 @@ def _last_samples(rollouts: Path) -> dict[str, Any] | None:
     steps = rollouts_steps(rollouts)
     if not steps:
         return None
-    records = read_jsonl(rollouts_file(rollouts, steps[-1]))
+    records = read_samples(rollouts, steps[-1])
     picked = [(label, _shown(record)) for label, record in best_median_worst(records)]
     return {"step": steps[-1], "total": len(records), "picked": picked} if picked else None
 
@@ -235,3 +265,99 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str
             yield from _flat(fact, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", str(fact)
+
+
+# ---------------------------------------------------------------------------------------------- the picture
+
+
+def series(records: Records, name: str) -> tuple[list[int], list[float]]:
+    """Return steps and values of one metric, where a step has it as a number."""
+    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    return [step for step, _ in points], [value for _, value in points]
+
+
+def phase_seconds(records: Records) -> dict[str, list[float]]:
+    """Seconds per step and kind of phase, `other` being what no timer covers; kinds that never ran are left out."""
+    seconds = {
+        kind: [sum(record.get(f"timing_s/{name}") or 0.0 for name in names) for record in records]
+        for kind, names in _GROUPS.items()
+    }
+    totals = [record.get("timing_s/step") or 0.0 for record in records]
+    seconds["other"] = [max(0.0, total - sum(parts)) for total, *parts in zip(totals, *seconds.values(), strict=True)]
+    return {kind: values for kind, values in seconds.items() if any(values)}
+
+
+def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str = "", curve: Curve = REWARD) -> Path:
+    """Draws what `metrics.jsonl` of a run tells.
+
+    Above: mean training reward of every step and the validation score of each data source, or another curve. Below:
+    the seconds of every step by phase.
+
+    Args:
+        metrics_file: `metrics.jsonl` of the run.
+        picture: The PNG file to write.
+        title: Headline, for example model and algorithm.
+        curve: What is drawn above.
+
+    Returns:
+        The picture's path.
+
+    Raises:
+        FileNotFoundError: There is no such metrics file.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    records = read_jsonl(Path(metrics_file))
+    figure = Figure(figsize=(9, 6.2), dpi=120, layout="constrained")
+    canvas = FigureCanvasAgg(figure)  # an own canvas: no display, and pyplot's global state stays untouched
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
+    _draw_curve(upper, records, curve)
+    _draw_seconds(lower, [record for record in records if record.get("timing_s/step") is not None])
+    if title:
+        upper.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold")
+    canvas.print_png(picture)
+    return Path(picture)
+
+
+def _draw_curve(axes: Axes, records: Records, curve: Curve) -> None:
+    steps, values = series(records, curve.metric)
+    if steps:
+        axes.plot(steps, values, color=_REWARD, linewidth=1.8, label=curve.label)
+    pattern = re.compile(curve.validation)
+    sources = {name: found[1] for record in records for name in record if (found := pattern.fullmatch(name))}
+    for number, (name, source) in enumerate(sorted(sources.items())):
+        steps, scores = series(records, name)
+        style = ("-", "--", ":", "-.")[number % 4]
+        axes.plot(steps, scores, style, color=_VALIDATION, marker="o", markersize=5, label=f"validation: {source}")
+        axes.annotate(
+            f"{scores[-1]:.2f}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(7, -3), color=_VALIDATION
+        )
+    axes.set_ylabel(curve.axis, color=_INK)
+    _style(axes)
+
+
+def _draw_seconds(axes: Axes, records: Records) -> None:
+    steps = [record["step"] for record in records]
+    bottom = [0.0] * len(steps)
+    kinds = [*_GROUPS, "other"]
+    for kind, values in phase_seconds(records).items():
+        colour = _GROUP_COLOURS[kinds.index(kind)]
+        axes.bar(steps, values, bottom=bottom, width=0.85, color=colour, label=kind)
+        bottom = [below + value for below, value in zip(bottom, values, strict=True)]
+    axes.set_ylabel("seconds per step", color=_INK)
+    axes.set_xlabel("step", color=_INK)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _style(axes)
+
+
+def _style(axes: Axes) -> None:
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_FAINT)
+    axes.grid(axis="y", color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(colors=_FAINT, labelcolor=_INK)
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5), labelcolor=_INK)

@@ -13,13 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from hrl.config.trainer import RunConfig
-from hrl.report.display import Display
-from hrl.report.html_report import Outcome, write_html_report
+from hrl.report.console import Display
+from hrl.report.html_report import REWARD, Curve, Outcome, write_html_report, write_reward_curve
 from hrl.report.phases import Tokens, timing_metrics
-from hrl.report.reward_curve import REWARD, Curve, write_reward_curve
-from hrl.report.rollout_log import Sample
-from hrl.report.run_folder import RunFolder, read_jsonl, rollouts_file, rollouts_steps
-from hrl.report.tracking import Generation, Tracking
+from hrl.report.run_folder import RunFolder
+from hrl.report.samples import Sample, compare_validations
+from hrl.report.tracking import Tracking
 from hrl.single_controller.errors import phase as worker_phase
 
 logger = logging.getLogger(__name__)
@@ -73,7 +72,9 @@ class RunReporter:
         """Show what changed, then write picture and report. A failure of these is logged and hides none of the run."""
         folder = self.folder
         try:
-            self._show_before_and_after()
+            comparison = compare_validations(folder.rollouts)
+            if comparison is not None:
+                self.console.before_and_after(comparison.pairs)
             files = []
             if folder.metrics_file.exists() and folder.metrics_file.stat().st_size > 0:
                 picture = folder.path / self._curve.file_name
@@ -84,13 +85,6 @@ class RunReporter:
             return
         for file in files:
             self.console.note(f"{file.stem.replace('_', ' ')}: {file}")
-
-    def _show_before_and_after(self) -> None:
-        """The first validation, which an interrupted run may have made before it was resumed, beside the last one."""
-        steps = rollouts_steps(self.folder.rollouts, "val")
-        if len(steps) > 1:
-            first, last = (read_jsonl(rollouts_file(self.folder.rollouts, s, "val")) for s in (steps[0], steps[-1]))
-            self.console.before_and_after(first, last)
 
     # ------------------------------------------------------------------ while a step runs
 
@@ -145,9 +139,7 @@ class RunReporter:
         self.folder.write_rollouts(step, samples, kind="val")
         if tracked:
             self.console.rollouts(step, samples, kind="val")
-            self._tracking.log_generations(
-                [Generation(s["prompt"], s["response"], s["score"]) for s in samples[:tracked]], step
-            )
+            self._tracking.log_generations(samples[:tracked], step)
 
     def validation_done(self, step: int, metrics: dict[str, float]) -> None:
         """Report a validation outside of a step. If `metrics.jsonl` has a record of the step, the numbers join it."""

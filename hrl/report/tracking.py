@@ -1,7 +1,7 @@
-"""Where metrics go: always to `metrics.jsonl` in the run folder, and to the trackers a run names.
+"""Where metrics go: always to `metrics.jsonl` in the run folder, and to the trackers that a run names.
 
-A tracker is a guest: it is fed from its own thread, so that one which raises or hangs costs the run nothing. Its
-failures are logged once and counted.
+Every tracker works in a thread of its own, so that one that raises or hangs costs the run nothing. Its failures are
+counted, and the first one is logged.
 """
 
 from __future__ import annotations
@@ -18,21 +18,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hrl.config.names import WITHOUT_TRACKER
-from hrl.report.metrics_log import MetricsLog
+from hrl.report.run_folder import json_line, read_jsonl, write_text, writing_to
+from hrl.report.samples import Sample
 
 logger = logging.getLogger(__name__)
 
 _FINISH_TIMEOUT_S = 30.0
 _MAX_WAITING_CALLS = 1000
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One validation sample, as trackers show it."""
-
-    prompt: str
-    response: str
-    score: float
 
 
 class Tracker(Protocol):
@@ -41,8 +33,8 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Take the metrics of one step."""
 
-    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        """Take validation samples."""
+    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
+        """Take validation samples, with `prompt`, `response` and `score`."""
 
     def finish(self) -> None:
         """Send what is left."""
@@ -58,6 +50,14 @@ class RunInfo:
     folder: Path
 
 
+_TABLE = ("prompt", "response", "score")
+"""Columns of a table of samples."""
+
+
+def _rows(samples: Sequence[Sample]) -> list[list[Any]]:
+    return [[sample[name] for name in _TABLE] for sample in samples]
+
+
 class TensorBoardTracker:
     """Event files in `<run folder>/tensorboard`."""
 
@@ -70,35 +70,78 @@ class TensorBoardTracker:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        for number, sample in enumerate(generations):
+    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
+        for number, sample in enumerate(samples):
             # Indented by four, the text is a code block: TensorBoard would render it as markdown otherwise.
-            text = f"score {sample.score}\n\n{sample.prompt}\n{sample.response}".replace("\n", "\n    ")
+            text = f"score {sample['score']}\n\n{sample['prompt']}\n{sample['response']}".replace("\n", "\n    ")
             self._writer.add_text(f"val/generation_{number}", text, step)
 
     def finish(self) -> None:
         self._writer.close()
 
 
-class WandbTracker:
-    """Weights & Biases."""
+class _PackageTracker:
+    """A tracker whose package takes numbers and tables by name in a call `log`, as wandb's does."""
 
     def __init__(self, run: RunInfo) -> None:
-        import wandb
+        self._target = self._start(run)
 
-        self._wandb = wandb
-        self._run = wandb.init(project=run.project, name=run.name, config=dict(run.config), dir=str(run.folder))
+    def _start(self, run: RunInfo) -> Any:
+        """Begin the run; return what has its `log` and `finish`."""
+        raise NotImplementedError
+
+    def _shown(self, samples: Sequence[Sample]) -> Any:
+        """Return samples as the package shows them."""
+        raise NotImplementedError
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._target.log(dict(metrics), step=step)
 
-    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        rows = [[sample.prompt, sample.response, sample.score] for sample in generations]
-        table = self._wandb.Table(columns=["prompt", "response", "score"], data=rows)
-        self._run.log({"val/generations": table}, step=step)
+    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
+        self._target.log({"val/generations": self._shown(samples)}, step=step)
 
     def finish(self) -> None:
-        self._run.finish()
+        self._target.finish()
+
+
+class WandbTracker(_PackageTracker):
+    """Weights & Biases."""
+
+    def _start(self, run: RunInfo) -> Any:
+        import wandb
+
+        self._table = wandb.Table
+        return wandb.init(project=run.project, name=run.name, config=dict(run.config), dir=str(run.folder))
+
+    def _shown(self, samples: Sequence[Sample]) -> Any:
+        return self._table(columns=list(_TABLE), data=_rows(samples))
+
+
+class SwanlabTracker(_PackageTracker):
+    """SwanLab."""
+
+    def _start(self, run: RunInfo) -> Any:
+        import swanlab
+
+        folder = str(run.folder / "swanlab")
+        swanlab.init(project=run.project, experiment_name=run.name, config=dict(run.config), logdir=folder)
+        return swanlab
+
+    def _shown(self, samples: Sequence[Sample]) -> Any:
+        return [self._target.Text(f"{s['prompt']}\n{s['response']}", caption=f"score {s['score']}") for s in samples]
+
+
+class TrackioTracker(_PackageTracker):
+    """Trackio, local first."""
+
+    def _start(self, run: RunInfo) -> Any:
+        import trackio
+
+        trackio.init(project=run.project, name=run.name, config=dict(run.config))
+        return trackio
+
+    def _shown(self, samples: Sequence[Sample]) -> Any:
+        return self._target.Table(list(_TABLE), _rows(samples))
 
 
 class MlflowTracker:
@@ -116,57 +159,12 @@ class MlflowTracker:
         # MLflow allows no "@" in a name.
         self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
 
-    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        rows = [{"prompt": s.prompt, "response": s.response, "score": s.score} for s in generations]
+    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
+        rows = [dict(zip(_TABLE, row, strict=True)) for row in _rows(samples)]
         self._mlflow.log_dict({"samples": rows}, f"generations/step_{step}.json")
 
     def finish(self) -> None:
         self._mlflow.end_run()
-
-
-class SwanlabTracker:
-    """SwanLab."""
-
-    def __init__(self, run: RunInfo) -> None:
-        import swanlab
-
-        self._swanlab = swanlab
-        swanlab.init(
-            project=run.project,
-            experiment_name=run.name,
-            config=dict(run.config),
-            logdir=str(run.folder / "swanlab"),
-        )
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._swanlab.log(dict(metrics), step=step)
-
-    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        texts = [self._swanlab.Text(f"{s.prompt}\n{s.response}", caption=f"score {s.score}") for s in generations]
-        self._swanlab.log({"val/generations": texts}, step=step)
-
-    def finish(self) -> None:
-        self._swanlab.finish()
-
-
-class TrackioTracker:
-    """Trackio, local first."""
-
-    def __init__(self, run: RunInfo) -> None:
-        import trackio
-
-        self._trackio = trackio
-        trackio.init(project=run.project, name=run.name, config=dict(run.config))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._trackio.log(dict(metrics), step=step)
-
-    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
-        rows = [[sample.prompt, sample.response, sample.score] for sample in generations]
-        self._trackio.log({"val/generations": self._trackio.Table(["prompt", "response", "score"], rows)}, step=step)
-
-    def finish(self) -> None:
-        self._trackio.finish()
 
 
 TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
@@ -178,8 +176,8 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
 }
 
 
-class _Guest:
-    """A tracker in its own daemon thread: calls are queued, failures counted, a hang holds up nobody."""
+class _TrackerThread:
+    """A tracker in its own daemon thread: calls are queued, failures counted, and a hang delays nobody."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name = name
@@ -191,7 +189,7 @@ class _Guest:
         self._submit(lambda: self._start(make))
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Queues a call of the tracker's method; refuses and counts it when too many wait already."""
+        """Queue a call of the tracker's method; refuse and count it when too many wait already."""
         if len(self._waiting) >= _MAX_WAITING_CALLS:
             self._count(f"{_MAX_WAITING_CALLS} calls are waiting already")
         else:
@@ -233,6 +231,55 @@ class _Guest:
             logger.warning("tracker %s failed, the run goes on without it: %s", self.name, problem)
 
 
+class MetricsLog:
+    """`metrics.jsonl`, open for writing: one JSON object per step, in their order, after a resume too.
+
+    A record is in the file when `write` returns.
+
+    Args:
+        path: The file; new records follow those that it holds.
+
+    Raises:
+        ValueError: A line of the file is no JSON; names file and line.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        records = read_jsonl(path) if path.exists() else []
+        self._last_step = records[-1]["step"] if records else -1
+        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step. If it has a record already, they are added to it, and replace those it has.
+
+        So a finished run that only validates again leaves no second record of its last step.
+
+        Raises:
+            ValueError: A later step has been written.
+            RunFolderError: The file can't be written.
+        """
+        if step < self._last_step:
+            raise ValueError(f"{self.path} is at step {self._last_step}, so that step {step} can't be written any more")
+        with writing_to(self.path.parent):
+            if step == self._last_step:
+                self._amend_last(metrics)
+            else:
+                self._file.write(json_line({"step": step, **metrics}))
+                self._file.flush()
+        self._last_step = step
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _amend_last(self, metrics: Mapping[str, float]) -> None:
+        records = read_jsonl(self.path)
+        records[-1] |= metrics
+        self._file.close()
+        write_text(self.path, "".join(map(json_line, records)))
+        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
+
+
 class Tracking:
     """Sends the metrics of every step to `metrics.jsonl` and to the named trackers.
 
@@ -259,7 +306,7 @@ class Tracking:
         wanted = installed_trackers([default_backend] if isinstance(default_backend, str) else default_backend)
         run = RunInfo(project_name, experiment_name, config or {}, Path(run_dir))
         self._log = MetricsLog(run.folder / "metrics.jsonl")
-        self._guests = [_Guest(name, lambda make=TRACKERS[name]: make(run)) for name in wanted]  # type: ignore[misc]
+        self._threads = [_TrackerThread(name, lambda make=TRACKERS[name]: make(run)) for name in wanted]  # type: ignore[misc]
 
     def log(self, data: Mapping[str, float], step: int) -> None:
         """Write one step, or more of the last one. With trackers that failed, `tracking/failures` counts them.
@@ -267,22 +314,22 @@ class Tracking:
         Raises:
             ValueError: A later step has been written.
         """
-        failures = sum(guest.failures for guest in self._guests)
+        failures = sum(thread.failures for thread in self._threads)
         record = {**data, "tracking/failures": failures} if failures else dict(data)
         self._log.write(step, record)
-        for guest in self._guests:
-            guest.call("log", record, step)
+        for thread in self._threads:
+            thread.call("log", record, step)
 
-    def log_generations(self, generations: Sequence[Generation], step: int) -> None:
+    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
         """Send validation samples to the trackers; the run folder has them in `rollouts/`."""
-        for guest in self._guests:
-            guest.call("log_generations", tuple(generations), step)
+        for thread in self._threads:
+            thread.call("log_generations", tuple(samples), step)
 
     def finish(self, timeout_s: float = _FINISH_TIMEOUT_S) -> None:
         """End every tracker, waiting for each at most `timeout_s`."""
         self._log.close()
-        for guest in self._guests:
-            guest.finish(timeout_s)
+        for thread in self._threads:
+            thread.finish(timeout_s)
 
 
 def installed_trackers(names: Sequence[str]) -> list[str]:

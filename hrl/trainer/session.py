@@ -19,11 +19,9 @@ from hrl.config.names import JSON_CONSOLE
 from hrl.errors import HrlError
 from hrl.preflight.findings import PreflightError
 from hrl.preflight.folder_plan import plan_run_folder
-from hrl.report.console import RunConsole
-from hrl.report.display import Display
-from hrl.report.json_console import JsonConsole
+from hrl.report.console import Display, JsonConsole, RunConsole
+from hrl.report.html_report import REWARD, Curve
 from hrl.report.reporter import RunReporter
-from hrl.report.reward_curve import REWARD, Curve
 from hrl.report.run_folder import RunFolder
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 

@@ -1,13 +1,19 @@
 import io
+import json
 import re
 from contextlib import nullcontext
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 from rich.console import Console, Group
 
-from hrl.report.console import PhaseBar, RunConsole, printable, rollout_table, step_line, validation_table
+from hrl.config.load import validate
+from hrl.report.console import JsonConsole, PhaseBar, RunConsole, step_line, validation_table
 from hrl.report.phases import PHASES
+from hrl.report.samples import before_and_after, best_median_worst, printable, samples_table
+from hrl.trainer.session import display_of
+from tests.report.runs import HOSTILE, sample
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 
@@ -195,7 +201,7 @@ def render(renderable, width=80):
 
 
 def test_samples_show_best_median_and_worst():
-    shown = render(rollout_table(RECORDS, "samples"), width=120)
+    shown = render(samples_table(best_median_worst(RECORDS), "samples"), width=120)
     assert re.search(r"best.*What is 1\+1\?", shown)
     assert re.search(r"median.*What is 4\+1\?", shown)
     assert re.search(r"worst.*What is 2\+1\?", shown)
@@ -207,7 +213,7 @@ def test_samples_show_best_median_and_worst():
     "text", ["[red]x[/red]", "[link=file:///]", "[/]", "\x1b[2J\x1b]0;title\x07", "a\rb", "\x9b31m"]
 )
 def test_text_of_a_model_is_shown_and_not_followed(text):
-    shown = render(rollout_table([RECORDS[0] | {"response": text, "prompt": text}], "samples"), width=200)
+    shown = render(samples_table([("best", RECORDS[0] | {"response": text, "prompt": text})], "samples"), width=200)
     assert not any(control in shown for control in "\x1b\x07\r\x9b")
     if "\x1b" not in text and text.isprintable():
         assert text in shown
@@ -232,7 +238,7 @@ def validations():
 
 def shown_before_and_after(width, limit):
     console, file = make_console(terminal=True, width=width)
-    console.before_and_after(*validations(), limit=limit)
+    console.before_and_after(before_and_after(*validations()), limit=limit)
     return file.getvalue()
 
 
@@ -247,12 +253,6 @@ def test_before_and_after_fits_and_follows_no_markup():
     assert "[bold]say" in shown
 
 
-def test_without_a_common_prompt_nothing_is_shown():
-    console, file = make_console(terminal=True)
-    console.before_and_after(validations()[0], [])
-    assert file.getvalue() == ""
-
-
 def test_long_text_is_cut_in_the_middle_and_says_so():
     shown = printable("a" * 500 + "b" * 500, limit=100).plain
     assert shown == "a" * 50 + " [… 900 characters …] " + "b" * 50
@@ -262,3 +262,90 @@ def test_validation_table_compares_with_the_start():
     shown = render(validation_table({"val/add/mean@1": 0.9, "val/add/n": 16}, {"val/add/mean@1": 0.6}, "validation"))
     assert re.search(r"add\s+│ mean@1 │ 0.900 │\s+\+0.300", shown)
     assert "val/" not in shown
+
+
+# ---------------------------------------------------------------------------------------------- lines for programs
+
+
+@pytest.fixture
+def file():
+    return io.StringIO()
+
+
+@pytest.fixture
+def console(file):
+    return JsonConsole(30, file)
+
+
+def told(file):
+    """What a program reads: an object a line. Its time is looked at and left out."""
+    objects = [json.loads(line, parse_constant=pytest.fail) for line in file.getvalue().splitlines()]
+    for number in objects:
+        age = datetime.now(UTC) - datetime.fromisoformat(number.pop("time"))
+        assert 0 <= age.total_seconds() < 60
+    return objects
+
+
+def test_a_step_is_one_object_with_the_metrics_under_their_own_names(console, file):
+    with console.step_phases(3), console.phase("gen"):
+        pass
+    console.step(3, {"reward/mean": 0.5, "actor/grad_norm": float("nan"), "val/sums/mean@1": 1.0})
+    assert told(file) == [
+        {
+            "event": "step",
+            "step": 3,
+            "total_steps": 30,
+            "reward/mean": 0.5,
+            "actor/grad_norm": None,
+            "val/sums/mean@1": 1.0,
+        }
+    ]
+
+
+def test_banner_notes_and_validation_are_objects_too(console, file):
+    console.banner("hrl 1.0", {"batch": "8 prompts × 8 samples"})
+    console.note("saved\nhere")
+    console.validation(5, {"val/sums/mean@1": 0.5, "reward/mean": 0.25})
+    console.validation(6, {"reward/mean": 0.25})
+    assert told(file) == [
+        {"event": "banner", "title": "hrl 1.0", "facts": {"batch": "8 prompts × 8 samples"}},
+        {"event": "note", "text": "saved\nhere"},
+        {"event": "validation", "step": 5, "val/sums/mean@1": 0.5},
+    ]
+
+
+def test_samples_carry_all_that_is_known_of_them(console, file):
+    records = [sample(number, score, advantage=score - 0.5) for number, score in enumerate([0.25, 1.0, 0.0])]
+    console.rollouts(5, records)
+    console.rollouts(5, records[:1], kind="val")
+    training, validation = told(file)
+    assert [(picked["label"], picked["score"]) for picked in training["samples"]] == [
+        ("best", 1.0),
+        ("median", 0.25),
+        ("worst", 0.0),
+    ]
+    assert training["samples"][0] == {"label": "best", **records[1]}
+    assert (training["kind"], validation["kind"], len(validation["samples"])) == ("train", "val", 1)
+
+
+def test_before_and_after_has_the_largest_changes_first(console, file):
+    first = [sample(0, 0.0), sample(1, 0.0)]
+    last = [sample(0, 0.0), sample(1, 1.0)]
+    console.before_and_after(before_and_after(first, last), limit=1)
+    (event,) = told(file)
+    assert event["pairs"] == [{"before": first[1], "after": last[1]}]
+    assert event["changes"] == "1 better, 0 worse, 1 as before; the 1 of 2 that changed most"
+
+
+def test_text_of_a_model_breaks_no_line_and_steers_no_terminal(console, file):
+    hostile = HOSTILE + "\u2028\x85\x9b31m\r\n"
+    console.note(hostile)
+    assert file.getvalue().count("\n") == 1 and file.getvalue().isascii()
+    assert file.getvalue().rstrip("\n").isprintable()
+    assert told(file)[0]["text"] == hostile
+
+
+def test_the_configuration_chooses_who_is_told():
+    assert isinstance(display_of(validate({"trainer.logger": "console-json"}), 3, []), JsonConsole)
+    assert isinstance(display_of(validate({"trainer.logger": "console"}), 3, []), RunConsole)
+    assert isinstance(display_of(validate({"trainer.logger": None}), 3, []), RunConsole)

@@ -7,9 +7,9 @@ from rich.console import Console
 
 from hrl.config import compose_cli
 from hrl.report.console import RunConsole
+from hrl.report.html_report import LOSS, REWARD
 from hrl.report.phases import Tokens
 from hrl.report.reporter import RunReporter
-from hrl.report.reward_curve import LOSS, REWARD
 from hrl.report.run_folder import RunFolder, read_jsonl
 
 CONFIG = compose_cli([])

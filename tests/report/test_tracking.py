@@ -1,3 +1,4 @@
+import json
 import logging
 import sys
 import threading
@@ -8,7 +9,9 @@ import pytest
 
 from hrl.report import tracking
 from hrl.report.run_folder import read_jsonl
-from hrl.report.tracking import Generation, Tracking
+from hrl.report.tracking import MetricsLog, Tracking
+
+SAMPLE = {"prompt": "1+1", "response": "2", "score": 1.0, "uid": "a"}
 
 
 class Recorder:
@@ -77,11 +80,11 @@ def test_every_tracker_gets_every_step_in_order(tmp_path, install):
     tracker = Tracking("proj", "exp", ["first_tracker", "second_tracker"], {"a": 1}, run_dir=tmp_path)
     for step in range(20):
         tracker.log({"x": step * 2.0}, step)
-    tracker.log_generations([Generation("1+1", "2", 1.0)], 19)
+    tracker.log_generations([SAMPLE], 19)
     tracker.finish()
     for made in (first, second):
         assert made[0].steps == [(step, {"x": step * 2.0}) for step in range(20)]
-        assert made[0].generations == [(19, (Generation("1+1", "2", 1.0),))]
+        assert made[0].generations == [(19, (SAMPLE,))]
         assert made[0].finished
         assert (made[0].run.project, made[0].run.name, made[0].run.config) == ("proj", "exp", {"a": 1})
 
@@ -105,8 +108,8 @@ def test_failures_are_counted_in_the_metrics(tmp_path, install):
     install(Raising, "broken_tracker")
     tracker = Tracking("p", "e", ["broken_tracker"], run_dir=tmp_path)
     tracker.log({"x": 1.0}, 1)
-    guest = tracker._guests[0]
-    while guest.failures == 0:
+    thread = tracker._threads[0]
+    while thread.failures == 0:
         threading.Event().wait(0.01)
     tracker.log({"x": 1.0}, 2)
     tracker.finish()
@@ -121,7 +124,7 @@ def test_a_tracker_that_hangs_holds_up_nobody(tmp_path, install, monkeypatch):
         tracker.log({"x": 1.0}, step)
     tracker.finish(timeout_s=0.2)
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 50
-    assert tracker._guests[0].failures >= 40, "calls beyond the limit are counted, not kept"
+    assert tracker._threads[0].failures >= 40, "calls beyond the limit are counted, not kept"
 
 
 def test_an_unknown_tracker_is_named_with_the_nearest_one(tmp_path):
@@ -171,8 +174,54 @@ def test_each_tracker_is_called_as_its_package_wants(tmp_path, monkeypatch, modu
     monkeypatch.setitem(sys.modules, module, Calls(calls))
     tracker = tracking.TRACKERS[name](tracking.RunInfo("proj", "exp", {"seed": 1}, tmp_path))
     tracker.log({"val/a/mean@1": 0.5}, 3)
-    tracker.log_generations([Generation("1+1", "2", 1.0)], 3)
+    tracker.log_generations([SAMPLE], 3)
     tracker.finish()
     assert log_call in calls
     assert finish_call in [call[0] for call in calls]
     assert any("1+1" in str(call) for call in calls), "the sample arrived"
+
+
+# ---------------------------------------------------------------------------------------------- metrics.jsonl
+
+
+def written(path, *records):
+    log = MetricsLog(path)
+    for step, metrics in records:
+        log.write(step, metrics)
+    log.close()
+    return read_jsonl(path)
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "metrics.jsonl"
+
+
+def test_a_record_is_there_as_soon_as_it_is_written(file):
+    log = MetricsLog(file)
+    log.write(1, {"a": 1.0})
+    assert json.loads(file.read_text()) == {"step": 1, "a": 1.0}
+    log.close()
+
+
+def test_a_step_that_is_written_twice_has_one_record_with_the_newer_numbers(file):
+    assert written(file, (0, {"a": 1.0}), (1, {"a": 2.0, "b": 3.0}), (1, {"b": 4.0, "c": float("nan")}), (2, {})) == [
+        {"step": 0, "a": 1.0},
+        {"step": 1, "a": 2.0, "b": 4.0, "c": None},
+        {"step": 2},
+    ]
+
+
+def test_a_log_is_continued_where_it_ends(file):
+    written(file, (1, {"a": 1.0}), (2, {"a": 2.0}))
+    assert written(file, (2, {"b": 5.0}), (3, {"a": 3.0})) == [
+        {"step": 1, "a": 1.0},
+        {"step": 2, "a": 2.0, "b": 5.0},
+        {"step": 3, "a": 3.0},
+    ]
+
+
+def test_steps_only_grow(file):
+    with pytest.raises(ValueError, match=r"metrics.jsonl is at step 3, so that step 2 can't be written any more"):
+        written(file, (3, {}), (2, {}))
+    assert read_jsonl(file) == [{"step": 3}]

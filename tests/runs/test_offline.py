@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hrl.config.compose import compose_kind
 from hrl.config.offline_kinds import KINDS
 from hrl.preflight.offline import offline_preflight
+from hrl.report.html_report import LOSS
 from hrl.report.reporter import RunReporter
-from hrl.report.reward_curve import LOSS
 from hrl.report.run_folder import read_jsonl
 from hrl.trainer.offline.run import PARTS, train
 from hrl.trainer.session import display_of, open_run_folder

@@ -13,8 +13,8 @@ from hrl.config.offline import OfflineConfig
 from hrl.config.offline_words import batch_arithmetic
 from hrl.config.run_kind import RunKind
 from hrl.preflight.offline import OfflinePreflight, offline_preflight
+from hrl.report.html_report import LOSS
 from hrl.report.reporter import RunReporter
-from hrl.report.reward_curve import LOSS
 from hrl.single_controller.worker import RayClassWithInitArgs
 from hrl.trainer.offline.dpo import DPOTrainer
 from hrl.trainer.offline.rm import RMTrainer

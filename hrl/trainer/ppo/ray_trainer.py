@@ -16,7 +16,7 @@ from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.worker_groups import WorkerGroups, build_worker_groups
 from hrl.metrics import Metric, StepMetrics, reduce_metrics
 from hrl.protocol import DataProto
-from hrl.report.rollout_log import rollout_records
+from hrl.report.samples import rollout_records
 from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage

@@ -1,0 +1,328 @@
+"""The samples of a run: as records in `rollouts/`, as what a person is shown of them, and as tables of the terminal.
+
+Text of a model is data here: markup and escape sequences in it are shown, not followed.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hrl.batching.lengths import lengths_of
+from hrl.data.rows import text_of
+from hrl.errors import HrlError
+from hrl.report.run_folder import RolloutKind, read_jsonl, rollouts_file, rollouts_steps
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from hrl.protocol import DataProto
+
+Sample = Mapping[str, Any]
+"""One record of `rollouts/`; see `rollout_records`."""
+SORT_KEYS = {"score": "score", "length": "response_length", "advantage": "advantage"}
+"""What samples can be sorted by, and the column of a record that has it."""
+_NON_TENSOR_COLUMNS = ("uid", "sample_index", "data_source", "finish_reason")
+
+
+class NoSamplesError(HrlError, ValueError):
+    """There are no such samples. The message says which there are."""
+
+
+# ---------------------------------------------------------------------------------------------- records
+
+
+def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Describe every row of a scored batch, as `rollouts/` holds it.
+
+    Args:
+        batch: B rows with `prompts`, `responses`, `attention_mask`, `response_mask`, and whatever else the run has.
+        tokenizer: Turns tokens into text.
+
+    Returns:
+        Per row: `prompt` as the model sees it, `question` (the chat's last message), `response`, `score` (None
+        where the reward function left the response out), `reward_parts`, `advantage` (mean over trained tokens),
+        `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; a run leaves out what it does not have.
+    """
+    prompts, responses = (_texts(batch, name, tokenizer) for name in ("prompts", "responses"))
+    reward_parts = batch.non_tensor_batch.get("reward_parts")
+    columns = batch.batch
+    trained = columns["response_mask"].bool()
+    lengths = lengths_of(batch)[1]
+    numbers: dict[str, list[float | None]] = {"response_length": lengths.tolist()}
+    if "token_level_scores" in columns:
+        left_out = ~trained.any(-1) & (lengths > 0)
+        scores = columns["token_level_scores"].sum(-1)
+        numbers["score"] = [None if out else score for out, score in zip(left_out, scores.tolist(), strict=True)]
+    if "advantages" in columns:
+        summed = (columns["advantages"] * trained).sum(-1)
+        numbers["advantage"] = (summed / trained.sum(-1).clamp(min=1)).tolist()
+
+    records = []
+    for row in range(len(batch)):
+        record: dict[str, Any] = {"prompt": prompts[row]}
+        if "raw_prompt" in batch.non_tensor_batch:
+            record["question"] = text_of(batch.non_tensor_batch["raw_prompt"][row][-1])
+        record["response"] = responses[row]
+        record |= {name: values[row] for name, values in numbers.items()}
+        if reward_parts is not None:
+            record["reward_parts"] = dict(reward_parts[row])
+        record |= {
+            name: batch.non_tensor_batch[name][row] for name in _NON_TENSOR_COLUMNS if name in batch.non_tensor_batch
+        }
+        if "reward_model" in batch.non_tensor_batch:
+            record["ground_truth"] = batch.non_tensor_batch["reward_model"][row].get("ground_truth")
+        records.append(record)
+    return records
+
+
+def _texts(batch: DataProto, column: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Decode prompts or responses without their padding."""
+    ids, mask = batch.batch[column], batch.batch["attention_mask"].bool()
+    width = ids.shape[1]
+    kept = mask[:, :width] if column == "prompts" else mask[:, -width:]
+    return tokenizer.batch_decode([row[keep].tolist() for row, keep in zip(ids, kept, strict=True)])
+
+
+# ---------------------------------------------------------------------------------------------- which to show
+
+
+def best_median_worst(records: Sequence[Sample]) -> list[tuple[str, Sample]]:
+    """Pick the records with the highest, the middle and the lowest score; fewer where fewer have one."""
+    order = sorted((r for r in records if r.get("score") is not None), key=lambda r: -r["score"])
+    if not order:
+        return []
+    picks = {"best": 0, "median": len(order) // 2, "worst": len(order) - 1}
+    labels = {position: label for label, position in reversed(picks.items())}  # where they coincide, the first name
+    return [(labels[position], order[position]) for position in sorted(labels)]
+
+
+class Comparison(NamedTuple):
+    """What the first and the last validation of a run answered to the same prompts.
+
+    Attributes:
+        first_step, last_step: The steps after which they were made.
+        pairs: Samples before and after, the largest change of score first.
+    """
+
+    first_step: int
+    last_step: int
+    pairs: list[tuple[Sample, Sample]]
+
+
+def compare_validations(rollouts: Path) -> Comparison | None:
+    """Compare the first validation of a run, made perhaps before it was resumed, with the last one.
+
+    Args:
+        rollouts: The folder of the run's samples.
+
+    Returns:
+        None where the run has validated less than twice, or no prompt is in both validations.
+    """
+    steps = rollouts_steps(rollouts, "val")
+    if len(steps) < 2:
+        return None
+    pairs = before_and_after(read_samples(rollouts, steps[0], "val"), read_samples(rollouts, steps[-1], "val"))
+    return Comparison(steps[0], steps[-1], pairs) if pairs else None
+
+
+def read_samples(rollouts: Path, step: int, kind: RolloutKind = "train") -> list[dict[str, Any]]:
+    """Return the samples of a step, or of the validation after it, in the order of the batch."""
+    return read_jsonl(rollouts_file(rollouts, step, kind))
+
+
+def before_and_after(first: Sequence[Sample], last: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
+    """Pairs the samples of two validations by prompt; with several samples of a prompt, one by one in their order.
+
+    Args:
+        first: Samples of the earlier validation.
+        last: Samples of the later one.
+
+    Returns:
+        The pairs, the largest change of score first, for better or worse, else in the order of `first`.
+    """
+    after = dict(_by_prompt(last))
+    pairs = [(record, after[key]) for key, record in _by_prompt(first) if key in after]
+    return sorted(pairs, key=lambda pair: -abs(change_of_score(pair) or 0.0))
+
+
+def change_of_score(pair: tuple[Sample, Sample]) -> float | None:
+    """Score after less score before; None where one of the two has none."""
+    before, after = (record.get("score") for record in pair)
+    return None if before is None or after is None else after - before
+
+
+def describe_changes(pairs: Sequence[tuple[Sample, Sample]], shown: int) -> str:
+    """Return how many samples of a validation got better and worse, and which of them are shown."""
+    changes = [change_of_score(pair) or 0.0 for pair in pairs]
+    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    counts = f"{better} better, {worse} worse, {len(pairs) - better - worse} as before"
+    return counts if shown >= len(pairs) else f"{counts}; the {shown} of {len(pairs)} that changed most"
+
+
+def _by_prompt(records: Sequence[Sample]) -> Iterator[tuple[Hashable, Sample]]:
+    """Keys every record by data source, prompt and how many samples of that prompt came before it."""
+    seen: Counter[Hashable] = Counter()
+    for record in records:
+        prompt = (record.get("data_source"), record["prompt"])
+        yield (*prompt, seen[prompt]), record
+        seen[prompt] += 1
+
+
+# ---------------------------------------------------------------------------------------------- as text
+
+
+def question(record: Sample) -> str:
+    """Return what a person wants to read as the prompt.
+
+    The chat's last message, or the whole prompt where that is missing.
+    """
+    return str(record.get("question", record["prompt"]))
+
+
+def readable(text: str) -> str:
+    """Text of a model with every control, escape and direction character spelled out, so that it can be shown."""
+    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+
+
+def sample_facts(record: Sample) -> list[tuple[str, str]]:
+    """Return what is known of a sample apart from its texts, as label and value."""
+    facts = {
+        "score": _fact(record.get("score"), ".3f"),
+        "advantage": _fact(record.get("advantage"), "+.3f"),
+        "tokens": _fact(record.get("response_length"), ".0f"),
+        "ended by": record.get("finish_reason"),
+        **{name: _fact(part, ".4g") for name, part in record.get("reward_parts", {}).items()},
+        "truth": record.get("ground_truth"),
+    }
+    return [(name, str(fact)) for name, fact in facts.items() if fact is not None]
+
+
+def _fact(value: Any, spec: str) -> Any:
+    """Format a number; anything else stays as it is."""
+    return format(value, spec) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def number(value: float | None, spec: str) -> str:
+    """Format a number, or a dash as wide where there is none."""
+    width = int(re.match(r"\d*", spec)[0] or 1)  # type: ignore[index]
+    return "-".rjust(width) if value is None else format(value, spec)
+
+
+def printable(text: str, limit: int = 400) -> Text:
+    """Text of a model, safe to show: no markup, no control or escape sequence, cut in the middle at `limit`."""
+    clean = readable(text)
+    if len(clean) > limit:
+        half = limit // 2
+        clean = f"{clean[:half]} [… {len(clean) - 2 * half} characters …] {clean[-half:]}"
+    return Text(clean)
+
+
+def samples_table(samples: Sequence[tuple[str, Sample]], title: str) -> Table:
+    """Labelled samples with score, advantage, length, stop reason and the parts of the reward."""
+    table = Table(title=title, title_justify="left", show_lines=True, expand=True)
+    for heading, ratio in (("", None), ("prompt", 3), ("response", 4), ("reward", 3)):
+        table.add_column(heading, ratio=ratio, overflow="fold")
+    for label, record in samples:
+        facts = [f"{name}: {value}" for name, value in sample_facts(record)]
+        table.add_row(
+            Text(label), printable(question(record)), printable(record["response"]), printable("\n".join(facts))
+        )
+    return table
+
+
+def before_and_after_table(pairs: Sequence[tuple[Sample, Sample]], limit: int) -> Table:
+    """Return the answers of two validations to the same prompts, with their scores."""
+    shown = pairs[:limit]
+    table = Table(
+        title=f"before and after: {describe_changes(pairs, len(shown))}",
+        title_justify="left",
+        show_lines=True,
+        expand=True,
+    )
+    for heading in ("prompt", "before", "after"):
+        table.add_column(heading, ratio=1, overflow="fold")
+        if heading != "prompt":
+            table.add_column("score", justify="right", no_wrap=True)
+    for before, after in shown:
+        answers = [(printable(r["response"], limit=200), Text(number(r.get("score"), ".2f"))) for r in (before, after)]
+        table.add_row(printable(question(before), limit=200), *answers[0], *answers[1])
+    return table
+
+
+# ---------------------------------------------------------------------------------------------- hrl rollouts
+
+
+def show_rollouts(
+    folder: Path,
+    console: Console,
+    *,
+    step: int | None = None,
+    sort: str | None = None,
+    limit: int = 10,
+    validation: bool = False,
+) -> None:
+    """List samples of one step.
+
+    Args:
+        folder: The run folder.
+        console: Where to write.
+        step: The step; the last one by default.
+        sort: A name of `SORT_KEYS`, the largest first; by default samples stand in the order of the batch, those of
+            one prompt together.
+        limit: How many to show.
+        validation: Samples of the validation after the step, in place of its training samples.
+
+    Raises:
+        NoSamplesError: The folder holds no samples, not those of the step, or not what to sort by.
+    """
+    kind: RolloutKind = "val" if validation else "train"
+    step = _existing_step(folder, step, kind)
+    records = read_samples(folder / "rollouts", step, kind)
+    shown = _sorted(records, sort)[:limit]
+    title = f"{'validation after step' if validation else 'step'} {step}: {len(shown)} of {len(records)} samples"
+    labelled = [(str(number), record) for number, record in enumerate(shown, start=1)]
+    console.print(samples_table(labelled, f"{title}, by {sort}" if sort else title))
+
+
+def _existing_step(folder: Path, step: int | None, kind: RolloutKind) -> int:
+    if not folder.is_dir():
+        raise NoSamplesError(f"there is no folder {folder}")
+    steps = rollouts_steps(folder / "rollouts", kind)
+    samples = "validation samples" if kind == "val" else "samples"
+    if not steps:
+        raise NoSamplesError(f"{folder} holds no {samples}: a run folder has them in rollouts/ after its first step")
+    if step is None:
+        return steps[-1]
+    if step not in steps:
+        raise NoSamplesError(f"{folder} holds no {samples} of step {step}; it holds those of {_ranges(steps)}")
+    return step
+
+
+def _sorted(records: Sequence[Sample], sort: str | None) -> Sequence[Sample]:
+    if sort is None:
+        return records
+    key = SORT_KEYS[sort]
+    if not any(key in record for record in records):
+        others = " or ".join(name for name in SORT_KEYS if name != sort)
+        raise NoSamplesError(f"these samples have no {sort}; sort them by {others}")
+    # Records without such a number come last.
+    return sorted(records, key=lambda record: (record.get(key) is None, -(record.get(key) or 0.0)))
+
+
+def _ranges(steps: Sequence[int]) -> str:
+    """`[1, 2, 3, 7]` as `1-3, 7`."""
+    parts: list[list[int]] = []
+    for step in steps:
+        if parts and step == parts[-1][-1] + 1:
+            parts[-1].append(step)
+        else:
+            parts.append([step])
+    return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
