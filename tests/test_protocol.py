@@ -1,5 +1,3 @@
-import itertools
-import json
 import logging
 import pickle
 import subprocess
@@ -19,11 +17,8 @@ from hrl.protocol import (
     DataProtoItem,
     collate_fn,
     deserialize_tensordict,
-    fold_batch_dim,
-    list_of_dict_to_dict_of_list,
     pad_dataproto_to_divisor,
     serialize_tensordict,
-    unfold_batch_dim,
     union_numpy_dict,
     union_tensor_dict,
     union_two_dict,
@@ -57,33 +52,6 @@ def assert_same(a, b):
 # -- rows --------------------------------------------------------------------------------------------------------------
 
 
-def test_reorder_is_in_place_and_moves_tensors_and_labels():
-    data = numbered(6)
-    data.reorder(torch.tensor([3, 4, 2, 0, 1, 5]))
-    assert rows_of(data) == [4, 5, 3, 1, 2, 6]
-    assert data.meta_info == {"name": "abc"}
-
-
-def test_chunk_needs_equal_parts_and_keeps_meta():
-    data = numbered(6)
-    with pytest.raises(AssertionError, match="6 rows don't divide into 5"):
-        data.chunk(5)
-    parts = data.chunk(2)
-    assert [rows_of(part) for part in parts] == [[1, 2, 3], [4, 5, 6]]
-    assert all(part.meta_info == {"name": "abc"} for part in parts)
-    assert_same(DataProto.concat(parts), data)
-
-
-def test_chunk_with_padding_enabled_gives_every_rank_a_part():
-    data = DataProto.from_dict({"obs": torch.arange(5)}, auto_padding=True)
-    assert data.is_padding_enabled() and not numbered(1).is_padding_enabled()
-    assert [len(part) for part in data.chunk(4)] == [2, 2, 1, 0]
-
-
-def test_split_leaves_the_rest_to_the_last():
-    assert [rows_of(part) for part in numbered(10).split(3)] == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10]]
-
-
 @pytest.mark.parametrize(
     ("divisor", "padded"), [(2, [1, 2, 3, 1]), (3, [1, 2, 3]), (7, [1, 2, 3, 1, 2, 3, 1]), (1, [1, 2, 3])]
 )
@@ -99,28 +67,10 @@ def test_padding_a_batch_without_rows_says_that_it_stays_empty(caplog):
     assert (len(data), pad_size) == (0, 0) and "stays empty" in caplog.text
 
 
-@pytest.mark.parametrize(("candidate", "copies"), [("first", [1, 1]), ("last", [3, 3]), ("", [3, 3])])
-def test_padding_appends_copies_of_one_row_in_place(candidate, copies):
-    data = numbered(3)
-    data.padding(2, candidate)
-    assert rows_of(data) == [1, 2, 3, *copies]
-    with pytest.raises(ValueError, match="'first' or 'last'"):
-        data.padding(1, "middle")
-    with pytest.raises(ValueError, match="without rows"):
-        numbered(0).padding(1)
-
-
 def test_repeat_interleaves_or_tiles():
     assert rows_of(numbered(2).repeat(2, interleave=True)) == [1, 1, 2, 2]
     assert rows_of(numbered(2).repeat(2, interleave=False)) == [1, 2, 1, 2]
     assert numbered(2).repeat(3).meta_info == {"name": "abc"}
-
-
-@pytest.mark.parametrize("times", [[3, 1, 0], (3, 1, 0), np.array([3, 1, 0]), torch.tensor([3, 1, 0])])
-def test_sample_level_repeat_repeats_each_row_its_own_number_of_times(times):
-    assert rows_of(numbered(3).sample_level_repeat(times)) == [1, 1, 1, 2]
-    with pytest.raises(ValueError, match="one number for each of 2 rows"):
-        numbered(2).sample_level_repeat(times)
 
 
 INDICES = {
@@ -185,20 +135,6 @@ def test_a_part_does_not_write_into_the_whole():
         part.meta_info["new"] = 1
         part.batch["new"] = torch.zeros(len(part))
     assert set(data.batch.keys()) == {"obs"} and data.meta_info == {"name": "abc"}
-
-
-def test_make_iterator_gives_the_same_order_for_the_same_seed():
-    def order(seed, **kwargs):
-        batches = list(numbered(8).make_iterator(mini_batch_size=2, epochs=2, seed=seed, dataloader_kwargs=kwargs))
-        assert all(type(batch) is DataProto and batch.meta_info == {"name": "abc"} for batch in batches)
-        return [rows_of(batch) for batch in batches]
-
-    assert order(1) == order(1) == [[1, 2], [3, 4], [5, 6], [7, 8]] * 2
-    shuffled = order(1, shuffle=True)
-    assert shuffled == order(1, shuffle=True) != order(2, shuffle=True)
-    assert sorted(itertools.chain(*shuffled[:4])) == list(range(1, 9)) and shuffled[:4] != shuffled[4:]
-    with pytest.raises(AssertionError, match="8 rows don't divide into mini-batches of 3"):
-        numbered(8).make_iterator(mini_batch_size=3, epochs=1)
 
 
 @settings(deadline=None)
@@ -329,13 +265,6 @@ def test_union_numpy_dict_ends_on_cycles():
         union_numpy_dict({"x": cycle()}, {"x": np.array([None], dtype=object)})
 
 
-def test_list_of_dict_to_dict_of_list_needs_the_same_keys():
-    assert list_of_dict_to_dict_of_list([{"a": 1}, {"a": 2}]) == {"a": [1, 2]}
-    assert list_of_dict_to_dict_of_list([]) == {}
-    with pytest.raises(AssertionError, match="dict 1"):
-        list_of_dict_to_dict_of_list([{"a": 1}, {"b": 2}])
-
-
 # -- columns -----------------------------------------------------------------------------------------------------------
 
 
@@ -404,44 +333,12 @@ def test_rename_renames_tensors_only():
         data.rename("x", "y")
 
 
-def test_unfold_column_chunks_cuts_some_columns_and_repeats_the_others():
-    tensors = {"pair": torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), "other": torch.tensor([[1], [2]])}
-    data = DataProto.from_dict(tensors, {"names": [["a1", "a2"], ["b1", "b2"]], "uid": ["a", "b"]})
-    unfolded = data.unfold_column_chunks(2, split_keys=["pair", "names"])
-    assert unfolded.batch["pair"].tolist() == [[1, 2], [3, 4], [5, 6], [7, 8]]
-    assert unfolded.batch["other"].tolist() == [[1], [1], [2], [2]]
-    assert unfolded.non_tensor_batch["names"].tolist() == [["a1"], ["a2"], ["b1"], ["b2"]]
-    assert unfolded.non_tensor_batch["uid"].tolist() == ["a", "a", "b", "b"]
-    with pytest.raises(ValueError, match="'uid' of shape \\(2,\\)"):
-        data.unfold_column_chunks(2, split_keys=["uid"])
-
-
-def test_fold_and_unfold_are_inverse():
-    data = numbered(6)
-    folded = fold_batch_dim(data, 3)
-    assert folded.batch["obs"].tolist() == [[1, 2], [3, 4], [5, 6]] and len(folded) == 3
-    folded.reorder(torch.tensor([1, 2, 0]))
-    assert rows_of(unfold_batch_dim(folded)) == [3, 4, 5, 6, 1, 2]
-    with pytest.raises(AssertionError, match="can't be folded"):
-        fold_batch_dim(data, 4)
-
-
 def test_collate_is_the_inverse_of_indexing():
     data = numbered(3)
     again = collate_fn([data[i] for i in range(3)])
     assert rows_of(again) == [1, 2, 3]
     with pytest.raises(ValueError, match="empty"):
         collate_fn([])
-
-
-def test_to_tensordict_and_back():
-    data = numbered(3, name="x", step=4)
-    tensordict = data.to_tensordict()
-    assert list(tensordict["labels"]) == ["a", "b", "c"] and tensordict["name"] == "x"
-    assert_same(DataProto.from_tensordict(tensordict), data)
-    data.meta_info["obs"] = 1
-    with pytest.raises(ValueError, match="obs"):
-        data.to_tensordict()
 
 
 # -- sending and storing -----------------------------------------------------------------------------------------------
@@ -526,30 +423,6 @@ def test_tensors_leave_the_pickle_out_of_band_and_come_back_writable():
     assert again.batch["x"].sum() == 200_000 and data.batch["x"].sum() == 100_000
 
 
-def test_the_file_holds_tensors_and_json_and_no_pickle(tmp_path):
-    path = tmp_path / "batch.safetensors"
-    everything().save_to_disk(path)
-    content = path.read_bytes()
-    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-    json.loads(header["__metadata__"]["document"], parse_constant=pytest.fail)
-    assert all(entry["dtype"] for name, entry in header.items() if name != "__metadata__")
-
-
-def test_what_cannot_be_saved_is_named_and_leaves_no_file(tmp_path):
-    data = DataProto.from_dict(non_tensors={"tools": [{"call": [1, {2}]}]})
-    with pytest.raises(TypeError, match=r"non_tensor_batch\['tools'\]\[0\]\['call'\]\[1\] holds set"):
-        data.save_to_disk(tmp_path / "batch")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_file_of_something_else_is_refused(tmp_path):
-    from safetensors.torch import save_file
-
-    save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="no saved DataProto"):
-        DataProto.load_from_disk(tmp_path / "model.safetensors")
-
-
 def test_a_plain_tensordict_keeps_batch_size_and_device():
     batch = TensorDict({"x": torch.randn(2, 3, 4).bfloat16()}, batch_size=(2, 3), device="cpu")
     again = deserialize_tensordict(serialize_tensordict(batch))
@@ -557,26 +430,6 @@ def test_a_plain_tensordict_keeps_batch_size_and_device():
     assert torch.equal(again["x"], batch["x"])
     with pytest.raises(TypeError, match="'text' holds"):
         serialize_tensordict(TensorDict({"text": "no tensor"}, batch_size=()))
-
-
-def test_get_data_info_names_all_columns_and_types():
-    data = DataProto.from_dict({"x": torch.ones(2, 3)}, {"y": [1, 2]}, {"m": {"k": [1, "a"]}, "t": (1, 2.0)})
-    assert data.get_data_info().splitlines() == [
-        "batch",
-        "  x: (2, 3) (torch.float32) cpu",
-        "non_tensor_batch",
-        "  y: ndarray(2,) (object)",
-        "meta_info",
-        "  m: dict[str: list[int|str]]",
-        "  t: tuple(int, float)",
-    ]
-    assert DataProto().get_data_info() == "batch\nnon_tensor_batch\nmeta_info"
-
-
-def test_print_size_logs_bytes(caplog):
-    with caplog.at_level(logging.INFO):
-        DataProto.from_dict({"x": torch.ones(2**23, dtype=torch.uint8)}).print_size("rollout")
-    assert "rollout tensors 0.008 GiB, arrays 0.000 GiB" in caplog.text
 
 
 # -- futures -----------------------------------------------------------------------------------------------------------

@@ -20,9 +20,7 @@ WHAT_THE_CONFIGURATION_MAKES_OF_IT = {
     "trainer.total_epochs": "the number of steps, by arithmetic.total_steps",
     "trainer.total_training_steps": "the number of steps, by arithmetic.total_steps",
 }
-CARRIERS = [
-    PACKAGE / name for name in ("single_controller", "protocol.py", "_dataproto.py", "_columns.py", "_codec.py")
-]
+CARRIERS = [PACKAGE / name for name in ("single_controller", "protocol.py", "columns.py")]
 """These carry whatever they are given, the configuration too, and know of no key."""
 PHANTOMS = ("shape", "append", "join", "tolist")
 """Words that the code takes from many things, and that are no keys."""

@@ -1,6 +1,6 @@
-"""Batches as plain arrays (for pickling) and as safetensors with JSON (on disk). Private to `hrl.protocol`.
+"""The file that `DataProto.save_to_disk` writes: tensors as safetensors, everything else as JSON in its header.
 
-Nothing here reads a pickle from disk: what is loaded is tensors, numbers and text.
+No pickle is read from disk: what is loaded is tensors, numbers and text.
 """
 
 from __future__ import annotations
@@ -17,74 +17,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict
 
-from hrl._columns import leaves, nest_tensors
-
-PlainTensor = tuple[str, tuple[int, ...], np.ndarray]
-PlainNested = tuple[tuple[str, str], list[PlainTensor]]  # (layout, dtype) and the rows
-PlainColumn = PlainTensor | PlainNested
-PlainBatch = tuple[tuple[int, ...], str | None, dict[tuple[str, ...], PlainColumn]]
+from hrl.columns import leaves, nest_as, nested_kind
 
 _FORMAT = "hrl.DataProto/1"
 _TAGS = frozenset({"$tensor", "$array", "$objects", "$scalar", "$tuple", "$dict", "$float", "$nested"})
-
-
-def serialize_single_tensor(tensor: torch.Tensor) -> PlainTensor:
-    """Return dtype, shape and bytes; the bytes are a numpy array, which pickle 5 ships out of band without a copy."""
-    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
-
-
-def deserialize_single_tensor(plain: PlainTensor) -> torch.Tensor:
-    """Undo `serialize_single_tensor`. The tensor can be written to, also when the bytes came from read-only memory."""
-    dtype_name, shape, data = plain
-    array = np.asarray(data, dtype=np.uint8)
-    return torch.from_numpy(array if array.flags.writeable else array.copy()).view(_torch_dtype(dtype_name)).view(shape)
-
-
-def _torch_dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown tensor dtype {name!r}")
-    return dtype
-
-
-def serialize_tensordict(batch: TensorDict) -> PlainBatch:
-    """Return batch size, device and the columns as plain arrays; TensorDicts inside are flattened to tuple keys.
-
-    Raises:
-        TypeError: A column is no tensor.
-    """
-    columns: dict[tuple[str, ...], PlainColumn] = {}
-    for key, value in leaves(batch):
-        if value.is_nested:
-            columns[key] = (_nested_kind(value), [serialize_single_tensor(row) for row in value.unbind()])
-        else:
-            columns[key] = serialize_single_tensor(value)
-    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), columns
-
-
-def deserialize_tensordict(plain: PlainBatch) -> TensorDict:
-    """Undo `serialize_tensordict`. A device that this process lacks becomes the CPU."""
-    batch_size, device, columns = plain
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        device = "cpu"
-    batch = TensorDict({}, batch_size=batch_size, device=device)
-    for key, column in columns.items():
-        if len(column) == 3:
-            batch[key] = deserialize_single_tensor(column)
-        else:
-            kind, rows = column
-            batch[key] = _nest(kind, [deserialize_single_tensor(row) for row in rows])
-    return batch
-
-
-def _nested_kind(tensor: torch.Tensor) -> tuple[str, str]:
-    return str(tensor.layout).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
-
-
-def _nest(kind: tuple[str, str], rows: list[torch.Tensor]) -> torch.Tensor:
-    layout, dtype = kind
-    return nest_tensors(rows, {"jagged": torch.jagged, "strided": torch.strided}[layout], _torch_dtype(dtype))
 
 
 class _Encoder:
@@ -130,7 +66,7 @@ class _Encoder:
     def _encode_tensor(self, value: torch.Tensor) -> Any:
         if not value.is_nested:
             return {"$tensor": self.keep(value)}
-        return {"$nested": [_nested_kind(value), [self.keep(row) for row in value.unbind()]]}
+        return {"$nested": [nested_kind(value), [self.keep(row) for row in value.unbind()]]}
 
     def _encode_array(self, value: np.ndarray, where: str) -> Any:
         if value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
@@ -156,7 +92,7 @@ def _decode(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
             return tensors[content].numpy()
         case "$nested":
             kind, names = content
-            return _nest(kind, [tensors[name] for name in names])
+            return nest_as(kind, [tensors[name] for name in names])
         case "$float":
             return float(content)
         case "$tuple":

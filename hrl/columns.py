@@ -1,4 +1,4 @@
-"""Columns of a batch: take rows, join, compare, unite. Private to `hrl.protocol`."""
+"""Columns of a batch: take rows, join, compare, unite, and turn into plain arrays for a pickle."""
 
 from __future__ import annotations
 
@@ -9,6 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 from tensordict import TensorDict
+
+PlainTensor = tuple[str, tuple[int, ...], np.ndarray]
+PlainNested = tuple[tuple[str, str], list[PlainTensor]]  # (layout, dtype) and the rows
+PlainColumn = PlainTensor | PlainNested
+PlainBatch = tuple[tuple[int, ...], str | None, dict[tuple[str, ...], PlainColumn]]
 
 
 def row_indices(indices: Any, num_rows: int) -> np.ndarray:
@@ -227,69 +232,65 @@ def _union(target: dict[str, Any], other: dict[str, Any], what: str) -> dict[str
     return target
 
 
-def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Turn rows into columns: `[{"a": 1}, {"a": 2}]` becomes `{"a": [1, 2]}`.
+# ---- as plain arrays, for pickles ------------------------------------------------------------------------------
+
+
+def serialize_single_tensor(tensor: torch.Tensor) -> PlainTensor:
+    """Return dtype, shape and bytes; the bytes are a numpy array, which pickle 5 ships out of band without a copy."""
+    data = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
+
+
+def deserialize_single_tensor(plain: PlainTensor) -> torch.Tensor:
+    """Undo `serialize_single_tensor`. The tensor can be written to, also when the bytes came from read-only memory."""
+    dtype_name, shape, data = plain
+    array = np.asarray(data, dtype=np.uint8)
+    return torch.from_numpy(array if array.flags.writeable else array.copy()).view(_dtype_named(dtype_name)).view(shape)
+
+
+def _dtype_named(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown tensor dtype {name!r}")
+    return dtype
+
+
+def serialize_tensordict(batch: TensorDict) -> PlainBatch:
+    """Return batch size, device and the columns as plain arrays; TensorDicts inside are flattened to tuple keys.
 
     Raises:
-        AssertionError: The dicts don't all have the same keys.
+        TypeError: A column is no tensor.
     """
-    if not list_of_dict:
-        return {}
-    keys = list_of_dict[0].keys()
-    for number, row in enumerate(list_of_dict):
-        if row.keys() != keys:
-            raise AssertionError(f"dict {number} has the keys {sorted(row)} and dict 0 has {sorted(keys)}")
-    return {key: [row[key] for row in list_of_dict] for key in keys}
+    columns: dict[tuple[str, ...], PlainColumn] = {}
+    for key, value in leaves(batch):
+        if value.is_nested:
+            columns[key] = (nested_kind(value), [serialize_single_tensor(row) for row in value.unbind()])
+        else:
+            columns[key] = serialize_single_tensor(value)
+    return tuple(batch.batch_size), None if batch.device is None else str(batch.device), columns
 
 
-def merge_meta_info(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the meta_info of the parts of a batch; their `metrics` are gathered, one list per name.
-
-    Raises:
-        AssertionError: Two parts disagree on a key other than `metrics`.
-    """
-    merged: dict[str, Any] = {}
-    metrics: dict[str, list[Any]] = {}
-    for meta in metas:
-        for key, value in meta.items():
-            if key == "metrics":
-                _gather_metrics(metrics, value)
-            elif key not in merged:
-                merged[key] = value
-            elif not deep_equal(merged[key], value):
-                raise AssertionError(f"Conflicting values for meta_info key '{key}': {merged[key]!r} and {value!r}")
-    return {**merged, "metrics": metrics} if metrics else merged
+def deserialize_tensordict(plain: PlainBatch) -> TensorDict:
+    """Undo `serialize_tensordict`. A device that this process lacks becomes the CPU."""
+    batch_size, device, columns = plain
+    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        device = "cpu"
+    batch = TensorDict({}, batch_size=batch_size, device=device)
+    for key, column in columns.items():
+        if len(column) == 3:
+            batch[key] = deserialize_single_tensor(column)
+        else:
+            kind, rows = column
+            batch[key] = nest_as(kind, [deserialize_single_tensor(row) for row in rows])
+    return batch
 
 
-def _gather_metrics(gathered: dict[str, list[Any]], metrics: Any) -> None:
-    """Add one part's metrics: None, a dict, or a list of dicts. Values already gathered by an earlier concat extend."""
-    for entry in metrics if isinstance(metrics, list) else [metrics] if metrics is not None else []:
-        for name, value in entry.items():
-            gathered.setdefault(name, []).extend(value if isinstance(value, list) else [value])
+def nested_kind(tensor: torch.Tensor) -> tuple[str, str]:
+    """Return the names of a nested tensor's layout and dtype."""
+    return str(tensor.layout).removeprefix("torch."), str(tensor.dtype).removeprefix("torch.")
 
 
-def describe(batch: TensorDict | None, non_tensor_batch: Mapping[str, np.ndarray], meta_info: Mapping[str, Any]) -> str:
-    """Return a table of all columns (shape, dtype, device) and of the types in meta_info."""
-    lines = ["batch"]
-    for key, column in () if batch is None else batch.items():
-        shape = "nested" if getattr(column, "is_nested", False) else tuple(column.shape)
-        lines.append(f"  {key}: {shape} ({getattr(column, 'dtype', type(column).__name__)}) {column.device}")
-    lines.append("non_tensor_batch")
-    lines += [f"  {key}: ndarray{column.shape} ({column.dtype})" for key, column in non_tensor_batch.items()]
-    lines.append("meta_info")
-    lines += [f"  {key}: {_type_name(value)}" for key, value in meta_info.items()]
-    return "\n".join(lines)
-
-
-def _type_name(value: Any) -> str:
-    """Describe the type of a value and of what it holds, from its first entries."""
-    if isinstance(value, list):
-        return f"list[{'|'.join(sorted({_type_name(v) for v in value[:3]})) or '...'}]"
-    if isinstance(value, tuple):
-        return f"tuple({', '.join(map(_type_name, value))})"
-    if isinstance(value, dict) and value:
-        key, first = next(iter(value.items()))
-        return f"dict[{_type_name(key)}: {_type_name(first)}]"
-    if isinstance(value, np.ndarray):
-        return f"ndarray{value.shape} ({value.dtype})"
-    return type(value).__name__
+def nest_as(kind: tuple[str, str], rows: list[torch.Tensor]) -> torch.Tensor:
+    """Make a nested tensor of rows, of the kind that `nested_kind` returned."""
+    layout, dtype = kind
+    return nest_tensors(rows, {"jagged": torch.jagged, "strided": torch.strided}[layout], _dtype_named(dtype))
