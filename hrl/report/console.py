@@ -1,7 +1,7 @@
 """What a run shows while it goes on: on a terminal, as plain lines in a file, or as JSON for programs.
 
-On a terminal the phase bar is drawn below the lines and disappears; into a file or a pipe only plain lines go. The
-environment variable `NO_COLOR` turns colours off.
+A terminal has a bar of phases below the lines, which disappears when the step ends; a file or a pipe gets plain lines
+only. The environment variable `NO_COLOR` turns colours off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hrl.report.samples import (
 )
 
 PLAIN_WIDTH = 120
-"""Columns of a line in a file, which has no width of its own."""
+"""The width of a line in a file, which has none of its own."""
 
 _KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 _UPDATE_TIMERS = tuple(f"timing_s/{name}" for name in phase_groups()["update"])
@@ -47,18 +47,18 @@ def _first(metrics: Mapping[str, float], *names: str) -> float | None:
 
 
 def _validation_mean(metrics: Mapping[str, float], metric: str = r"mean@\d+") -> float | None:
-    """Mean over the data sources of `val/<source>/<metric>`, by default of the score."""
+    """Return the mean over the data sources of `val/<source>/<metric>`, by default of the score."""
     values = [value for name, value in metrics.items() if re.fullmatch(rf"val/.+/{metric}", name)]
     return sum(values) / len(values) if values else None
 
 
 def _learns_from_data(metrics: Mapping[str, float]) -> bool:
-    """Return whether this is a step of an offline trainer, which samples nothing."""
+    """Return whether these are metrics of an offline trainer, which samples nothing."""
     return "train/loss" in metrics and "timing_s/gen" not in metrics
 
 
 def _seconds(metrics: Mapping[str, float]) -> str:
-    """Seconds of the step, and of its two large parts."""
+    """Return the seconds of the step and of its two large parts."""
     update = sum(metrics.get(name, 0.0) for name in _UPDATE_TIMERS)
     step = number(metrics.get("timing_s/step"), "4.1f")
     gen = "" if _learns_from_data(metrics) else f" gen {number(metrics.get('timing_s/gen'), '4.1f')}"
@@ -99,7 +99,7 @@ _FIELDS = {
 }
 _SAMPLED = ("reward", "val", "len", "kl", "entropy", "grad", "lr")
 _FROM_DATA = ("loss", "accuracy", "margin", "val_loss", "val_accuracy", "len", "grad", "lr")
-# What gives way first where the line is too long.
+# What is dropped first if the line is too long.
 _DROP_ORDER = ("entropy", "lr", "rate", "kl", "grad", "margin", "val_accuracy")
 
 
@@ -108,7 +108,7 @@ def _counter(step: int, total_steps: int) -> str:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float], width: int) -> str:
-    """Return the one line of a step, at most `width` columns where the fields that never give way fit.
+    """Return the line of a step. Fields are dropped until it fits into `width` columns, except the most important ones.
 
     Args:
         step: The step, from 1.
@@ -134,7 +134,7 @@ def step_line(step: int, total_steps: int, metrics: Mapping[str, float], width: 
 
 
 class PhaseBar:
-    """The phases of the running step: done ones with their seconds, the running one counting up.
+    """The phases of the running step: finished ones with their seconds, and the running one counting up.
 
     Args:
         labels: Labels in order, e.g. `("gen", "reward", "update", "sync")`.
@@ -150,20 +150,20 @@ class PhaseBar:
         self._started_at = 0.0
 
     def begin_step(self, title: str) -> None:
-        """Start over with every phase to come."""
+        """Start a step, with every phase still to come."""
         self.title = title
         self._done = {}
         self._running = None
 
     def begin(self, label: str) -> None:
-        """The phase runs now."""
+        """Start a phase."""
         if label not in self.labels:
             self.labels.append(label)
         self._running = label
         self._started_at = self._clock()
 
     def end(self) -> None:
-        """The running phase is over. A phase that runs twice in a step adds up."""
+        """End the running phase. The seconds of a phase that runs twice in a step add up."""
         if self._running is not None:
             seconds = self._clock() - self._started_at
             self._done[self._running] = self._done.get(self._running, 0.0) + seconds
@@ -187,7 +187,7 @@ class PhaseBar:
 
 
 def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], title: str) -> Table:
-    """Every `val/<source>/<metric>`, a row per source and metric, with the change since the first validation."""
+    """Return every `val/<source>/<metric>` as a row, with its change since the first validation."""
     table = Table(title=title, title_justify="left")
     table.add_column("source", overflow="fold")
     table.add_column("metric")
@@ -204,11 +204,11 @@ def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], t
 
 
 class RunConsole:
-    """Shows one run on a terminal, or writes it as plain lines.
+    """Shows a run on a terminal, or writes it as plain lines.
 
     Args:
         total_steps: Steps of the run; 0 while they are not known, and the attribute can be set later.
-        phases: Timer names that a step of this run has, in order (names of `PHASES`).
+        phases: The phases of a step of this run, in order (names in `PHASES`).
         console: Where to write; standard output by default.
     """
 
@@ -221,23 +221,23 @@ class RunConsole:
 
     @property
     def width(self) -> int:
-        """Columns of a line."""
+        """The columns of a line."""
         return self._console.width if self._console.is_terminal else max(self._console.width, PLAIN_WIDTH)
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
-        """Say what is about to run."""
+        """Show what is about to run."""
         self._line(Text(title, style="bold"))
         label_width = max((len(label) for label in facts), default=0)
         for label, fact in facts.items():
             self._line(Text.assemble((f"  {label:<{label_width}}  ", "cyan"), printable(fact, limit=1000)))
 
     def note(self, text: str) -> None:
-        """One line about the run."""
+        """Show a remark about the run."""
         self._line(printable(text, limit=4000))
 
     @contextmanager
     def step_phases(self, step: int) -> Iterator[None]:
-        """Around a step: shows the phase bar on a terminal, nothing elsewhere."""
+        """Around a step: on a terminal, show the phase bar."""
         self._bar.begin_step(_counter(step, self.total_steps))
         if not self._console.is_terminal:
             yield
@@ -259,11 +259,11 @@ class RunConsole:
             self._bar.end()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The line of a step that is over."""
+        """Show the line of a finished step."""
         self._line(Text(step_line(step, self.total_steps, metrics, self.width)))
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The table of a validation; nothing where `metrics` has none."""
+        """Show the table of a validation; nothing if `metrics` has none."""
         table = validation_table(metrics, self._first_validation, f"validation after step {step}")
         if not table.row_count:
             return
@@ -272,16 +272,16 @@ class RunConsole:
         self._show(table)
 
     def rollouts(self, step: int, samples: Sequence[Sample], kind: RolloutKind = "train") -> None:
-        """Best, median and worst of the samples of a step, or of the validation after it."""
+        """Show the best, the median and the worst sample of a step, or of the validation after it."""
         of = "step" if kind == "train" else "the validation after step"
         self._show(samples_table(best_median_worst(samples), f"samples of {of} {step}"))
 
     def before_and_after(self, pairs: Sequence[tuple[Sample, Sample]], limit: int = 5) -> None:
-        """What two validations answered to the same prompts; at most `limit` pairs."""
+        """Show what two validations answered to the same prompts, at most `limit` pairs."""
         self._show(before_and_after_table(pairs, limit))
 
     def _line(self, text: Text) -> None:
-        # A line stays a line: where it is longer than the terminal, the terminal wraps it and a file keeps it.
+        # No line breaks: a terminal wraps a line that is too long, and a file keeps it whole.
         self._console.print(text, soft_wrap=True)
 
     def _show(self, renderable: RenderableType) -> None:
@@ -289,11 +289,11 @@ class RunConsole:
 
 
 class JsonConsole:
-    """Shows one run to a program: one JSON object a line on standard output, and nothing else there.
+    """Writes a run for programs: one JSON object per line on standard output, and nothing else there.
 
-    Every object has `time` (UTC, ISO 8601) and `event`: `banner`, `note`, `step`, `validation`, `rollouts` or
-    `before_and_after`. The metrics of a step stand beside these under their names in `metrics.jsonl`. Lines are ASCII,
-    so that text of a model can neither break a line nor steer a terminal.
+    Every object has a `time` (UTC, ISO 8601) and an `event`: `banner`, `note`, `step`, `validation`, `rollouts` or
+    `before_and_after`. The metrics of a step stand next to these, with their names in `metrics.jsonl`. Lines are ASCII,
+    so that text of a model can neither break a line nor control a terminal.
 
     Args:
         total_steps: Steps of the run; 0 while they are not known, and the attribute can be set later.
@@ -305,15 +305,15 @@ class JsonConsole:
         self._file = sys.stdout if file is None else file
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
-        """Say what is about to run."""
+        """Write what is about to run."""
         self._write("banner", title=title, facts=facts)
 
     def note(self, text: str) -> None:
-        """One remark about the run."""
+        """Write a remark about the run."""
         self._write("note", text=text)
 
     def step_phases(self, step: int) -> AbstractContextManager[None]:
-        """Around a step: nothing, since the seconds of its phases are among its metrics."""
+        """Around a step: nothing, as its metrics have the seconds of its phases."""
         return nullcontext()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
@@ -321,22 +321,22 @@ class JsonConsole:
         return nullcontext()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step that is over."""
+        """Write the metrics of a finished step."""
         self._write("step", step=step, total_steps=self.total_steps, **metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The `val/...` among `metrics`; nothing where there are none."""
+        """Write the `val/...` among `metrics`; nothing if there are none."""
         scores = {name: value for name, value in metrics.items() if name.startswith("val/")}
         if scores:
             self._write("validation", step=step, **scores)
 
     def rollouts(self, step: int, samples: Sequence[Sample], kind: RolloutKind = "train") -> None:
-        """Best, median and worst of the samples of a step, or of the validation after it."""
+        """Write the best, the median and the worst sample of a step, or of the validation after it."""
         picked = [{"label": label, **sample} for label, sample in best_median_worst(samples)]
         self._write("rollouts", step=step, kind=kind, samples=picked)
 
     def before_and_after(self, pairs: Sequence[tuple[Sample, Sample]], limit: int = 5) -> None:
-        """What two validations answered to the same prompts; at most `limit` pairs."""
+        """Write what two validations answered to the same prompts, at most `limit` pairs."""
         shown = [{"before": before, "after": after} for before, after in pairs[:limit]]
         self._write("before_and_after", changes=describe_changes(pairs, len(shown)), pairs=shown)
 

@@ -39,7 +39,7 @@ _TIMER = "timing_s/"
 
 _INK, _FAINT, _GRID = "#22303c", "#7b8794", "#e3e7eb"
 _REWARD, _VALIDATION = "#2f6db5", "#d1581d"
-# Groups of phases bottom to top, as a step runs them; what no group covers is "other".
+# Groups of phases from bottom to top, in the order of a step; "other" is what no group covers.
 _GROUPS = phase_groups()
 _GROUP_COLOURS = ("#2f6db5", "#8fb8de", "#c9b458", "#d1581d", "#6d4c91", "#c5ccd3")
 
@@ -52,11 +52,11 @@ class Curve:
     """What is drawn over the steps.
 
     Attributes:
-        file_name: Of the picture.
-        metric: Of training.
-        label: Its name in the legend.
-        validation: Pattern of the validation metrics that belong to it, with the source as its group.
-        axis: Name of the axis.
+        file_name: Name of the picture.
+        metric: The metric of training.
+        label: What the legend calls it.
+        validation: Pattern of the validation metrics that belong to it; its group is their source.
+        axis: Label of the axis.
     """
 
     file_name: str
@@ -89,12 +89,12 @@ class Outcome:
 
 
 def write_html_report(folder: Path, outcome: Outcome, *, total_steps: int | None = None) -> Path:
-    """Write `report.html` of a run folder; parts the run has no data for are left out.
+    """Write `report.html` into a run folder; parts that the run has no data for are left out.
 
     Args:
         folder: The run folder, with at least `config.yaml` and `environment.json`.
         outcome: How the run ended.
-        total_steps: Steps the run was to have; by default what its configuration says.
+        total_steps: Steps that were planned; by default what the configuration says.
 
     Returns:
         The path of the report.
@@ -110,7 +110,7 @@ def write_html_report(folder: Path, outcome: Outcome, *, total_steps: int | None
     config_text = (folder / "config.yaml").read_text(encoding="utf-8")
     config = yaml.safe_load(config_text)
     page = _template().render(
-        title=_pick(config, "trainer.experiment_name") or folder.name,
+        title=dict(_flat(config)).get("trainer.experiment_name") or folder.name,
         outcome=Outcome(outcome.status, readable(outcome.reason)),
         summary=run_summary(config, records, total_steps),
         pictures=[(curve.axis, base64.b64encode(file.read_bytes()).decode("ascii")) for curve, file in drawn],
@@ -138,33 +138,29 @@ def _template() -> Any:
 
 def run_summary(config: Mapping[str, Any], records: Records, total_steps: int | None = None) -> list[tuple[str, str]]:
     """Return what ran, in a few lines: model, data, algorithm, batch, engine, steps, time."""
-    rollout = _pick(config, "actor_rollout_ref.rollout") or {}
-    prompts, samples = _pick(config, "data.train_batch_size"), rollout.get("n")
-    engine, temperature = rollout.get("name"), rollout.get("temperature")
-    rate = _pick(config, "actor_rollout_ref.actor.optim.lr") or _pick(config, "optim.lr")
+    get = dict(_flat(config)).get
+    prompts, samples = get("data.train_batch_size"), get("actor_rollout_ref.rollout.n")
+    engine, rate = get("actor_rollout_ref.rollout.name"), get("actor_rollout_ref.actor.optim.lr", get("optim.lr"))
     done = max((record["step"] for record in records), default=0)
-    planned = total_steps or _pick(config, "trainer.total_training_steps")
+    planned = total_steps or get("trainer.total_training_steps")
     seconds = sum(record.get("timing_s/step") or 0.0 for record in records)
+    sampled = samples and prompts and f"{prompts} prompts × {samples} samples = {prompts * samples} sequences"
     facts = {
-        "model": _pick(config, "actor_rollout_ref.model.path") or _pick(config, "model.path"),
-        "data": _listed(_pick(config, "data.train_files")),
-        "validation": _listed(_pick(config, "data.val_files")),
-        "algorithm": _pick(config, "algorithm.adv_estimator") or _pick(config, "algorithm.loss_type"),
+        "model": get("actor_rollout_ref.model.path", get("model.path")),
+        "data": _listed(get("data.train_files")),
+        "validation": _listed(get("data.val_files")),
+        "algorithm": get("algorithm.adv_estimator", get("algorithm.loss_type")),
         "learning rate": None if rate is None else f"{rate:g}",
-        "batch": prompts and (_sampled(prompts, samples) if samples else f"{prompts} rows"),
-        "engine": engine and f"{engine}, temperature {temperature}",
+        "batch": sampled or (prompts and f"{prompts} rows"),
+        "engine": engine and f"{engine}, temperature {get('actor_rollout_ref.rollout.temperature')}",
         "steps": f"{done} of {planned}" if planned else str(done),
         "time in steps": f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min",
     }
     return [(name, str(fact)) for name, fact in facts.items() if fact]
 
 
-def _sampled(prompts: int, samples: int) -> str:
-    return f"{prompts} prompts × {samples} samples = {prompts * samples} sequences"
-
-
 def validation_summary(records: Records) -> dict[str, Any] | None:
-    """First and last validation of a run, a row per source and metric; None where it never validated."""
+    """Return the first and the last validation of a run, a row per source and metric; None where there was none."""
     validations = [record for record in records if any(name.startswith("val/") for name in record)]
     if not validations:
         return None
@@ -187,7 +183,7 @@ def validation_summary(records: Records) -> dict[str, Any] | None:
 
 
 def timing_summary(records: Records) -> list[dict[str, Any]]:
-    """Median seconds of every phase over the steps that had it, how often it ran, its share of the time measured."""
+    """Return for every phase its median seconds, how often it ran, and its share of the measured time."""
     timers = {name.removeprefix(_TIMER) for record in records for name in record if name.startswith(_TIMER)}
     order = [name for name in TITLES if name in timers] + sorted(timers - set(TITLES) - {"step"})
     seconds = {name: [s for r in records if (s := r.get(_TIMER + name)) is not None] for name in order}
@@ -208,7 +204,7 @@ def timing_summary(records: Records) -> list[dict[str, Any]]:
 
 
 def _changes(rollouts: Path) -> dict[str, Any] | None:
-    """Answers of the first and the last validation to the same prompts."""
+    """Return what the first and the last validation answered to the same prompts."""
     comparison = compare_validations(rollouts)
     if comparison is None:
         return None
@@ -222,7 +218,7 @@ def _changes(rollouts: Path) -> dict[str, Any] | None:
 
 
 def _last_samples(rollouts: Path) -> dict[str, Any] | None:
-    """Best, median and worst sample of the last step."""
+    """Return the best, the median and the worst sample of the last step."""
     steps = rollouts_steps(rollouts)
     if not steps:
         return None
@@ -232,7 +228,7 @@ def _last_samples(rollouts: Path) -> dict[str, Any] | None:
 
 
 def _shown(record: Sample) -> dict[str, Any]:
-    """Return a sample as the template shows it: control characters are spelled out, numbers formatted."""
+    """Return a sample as the template shows it, with control characters spelled out and numbers formatted."""
     return {
         "question": readable(question(record)),
         "prompt": readable(record["prompt"]),
@@ -245,41 +241,33 @@ def _shown(record: Sample) -> dict[str, Any]:
 # ---------------------------------------------------------------------------------------------- small helpers
 
 
-def _pick(config: Mapping[str, Any], key: str) -> Any:
-    """Return the value of a dotted key, None where the configuration has no such key."""
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
-
-
 def _listed(files: Any) -> str:
-    """File names with commas between them."""
+    """Join file names by commas."""
     return ", ".join(map(str, files)) if isinstance(files, list) else str(files or "")
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield a nested mapping as dotted names and texts."""
+def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted names and values of a nested mapping."""
     for name, fact in facts.items():
         if isinstance(fact, Mapping):
             yield from _flat(fact, f"{prefix}{name}.")
         else:
-            yield f"{prefix}{name}", str(fact)
+            yield f"{prefix}{name}", fact
 
 
 # ---------------------------------------------------------------------------------------------- the picture
 
 
 def series(records: Records, name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of one metric, where a step has it as a number."""
+    """Return the steps that have a number for a metric, and these numbers."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def phase_seconds(records: Records) -> dict[str, list[float]]:
-    """Seconds per step and kind of phase, `other` being what no timer covers; kinds that never ran are left out."""
+    """Return seconds per step by kind of phase, `other` being what no timer covers, without kinds that never ran."""
     seconds = {
-        kind: [sum(record.get(f"timing_s/{name}") or 0.0 for name in names) for record in records]
+        kind: [sum(record.get(_TIMER + name) or 0.0 for name in names) for record in records]
         for kind, names in _GROUPS.items()
     }
     totals = [record.get("timing_s/step") or 0.0 for record in records]
@@ -288,16 +276,16 @@ def phase_seconds(records: Records) -> dict[str, list[float]]:
 
 
 def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str = "", curve: Curve = REWARD) -> Path:
-    """Draws what `metrics.jsonl` of a run tells.
+    """Draw the curve of a run from its `metrics.jsonl`.
 
-    Above: mean training reward of every step and the validation score of each data source, or another curve. Below:
-    the seconds of every step by phase.
+    Above stands the curve, by default the mean training reward of every step and the validation score of each data
+    source; below, the seconds of every step by phase.
 
     Args:
         metrics_file: `metrics.jsonl` of the run.
         picture: The PNG file to write.
         title: Headline, for example model and algorithm.
-        curve: What is drawn above.
+        curve: What to draw above.
 
     Returns:
         The picture's path.
@@ -310,7 +298,7 @@ def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str
 
     records = read_jsonl(Path(metrics_file))
     figure = Figure(figsize=(9, 6.2), dpi=120, layout="constrained")
-    canvas = FigureCanvasAgg(figure)  # an own canvas: no display, and pyplot's global state stays untouched
+    canvas = FigureCanvasAgg(figure)  # a canvas of its own needs no display and leaves pyplot's global state alone
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
     _draw_curve(upper, records, curve)
     _draw_seconds(lower, [record for record in records if record.get("timing_s/step") is not None])

@@ -1,4 +1,4 @@
-"""The phases of a step: their timers' names, what they are called wherever they are shown, and what they cost."""
+"""The phases of a step: the names of their timers, what they are called where they are shown, and what they cost."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Phase:
     """A part of a step that is timed as `timing_s/<name>`.
 
     Attributes:
-        name: Of the timer, as the trainer calls it.
-        label: In the phase bar, where a step has one line.
-        title: In the report.
-        tokens: Which tokens it works on, to which `timing_per_token_ms/<name>` relates its seconds; None where its
-            time does not follow from tokens.
-        group: The colour it shares in the picture; None leaves it to the others.
+        name: The name of the timer, as the trainer calls it.
+        label: Its name in the phase bar, where there is little room.
+        title: Its name in the report.
+        tokens: The tokens it works on, by which `timing_per_token_ms/<name>` divides its seconds; None if its time does
+            not depend on tokens.
+        group: The phases that share its colour in the picture; None leaves it to "other".
     """
 
     name: str
@@ -40,8 +40,8 @@ PHASES = (
     Phase("weight_sync", "sync", "weight sync", group="weight sync"),
     Phase("testing", "validate", "validation"),
 )
-"""In the order of a step; `update` is that of the trainers that learn from a data set. A phase that a subclass of the
-trainer adds is shown after these by its timer's name."""
+"""In the order of a step; trainers that learn from a data set have the phase `update`. A phase that a subclass of a
+trainer adds is shown after these, by the name of its timer."""
 
 LABELS = {phase.name: phase.label for phase in PHASES}
 TITLES = {phase.name: phase.title for phase in PHASES}

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time, nothing overwritten, what is needed to understand it later."""
+"""The folder of a run: one run at a time, nothing overwritten, and what is needed to understand it later."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = ".lock"
 RolloutKind = Literal["train", "val"]
 
-# What a second run moves aside. Checkpoints are not among them: a folder with checkpoints is resumed or refused.
+# What a second run moves aside. Checkpoints are not moved: a folder that has some is resumed or refused.
 _OUTPUTS = (
     "metrics.jsonl",
     "config.yaml",
@@ -51,16 +51,16 @@ class RunFolderError(HrlError, RuntimeError):
 class RunFolder:
     """A locked run folder.
 
-    The lock belongs to the process and goes with it, also after SIGKILL. Outputs of an earlier run are never
-    overwritten: a run that resumes goes on writing them, any other run first moves them to `earlier/<n>/`.
+    The lock ends with the process, even if that is killed. Outputs of an earlier run are never overwritten: a run that
+    resumes appends to them, any other run first moves them to `earlier/<n>/`.
 
     Args:
-        path: The folder, made if missing.
+        path: The folder; created if missing.
         resume: The run continues from a checkpoint of this folder.
 
     Raises:
-        RunFolderError: Another live run holds the folder, it holds checkpoints and `resume` is False, or it can't be
-            made and written: no such place, no right, no room.
+        RunFolderError: Another live run uses the folder, it holds checkpoints and `resume` is False, or it can't be
+            created or written.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
@@ -74,21 +74,21 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
-        """One JSON object per step."""
+        """The file of metrics, one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
+        """The folder of the checkpoints."""
         return self.checkpoints_in(self.path)
 
     @staticmethod
     def checkpoints_in(path: str | Path) -> Path:
-        """Return where the checkpoints of a run folder lie, for who must know before the folder is opened."""
+        """Return the folder of the checkpoints of a run folder that need not be open."""
         return Path(path).expanduser().resolve() / "checkpoints"
 
     def close(self) -> None:
-        """Releases the folder."""
+        """Release the folder."""
         self._lock.close()
 
     def write_config(self, config: Mapping[str, Any]) -> Path:
@@ -104,7 +104,7 @@ class RunFolder:
             return write_text(self.path / "environment.json", text)
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]], kind: RolloutKind = "train") -> Path:
-        """Write samples, one object a line: `step_<step>.jsonl`, or `val_step_<step>.jsonl` of a validation."""
+        """Write samples to `step_<step>.jsonl`, or those of a validation to `val_step_<step>.jsonl`."""
         text = "".join(json_line(record) for record in records)
         with writing_to(self.path):
             self.rollouts.mkdir(parents=True, exist_ok=True)
@@ -116,11 +116,11 @@ class RunFolder:
         A last line that a crash left unfinished goes with them.
 
         Args:
-            step: The last one that stays.
-            aside: The folder they move to; made if there are any.
+            step: The last step to keep.
+            aside: The folder they move to; created if there is anything to move.
 
         Returns:
-            Whether there were any.
+            Whether anything was moved.
         """
         with writing_to(self.path):
             files = [file for file in self.rollouts.glob("*step_*.jsonl") if _step_of(file) > step]
@@ -173,15 +173,15 @@ class RunFolder:
 
 
 def outputs_in(folder: Path) -> list[Path]:
-    """Return what an earlier run left in a run folder, beside its checkpoints."""
+    """Return what an earlier run left in a run folder, apart from checkpoints."""
     return [folder / name for name in _OUTPUTS if (folder / name).exists()]
 
 
 def check_holds_no_checkpoints(folder: Path) -> None:
-    """Refuse a folder whose run would be begun anew over its checkpoints.
+    """Refuse to start a new run in a folder that holds checkpoints.
 
     Raises:
-        RunFolderError: There are some.
+        RunFolderError: It holds some.
     """
     if any(RunFolder.checkpoints_in(folder).glob("step_*")):
         raise RunFolderError(
@@ -191,7 +191,7 @@ def check_holds_no_checkpoints(folder: Path) -> None:
 
 
 def in_use(folder: Path, lock: IO[str]) -> RunFolderError:
-    """Return the refusal of a folder whose lock file, open here, another process has locked."""
+    """Return the error for a folder whose lock file, open here, is locked by another process."""
     lock.seek(0)
     owner = lock.read().strip() or "another process"
     return RunFolderError(
@@ -201,10 +201,10 @@ def in_use(folder: Path, lock: IO[str]) -> RunFolderError:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Around writing to a run folder: what the file system refuses gets the key that names the folder and the way out.
+    """Turn an `OSError` inside into an error that names the run folder, its configuration key, and the way out.
 
     Raises:
-        RunFolderError: In place of any `OSError` inside.
+        RunFolderError: In place of the `OSError`.
     """
     try:
         yield
@@ -218,18 +218,18 @@ def writing_to(folder: Path) -> Iterator[None]:
 
 
 def next_numbered(parent: Path) -> Path:
-    """Return the first of the folders `1`, `2`, … below `parent` that comes after all that are there; not yet made."""
+    """Return the next of the folders `1`, `2`, … below `parent`; it is not created."""
     taken = [int(entry.name) for entry in parent.glob("*") if entry.name.isdigit()]
     return parent / str(max(taken, default=0) + 1)
 
 
 def rollouts_file(rollouts: Path, step: int, kind: RolloutKind = "train") -> Path:
-    """Return where the samples of a step, or of the validation after it, lie in the folder `rollouts`."""
+    """Return the file in the folder `rollouts` for the samples of a step, or of the validation after it."""
     return rollouts / (f"step_{step}.jsonl" if kind == "train" else f"val_step_{step}.jsonl")
 
 
 def rollouts_steps(rollouts: Path, kind: RolloutKind = "train") -> list[int]:
-    """Return the steps whose samples lie in the folder `rollouts`, in order."""
+    """Return the steps that have samples in the folder `rollouts`, in order."""
     found = (_step_of(file) for file in rollouts.glob("*step_*.jsonl"))
     return sorted(step for step in set(found) if rollouts_file(rollouts, step, kind).exists())
 
@@ -239,38 +239,38 @@ def _step_of(rollouts_file: Path) -> int:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return what a reader needs to run this again: versions, machine, git revision. Reads no environment variable."""
+    """Return what it takes to run this again: versions, machine, git revision. Environment variables are not read."""
     versions = {}
     for package in _PACKAGES:
         try:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            continue  # an optional package that is not there is not part of the environment
+            continue  # optional, and not installed
     return {
         "hrl": hrl.__version__,
         "git": _git_revision(Path(__file__).parent),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),  # that the run may use; the machine can have more
+        "cores": len(os.sched_getaffinity(0)),  # those that the run may use; the machine may have more
         "memory_bytes": psutil.virtual_memory().total,
         "packages": versions,
     }
 
 
 def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
-    """One record as one line of strict JSON. JSON has no NaN or infinity: such numbers become null."""
+    """Return a record as one line of strict JSON. JSON has no NaN or infinity: such numbers become null."""
     return json.dumps(_plain(record), ensure_ascii=ascii_only, allow_nan=False) + "\n"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON-lines file whose last line a crash may have cut off; that line is left out.
+    """Read a file with one JSON object per line. A last line that a crash cut off is left out.
 
     Raises:
-        ValueError: Another line is no JSON; names file and line.
+        ValueError: Any other line is not JSON; names file and line.
     """
     records = []
     lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines[:-1], start=1):  # what follows the last newline is empty or unfinished
+    for number, line in enumerate(lines[:-1], start=1):  # after the last newline is nothing, or an unfinished line
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
@@ -279,7 +279,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy and tensor scalars, arrays and mappings into what JSON knows."""
+    """Turn numpy and torch scalars, arrays and mappings into what JSON has."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -294,7 +294,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file whole or not at all."""
+    """Write a file completely or not at all."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
@@ -302,7 +302,7 @@ def write_text(path: Path, text: str) -> Path:
 
 
 def _git_revision(folder: Path) -> dict[str, Any] | None:
-    """Revision of the checkout that holds `folder`, and whether it has changes; None outside of a checkout."""
+    """Return the revision of the checkout that holds `folder`, and whether it has changes; None outside a checkout."""
 
     def git(*arguments: str) -> str | None:
         try:

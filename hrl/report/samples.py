@@ -1,6 +1,6 @@
-"""The samples of a run: as records in `rollouts/`, as what a person is shown of them, and as tables of the terminal.
+"""The samples of a run: as records in `rollouts/`, which of them to show, and how.
 
-Text of a model is data here: markup and escape sequences in it are shown, not followed.
+Text of a model is only data here: markup and escape sequences in it are shown, not followed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
     from hrl.protocol import DataProto
 
 Sample = Mapping[str, Any]
-"""One record of `rollouts/`; see `rollout_records`."""
+"""A record of `rollouts/`; see `rollout_records`."""
 SORT_KEYS = {"score": "score", "length": "response_length", "advantage": "advantage"}
-"""What samples can be sorted by, and the column of a record that has it."""
+"""What samples can be sorted by, and where a record has it."""
 _NON_TENSOR_COLUMNS = ("uid", "sample_index", "data_source", "finish_reason")
 
 
 class NoSamplesError(HrlError, ValueError):
-    """There are no such samples. The message says which there are."""
+    """There are no samples like those asked for. The message says which there are."""
 
 
 # ---------------------------------------------------------------------------------------------- records
 
 
 def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Describe every row of a scored batch, as `rollouts/` holds it.
+    """Return the record of every row of a scored batch.
 
     Args:
         batch: B rows with `prompts`, `responses`, `attention_mask`, `response_mask`, and whatever else the run has.
@@ -95,12 +95,12 @@ def _texts(batch: DataProto, column: str, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def best_median_worst(records: Sequence[Sample]) -> list[tuple[str, Sample]]:
-    """Pick the records with the highest, the middle and the lowest score; fewer where fewer have one."""
+    """Return the records with the highest, the middle and the lowest score; fewer if fewer have a score."""
     order = sorted((r for r in records if r.get("score") is not None), key=lambda r: -r["score"])
     if not order:
         return []
     picks = {"best": 0, "median": len(order) // 2, "worst": len(order) - 1}
-    labels = {position: label for label, position in reversed(picks.items())}  # where they coincide, the first name
+    labels = {position: label for label, position in reversed(picks.items())}  # the first label wins a tie
     return [(labels[position], order[position]) for position in sorted(labels)]
 
 
@@ -118,7 +118,7 @@ class Comparison(NamedTuple):
 
 
 def compare_validations(rollouts: Path) -> Comparison | None:
-    """Compare the first validation of a run, made perhaps before it was resumed, with the last one.
+    """Compare the first validation of a run, also if it was made before a resume, with the last one.
 
     Args:
         rollouts: The folder of the run's samples.
@@ -139,14 +139,14 @@ def read_samples(rollouts: Path, step: int, kind: RolloutKind = "train") -> list
 
 
 def before_and_after(first: Sequence[Sample], last: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Pairs the samples of two validations by prompt; with several samples of a prompt, one by one in their order.
+    """Pair the samples of two validations by prompt; several samples of a prompt are paired in their order.
 
     Args:
         first: Samples of the earlier validation.
         last: Samples of the later one.
 
     Returns:
-        The pairs, the largest change of score first, for better or worse, else in the order of `first`.
+        The pairs, the largest change of score first, up or down; equal ones in the order of `first`.
     """
     after = dict(_by_prompt(last))
     pairs = [(record, after[key]) for key, record in _by_prompt(first) if key in after]
@@ -154,13 +154,13 @@ def before_and_after(first: Sequence[Sample], last: Sequence[Sample]) -> list[tu
 
 
 def change_of_score(pair: tuple[Sample, Sample]) -> float | None:
-    """Score after less score before; None where one of the two has none."""
+    """Return the score after minus the score before; None if either is missing."""
     before, after = (record.get("score") for record in pair)
     return None if before is None or after is None else after - before
 
 
 def describe_changes(pairs: Sequence[tuple[Sample, Sample]], shown: int) -> str:
-    """Return how many samples of a validation got better and worse, and which of them are shown."""
+    """Return in words how many samples of a validation got better or worse, and which of them are shown."""
     changes = [change_of_score(pair) or 0.0 for pair in pairs]
     better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
     counts = f"{better} better, {worse} worse, {len(pairs) - better - worse} as before"
@@ -168,7 +168,7 @@ def describe_changes(pairs: Sequence[tuple[Sample, Sample]], shown: int) -> str:
 
 
 def _by_prompt(records: Sequence[Sample]) -> Iterator[tuple[Hashable, Sample]]:
-    """Keys every record by data source, prompt and how many samples of that prompt came before it."""
+    """Yield every record with its key: data source, prompt, and how many samples of the prompt came before it."""
     seen: Counter[Hashable] = Counter()
     for record in records:
         prompt = (record.get("data_source"), record["prompt"])
@@ -180,20 +180,17 @@ def _by_prompt(records: Sequence[Sample]) -> Iterator[tuple[Hashable, Sample]]:
 
 
 def question(record: Sample) -> str:
-    """Return what a person wants to read as the prompt.
-
-    The chat's last message, or the whole prompt where that is missing.
-    """
+    """Return the part of the prompt that a person wants to read: the chat's last message, else the whole prompt."""
     return str(record.get("question", record["prompt"]))
 
 
 def readable(text: str) -> str:
-    """Text of a model with every control, escape and direction character spelled out, so that it can be shown."""
+    """Spell out every control, escape and direction character of a text, so that it can be shown."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def sample_facts(record: Sample) -> list[tuple[str, str]]:
-    """Return what is known of a sample apart from its texts, as label and value."""
+    """Return all that is known of a sample besides its texts, as labels and values."""
     facts = {
         "score": _fact(record.get("score"), ".3f"),
         "advantage": _fact(record.get("advantage"), "+.3f"),
@@ -217,7 +214,7 @@ def number(value: float | None, spec: str) -> str:
 
 
 def printable(text: str, limit: int = 400) -> Text:
-    """Text of a model, safe to show: no markup, no control or escape sequence, cut in the middle at `limit`."""
+    """Make a text safe to show: no markup, no control or escape sequences, cut in the middle if longer than `limit`."""
     clean = readable(text)
     if len(clean) > limit:
         half = limit // 2
@@ -226,7 +223,7 @@ def printable(text: str, limit: int = 400) -> Text:
 
 
 def samples_table(samples: Sequence[tuple[str, Sample]], title: str) -> Table:
-    """Labelled samples with score, advantage, length, stop reason and the parts of the reward."""
+    """Return labelled samples with score, advantage, length, stop reason and the parts of the reward."""
     table = Table(title=title, title_justify="left", show_lines=True, expand=True)
     for heading, ratio in (("", None), ("prompt", 3), ("response", 4), ("reward", 3)):
         table.add_column(heading, ratio=ratio, overflow="fold")
@@ -269,19 +266,19 @@ def show_rollouts(
     limit: int = 10,
     validation: bool = False,
 ) -> None:
-    """List samples of one step.
+    """Show samples of one step.
 
     Args:
         folder: The run folder.
         console: Where to write.
         step: The step; the last one by default.
-        sort: A name of `SORT_KEYS`, the largest first; by default samples stand in the order of the batch, those of
-            one prompt together.
+        sort: A name in `SORT_KEYS`, largest first; by default samples stand in the order of the batch, which keeps
+            those of a prompt together.
         limit: How many to show.
-        validation: Samples of the validation after the step, in place of its training samples.
+        validation: Show samples of the validation after the step instead of its training samples.
 
     Raises:
-        NoSamplesError: The folder holds no samples, not those of the step, or not what to sort by.
+        NoSamplesError: The folder has no samples, none of this step, or none with what to sort by.
     """
     kind: RolloutKind = "val" if validation else "train"
     step = _existing_step(folder, step, kind)
@@ -298,11 +295,13 @@ def _existing_step(folder: Path, step: int | None, kind: RolloutKind) -> int:
     steps = rollouts_steps(folder / "rollouts", kind)
     samples = "validation samples" if kind == "val" else "samples"
     if not steps:
-        raise NoSamplesError(f"{folder} holds no {samples}: a run folder has them in rollouts/ after its first step")
+        raise NoSamplesError(
+            f"{folder} holds no {samples}: a run writes them there, to rollouts/, from its first step on"
+        )
     if step is None:
         return steps[-1]
     if step not in steps:
-        raise NoSamplesError(f"{folder} holds no {samples} of step {step}; it holds those of {_ranges(steps)}")
+        raise NoSamplesError(f"{folder} holds no {samples} of step {step}; it has those of {_ranges(steps)}")
     return step
 
 
@@ -312,13 +311,13 @@ def _sorted(records: Sequence[Sample], sort: str | None) -> Sequence[Sample]:
     key = SORT_KEYS[sort]
     if not any(key in record for record in records):
         others = " or ".join(name for name in SORT_KEYS if name != sort)
-        raise NoSamplesError(f"these samples have no {sort}; sort them by {others}")
+        raise NoSamplesError(f"these samples have no {sort}; sort by {others}")
     # Records without such a number come last.
     return sorted(records, key=lambda record: (record.get(key) is None, -(record.get(key) or 0.0)))
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """`[1, 2, 3, 7]` as `1-3, 7`."""
+    """Write `[1, 2, 3, 7]` as `1-3, 7`."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][-1] + 1:

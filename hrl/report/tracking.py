@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hrl.config.names import WITHOUT_TRACKER
 from hrl.report.run_folder import json_line, read_jsonl, write_text, writing_to
@@ -27,157 +27,120 @@ _FINISH_TIMEOUT_S = 30.0
 _MAX_WAITING_CALLS = 1000
 
 
-class Tracker(Protocol):
-    """A place for metrics outside of the run folder. Every method runs in the tracker's own thread."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of one step."""
-
-    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
-        """Take validation samples, with `prompt`, `response` and `score`."""
-
-    def finish(self) -> None:
-        """Send what is left."""
-
-
 @dataclass(frozen=True)
 class RunInfo:
     """What a tracker needs to know of a run."""
 
     project: str
     name: str
-    config: Mapping[str, Any]
+    config: dict[str, Any]
     folder: Path
 
 
-_TABLE = ("prompt", "response", "score")
-"""Columns of a table of samples."""
+@dataclass(frozen=True)
+class Tracker:
+    """A place for metrics outside of the run folder. All of it runs in a thread of its own.
+
+    Attributes:
+        log: Takes the metrics of one step, and the step.
+        log_generations: Takes validation samples, with `prompt`, `response` and `score`, and the step.
+        finish: Sends what is left.
+    """
+
+    log: Callable[[dict[str, float], int], object]
+    log_generations: Callable[[Sequence[Sample], int], object]
+    finish: Callable[[], object]
+
+
+_COLUMNS = ["prompt", "response", "score"]
 
 
 def _rows(samples: Sequence[Sample]) -> list[list[Any]]:
-    return [[sample[name] for name in _TABLE] for sample in samples]
+    return [[sample[name] for name in _COLUMNS] for sample in samples]
 
 
-class TensorBoardTracker:
-    """Event files in `<run folder>/tensorboard`."""
+def _tensorboard(run: RunInfo) -> Tracker:
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, run: RunInfo) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    writer = SummaryWriter(str(run.folder / "tensorboard"))
 
-        self._writer = SummaryWriter(str(run.folder / "tensorboard"))
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, step)
 
-    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
-        for number, sample in enumerate(samples):
+    def log_generations(samples: Sequence[Sample], step: int) -> None:
+        for number, (prompt, response, score) in enumerate(_rows(samples)):
             # Indented by four, the text is a code block: TensorBoard would render it as markdown otherwise.
-            text = f"score {sample['score']}\n\n{sample['prompt']}\n{sample['response']}".replace("\n", "\n    ")
-            self._writer.add_text(f"val/generation_{number}", text, step)
+            text = f"score {score}\n\n{prompt}\n{response}".replace("\n", "\n    ")
+            writer.add_text(f"val/generation_{number}", text, step)
 
-    def finish(self) -> None:
-        self._writer.close()
-
-
-class _PackageTracker:
-    """A tracker whose package takes numbers and tables by name in a call `log`, as wandb's does."""
-
-    def __init__(self, run: RunInfo) -> None:
-        self._target = self._start(run)
-
-    def _start(self, run: RunInfo) -> Any:
-        """Begin the run; return what has its `log` and `finish`."""
-        raise NotImplementedError
-
-    def _shown(self, samples: Sequence[Sample]) -> Any:
-        """Return samples as the package shows them."""
-        raise NotImplementedError
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._target.log(dict(metrics), step=step)
-
-    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
-        self._target.log({"val/generations": self._shown(samples)}, step=step)
-
-    def finish(self) -> None:
-        self._target.finish()
+    return Tracker(log, log_generations, writer.close)
 
 
-class WandbTracker(_PackageTracker):
-    """Weights & Biases."""
+def _wandb(run: RunInfo) -> Tracker:
+    import wandb
 
-    def _start(self, run: RunInfo) -> Any:
-        import wandb
+    opened = wandb.init(project=run.project, name=run.name, config=run.config, dir=str(run.folder))
 
-        self._table = wandb.Table
-        return wandb.init(project=run.project, name=run.name, config=dict(run.config), dir=str(run.folder))
+    def log_generations(samples: Sequence[Sample], step: int) -> None:
+        opened.log({"val/generations": wandb.Table(columns=_COLUMNS, data=_rows(samples))}, step=step)
 
-    def _shown(self, samples: Sequence[Sample]) -> Any:
-        return self._table(columns=list(_TABLE), data=_rows(samples))
+    return Tracker(lambda metrics, step: opened.log(metrics, step=step), log_generations, opened.finish)
 
 
-class SwanlabTracker(_PackageTracker):
-    """SwanLab."""
+def _mlflow(run: RunInfo) -> Tracker:
+    import mlflow
 
-    def _start(self, run: RunInfo) -> Any:
-        import swanlab
+    mlflow.set_experiment(run.project)
+    mlflow.start_run(run_name=run.name)
+    mlflow.log_dict(run.config, "config.json")
 
-        folder = str(run.folder / "swanlab")
-        swanlab.init(project=run.project, experiment_name=run.name, config=dict(run.config), logdir=folder)
-        return swanlab
-
-    def _shown(self, samples: Sequence[Sample]) -> Any:
-        return [self._target.Text(f"{s['prompt']}\n{s['response']}", caption=f"score {s['score']}") for s in samples]
-
-
-class TrackioTracker(_PackageTracker):
-    """Trackio, local first."""
-
-    def _start(self, run: RunInfo) -> Any:
-        import trackio
-
-        trackio.init(project=run.project, name=run.name, config=dict(run.config))
-        return trackio
-
-    def _shown(self, samples: Sequence[Sample]) -> Any:
-        return self._target.Table(list(_TABLE), _rows(samples))
-
-
-class MlflowTracker:
-    """MLflow, at the address its own settings name."""
-
-    def __init__(self, run: RunInfo) -> None:
-        import mlflow
-
-        self._mlflow = mlflow
-        mlflow.set_experiment(run.project)
-        mlflow.start_run(run_name=run.name)
-        mlflow.log_dict(dict(run.config), "config.json")
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(metrics: dict[str, float], step: int) -> None:
         # MLflow allows no "@" in a name.
-        self._mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
+        mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
 
-    def log_generations(self, samples: Sequence[Sample], step: int) -> None:
-        rows = [dict(zip(_TABLE, row, strict=True)) for row in _rows(samples)]
-        self._mlflow.log_dict({"samples": rows}, f"generations/step_{step}.json")
+    def log_generations(samples: Sequence[Sample], step: int) -> None:
+        rows = [dict(zip(_COLUMNS, row, strict=True)) for row in _rows(samples)]
+        mlflow.log_dict({"samples": rows}, f"generations/step_{step}.json")
 
-    def finish(self) -> None:
-        self._mlflow.end_run()
+    return Tracker(log, log_generations, mlflow.end_run)
+
+
+def _swanlab(run: RunInfo) -> Tracker:
+    import swanlab
+
+    folder = str(run.folder / "swanlab")
+    swanlab.init(project=run.project, experiment_name=run.name, config=run.config, logdir=folder)
+
+    def log_generations(samples: Sequence[Sample], step: int) -> None:
+        texts = [swanlab.Text(f"{text}\n{answer}", caption=f"score {score}") for text, answer, score in _rows(samples)]
+        swanlab.log({"val/generations": texts}, step=step)
+
+    return Tracker(lambda metrics, step: swanlab.log(metrics, step=step), log_generations, swanlab.finish)
+
+
+def _trackio(run: RunInfo) -> Tracker:
+    import trackio
+
+    trackio.init(project=run.project, name=run.name, config=run.config)
+
+    def log_generations(samples: Sequence[Sample], step: int) -> None:
+        trackio.log({"val/generations": trackio.Table(_COLUMNS, _rows(samples))}, step=step)
+
+    return Tracker(lambda metrics, step: trackio.log(metrics, step=step), log_generations, trackio.finish)
 
 
 TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
-    "tensorboard": TensorBoardTracker,
-    "wandb": WandbTracker,
-    "mlflow": MlflowTracker,
-    "swanlab": SwanlabTracker,
-    "trackio": TrackioTracker,
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+    "swanlab": _swanlab,
+    "trackio": _trackio,
 }
 
 
 class _TrackerThread:
-    """A tracker in its own daemon thread: calls are queued, failures counted, and a hang delays nobody."""
+    """A tracker in a daemon thread of its own: calls are queued, failures counted, and a hang delays nobody."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name = name
@@ -304,12 +267,14 @@ class Tracking:
         run_dir: str | Path,
     ) -> None:
         wanted = installed_trackers([default_backend] if isinstance(default_backend, str) else default_backend)
-        run = RunInfo(project_name, experiment_name, config or {}, Path(run_dir))
+        run = RunInfo(project_name, experiment_name, dict(config or {}), Path(run_dir))
         self._log = MetricsLog(run.folder / "metrics.jsonl")
         self._threads = [_TrackerThread(name, lambda make=TRACKERS[name]: make(run)) for name in wanted]  # type: ignore[misc]
 
     def log(self, data: Mapping[str, float], step: int) -> None:
-        """Write one step, or more of the last one. With trackers that failed, `tracking/failures` counts them.
+        """Write the metrics of a step, or further ones of the last step.
+
+        If a tracker has failed, `tracking/failures` counts how often.
 
         Raises:
             ValueError: A later step has been written.
@@ -318,7 +283,7 @@ class Tracking:
         record = {**data, "tracking/failures": failures} if failures else dict(data)
         self._log.write(step, record)
         for thread in self._threads:
-            thread.call("log", record, step)
+            thread.call("log", dict(record), step)
 
     def log_generations(self, samples: Sequence[Sample], step: int) -> None:
         """Send validation samples to the trackers; the run folder has them in `rollouts/`."""
@@ -333,21 +298,18 @@ class Tracking:
 
 
 def installed_trackers(names: Sequence[str]) -> list[str]:
-    """Those of `names` that are trackers, once each; the console and the metrics file need none.
+    """Return the trackers among `names`, once each; the console and the metrics file need none.
 
     Raises:
         ValueError: A tracker is unknown, or its package is not installed; names the extra to install.
     """
     wanted = [name for name in dict.fromkeys(names) if name not in WITHOUT_TRACKER]
     for name in wanted:
-        _check_available(name)
+        if name not in TRACKERS:
+            known = [*WITHOUT_TRACKER, *TRACKERS]
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(known)}"
+            raise ValueError(f"trainer.logger: there is no tracker {name!r}; {hint}")
+        if importlib.util.find_spec(name) is None:
+            raise ValueError(f"trainer.logger: {name} is not installed; install it with: pip install {name}")
     return wanted
-
-
-def _check_available(name: str) -> None:
-    if name not in TRACKERS:
-        near = difflib.get_close_matches(name, [*WITHOUT_TRACKER, *TRACKERS], n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join([*WITHOUT_TRACKER, *TRACKERS])}"
-        raise ValueError(f"trainer.logger: there is no tracker {name!r}; {hint}")
-    if importlib.util.find_spec(name) is None:
-        raise ValueError(f"trainer.logger: {name} is not installed; install it with: pip install {name}")

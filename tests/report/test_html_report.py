@@ -91,7 +91,7 @@ def test_a_run_that_failed_before_its_first_step_says_why(tmp_path):
     folder = started_run(tmp_path)
     page = Page(write_html_report(folder.path, Outcome.of(RuntimeError("rank 1: <no memory>"))))
     assert "failed RuntimeError: rank 1: <no memory>" in page.text
-    assert "This run has not validated." in page.text
+    assert "No validation was run." in page.text
     assert "steps 0 of 3" in page.text
     assert "img" not in page.tags
     assert not {"Samples of step", "Before and after", "Where the time went"} & set(page.texts)

@@ -84,7 +84,7 @@ def test_a_run_without_validation_compares_nothing(tmp_path):
     with run.reporter:
         run.step(1)
     assert "before and after" not in run.shown
-    assert "This run has not validated." in run.page
+    assert "No validation was run." in run.page
 
 
 def test_a_run_without_a_step_still_leaves_its_report(tmp_path):

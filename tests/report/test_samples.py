@@ -207,9 +207,9 @@ def test_text_of_a_model_is_shown_and_not_followed(run, width):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"step": 9}, r"no samples of step 9; it holds those of 1-3$"),
-        ({"step": 1, "validation": True}, r"no validation samples of step 1; it holds those of 0, 3$"),
-        ({"validation": True, "sort": "advantage"}, r"have no advantage; sort them by score or length$"),
+        ({"step": 9}, r"no samples of step 9; it has those of 1-3$"),
+        ({"step": 1, "validation": True}, r"no validation samples of step 1; it has those of 0, 3$"),
+        ({"validation": True, "sort": "advantage"}, r"have no advantage; sort by score or length$"),
     ],
 )
 def test_what_is_not_there_is_said_with_what_is(run, options, message):
