@@ -23,6 +23,15 @@ def ray_session() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def own_registries() -> Iterator[None]:
+    """What a test registers in `hrl.algos` is gone after it."""
+    from tests.algos.registries import restored_registries
+
+    with restored_registries():
+        yield
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips the tests marked `gpu` where there is no CUDA device."""
     marked = [item for item in items if item.get_closest_marker("gpu")]

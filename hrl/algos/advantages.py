@@ -10,15 +10,16 @@ its group; a group whose scores are all equal, or that has one response only, gi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hrl.algos.groups import group_statistics, group_sum
 from hrl.algos.masked import TrainedTokens, broadcast_rows, check_shapes, keep, rows_with_tokens, whiten
+from hrl.algos.registry import ESTIMATOR_TRAITS, EstimatorTraits, Registry
 from hrl.algos.scan import gae, reward_to_go
 
 GROUP_EPSILON = 1e-6
@@ -70,9 +71,22 @@ class AdvantageInput:
         return broadcast_rows(row_values, self.response_mask, self.token_level_rewards.dtype)
 
 
+class AdvantageSettings(Protocol):
+    """What the estimators read of the `algorithm` part of the configuration; :class:`AdvantageConfig` explains it."""
+
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def lam(self) -> float: ...
+    @property
+    def norm_adv_by_std_in_grpo(self) -> bool: ...
+    @property
+    def gdpo_reward_weights(self) -> Sequence[float] | None: ...
+
+
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """What the estimators read; any object with these attributes will do (`algorithm` of the configuration).
+    """The settings by themselves, for calls without a configuration.
 
     Attributes:
         gamma: Discount per token.
@@ -84,79 +98,31 @@ class AdvantageConfig:
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
-    gdpo_reward_weights: tuple[float, ...] | None = None
+    gdpo_reward_weights: Sequence[float] | None = None
 
 
-EstimatorFn = Callable[[AdvantageInput, Any], tuple[Tensor, Tensor]]
+Estimator = Callable[[AdvantageInput, AdvantageSettings], tuple[Tensor, Tensor]]
+
+ADVANTAGE_ESTIMATORS: Registry[Estimator, EstimatorTraits] = Registry(
+    "advantage estimator", table=ESTIMATOR_TRAITS, traits=EstimatorTraits
+)
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """A registered estimator and what it needs; call it like its function.
+def register_adv_est(name: str, **traits: object) -> Callable[[Estimator], Estimator]:
+    """Register an estimator under the name that `algorithm.adv_estimator` takes.
 
-    Attributes:
-        name: The name it is registered under.
-        function: What it computes.
-        min_group_size: The fewest responses per prompt that make sense. Above 1, `group_ids` are needed.
-        needs_critic: Reads `values`.
-        needs_baseline: Reads `reward_baselines`.
-        needs_parts: Reads `reward_parts`.
-        needs_old_log_probs: Reads `old_log_probs`.
-        needs_sum_pi_squared: Reads `sum_pi_squared`.
-    """
-
-    name: str
-    function: EstimatorFn
-    min_group_size: int = 1
-    needs_critic: bool = False
-    needs_baseline: bool = False
-    needs_parts: bool = False
-    needs_old_log_probs: bool = False
-    needs_sum_pi_squared: bool = False
-
-    def __call__(self, inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-        """Run the function."""
-        return self.function(inp, config)
-
-
-ADVANTAGE_ESTIMATORS: dict[str, Estimator] = {}
-
-
-def register_adv_est(
-    name: str,
-    *,
-    min_group_size: int = 1,
-    **needs: bool,
-) -> Callable[[EstimatorFn], EstimatorFn]:
-    """Register an estimator, with what it needs (see :class:`Estimator`): `needs_critic=True` and so on.
+    Args:
+        name: Its name.
+        traits: What it needs, as in :class:`hrl.algos.registry.EstimatorTraits`: `needs_critic=True` and so on.
 
     Raises:
         TypeError: There is no such need.
         ValueError: The name is taken by another function.
     """
-
-    def decorator(function: EstimatorFn) -> EstimatorFn:
-        known = ADVANTAGE_ESTIMATORS.get(name)
-        if known is not None and known.function is not function:
-            raise ValueError(f"advantage estimator {name!r} is already registered as {known.function}")
-        ADVANTAGE_ESTIMATORS[name] = Estimator(name, function, min_group_size, **needs)
-        return function
-
-    return decorator
+    return ADVANTAGE_ESTIMATORS.register(name, **traits)
 
 
-def estimator_traits(name: str) -> Estimator:
-    """Return the estimator of that name, to be asked what it needs.
-
-    Raises:
-        ValueError: Unknown name; lists the known ones.
-    """
-    if name not in ADVANTAGE_ESTIMATORS:
-        raise ValueError(f"unknown advantage estimator {name!r}; choose one of {sorted(ADVANTAGE_ESTIMATORS)}")
-    return ADVANTAGE_ESTIMATORS[name]
-
-
-def compute_advantages(name: str, inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+def compute_advantages(name: str, inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """Check the batch and run an estimator over it.
 
     Args:
@@ -170,7 +136,7 @@ def compute_advantages(name: str, inp: AdvantageInput, config: Any) -> tuple[Ten
     Raises:
         ValueError: Unknown name, a missing column, shapes that differ, a reward that is not finite (names the row).
     """
-    estimator = estimator_traits(name)
+    estimator = ADVANTAGE_ESTIMATORS.find(name)
     rewards, mask = inp.token_level_rewards, inp.response_mask
     check_shapes(mask, token_level_rewards=rewards, values=inp.values, old_log_probs=inp.old_log_probs)
     if not torch.isfinite(rewards.sum()):
@@ -181,8 +147,8 @@ def compute_advantages(name: str, inp: AdvantageInput, config: Any) -> tuple[Ten
     return estimator(replace(inp, response_mask=mask.bool()), config)
 
 
-@register_adv_est("gae", needs_critic=True)
-def gae_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("gae")
+def gae_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_t = sum_l (gamma lam)^l delta_{t+l}`, `delta_t = r_t + gamma V_{t+1} - V_t`, whitened over the batch.
 
     Generalised advantage estimation, arXiv:1506.02438 equation 16, as PPO uses it (arXiv:1707.06347 equations 11, 12).
@@ -210,8 +176,8 @@ def _normalised_in_group(scores: Tensor, inp: AdvantageInput, divide_by_std: boo
     return torch.where(stats.has_spread, centred, 0.0)
 
 
-@register_adv_est("grpo", min_group_size=2)
-def grpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("grpo")
+def grpo_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_i = (s_i - mean(s)) / (std(s) + 1e-6)` over the group (GRPO, arXiv:2402.03300 section 4.1.2).
 
     The standard deviation is the unbiased one. Without `norm_adv_by_std_in_grpo` it is Dr.GRPO's: the difference
@@ -221,8 +187,8 @@ def grpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_adv_est("rloo", min_group_size=2)
-def rloo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("rloo")
+def rloo_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_i = s_i - mean of s_j over the group's other responses`.
 
     RLOO, arXiv:2402.14740, section "REINFORCE Leave-One-Out (RLOO)". Equal to `n / (n - 1) (s_i - mean(s))` for a
@@ -236,7 +202,7 @@ def rloo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
 
 
 @register_adv_est("reinforce_plus_plus")
-def reinforce_plus_plus_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+def reinforce_plus_plus_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_t = whiten(sum_l gamma^l r_{t+l})` over the whole batch (arXiv:2501.03262, the variant "REINFORCE++").
 
     Returns are the sums before whitening.
@@ -245,8 +211,8 @@ def reinforce_plus_plus_advantage(inp: AdvantageInput, config: Any) -> tuple[Ten
     return whiten(returns, inp.response_mask), returns
 
 
-@register_adv_est("reinforce_plus_plus_baseline", min_group_size=2)
-def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("reinforce_plus_plus_baseline")
+def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_i = whiten(s_i - mean(s))`: group mean, batch spread.
 
     arXiv:2501.03262, the variant "REINFORCE++ w/ Baseline". The whitening is over the trained tokens of the groups with
@@ -257,8 +223,8 @@ def reinforce_plus_plus_baseline_advantage(inp: AdvantageInput, config: Any) -> 
     return advantages, advantages
 
 
-@register_adv_est("remax", needs_baseline=True)
-def remax_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("remax")
+def remax_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_t = sum_l r_{t+l} - s(greedy response to the same prompt)`.
 
     arXiv:2310.10505, "ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large
@@ -268,8 +234,8 @@ def remax_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     return returns - inp.spread(inp.need("reward_baselines")), returns
 
 
-@register_adv_est("opo", min_group_size=2)
-def opo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("opo")
+def opo_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_i = s_i - sum_j l_j s_j / sum_j l_j` with lengths `l` in trained tokens.
 
     OPO, arXiv:2505.23585, "On-Policy RL with Optimal Reward Baseline". The baseline of least variance where the squared
@@ -283,8 +249,8 @@ def opo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_adv_est("grpo_passk", min_group_size=2)
-def grpo_passk_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("grpo_passk")
+def grpo_passk_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_best = s_best - s_second best` of the group, 0 for all others.
 
     What the best of the group loses without the response: arXiv:2503.19595, "Optimizing Language Models for Inference
@@ -309,8 +275,8 @@ def grpo_passk_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tens
     return advantages, advantages
 
 
-@register_adv_est("gpg", min_group_size=2)
-def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("gpg")
+def gpg_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_i = B / (B - M) (s_i - mean(s))` (GPG, arXiv:2504.02546 equations 7 and 8).
 
     M of the B counted rows stand in groups without spread and have no gradient; the others make up for them.
@@ -322,8 +288,8 @@ def gpg_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_adv_est("gdpo", min_group_size=2, needs_parts=True)
-def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("gdpo")
+def gdpo_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_i = whiten(sum_k w_k (s_ik - mean_k) / (std_k + 1e-6))`, group statistics per reward k.
 
     GDPO, arXiv:2601.05242 equations 4, 6 and 7: several rewards, each normalised in its group, then added up and
@@ -331,7 +297,7 @@ def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     scale hide the others.
     """
     parts = inp.need("reward_parts")
-    weights = getattr(config, "gdpo_reward_weights", None) or [1.0] * parts.shape[1]
+    weights = config.gdpo_reward_weights or [1.0] * parts.shape[1]
     if len(weights) != parts.shape[1]:
         raise ValueError(f"gdpo_reward_weights has {len(weights)} entries for {parts.shape[1]} reward parts")
     total = torch.zeros_like(parts[:, 0], dtype=torch.float64)
@@ -341,8 +307,8 @@ def gdpo_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
     return advantages, advantages
 
 
-@register_adv_est("optimal_token_baseline", min_group_size=2, needs_old_log_probs=True, needs_sum_pi_squared=True)
-def optimal_token_baseline_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+@register_adv_est("optimal_token_baseline")
+def optimal_token_baseline_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_it = R_it - B_t`, reward to go minus the group's mean weighted by gradient energy.
 
     arXiv:2602.07078 section 3, with its "Logit-Gradient Proxy" for the energy.

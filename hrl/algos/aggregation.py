@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from hrl.algos.masked import check_shapes, keep, rows_with_tokens
+from hrl.algos.registry import AGGREGATION_NAMES, Registry, Traits
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,17 @@ def _seq_mean_token_sum_norm(row_sums: Tensor, row_tokens: Tensor, counts: Count
 
 Aggregation = Callable[[Tensor, Tensor, Counts, float | None], Tensor]
 
-AGGREGATION_MODES: dict[str, Aggregation] = {
-    "token-mean": _token_mean,
-    "token-sum": _token_sum,
-    "seq-mean-token-sum": _seq_mean_token_sum,
-    "seq-mean-token-mean": _seq_mean_token_mean,
-    "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
-}
+AGGREGATION_MODES: Registry[Aggregation, Traits] = Registry(
+    "loss_agg_mode",
+    {
+        "token-mean": _token_mean,
+        "token-sum": _token_sum,
+        "seq-mean-token-sum": _seq_mean_token_sum,
+        "seq-mean-token-mean": _seq_mean_token_mean,
+        "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
+    },
+    table=AGGREGATION_NAMES,
+)
 """From per-row sums `(B,)`, per-row token counts `(B,)`, global counts and a constant to a scalar. In the formulas
 T and S are tokens and sequences of the whole mini-batch over all ranks."""
 
@@ -101,9 +106,8 @@ def aggregate(
     Raises:
         ValueError: Unknown mode, shapes that differ, or a missing `norm`.
     """
-    if mode not in AGGREGATION_MODES:
-        raise ValueError(f"unknown loss_agg_mode {mode!r}; choose one of {sorted(AGGREGATION_MODES)}")
+    aggregation = AGGREGATION_MODES.find(mode)
     check_shapes(mask, loss_mat=loss_mat)
     row_sums = keep(loss_mat, mask).sum(dim=-1)
     row_tokens = mask.bool().sum(dim=-1).to(loss_mat.dtype)
-    return AGGREGATION_MODES[mode](row_sums, row_tokens, counts or Counts.of(mask), norm)
+    return aggregation(row_sums, row_tokens, counts or Counts.of(mask), norm)

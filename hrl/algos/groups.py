@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hrl.algos.registry import Registry, Traits
+
 
 def group_codes(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Tensor:
     """Number the groups 0, 1, 2, ... in order of appearance. `(B,) -> (B,)` int64."""
@@ -90,7 +92,9 @@ def groups_with_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Te
     return group_statistics(scores, group_ids, counted).has_spread
 
 
-GROUP_FILTERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {"spread": groups_with_spread}
+GROUP_FILTERS: Registry[Callable[[Tensor, Tensor, Tensor], Tensor], Traits] = Registry(
+    "group filter", {"spread": groups_with_spread}
+)
 """Which groups are worth training on: from scores, group codes and counted rows `(B,)` to the rows to keep `(B,)`
 bool. A filter keeps or drops whole groups."""
 
@@ -110,9 +114,7 @@ def filter_groups(name: str, scores: Tensor, group_ids: Tensor, counted: Tensor)
     Raises:
         ValueError: Unknown name; a filter that keeps a part of a group.
     """
-    if name not in GROUP_FILTERS:
-        raise ValueError(f"unknown group filter {name!r}; choose one of {sorted(GROUP_FILTERS)}")
-    kept = GROUP_FILTERS[name](scores, group_ids, counted)
+    kept = GROUP_FILTERS.find(name)(scores, group_ids, counted)
     torn = kept & (group_sum((~kept).double(), group_ids) > 0)
     if torn.any():
         raise ValueError(f"group filter {name!r} keeps row {int(torn.nonzero()[0])} and drops others of its group")

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from hrl.algos.masked import check_shapes, keep, rows_with_tokens
+from hrl.algos.registry import KL_NAMES, Registry, Traits
 
 MAX_EXPONENT = 20.0
 """Beyond e^20 an exponential goes on along its tangent: finite, and its gradient never vanishes."""
@@ -54,15 +55,19 @@ def _k3(difference: Tensor) -> Tensor:
     return _exp(-difference) + difference - 1.0
 
 
-KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
-    "k1": _k1,
-    "kl": _k1,
-    "abs": _abs,
-    "k2": _k2,
-    "mse": _k2,
-    "k3": _k3,
-    "low_var_kl": _k3,
-}
+KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor], Traits] = Registry(
+    "KL estimator",
+    {
+        "k1": _k1,
+        "kl": _k1,
+        "abs": _abs,
+        "k2": _k2,
+        "mse": _k2,
+        "k3": _k3,
+        "low_var_kl": _k3,
+    },
+    table=KL_NAMES,
+)
 """From `log policy - log reference` to an estimate per token. Any name with `+` appended has k2's gradient."""
 
 

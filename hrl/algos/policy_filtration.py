@@ -12,6 +12,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hrl.algos.registry import REWEIGHT_METHOD_NAMES, Registry, Traits
+
 
 def _pow(scores: Tensor, power: float) -> Tensor:
     """`|s|^power`: large rewards of either sign."""
@@ -28,11 +30,15 @@ def _max_random(scores: Tensor, power: float) -> Tensor:
     return torch.where(scores == scores.max(), 0.4, 0.1).to(scores.dtype)
 
 
-REWEIGHT_METHODS: dict[str, Callable[[Tensor, float], Tensor]] = {
-    "pow": _pow,
-    "max_min": _max_min,
-    "max_random": _max_random,
-}
+REWEIGHT_METHODS: Registry[Callable[[Tensor, float], Tensor], Traits] = Registry(
+    "reweight method",
+    {
+        "pow": _pow,
+        "max_min": _max_min,
+        "max_random": _max_random,
+    },
+    table=REWEIGHT_METHOD_NAMES,
+)
 """From scores of the counted rows `(n,)` and an exponent to weights `(n,)`, not negative."""
 
 
@@ -52,8 +58,7 @@ def filtration_weights(scores: Tensor, counted: Tensor, method: str, weight_pow:
     Raises:
         ValueError: Unknown method; an exponent that is negative; a score that is not finite.
     """
-    if method not in REWEIGHT_METHODS:
-        raise ValueError(f"unknown reweight method {method!r}; choose one of {sorted(REWEIGHT_METHODS)}")
+    weigh = REWEIGHT_METHODS.find(method)
     if weight_pow < 0:
         raise ValueError(f"algorithm.pf_ppo.weight_pow must not be negative, got {weight_pow}")
     weights = torch.zeros(scores.shape, dtype=torch.float64)
@@ -62,7 +67,7 @@ def filtration_weights(scores: Tensor, counted: Tensor, method: str, weight_pow:
         return weights
     if not torch.isfinite(chosen).all():
         raise ValueError("policy filtration needs finite scores")
-    raw = REWEIGHT_METHODS[method](chosen, weight_pow).double()
+    raw = weigh(chosen, weight_pow).double()
     total = raw.sum()
     weights[counted] = raw / total if total > 0 else torch.full_like(raw, 1.0 / len(raw))
     return weights

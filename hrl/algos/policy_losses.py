@@ -12,12 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from hrl.algos.masked import broadcast_rows, check_shapes, keep, sum_and_count
+from hrl.algos.registry import POLICY_LOSS_TRAITS, PolicyLossTraits, Registry
 
 MAX_LOG_RATIO = 20.0
 """Ratios are taken within e^±20. Every clipped loss is flat long before; beyond it exp overflows into NaN gradients."""
@@ -80,44 +81,70 @@ class PolicyLossOutput:
     metrics: Metrics
 
 
-PolicyLoss = Callable[[PolicyLossInput, Any], PolicyLossOutput]
+class PolicyLossConstants(Protocol):
+    """What some losses read of `actor.policy_loss`."""
 
-POLICY_LOSSES: dict[str, PolicyLoss] = {}
-ZERO_AT_ZERO_ADVANTAGE: set[str] = set()
-"""Names of the losses that declared it, see :func:`register_policy_loss`."""
+    @property
+    def clip_cov_ratio(self) -> float: ...
+    @property
+    def clip_cov_lb(self) -> float: ...
+    @property
+    def clip_cov_ub(self) -> float: ...
+    @property
+    def kl_cov_ratio(self) -> float: ...
+    @property
+    def ppo_kl_coef(self) -> float: ...
+    @property
+    def dro_beta(self) -> float | None: ...
 
 
-def register_policy_loss(name: str, *, zero_at_zero_advantage: bool = False) -> Callable[[PolicyLoss], PolicyLoss]:
-    """Register a policy loss.
+class PolicyLossSettings(Protocol):
+    """What the losses read of the `actor` part of the configuration."""
+
+    @property
+    def clip_ratio(self) -> float: ...
+    @property
+    def clip_ratio_low(self) -> float | None: ...
+    @property
+    def clip_ratio_high(self) -> float | None: ...
+    @property
+    def clip_ratio_c(self) -> float: ...
+    @property
+    def tau_pos(self) -> float: ...
+    @property
+    def tau_neg(self) -> float: ...
+    @property
+    def policy_loss(self) -> PolicyLossConstants: ...
+
+
+PolicyLoss = Callable[[PolicyLossInput, PolicyLossSettings], PolicyLossOutput]
+
+POLICY_LOSSES: Registry[PolicyLoss, PolicyLossTraits] = Registry(
+    "policy loss", table=POLICY_LOSS_TRAITS, traits=PolicyLossTraits
+)
+
+
+def register_policy_loss(name: str, **traits: object) -> Callable[[PolicyLoss], PolicyLoss]:
+    """Register a policy loss under the name that `actor.policy_loss.loss_mode` takes.
 
     Args:
-        name: What `actor.policy_loss.loss_mode` takes.
-        zero_at_zero_advantage: A row whose advantages are all 0 has no gradient, whatever its ratios are. Then the
-            trainer spares the forward and backward pass of such rows; a loss that does not say so sees every row.
+        name: Its name.
+        traits: As in :class:`hrl.algos.registry.PolicyLossTraits`: `zero_at_zero_advantage=True`.
 
     Raises:
+        TypeError: There is no such trait.
         ValueError: The name is taken by another function.
     """
-
-    def decorator(function: PolicyLoss) -> PolicyLoss:
-        if POLICY_LOSSES.get(name, function) is not function:
-            raise ValueError(f"policy loss {name!r} is already registered as {POLICY_LOSSES[name]}")
-        POLICY_LOSSES[name] = function
-        if zero_at_zero_advantage:
-            ZERO_AT_ZERO_ADVANTAGE.add(name)
-        return function
-
-    return decorator
+    return POLICY_LOSSES.register(name, **traits)
 
 
-def policy_loss(name: str, inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+def policy_loss(name: str, inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """Check the columns, clear them outside the mask and run the loss of that name.
 
     Args:
         name: A key of :data:`POLICY_LOSSES`.
         inp: One micro-batch.
-        config: The `actor` part of the configuration: `clip_ratio`, `clip_ratio_low`, `clip_ratio_high`,
-            `clip_ratio_c` and what the loss's own docstring names.
+        config: The `actor` part of the configuration.
 
     Returns:
         The loss per token, and the loss's own metrics with `ppo_kl`, the sum of old minus new log-probs: k1's
@@ -126,17 +153,16 @@ def policy_loss(name: str, inp: PolicyLossInput, config: Any) -> PolicyLossOutpu
     Raises:
         ValueError: Unknown name; shapes that differ, the loss's own among them; a setting out of its range.
     """
-    if name not in POLICY_LOSSES:
-        raise ValueError(f"unknown policy loss {name!r}; choose one of {sorted(POLICY_LOSSES)}")
+    loss = POLICY_LOSSES.find(name)
     trained = inp.trained()
-    output = POLICY_LOSSES[name](trained, config)
+    output = loss(trained, config)
     check_shapes(inp.response_mask, loss_mat=output.loss_mat)
     drift = {"ppo_kl": sum_and_count(-trained.log_ratio(), inp.response_mask)}
     return PolicyLossOutput(keep(output.loss_mat, inp.response_mask), output.metrics | drift)
 
 
-def clip_bounds(config: Any) -> tuple[float, float]:
-    """Lower and upper clip range; either falls back to `clip_ratio`."""
+def clip_bounds(config: PolicyLossSettings) -> tuple[float, float]:
+    """Lower and upper clip range; `clip_ratio` where one is not set."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 
@@ -152,8 +178,8 @@ def _unweighted_output(inp: PolicyLossInput, loss_mat: Tensor, **per_token: Tens
     return PolicyLossOutput(loss_mat, metrics)
 
 
-@register_policy_loss("vanilla", zero_at_zero_advantage=True)
-def vanilla(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+@register_policy_loss("vanilla")
+def vanilla(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """PPO's clipped surrogate with a second clip for bad tokens.
 
     `max(-A r, -A clip(r, 1 - low, 1 + high))`, and for `A < 0` at most `-A c`: arXiv:1707.06347 equation 7;
@@ -180,8 +206,8 @@ def vanilla(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     )
 
 
-@register_policy_loss("gspo", zero_at_zero_advantage=True)
-def gspo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+@register_policy_loss("gspo")
+def gspo(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`max(-A s, -A clip(s, 1 - low, 1 + high))`, `s` the geometric mean of the sequence's ratios.
 
     GSPO, arXiv:2507.18071 equations 5 and 7, in the form GSPO-token (section 4.3): the value of the ratio is the
@@ -198,8 +224,8 @@ def gspo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     return _output(inp, torch.maximum(plain, clipped), pg_clipfrac=clipped > plain)
 
 
-@register_policy_loss("cispo", zero_at_zero_advantage=True)
-def cispo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+@register_policy_loss("cispo")
+def cispo(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-sg(clip(r, 1 - low, 1 + high)) A log p`: no token loses its gradient (CISPO, arXiv:2506.13585 section 3.1).
 
     `sg` stops the gradient; what is clipped is the weight of a token and not its update.
@@ -211,14 +237,14 @@ def cispo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     return _output(inp, loss_mat, pg_clipfrac=weight != ratio)
 
 
-@register_policy_loss("gpg", zero_at_zero_advantage=True)
-def gpg(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+@register_policy_loss("gpg")
+def gpg(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """Return the plain policy gradient, `-A log p` (GPG, arXiv:2504.02546: the objective that equation 8 scales)."""
     return _output(inp, -inp.advantages * inp.log_prob)
 
 
-@register_policy_loss("sapo", zero_at_zero_advantage=True)
-def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+@register_policy_loss("sapo")
+def sapo(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-A (4 / tau) sigmoid(tau (r - 1))`, a soft gate instead of a clip (SAPO, arXiv:2511.20347 equation 6).
 
     `tau` is `tau_pos` for positive advantages and `tau_neg` for the others.
@@ -228,8 +254,8 @@ def sapo(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     return _output(inp, -inp.advantages * gate)
 
 
-@register_policy_loss("geo_mean", zero_at_zero_advantage=True)
-def geo_mean(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+@register_policy_loss("geo_mean")
+def geo_mean(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-A (prod_t clipped r_t)^(1 / |y|)`, the geometric mean of a sequence's ratios.
 
     GMPO, arXiv:2507.20673 equation 4 in the form of its Algorithm 1. Log-ratios are clipped to `[-low, high]` against
@@ -255,15 +281,15 @@ def geo_mean(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     )
 
 
-def _trust_region(inp: PolicyLossInput, config: Any, inside: Tensor) -> PolicyLossOutput:
+def _trust_region(inp: PolicyLossInput, config: PolicyLossSettings, inside: Tensor) -> PolicyLossOutput:
     ceiling = config.clip_ratio_c
     ratio = inp.ratio().detach()
     loss_mat = -inp.advantages * ratio.clamp(max=ceiling) * inp.log_prob * inside
     return _output(inp, loss_mat, pg_clipfrac=~inside, pg_clipfrac_lower=inside & (ratio > ceiling))
 
 
-@register_policy_loss("dppo_tv", zero_at_zero_advantage=True)
-def dppo_tv(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+@register_policy_loss("dppo_tv")
+def dppo_tv(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-sg(min(r, c)) A log p` where `|p - p_old|` is within bounds, else 0.
 
     DPPO, arXiv:2602.04879, with its binary total variation, equation 13; `min(r, c)` is of section 5.4. Only tokens
@@ -276,8 +302,8 @@ def dppo_tv(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
     return _trust_region(inp, config, inside)
 
 
-@register_policy_loss("dppo_kl", zero_at_zero_advantage=True)
-def dppo_kl(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+@register_policy_loss("dppo_kl")
+def dppo_kl(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """As :func:`dppo_tv` with `KL(p_old || p)` of "this token or another" as distance (equation 14)."""
     low, high = clip_bounds(config)
     log_prob, old_log_prob = inp.log_prob.detach(), inp.old_log_prob
@@ -291,7 +317,7 @@ def dppo_kl(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 
 @register_policy_loss("dro")
-def dro(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+def dro(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-(A log p - beta / 2 (log r)^2)`, `beta = policy_loss.dro_beta`.
 
     arXiv:2405.19107: the policy's gradient in "DRO-V" over its regularisation `tau`, here `beta`, per token, with
@@ -314,8 +340,8 @@ def _selected(inp: PolicyLossInput) -> Tensor:
     return inp.selected_tokens.bool()
 
 
-@register_policy_loss("clip_cov", zero_at_zero_advantage=True)
-def clip_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+@register_policy_loss("clip_cov")
+def clip_cov(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """PPO's clipped surrogate, 0 at a few tokens drawn by covariance (Clip-Cov, arXiv:2505.22617 section 4).
 
     `max(-A r, -A clip(r, 1 - low, 1 + high))` at all other tokens. Which tokens is decided over the whole batch, see
@@ -331,7 +357,7 @@ def clip_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
 
 
 @register_policy_loss("kl_cov")
-def kl_cov(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
+def kl_cov(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-A r`, plus `ppo_kl_coef |log r|` on the tokens of highest covariance (KL-Cov, arXiv:2505.22617 section 4).
 
     Which tokens is decided over the whole batch, see :mod:`hrl.algos.token_selection`.

@@ -4,8 +4,8 @@ Pairwise losses take one number per response and give one loss per pair `(N,)`; 
 the pairs of the whole mini-batch (:func:`mean_over_pairs`), so they too are the same for every cut into micro-batches.
 
 In the formulas `c` and `r` belong to the chosen and the rejected response of a pair: their log-ratios of policy to
-reference, or their plain log-probs where there is no reference. For :data:`MEAN_LOG_PROB_LOSSES` log-probs are means
-over a response's tokens, for the others sums.
+reference, or their plain log-probs where there is no reference. For losses with the trait
+`mean_log_prob` log-probs are means over a response's tokens, for the others sums.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from hrl.algos.masked import check_shapes, keep
+from hrl.algos.registry import PAIR_LOSS_TRAITS, PairLossTraits, Registry, Traits, pair_loss_traits
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
@@ -110,28 +111,16 @@ def _orpo(chosen: Tensor, rejected: Tensor, options: PairOptions) -> Tensor:
     return -chosen + options.beta * _smoothed(_log_odds(chosen) - _log_odds(rejected), options.label_smoothing)
 
 
-PAIR_LOSSES: dict[str, Callable[[Tensor, Tensor, PairOptions], Tensor]] = {
-    "sigmoid": _sigmoid,
-    "ipo": _ipo,
-    "hinge": _hinge,
-    "simpo": _simpo,
-    "orpo": _orpo,
-}
-"""From margins of chosen and rejected `(N,)` to a loss per pair `(N,)`."""
+PairLoss = Callable[[Tensor, Tensor, PairOptions], Tensor]
 
-MEAN_LOG_PROB_LOSSES = {"ipo", "simpo", "orpo"}
-"""Losses whose log-probs are means over a response's tokens instead of sums. A loss of one's own adds its name."""
-
-REFERENCE_FREE_LOSSES = {"simpo", "orpo"}
-"""Losses that have no reference. A loss of one's own adds its name."""
-
-UNREAD_CONSTANTS: dict[str, tuple[str, ...]] = {
-    "sigmoid": ("target_margin",),
-    "ipo": ("label_smoothing", "target_margin"),
-    "hinge": ("label_smoothing", "target_margin"),
-    "orpo": ("target_margin",),
-}
-"""Fields of :class:`PairOptions` that a loss has no place for; setting one is an error. Other losses read them all."""
+PAIR_LOSSES: Registry[PairLoss, PairLossTraits] = Registry(
+    "preference loss",
+    {"sigmoid": _sigmoid, "ipo": _ipo, "hinge": _hinge, "simpo": _simpo, "orpo": _orpo},
+    table=PAIR_LOSS_TRAITS,
+    traits=PairLossTraits,
+)
+"""From margins of chosen and rejected `(N,)` to a loss per pair `(N,)`. A loss of your own that has no reference, or
+whose log-probs are means, says so: `PAIR_LOSSES.register("mine", reference=False, mean_log_prob=True)`."""
 
 
 def sequence_log_prob(log_prob: Tensor, mask: Tensor, *, mean: bool = False) -> Tensor:
@@ -159,9 +148,10 @@ def pairs_of_sums(
         rejected: Likewise the rejected one `(N,)`.
         reference: As `sums`, under the reference; None for a uniform one.
     """
-    scale = lengths.clamp(min=1).to(sums.dtype) if name in MEAN_LOG_PROB_LOSSES else 1.0
+    traits = pair_loss_traits(name)
+    scale = lengths.clamp(min=1).to(sums.dtype) if traits.mean_log_prob else 1.0
     values = sums / scale
-    if reference is None or name in REFERENCE_FREE_LOSSES:
+    if reference is None or not traits.reference:
         return PairInput(values[chosen], values[rejected])
     references = reference.to(sums.dtype) / scale
     return PairInput(values[chosen], values[rejected], references[chosen], references[rejected])
@@ -176,7 +166,7 @@ def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Te
 
     Args:
         name: A key of :data:`PAIR_LOSSES`.
-        inp: Log-probs of the responses, sums or means as :data:`MEAN_LOG_PROB_LOSSES` says. Without reference
+        inp: Log-probs of the responses, sums or means as the loss's traits say. Without reference
             log-probs any loss is its reference-free variant.
         options: Constants.
 
@@ -187,15 +177,14 @@ def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Te
     Raises:
         ValueError: Unknown name; a reference for a loss without one; a constant that the loss does not read.
     """
-    if name not in PAIR_LOSSES:
-        raise ValueError(f"unknown preference loss {name!r}; choose one of {sorted(PAIR_LOSSES)}")
-    for constant in UNREAD_CONSTANTS.get(name, ()):
-        if getattr(options, constant) != 0:
+    loss, traits = PAIR_LOSSES.find(name), pair_loss_traits(name)
+    for constant in ("label_smoothing", "target_margin"):
+        if getattr(options, constant) != 0 and not getattr(traits, constant):
             raise ValueError(f"preference loss {name!r} does not read {constant}; leave it at 0")
-    if name in REFERENCE_FREE_LOSSES and inp.ref_chosen is not None:
+    if not traits.reference and inp.ref_chosen is not None:
         raise ValueError(f"preference loss {name!r} has no reference; leave ref_chosen and ref_rejected out")
     chosen, rejected = inp.margins()
-    losses = PAIR_LOSSES[name](chosen, rejected, options)
+    losses = loss(chosen, rejected, options)
     return losses, _per_pair(
         rewards_chosen=options.beta * chosen,
         rewards_rejected=options.beta * rejected,
@@ -209,7 +198,9 @@ def _bradley_terry(lead: Tensor) -> Tensor:
     return -logsigmoid(lead)
 
 
-REWARD_MODEL_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"bradley_terry": _bradley_terry}
+REWARD_MODEL_LOSSES: Registry[Callable[[Tensor], Tensor], Traits] = Registry(
+    "reward model loss", {"bradley_terry": _bradley_terry}
+)
 """From the chosen score less the rejected one (less a margin) `(N,)` to a loss per pair `(N,)`."""
 
 
@@ -234,10 +225,9 @@ def reward_model_loss(
     Raises:
         ValueError: Unknown name.
     """
-    if name not in REWARD_MODEL_LOSSES:
-        raise ValueError(f"unknown reward model loss {name!r}; choose one of {sorted(REWARD_MODEL_LOSSES)}")
+    loss = REWARD_MODEL_LOSSES.find(name)
     lead = chosen_scores - rejected_scores
-    losses = REWARD_MODEL_LOSSES[name](lead if target_margin is None else lead - target_margin)
+    losses = loss(lead if target_margin is None else lead - target_margin)
     return losses, _per_pair(accuracy=(lead > 0).to(lead.dtype), score_margin=lead)
 
 
@@ -246,7 +236,7 @@ def _nll(log_prob: Tensor) -> Tensor:
     return -log_prob
 
 
-SFT_LOSSES: dict[str, Callable[[Tensor], Tensor]] = {"nll": _nll}
+SFT_LOSSES: Registry[Callable[[Tensor], Tensor], Traits] = Registry("supervised loss", {"nll": _nll})
 """From log-probs of the data's tokens to a loss per token, same shape."""
 
 
@@ -264,10 +254,9 @@ def sft_loss(log_prob: Tensor, mask: Tensor, *, name: str = "nll") -> Tensor:
     Raises:
         ValueError: Unknown name; shapes that differ.
     """
-    if name not in SFT_LOSSES:
-        raise ValueError(f"unknown supervised loss {name!r}; choose one of {sorted(SFT_LOSSES)}")
+    loss = SFT_LOSSES.find(name)
     check_shapes(mask, log_prob=log_prob)
-    return keep(SFT_LOSSES[name](keep(log_prob, mask)), mask)
+    return keep(loss(keep(log_prob, mask)), mask)
 
 
 def mean_over_pairs(losses: Tensor, num_pairs: int) -> Tensor:

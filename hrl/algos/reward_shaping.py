@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hrl.algos.registry import REWARD_SHAPER_NAMES, Registry, Traits
+
 
 def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
     """Rewards within `[-limit, limit]`, any shape.
@@ -105,9 +107,13 @@ def _standardise(rewards: Tensor, seen: RunningNormalizer, limit: float) -> Tens
     return seen.normalise(rewards, centre=True)
 
 
-REWARD_SHAPERS: dict[str, Callable[[Tensor, RunningNormalizer, float], Tensor]] = {
-    "clip": _clip,
-    "scale": _scale,
-    "standardise": _standardise,
-}
+REWARD_SHAPERS: Registry[Callable[[Tensor, RunningNormalizer, float], Tensor], Traits] = Registry(
+    "reward shaper",
+    {
+        "clip": _clip,
+        "scale": _scale,
+        "standardise": _standardise,
+    },
+    table=REWARD_SHAPER_NAMES,
+)
 """From rewards `(B,)`, what was seen of them in the run (these included) and a limit to rewards `(B,)`."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hrl.algos.masked import check_shapes, keep, rows_with_tokens, sum_and_count
 from hrl.algos.ratio_bounds import REJECTION_RULES, Divergence, Interval, parse_rejections, rejection_bounds
+from hrl.algos.registry import IMPORTANCE_LEVEL_NAMES, Registry, Traits
 
 MAX_LOG_RATIO = 20.0
 """Log-ratios are taken within ±20 before exponentiation."""
@@ -56,10 +57,16 @@ def _mean_over_sequences(weights: Tensor, mask: Tensor) -> Tensor:
     return weights.amax(dim=-1)[rows_with_tokens(mask)].mean()
 
 
-IMPORTANCE_LEVELS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "token": (_token_ratio, _mean_over_tokens),
-    "sequence": (_sequence_ratio, _mean_over_sequences),
-}
+ImportanceLevel = tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]
+
+IMPORTANCE_LEVELS: Registry[ImportanceLevel, Traits] = Registry(
+    "level of importance weights",
+    {
+        "token": (_token_ratio, _mean_over_tokens),
+        "sequence": (_sequence_ratio, _mean_over_sequences),
+    },
+    table=IMPORTANCE_LEVEL_NAMES,
+)
 """Where ratios are taken: from log-ratios `(B, R)`, 0 outside the mask, to ratios `(B, R)`; and, from weights
 `(B, R)` and the mask, the mean weight over what a ratio belongs to."""
 
@@ -93,9 +100,7 @@ def importance_weights(
     Raises:
         ValueError: Unknown level.
     """
-    if level not in IMPORTANCE_LEVELS:
-        raise ValueError(f"unknown level {level!r} of importance weights; choose one of {sorted(IMPORTANCE_LEVELS)}")
-    ratio_of, mean_of = IMPORTANCE_LEVELS[level]
+    ratio_of, mean_of = IMPORTANCE_LEVELS.find(level)
     ratios = ratio_of(_clamped(log_ratio, mask))
     if accepted.lower is None:
         weights = ratios.clamp(max=accepted.upper)

@@ -9,14 +9,15 @@ column.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hrl.algos.masked import check_shapes
+from hrl.algos.policy_losses import PolicyLossSettings
+from hrl.algos.registry import Registry, Traits
 
-TokenSelector = Callable[[Tensor, Tensor, Tensor, Any, torch.Generator | None], Tensor]
+TokenSelector = Callable[[Tensor, Tensor, Tensor, PolicyLossSettings, torch.Generator | None], Tensor]
 
 
 def _covariance(log_probs: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
@@ -36,7 +37,11 @@ def _mark(trained: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _select_clip_cov(
-    log_probs: Tensor, advantages: Tensor, trained: Tensor, config: Any, generator: torch.Generator | None
+    log_probs: Tensor,
+    advantages: Tensor,
+    trained: Tensor,
+    config: PolicyLossSettings,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Return a random `clip_cov_ratio` of all tokens among those of covariance within the bounds (Clip-Cov)."""
     ratio = config.policy_loss.clip_cov_ratio
@@ -52,7 +57,11 @@ def _select_clip_cov(
 
 
 def _select_kl_cov(
-    log_probs: Tensor, advantages: Tensor, trained: Tensor, config: Any, generator: torch.Generator | None
+    log_probs: Tensor,
+    advantages: Tensor,
+    trained: Tensor,
+    config: PolicyLossSettings,
+    generator: torch.Generator | None,
 ) -> Tensor:
     """Return the `kl_cov_ratio` of all tokens with the highest covariance, at least one (KL-Cov)."""
     ratio = config.policy_loss.kl_cov_ratio
@@ -63,7 +72,9 @@ def _select_kl_cov(
     return _mark(trained, torch.topk(covariance, wanted).indices)
 
 
-TOKEN_SELECTORS: dict[str, TokenSelector] = {"clip_cov": _select_clip_cov, "kl_cov": _select_kl_cov}
+TOKEN_SELECTORS: Registry[TokenSelector, Traits] = Registry(
+    "token selector", {"clip_cov": _select_clip_cov, "kl_cov": _select_kl_cov}
+)
 """Policy losses that need `selected_tokens`, and how these are chosen."""
 
 
@@ -72,7 +83,7 @@ def select_tokens(
     log_probs: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    config: Any,
+    config: PolicyLossSettings,
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Choose the tokens that a policy loss treats differently.
@@ -89,4 +100,4 @@ def select_tokens(
         `(B, R)` bool.
     """
     check_shapes(response_mask, log_probs=log_probs, advantages=advantages)
-    return TOKEN_SELECTORS[loss_name](log_probs, advantages, response_mask.bool(), config, generator)
+    return TOKEN_SELECTORS.find(loss_name)(log_probs, advantages, response_mask.bool(), config, generator)

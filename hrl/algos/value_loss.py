@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hrl.algos.masked import check_shapes, keep, sum_and_count
+from hrl.algos.registry import Registry, Traits
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 ValueLoss = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -29,7 +30,7 @@ def _squared(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) 
     return 0.5 * (vpreds - returns).square(), torch.zeros_like(returns, dtype=torch.bool)
 
 
-VALUE_LOSSES: dict[str, ValueLoss] = {"clipped": _clipped, "squared": _squared}
+VALUE_LOSSES: Registry[ValueLoss, Traits] = Registry("value loss", {"clipped": _clipped, "squared": _squared})
 """From predictions now, predictions then, targets `(B, R)` and the clip range to the loss of every token and to the
 tokens that the clip holds. How tokens become one number is the aggregation's business."""
 
@@ -61,11 +62,10 @@ def value_loss(
     """
     clip = math.inf if cliprange_value is None else cliprange_value
     name = name or ("squared" if cliprange_value is None else "clipped")
-    if name not in VALUE_LOSSES:
-        raise ValueError(f"unknown value loss {name!r}; choose one of {sorted(VALUE_LOSSES)}")
+    loss = VALUE_LOSSES.find(name)
     check_shapes(response_mask, vpreds=vpreds, values=values, returns=returns)
     vpreds, values, returns = (keep(column, response_mask) for column in (vpreds, values, returns))
-    loss_mat, held = VALUE_LOSSES[name](vpreds, values, returns, clip)
+    loss_mat, held = loss(vpreds, values, returns, clip)
     metrics = {
         "vf_clipfrac": sum_and_count(held.to(vpreds.dtype), response_mask),
         "vpred_mean": sum_and_count(vpreds, response_mask),

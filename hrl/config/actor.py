@@ -54,10 +54,10 @@ class ActorConfig(Section):
     """Largest global gradient norm."""
     clip_ratio: NonNegativeFloat = 0.2
     """PPO's clip range."""
-    clip_ratio_low: NonNegativeFloat = 0.2
-    """Clip range below 1. Default: `clip_ratio`."""
-    clip_ratio_high: NonNegativeFloat = 0.2
-    """Clip range above 1 (DAPO's clip-higher). Default: `clip_ratio`."""
+    clip_ratio_low: NonNegativeFloat | None = None
+    """Clip range below 1; null is `clip_ratio`."""
+    clip_ratio_high: NonNegativeFloat | None = None
+    """Clip range above 1 (DAPO's clip-higher); null is `clip_ratio`."""
     clip_ratio_c: float = Field(default=3.0, gt=1.0)
     """Dual clip: bound of the loss for negative advantages."""
     tau_pos: PositiveFloat = 1.0

@@ -6,10 +6,10 @@ Pure functions of the configuration, used by `hrl check` and by the banner of a 
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from hrl.algos.registry import estimator_traits
 from hrl.config.actor import ActorConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.keys import leaves
-from hrl.config.names import estimator_needs
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.section import Section
@@ -123,7 +123,7 @@ def _step_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
     counts = f"{count(sizes.prompts, 'prompt')} × {count(sizes.samples, 'sample')}"
     tokens = f"{prompt:,} prompt + {response:,} response = {prompt + response:,} tokens"
     yield Fact("one step", f"{counts} = {count(sizes.sequences, 'sequence')}, each at most {tokens}")
-    if estimator_needs(config.algorithm.adv_estimator).baseline:
+    if estimator_traits(config.algorithm.adv_estimator).needs_baseline:
         yield Fact("baselines", f"{count(sizes.prompts, 'greedy response')} more per step, one for each prompt")
     if config.algorithm.filter_groups.enable:
         bound = config.algorithm.filter_groups.max_num_gen_batches

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from hrl.algos.registry import estimator_traits
 from hrl.config.keys import leaves
-from hrl.config.names import estimator_needs
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.section import Section
 
@@ -54,7 +54,7 @@ def _estimator(get: Values) -> str:
 
 def _group_size(get: Values) -> int:
     estimator = get("algorithm.adv_estimator")
-    grouped = isinstance(estimator, str) and estimator_needs(estimator).min_group_size > 1
+    grouped = isinstance(estimator, str) and estimator_traits(estimator).min_group_size > 1
     return DEFAULT_GROUP_SIZE if grouped else 1
 
 
@@ -148,8 +148,6 @@ _ACTOR_ROWS = f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
 DERIVED: dict[str, Derive] = {
     f"{_ACTOR}.use_dynamic_bsz": _actor_dynamic,
     f"{_ACTOR}.ppo_mini_batch_size": _mini_batch,
-    f"{_ACTOR}.clip_ratio_low": same_as(f"{_ACTOR}.clip_ratio"),
-    f"{_ACTOR}.clip_ratio_high": same_as(f"{_ACTOR}.clip_ratio"),
     f"{_ACTOR}.checkpoint.load_contents": load_contents(f"{_ACTOR}.checkpoint"),
     "algorithm.adv_estimator": _estimator,
     f"{_ROLLOUT}.n": _group_size,

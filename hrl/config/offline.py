@@ -4,8 +4,8 @@ from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from hrl.algos.registry import pair_loss_traits
 from hrl.config.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig
-from hrl.config.names import pair_loss_traits
 from hrl.config.section import AggregationMode, Label, MinusOneOrMore, Section, StrList
 from hrl.config.trainer import RunConfig
 

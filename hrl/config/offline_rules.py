@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 
-from hrl.config.names import PAIR_LOSSES, known_pair_losses, pair_loss_traits
+from hrl.algos.registry import PAIR_LOSS_TRAITS, pair_loss_traits
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.problems import Problem
 from hrl.config.rules import (
@@ -52,9 +52,9 @@ def checkpoints_can_be_resumed(config: OfflineConfig) -> Iterator[Problem]:
 
 def loss_is_registered(config: DPOTrainerConfig) -> Iterator[Problem]:
     """The loss of pairs exists."""
-    name, known = config.algorithm.loss_type, known_pair_losses()
-    if name not in known:
-        yield not_registered("algorithm.loss_type", name, known)
+    name = config.algorithm.loss_type
+    if name not in PAIR_LOSS_TRAITS:
+        yield not_registered("algorithm.loss_type", name, PAIR_LOSS_TRAITS)
 
 
 def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
@@ -63,7 +63,7 @@ def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
     for constant in ("label_smoothing", "target_margin"):
         value = getattr(algorithm, constant)
         if value > 0 and not getattr(pair_loss_traits(name), constant):
-            readers = [loss for loss, traits in PAIR_LOSSES.items() if getattr(traits, constant)]
+            readers = [loss for loss, traits in PAIR_LOSS_TRAITS.items() if getattr(traits, constant)]
             what = f"is {value}, which the loss {name} does not read."
             hint = f"Set it to 0, or take {'one of ' if len(readers) > 1 else ''}{', '.join(readers)}."
             yield Problem(f"algorithm.{constant}", what, hint, ("algorithm.loss_type",))

@@ -2,11 +2,11 @@
 
 from pydantic import Field
 
+from hrl.algos.registry import estimator_traits, pair_loss_traits
 from hrl.config.actor import ActorRolloutRefConfig
 from hrl.config.algorithm import AlgorithmConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.data import DataConfig
-from hrl.config.names import estimator_needs, pair_loss_traits
 from hrl.config.reward import RewardConfig
 from hrl.config.section import Section
 from hrl.config.trainer import TrainerConfig
@@ -27,7 +27,7 @@ class PPOTrainerConfig(Section):
         """Whether a value model is built."""
         if self.critic.enable is not None:
             return self.critic.enable
-        return estimator_needs(self.algorithm.adv_estimator).critic
+        return estimator_traits(self.algorithm.adv_estimator).needs_critic
 
     @property
     def needs_reference(self) -> bool:

@@ -8,8 +8,8 @@ defaults.
 from collections.abc import Mapping
 from typing import Any
 
+from hrl.algos.registry import estimator_traits
 from hrl.config.keys import leaves
-from hrl.config.names import estimator_needs
 from hrl.config.problems import Problem
 from hrl.config.run_kind import RunKind
 from hrl.config.section import Section
@@ -51,7 +51,7 @@ def without_its_critic(kind: RunKind[Section], values: Mapping[str, Any], origin
     settings = {key: value for key, value in values.items() if key.startswith("critic.")}
     its_own = {key for key in settings if origins.get(key) == _origin(kind)}
     estimator = values.get("algorithm.adv_estimator")
-    is_estimators = isinstance(estimator, str) and estimator_needs(estimator).critic
+    is_estimators = isinstance(estimator, str) and estimator_traits(estimator).needs_critic
     is_asked_for = any(settings[key] not in (None, False) for key in settings.keys() - its_own)
     return set() if is_estimators or is_asked_for else its_own
 

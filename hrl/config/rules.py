@@ -1,23 +1,22 @@
 """Rules that hold between keys. Each is a generator of problems, named for what it enforces."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from hrl.algos.registry import (
+    ESTIMATOR_TRAITS,
+    IMPORTANCE_LEVEL_NAMES,
+    KL_NAMES,
+    PAIR_LOSS_TRAITS,
+    POLICY_LOSS_TRAITS,
+    REWARD_SHAPER_NAMES,
+    REWEIGHT_METHOD_NAMES,
+    estimator_traits,
+)
 from hrl.config.algorithm_rules import ALGORITHM_RULES
 from hrl.config.engine_rules import engines_are_told_what_is_theirs
 from hrl.config.keys import nearest
-from hrl.config.names import (
-    JSON_CONSOLE,
-    LOGGERS,
-    estimator_needs,
-    known_estimators,
-    known_importance_levels,
-    known_kl_kinds,
-    known_pair_losses,
-    known_policy_losses,
-    known_reward_shapers,
-    known_reweight_methods,
-)
+from hrl.config.loggers import JSON_CONSOLE, LOGGERS
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.problems import Problem
@@ -39,7 +38,7 @@ _SHARED_ROWS = tuple(
 """Who asked for these cuts a row over several processes, and has budgets that a row does not fit into."""
 
 
-def not_registered(key: str, name: str, known: set[str] | frozenset[str]) -> Problem:
+def not_registered(key: str, name: str, known: Collection[str]) -> Problem:
     """A name that nothing is known under, with the nearest one that is."""
     close = nearest(name, known)
     hint = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(known))}."
@@ -49,24 +48,24 @@ def not_registered(key: str, name: str, known: set[str] | frozenset[str]) -> Pro
 def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
     """What is chosen by a name exists."""
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    chosen: list[tuple[str, str | None, set[str]]] = [
-        (_ESTIMATOR, algorithm.adv_estimator, known_estimators()),
-        (_LOSS, actor.policy_loss.loss_mode, known_policy_losses()),
-        ("algorithm.preference_loss", algorithm.preference_loss, known_pair_losses()),
+    chosen: list[tuple[str, str | None, Collection[str]]] = [
+        (_ESTIMATOR, algorithm.adv_estimator, ESTIMATOR_TRAITS),
+        (_LOSS, actor.policy_loss.loss_mode, POLICY_LOSS_TRAITS),
+        ("algorithm.preference_loss", algorithm.preference_loss, PAIR_LOSS_TRAITS),
         (
             "algorithm.rollout_correction.rollout_is",
             algorithm.rollout_correction.rollout_is,
-            known_importance_levels(),
+            IMPORTANCE_LEVEL_NAMES,
         ),
-        ("algorithm.pf_ppo.reweight_method", algorithm.pf_ppo.reweight_method, known_reweight_methods()),
-        *((_SHAPING, name, known_reward_shapers()) for name in config.reward.shaping),
+        ("algorithm.pf_ppo.reweight_method", algorithm.pf_ppo.reweight_method, REWEIGHT_METHOD_NAMES),
+        *((_SHAPING, name, REWARD_SHAPER_NAMES) for name in config.reward.shaping),
     ]
     for key, name, known in chosen:
         if name is not None and name not in known:
             yield not_registered(key, name, known)
     for key, kind in ((f"{_ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
-        if kind.removesuffix("+") not in known_kl_kinds():
-            yield not_registered(key, kind, known_kl_kinds())
+        if kind.removesuffix("+") not in KL_NAMES:
+            yield not_registered(key, kind, KL_NAMES)
 
 
 def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -117,7 +116,7 @@ def _nearest_divisors(number: int, wanted: int) -> str:
 def groups_are_large_enough(config: PPOTrainerConfig) -> Iterator[Problem]:
     """An estimator that compares the samples of a prompt gets several of them."""
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    smallest = estimator_needs(name).min_group_size
+    smallest = estimator_traits(name).min_group_size
     if samples < smallest:
         what = f"is {samples}, but {_ESTIMATOR}={name} compares the samples of a prompt and needs at least {smallest}."
         yield Problem(f"{_ROLLOUT}.n", what, f"Set {_ROLLOUT}.n=8, or another estimator.", (_ESTIMATOR,))
@@ -126,7 +125,7 @@ def groups_are_large_enough(config: PPOTrainerConfig) -> Iterator[Problem]:
 def critic_fits_the_estimator(config: PPOTrainerConfig) -> Iterator[Problem]:
     """GAE has a value model; warm-up warms something up."""
     name = config.algorithm.adv_estimator
-    if estimator_needs(name).critic and config.critic.enable is False:
+    if estimator_traits(name).needs_critic and config.critic.enable is False:
         what = f"is false, but {_ESTIMATOR}={name} needs values."
         yield Problem(
             "critic.enable", what, "Remove the key, or use an estimator without critic (grpo).", (_ESTIMATOR,)
@@ -353,7 +352,7 @@ def warnings(config: PPOTrainerConfig) -> list[str]:
     found = list(config.remarks)
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
         found.append(f"{_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice.")
-    if config.critic.enable and not estimator_needs(estimator).critic:
+    if config.critic.enable and not estimator_traits(estimator).needs_critic:
         found.append(f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads.")
     if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
         found.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu has no effect while use_dynamic_bsz is true.")

@@ -13,7 +13,7 @@ from pydantic import (
     WrapValidator,
 )
 
-from hrl.config.names import is_registered_aggregation
+from hrl.algos.registry import AGGREGATION_NAMES
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -21,7 +21,7 @@ MinusOneOrMore = Annotated[int, Field(ge=-1)]
 
 
 def _built_in_or_registered(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
-    return value if isinstance(value, str) and is_registered_aggregation(value) else built_in(value)
+    return value if isinstance(value, str) and value in AGGREGATION_NAMES else built_in(value)
 
 
 AggregationMode = Annotated[

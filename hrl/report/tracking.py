@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hrl.config.names import WITHOUT_TRACKER
+from hrl.config.loggers import WITHOUT_TRACKER
 from hrl.report.run_folder import json_line, read_jsonl, write_text, writing_to
 from hrl.report.samples import Sample
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import hrl
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.machine import choose_device, run_cluster, scarcity
-from hrl.config.names import JSON_CONSOLE
+from hrl.config.loggers import JSON_CONSOLE
 from hrl.errors import HrlError
 from hrl.preflight.findings import PreflightError
 from hrl.preflight.folder_plan import plan_run_folder

@@ -13,11 +13,11 @@ from hrl.algos.advantages import (
     AdvantageConfig,
     AdvantageInput,
     compute_advantages,
-    estimator_traits,
     register_adv_est,
 )
 from hrl.algos.groups import group_codes, group_sum
 from hrl.algos.masked import pad_segments
+from hrl.algos.registry import ESTIMATOR_TRAITS, estimator_traits
 from hrl.algos.reward_placement import place_scores
 from tests.algos.batches import MASK_WITH_EVERYTHING, advantage_input
 
@@ -25,7 +25,7 @@ CONFIG = AdvantageConfig(gamma=0.9, lam=0.8, gdpo_reward_weights=(1.0, 0.5, 2.0)
 GROUPS = group_codes(["a", "b", "a", "b", "a", "c", "c", "b"])
 EVERY_ESTIMATOR = pytest.mark.parametrize("name", sorted(ADVANTAGE_ESTIMATORS))
 BY_GROUP = pytest.mark.parametrize(
-    "name", sorted(name for name, entry in ADVANTAGE_ESTIMATORS.items() if entry.min_group_size > 1)
+    "name", sorted(name for name, entry in ESTIMATOR_TRAITS.items() if entry.min_group_size > 1)
 )
 WHITENED = {"gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gdpo"}
 
@@ -450,14 +450,15 @@ def test_unknown_names_and_wrong_shapes_are_refused() -> None:
         compute_advantages("gae", replace(inp, values=inp.values[:, :2]), CONFIG)
 
 
-def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hrl.algos.advantages.ADVANTAGE_ESTIMATORS", dict(ADVANTAGE_ESTIMATORS))
-
+@pytest.mark.usefixtures("own_registries")
+def test_a_name_is_registered_once() -> None:
     def mine(inp: AdvantageInput, config: AdvantageConfig) -> tuple[Tensor, Tensor]:
         return inp.token_level_rewards, inp.token_level_rewards
 
     register_adv_est("mine", min_group_size=4)(mine)
     register_adv_est("mine", min_group_size=4)(mine)
     assert estimator_traits("mine").min_group_size == 4
+    with pytest.raises(TypeError, match="needs_luck"):
+        register_adv_est("other", needs_luck=True)
     with pytest.raises(ValueError, match="'gae' is already registered"):
         register_adv_est("gae")(mine)

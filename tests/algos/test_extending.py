@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,24 +25,13 @@ from hrl.algos import (
 )
 from hrl.algos.advantages import AdvantageConfig, AdvantageInput
 from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput
+from hrl.algos.registry import POLICY_LOSS_TRAITS
 from hrl.reward.shaping import RewardShaping
+from tests.algos.registries import REGISTRIES
 
-REGISTRIES: dict[str, dict[str, Any]] = {
-    "advantage": advantages.ADVANTAGE_ESTIMATORS,
-    "policy loss": policy_losses.POLICY_LOSSES,
-    "aggregation": aggregation.AGGREGATION_MODES,
-    "value loss": value_loss.VALUE_LOSSES,
-    "kl": kl.KL_ESTIMATORS,
-    "correction": rollout_correction.IMPORTANCE_LEVELS,
-    "rejection": rollout_correction.REJECTION_RULES,
-    "group filter": groups.GROUP_FILTERS,
-    "preference": preference.PAIR_LOSSES,
-    "reward model": preference.REWARD_MODEL_LOSSES,
-    "sft": preference.SFT_LOSSES,
-    "reward shaping": reward_shaping.REWARD_SHAPERS,
-    "policy filtration": policy_filtration.REWEIGHT_METHODS,
-    "token selection": token_selection.TOKEN_SELECTORS,
-}
+pytestmark = pytest.mark.usefixtures("own_registries")
+
+FAMILIES: dict[str, Any] = REGISTRIES | {"rejection": rollout_correction.REJECTION_RULES}
 MUST_EXIST = {
     "advantage": "gae grpo rloo reinforce_plus_plus reinforce_plus_plus_baseline remax opo gpg grpo_passk gdpo "
     "optimal_token_baseline",
@@ -66,19 +53,9 @@ ONES = torch.ones(2, 3)
 MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])
 
 
-@pytest.fixture(autouse=True)
-def own_registries() -> Iterator[None]:
-    """What a test registers is gone after it."""
-    before = {family: dict(registry) for family, registry in REGISTRIES.items()}
-    yield
-    for family, registry in REGISTRIES.items():
-        registry.clear()
-        registry.update(before[family])
-
-
-@pytest.mark.parametrize("family", REGISTRIES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_has_its_members(family: str) -> None:
-    assert set(MUST_EXIST[family].split()) <= REGISTRIES[family].keys()
+    assert set(MUST_EXIST[family].split()) <= FAMILIES[family].keys()
 
 
 PAPER = r"arXiv:\d{4}\.\d{4,5}"
@@ -93,16 +70,15 @@ NO_PAPER = {"token-sum", "abs", "nll", "standardise", "pow", "max_min", "max_ran
     [
         (family, name)
         for family, registry in REGISTRIES.items()
-        if family not in ("correction", "rejection", "token selection")
+        if family not in ("correction", "token selection")
         for name in registry
     ],
 )
 def test_every_member_has_its_formula_and_its_source_in_its_docstring(family: str, name: str) -> None:
     member = REGISTRIES[family][name]
-    member = member[0] if isinstance(member, tuple) else getattr(member, "function", member)
     text = inspect.getdoc(member)
     assert text is not None
-    assert "``" in text or ":func:" in text, "no formula"
+    assert "`" in text or ":func:" in text, "no formula"
     assert name in NO_PAPER or re.search(rf"{PAPER}{PLACE}|https?://|et al\.|:func:", text, re.S), "no source"
 
 
@@ -124,7 +100,7 @@ def test_a_policy_loss() -> None:
 
     output = policy_losses.policy_loss("mine", PolicyLossInput(-ONES, -ONES, 2 * ONES, MASK), None)
     assert output.loss_mat.tolist() == [[2.0, 2.0, 0.0], [2.0, 0.0, 0.0]]
-    policy_losses.ZERO_AT_ZERO_ADVANTAGE.discard("mine")
+    assert POLICY_LOSS_TRAITS["mine"].zero_at_zero_advantage
 
 
 def test_an_aggregation() -> None:
@@ -153,7 +129,7 @@ def test_a_kl_estimator_and_its_plus() -> None:
     assert log_prob.grad.item() == 2.0  # k2's
 
 
-def test_a_level_of_correction_and_a_rejection() -> None:
+def test_a_level_of_correction_and_a_rejection(monkeypatch: pytest.MonkeyPatch) -> None:
     def geometric(log_ratio: Tensor) -> Tensor:
         return log_ratio.mean(dim=-1, keepdim=True).exp().expand(log_ratio.shape)
 
@@ -162,7 +138,7 @@ def test_a_level_of_correction_and_a_rejection() -> None:
     log_ratio = torch.tensor([[1.0, -1.0]])
     weights = rollout_correction.importance_weights(log_ratio, full, "row", rollout_correction.Interval(2.0))
     assert weights.tolist() == [[1.0, 1.0]]
-    rollout_correction.REJECTION_RULES["worst"] = ("seq_max", "k2")
+    monkeypatch.setitem(rollout_correction.REJECTION_RULES, "worst", ("seq_max", "k2"))
     assert rollout_correction.rejection_mask(log_ratio, full, "worst", 0.4).tolist() == [[0.0, 0.0]]
 
 
@@ -198,10 +174,11 @@ def test_a_loss_of_pairs_says_what_it_takes() -> None:
         return preference.preference_loss("linear", pairs, preference.PairOptions())[0].tolist()
 
     assert loss() == [-3.0 - -3.0]  # sums, less the reference's
-    with patch.object(preference, "REFERENCE_FREE_LOSSES", {"linear"}):
-        assert loss() == [-4.0 - -6.0]
-        with patch.object(preference, "MEAN_LOG_PROB_LOSSES", {"linear"}):
-            assert loss() == [-4.0 - -2.0]
+    register = preference.PAIR_LOSSES.register
+    register("linear", reference=False)(preference.PAIR_LOSSES["linear"])
+    assert loss() == [-4.0 - -6.0]
+    register("linear", reference=False, mean_log_prob=True)(preference.PAIR_LOSSES["linear"])
+    assert loss() == [-4.0 - -2.0]
 
 
 def test_a_shape_of_rewards_and_a_filtration() -> None:

@@ -21,9 +21,7 @@ from hrl.algos.kl import KL_ESTIMATORS, kl_penalty
 from hrl.algos.masked import pad_segments
 from hrl.algos.policy_losses import POLICY_LOSSES, PolicyLossInput, policy_loss
 from hrl.algos.preference import (
-    MEAN_LOG_PROB_LOSSES,
     PAIR_LOSSES,
-    REFERENCE_FREE_LOSSES,
     REWARD_MODEL_LOSSES,
     SFT_LOSSES,
     PairInput,
@@ -34,6 +32,7 @@ from hrl.algos.preference import (
     sequence_log_prob,
     sft_loss,
 )
+from hrl.algos.registry import pair_loss_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import VALUE_LOSSES, value_loss
 from tests.algos.batches import ACTOR, Batch
@@ -203,7 +202,7 @@ def test_on_random_ragged_batches(name: str, rows: int, width: int, share: float
 
 
 def of_pairs(name: str, chosen: Tensor, rejected: Tensor, reference: tuple[Tensor, Tensor]) -> Tensor:
-    free = name in REFERENCE_FREE_LOSSES
+    free = not pair_loss_traits(name).reference
     return preference_loss(name, PairInput(chosen, rejected, *((None, None) if free else reference)), PairOptions())[0]
 
 
@@ -222,7 +221,7 @@ def test_a_loss_of_pairs_does_not_depend_on_the_cut(name: str, dtype: torch.dtyp
     """Rows 2i and 2i + 1 are a pair; the gradient goes through their tokens' log-probs."""
     mask = (torch.arange(6) < torch.tensor([[4], [6], [1], [3], [0], [2], [5], [5], [2], [1]])).long()
     batch = Batch.random(seed=7, mask=mask, dtype=dtype)
-    mean = name.removeprefix("preference ") in MEAN_LOG_PROB_LOSSES
+    mean = pair_loss_traits(name.removeprefix("preference ")).mean_log_prob
 
     def gradient(pieces: int, order: Tensor) -> Tensor:
         log_prob = batch.log_prob.clone().requires_grad_()

@@ -12,12 +12,12 @@ from torch import Tensor
 from hrl.algos.aggregation import aggregate
 from hrl.algos.policy_losses import (
     POLICY_LOSSES,
-    ZERO_AT_ZERO_ADVANTAGE,
     PolicyLossInput,
     PolicyLossOutput,
     policy_loss,
     register_policy_loss,
 )
+from hrl.algos.registry import POLICY_LOSS_TRAITS
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from tests.algos.batches import ACTOR, Batch
 
@@ -179,7 +179,7 @@ def test_exactly_the_losses_that_declare_it_have_no_gradient_at_zero_advantage(n
         policy_loss(name, still, ACTOR).loss_mat.sum().backward()
         assert inp.log_prob.grad is not None
         moved |= bool((inp.log_prob.grad != 0).any())
-    assert moved == (name not in ZERO_AT_ZERO_ADVANTAGE)
+    assert moved == (not POLICY_LOSS_TRAITS[name].zero_at_zero_advantage)
 
 
 @EVERY_LOSS
@@ -316,14 +316,13 @@ def test_bad_settings_and_shapes_are_refused() -> None:
         policy_loss("vanilla", replace(loss_input(batch), advantages=batch.advantages[:, 1:]), ACTOR)
 
 
-def test_a_name_is_registered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hrl.algos.policy_losses.POLICY_LOSSES", dict(POLICY_LOSSES))
-
+@pytest.mark.usefixtures("own_registries")
+def test_a_name_is_registered_once() -> None:
     def mine(inp: PolicyLossInput, config: Any) -> PolicyLossOutput:
         return PolicyLossOutput(-inp.log_prob, {})
 
     register_policy_loss("mine")(mine)
     register_policy_loss("mine")(mine)
-    assert "mine" not in ZERO_AT_ZERO_ADVANTAGE  # nobody has said so
+    assert not POLICY_LOSS_TRAITS["mine"].zero_at_zero_advantage  # nobody has said so
     with pytest.raises(ValueError, match="'vanilla' is already registered"):
         register_policy_loss("vanilla")(mine)

@@ -5,10 +5,7 @@ import torch
 from torch import Tensor
 
 from hrl.algos.preference import (
-    MEAN_LOG_PROB_LOSSES,
     PAIR_LOSSES,
-    REFERENCE_FREE_LOSSES,
-    UNREAD_CONSTANTS,
     PairInput,
     PairOptions,
     mean_over_pairs,
@@ -18,6 +15,7 @@ from hrl.algos.preference import (
     sequence_log_prob,
     sft_loss,
 )
+from hrl.algos.registry import pair_loss_traits
 
 
 def vector(*values: float) -> Tensor:
@@ -80,7 +78,7 @@ def test_orpo_is_finite_at_probability_one() -> None:
     assert torch.isfinite(certain.grad).all()
 
 
-@pytest.mark.parametrize("name", sorted(set(PAIR_LOSSES) - REFERENCE_FREE_LOSSES))
+@pytest.mark.parametrize("name", sorted(name for name in PAIR_LOSSES if pair_loss_traits(name).reference))
 def test_without_a_reference_it_is_a_uniform_one(name: str) -> None:
     free, _ = preference_loss(name, PairInput(PAIR.chosen, PAIR.rejected), PairOptions())
     zeros = torch.zeros_like(PAIR.chosen)
@@ -129,10 +127,10 @@ def test_pairs_of_responses_are_sums_or_means_as_the_loss_wants_them(name: str) 
     sums, reference = vector(-3.0, 0.0, -4.0, -1.0), vector(-2.0, 0.0, -8.0, -3.0)
     lengths = torch.tensor([2, 0, 4, 1])
     pair = pairs_of_sums(name, sums, lengths, [2, 1], [0, 3], reference)
-    divisors = vector(2.0, 1.0, 4.0, 1.0) if name in MEAN_LOG_PROB_LOSSES else vector(1.0, 1.0, 1.0, 1.0)
+    divisors = vector(2.0, 1.0, 4.0, 1.0) if pair_loss_traits(name).mean_log_prob else vector(1.0, 1.0, 1.0, 1.0)
     assert torch.equal(pair.chosen, (sums / divisors)[[2, 1]])
     assert torch.equal(pair.rejected, (sums / divisors)[[0, 3]])
-    if name in REFERENCE_FREE_LOSSES:
+    if not pair_loss_traits(name).reference:
         assert pair.ref_chosen is None and pair.ref_rejected is None
     else:
         assert torch.equal(pair.ref_chosen, (reference / divisors)[[2, 1]])
@@ -149,7 +147,7 @@ def test_pairs_are_divided_by_those_of_the_whole_mini_batch() -> None:
 @pytest.mark.parametrize("constant", ["label_smoothing", "target_margin"])
 def test_a_constant_moves_the_loss_or_is_refused(name: str, constant: str) -> None:
     pair, options = PairInput(vector(-1.0, -0.2), vector(-0.3, -2.0)), PairOptions(**{constant: 0.25})
-    if constant in UNREAD_CONSTANTS.get(name, ()):
+    if not getattr(pair_loss_traits(name), constant):
         with pytest.raises(ValueError, match=f"'{name}' does not read {constant}"):
             preference_loss(name, pair, options)
     else:

@@ -2,6 +2,7 @@
 
 import pytest
 
+from hrl.algos.policy_losses import clip_bounds
 from hrl.config import ConfigError, load_config
 from hrl.config.load import validate
 
@@ -127,8 +128,7 @@ def test_the_estimator_follows_from_a_critic_being_mentioned():
 
 def test_one_clip_ratio_sets_both_sides():
     given = {f"{ACTOR}.clip_ratio": 0.1, f"{ACTOR}.clip_ratio_high": 0.3}
-    assert value(given, f"{ACTOR}.clip_ratio_low") == 0.1
-    assert value(given, f"{ACTOR}.clip_ratio_high") == 0.3
+    assert clip_bounds(validate(given).actor_rollout_ref.actor) == (0.1, 0.3)
 
 
 def test_a_fixed_micro_batch_turns_dynamic_packing_off_for_every_pass():

@@ -3,6 +3,7 @@
 import copy
 import math
 import pickle
+import runpy
 import subprocess
 import sys
 
@@ -10,11 +11,11 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from hrl.config import PPOTrainerConfig, load_config, names
+from hrl.config import PPOTrainerConfig, load_config
 from hrl.config.conversions import CONVERTED
 from hrl.config.derived_defaults import DERIVED
 from hrl.config.keys import leaves, sections
-from hrl.config.names import ESTIMATORS, KL_KINDS, LOGGERS, POLICY_LOSSES, REWARD_SHAPERS, WITHOUT_TRACKER
+from hrl.config.loggers import LOGGERS, WITHOUT_TRACKER
 from hrl.config.outside import OUTSIDE
 from hrl.config.problems import ConfigError
 from hrl.config.spellings import MUST_EQUAL, RENAMED, lookup
@@ -95,39 +96,37 @@ def test_an_untouched_schema_is_what_an_empty_tree_loads():
     assert config.trainer == PPOTrainerConfig().trainer
 
 
-def test_names_known_without_torch_equal_the_registries():
-    from hrl.algos import policy_filtration, preference, rollout_correction
-    from hrl.algos.advantages import ADVANTAGE_ESTIMATORS
-    from hrl.algos.aggregation import AGGREGATION_MODES
-    from hrl.algos.kl import KL_ESTIMATORS
-    from hrl.algos.policy_losses import POLICY_LOSSES as REGISTERED_LOSSES
-    from hrl.algos.reward_shaping import REWARD_SHAPERS as REGISTERED_SHAPERS
+def test_every_entry_of_a_table_has_its_function_and_no_function_is_without_an_entry():
+    from hrl.algos import registry
+    from tests.algos.registries import REGISTRIES
+
+    tables = runpy.run_path(str(registry.__file__))  # as they stand before a function is registered
+    built_in = {
+        "ESTIMATOR_TRAITS": "advantage",
+        "POLICY_LOSS_TRAITS": "policy loss",
+        "PAIR_LOSS_TRAITS": "preference",
+        "AGGREGATION_NAMES": "aggregation",
+        "KL_NAMES": "kl",
+        "IMPORTANCE_LEVEL_NAMES": "correction",
+        "REWARD_SHAPER_NAMES": "reward shaping",
+        "REWEIGHT_METHOD_NAMES": "policy filtration",
+    }
+    assert built_in.keys() == {name for name in tables if name.endswith(("_TRAITS", "_NAMES"))}
+    for table, family in built_in.items():
+        assert set(tables[table]) == set(REGISTRIES[family]), table
+        assert getattr(registry, table) is REGISTRIES[family].table
+
+
+def test_the_loggers_of_the_schema_are_the_trackers_and_consoles():
     from hrl.report.tracking import TRACKERS
 
-    registered = {
-        name: (entry.needs_critic, entry.min_group_size, entry.needs_baseline)
-        for name, entry in ADVANTAGE_ESTIMATORS.items()
-    }
-    assert {name: tuple(needs) for name, needs in ESTIMATORS.items()} == registered
-    assert set(REGISTERED_LOSSES) == POLICY_LOSSES
-    assert set(KL_ESTIMATORS) == KL_KINDS
-    assert set(REGISTERED_SHAPERS) == REWARD_SHAPERS
-    assert set(rollout_correction.IMPORTANCE_LEVELS) == names.IMPORTANCE_LEVELS
-    assert set(policy_filtration.REWEIGHT_METHODS) == names.REWEIGHT_METHODS
-    assert set(preference.PAIR_LOSSES) == names.PAIR_LOSSES.keys()
-    for name, traits in names.PAIR_LOSSES.items():
-        assert traits.reference is (name not in preference.REFERENCE_FREE_LOSSES)
-        unread = {constant for constant in ("label_smoothing", "target_margin") if not getattr(traits, constant)}
-        assert unread == set(preference.UNREAD_CONSTANTS.get(name, ()))
     assert {*TRACKERS, *WITHOUT_TRACKER} == LOGGERS
-    modes = leaves()["actor_rollout_ref.actor.loss_agg_mode"].field.annotation.__args__
-    assert set(AGGREGATION_MODES) == set(modes)
 
 
-def test_an_estimator_of_the_user_is_found_through_the_registry(monkeypatch):
+@pytest.mark.usefixtures("own_registries")
+def test_an_estimator_of_the_user_is_known_to_the_configuration():
     from hrl.algos import advantages
 
-    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
     advantages.register_adv_est("my_own", min_group_size=3)(lambda inp, config: (inp, inp))
     assert load_config({"algorithm": {"adv_estimator": "my_own"}}).actor_rollout_ref.rollout.n == 8
 
@@ -169,13 +168,14 @@ def test_a_method_of_filtration_of_the_user_is_accepted_and_drawn_with(monkeypat
     assert drawn.tolist() == [1, 1, 1]
 
 
-def test_a_loss_of_pairs_of_the_user_says_whether_it_has_a_reference(monkeypatch):
-    from hrl.algos import preference
+@pytest.mark.usefixtures("own_registries")
+def test_a_loss_of_pairs_of_the_user_says_whether_it_has_a_reference():
+    from hrl.algos.preference import PAIR_LOSSES
 
-    monkeypatch.setitem(preference.PAIR_LOSSES, "linear", lambda chosen, rejected, options: rejected - chosen)
+    PAIR_LOSSES["linear"] = lambda chosen, rejected, options: rejected - chosen
     tree = {"algorithm": {"preference_loss": "linear", "kl_ctrl": {"kl_coef": 0.1}}}
     assert load_config(tree).needs_reference
-    monkeypatch.setattr(preference, "REFERENCE_FREE_LOSSES", {"linear"})
+    PAIR_LOSSES.register("linear", reference=False)(PAIR_LOSSES["linear"])
     assert not load_config(tree).needs_reference
 
 

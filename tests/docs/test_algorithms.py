@@ -36,14 +36,7 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def own_registries(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a page registers is gone after it."""
-    monkeypatch.setattr(advantages, "ADVANTAGE_ESTIMATORS", dict(advantages.ADVANTAGE_ESTIMATORS))
-    monkeypatch.setattr(policy_losses, "POLICY_LOSSES", dict(policy_losses.POLICY_LOSSES))
-    monkeypatch.setattr(policy_losses, "ZERO_AT_ZERO_ADVANTAGE", set(policy_losses.ZERO_AT_ZERO_ADVANTAGE))
-
-
+@pytest.mark.usefixtures("own_registries")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_every_python_block_runs(page: Path) -> None:
     namespace: dict[str, object] = {"__name__": page.stem}

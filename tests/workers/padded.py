@@ -19,14 +19,13 @@ from hrl.algos.bypass import bypass_loss
 from hrl.algos.kl import kl_penalty
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.algos.preference import (
-    MEAN_LOG_PROB_LOSSES,
-    REFERENCE_FREE_LOSSES,
     PairInput,
     PairOptions,
     preference_loss,
     reward_model_loss,
     sft_loss,
 )
+from hrl.algos.registry import pair_loss_traits
 from hrl.algos.value_loss import value_loss
 from hrl.protocol import DataProto
 
@@ -124,9 +123,9 @@ def preference_gradients(plain: Plain, batch: DataProto) -> dict[str, Tensor]:
     settings = dict(batch.meta_info["preference"])
     name, mask = settings.pop("loss_type"), batch.batch["response_mask"]
     sums = (plain.statistics(batch)[0] * mask).sum(-1)
-    scale = mask.sum(-1).clamp(min=1) if name in MEAN_LOG_PROB_LOSSES else 1
+    scale = mask.sum(-1).clamp(min=1) if pair_loss_traits(name).mean_log_prob else 1
     ours, theirs = sums / scale, batch.batch["ref_sequence_log_prob"] / scale
-    reference = (None, None) if name in REFERENCE_FREE_LOSSES else (theirs[0::2], theirs[1::2])
+    reference = (None, None) if not pair_loss_traits(name).reference else (theirs[0::2], theirs[1::2])
     losses, _ = preference_loss(name, PairInput(ours[0::2], ours[1::2], *reference), PairOptions(**settings))
     return gradients(plain.actor, losses.mean())
 

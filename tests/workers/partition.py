@@ -29,7 +29,8 @@ from hrl.algos.aggregation import AGGREGATION_MODES, Counts
 from hrl.algos.bypass import LOSS_TYPES
 from hrl.algos.kl import KL_ESTIMATORS
 from hrl.algos.policy_losses import POLICY_LOSSES, PolicyLossInput, PolicyLossOutput
-from hrl.algos.preference import PAIR_LOSSES, REWARD_MODEL_LOSSES, SFT_LOSSES, UNREAD_CONSTANTS
+from hrl.algos.preference import PAIR_LOSSES, REWARD_MODEL_LOSSES, SFT_LOSSES
+from hrl.algos.registry import Registry, pair_loss_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import VALUE_LOSSES
 from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
@@ -79,7 +80,7 @@ def every_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange:
     return _weighted(losses), torch.zeros_like(returns, dtype=torch.bool)
 
 
-def _every_of(registry: dict[str, Any]) -> Callable[[Tensor], Tensor]:
+def _every_of(registry: Registry[Any, Any]) -> Callable[[Tensor], Tensor]:
     return lambda values: _weighted([member(values) for member in members(registry).values()])
 
 
@@ -87,7 +88,7 @@ def _weighted(terms: list[Tensor]) -> Tensor:
     return torch.stack([term / (1 + i) for i, term in enumerate(terms)]).sum(0)
 
 
-REGISTRIES: list[tuple[dict[str, Any], Callable[..., Any]]] = [
+REGISTRIES: list[tuple[Registry[Any, Any], Callable[..., Any]]] = [
     (AGGREGATION_MODES, every_mode),
     (POLICY_LOSSES, every_policy_loss),
     (VALUE_LOSSES, every_value_loss),
@@ -95,7 +96,7 @@ REGISTRIES: list[tuple[dict[str, Any], Callable[..., Any]]] = [
 ]
 
 
-def members(registry: dict[str, Any]) -> dict[str, Any]:
+def members(registry: Registry[Any, Any]) -> dict[str, Any]:
     """All entries but ``every`` and aliases."""
     first = {id(entry): name for name, entry in reversed(registry.items())}
     return {name: entry for name, entry in registry.items() if name != EVERY and first[id(entry)] == name}
@@ -226,7 +227,7 @@ def as_pairs(batch: DataProto) -> DataProto:
 def pair_subject(name: str) -> Subject:
     batch = as_pairs(make_batch(num_groups=4, samples=4, temperature=TEMPERATURE))
     constants = {"beta": 0.4, "label_smoothing": 0.1, "target_margin": 0.3}
-    read = {constant: value for constant, value in constants.items() if constant not in UNREAD_CONSTANTS.get(name, ())}
+    read = {constant: value for constant, value in constants.items() if getattr(pair_loss_traits(name), constant)}
     batch.meta_info["preference"] = {"loss_type": name} | read
     return Subject(
         batch,

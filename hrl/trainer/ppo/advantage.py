@@ -92,7 +92,7 @@ def compute_advantage(
 def rows_without_advantage(data: DataProto) -> np.ndarray:
     """Rows, as (B,) bool, with advantage 0 at every trained token.
 
-    They move no weight through the losses of `hrl.algos.policy_losses.ZERO_AT_ZERO_ADVANTAGE`.
+    They move no weight through losses with the trait `zero_at_zero_advantage`.
     """
     trained = data.batch["response_mask"].bool()
     return ~((data.batch["advantages"] != 0) & trained).any(-1).numpy()

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hrl.algos.advantages import estimator_traits
 from hrl.algos.bypass import bypass_loss_name
 from hrl.algos.kl import AdaptiveKLController, get_kl_controller
-from hrl.algos.policy_losses import ZERO_AT_ZERO_ADVANTAGE
+from hrl.algos.registry import POLICY_LOSS_TRAITS, estimator_traits
 from hrl.algos.reward_placement import place_scores
 from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.cluster.planner import AllLimits, Planner, plan_generation, rows_of_first_step
@@ -387,7 +386,7 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         if correction.bypass_mode:
             loss = bypass_loss_name(loss, correction)
         only_policy_loss = not settings.use_kl_loss and settings.entropy_coeff == 0
-        may_skip = only_policy_loss and loss in ZERO_AT_ZERO_ADVANTAGE
+        may_skip = only_policy_loss and POLICY_LOSS_TRAITS[loss].zero_at_zero_advantage
         plan = self.planner.update(
             batch,
             self.workers.actor.world_size,

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from hrl.algos.registry import POLICY_LOSS_TRAITS, PolicyLossTraits
 from hrl.cluster.checkpoints import CheckpointError
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
@@ -174,8 +175,7 @@ def test_an_adaptive_kl_coefficient_goes_on_from_the_checkpoint(tmp_path: Path, 
 def test_rows_without_advantage_are_spared_only_where_the_loss_allows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared: bool
 ) -> None:
-    names = {"vanilla"} if declared else set()
-    monkeypatch.setattr("hrl.trainer.ppo.ray_trainer.ZERO_AT_ZERO_ADVANTAGE", names)
+    monkeypatch.setitem(POLICY_LOSS_TRAITS, "vanilla", PolicyLossTraits(zero_at_zero_advantage=declared))
     driver = Driver(tmp_path)
     batch = driver.workers.generate_sequences(Prompts().batch([0, 1, 2]), None)
     batch.non_tensor_batch["uid"] = np.array(["a", "b", "c"], dtype=object)

@@ -1,0 +1,190 @@
+"""What can be chosen by name: one table per family, which needs no torch, and the registries that hold the functions.
+
+A configuration is checked against these tables before torch is imported. The module that has a family's functions
+fills in a :class:`Registry` over its table; a member that a user registers joins the table, so that it may be chosen
+like a built-in one.
+"""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+
+@dataclass(frozen=True)
+class Traits:
+    """What has to be known about a member before it is called; nothing in most families."""
+
+
+@dataclass(frozen=True)
+class EstimatorTraits(Traits):
+    """What an advantage estimator needs.
+
+    Attributes:
+        min_group_size: The fewest responses per prompt that make sense. Above 1, `group_ids` are needed.
+        needs_critic: Reads `values`.
+        needs_baseline: Reads `reward_baselines`.
+        needs_parts: Reads `reward_parts`.
+        needs_old_log_probs: Reads `old_log_probs`.
+        needs_sum_pi_squared: Reads `sum_pi_squared`.
+    """
+
+    min_group_size: int = 1
+    needs_critic: bool = False
+    needs_baseline: bool = False
+    needs_parts: bool = False
+    needs_old_log_probs: bool = False
+    needs_sum_pi_squared: bool = False
+
+
+@dataclass(frozen=True)
+class PolicyLossTraits(Traits):
+    """What is known about a policy loss.
+
+    Attributes:
+        zero_at_zero_advantage: A row whose advantages are all 0 has no gradient, whatever its ratios are. Then the
+            trainer spares the forward and backward pass of such rows; a loss that does not say so sees every row.
+    """
+
+    zero_at_zero_advantage: bool = False
+
+
+@dataclass(frozen=True)
+class PairLossTraits(Traits):
+    """What a loss of pairs reads beside the two answers and beta.
+
+    Attributes:
+        reference: The log-probs of a reference.
+        mean_log_prob: Log-probs as means over a response's tokens instead of sums.
+        label_smoothing: That field of :class:`hrl.algos.preference.PairOptions`.
+        target_margin: Likewise.
+    """
+
+    reference: bool = True
+    mean_log_prob: bool = False
+    label_smoothing: bool = True
+    target_margin: bool = True
+
+
+ESTIMATOR_TRAITS: dict[str, EstimatorTraits] = {
+    "gae": EstimatorTraits(needs_critic=True),
+    "grpo": EstimatorTraits(min_group_size=2),
+    "rloo": EstimatorTraits(min_group_size=2),
+    "reinforce_plus_plus": EstimatorTraits(),
+    "reinforce_plus_plus_baseline": EstimatorTraits(min_group_size=2),
+    "remax": EstimatorTraits(needs_baseline=True),
+    "opo": EstimatorTraits(min_group_size=2),
+    "grpo_passk": EstimatorTraits(min_group_size=2),
+    "gpg": EstimatorTraits(min_group_size=2),
+    "gdpo": EstimatorTraits(min_group_size=2, needs_parts=True),
+    "optimal_token_baseline": EstimatorTraits(min_group_size=2, needs_old_log_probs=True, needs_sum_pi_squared=True),
+}
+POLICY_LOSS_TRAITS: dict[str, PolicyLossTraits] = {
+    "vanilla": PolicyLossTraits(zero_at_zero_advantage=True),
+    "gspo": PolicyLossTraits(zero_at_zero_advantage=True),
+    "cispo": PolicyLossTraits(zero_at_zero_advantage=True),
+    "gpg": PolicyLossTraits(zero_at_zero_advantage=True),
+    "sapo": PolicyLossTraits(zero_at_zero_advantage=True),
+    "geo_mean": PolicyLossTraits(zero_at_zero_advantage=True),
+    "dppo_tv": PolicyLossTraits(zero_at_zero_advantage=True),
+    "dppo_kl": PolicyLossTraits(zero_at_zero_advantage=True),
+    "dro": PolicyLossTraits(),
+    "clip_cov": PolicyLossTraits(zero_at_zero_advantage=True),
+    "kl_cov": PolicyLossTraits(),
+}
+PAIR_LOSS_TRAITS: dict[str, PairLossTraits] = {
+    "sigmoid": PairLossTraits(target_margin=False),
+    "ipo": PairLossTraits(mean_log_prob=True, label_smoothing=False, target_margin=False),
+    "hinge": PairLossTraits(label_smoothing=False, target_margin=False),
+    "simpo": PairLossTraits(reference=False, mean_log_prob=True),
+    "orpo": PairLossTraits(reference=False, mean_log_prob=True, target_margin=False),
+}
+
+
+def _names(*names: str) -> dict[str, Traits]:
+    return dict.fromkeys(names, Traits())
+
+
+AGGREGATION_NAMES = _names(
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+)
+KL_NAMES = _names("k1", "kl", "abs", "k2", "mse", "k3", "low_var_kl")
+IMPORTANCE_LEVEL_NAMES = _names("token", "sequence")
+REWARD_SHAPER_NAMES = _names("clip", "scale", "standardise")
+REWEIGHT_METHOD_NAMES = _names("pow", "max_min", "max_random")
+
+
+def estimator_traits(name: str) -> EstimatorTraits:
+    """Return what the advantage estimator of that name needs; an unknown one, which is refused elsewhere, nothing."""
+    return ESTIMATOR_TRAITS.get(name, EstimatorTraits())
+
+
+def pair_loss_traits(name: str) -> PairLossTraits:
+    """Return what the loss of pairs of that name reads; an unknown one, which is refused elsewhere, everything."""
+    return PAIR_LOSS_TRAITS.get(name, PairLossTraits())
+
+
+Member = TypeVar("Member")
+Known = TypeVar("Known", bound=Traits)
+
+
+class Registry(UserDict[str, Member], Generic[Member, Known]):
+    """The members of a family by name. `registry["mine"] = function` adds one with the traits that most have.
+
+    Args:
+        family: What messages call a member.
+        members: The built-in ones, where they are not registered one by one.
+        table: The family's table; None for a family that no configuration chooses from.
+        traits: Makes a member's entry in the table.
+    """
+
+    def __init__(
+        self,
+        family: str,
+        members: Mapping[str, Member] | None = None,
+        *,
+        table: dict[str, Known] | None = None,
+        traits: type[Known] = Traits,  # type: ignore[assignment]
+    ) -> None:
+        self.family = family
+        self.table: dict[str, Known] = {} if table is None else table
+        self.traits = traits
+        super().__init__(members or {})
+
+    def __setitem__(self, name: str, member: Member) -> None:
+        self.table.setdefault(name, self.traits())
+        super().__setitem__(name, member)
+
+    def __delitem__(self, name: str) -> None:
+        super().__delitem__(name)
+        del self.table[name]
+
+    def register(self, name: str, **traits: object) -> Callable[[Member], Member]:
+        """Return a decorator that adds a member with its traits; without any, those of the table stay.
+
+        Raises:
+            TypeError: There is no such trait.
+            ValueError: The name is taken by another member.
+        """
+        entry = self.traits(**traits) if traits else self.table.get(name, self.traits())
+
+        def decorator(member: Member) -> Member:
+            if self.get(name, member) is not member:
+                raise ValueError(f"{self.family} {name!r} is already registered as {self[name]}")
+            self.table[name] = entry
+            self[name] = member
+            return member
+
+        return decorator
+
+    def find(self, name: str) -> Member:
+        """Return the member of that name.
+
+        Raises:
+            ValueError: Unknown name; lists the known ones.
+        """
+        if name not in self:
+            raise ValueError(f"unknown {self.family} {name!r}; choose one of {sorted(self)}")
+        return self.data[name]
