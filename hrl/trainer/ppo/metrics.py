@@ -1,4 +1,4 @@
-"""What a step and a validation say in numbers, under the names that verl's users know."""
+"""The numbers of a step and of a validation, under the names that verl's users know."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _spread(values: torch.Tensor, mean: str, largest: str, smallest: str) -> dic
 
 
 def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> dict[str, float]:
-    """Share of the returns' variance that the critic explains; undefined where the returns don't vary."""
+    """Return the share of the returns' variance that the critic explains; undefined where they do not vary."""
     variance = returns.float().var(unbiased=False) if returns.numel() else torch.zeros(())
     if variance == 0:
         return {}
@@ -92,39 +92,7 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     return metrics
 
 
-def _sample_sizes(num_samples: int) -> list[int]:
-    """Powers of two below `num_samples`, then `num_samples` itself: 8 gives 2, 4, 8."""
-    sizes = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
-    return [*sizes, num_samples] if num_samples > 1 else []
-
-
-def _answer_codes(answers: Sequence[Hashable]) -> list[int]:
-    """Numbers the different answers to one prompt 0, 1, 2, ..."""
-    table = {answer: code for code, answer in enumerate(dict.fromkeys(answers))}
-    return [table[answer] for answer in answers]
-
-
-def _per_prompt(
-    scores: np.ndarray, correct: np.ndarray, answers: np.ndarray | None, n: int, rng: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """Return the metrics of P prompts of whose n samples m are scored, `(P,)`, from columns `(P, m)`.
-
-    M is at most n.
-    """
-    scored = scores.shape[1]
-    metrics = {f"mean@{n}": scores.mean(axis=1)}
-    if n > 1:
-        metrics[f"std@{n}"] = scores.std(axis=1)
-    sizes, num_correct = _sample_sizes(n), correct.sum(axis=1)
-    majority = {} if answers is None else maj_at_k(answers, scores, sizes, rng)
-    for k in sizes:
-        metrics[f"best@{k}"] = best_at_k(scores, k)
-        metrics[f"worst@{k}"] = worst_at_k(scores, k)
-        if k <= scored:  # of draws without replacement there can be no more
-            metrics[f"pass@{k}"] = pass_at_k(num_correct, scored, k)
-        if k in majority:
-            metrics[f"maj@{k}"] = majority[k]
-    return metrics
+# ---------------------------------------------------------------------------------------------- validation
 
 
 #: Counters of rewards and rollouts that a validation passes on.
@@ -137,6 +105,8 @@ _TROUBLES = (
     "rollout/aborted_responses",
     "rollout/truncated_responses",
 )
+CORRECT_AT = 1.0
+"""The least score of a correct answer, where the reward function does not say which answers are correct."""
 
 
 def validation_troubles(counters: Mapping[str, float]) -> dict[str, float]:
@@ -159,37 +129,96 @@ def count_left_out(batch: DataProto, kept: torch.Tensor) -> dict[str, float]:
     return {f"val/{source}/skipped": float(count) for source, count in counts.items()}
 
 
-def validation_metrics(batch: DataProto, num_samples: int) -> dict[str, float]:
-    """Return what the samples of a validation say in numbers, see `compute_validation_metrics`.
+def validation_metrics(batch: DataProto, num_samples: int, seed: int = 0) -> dict[str, float]:
+    """Return what the samples of a validation say in numbers, source by source.
+
+    Samples of one `uid` are the answers to one prompt: n of them, or fewer if some have no score. The names are
+    those of n whatever is missing. A metric is the mean over the prompts of its source, each judged by the samples it
+    has: best, worst and maj are expectations over k draws with replacement from them; pass@k leaves out a prompt with
+    fewer than k, since there is no estimate of k draws without replacement from them.
 
     Args:
         batch: Samples that have a score, B rows, with `token_level_scores (B, R)`; non-tensor `data_source`, `uid` and
             `reward_parts`.
-        num_samples: How many samples were drawn per prompt.
+        num_samples: n, how many samples were drawn per prompt.
+        seed: Seed of the bootstrap's own generator, so that validation changes no other random state.
+
+    Returns:
+        `val/<source>/{mean,std,best,worst,pass,maj}@<k>` and `val/<source>/n`, the number of prompts.
+
+    Raises:
+        ValueError: A score is not finite, or a prompt has more than n samples.
     """
-    columns = {name: batch.non_tensor_batch[name].tolist() for name in ("data_source", "uid", "reward_parts")}
-    return compute_validation_metrics(
-        columns["data_source"],
-        columns["uid"],
-        batch.batch["token_level_scores"].sum(-1).tolist(),
-        answers_voted_on(columns["reward_parts"]),
-        num_samples=num_samples,
-        correct=answers_that_are_correct(columns["reward_parts"]),
-    )
+    sources, uids = (batch.non_tensor_batch[name].tolist() for name in ("data_source", "uid"))
+    scores = batch.batch["token_level_scores"].sum(-1).double().numpy()
+    for row in np.flatnonzero(~np.isfinite(scores)):
+        raise ValueError(f"validation sample {row} (source {sources[row]!r}) has the score {scores[row]}")
+    prompts: dict[tuple[str, Hashable], list[int]] = {}
+    for row, key in enumerate(zip(sources, uids, strict=True)):
+        prompts.setdefault(key, []).append(row)
+    alike: dict[tuple[str, int], list[list[int]]] = {}
+    for (source, uid), rows in prompts.items():
+        if len(rows) > num_samples:
+            raise ValueError(f"prompt {uid} (source {source!r}) has {len(rows)} samples, but n is {num_samples}")
+        alike.setdefault((source, len(rows)), []).append(rows)
+
+    parts = batch.non_tensor_batch["reward_parts"].tolist()
+    answers, correct = answers_voted_on(parts), answers_that_are_correct(parts)
+    is_correct = scores >= CORRECT_AT if correct is None else np.array(correct, dtype=bool)
+    rng = np.random.default_rng(seed)
+    collected: dict[str, list[np.ndarray]] = {}
+    for (source, _), samples in alike.items():
+        codes = None if answers is None else np.array([_codes([answers[row] for row in rows]) for rows in samples])
+        picked = np.array(samples)
+        found = _per_prompt(f"val/{source}", scores[picked], is_correct[picked], codes, num_samples, rng)
+        for name, values in found.items():
+            collected.setdefault(name, []).append(values)
+    counts = Counter(source for source, _ in prompts)
+    return {name: float(np.concatenate(values).mean()) for name, values in collected.items()} | {
+        f"val/{source}/n": float(count) for source, count in counts.items()
+    }
+
+
+def _per_prompt(
+    source: str, scores: np.ndarray, correct: np.ndarray, answers: np.ndarray | None, n: int, rng: np.random.Generator
+) -> dict[str, np.ndarray]:
+    """Return the metrics `(P,)` of P prompts, m of whose n samples have a score, from columns `(P, m)`."""
+    scored = scores.shape[1]
+    metrics = {f"{source}/mean@{n}": scores.mean(axis=1)}
+    if n > 1:
+        metrics[f"{source}/std@{n}"] = scores.std(axis=1)
+    sizes, num_correct = _sample_sizes(n), correct.sum(axis=1)
+    majority = {} if answers is None else maj_at_k(answers, scores, sizes, rng)
+    for k in sizes:
+        metrics[f"{source}/best@{k}"] = best_at_k(scores, k)
+        metrics[f"{source}/worst@{k}"] = worst_at_k(scores, k)
+        if k <= scored:  # there are no more draws without replacement
+            metrics[f"{source}/pass@{k}"] = pass_at_k(num_correct, scored, k)
+        if k in majority:
+            metrics[f"{source}/maj@{k}"] = majority[k]
+    return metrics
+
+
+def _sample_sizes(num_samples: int) -> list[int]:
+    """Return the powers of two below `num_samples`, then `num_samples` itself: 2, 4, 8 for 8; nothing for 1."""
+    sizes = [2**i for i in range(1, num_samples.bit_length()) if 2**i < num_samples]
+    return [*sizes, num_samples] if num_samples > 1 else []
+
+
+def _codes(answers: Sequence[Hashable]) -> list[int]:
+    """Number the different answers to one prompt from 0."""
+    table = {answer: code for code, answer in enumerate(dict.fromkeys(answers))}
+    return [table[answer] for answer in answers]
 
 
 def answers_voted_on(reward_parts: Sequence[Mapping[str, Hashable]]) -> list[Hashable] | None:
     """Return what each sample answered: the `pred` that a reward function returned beside its score, as in verl.
 
     Returns:
-        One answer per sample; None (no majority vote) where any sample has none.
+        One answer per sample, None being an answer too; None (no majority vote) where any sample has none.
     """
     has_all = len(reward_parts) > 0 and all("pred" in part for part in reward_parts)
     return [part["pred"] for part in reward_parts] if has_all else None
-
-
-CORRECT_AT = 1.0
-"""The least score of a correct answer, where the reward function does not say which answers are correct."""
 
 
 def answers_that_are_correct(reward_parts: Sequence[Mapping[str, Hashable]]) -> list[bool] | None:
@@ -201,74 +230,3 @@ def answers_that_are_correct(reward_parts: Sequence[Mapping[str, Hashable]]) -> 
     values = [part.get("acc") for part in reward_parts]
     numbers = [float(value) for value in values if isinstance(value, int | float)]
     return [value >= CORRECT_AT for value in numbers] if values and len(numbers) == len(values) else None
-
-
-def compute_validation_metrics(
-    data_sources: Sequence[str],
-    uids: Sequence[Hashable],
-    scores: Sequence[float],
-    answers: Sequence[Hashable] | None = None,
-    *,
-    num_samples: int,
-    correct: Sequence[bool] | None = None,
-    seed: int = 0,
-) -> dict[str, float]:
-    """Reduces the scored samples of a validation to numbers per data source.
-
-    Samples of one `uid` are the answers to one prompt, n of them or, where some have no score, fewer. The names are
-    those of n whatever is missing. A metric is the mean over the prompts of its source, each judged by the samples it
-    has: best, worst and maj are expectations over k draws with replacement from them; pass@k leaves a prompt with fewer
-    than k out, since there is no estimate of k draws without replacement from them.
-
-    Args:
-        data_sources: Source of each sample (N,).
-        uids: Prompt of each sample (N,).
-        scores: Score of each sample (N,), finite.
-        answers: What each sample answered (N,), for the majority vote (a None among them is an answer too); None
-            leaves maj@k out.
-        num_samples: n, how many samples were drawn per prompt.
-        correct: Which samples are correct (N,), for pass@k; None takes those with a score of `CORRECT_AT` or more.
-        seed: Seed of the bootstrap's own generator, so that validation moves no other random state.
-
-    Returns:
-        `val/<source>/{mean,std,best,worst,pass,maj}@<k>` and `val/<source>/n`, the number of prompts.
-
-    Raises:
-        ValueError: The sequences differ in length, a score is not finite, or a prompt has more than n samples.
-    """
-    lengths = {len(data_sources), len(uids), len(scores)}
-    lengths |= {len(column) for column in (answers, correct) if column is not None}
-    if len(lengths) > 1:
-        raise ValueError(
-            f"validation samples disagree in number: {sorted(lengths)} sources, prompts, scores, answers or verdicts"
-        )
-    values_of = np.asarray(scores, dtype=np.float64)
-    broken = np.flatnonzero(~np.isfinite(values_of))
-    if len(broken):
-        row = int(broken[0])
-        raise ValueError(f"validation sample {row} (source {data_sources[row]!r}) has the score {scores[row]}")
-
-    prompts: dict[tuple[str, Hashable], list[int]] = {}
-    for row, key in enumerate(zip(data_sources, uids, strict=True)):
-        prompts.setdefault(key, []).append(row)
-    for (source, uid), rows in prompts.items():
-        if len(rows) > num_samples:
-            raise ValueError(f"prompt {uid} (source {source!r}) has {len(rows)} samples, but n is {num_samples}")
-    alike: dict[tuple[str, int], list[list[int]]] = {}
-    for (source, _), rows in prompts.items():
-        alike.setdefault((source, len(rows)), []).append(rows)
-
-    rng = np.random.default_rng(seed)
-    is_correct = values_of >= CORRECT_AT if correct is None else np.asarray(correct, dtype=bool)
-    collected: dict[str, list[np.ndarray]] = {}
-    for (source, _), samples in alike.items():
-        codes = None
-        if answers is not None:
-            codes = np.array([_answer_codes([answers[row] for row in rows]) for rows in samples])
-        picked = np.array(samples)
-        for name, values in _per_prompt(values_of[picked], is_correct[picked], codes, num_samples, rng).items():
-            collected.setdefault(f"val/{source}/{name}", []).append(values)
-    counts = Counter(source for source, _ in prompts)
-    return {name: float(np.concatenate(values).mean()) for name, values in collected.items()} | {
-        f"val/{source}/n": float(count) for source, count in counts.items()
-    }

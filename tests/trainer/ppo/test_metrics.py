@@ -93,33 +93,40 @@ def test_a_batch_of_empty_responses_gives_counts_and_no_nan():
     assert all(np.isfinite(value) for value in out.values())
 
 
-def validated(scores, parts):
-    """Two samples of one prompt."""
+def validated(sources, uids, scores, parts=None):
+    """The scored samples of a validation."""
     return DataProto.from_dict(
         tensors={"token_level_scores": torch.tensor([[0.0, score] for score in scores])},
         non_tensors={
-            "uid": np.array(["a", "a"], dtype=object),
-            "data_source": np.array(["sums", "sums"], dtype=object),
-            "reward_parts": np.array(parts, dtype=object),
+            name: np.fromiter(column, dtype=object, count=len(scores))
+            for name, column in {
+                "data_source": sources,
+                "uid": uids,
+                "reward_parts": [{}] * len(scores) if parts is None else parts,
+            }.items()
         },
     )
 
 
+def validation_metrics(sources, uids, scores, parts=None, *, num_samples):
+    return m.validation_metrics(validated(sources, uids, scores, parts), num_samples)
+
+
 def test_a_validation_with_answers_has_a_majority_vote():
-    batch = validated([1.0, 1.0], [{"pred": "3"}, {"pred": "3"}])
+    batch = validated(["sums"] * 2, ["a"] * 2, [1.0, 1.0], [{"pred": "3"}, {"pred": "3"}])
     assert m.validation_metrics(batch, num_samples=2)["val/sums/maj@2"] == 1.0
 
 
 @pytest.mark.parametrize(("parts", "passed"), [({"acc": 1.0}, 1.0), ({"acc": True}, 1.0), ({"acc": 0.5}, 0.0), ({}, 0)])
 def test_what_the_reward_function_calls_acc_decides_what_passes(parts, passed):
     metrics = m.validation_metrics(
-        validated([0.5, 0.5], [parts, parts]), num_samples=2
+        validated(["sums"] * 2, ["a"] * 2, [0.5, 0.5], [parts, parts]), num_samples=2
     )  # the most that this reward gives
     assert (metrics["val/sums/pass@2"], metrics["val/sums/mean@2"]) == (passed, 0.5)
 
 
 def test_a_validation_with_a_sample_left_out_has_the_names_of_one_without():
-    batch = validated([1.0, 0.0], [{}, {}])
+    batch = validated(["sums"] * 2, ["a"] * 2, [1.0, 0.0])
     whole = m.validation_metrics(batch, num_samples=2)
     part = m.validation_metrics(batch.select_idxs([0]), num_samples=2)
     assert set(part) <= set(whole) and set(whole) - set(part) == {"val/sums/pass@2"}
@@ -127,7 +134,7 @@ def test_a_validation_with_a_sample_left_out_has_the_names_of_one_without():
 
 
 def test_validation_averages_over_prompts_and_reports_how_many():
-    out = m.compute_validation_metrics(
+    out = validation_metrics(
         ["add", "add", "add", "add", "mul"], ["p", "p", "q", "q", "r"], [1.0, 0.0, 1.0, 1.0, 0.0], num_samples=2
     )
     assert out["val/add/mean@2"] == 0.75
@@ -139,7 +146,7 @@ def test_validation_averages_over_prompts_and_reports_how_many():
 
 def test_a_prompt_with_a_sample_left_out_is_in_every_metric_that_its_samples_can_say():
     scores = [1.0, 1.0, 0.0, 0.0, 1.0, 1.0, 1.0]  # four of the one prompt, three of the other
-    out = m.compute_validation_metrics(["s"] * 7, ["p"] * 4 + ["q"] * 3, scores, num_samples=4)
+    out = validation_metrics(["s"] * 7, ["p"] * 4 + ["q"] * 3, scores, num_samples=4)
     assert set(out) == {
         *(f"val/s/{name}@{k}" for name in ("best", "worst", "pass") for k in (2, 4)),
         *("val/s/mean@4", "val/s/std@4", "val/s/n"),
@@ -160,14 +167,14 @@ def test_the_names_follow_from_n_and_not_from_what_is_missing():
     for _ in range(20):
         sizes = rng.integers(1, 6, size=3)
         uids = [uid for uid, size in enumerate(sizes) for _ in range(size)]
-        arguments = (["s"] * len(uids), uids, rng.random(len(uids)).tolist(), ["1"] * len(uids))
-        out = m.compute_validation_metrics(*arguments, num_samples=5)
+        arguments = (["s"] * len(uids), uids, rng.random(len(uids)).tolist(), [{"pred": "1"}] * len(uids))
+        out = validation_metrics(*arguments, num_samples=5)
         assert set(out) == names | {f"val/s/pass@{k}" for k in (2, 4, 5) if k <= sizes.max()}
 
 
 def test_more_samples_than_n_name_the_prompt():
     with pytest.raises(ValueError, match=r"prompt q \(source 's'\) has 2 samples, but n is 1"):
-        m.compute_validation_metrics(["s"] * 3, ["p", "q", "q"], [0.0] * 3, num_samples=1)
+        validation_metrics(["s"] * 3, ["p", "q", "q"], [0.0] * 3, num_samples=1)
 
 
 def test_what_is_correct_is_said_by_acc_or_else_by_the_score():
@@ -176,8 +183,8 @@ def test_what_is_correct_is_said_by_acc_or_else_by_the_score():
     assert m.answers_that_are_correct([{"acc": "yes"}]) is None
     assert m.answers_that_are_correct([]) is None
     scores = [0.5, 0.25]  # a reward that ends at 0.5
-    told = m.compute_validation_metrics(["s"] * 2, ["p"] * 2, scores, num_samples=2, correct=[True, False])
-    untold = m.compute_validation_metrics(["s"] * 2, ["p"] * 2, scores, num_samples=2)
+    told = validation_metrics(["s"] * 2, ["p"] * 2, scores, [{"acc": 1}, {"acc": 0}], num_samples=2)
+    untold = validation_metrics(["s"] * 2, ["p"] * 2, scores, num_samples=2)
     assert (told["val/s/pass@2"], untold["val/s/pass@2"]) == (1.0, 0.0)
 
 
@@ -187,10 +194,10 @@ def test_validation_of_ragged_prompts_and_several_sources_is_that_of_each_prompt
     rows = [key for key, size in sizes.items() for _ in range(size)]
     rows = [rows[i] for i in rng.permutation(len(rows))]
     scores = rng.integers(0, 2, len(rows)).astype(float).tolist()
-    whole = m.compute_validation_metrics([s for s, _ in rows], [u for _, u in rows], scores, num_samples=4)
+    whole = validation_metrics([s for s, _ in rows], [u for _, u in rows], scores, num_samples=4)
 
     def of_prompt(source, own):
-        return m.compute_validation_metrics([source] * len(own), ["x"] * len(own), own, num_samples=4)
+        return validation_metrics([source] * len(own), ["x"] * len(own), own, num_samples=4)
 
     alone = {}
     for key in sizes:
@@ -206,7 +213,7 @@ def test_a_majority_is_voted_among_what_the_reward_function_calls_pred():
     assert m.answers_voted_on(parts) == ["7", "7", None]
     assert m.answers_voted_on([*parts, {"brief": 1.0}]) is None
     assert m.answers_voted_on([]) is None
-    out = m.compute_validation_metrics(["s"] * 3, ["p"] * 3, [1.0, 1.0, 0.0], m.answers_voted_on(parts), num_samples=3)
+    out = validation_metrics(["s"] * 3, ["p"] * 3, [1.0, 1.0, 0.0], parts, num_samples=3)
     # Three draws: P(at least two of the right answer) with p = 2/3 is 20/27.
     assert out["val/s/maj@3"] == pytest.approx(20 / 27, abs=0.05)
     # Two draws: both right 4/9, a tie 4/9 that either wins.
@@ -214,14 +221,14 @@ def test_a_majority_is_voted_among_what_the_reward_function_calls_pred():
 
 
 def test_validation_leaves_the_global_generators_alone_and_repeats_itself():
-    arguments = (["s"] * 4, ["p"] * 4, [1.0, 0.0, 0.0, 1.0], ["1", "2", "2", "1"])
+    arguments = (["s"] * 4, ["p"] * 4, [1.0, 0.0, 0.0, 1.0], [{"pred": pred} for pred in "1221"])
     np.random.seed(3)
     before = np.random.get_state()[1].copy()
-    first = m.compute_validation_metrics(*arguments, num_samples=4)
+    first = validation_metrics(*arguments, num_samples=4)
     assert np.array_equal(np.random.get_state()[1], before)
-    assert first == m.compute_validation_metrics(*arguments, num_samples=4)
+    assert first == validation_metrics(*arguments, num_samples=4)
 
 
 def test_validation_refuses_a_score_that_is_no_number():
     with pytest.raises(ValueError, match="sample 1 .*'add'.*nan"):
-        m.compute_validation_metrics(["add", "add"], ["p", "q"], [1.0, float("nan")], num_samples=1)
+        validation_metrics(["add", "add"], ["p", "q"], [1.0, float("nan")], num_samples=1)
