@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from hrl.config import ConfigError
-    from hrl.config.section import Section
+    from hrl.config.section import WholeConfig
 
 RUN_KINDS = ("ppo", "dpo", "sft", "rm")
 EXIT_OK = 0
@@ -158,11 +158,10 @@ def check(overrides: Sequence[str], kind_name: str = "ppo", options: CheckOption
     """
     from hrl.config import ConfigError
     from hrl.config.compose import compose_kind
-    from hrl.config.offline_kinds import KINDS
-    from hrl.config.run_kind import PPO
+    from hrl.config.run_kind import KINDS
 
     options = options or CheckOptions()
-    kind = PPO if kind_name == "ppo" else KINDS[kind_name]
+    kind = KINDS[kind_name]
     if options.help:
         from hrl.config.help import check_help
 
@@ -194,7 +193,7 @@ def _show_problems(error: ConfigError, *, as_json: bool) -> None:
         sys.stderr.write(f"{error}\n")
 
 
-def _show_report(config: Section, said: dict[str, Any], options: CheckOptions) -> None:
+def _show_report(config: WholeConfig, said: dict[str, Any], options: CheckOptions) -> None:
     from hrl.preflight.check import summary
 
     console = _console()
@@ -221,7 +220,7 @@ def _verdict(options: CheckOptions, *, whole: bool) -> str:
     return f"The configuration is valid{there}. Nothing was started.{more}"
 
 
-def _show_everything(console: Console, config: Section, said: dict[str, Any]) -> None:
+def _show_everything(console: Console, config: WholeConfig, said: dict[str, Any]) -> None:
     from rich.syntax import Syntax
 
     from hrl.config.compose import to_yaml

@@ -1,4 +1,8 @@
-"""The base of every error that explains itself."""
+"""The base of every error that explains itself, and the one error that lists every problem with what was asked for."""
+
+from collections.abc import Iterable
+from enum import StrEnum
+from typing import NamedTuple
 
 
 class HrlError(Exception):
@@ -7,3 +11,54 @@ class HrlError(Exception):
     A command shows the message alone and logs the traceback; any other exception is a bug of hrl, whose traceback is
     shown.
     """
+
+
+class Reason(StrEnum):
+    """Why something that was written is refused."""
+
+    ALTERNATIVE = "alternative"
+    """hrl has it in another way, which the hint names."""
+    ABSENT = "feature absent"
+    """hrl does not have it, and the hint says so."""
+    UNREADABLE = "unreadable"
+    """It has no meaning anywhere: an empty number, an argument that is none."""
+
+
+class Problem(NamedTuple):
+    """One thing that is wrong with a configuration, and the way out.
+
+    Attributes:
+        key: The key as the user wrote it.
+        what: What is wrong, as the predicate of a sentence whose subject is the key: "is 3, must be …".
+        hint: The way out.
+        involves: Other keys it rests on; while one of those is itself in doubt, this problem is not reported.
+        reason: Why; None where what was written is a mistake in itself.
+    """
+
+    key: str
+    what: str
+    hint: str = ""
+    involves: tuple[str, ...] = ()
+    reason: Reason | None = None
+
+    def __str__(self) -> str:
+        return " ".join(part for part in (self.key, self.what, self.hint) if part)
+
+
+class ConfigError(HrlError, ValueError):
+    """The configuration can't be run. `str()` lists all problems, numbered.
+
+    Attributes:
+        problems: The problems, in the order of the list.
+    """
+
+    where = "in the configuration"
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__(self.problems)
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} {self.where}:"
+        return "\n".join([head, *(f"  {i}. {problem}" for i, problem in enumerate(self.problems, 1))])

@@ -1,14 +1,67 @@
-"""The existing path that was probably meant by one that does not exist."""
+"""Which name or path was probably meant by one that does not exist."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from difflib import get_close_matches
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-_SIMILAR_ENOUGH = 0.6
 _NAMES_SHOWN = 6
+
+
+def edit_distance(one: str, other: str) -> int:
+    """Return how many letters were left out, put in or swapped with their neighbour; an exchanged letter counts as two.
+
+    Optimal string alignment (a restricted Damerau-Levenshtein distance), in which `grpo` is nearer to `gpro` than to
+    `gspo`.
+    """
+    rows = [list(range(len(other) + 1))]
+    for i, letter in enumerate(one, 1):
+        row = [i]
+        for j, counterpart in enumerate(other, 1):
+            cost = min(rows[-1][j] + 1, row[j - 1] + 1, rows[-1][j - 1] + 2 * (letter != counterpart))
+            if i > 1 and j > 1 and one[i - 2 : i] == other[j - 2 : j][::-1]:
+                cost = min(cost, rows[-2][j - 2] + 1)
+            row.append(cost)
+        rows.append(row)
+    return rows[-1][-1]
+
+
+def nearest(name: str, choices: Iterable[str]) -> list[str]:
+    """Those of `choices` that `name` is a misspelling of: all that are equally near, none if none is near enough.
+
+    A misspelling is one slip in five letters or less, two in eleven, else three; or the end left out; or one of four
+    words.
+    """
+    wanted = _plain(name)
+    budget = 1 + (len(wanted) > 5) + (len(wanted) > 11)
+    found: dict[str, int] = {}
+    for choice in choices:
+        if abs(len(choice) - len(wanted)) <= budget:
+            distance = edit_distance(wanted, _plain(choice))
+            if distance <= budget:
+                found[choice] = distance
+    if found:
+        return sorted(choice for choice, distance in found.items() if distance == min(found.values()))
+    return sorted(choice for choice in choices if _lacks_something(wanted, _plain(choice)))
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("-", "_")
+
+
+def _lacks_something(one: str, other: str) -> bool:
+    """Whether the second name begins with the first or its singular, or has its words, three or more, and one more."""
+    if len(one) > 3 and other.startswith(one.removesuffix("s")):
+        return True
+    words, others = set(one.split("_")), set(other.split("_"))
+    return len(words) >= 3 and words < others and len(others - words) == 1
+
+
+def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """Return the hint for a misspelt name: the choices nearest to it, or `otherwise` where none is near."""
+    close = nearest(name, choices)
+    return f"Did you mean {' or '.join(close)}?" if close else otherwise
 
 
 def nearest_path(missing: Path) -> Path | None:
@@ -66,9 +119,7 @@ def _as_written(path: Path, pattern: Path) -> str:
 
 
 def _closest(name: str, names: list[str]) -> str | None:
-    by_lower = {other.lower(): other for other in reversed(names)}
-    close = get_close_matches(name.lower(), by_lower, n=1, cutoff=_SIMILAR_ENOUGH)
-    return by_lower[close[0]] if close else None
+    return next(iter(nearest(name, names)), None)
 
 
 def _names_in(folder: Path) -> list[str]:

@@ -7,7 +7,7 @@ alone, not hydra.
 from typing import TYPE_CHECKING, Any
 
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.problems import ConfigError, Problem
+from hrl.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from hrl.config.compose import compose_cli

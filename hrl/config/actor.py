@@ -1,5 +1,7 @@
 """`actor_rollout_ref.{model,actor,ref}`: the policy that learns and the reference it is compared with."""
 
+from typing import Annotated
+
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hrl.config.model import (
@@ -8,9 +10,10 @@ from hrl.config.model import (
     FsdpConfig,
     ModelConfig,
     OptimConfig,
+    packs_as_the_actor,
 )
 from hrl.config.rollout import RolloutConfig
-from hrl.config.section import AggregationMode, Section
+from hrl.config.section import AggregationMode, Get, Section, Unit, follows, section
 
 
 class PolicyLossConfig(Section):
@@ -33,20 +36,29 @@ class PolicyLossConfig(Section):
     """`dro`: weight of the squared log-ratio; required by that loss."""
 
 
+_ONE_OPTIMIZER_STEP = 256
+"""Prompts."""
+
+
+def _mini_batch(get: Get) -> object:
+    batch = get("data.train_batch_size")
+    return batch if isinstance(batch, int) and 0 < batch < _ONE_OPTIMIZER_STEP else _ONE_OPTIMIZER_STEP
+
+
 class ActorConfig(Section):
     """`actor_rollout_ref.actor`: the update of the policy."""
 
-    ppo_mini_batch_size: PositiveInt = 256
+    ppo_mini_batch_size: Annotated[PositiveInt, Unit("prompts per optimizer step")] = follows(_mini_batch)
     """Prompts per optimizer step; times `rollout.n` gives sequences. Default: 256, or all of a smaller
     `data.train_batch_size`."""
     ppo_epochs: PositiveInt = 1
     """Passes over each step's batch."""
-    use_dynamic_bsz: bool = True
+    use_dynamic_bsz: bool = follows(lambda get: get(".ppo_micro_batch_size_per_gpu") is None)
     """Pack micro-batches up to a token budget instead of a fixed number of rows. Default: true, unless
     `actor.ppo_micro_batch_size_per_gpu` is set."""
-    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    ppo_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = 16384
     """Token budget of one micro-batch on one process; a hard cap."""
-    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = None
     """Sequences in one micro-batch on one process, with `use_dynamic_bsz=false`."""
     shuffle: bool = False
     """Draw the mini-batches in a new order each epoch instead of the order of the data."""
@@ -76,28 +88,32 @@ class ActorConfig(Section):
     """Weight of that KL term."""
     kl_loss_type: str = "low_var_kl"
     """Estimator of that KL term: low_var_kl (k3), mse (k2), abs, or any with `+` for k2's gradient."""
-    policy_loss: PolicyLossConfig = Field(default_factory=PolicyLossConfig)
-    optim: OptimConfig = Field(default_factory=OptimConfig)
-    fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig)
+    optim: OptimConfig = section(OptimConfig)
+    fsdp_config: FsdpConfig = section(FsdpConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
 
 
 class RefConfig(Section):
     """`actor_rollout_ref.ref`: the frozen reference policy."""
 
-    log_prob_use_dynamic_bsz: bool = True
+    log_prob_use_dynamic_bsz: bool = follows(packs_as_the_actor(".log_prob_micro_batch_size_per_gpu"))
     """Pack its micro-batches up to a token budget. Default: as the actor."""
-    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    log_prob_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    )
     """Token budget of one micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
-    log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
+    log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    )
     """Sequences in one micro-batch, without dynamic packing. Default: `actor.ppo_micro_batch_size_per_gpu`."""
-    fsdp_config: ForwardShardingConfig = Field(default_factory=ForwardShardingConfig)
+    fsdp_config: ForwardShardingConfig = section(ForwardShardingConfig)
 
 
 class ActorRolloutRefConfig(Section):
     """`actor_rollout_ref.*`: the policy in its three roles."""
 
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    actor: ActorConfig = Field(default_factory=ActorConfig)
-    ref: RefConfig = Field(default_factory=RefConfig)
-    rollout: RolloutConfig = Field(default_factory=RolloutConfig)
+    model: ModelConfig = section(ModelConfig)
+    actor: ActorConfig = section(ActorConfig)
+    ref: RefConfig = section(RefConfig)
+    rollout: RolloutConfig = section(RolloutConfig)

@@ -1,10 +1,10 @@
 """`algorithm.*`: from rewards to advantages."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from hrl.config.section import Section, StrList, UnitInterval
+from hrl.config.section import Get, Section, StrList, Unit, UnitInterval, follows, section
 
 
 class KlCtrlConfig(Section):
@@ -14,7 +14,7 @@ class KlCtrlConfig(Section):
     """Keep the weight, or steer it towards `target_kl`."""
     kl_coef: NonNegativeFloat = 0.001
     """The weight, or its first value."""
-    horizon: PositiveInt = 10000
+    horizon: Annotated[PositiveInt, Unit("sequences")] = 10000
     """Adaptive: sequences over which the weight adapts."""
     target_kl: PositiveFloat = 0.1
     """Adaptive: the KL divergence to hold."""
@@ -39,7 +39,7 @@ class FilterGroupsConfig(Section):
     metric: str = "reward"
     """What has to differ: reward (all that is trained on), score (the reward function's own), or another number that it
     returns, e.g. acc."""
-    max_num_gen_batches: PositiveInt = 10
+    max_num_gen_batches: Annotated[PositiveInt, Unit("batches of prompts per step")] = 10
     """Batches of `data.train_batch_size` prompts sampled in one step at most; then the run stops and says why."""
 
 
@@ -65,10 +65,16 @@ class RolloutCorrectionConfig(Section):
     """In bypass mode: the configured policy loss with its ratio taken to the sampler, or REINFORCE weighed by it."""
 
 
+def _estimator(get: Get) -> str:
+    # PPO's launch scripts set the critic and leave the estimator at verl's default, gae.
+    mentions_critic = any(key.startswith("critic.") and value not in (None, False) for key, value in get.given.items())
+    return "gae" if mentions_critic else "grpo"
+
+
 class AlgorithmConfig(Section):
     """`algorithm.*`: from rewards to advantages."""
 
-    adv_estimator: str = "grpo"
+    adv_estimator: str = follows(_estimator)
     """Name of a registered advantage estimator: gae (PPO), grpo, rloo, reinforce_plus_plus,
     reinforce_plus_plus_baseline, remax, opo, gpg, grpo_passk, gdpo, optimal_token_baseline. Default: gae where a
     `critic.*` key is set, else grpo."""
@@ -82,7 +88,7 @@ class AlgorithmConfig(Section):
     """Subtract the KL divergence from the reference from every token's reward."""
     kl_penalty: str = "kl"
     """Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3)."""
-    kl_ctrl: KlCtrlConfig = Field(default_factory=KlCtrlConfig)
+    kl_ctrl: KlCtrlConfig = section(KlCtrlConfig)
     preference_loss: str | None = None
     """Learn from the best and the worst sample of each prompt by this loss instead of advantages (online DPO): sigmoid,
     ipo, hinge, simpo, orpo, or a registered one; its beta is `kl_ctrl.kl_coef`. null is off."""
@@ -93,6 +99,6 @@ class AlgorithmConfig(Section):
     """gdpo: one weight for each of them; null weighs them equally."""
     use_pf_ppo: bool = False
     """Draw the samples to train on again, those with decided scores more often (PF-PPO)."""
-    pf_ppo: PfPpoConfig = Field(default_factory=PfPpoConfig)
-    filter_groups: FilterGroupsConfig = Field(default_factory=FilterGroupsConfig)
-    rollout_correction: RolloutCorrectionConfig = Field(default_factory=RolloutCorrectionConfig)
+    pf_ppo: PfPpoConfig = section(PfPpoConfig)
+    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
+    rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)

@@ -9,56 +9,11 @@ from typing import Any, NamedTuple
 from hrl.algos.registry import estimator_traits
 from hrl.config.actor import ActorConfig
 from hrl.config.critic import CriticConfig
-from hrl.config.keys import leaves
+from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.section import Section
-
-_ACTOR, _REF, _ROLLOUT = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout"))
-
-UNITS: dict[str, str] = {
-    "data.train_batch_size": "prompts per step",
-    "data.val_batch_size": "prompts generated at once",
-    "data.max_prompt_length": "tokens",
-    "data.max_response_length": "tokens",
-    f"{_ACTOR}.ppo_mini_batch_size": "prompts per optimizer step",
-    f"{_ACTOR}.ppo_micro_batch_size_per_gpu": "sequences per process",
-    f"{_ACTOR}.ppo_max_token_len_per_gpu": "tokens per process",
-    f"{_ACTOR}.optim.lr_warmup_steps": "optimizer steps",
-    f"{_REF}.log_prob_micro_batch_size_per_gpu": "sequences per process",
-    f"{_REF}.log_prob_max_token_len_per_gpu": "tokens per process",
-    f"{_ROLLOUT}.log_prob_micro_batch_size_per_gpu": "sequences per process",
-    f"{_ROLLOUT}.log_prob_max_token_len_per_gpu": "tokens per process",
-    f"{_ROLLOUT}.n": "samples per prompt",
-    f"{_ROLLOUT}.gpu_memory_utilization": "of a GPU's memory",
-    f"{_ROLLOUT}.max_num_seqs": "sequences per engine at once",
-    f"{_ROLLOUT}.max_num_batched_tokens": "tokens per engine iteration",
-    f"{_ROLLOUT}.max_model_len": "tokens",
-    f"{_ROLLOUT}.tensor_model_parallel_size": "processes per engine",
-    f"{_ROLLOUT}.weight_sync.bucket_mb": "MiB per buffer",
-    "critic.ppo_mini_batch_size": "prompts per optimizer step",
-    "critic.ppo_micro_batch_size_per_gpu": "sequences per process",
-    "critic.ppo_max_token_len_per_gpu": "tokens per process",
-    "critic.forward_max_token_len_per_gpu": "tokens per process",
-    "algorithm.kl_ctrl.horizon": "sequences",
-    "algorithm.filter_groups.max_num_gen_batches": "batches of prompts per step",
-    "reward.num_workers": "processes",
-    "reward.max_concurrency": "async calls per process",
-    "reward.reward_model.max_token_len_per_gpu": "tokens per process",
-    "reward.reward_model.micro_batch_size_per_gpu": "sequences per process",
-    "reward.overlong_buffer.len": "tokens",
-    "trainer.n_gpus_per_node": "processes per machine",
-    "trainer.nnodes": "machines",
-    "trainer.test_freq": "steps between validations",
-    "trainer.save_freq": "steps between checkpoints",
-    "trainer.critic_warmup": "steps",
-    "trainer.total_training_steps": "steps",
-    "trainer.total_epochs": "passes over the training rows",
-    "trainer.log_rollouts_freq": "steps between tables of samples",
-    "trainer.log_val_generations": "samples",
-    "trainer.max_ckpt_to_keep": "checkpoints",
-}
-"""Keys whose name hides what they count → the unit."""
+from hrl.config.section import Section, WholeConfig, leaves
+from hrl.verl.keys import REF
 
 
 class Fact(NamedTuple):
@@ -98,7 +53,7 @@ def step_sizes(config: PPOTrainerConfig, learner: ActorConfig | CriticConfig | N
     )
 
 
-def total_steps(config: Any, train_rows: int) -> int:
+def total_steps(config: PPOTrainerConfig | OfflineConfig, train_rows: int) -> int:
     """Return steps of the run over `train_rows` rows.
 
     The rows that don't fill an epoch's last batch are left out of it.
@@ -222,21 +177,80 @@ def _pool_sentence(placement: Placement, pool: str) -> str:
     return f"{processes}{machines} with {roles}"
 
 
-def units_in_words(config: PPOTrainerConfig) -> list[Fact]:
-    """Return the keys of `UNITS` that take part in this run, with value and unit.
+def offline_batch_arithmetic(config: OfflineConfig, *, train_rows: int | None = None) -> list[Fact]:
+    """Return the run in numbers.
+
+    Args:
+        config: A valid configuration.
+        train_rows: Training rows that are kept, once they are known; None before the data are read.
+    """
+    return [*_offline_step_facts(config), _offline_length_fact(config, train_rows), _offline_micro_batch_fact(config)]
+
+
+def _offline_step_facts(config: OfflineConfig) -> Iterator[Fact]:
+    rows, longest = config.data.train_batch_size, f"at most {config.data.max_length:,} tokens"
+    if isinstance(config.data, PairDataConfig):
+        text = f"{count(rows, 'pair')} = {count(2 * rows, 'answer')}, each with its prompt {longest}"
+    else:
+        text = f"{count(rows, 'row')}, each {longest}"
+    yield Fact("one step", f"{text}; one optimizer step")
+    if isinstance(config, DPOTrainerConfig) and config.needs_reference:
+        yield Fact("reference", "the model before its first step; its log-probs of every pair are computed once")
+
+
+def _offline_length_fact(config: OfflineConfig, train_rows: int | None) -> Fact:
+    trainer, size = config.trainer, config.data.train_batch_size
+    epochs = count(trainer.total_epochs, "epoch")
+    if trainer.total_training_steps is not None:
+        text = count(trainer.total_training_steps, "step")
+    elif train_rows is None:
+        text = f"{epochs} of (training rows ÷ {size:,}) steps, counted when the rows have been read"
+    else:
+        per_epoch, left = divmod(train_rows, size)
+        rest = f", {left} left over," if left else ""
+        steps = count(total_steps(config, train_rows), "step")
+        text = f"{train_rows:,} rows ÷ {size:,} = {count(per_epoch, 'step')} an epoch{rest} × {epochs} = {steps}"
+    return Fact("run", text)
+
+
+def _offline_micro_batch_fact(config: OfflineConfig) -> Fact:
+    data = config.data
+    noun, longest = ("pair", 2 * data.max_length) if isinstance(data, PairDataConfig) else ("row", data.max_length)
+    if data.micro_batch_size_per_gpu is None:
+        held = count(data.max_token_len_per_gpu // longest, f"longest {noun}")
+        return Fact("micro-batch", f"packed up to {data.max_token_len_per_gpu:,} tokens per process ({held})")
+    rows = data.micro_batch_size_per_gpu
+    return Fact("micro-batch", f"{count(rows, noun)} per process (at most {rows * longest:,} tokens)")
+
+
+def offline_placement_facts(config: OfflineConfig) -> list[Fact]:
+    """On how many processes the model lives."""
+    trainer = config.trainer
+    machines = f" ({trainer.n_gpus_per_node} on each of {trainer.nnodes} machines)" if trainer.nnodes > 1 else ""
+    return [Fact("model", f"{count(config.num_processes, 'process', 'processes')}{machines}")]
+
+
+def units_in_words(config: WholeConfig) -> list[Fact]:
+    """Return the keys that take part in this run and whose name hides what they count, with value and unit.
 
     What is off or not built is left out.
     """
-    built = {
-        "critic.": config.needs_critic,
-        f"{_REF}.": config.needs_reference,
-        "reward.reward_model.": config.needs_reward_model,
-        "algorithm.kl_ctrl.": config.algorithm.use_kl_in_reward,
-        "algorithm.filter_groups.": config.algorithm.filter_groups.enable,
-    }
-    absent = tuple(section for section, is_built in built.items() if not is_built)
-    values = {key: value_of(config, key) for key in UNITS if not key.startswith(absent)}
-    return [Fact(key, f"{value:,} {UNITS[key]}") for key, value in values.items() if value is not None and value > 0]
+    absent: tuple[str, ...] = ()
+    if isinstance(config, PPOTrainerConfig):
+        built = {
+            "critic.": config.needs_critic,
+            f"{REF}.": config.needs_reference,
+            "reward.reward_model.": config.needs_reward_model,
+            "algorithm.kl_ctrl.": config.algorithm.use_kl_in_reward,
+            "algorithm.filter_groups.": config.algorithm.filter_groups.enable,
+        }
+        absent = tuple(section for section, is_built in built.items() if not is_built)
+    found = []
+    for key, leaf in leaves(type(config)).items():
+        value = value_of(config, key)
+        if leaf.unit is not None and value is not None and value > 0 and not key.startswith(absent):
+            found.append(Fact(key, f"{value:,} {leaf.unit}"))
+    return found
 
 
 def value_of(config: Section, key: str) -> Any:

@@ -2,6 +2,10 @@
 
 Hydra's own override handling stops at the first key it doesn't know. Here hydra composes files and groups only; values
 are read with hydra's grammar and applied afterwards, so that every wrong key is reported at once, with its suggestion.
+
+The quickstart's values suit a small model and short answers. They stand in `configs/quickstart/`, apart from the
+primary files, and are in force for hrl's own model and rows alone: a run on anything else starts from the schema's
+defaults.
 """
 
 import argparse
@@ -13,32 +17,30 @@ from typing import Any, NoReturn
 
 import yaml
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hrl.config.derived_defaults import with_derived_defaults
-from hrl.config.folder import config_folder
+from hrl.algos.registry import estimator_traits
 from hrl.config.help import run_help
-from hrl.config.keys import flatten, leaves, nearest, unflatten
 from hrl.config.load import option_problem, validate_kind
-from hrl.config.outside import ONLY_FSDP2, OTHER_ENGINES
-from hrl.config.overrides import apply_override, read_override
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.problems import ConfigError, Problem, Reason
-from hrl.config.quickstart import GROUP as QUICKSTART
-from hrl.config.quickstart import (
-    TRAIN_FILES,
-    is_the_quickstarts_task,
-    rows_are_missing,
-    without_its_critic,
-    without_its_validation,
-)
-from hrl.config.run_kind import PPO, C, RunKind
-from hrl.config.section import Section
-from hrl.config.spellings import present_name
+from hrl.config.run_kind import PPO, C, RunKind, config_folder
+from hrl.config.section import Get, Section, WholeConfig, flatten, leaves, unflatten
+from hrl.errors import ConfigError, Problem, Reason
+from hrl.nearest import did_you_mean
+from hrl.verl.keys import ONLY_FSDP2, OTHER_ENGINES
 
+QUICKSTART = "quickstart"
+"""The group of YAML files; a kind's file has the kind's name."""
+TRAIN_FILES = "data.train_files"
+_VAL_FILES, _TEST_FREQ = "data.val_files", "trainer.test_freq"
+_MODELS = ("actor_rollout_ref.model.path", "model.path")
+_BUNDLED = "bundled:"
+_NEEDS_GRAMMAR = frozenset("[]{}'\"$,()")
+_PARSER = OverridesParser.create()
 _BESIDE_THE_PROGRAM = ("config", "./config")
 """Where verl's launch lines say that its own YAML files are, relative to its programs: hrl's own are meant."""
 YOURS = "yours"
@@ -128,7 +130,7 @@ def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
     return config.with_origins(composition.origins)
 
 
-def config_problems(kind: RunKind[Section], argv: Sequence[str]) -> tuple[Problem, ...]:
+def config_problems(kind: RunKind[WholeConfig], argv: Sequence[str]) -> tuple[Problem, ...]:
     """Return what is wrong with a command line, judged by itself: no file that it names is opened, no device looked at.
 
     Args:
@@ -197,14 +199,15 @@ def _with_their_values(arguments: Sequence[str]) -> Iterator[str]:
         yield text
 
 
-def compose_tree(options: Options, kind: RunKind[Section]) -> Composition:
+def compose_tree(options: Options, kind: RunKind[WholeConfig]) -> Composition:
     """Compose the YAML files and put the overrides on top; collects problems instead of stopping.
 
     hrl's own model and rows get the quickstart's values, unless another YAML file or a quickstart was chosen.
     """
-    problems: list[Problem] = []
+    composition = Composition()
+    problems = composition.problems
     choices: dict[str, str] = {}
-    values: list[Override] = []
+    overrides: list[Override] = []
     for text in options.overrides:
         override = option_problem(text, kind) if text.startswith("-") else read_override(text)
         if isinstance(override, Problem):
@@ -214,55 +217,39 @@ def compose_tree(options: Options, kind: RunKind[Section]) -> Composition:
             problems += [problem] if problem else []
             choices |= {} if problem else {override.key_or_group: text.lstrip("+")}
         else:
-            values.append(override)
-    composed = None
-    if options.own_file is None and QUICKSTART not in choices and _is_quickstart(kind, _written(values)):
-        composed = _composed(options, kind, [f"{QUICKSTART}={kind.name}", *choices.values()], values)
-    if composed is None or not _is_quickstart(kind, composed.values):
-        composed = _composed(options, kind, list(choices.values()), values)
-    composed.problems = [*problems, *composed.problems]
-    return composed
-
-
-def _written(overrides: Sequence[Override]) -> dict[str, Any]:
-    return {override.key_or_group: override.value() for override in overrides if not override.is_delete()}
-
-
-def _is_quickstart(kind: RunKind[Section], values: Mapping[str, Any]) -> bool:
-    return is_the_quickstarts_task(kind, {present_name(key, kind.spellings.renamed): values[key] for key in values})
-
-
-def _composed(
-    options: Options, kind: RunKind[Section], choices: Sequence[str], overrides: Sequence[Override]
-) -> Composition:
-    """Files, groups and values together, and where each value comes from."""
-    composition = Composition()
-    tree, files = _compose_files(options, choices, composition.problems)
+            overrides.append(override)
+    asked = choices.pop(QUICKSTART, None)
+    tree, files = _compose_files(options, list(choices.values()), problems)
     for override in overrides:
         problem = apply_override(tree, override, kind.schema)
-        composition.problems += [problem] if problem else []
-    keys = {key: origin for file, origin in files.items() for key in _keys_of(file, kind)}
-    keys |= dict.fromkeys((override.key_or_group for override in overrides), YOURS)
-    composition.origins = {present_name(key, kind.spellings.renamed): origin for key, origin in keys.items()}
-    values = dict(flatten(OmegaConf.to_container(tree, resolve=False), kind.schema))  # type: ignore[arg-type]
-    for key in without_its_critic(kind, values, composition.origins):  # before the estimator is derived from it
-        del values[key], composition.origins[key]
-    composition.values = _resolve(values, kind, composition.problems)
-    for key in without_its_validation(kind, composition.values, composition.origins):
-        del composition.values[key], composition.origins[key]
-    if not any(problem.key in (TRAIN_FILES, f"{options.config_name}.yaml") for problem in composition.problems):
-        missing = rows_are_missing(kind, composition.values)
-        composition.problems += [missing] if missing else []
+        problems += [problem] if problem else []
+    present = kind.spellings.present_name
+    values: dict[str, Any] = dict(flatten(OmegaConf.to_container(tree, resolve=False), kind.schema))  # type: ignore[arg-type]
+    origins = {present(key): origin for file, origin in files.items() for key in _values_of(file, kind)}
+    origins |= dict.fromkeys((present(override.key_or_group) for override in overrides), YOURS)
+    meant = {present(key): value for key, value in values.items()}
+    if asked == _origin(kind) or (asked is None and options.own_file is None and is_the_quickstarts_task(kind, meant)):
+        for key, value in _values_of(config_folder() / QUICKSTART / f"{kind.name}.yaml", kind).items():
+            if key not in meant and origins.get(key) != YOURS:  # of yours it is where `~key` removes it
+                values[key], origins[key] = value, _origin(kind)
+    for key in without_its_critic(kind, values, origins):  # before the estimator is derived from it
+        del values[key], origins[key]
+    values = _resolve(values, kind, problems)
+    for key in without_its_validation(kind, values, origins):
+        del values[key], origins[key]
+    if not any(problem.key in (TRAIN_FILES, f"{options.config_name}.yaml") for problem in problems):
+        problems += _missing_rows(kind, values, origins)
+    composition.values, composition.origins = values, origins
     return composition
 
 
-def _keys_of(file: Path, kind: RunKind[Section]) -> list[str]:
+def _values_of(file: Path, kind: RunKind[WholeConfig]) -> dict[str, Any]:
     """Return the dotted keys that a YAML file sets itself."""
-    tree = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    return [key for key, _ in flatten({name: value for name, value in tree.items() if name != "defaults"}, kind.schema)]
+    tree: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False) or {}
+    return dict(flatten({name: value for name, value in tree.items() if name != "defaults"}, kind.schema))
 
 
-def _group_options(folders: Sequence[Path], name: str, kind: RunKind[Section]) -> list[str]:
+def _group_options(folders: Sequence[Path], name: str, kind: RunKind[WholeConfig]) -> list[str]:
     """Return the YAML files of the group `name` that suit the kind of run; empty if no folder holds such a group."""
     if name == QUICKSTART:
         return [kind.name]
@@ -276,8 +263,7 @@ def _choice_problem(override: Override, group: list[str]) -> Problem | None:
     choice = override.value()
     if choice is None or choice in group:
         return None
-    close = nearest(str(choice), group)
-    hint = f"Did you mean {' or '.join(close)}?" if close else f"Choose one of {', '.join(group)}."
+    hint = did_you_mean(str(choice), group, f"Choose one of {', '.join(group)}.")
     return Problem(override.key_or_group, f"has no choice {choice!r}.", hint)
 
 
@@ -336,14 +322,13 @@ def _composition_problem(options: Options, message: str) -> Problem:
     return Problem(file, f"can't be composed: {message}.")
 
 
-def _resolve(given: Mapping[str, Any], kind: RunKind[Section], problems: list[Problem]) -> dict[str, Any]:
+def _resolve(given: Mapping[str, Any], kind: RunKind[WholeConfig], problems: list[Problem]) -> dict[str, Any]:
     """Resolve interpolations; they may also refer to keys that stand at their default."""
     values = dict(given)
     open_values = {key: value for key, value in values.items() if "${" in str(value)}
     if open_values:
-        defaults = {key: leaf.default for key, leaf in leaves(kind.schema).items()}
-        derived = with_derived_defaults(values, kind.derived, kind.schema)
-        whole = OmegaConf.create(unflatten({**defaults, **derived}))
+        get = Get(values, kind.schema)
+        whole = OmegaConf.create(unflatten({**{key: get(key) for key in leaves(kind.schema)}, **values}))
     for key in open_values:
         try:
             value = OmegaConf.select(whole, key)
@@ -356,3 +341,110 @@ def _resolve(given: Mapping[str, Any], kind: RunKind[Section], problems: list[Pr
         problems.append(Problem(key, "needs a value; the file marks it as mandatory (???)."))
         del values[key]
     return values
+
+
+def read_override(text: str) -> Override | Problem:
+    """Read one argument of the command line.
+
+    A value that hydra's grammar rejects but that is plainly one string (`?`, `&`, `=` or `~` in a path) is taken as
+    that string, so that `data.train_files=reasoning_gym:gsm_symbolic?size=100&seed=1` needs no inner quotes.
+    """
+    key, equals, value = text.partition("=")
+    if not equals and not key.startswith("~"):
+        return Problem(text, "is no override.", "Write key=value.", reason=Reason.UNREADABLE)
+    try:
+        return _checked(_PARSER.parse_override(text), text)
+    except HydraException as error:
+        if value and _NEEDS_GRAMMAR.isdisjoint(value):
+            return _checked(_PARSER.parse_override(f'{key}="{value}"'), text)
+        what = f"can't read {value!r}: {str(error).splitlines()[0]}."
+        return Problem(key.lstrip("+~"), what, _quoting(key, value), reason=Reason.UNREADABLE)
+
+
+def _checked(override: Override, text: str) -> Override | Problem:
+    if override.is_sweep_override():
+        key, _, value = text.partition("=")
+        hint = f"For a list write '{key}=[{value}]'." if "," in value else ""
+        return Problem(override.key_or_group, "has several values; one run takes one.", hint)
+    return override
+
+
+def _quoting(key: str, value: str) -> str:
+    if value.startswith("[") and not value.endswith("]"):  # a shell cuts a list at its spaces
+        return f"Write a list without spaces, or quote it: '{key}=[…,…]'."
+    return f"Quote the value: '{key}=\"{value}\"'." if '"' not in value and "'" not in value else "Check its quotes."
+
+
+def apply_override(tree: DictConfig, override: Override, root: type[Section]) -> Problem | None:
+    """Set or remove one key; `+` and `++` mean what no prefix means. A key that holds a dict is replaced whole."""
+    key = override.key_or_group
+    try:
+        if override.type is OverrideType.DEL:
+            _remove(tree, key)
+        else:
+            OmegaConf.update(tree, key, override.value(), merge=key not in leaves(root), force_add=True)
+    except (OmegaConfBaseException, ValueError, TypeError, AttributeError) as error:
+        return Problem(key, f"can't be set: {str(error).splitlines()[0]}.")
+    return None
+
+
+def _remove(tree: DictConfig, key: str) -> None:
+    parent, _, name = key.rpartition(".")
+    node = OmegaConf.select(tree, parent) if parent else tree
+    if isinstance(node, DictConfig):
+        node.pop(name, None)
+
+
+def is_the_quickstarts_task(kind: RunKind[WholeConfig], values: Mapping[str, Any]) -> bool:
+    """Return whether neither another model nor other rows are named.
+
+    Args:
+        kind: Of the run.
+        values: Dotted key → value, without the quickstart's own.
+    """
+    known = leaves(kind.schema)
+    for key in (*_MODELS, TRAIN_FILES):
+        if key in known and _as_list(values.get(key, known[key].plain)) != _as_list(known[key].plain):
+            return False
+    held_out = _as_list(values.get(_VAL_FILES) or [])
+    return not isinstance(held_out, list) or all(str(source).startswith(_BUNDLED) for source in held_out)
+
+
+def without_its_validation(
+    kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]
+) -> set[str]:
+    """Keys of the quickstart that make no sense without its validation rows, where other rows are trained on."""
+    default = leaves(kind.schema)[TRAIN_FILES].plain
+    own_rows = _as_list(values.get(TRAIN_FILES, default)) != default
+    lonely = own_rows and _VAL_FILES not in values and origins.get(_TEST_FREQ) == _origin(kind)
+    return {_TEST_FREQ} if lonely else set()
+
+
+def without_its_critic(kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]) -> set[str]:
+    """Keys of the quickstart's critic where nothing else asks for one; left in, they would choose its estimator."""
+    settings = {key: value for key, value in values.items() if key.startswith("critic.")}
+    its_own = {key for key in settings if origins.get(key) == _origin(kind)}
+    estimator = values.get("algorithm.adv_estimator")
+    is_estimators = isinstance(estimator, str) and estimator_traits(estimator).needs_critic
+    is_asked_for = any(settings[key] not in (None, False) for key in settings.keys() - its_own)
+    return set() if is_estimators or is_asked_for else its_own
+
+
+def _missing_rows(
+    kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]
+) -> Iterator[Problem]:
+    """A task of one's own has rows of its own."""
+    if TRAIN_FILES not in values and _origin(kind) not in origins.values():
+        hint = (
+            f"Name yours, e.g. {TRAIN_FILES}=train.parquet; or add {_origin(kind)}, which brings bundled rows and "
+            "settings for a small model."
+        )
+        yield Problem(TRAIN_FILES, "is not set.", hint)
+
+
+def _origin(kind: RunKind[WholeConfig]) -> str:
+    return f"{QUICKSTART}={kind.name}"
+
+
+def _as_list(value: object) -> object:
+    return [value] if isinstance(value, str) else value

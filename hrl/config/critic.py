@@ -1,17 +1,19 @@
 """`critic.*`: the value model of PPO."""
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from typing import Annotated
 
-from hrl.config.model import BackboneConfig, FsdpConfig, OptimConfig
-from hrl.config.section import AggregationMode, Section
+from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
+
+from hrl.config.model import BackboneConfig, FsdpConfig, OptimConfig, packs_as_the_actor
+from hrl.config.section import AggregationMode, Section, Unit, follows, section
 
 
 class CriticModelConfig(BackboneConfig):
     """`critic.model`: the transformer under the value head."""
 
-    path: str = "bundled:smollm2-135m-instruct"
+    path: str = follows("actor_rollout_ref.model.path")
     """A local folder or hub id of a causal model or a sequence classifier. Default: `actor_rollout_ref.model.path`."""
-    fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig)
+    fsdp_config: FsdpConfig = section(FsdpConfig)
 
 
 class CriticConfig(Section):
@@ -19,23 +21,31 @@ class CriticConfig(Section):
 
     enable: bool | None = None
     """Build a critic; null builds one exactly when the advantage estimator needs it."""
-    ppo_mini_batch_size: PositiveInt = 256
+    ppo_mini_batch_size: Annotated[PositiveInt, Unit("prompts per optimizer step")] = follows(
+        "actor_rollout_ref.actor.ppo_mini_batch_size"
+    )
     """Prompts per optimizer step of the critic. Default: the actor's."""
-    ppo_epochs: PositiveInt = 1
+    ppo_epochs: PositiveInt = follows("actor_rollout_ref.actor.ppo_epochs")
     """Passes over each step's batch. Default: the actor's."""
-    use_dynamic_bsz: bool = True
+    use_dynamic_bsz: bool = follows(packs_as_the_actor(".ppo_micro_batch_size_per_gpu"))
     """Pack micro-batches up to a token budget. Default: the actor's, unless `ppo_micro_batch_size_per_gpu` is set."""
-    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    ppo_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+    )
     """Token budget of one micro-batch of the update. Default: the actor's."""
-    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    )
     """Sequences in one micro-batch, with `use_dynamic_bsz=false`. Default: the actor's."""
-    forward_max_token_len_per_gpu: PositiveInt = 16384
+    forward_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
+        ".ppo_max_token_len_per_gpu"
+    )
     """Token budget of one micro-batch when values are computed. Default: `critic.ppo_max_token_len_per_gpu`."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
     cliprange_value: NonNegativeFloat | None = 0.5
     """How far a value may move from its old value before the loss is clipped; null is the plain squared error."""
-    loss_agg_mode: AggregationMode = "token-mean"
+    loss_agg_mode: AggregationMode = follows("actor_rollout_ref.actor.loss_agg_mode")
     """How token losses become one number. Default: the actor's."""
-    model: CriticModelConfig = Field(default_factory=CriticModelConfig)
-    optim: OptimConfig = Field(default_factory=lambda: OptimConfig(lr=1e-5))
+    model: CriticModelConfig = section(CriticModelConfig)
+    optim: OptimConfig = section(OptimConfig, lr=1e-5)

@@ -1,10 +1,10 @@
 """`data.*`: which rows are trained on, and how they become prompts."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from hrl.config.section import MinusOneOrMore, Section, StrList
+from hrl.config.section import Get, MinusOneOrMore, Section, StrList, Unit, follows, section
 
 
 class CustomClassConfig(Section):
@@ -16,30 +16,37 @@ class CustomClassConfig(Section):
     """Name of the class inside that file."""
 
 
+def val_files_beside(get: Get) -> object:
+    """Return the bundled validation rows beside the bundled training rows; other training rows bring their own."""
+    train, bundled = get(".train_files"), get.plain(".train_files")
+    is_bundled = ([train] if isinstance(train, str) else train) == bundled
+    return [name.removesuffix("/train") + "/val" for name in bundled] if is_bundled else []
+
+
 class DataConfig(Section):
     """`data.*`: which rows are trained on, and how they become prompts."""
 
     train_files: StrList = Field(default_factory=lambda: ["bundled:addition/train"], min_length=1)
     """Training rows, one source or a list: a .parquet or .jsonl path, `bundled:<task>/<split>`, or
     `reasoning_gym:<dataset>?size=1000&seed=1`."""
-    val_files: StrList = Field(default_factory=lambda: ["bundled:addition/val"])
+    val_files: StrList = follows(val_files_beside)
     """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
     bundled `train_files`, none beside others."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a chat (list of messages) or a string."""
     reward_fn_key: str = "data_source"
     """Column that names the row's source; it chooses the built-in reward function and groups validation metrics."""
-    max_prompt_length: PositiveInt = 512
+    max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 512
     """Longest prompt, in tokens after the chat template."""
-    max_response_length: PositiveInt = 512
+    max_response_length: Annotated[PositiveInt, Unit("tokens")] = 512
     """Most tokens generated per sample."""
-    train_batch_size: PositiveInt = 1024
+    train_batch_size: Annotated[PositiveInt, Unit("prompts per step")] = 1024
     """Prompts per step; each is sampled `actor_rollout_ref.rollout.n` times."""
-    val_batch_size: PositiveInt | None = None
+    val_batch_size: Annotated[PositiveInt | None, Unit("prompts generated at once")] = None
     """Validation prompts generated at once; null takes the whole validation set."""
     shuffle: bool = True
     """Shuffle the training rows anew each epoch; the order is a function of (seed, epoch)."""
-    seed: NonNegativeInt = 1
+    seed: NonNegativeInt = follows("trainer.seed")
     """Seed of the row order. Default: `trainer.seed`."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `data.max_prompt_length` at load, and count them."""
@@ -53,4 +60,4 @@ class DataConfig(Section):
     """Extra arguments of the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
     bad_rows: Literal["error", "skip"] = "error"
     """A row without a usable prompt stops the run naming file and row, or is skipped and counted."""
-    custom_cls: CustomClassConfig = Field(default_factory=CustomClassConfig)
+    custom_cls: CustomClassConfig = section(CustomClassConfig)

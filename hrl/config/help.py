@@ -2,15 +2,13 @@
 
 import textwrap
 
-from hrl.config.folder import config_folder
-from hrl.config.keys import leaves
-from hrl.config.run_kind import PPO, RunKind
-from hrl.config.section import Section
+from hrl.config.run_kind import PPO, RunKind, config_folder
+from hrl.config.section import WholeConfig, leaves
 
 _WIDTH = 100
 
 
-def run_help(program: str | None = None, kind: RunKind[Section] = PPO, options: str = "") -> str:
+def run_help(program: str | None = None, kind: RunKind[WholeConfig] = PPO, options: str = "") -> str:
     """Usage, groups, most used keys and examples.
 
     Args:
@@ -46,7 +44,7 @@ def run_help(program: str | None = None, kind: RunKind[Section] = PPO, options: 
     )
 
 
-def check_help(kind: RunKind[Section] = PPO) -> str:
+def check_help(kind: RunKind[WholeConfig] = PPO) -> str:
     """Usage of `hrl check`: its own options, and then those of the run."""
     own = [
         "hrl check takes the look that a run takes before it starts anything: files, columns, model, reward function,",
@@ -70,7 +68,7 @@ def _choices(group: str) -> list[str]:
     return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
 
 
-def _key_lines(key: str, kind: RunKind[Section]) -> list[str]:
+def _key_lines(key: str, kind: RunKind[WholeConfig]) -> list[str]:
     first_sentence = leaves(kind.schema)[key].help.split(". ")[0].split("; ")[0].rstrip(".")
     room = _WIDTH - 6
     text = first_sentence if len(first_sentence) <= room else first_sentence[: room - 1].rstrip() + "…"

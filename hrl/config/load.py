@@ -7,47 +7,40 @@ from omegaconf import DictConfig, OmegaConf
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from hrl.config.conversions import Conversion
-from hrl.config.derived_defaults import with_derived_defaults
-from hrl.config.keys import flatten, leaves, nearest, nearest_keys, sections, unflatten
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.problems import ConfigError, Problem, Reason
 from hrl.config.run_kind import PPO, C, RunKind
-from hrl.config.section import Section
-from hrl.config.spellings import lookup, present_name
-from hrl.config.synonyms import Synonym
-from hrl.config.verdicts import Verdict
+from hrl.config.section import Get, Section, WholeConfig, flatten, leaves, sections, unflatten
+from hrl.config.spellings import Synonym, lookup
+from hrl.errors import ConfigError, Problem, Reason
+from hrl.nearest import did_you_mean, edit_distance, nearest
+from hrl.verl.keys import Conversion, Verdict
 
 _POLICY = "actor_rollout_ref"
 _FEW_KEYS = 12
 """So many keys of a section are listed in a hint; more would be a page."""
 
 
-def load_config(tree: DictConfig | Mapping[str, Any]) -> PPOTrainerConfig:
-    """Validate the composed tree of a PPO run; see `load_kind`."""
+def load_config(tree: DictConfig | Mapping[str, Any] | PPOTrainerConfig) -> PPOTrainerConfig:
+    """Validate the configuration of a PPO run; see `load_kind`."""
     return load_kind(PPO, tree)
 
 
-def load_kind(kind: RunKind[C], tree: DictConfig | Mapping[str, Any]) -> C:
-    """Validate a composed tree; reads the tree alone: no file, no network, no device.
+def load_kind(kind: RunKind[C], tree: DictConfig | Mapping[str, Any] | WholeConfig) -> C:
+    """Validate a configuration; reads what it is given alone: no file, no network, no device.
 
     Args:
         kind: Of the run.
-        tree: Nested keys and values, as hydra composes them or as a plain dict.
+        tree: Nested keys and values, as hydra composes them or as a plain dict, in which a section may be an object; or
+            a configuration that was built by its class, which does not look at the rules between keys.
 
     Returns:
-        The configuration with every default filled in.
+        The configuration with every default filled in, as a command line with the same keys gives it.
 
     Raises:
         ConfigError: Something is wrong; lists all problems at once.
     """
     plain: Any = OmegaConf.to_container(tree, resolve=True) if isinstance(tree, DictConfig) else tree
-    return validate_kind(kind, dict(flatten({str(name): value for name, value in plain.items()}, kind.schema)))
-
-
-def validate(given: Mapping[str, Any], problems: tuple[Problem, ...] = ()) -> PPOTrainerConfig:
-    """Validate the dotted keys of a PPO run; see `validate_kind`."""
-    return validate_kind(PPO, given, problems)
+    return validate_kind(kind, dict(flatten(plain, kind.schema)))
 
 
 def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Problem, ...] = ()) -> C:
@@ -65,7 +58,6 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Pr
     found = [*problems, *found]
     doubtful = {key for problem in found for key in (problem.key, *problem.involves)}
     given_keys = frozenset(values)
-    values = with_derived_defaults(values, kind.derived, kind.schema)
     config, wrong = _build(values, kind.schema)
     # A wrong value also fails in the defaults that follow from it; it is reported where it was written.
     found += [problem for problem in wrong if _was_given(problem.key, given_keys)]
@@ -84,7 +76,7 @@ def _was_given(key: str, given: frozenset[str]) -> bool:
 
 
 def _translate(
-    given: Mapping[str, Any], kind: RunKind[Section]
+    given: Mapping[str, Any], kind: RunKind[WholeConfig]
 ) -> tuple[dict[str, Any], list[Problem], tuple[str, ...]]:
     """Bring every key to its present name; report those that have none here.
 
@@ -101,7 +93,7 @@ def _translate(
     for written, value in given.items():
         if _names_a_class_of_verl(written, value):
             continue
-        key = written if written in spellings.outside else present_name(written, spellings.renamed)
+        key = written if written in spellings.outside else spellings.present_name(written)
         if value is None and (key != written or key in spellings.null_is_unset):
             continue
         lacking = spellings.values.get((key, value)) if isinstance(value, str) else None
@@ -124,9 +116,7 @@ def _translate(
         else:
             problems.append(_refusal(written, value, entry[1], _of_the_policy(key, kind)))
 
-    def value_of(key: str) -> Any:
-        return values.get(key, leaves(kind.schema)[key].default)
-
+    value_of = Get(values, kind.schema)
     for written, key, value in second_spellings:
         if value is not None and value != value_of(key):
             what = f"is {value!r}, but {key} is {value_of(key)!r}."
@@ -183,13 +173,13 @@ def _refusal(written: str, value: object, verdict: Verdict, or_meant: str | None
     return Problem(written, what, hint, reason=verdict.reason)
 
 
-def _of_the_policy(key: str, kind: RunKind[Section]) -> str | None:
+def _of_the_policy(key: str, kind: RunKind[WholeConfig]) -> str | None:
     """Return the key that was meant where only the name of the policy's section was left out, as in `rollout.n`."""
     full = f"{_POLICY}.{key}"
     return full if "." in key and full in leaves(kind.schema) else None
 
 
-def _unknown(written: str, key: str, kind: RunKind[Section]) -> Problem:
+def _unknown(written: str, key: str, kind: RunKind[WholeConfig]) -> Problem:
     """The problem with a key that is neither here nor in verl, with the key that was meant, as far as that is clear."""
     if (full := _of_the_policy(key, kind)) is not None:
         return Problem(written, "is not a key of hrl.", f"Did you mean {full}?", involves=(full,))
@@ -207,7 +197,34 @@ def _unknown(written: str, key: str, kind: RunKind[Section]) -> Problem:
     return Problem(written, "is not a key of hrl.", hint)
 
 
-def option_problem(text: str, kind: RunKind[Section]) -> Problem:
+def nearest_keys(key: str, aliases: Mapping[str, str], root: type[Section]) -> list[str]:
+    """Right names that `key` is a misspelling of, or whose end it is, or the other way round; none of another section.
+
+    Args:
+        key: The unknown dotted key.
+        aliases: Accepted older spellings and what they became; a misspelt alias suggests its present name.
+        root: The schema.
+
+    Returns:
+        At most two, the likeliest first.
+    """
+    known = {**{name: name for name in leaves(root)}, **aliases}
+    parent, _, name = key.rpartition(".")
+    siblings = {other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == parent}
+    close = [siblings[other] for other in nearest(name, siblings)]
+    close = close or [other for other in known if _is_slip(key, other)]
+    close = close or [other for other in known if other.endswith(f".{key}")]
+    close = close or [other for other in known if "." in other and key.endswith(f".{other}")]
+    found = list(dict.fromkeys(known[other] for other in close))
+    return found if len(found) <= 2 else []
+
+
+def _is_slip(key: str, other: str) -> bool:
+    """Return whether two paths of the same depth differ by one slip."""
+    return key.count(".") == other.count(".") and abs(len(key) - len(other)) <= 1 and edit_distance(key, other) == 1
+
+
+def option_problem(text: str, kind: RunKind[WholeConfig]) -> Problem:
     """Return the problem with an argument such as `--n_samples_per_prompt 8`, as other programs take it."""
     name = text.lstrip("-").replace("=", " ").partition(" ")[0].replace("-", "_")
     synonym = _synonym(name, kind)
@@ -215,7 +232,7 @@ def option_problem(text: str, kind: RunKind[Section]) -> Problem:
     return Problem(text, "is no option of this command.", hint, involves=(synonym.key,) if synonym else ())
 
 
-def _synonym(key: str, kind: RunKind[Section]) -> Synonym | None:
+def _synonym(key: str, kind: RunKind[WholeConfig]) -> Synonym | None:
     """Return what the name is in another library, where its section doesn't say that it is something else."""
     section, _, name = key.rpartition(".")
     synonym = kind.spellings.synonyms.get(name)
@@ -295,15 +312,9 @@ def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Probl
 
 
 def _choice_problem(key: str, item: str, value: object, root: type[Section]) -> Problem:
-    choices = choices_of(key, root)
-    close = nearest(str(value), choices)
-    hint = f"Did you mean {' or '.join(close)}?" if close else f"Choose one of {', '.join(choices)}."
+    choices = [str(choice) for choice in _literals(leaves(root)[key].field.annotation)]
+    hint = did_you_mean(str(value), choices, f"Choose one of {', '.join(choices)}.")
     return Problem(key, f"{item}can't be {_show(value)}.", hint)
-
-
-def choices_of(key: str, root: type[Section] = PPOTrainerConfig) -> list[str]:
-    """Return the values that a key of fixed choices can take, as the schema lists them; empty for other keys."""
-    return [str(choice) for choice in _literals(leaves(root)[key].field.annotation)]
 
 
 def _literals(annotation: Any) -> Iterator[Any]:

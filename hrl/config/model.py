@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat
 
-from hrl.config.section import MinusOneOrMore, Section, UnitInterval
+from hrl.config.section import Derive, Get, MinusOneOrMore, Section, Unit, UnitInterval, follows
 
 _LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -23,6 +23,20 @@ def _spelt(names: dict[str, str]) -> BeforeValidator:
 DType = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(_LONG_NAMES)]
 """`auto` is bfloat16 on GPUs and on CPUs with matrix instructions for it, and float32 on other CPUs."""
 Content = Literal["model", "optimizer", "extra", "hf_model"]
+_ACTORS_FLAG = "actor_rollout_ref.actor.use_dynamic_bsz"
+
+
+def packs_as_the_actor(rows_key: str) -> Derive:
+    """Return whether micro-batches are packed: as the actor's where its flag was written, else unless `rows_key` is."""
+
+    def derive(get: Get) -> object:
+        return (
+            get(_ACTORS_FLAG)
+            if _ACTORS_FLAG in get.given or get.full(rows_key) not in get.given
+            else get(rows_key) is None
+        )
+
+    return derive
 
 
 class BackboneConfig(Section):
@@ -99,7 +113,7 @@ class OptimConfig(Section):
         default_factory=lambda: [0.9, 0.999]
     )
     """AdamW's two decay rates."""
-    lr_warmup_steps: MinusOneOrMore = -1
+    lr_warmup_steps: Annotated[MinusOneOrMore, Unit("optimizer steps")] = -1
     """Optimizer steps of linear warm-up; -1 derives them from `lr_warmup_steps_ratio`."""
     lr_warmup_steps_ratio: UnitInterval = 0.0
     """Warm-up as a share of all optimizer steps."""
@@ -109,11 +123,16 @@ class OptimConfig(Section):
     """Where cosine and linear end, as a share of `lr`."""
 
 
+def _load_contents(get: Get) -> object:
+    saved = get(".save_contents")
+    return [part for part in saved if part != "hf_model"] or ["model"] if isinstance(saved, list) else saved
+
+
 class CheckpointConfig(Section):
     """What a checkpoint of the policy holds."""
 
     save_contents: list[Content] = Field(default=["model", "optimizer", "extra", "hf_model"], min_length=1)
     """Parts to write: `model` and `optimizer` (sharded weights and AdamW's state), `extra` (position in the schedule,
     RNG), `hf_model` (a folder `hf` that transformers and vLLM load)."""
-    load_contents: list[Content] = Field(default=["model", "optimizer", "extra"], min_length=1)
+    load_contents: Annotated[list[Content], Field(min_length=1)] = follows(_load_contents)
     """Parts to read on resume. Default: `save_contents` without `hf_model`."""

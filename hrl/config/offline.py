@@ -1,13 +1,14 @@
 """The configurations of `main_dpo`, `main_sft` and `main_rm`, as typed, immutable objects."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from hrl.algos.registry import pair_loss_traits
+from hrl.config.data import val_files_beside
 from hrl.config.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig
-from hrl.config.section import AggregationMode, Label, MinusOneOrMore, Section, StrList
-from hrl.config.trainer import RunConfig
+from hrl.config.section import AggregationMode, MinusOneOrMore, Section, StrList, Unit, WholeConfig, follows, section
+from hrl.config.trainer import Frequency, RunConfig
 
 
 class OfflineDataConfig(Section):
@@ -15,25 +16,25 @@ class OfflineDataConfig(Section):
 
     train_files: StrList = Field(min_length=1)
     """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
-    val_files: StrList
+    val_files: StrList = follows(val_files_beside)
     """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
     bundled `train_files`, none beside others."""
     data_source_key: str = "data_source"
     """Column that names the row's source, which groups validation metrics; without it the file's name does."""
-    train_batch_size: PositiveInt = 64
+    train_batch_size: Annotated[PositiveInt, Unit("rows per optimizer step")] = 64
     """Rows per step, which is one optimizer step; a row is a pair where pairs are learnt from."""
-    max_length: PositiveInt = 1024
+    max_length: Annotated[PositiveInt, Unit("tokens")] = 1024
     """Most tokens of prompt and answer together, after the chat template."""
     truncation: Literal["error", "drop", "left", "right"] = "error"
     """What to do with a longer row: stop, leave it out and count it, cut the prompt's beginning, or cut the answer's
     end."""
-    max_token_len_per_gpu: PositiveInt = 16384
+    max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = 16384
     """Token budget of one micro-batch on one process; a hard cap."""
-    micro_batch_size_per_gpu: PositiveInt | None = None
+    micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("rows per process")] = None
     """Rows in one micro-batch on one process; null packs up to `max_token_len_per_gpu`."""
     shuffle: bool = True
     """Shuffle the training rows anew each epoch; the order is a function of (seed, epoch)."""
-    seed: NonNegativeInt = 1
+    seed: NonNegativeInt = follows("trainer.seed")
     """Seed of the row order. Default: `trainer.seed`."""
     train_max_samples: MinusOneOrMore = -1
     """Use only this many training rows; -1 uses all."""
@@ -48,11 +49,6 @@ class OfflineDataConfig(Section):
 class PairDataConfig(OfflineDataConfig):
     """`data.*`: pairs of answers, of which one was preferred."""
 
-    train_files: StrList = Field(default_factory=lambda: ["bundled:addition_pairs/train"], min_length=1)
-    """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
-    val_files: StrList = Field(default_factory=lambda: ["bundled:addition_pairs/val"])
-    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
-    bundled `train_files`, none beside others."""
     prompt_key: str = "prompt"
     """Column that holds the prompt, a chat or a string; where rows have none, it is what both answers begin with."""
     chosen_key: str = "chosen"
@@ -71,11 +67,6 @@ class ScoredPairDataConfig(PairDataConfig):
 class DemonstrationDataConfig(OfflineDataConfig):
     """`data.*`: answers to imitate."""
 
-    train_files: StrList = Field(default_factory=lambda: ["bundled:addition_answers/train"], min_length=1)
-    """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
-    val_files: StrList = Field(default_factory=lambda: ["bundled:addition_answers/val"])
-    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
-    bundled `train_files`, none beside others."""
     messages_key: str = "messages"
     """Column that holds a whole chat, of which every assistant message is trained on."""
     prompt_key: str = "prompt"
@@ -87,7 +78,7 @@ class DemonstrationDataConfig(OfflineDataConfig):
 class OfflineModelConfig(ModelConfig):
     """`model.*`: the transformer that is trained."""
 
-    fsdp_config: FsdpConfig = Field(default_factory=FsdpConfig)
+    fsdp_config: FsdpConfig = section(FsdpConfig)
 
 
 class OfflineOptimConfig(OptimConfig):
@@ -100,20 +91,20 @@ class OfflineOptimConfig(OptimConfig):
 class OfflineRunConfig(RunConfig):
     """`trainer.*`: the run itself."""
 
-    total_epochs: PositiveInt = 1
+    total_epochs: Annotated[PositiveInt, Unit("passes over the training rows")] = 1
     """Passes over the training rows."""
-    save_freq: MinusOneOrMore = 500
+    save_freq: Annotated[Frequency, Unit("steps between checkpoints")] = 500
     """Write a checkpoint every so many steps and after the last one; -1 or 0 is never."""
 
 
-class OfflineConfig(Section):
+class OfflineConfig(WholeConfig):
     """What the three trainers have in common."""
 
     data: OfflineDataConfig
-    model: OfflineModelConfig = Field(default_factory=OfflineModelConfig)
-    optim: OfflineOptimConfig = Field(default_factory=OfflineOptimConfig)
-    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
-    trainer: OfflineRunConfig = Field(default_factory=OfflineRunConfig)
+    model: OfflineModelConfig = section(OfflineModelConfig)
+    optim: OfflineOptimConfig = section(OfflineOptimConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    trainer: OfflineRunConfig = section(OfflineRunConfig)
 
     @property
     def num_processes(self) -> int:
@@ -136,21 +127,12 @@ class DPOAlgorithmConfig(Section):
     """Take a reference that finds all answers equally likely."""
 
 
-class DPORunConfig(OfflineRunConfig):
-    """`trainer.*`: the run itself."""
-
-    experiment_name: Label = "dpo"
-    """Name of this run in the trackers, and the second part of the run folder."""
-    default_local_dir: str = "outputs/hrl/dpo"
-    """Run folder. Default: outputs/<project_name>/<experiment_name>."""
-
-
 class DPOTrainerConfig(OfflineConfig):
     """Everything that a run of `main_dpo` reads."""
 
-    data: PairDataConfig = Field(default_factory=PairDataConfig)
-    algorithm: DPOAlgorithmConfig = Field(default_factory=DPOAlgorithmConfig)
-    trainer: DPORunConfig = Field(default_factory=DPORunConfig)
+    data: PairDataConfig = section(PairDataConfig, train_files=["bundled:addition_pairs/train"])
+    algorithm: DPOAlgorithmConfig = section(DPOAlgorithmConfig)
+    trainer: OfflineRunConfig = section(OfflineRunConfig, experiment_name="dpo")
 
     @property
     def needs_reference(self) -> bool:
@@ -166,36 +148,18 @@ class SFTAlgorithmConfig(Section):
     `data.max_length`); the divisors are those of the whole batch over all processes."""
 
 
-class SFTRunConfig(OfflineRunConfig):
-    """`trainer.*`: the run itself."""
-
-    experiment_name: Label = "sft"
-    """Name of this run in the trackers, and the second part of the run folder."""
-    default_local_dir: str = "outputs/hrl/sft"
-    """Run folder. Default: outputs/<project_name>/<experiment_name>."""
-
-
 class SFTTrainerConfig(OfflineConfig):
     """Everything that a run of `main_sft` reads."""
 
-    data: DemonstrationDataConfig = Field(default_factory=DemonstrationDataConfig)
-    optim: OfflineOptimConfig = Field(default_factory=lambda: OfflineOptimConfig(lr=1e-5))
-    algorithm: SFTAlgorithmConfig = Field(default_factory=SFTAlgorithmConfig)
-    trainer: SFTRunConfig = Field(default_factory=SFTRunConfig)
-
-
-class RMRunConfig(OfflineRunConfig):
-    """`trainer.*`: the run itself."""
-
-    experiment_name: Label = "rm"
-    """Name of this run in the trackers, and the second part of the run folder."""
-    default_local_dir: str = "outputs/hrl/rm"
-    """Run folder. Default: outputs/<project_name>/<experiment_name>."""
+    data: DemonstrationDataConfig = section(DemonstrationDataConfig, train_files=["bundled:addition_answers/train"])
+    optim: OfflineOptimConfig = section(OfflineOptimConfig, lr=1e-5)
+    algorithm: SFTAlgorithmConfig = section(SFTAlgorithmConfig)
+    trainer: OfflineRunConfig = section(OfflineRunConfig, experiment_name="sft")
 
 
 class RMTrainerConfig(OfflineConfig):
     """Everything that a run of `main_rm` reads."""
 
-    data: ScoredPairDataConfig = Field(default_factory=ScoredPairDataConfig)
-    optim: OfflineOptimConfig = Field(default_factory=lambda: OfflineOptimConfig(lr=1e-5))
-    trainer: RMRunConfig = Field(default_factory=RMRunConfig)
+    data: ScoredPairDataConfig = section(ScoredPairDataConfig, train_files=["bundled:addition_pairs/train"])
+    optim: OfflineOptimConfig = section(OfflineOptimConfig, lr=1e-5)
+    trainer: OfflineRunConfig = section(OfflineRunConfig, experiment_name="rm")

@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from hrl.config.keys import nearest
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.problems import Problem
+from hrl.errors import Problem
+from hrl.nearest import did_you_mean
 
 ROLES = ("actor_rollout", "actor", "rollout", "ref", "critic", "rm")
 
@@ -67,9 +67,7 @@ def placement_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
     for role, pool in wanted.items():
         key = f"trainer.role_pools.{role}"
         if role not in ROLES:
-            close = nearest(role, ROLES)
-            hint = f"Did you mean {close[0]}?" if close else f"Roles are {', '.join(ROLES)}."
-            yield Problem(key, "is not a role.", hint)
+            yield Problem(key, "is not a role.", did_you_mean(role, ROLES, f"Roles are {', '.join(ROLES)}."))
         elif pool not in pools:
             known = ", ".join(pools)
             yield Problem(key, f"names the pool {pool!r}, which trainer.resource_pools lacks.", f"Pools are {known}.")

@@ -1,26 +1,24 @@
 """The whole configuration of a run as one typed, immutable object."""
 
-from pydantic import Field
-
 from hrl.algos.registry import estimator_traits, pair_loss_traits
 from hrl.config.actor import ActorRolloutRefConfig
 from hrl.config.algorithm import AlgorithmConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.data import DataConfig
 from hrl.config.reward import RewardConfig
-from hrl.config.section import Section
+from hrl.config.section import WholeConfig, section
 from hrl.config.trainer import TrainerConfig
 
 
-class PPOTrainerConfig(Section):
-    """Everything a run reads. Built by `load_config` or `compose_cli`, which also apply the cross-field rules."""
+class PPOTrainerConfig(WholeConfig):
+    """Everything a PPO run reads, with every default filled in; `load_config` also checks what holds between keys."""
 
-    data: DataConfig = Field(default_factory=DataConfig)
-    actor_rollout_ref: ActorRolloutRefConfig = Field(default_factory=ActorRolloutRefConfig)
-    critic: CriticConfig = Field(default_factory=CriticConfig)
-    reward: RewardConfig = Field(default_factory=RewardConfig)
-    algorithm: AlgorithmConfig = Field(default_factory=AlgorithmConfig)
-    trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+    data: DataConfig = section(DataConfig)
+    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
+    critic: CriticConfig = section(CriticConfig)
+    reward: RewardConfig = section(RewardConfig)
+    algorithm: AlgorithmConfig = section(AlgorithmConfig)
+    trainer: TrainerConfig = section(TrainerConfig)
 
     @property
     def needs_critic(self) -> bool:

@@ -1,25 +1,24 @@
-"""Writes docs/configuration.md from the schema: `python -m hrl.config.reference > docs/configuration.md`."""
+"""Writes the pages of keys from the schemas.
+
+`python -m hrl.config.reference > docs/configuration.md`
+`python -m hrl.config.reference offline > docs/configuration-offline.md`
+"""
 
 import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator
-from typing import Any, Literal, cast
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
-from hrl.config.arithmetic import UNITS
-from hrl.config.conversions import CONVERTED
-from hrl.config.derived_defaults import DERIVED
-from hrl.config.keys import Leaf, leaves, sections
-from hrl.config.outside import OUTSIDE, VALUES
-from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.problems import Reason
-from hrl.config.section import Section
-from hrl.config.spellings import MUST_EQUAL, RENAMED
-from hrl.config.synonyms import PPO_SYNONYMS
+from hrl.config.run_kind import OFFLINE_KINDS, PPO, RunKind
+from hrl.config.section import Leaf, Section, WholeConfig, leaves, section_of, sections
+from hrl.config.spellings import PPO_SYNONYMS
+from hrl.errors import Reason
+from hrl.verl.keys import CONVERTED, MUST_EQUAL, OUTSIDE, RENAMED, VALUES, Verdict
 
 _HEAD = """\
 # Configuration
@@ -56,48 +55,95 @@ data:
 
 Names and meanings are verl's where both have a key. Interpolations such as `${data.max_prompt_length}` may refer to any
 key, set or not. *follows* in the column of defaults means that the default comes from other keys, as the sentence says.
+Keys that several roles have stand in one row, with every place that they have.
+"""
+
+
+_OFFLINE_HEAD = """\
+# Configuration of the offline trainers
+
+<!-- Written by `python -m hrl.config.reference offline > docs/configuration-offline.md`; edit the schema instead. -->
+
+Keys of `python -m hrl.trainer.main_dpo`, `main_sft` and `main_rm`. They are composed, checked and overridden as those
+of [PPO](configuration.md); `hrl check dpo key=value ...` (or `sft`, `rm`) says what a run would do and starts nothing.
+Names are those of verl's SFT trainer where it has the thing. A key or a default with names of trainers in brackets is
+theirs alone; *follows* means that the default comes from other keys, as the sentence says.
 """
 
 
 def render() -> str:
-    """Return the whole page."""
-    parts = [_HEAD, f"There are {len(leaves())} keys.\n", *_sections(), *_compatibility()]
+    """Return the page of a PPO run."""
+    parts = [_HEAD, f"There are {len(leaves(PPO.schema))} keys.\n", *_tables([PPO]), *_compatibility()]
     return "\n".join(parts).rstrip() + "\n"
 
 
-def _sections() -> Iterator[str]:
-    for parent, members in by_section(leaves().values()).items():
-        yield f"## {parent}\n"
-        yield f"{docstring_of(parent, PPOTrainerConfig)}\n"
+def render_offline() -> str:
+    """Return the page of the runs that learn from a data set."""
+    return "\n".join([_OFFLINE_HEAD, *_tables(list(OFFLINE_KINDS.values()))]).rstrip() + "\n"
+
+
+class _Place(typing.NamedTuple):
+    """A key of one kind of run."""
+
+    kind: str
+    leaf: Leaf
+
+
+def _tables(kinds: Sequence[RunKind[WholeConfig]]) -> Iterator[str]:
+    """Yield one table for every section, or for all sections that say the same."""
+    places: dict[str, dict[str, list[_Place]]] = {}
+    for kind in kinds:
+        for key, leaf in leaves(kind.schema).items():
+            parent, _, name = key.rpartition(".")
+            places.setdefault(parent, {}).setdefault(name, []).append(_Place(kind.name, leaf))
+    families: dict[tuple[tuple[str, str, str], ...], list[str]] = {}
+    for parent, members in places.items():
+        says = tuple((name, _type(found[0].leaf), found[0].leaf.help) for name, found in members.items())
+        families.setdefault(says, []).append(parent)
+    for says, parents in families.items():
+        yield f"## {', '.join(parents)}\n"
+        yield f"{_docstring_of(parents[0], kinds)}\n"
         yield "| key | type | default | meaning |\n| --- | --- | --- | --- |"
-        yield "\n".join(_row(leaf) for leaf in members) + "\n"
+        for name, kind_of_value, meaning in says:
+            here = [place for parent in parents for place in places[parent][name]]
+            owners = {place.kind for place in here}
+            only = (
+                ""
+                if len(owners) == len(kinds)
+                else f" ({', '.join(kind.name for kind in kinds if kind.name in owners)})"
+            )
+            keys = ", ".join(f"`{parent}.{name}`" for parent in parents)
+            yield f"| {keys}{only} | {_cell(kind_of_value)} | {_cell(_default(here))} | {_cell(meaning)} |"
+        yield ""
 
 
-def by_section(members: Iterable[Leaf]) -> dict[str, list[Leaf]]:
-    """Return the keys of every section, both in the order of the schema."""
-    found: dict[str, list[Leaf]] = {}
-    for leaf in members:
-        found.setdefault(leaf.key.rpartition(".")[0], []).append(leaf)
-    return found
-
-
-def docstring_of(parent: str, node: type[Section]) -> str:
-    """Return the class docstring of a section below `node`, without the repeated name of the section in front."""
+def _docstring_of(parent: str, kinds: Iterable[RunKind[WholeConfig]]) -> str:
+    """Return the class docstring of a section, without the repeated name of the section in front."""
+    node: type[Section] = next(kind.schema for kind in kinds if parent in sections(kind.schema))
     for name in parent.split("."):
-        node = cast(type[Section], node.model_fields[name].annotation)
+        node = section_of(node.model_fields[name]) or node
     text = " ".join((node.__doc__ or "").split())
     sentence = text.split(": ", 1)[1] if text.startswith("`") and ": " in text else text
     return sentence[:1].upper() + sentence[1:]
 
 
-def _row(leaf: Leaf) -> str:
-    name = leaf.key.rpartition(".")[2]
-    default = "*follows*" if leaf.key in DERIVED else f"`{json.dumps(leaf.default, ensure_ascii=False)}`"
-    unit = f" ({UNITS[leaf.key]})" if leaf.key in UNITS else ""
-    return f"| `{name}` | {cell(type_in_words(leaf.field) + unit)} | {cell(default)} | {cell(leaf.help)} |"
+def _type(leaf: Leaf) -> str:
+    return type_in_words(leaf.field) + (f" ({leaf.unit})" if leaf.unit else "")
 
 
-def cell(text: str) -> str:
+def _default(places: Sequence[_Place]) -> str:
+    """Return the default; where places differ, each value with its own."""
+    shown: dict[str, list[str]] = {}
+    several_kinds = len({place.kind for place in places}) > 1
+    for kind, leaf in places:
+        value = "*follows*" if leaf.derive is not None else f"`{json.dumps(leaf.plain, ensure_ascii=False)}`"
+        shown.setdefault(value, []).append(kind if several_kinds else leaf.key.rpartition(".")[0])
+    if len(shown) == 1:
+        return next(iter(shown))
+    return ", ".join(f"{value} ({', '.join(names)})" for value, names in shown.items())
+
+
+def _cell(text: str) -> str:
     """Text that stays within its cell of a table."""
     return text.replace("|", "\\|")
 
@@ -149,37 +195,47 @@ def _compatibility() -> Iterator[str]:
     yield "### Other spellings that are understood\n"
     yield "| key | is read as |\n| --- | --- |"
     yield from (f"| `{old}` | `{new}` |" for old, new in RENAMED.items() if _ends_here(new))
-    yield from (f"| `{key}` | {cell(conversion.says)} |" for key, conversion in CONVERTED.items())
+    yield from (f"| `{key}` | {_cell(conversion.says)} |" for key, conversion in CONVERTED.items())
     yield "\n### Second spellings of one value\n"
     yield "Accepted when they agree with the key they repeat.\n"
     yield "| key | must equal |\n| --- | --- |"
     yield "\n".join(f"| `{key}` | `{other}` |" for key, other in MUST_EQUAL.items()) + "\n"
     yield "### Taken without effect\n"
     yield "They say how fast a run is and not what it learns. One line of `hrl check` and of the banner lists them.\n"
-    yield "| key | with the values | what hrl does |\n| --- | --- | --- |"
-    for key, verdict in OUTSIDE.items():
+    yield "| keys | with the values | what hrl does |\n| --- | --- | --- |"
+    for verdict, keys in _by_verdict():
         if verdict.noted or verdict.noted is None:
             taken = "all" if verdict.noted is None else _values((*verdict.same, *verdict.noted))
-            yield f"| `{key}` | {taken} | {cell(verdict.says)} |"
+            yield f"| {keys} | {taken} | {_cell(verdict.says)} |"
     yield "\n### What is refused\n"
     yield "Other values than the accepted ones; a feature that is absent is marked so.\n"
-    yield "| key | accepted | otherwise |\n| --- | --- | --- |"
-    for key, verdict in OUTSIDE.items():
+    yield "| keys | accepted | otherwise |\n| --- | --- | --- |"
+    for verdict, keys in _by_verdict():
         if verdict.noted is not None:
-            mark = "absent: " if verdict.reason is Reason.ABSENT else ""
-            yield f"| `{key}` | {_values((*verdict.same, *verdict.noted))} | {mark}{cell(verdict.hint)} |"
+            yield f"| {keys} | {_values((*verdict.same, *verdict.noted))} | {_refusal(verdict)} |"
     for (key, value), verdict in VALUES.items():
-        mark = "absent: " if verdict.reason is Reason.ABSENT else ""
-        yield f"| `{key}={value}` | | {mark}{cell(verdict.hint)} |"
+        yield f"| `{key}={value}` | | {_refusal(verdict)} |"
     yield "\n## Coming from TRL or OpenRLHF\n"
     yield "Their names are not accepted; the error says what to write.\n"
     yield "| name | here | |\n| --- | --- | --- |"
-    yield from (f"| `{name}` | `{other.key}` | {cell(other.but)} |" for name, other in PPO_SYNONYMS.items())
+    yield from (f"| `{name}` | `{other.key}` | {_cell(other.but)} |" for name, other in PPO_SYNONYMS.items())
+
+
+def _by_verdict() -> Iterator[tuple[Verdict, str]]:
+    """Yield every verdict once, with all keys that it is on."""
+    keys: dict[str, tuple[Verdict, list[str]]] = {}
+    for key, verdict in OUTSIDE.items():
+        keys.setdefault(repr(verdict), (verdict, []))[1].append(f"`{key}`")
+    return ((verdict, ", ".join(names)) for verdict, names in keys.values())
+
+
+def _refusal(verdict: Verdict) -> str:
+    return ("absent: " if verdict.reason is Reason.ABSENT else "") + _cell(verdict.hint)
 
 
 def _ends_here(target: str) -> bool:
     """Return whether a renaming leads to keys of the schema, and not to what becomes of another of verl's keys."""
-    return target.removesuffix(".*") in {*leaves(), *sections()}
+    return target.removesuffix(".*") in {*leaves(PPO.schema), *sections(PPO.schema)}
 
 
 def _values(values: Iterable[Any]) -> str:
@@ -187,4 +243,4 @@ def _values(values: Iterable[Any]) -> str:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(render())
+    sys.stdout.write(render_offline() if sys.argv[1:] == ["offline"] else render())

@@ -1,11 +1,11 @@
 """`reward.*`: what a response is worth."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from hrl.config.model import ForwardShardingConfig
-from hrl.config.section import Section
+from hrl.config.section import Get, Section, Unit, follows, section
 
 
 class CustomRewardFunctionConfig(Section):
@@ -26,7 +26,14 @@ class RewardBackboneConfig(Section):
     enable_gradient_checkpointing: ClassVar[bool] = False  # it has no backward pass
     override_config: ClassVar[dict[str, Any]] = {}
 
-    fsdp_config: ForwardShardingConfig = Field(default_factory=ForwardShardingConfig)
+    fsdp_config: ForwardShardingConfig = section(ForwardShardingConfig)
+
+
+_ACTOR = "actor_rollout_ref.actor"
+
+
+def _actor_rows(get: Get) -> object:
+    return None if get(f"{_ACTOR}.use_dynamic_bsz") else get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
 
 
 class RewardModelConfig(Section):
@@ -38,11 +45,13 @@ class RewardModelConfig(Section):
     """Folder or hub id of a sequence classifier with one label."""
     weight: float = 1.0
     """Weight of the model's score in the sum."""
-    max_token_len_per_gpu: PositiveInt = 16384
+    max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
+        f"{_ACTOR}.ppo_max_token_len_per_gpu"
+    )
     """Token budget of one micro-batch. Default: `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`."""
-    micro_batch_size_per_gpu: PositiveInt | None = None
+    micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(_actor_rows)
     """Sequences in one micro-batch; null fills it up to the token budget. Default: as the actor."""
-    model: RewardBackboneConfig = Field(default_factory=RewardBackboneConfig)
+    model: RewardBackboneConfig = section(RewardBackboneConfig)
 
     @property
     def use_dynamic_bsz(self) -> bool:
@@ -50,25 +59,37 @@ class RewardModelConfig(Section):
         return self.micro_batch_size_per_gpu is None
 
 
+def _overlong_zone(get: Get) -> object:
+    # A fifth, as in DAPO's paper (arXiv:2503.14476, section 4.1: 4,096 of 20,480 tokens).
+    longest = get("data.max_response_length")
+    wanted = get(".enable") is True and isinstance(longest, int)
+    return max(longest // 5, 1) if wanted else 0
+
+
 class OverlongBufferConfig(Section):
     """`reward.overlong_buffer`: DAPO's soft penalty for long responses."""
 
     enable: bool = False
     """Lower the reward linearly inside the last `len` tokens before `data.max_response_length`."""
-    len: NonNegativeInt = 0
+    len: Annotated[NonNegativeInt, Unit("tokens")] = follows(_overlong_zone)
     """Width of that zone in tokens. Default: a fifth of `data.max_response_length`."""
     penalty_factor: NonNegativeFloat = 1.0
     """Penalty at the end of the zone."""
 
 
+def _function_weight(get: Get) -> float:
+    alone = get("reward.reward_model.enable") is True and get("reward.custom_reward_function.path") is None
+    return 0.0 if alone else 1.0
+
+
 class RewardConfig(Section):
     """`reward.*`: what a response is worth."""
 
-    num_workers: PositiveInt = 1
+    num_workers: Annotated[PositiveInt, Unit("processes")] = 1
     """Processes that run reward functions."""
     timeout_s: PositiveFloat = 30.0
     """Seconds one call of a reward function may take before it is cancelled, or its process replaced."""
-    max_concurrency: PositiveInt = 64
+    max_concurrency: Annotated[PositiveInt, Unit("async calls per process")] = 64
     """Calls of an async reward function that one process awaits at once; other functions run one call at a time."""
     memory_limit_gib: PositiveFloat | None = 8.0
     """Address space of one such process, so that a function that eats memory fails alone; null for no limit, as a
@@ -76,12 +97,12 @@ class RewardConfig(Section):
     on_error: Literal["raise", "skip"] = "raise"
     """A failing reward function stops the run, or its samples are counted and train nothing. A response that breaks a
     built-in function is neither: it scores as a wrong answer and is counted in `reward/num_unscorable`."""
-    function_weight: float = 1.0
+    function_weight: float = follows(_function_weight)
     """Weight of the reward function's score in the sum. Default: 1; 0 beside a reward model, unless a function is named
     by `custom_reward_function.path`."""
     shaping: dict[str, PositiveFloat | None] = Field(default_factory=dict)
     """What is done to that sum before it is learnt from, in this order: `{standardise: null, clip: 5}`. clip cuts to
     [-limit, limit], scale divides by the run's standard deviation, standardise takes its mean off first."""
-    custom_reward_function: CustomRewardFunctionConfig = Field(default_factory=CustomRewardFunctionConfig)
-    reward_model: RewardModelConfig = Field(default_factory=RewardModelConfig)
-    overlong_buffer: OverlongBufferConfig = Field(default_factory=OverlongBufferConfig)
+    custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
+    reward_model: RewardModelConfig = section(RewardModelConfig)
+    overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)

@@ -1,14 +1,42 @@
 """`actor_rollout_ref.rollout`: how responses are sampled."""
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from hrl.config.model import DType
-from hrl.config.section import Fraction, MinusOneOrMore, Section
+from hrl.algos.registry import estimator_traits
+from hrl.config.model import DType, packs_as_the_actor
+from hrl.config.section import Fraction, Get, MinusOneOrMore, Section, Unit, follows, section
 
 SYNC_MARGIN_S = 60.0
 """Time that the workers have to report an aborted weight sync before the driver gives up on them."""
+
+
+_ACTOR = "actor_rollout_ref.actor"
+_GROUP_SIZE = 8
+_OWN_GPU_SHARE = 0.9
+"""vLLM's own default, a little lower: the buffer of a weight sync comes on top."""
+_SHARED_GPU_SHARE = 0.5
+
+
+def _samples(get: Get) -> int:
+    estimator = get("algorithm.adv_estimator")
+    grouped = isinstance(estimator, str) and estimator_traits(estimator).min_group_size > 1
+    return _GROUP_SIZE if grouped else 1
+
+
+def _validates_by_samples(get: Get) -> bool:
+    temperature = get(".temperature")
+    return isinstance(temperature, int | float) and temperature > 0
+
+
+def _gpu_share(get: Get) -> float:
+    # An engine whose pool holds no other role has its GPUs to itself, whether or not the other roles are built.
+    placed, pools = get("trainer.role_pools"), get("trainer.resource_pools")
+    pool = placed.get("rollout") if isinstance(placed, dict) else None
+    home = placed.get("actor", next(iter(pools))) if pool is not None and isinstance(pools, dict) and pools else pool
+    alone = pool is not None and pool not in (home, *(other for role, other in placed.items() if role != "rollout"))
+    return _OWN_GPU_SHARE if alone else _SHARED_GPU_SHARE
 
 
 class ValKwargsConfig(Section):
@@ -16,7 +44,7 @@ class ValKwargsConfig(Section):
 
     n: PositiveInt = 1
     """Samples per validation prompt."""
-    do_sample: bool = False
+    do_sample: bool = follows(_validates_by_samples)
     """Sample; false takes the most likely token. Default: whether `val_kwargs.temperature` is above 0."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature, with `do_sample=true`."""
@@ -29,7 +57,7 @@ class ValKwargsConfig(Section):
 class WeightSyncConfig(Section):
     """`rollout.weight_sync`: from the trainer's weights to the sampler's."""
 
-    bucket_mb: PositiveInt = 256
+    bucket_mb: Annotated[PositiveInt, Unit("MiB per buffer")] = 256
     """Size of one transfer buffer in MiB; two are kept."""
     timeout_s: PositiveFloat = 300.0
     """Seconds a sync may take before the workers abort it."""
@@ -45,7 +73,7 @@ class RolloutConfig(Section):
 
     name: Literal["vllm", "hf", "scripted"] = "vllm"
     """Engine: vllm, hf (transformers, slow, for comparison) or scripted (tests)."""
-    n: PositiveInt = 1
+    n: Annotated[PositiveInt, Unit("samples per prompt")] = follows(_samples)
     """Samples per prompt. Default: 8 for estimators that compare samples of a group (grpo, rloo, …), 1 for others."""
     temperature: PositiveFloat = 1.0
     """Sampling temperature of training samples, also applied when their log-probs are recomputed."""
@@ -53,22 +81,22 @@ class RolloutConfig(Section):
     """Nucleus size; 1 is off."""
     top_k: MinusOneOrMore = -1
     """Most likely tokens kept; -1 is off."""
-    seed: NonNegativeInt = 1
+    seed: NonNegativeInt = follows("trainer.seed")
     """Seed of the samples, combined with step, prompt and sample index. Default: `trainer.seed`."""
     dtype: DType = "auto"
     """Dtype of the engine's weights; `auto` as for the trainer's `fsdp_config.dtype`."""
-    tensor_model_parallel_size: PositiveInt = 1
+    tensor_model_parallel_size: Annotated[PositiveInt, Unit("processes per engine")] = 1
     """Processes that one engine spans."""
-    gpu_memory_utilization: Fraction = 0.5
+    gpu_memory_utilization: Annotated[Fraction, Unit("of a GPU's memory")] = follows(_gpu_share)
     """Share of a GPU's memory that the engine may take while awake. Default: 0.5 where it shares its GPUs with a
     trainer or another model, 0.9 on a pool of its own."""
     kv_cache_gib: PositiveFloat = 1.0
     """Size of the engine's KV cache in GiB on a machine without a GPU."""
-    max_num_seqs: PositiveInt = 256
+    max_num_seqs: Annotated[PositiveInt, Unit("sequences per engine at once")] = 256
     """Sequences that one engine decodes together."""
-    max_num_batched_tokens: PositiveInt = 8192
+    max_num_batched_tokens: Annotated[PositiveInt, Unit("tokens per engine iteration")] = 8192
     """Most tokens in one engine iteration."""
-    max_model_len: PositiveInt | None = None
+    max_model_len: Annotated[PositiveInt | None, Unit("tokens")] = None
     """Longest sequence that the engine accepts, in tokens; null uses prompt + response."""
     enforce_eager: bool = False
     """Run the engine without CUDA graphs: starts sooner, samples slower."""
@@ -82,13 +110,17 @@ class RolloutConfig(Section):
     sleep_level: ClassVar[int] = 2  # weights are synced before the engine samples again: it need not keep its own
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
-    log_prob_use_dynamic_bsz: bool = True
+    log_prob_use_dynamic_bsz: bool = follows(packs_as_the_actor(".log_prob_micro_batch_size_per_gpu"))
     """Pack micro-batches of the actor's log-probs up to a token budget. Default: as the actor."""
-    log_prob_max_token_len_per_gpu: PositiveInt = 16384
+    log_prob_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
+        f"{_ACTOR}.ppo_max_token_len_per_gpu"
+    )
     """Token budget of one such micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
-    log_prob_micro_batch_size_per_gpu: PositiveInt | None = None
+    log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
+        f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
+    )
     """Sequences in one such micro-batch, without dynamic packing. Default: `actor.ppo_micro_batch_size_per_gpu`."""
     logprob_diff_alarm: PositiveFloat = 0.1
     """Warn when the mean absolute log-prob difference between sampler and trainer exceeds this."""
-    val_kwargs: ValKwargsConfig = Field(default_factory=ValKwargsConfig)
-    weight_sync: WeightSyncConfig = Field(default_factory=WeightSyncConfig)
+    val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
+    weight_sync: WeightSyncConfig = section(WeightSyncConfig)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+from hrl.algos.ratio_bounds import Interval, parse_rejections
 from hrl.algos.registry import (
     ESTIMATOR_TRAITS,
     IMPORTANCE_LEVEL_NAMES,
@@ -12,27 +13,30 @@ from hrl.algos.registry import (
     REWARD_SHAPER_NAMES,
     REWEIGHT_METHOD_NAMES,
     estimator_traits,
+    pair_loss_traits,
 )
-from hrl.config.algorithm_rules import ALGORITHM_RULES
-from hrl.config.engine_rules import engines_are_told_what_is_theirs
-from hrl.config.keys import nearest
 from hrl.config.loggers import JSON_CONSOLE, LOGGERS
+from hrl.config.model import FsdpConfig
+from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.problems import Problem
+from hrl.errors import Problem, Reason
+from hrl.nearest import did_you_mean
+from hrl.verl.keys import ACTOR, MODEL, REF, ROLLOUT
 
-Rule = Callable[[PPOTrainerConfig], Iterator[Problem]]
-AnyRun = Any
-"""A configuration with the sections `data` and `trainer`, of a run of any kind."""
+Rule = Callable[[Any], Iterator[Problem]]
+"""Takes the configuration of the kinds of run whose tuple of rules names it."""
+AnyConfig = PPOTrainerConfig | OfflineConfig
 
-_ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 _ESTIMATOR = "algorithm.adv_estimator"
-_LOSS = f"{_ACTOR}.policy_loss.loss_mode"
+_LOSS = f"{ACTOR}.policy_loss"
+_CORRECTION = "algorithm.rollout_correction"
+_ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"
 _SHAPING = "reward.shaping"
 _RESPONSE = ("data.max_prompt_length", "data.max_response_length")
 _SHARED_ROWS = tuple(
     f"{owner}{section}.ulysses_sequence_parallel_size"
-    for owner in (_ACTOR, _REF, "critic")
+    for owner in (ACTOR, REF, "critic")
     for section in ("", ".fsdp_config")
 )
 """Who asked for these cuts a row over several processes, and has budgets that a row does not fit into."""
@@ -40,8 +44,7 @@ _SHARED_ROWS = tuple(
 
 def not_registered(key: str, name: str, known: Collection[str]) -> Problem:
     """A name that nothing is known under, with the nearest one that is."""
-    close = nearest(name, known)
-    hint = f"Did you mean {' or '.join(close)}?" if close else f"Known: {', '.join(sorted(known))}."
+    hint = did_you_mean(name, known, f"Known: {', '.join(sorted(known))}.")
     return Problem(key, f"names {name!r}, which nothing is registered under.", hint)
 
 
@@ -50,7 +53,7 @@ def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
     actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
     chosen: list[tuple[str, str | None, Collection[str]]] = [
         (_ESTIMATOR, algorithm.adv_estimator, ESTIMATOR_TRAITS),
-        (_LOSS, actor.policy_loss.loss_mode, POLICY_LOSS_TRAITS),
+        (f"{_LOSS}.loss_mode", actor.policy_loss.loss_mode, POLICY_LOSS_TRAITS),
         ("algorithm.preference_loss", algorithm.preference_loss, PAIR_LOSS_TRAITS),
         (
             "algorithm.rollout_correction.rollout_is",
@@ -63,7 +66,7 @@ def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
     for key, name, known in chosen:
         if name is not None and name not in known:
             yield not_registered(key, name, known)
-    for key, kind in ((f"{_ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
+    for key, kind in ((f"{ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
         if kind.removesuffix("+") not in KL_NAMES:
             yield not_registered(key, kind, KL_NAMES)
 
@@ -74,14 +77,14 @@ def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem(_SHAPING, "clips to no limit.", "Give one, e.g. {clip: 5}.")
 
 
-def trackers_are_known(config: AnyRun) -> Iterator[Problem]:
+def trackers_are_known(config: AnyConfig) -> Iterator[Problem]:
     """Every name in `trainer.logger` is one of a tracker or of a console."""
     for name in config.trainer.logger:
         if name not in LOGGERS:
             yield not_registered("trainer.logger", name, LOGGERS)
 
 
-def one_console_writes(config: AnyRun) -> Iterator[Problem]:
+def one_console_writes(config: AnyConfig) -> Iterator[Problem]:
     """Standard output is for people or for programs."""
     if {"console", JSON_CONSOLE} <= set(config.trainer.logger):
         what = f"names console and {JSON_CONSOLE}, which both write to standard output."
@@ -91,7 +94,7 @@ def one_console_writes(config: AnyRun) -> Iterator[Problem]:
 def mini_batches_divide_the_batch(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Every step is a whole number of mini-batches."""
     prompts = config.data.train_batch_size
-    owners = {f"{_ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
+    owners = {f"{ACTOR}.ppo_mini_batch_size": config.actor_rollout_ref.actor.ppo_mini_batch_size}
     if config.needs_critic:
         owners["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
     bad = {key: size for key, size in owners.items() if prompts % size}
@@ -119,7 +122,7 @@ def groups_are_large_enough(config: PPOTrainerConfig) -> Iterator[Problem]:
     smallest = estimator_traits(name).min_group_size
     if samples < smallest:
         what = f"is {samples}, but {_ESTIMATOR}={name} compares the samples of a prompt and needs at least {smallest}."
-        yield Problem(f"{_ROLLOUT}.n", what, f"Set {_ROLLOUT}.n=8, or another estimator.", (_ESTIMATOR,))
+        yield Problem(f"{ROLLOUT}.n", what, f"Set {ROLLOUT}.n=8, or another estimator.", (_ESTIMATOR,))
 
 
 def critic_fits_the_estimator(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -140,7 +143,7 @@ def kl_in_the_loss_has_a_gradient(config: PPOTrainerConfig) -> Iterator[Problem]
     actor = config.actor_rollout_ref.actor
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
         what = f"is {actor.kl_loss_type}, whose expected gradient in a loss is zero."
-        yield Problem(f"{_ACTOR}.kl_loss_type", what, "Use low_var_kl, mse or kl+.", (f"{_ACTOR}.use_kl_loss",))
+        yield Problem(f"{ACTOR}.kl_loss_type", what, "Use low_var_kl, mse or kl+.", (f"{ACTOR}.use_kl_loss",))
 
 
 def training_samples_come_from_the_policy(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -148,17 +151,17 @@ def training_samples_come_from_the_policy(config: PPOTrainerConfig) -> Iterator[
     rollout = config.actor_rollout_ref.rollout
     if rollout.top_p < 1.0:
         what = f"is {rollout.top_p}, so samples would not come from the distribution that is trained."
-        yield Problem(f"{_ROLLOUT}.top_p", what, "Set it to 1; validation has its own val_kwargs.top_p.")
+        yield Problem(f"{ROLLOUT}.top_p", what, "Set it to 1; validation has its own val_kwargs.top_p.")
     if rollout.top_k > 0:
         what = f"is {rollout.top_k}, so samples would not come from the distribution that is trained."
-        yield Problem(f"{_ROLLOUT}.top_k", what, "Set it to -1; validation has its own val_kwargs.top_k.")
+        yield Problem(f"{ROLLOUT}.top_k", what, "Set it to -1; validation has its own val_kwargs.top_k.")
     if rollout.top_k == 0:
-        yield Problem(f"{_ROLLOUT}.top_k", "is 0, which is no number of tokens.", "Set it to -1 for off.")
+        yield Problem(f"{ROLLOUT}.top_k", "is 0, which is no number of tokens.", "Set it to -1 for off.")
 
 
 def validation_sampling_makes_sense(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Greedy validation has one answer; sampled validation has a temperature."""
-    val, key = config.actor_rollout_ref.rollout.val_kwargs, f"{_ROLLOUT}.val_kwargs"
+    val, key = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
     if not val.do_sample and val.n > 1:
         what = f"is {val.n}, but greedy decoding gives the same answer every time."
         yield Problem(f"{key}.n", what, f"Set {key}.do_sample=true with a temperature, or n=1.", (f"{key}.do_sample",))
@@ -174,11 +177,11 @@ def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]
     actor, ref, rollout = (getattr(config.actor_rollout_ref, name) for name in ("actor", "ref", "rollout"))
     critic, model = config.critic, config.reward.reward_model
     row = config.data.max_prompt_length + config.data.max_response_length
-    budgets = [(f"{_ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz)]
+    budgets = [(f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz)]
     log_prob = "log_prob_max_token_len_per_gpu"
-    budgets += [(f"{_ROLLOUT}.{log_prob}", getattr(rollout, log_prob), rollout.log_prob_use_dynamic_bsz)]
+    budgets += [(f"{ROLLOUT}.{log_prob}", getattr(rollout, log_prob), rollout.log_prob_use_dynamic_bsz)]
     if config.needs_reference:
-        budgets += [(f"{_REF}.{log_prob}", getattr(ref, log_prob), ref.log_prob_use_dynamic_bsz)]
+        budgets += [(f"{REF}.{log_prob}", getattr(ref, log_prob), ref.log_prob_use_dynamic_bsz)]
     if config.needs_critic:
         budgets += [
             (f"critic.{name}", getattr(critic, name), critic.use_dynamic_bsz)
@@ -201,9 +204,9 @@ def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Proble
     rows = "log_prob_micro_batch_size_per_gpu"
     flag = "log_prob_use_dynamic_bsz"
     needed = [
-        (_ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", actor, True),
-        (_ROLLOUT, flag, rows, rollout, actor.use_dynamic_bsz),
-        (_REF, flag, rows, ref, actor.use_dynamic_bsz and config.needs_reference),
+        (ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", actor, True),
+        (ROLLOUT, flag, rows, rollout, actor.use_dynamic_bsz),
+        (REF, flag, rows, ref, actor.use_dynamic_bsz and config.needs_reference),
         ("critic", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", critic, config.needs_critic),
     ]
     for owner, flag_name, rows_name, section, wanted in needed:
@@ -219,25 +222,30 @@ def engine_holds_whole_sequences(config: PPOTrainerConfig) -> Iterator[Problem]:
     row = config.data.max_prompt_length + config.data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < row:
         what = f"is {rollout.max_model_len} tokens, but prompt + response may be {row}."
-        yield Problem(f"{_ROLLOUT}.max_model_len", what, f"Set it to at least {row}, or null.", _RESPONSE)
+        yield Problem(f"{ROLLOUT}.max_model_len", what, f"Set it to at least {row}, or null.", _RESPONSE)
     if rollout.enable_chunked_prefill is False and rollout.max_num_batched_tokens < (rollout.max_model_len or row):
         what = f"is {rollout.max_num_batched_tokens} tokens; without chunked prefill it must hold a whole sequence."
         hint = f"Set it to at least {rollout.max_model_len or row}."
-        yield Problem(f"{_ROLLOUT}.max_num_batched_tokens", what, hint, (f"{_ROLLOUT}.max_model_len", *_RESPONSE))
+        yield Problem(f"{ROLLOUT}.max_num_batched_tokens", what, hint, (f"{ROLLOUT}.max_model_len", *_RESPONSE))
     if rollout.name != "vllm" and rollout.tensor_model_parallel_size > 1:
         what = f"is {rollout.tensor_model_parallel_size}, which the {rollout.name} engine can't do."
-        yield Problem(f"{_ROLLOUT}.tensor_model_parallel_size", what, "Set it to 1.", (f"{_ROLLOUT}.name",))
+        yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", what, "Set it to 1.", (f"{ROLLOUT}.name",))
 
 
-def gradients_have_their_range(config: PPOTrainerConfig) -> Iterator[Problem]:
+def trained_shards(config: AnyConfig) -> dict[str, FsdpConfig]:
+    """Return the sharding of every model that is trained, by its key."""
+    if isinstance(config, OfflineConfig):
+        return {"model.fsdp_config": config.model.fsdp_config}
+    found = {f"{ACTOR}.fsdp_config": config.actor_rollout_ref.actor.fsdp_config}
+    return found | ({"critic.model.fsdp_config": config.critic.model.fsdp_config} if config.needs_critic else {})
+
+
+def gradients_have_their_range(config: AnyConfig) -> Iterator[Problem]:
     """Small gradients vanish in float16, and nothing scales the loss."""
-    trained = {_ACTOR: config.actor_rollout_ref.actor.fsdp_config}
-    if config.needs_critic:
-        trained["critic.model"] = config.critic.model.fsdp_config
-    for owner, sharding in trained.items():
+    for key, sharding in trained_shards(config).items():
         if sharding.dtype == "float16":
             what = "is float16, in which small gradients become zero: the loss isn't scaled."
-            yield Problem(f"{owner}.fsdp_config.dtype", what, "Set it to bfloat16.")
+            yield Problem(f"{key}.dtype", what, "Set it to bfloat16.")
 
 
 def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -253,9 +261,9 @@ def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
     if processes % ranks:
         what = f"is {ranks}, which does not divide the {processes} rollout processes."
         hint = f"Nearest that do: {_nearest_divisors(processes, ranks)}."
-        yield Problem(f"{_ROLLOUT}.tensor_model_parallel_size", what, hint, involves)
-    sharded = {placement.actor: (_ACTOR, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)}
-    sharded["ref"] = (_REF, config.actor_rollout_ref.ref.fsdp_config.fsdp_size)
+        yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", what, hint, involves)
+    sharded = {placement.actor: (ACTOR, config.actor_rollout_ref.actor.fsdp_config.fsdp_size)}
+    sharded["ref"] = (REF, config.actor_rollout_ref.ref.fsdp_config.fsdp_size)
     sharded["critic"] = ("critic.model", config.critic.model.fsdp_config.fsdp_size)
     sharded["rm"] = ("reward.reward_model.model", config.reward.reward_model.model.fsdp_config.fsdp_size)
     for role, (owner, size) in sharded.items():
@@ -288,7 +296,7 @@ def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem("data.custom_cls.path", "needs the Python file that defines data.custom_cls.name.")
 
 
-def validation_has_rows(config: AnyRun) -> Iterator[Problem]:
+def validation_has_rows(config: AnyConfig) -> Iterator[Problem]:
     """Whoever asks for validation names rows for it."""
     trainer = config.trainer
     if config.data.val_files or config.data.val_max_samples == 0:
@@ -302,7 +310,7 @@ def validation_has_rows(config: AnyRun) -> Iterator[Problem]:
             yield Problem(f"trainer.{name}", what, "Name validation rows, or set it to false.", ("data.val_files",))
 
 
-def resume_names_its_folder(config: AnyRun) -> Iterator[Problem]:
+def resume_names_its_folder(config: AnyConfig) -> Iterator[Problem]:
     """A path to resume from is given exactly when it is used."""
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
@@ -312,15 +320,249 @@ def resume_names_its_folder(config: AnyRun) -> Iterator[Problem]:
         yield Problem("trainer.resume_from_path", what, hint, ("trainer.resume_mode",))
 
 
-def checkpoints_can_be_resumed(config: PPOTrainerConfig) -> Iterator[Problem]:
+def checkpoints_can_be_resumed(config: AnyConfig) -> Iterator[Problem]:
     """A run continues from the sharded weights."""
-    saved, every = config.actor_rollout_ref.actor.checkpoint.save_contents, config.trainer.save_freq
-    if every > 0 and "model" not in saved:
-        key, what = f"{_ACTOR}.checkpoint.save_contents", f"is [{','.join(saved)}], from which no run can continue."
-        yield Problem(key, what, "Add model, or set trainer.save_freq=-1.", ("trainer.save_freq",))
+    owner, key = (config, "") if isinstance(config, OfflineConfig) else (config.actor_rollout_ref.actor, f"{ACTOR}.")
+    saved = owner.checkpoint.save_contents
+    if config.trainer.save_freq > 0 and "model" not in saved:
+        what = f"is [{','.join(saved)}], from which no run can continue."
+        yield Problem(
+            f"{key}checkpoint.save_contents", what, "Add model, or set trainer.save_freq=-1.", ("trainer.save_freq",)
+        )
 
 
-RULES: tuple[Rule, ...] = (
+def policy_losses_have_their_constants(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """`dro` has no published default for beta; a share of no token selects none."""
+    loss = config.actor_rollout_ref.actor.policy_loss
+    if loss.loss_mode == "dro" and loss.dro_beta is None:
+        yield Problem(f"{_LOSS}.dro_beta", "needs a value, because loss_mode is dro.")
+    shares = {"clip_cov": loss.clip_cov_ratio, "kl_cov": loss.kl_cov_ratio}
+    share = shares.get(loss.loss_mode)
+    if share is not None and not 0 < share <= 1:
+        what = f"is {share:g}, which is no share of the tokens."
+        yield Problem(f"{_LOSS}.{loss.loss_mode}_ratio", what, "Set it above 0 and at most 1.", (f"{_LOSS}.loss_mode",))
+    if loss.clip_cov_lb >= loss.clip_cov_ub:
+        what = f"is {loss.clip_cov_lb:g}, not below clip_cov_ub={loss.clip_cov_ub:g}."
+        yield Problem(f"{_LOSS}.clip_cov_lb", what, "Lower it.", (f"{_LOSS}.clip_cov_ub",))
+
+
+def gdpo_knows_its_rewards(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """gdpo reads named parts of the reward, and nothing else."""
+    algorithm = config.algorithm
+    keys, weights, wanted = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, algorithm.adv_estimator == "gdpo"
+    name = "algorithm.gdpo_reward_keys"
+    if wanted and not keys:
+        what = "needs the names of the rewards that gdpo normalises one by one."
+        yield Problem(name, what, "Name numbers that your reward function returns, e.g. [accuracy,format].")
+    if keys and not wanted:
+        yield Problem(name, f"is not read by {algorithm.adv_estimator}.", f"Set {_ESTIMATOR}=gdpo.", (_ESTIMATOR,))
+    if len(set(keys)) < len(keys):
+        yield Problem(name, "names a reward twice.", "Weigh it with algorithm.gdpo_reward_weights.")
+    if weights is not None and len(weights) != len(keys):
+        what = f"has {len(weights)} weights for {len(keys)} rewards."
+        yield Problem("algorithm.gdpo_reward_weights", what, "Give one each.", (name,))
+    if wanted and algorithm.use_kl_in_reward:
+        what = "is true, but gdpo reads the parts of the reward, which hold no KL."
+        hint = "Set actor_rollout_ref.actor.use_kl_loss."
+        yield Problem("algorithm.use_kl_in_reward", what, hint, (_ESTIMATOR,))
+
+
+def filtered_groups_can_differ(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """A group of one sample has no spread."""
+    samples = config.actor_rollout_ref.rollout.n
+    if config.algorithm.filter_groups.enable and samples < 2:
+        what = f"is {samples}, so that no group could ever have different rewards."
+        hint = f"Set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false."
+        yield Problem(f"{ROLLOUT}.n", what, hint, ("algorithm.filter_groups.enable",))
+
+
+def ratios_have_bounds(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Thresholds of the sampler's correction can be read, and cut off what they should."""
+    settings = config.algorithm.rollout_correction
+    key = f"{_CORRECTION}.rollout_is_threshold"
+    try:
+        accepted = Interval.parse(settings.rollout_is_threshold)
+    except ValueError as error:
+        yield Problem(key, f"can't be read: {error}.")
+    else:
+        if accepted.lower is None and accepted.upper < 1:
+            what = f"is {accepted.upper:g}: ratios lie around 1, and all of them would be cut down."
+            yield Problem(key, what, "Set it above 1. An interval has to be quoted for YAML: '\"0.5_5.0\"'.")
+    key = f"{_CORRECTION}.rollout_rs_threshold"
+    if settings.rollout_rs and settings.rollout_rs_threshold is None:
+        yield Problem(key, f"needs a value, because rollout_rs is {settings.rollout_rs}.")
+        return
+    try:
+        parse_rejections(settings.rollout_rs, settings.rollout_rs_threshold)
+    except ValueError as error:
+        yield Problem(f"{_CORRECTION}.rollout_rs", f"can't be read: {error}.", involves=(key,))
+
+
+def bypass_mode_does_what_is_set(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """With the sampler's log-probs for the old ones, some settings have no meaning."""
+    settings, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    bypass, reinforce = f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.loss_type"
+    if not settings.bypass_mode:
+        if settings.loss_type != "ppo_clip":
+            what = f"is {settings.loss_type}, which only bypass mode reads."
+            yield Problem(reinforce, what, f"Set {bypass}=true, or {_LOSS}.loss_mode=gpg.", (bypass,))
+        return
+    if config.algorithm.adv_estimator == "optimal_token_baseline":
+        what = f"is true, but {_ESTIMATOR}=optimal_token_baseline needs the forward pass that it spares."
+        yield Problem(bypass, what, "Set it to false.", (_ESTIMATOR,))
+    if settings.loss_type == "ppo_clip" and settings.rollout_is is not None:
+        what = f"is {settings.rollout_is}, but the clipped loss of bypass mode has that ratio inside already."
+        yield Problem(f"{_CORRECTION}.rollout_is", what, f"Remove it, or set {reinforce}=reinforce.", (bypass,))
+    if settings.loss_type == "reinforce" and loss != "vanilla":
+        what = f"is reinforce, which would take the place of {_LOSS}.loss_mode={loss}."
+        yield Problem(reinforce, what, "Set only one of the two.", (f"{_LOSS}.loss_mode",))
+    if settings.rollout_is_batch_normalize:
+        what = "is true, but bypass mode weighs each micro-batch when it is learnt, and not the whole batch before."
+        yield Problem(f"{_CORRECTION}.rollout_is_batch_normalize", what, f"Set it to false, or {bypass}.", (bypass,))
+
+
+def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """With a preference loss, what only advantages know of would have no effect."""
+    algorithm, actor, key = config.algorithm, config.actor_rollout_ref.actor, "algorithm.preference_loss"
+    if algorithm.preference_loss is None:
+        return
+    samples = config.actor_rollout_ref.rollout.n
+    if samples < 2:
+        what = f"is {samples}, but a pair is made of two samples of a prompt."
+        yield Problem(f"{ROLLOUT}.n", what, f"Set {ROLLOUT}.n=4, or {key}=null.", (key,))
+    without_effect = {
+        "algorithm.use_kl_in_reward": algorithm.use_kl_in_reward,
+        "algorithm.use_pf_ppo": algorithm.use_pf_ppo,
+        f"{_CORRECTION}.bypass_mode": algorithm.rollout_correction.bypass_mode,
+        f"{_CORRECTION}.rollout_is": algorithm.rollout_correction.rollout_is,
+        f"{_CORRECTION}.rollout_rs": algorithm.rollout_correction.rollout_rs,
+        f"{ACTOR}.use_kl_loss": actor.use_kl_loss,
+        f"{ACTOR}.entropy_coeff": actor.entropy_coeff,
+        "critic.enable": config.needs_critic,
+    }
+    for name, value in without_effect.items():
+        if value:
+            yield Problem(name, f"has no effect on {key}, which compares two samples.", "Remove one of both.", (key,))
+    pair = config.data.max_prompt_length + 2 * config.data.max_response_length
+    budget, rows = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
+    if actor.use_dynamic_bsz and budget < pair:
+        what = f"is {budget} tokens, but a prompt with both its answers may have {pair}."
+        involves = (key, "data.max_prompt_length", "data.max_response_length")
+        yield Problem(
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", what, f"Set it to at least {pair}.", involves
+        )
+    if not actor.use_dynamic_bsz and rows is not None and rows < 2:
+        what = f"is {rows}, but a pair is two sequences."
+        yield Problem(f"{ACTOR}.ppo_micro_batch_size_per_gpu", what, "Set it to at least 2.", (key,))
+    if algorithm.kl_ctrl.type == "adaptive":
+        what = f"is adaptive, but the beta of {key} stays."
+        yield Problem("algorithm.kl_ctrl.type", what, "Set it to fixed.", (key,))
+    if algorithm.kl_ctrl.kl_coef == 0:
+        what = f"is 0, but it is the beta of {key}."
+        yield Problem("algorithm.kl_ctrl.kl_coef", what, "Set it above 0, e.g. to 0.1.", (key,))
+
+
+_ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"
+_ENGINES = ("vllm", "hf", "scripted")
+
+_ELSEWHERE = ("sglang", "trtllm")
+"""Engines of verl that hrl does not have."""
+
+_SET_BY = {
+    "model": "actor_rollout_ref.model.path",
+    "hf_overrides": "actor_rollout_ref.model.override_config",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "kv_cache_memory_bytes": f"{ROLLOUT}.kv_cache_gib",
+    "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
+    **{
+        name: f"{ROLLOUT}.{name}"
+        for name in (
+            "dtype",
+            "seed",
+            "gpu_memory_utilization",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "enforce_eager",
+            "enable_chunked_prefill",
+            "enable_prefix_caching",
+        )
+    },
+    "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+}
+"""vLLM's arguments that have a key here: said twice, one of the two would be wrong."""
+
+_FIXED = {
+    "logprobs_mode": "log-probs are those of the distribution that was sampled from",
+    "skip_tokenizer_init": "engines see token ids alone",
+    "generation_config": "sampling is what the keys say, not what the model's folder says",
+    "distributed_executor_backend": "engine processes end with their rank",
+    "worker_extension_cls": "weights come in through it",
+    "data_parallel_size": "every group of processes has an engine of its own",
+    "pipeline_parallel_size": "an engine is tensor parallel",
+}
+"""vLLM's arguments on which the rest of a run relies."""
+
+
+def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Arguments stand below the name of an engine, and none of them is said elsewhere."""
+    for engine, arguments in config.actor_rollout_ref.rollout.engine_kwargs.items():
+        if engine not in _ENGINES or not isinstance(arguments, dict):
+            if engine in _ELSEWHERE:
+                if arguments:
+                    what, hint = f"has arguments of {engine}, which does not run here.", "Remove them."
+                    yield Problem(f"{_ENGINE_KWARGS}.{engine}", what, hint, (f"{ROLLOUT}.name",), Reason.ABSENT)
+                continue
+            hint = did_you_mean(engine, _ENGINES, f"Write it as {{vllm: {{{engine}: ...}}}}.")
+            yield Problem(_ENGINE_KWARGS, f"has {engine!r}, which is no engine with its arguments.", hint)
+        elif engine == "vllm":
+            for name in arguments:
+                if name in _SET_BY:
+                    yield Problem(_ENGINE_KWARGS, f"sets vLLM's {name}.", f"Set {_SET_BY[name]}.", (_SET_BY[name],))
+                elif name in _FIXED:
+                    yield Problem(_ENGINE_KWARGS, f"sets vLLM's {name}, which is fixed: {_FIXED[name]}.", "Remove it.")
+
+
+def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Problem]:
+    """The hard cap of a micro-batch admits the longest row, or both answers of the longest pair."""
+    data = config.data
+    pairs = isinstance(data, PairDataConfig)
+    longest = data.max_length * (2 if pairs else 1)
+    if data.micro_batch_size_per_gpu is None and data.max_token_len_per_gpu < longest:
+        row = f"the two answers of a pair may have 2 × {data.max_length}" if pairs else f"one row may have {longest}"
+        what = f"is {data.max_token_len_per_gpu} tokens, but {row}."
+        yield Problem("data.max_token_len_per_gpu", what, f"Set it to at least {longest}.", ("data.max_length",))
+
+
+def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
+    """Every process is part of exactly one sharded copy."""
+    size, processes = config.model.fsdp_config.fsdp_size, config.num_processes
+    if size != -1 and (size == 0 or processes % size):
+        what = f"is {size}, which does not divide the {processes} processes."
+        involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
+        yield Problem("model.fsdp_config.fsdp_size", what, "Set it to -1 for all of them.", involves)
+
+
+def loss_is_registered(config: DPOTrainerConfig) -> Iterator[Problem]:
+    """The loss of pairs exists."""
+    name = config.algorithm.loss_type
+    if name not in PAIR_LOSS_TRAITS:
+        yield not_registered("algorithm.loss_type", name, PAIR_LOSS_TRAITS)
+
+
+def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
+    """A constant that the chosen loss does not read is refused."""
+    algorithm, name = config.algorithm, config.algorithm.loss_type
+    for constant in ("label_smoothing", "target_margin"):
+        value = getattr(algorithm, constant)
+        if value > 0 and not getattr(pair_loss_traits(name), constant):
+            readers = [loss for loss, traits in PAIR_LOSS_TRAITS.items() if getattr(traits, constant)]
+            what = f"is {value}, which the loss {name} does not read."
+            hint = f"Set it to 0, or take {'one of ' if len(readers) > 1 else ''}{', '.join(readers)}."
+            yield Problem(f"algorithm.{constant}", what, hint, ("algorithm.loss_type",))
+
+
+PPO_RULES: tuple[Rule, ...] = (
     names_are_registered,
     clipped_rewards_have_a_limit,
     trackers_are_known,
@@ -342,25 +584,55 @@ RULES: tuple[Rule, ...] = (
     validation_has_rows,
     resume_names_its_folder,
     checkpoints_can_be_resumed,
-    *ALGORITHM_RULES,
+    policy_losses_have_their_constants,
+    gdpo_knows_its_rewards,
+    filtered_groups_can_differ,
+    ratios_have_bounds,
+    bypass_mode_does_what_is_set,
+    preferences_take_the_place_of_advantages,
 )
 
 
-def warnings(config: PPOTrainerConfig) -> list[str]:
+OFFLINE_RULES: tuple[Rule, ...] = (
+    trackers_are_known,
+    one_console_writes,
+    one_offline_row_fits_the_token_budget,
+    gradients_have_their_range,
+    shards_divide_the_processes,
+    validation_has_rows,
+    resume_names_its_folder,
+    checkpoints_can_be_resumed,
+)
+DPO_RULES = (*OFFLINE_RULES, loss_is_registered, constants_belong_to_the_loss)
+
+
+def ppo_warnings(config: PPOTrainerConfig) -> list[str]:
     """What is allowed but probably not meant, one sentence each; shown by `hrl check` and by the run's banner."""
     actor, trainer, estimator = config.actor_rollout_ref.actor, config.trainer, config.algorithm.adv_estimator
     found = list(config.remarks)
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-        found.append(f"{_ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice.")
+        found.append(f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice.")
     if config.critic.enable and not estimator_traits(estimator).needs_critic:
         found.append(f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads.")
     if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
-        found.append(f"{_ACTOR}.ppo_micro_batch_size_per_gpu has no effect while use_dynamic_bsz is true.")
+        found.append(f"{ACTOR}.ppo_micro_batch_size_per_gpu has no effect while use_dynamic_bsz is true.")
     if config.actor_rollout_ref.model.trust_remote_code:
-        found.append(f"{_MODEL}.trust_remote_code=true: code from the model's folder runs with your rights.")
+        found.append(f"{MODEL}.trust_remote_code=true: code from the model's folder runs with your rights.")
     engine, arguments = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_kwargs
     unread = [name for name, given in arguments.items() if name != engine and given]
-    found += [f"{_ROLLOUT}.engine_kwargs.{name} has no effect while {_ROLLOUT}.name is {engine}." for name in unread]
+    found += [f"{ROLLOUT}.engine_kwargs.{name} has no effect while {ROLLOUT}.name is {engine}." for name in unread]
     if trainer.save_freq <= 0:
         found.append("trainer.save_freq is off: a run that is interrupted starts again from the first step.")
+    return found
+
+
+def offline_warnings(config: OfflineConfig) -> list[str]:
+    """What is allowed but probably not meant, one sentence each."""
+    found = list(config.remarks)
+    if config.model.trust_remote_code:
+        found.append("model.trust_remote_code=true: code from the model's folder runs with your rights.")
+    if config.trainer.save_freq <= 0:
+        found.append("trainer.save_freq is off: what the run has learnt is not written anywhere.")
+    elif "hf_model" not in config.checkpoint.save_contents:
+        found.append("checkpoint.save_contents has no hf_model: no folder that transformers and vLLM load is written.")
     return found

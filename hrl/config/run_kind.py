@@ -1,23 +1,22 @@
-"""What a run can be, as far as its configuration goes: a schema, and everything that follows from it."""
+"""The kinds of run, as far as their configuration goes: a schema, and everything that follows from it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from hrl.config import arithmetic
+from hrl.config import arithmetic, rules
 from hrl.config.arithmetic import Fact
-from hrl.config.conversions import CONVERTED
-from hrl.config.derived_defaults import DERIVED, Derive
-from hrl.config.outside import OUTSIDE, VALUES
+from hrl.config.offline import DPOTrainerConfig, OfflineConfig, RMTrainerConfig, SFTTrainerConfig
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.problems import Problem
-from hrl.config.rules import RULES, warnings
-from hrl.config.section import Section
-from hrl.config.spellings import MUST_EQUAL, NULL_IS_UNSET, RENAMED, Spellings
-from hrl.config.synonyms import PPO_SYNONYMS
+from hrl.config.rules import Rule
+from hrl.config.section import WholeConfig
+from hrl.config.spellings import OFFLINE_SPELLINGS, PPO_SPELLINGS, Spellings
 
-C = TypeVar("C", bound=Section)
-C_co = TypeVar("C_co", bound=Section, covariant=True)
+C = TypeVar("C", bound=WholeConfig)
+C_co = TypeVar("C_co", bound=WholeConfig, covariant=True)
 
 
 @dataclass(frozen=True)
@@ -48,13 +47,11 @@ class Words:
     Attributes:
         arithmetic: One step and the whole run in numbers; takes `train_rows`, where these are known.
         placement: Which roles live on which processes.
-        units: Keys whose name hides what they count, with value and unit.
         warnings: What is allowed but probably not meant.
     """
 
     arithmetic: Callable[..., list[Fact]]
     placement: Callable[[Any], list[Fact]]
-    units: Callable[[Any], list[Fact]]
     warnings: Callable[[Any], list[str]]
 
 
@@ -68,7 +65,6 @@ class RunKind(Generic[C_co]):
         config_name: Its primary YAML file.
         program: How it is started.
         rules: What must hold between keys.
-        derived: Key → its default as a function of other keys, sources first.
         spellings: What becomes of keys that are no fields of the schema.
         help: For `--help`.
         words: For `hrl check` and the banner.
@@ -78,8 +74,7 @@ class RunKind(Generic[C_co]):
     schema: type[C_co]
     config_name: str
     program: str
-    rules: tuple[Callable[[Any], Iterator[Problem]], ...]
-    derived: Mapping[str, Derive]
+    rules: tuple[Rule, ...]
     spellings: Spellings
     help: Help
     words: Words
@@ -95,9 +90,8 @@ PPO = RunKind(
     schema=PPOTrainerConfig,
     config_name="ppo_trainer",
     program="python -m hrl.trainer.main_ppo",
-    rules=RULES,
-    derived=DERIVED,
-    spellings=Spellings(RENAMED, MUST_EQUAL, OUTSIDE, VALUES, NULL_IS_UNSET, PPO_SYNONYMS, CONVERTED),
+    rules=rules.PPO_RULES,
+    spellings=PPO_SPELLINGS,
     help=Help(
         summary="Without arguments this runs the quickstart: GRPO on a small model that learns to add.",
         groups=("placement", "recipe"),
@@ -145,7 +139,99 @@ PPO = RunKind(
     words=Words(
         arithmetic=arithmetic.batch_arithmetic,
         placement=arithmetic.placement_facts,
-        units=arithmetic.units_in_words,
-        warnings=warnings,
+        warnings=rules.ppo_warnings,
     ),
 )
+
+_OFFLINE_WORDS = Words(
+    arithmetic=arithmetic.offline_batch_arithmetic,
+    placement=arithmetic.offline_placement_facts,
+    warnings=rules.offline_warnings,
+)
+_OFFLINE_KEYS = (
+    "model.path",
+    "data.train_files",
+    "data.val_files",
+    "data.train_batch_size",
+    "data.max_length",
+    "data.truncation",
+    "data.max_token_len_per_gpu",
+    "optim.lr",
+    "trainer.total_epochs",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "trainer.logger",
+    "trainer.project_name",
+    "trainer.experiment_name",
+)
+_OFFLINE_EXAMPLES = (
+    "trainer.total_epochs=2 optim.lr=5e-6",
+    "model.path=Qwen/Qwen2.5-0.5B-Instruct \\\n"
+    "      data.train_files=train.parquet data.val_files=val.parquet trainer.n_gpus_per_node=8 \\\n"
+    "      data.train_batch_size=64 data.max_length=2048 data.max_token_len_per_gpu=16384 optim.lr=1e-5 \\\n"
+    "      model.enable_gradient_checkpointing=true trainer.total_epochs=1 trainer.test_freq=50 \\\n"
+    "      trainer.experiment_name=mine",
+)
+
+
+def _offline_help(summary: str, *keys: str) -> Help:
+    return Help(
+        summary=f"Without arguments this runs the quickstart: {summary}",
+        groups=(),
+        most_used=(*_OFFLINE_KEYS[:6], *keys, *_OFFLINE_KEYS[6:]),
+        examples=_OFFLINE_EXAMPLES,
+        check="data.train_files=train.parquet",
+        page="docs/configuration-offline.md",
+    )
+
+
+DPO = RunKind(
+    name="dpo",
+    schema=DPOTrainerConfig,
+    config_name="dpo_trainer",
+    program="python -m hrl.trainer.main_dpo",
+    rules=rules.DPO_RULES,
+    spellings=OFFLINE_SPELLINGS,
+    help=_offline_help("DPO on pairs of a right and a wrong sum.", "algorithm.loss_type", "algorithm.beta"),
+    words=_OFFLINE_WORDS,
+)
+SFT = RunKind(
+    name="sft",
+    schema=SFTTrainerConfig,
+    config_name="sft_trainer",
+    program="python -m hrl.trainer.main_sft",
+    rules=rules.OFFLINE_RULES,
+    spellings=OFFLINE_SPELLINGS,
+    help=_offline_help("supervised fine-tuning on sums and their answers.", "algorithm.loss_agg_mode"),
+    words=_OFFLINE_WORDS,
+)
+RM = RunKind(
+    name="rm",
+    schema=RMTrainerConfig,
+    config_name="rm_trainer",
+    program="python -m hrl.trainer.main_rm",
+    rules=rules.OFFLINE_RULES,
+    spellings=OFFLINE_SPELLINGS,
+    help=_offline_help("a reward model that tells right sums from wrong ones."),
+    words=_OFFLINE_WORDS,
+)
+OFFLINE_KINDS: dict[str, RunKind[OfflineConfig]] = {kind.name: kind for kind in (DPO, SFT, RM)}
+KINDS: dict[str, RunKind[WholeConfig]] = {PPO.name: PPO, **OFFLINE_KINDS}
+"""By name, as `hrl check` takes it."""
+
+
+@cache
+def config_folder() -> Path:
+    """Return the folder of `ppo_trainer.yaml`: inside the installed package, or at the root of the repository.
+
+    Raises:
+        FileNotFoundError: Neither is there; the installation is broken.
+    """
+    package = Path(str(resources.files("hrl")))
+    candidates = (package / "_configs", package.parent / "configs")
+    for candidate in candidates:
+        if (candidate / "ppo_trainer.yaml").is_file():
+            return candidate
+    raise FileNotFoundError(f"no ppo_trainer.yaml in {' or '.join(map(str, candidates))}; install hrl again")

@@ -1,104 +1,233 @@
-"""Second spellings of keys, and how the tables of a kind of run are read.
-
-Every table is data: a dotted key, or a prefix that ends in `.*`. `docs/configuration.md` prints them.
-"""
+"""How a key that is no field of the schema is read: by verl's tables, or as a name from TRL or OpenRLHF."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-from hrl.config.conversions import Conversion
-from hrl.config.synonyms import Synonym
-from hrl.config.verdicts import Verdict
+from hrl.verl import keys as verl
+from hrl.verl.keys import ACTOR, MODEL, ROLLOUT, Conversion, Verdict
 
-_ACTOR, _REF, _ROLLOUT, _MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
-_RM = "reward.reward_model"
-_TRAINED = (_ACTOR, "critic")
-_SHARDED = (f"{_ACTOR}.fsdp_config", "critic.model.fsdp_config", f"{_REF}.fsdp_config", f"{_RM}.model.fsdp_config")
 
-RENAMED: dict[str, str] = {
-    # What verl now spells reward.*
-    "reward_model.enable": "reward.reward_model.enable",
-    "reward_model.model.path": "reward.reward_model.model_path",
-    "reward_model.model.*": "reward.reward_model.model.*",
-    "reward.reward_model.model.path": "reward.reward_model.model_path",
-    "reward.reward_model.fsdp_config.*": "reward.reward_model.model.fsdp_config.*",
-    "reward_model.micro_batch_size_per_gpu": "reward.reward_model.micro_batch_size_per_gpu",
-    "reward_model.forward_max_token_len_per_gpu": "reward.reward_model.max_token_len_per_gpu",
-    **{
-        f"reward_model.{name}": f"reward.reward_model.{name}"
-        for name in (
-            "enable_resource_pool",
-            "n_gpus_per_node",
-            "nnodes",
-            "strategy",
-            "micro_batch_size",
-            "max_length",
-            "ulysses_sequence_parallel_size",
-            "profiler.*",
-        )
-    },
-    "reward_model.num_workers": "reward.num_workers",
-    "reward_model.use_dynamic_bsz": "reward.reward_model.use_dynamic_bsz",
-    "reward_model.use_reward_loop": "reward.use_reward_loop",
-    "reward_model.launch_reward_fn_async": "reward.launch_reward_fn_async",
-    "reward_model.reward_loop_source": "reward.reward_manager.source",
-    "reward_model.reward_loop_module_path": "reward.reward_manager.module.path",
-    "reward_model.reward_loop_class_name": "reward.reward_manager.module.name",
-    "reward_model.reward_manager": "reward.reward_manager.name",
-    "reward_manager.*": "reward.reward_manager.*",
-    "reward_model.overlong_buffer.*": "reward.overlong_buffer.*",
-    "reward_model.reward_kwargs.overlong_buffer_cfg.*": "reward.overlong_buffer.*",
-    "reward_model.reward_kwargs.*": "reward.reward_kwargs.*",
-    "reward_model.rollout.*": "reward.reward_model.rollout.*",
-    "reward_model.sandbox_fusion.*": "reward.sandbox_fusion.*",
-    "reward.reward_kwargs.overlong_buffer_cfg.*": "reward.overlong_buffer.*",
-    "custom_reward_function.*": "reward.custom_reward_function.*",
-    "sandbox_fusion.*": "reward.sandbox_fusion.*",
-    # One block per role, spelt the same everywhere
-    "critic.fsdp_config.*": "critic.model.fsdp_config.*",
-    "critic.fsdp.*": "critic.model.fsdp_config.*",
-    **{f"{owner}.optim.clip_grad": f"{owner}.grad_clip" for owner in _TRAINED},
-    **{f"{owner}.optim.warmup_style": f"{owner}.optim.lr_scheduler_type" for owner in _TRAINED},
-    **{f"{owner}.optim.min_lr_factor": f"{owner}.optim.min_lr_ratio" for owner in _TRAINED},
-    **{f"{owner}.mixed_precision.param_dtype": f"{owner}.dtype" for owner in _SHARDED},
-    f"{_ACTOR}.policy_loss.tau_pos": f"{_ACTOR}.tau_pos",
-    f"{_ACTOR}.policy_loss.tau_neg": f"{_ACTOR}.tau_neg",
-    f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": f"{_ROLLOUT}.weight_sync.bucket_mb",
-    f"{_ROLLOUT}.update_weights_bucket_megabytes": f"{_ROLLOUT}.weight_sync.bucket_mb",
-    # One switch for remote code
-    "data.trust_remote_code": f"{_MODEL}.trust_remote_code",
-    # The run
-    "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
-    "trainer.max_critic_ckpt_to_keep": "trainer.max_ckpt_to_keep",
-    "trainer.ray_wait_register_center_timeout": "trainer.timeouts.init_s",
-    "ray_kwargs.ray_init.*": "trainer.ray_kwargs.*",
-    "ray_init.*": "trainer.ray_kwargs.*",
+class Synonym(NamedTuple):
+    """What a name is here.
+
+    Attributes:
+        key: The key that means it.
+        but: Where meaning or unit differ; a clause.
+    """
+
+    key: str
+    but: str = ""
+
+    @property
+    def hint(self) -> str:
+        """What to write."""
+        return f"It is {self.key} here{f': {self.but}' if self.but else ''}."
+
+
+_PROMPTS = "it counts prompts, each sampled rollout.n times"
+_SEQUENCES = "it counts sequences on one process"
+_ONE_SWITCH = "the YAML of placement= says who shares a device"
+
+PPO_SYNONYMS: dict[str, Synonym] = {
+    # Both, or plain words
+    "learning_rate": Synonym(f"{ACTOR}.optim.lr"),
+    "lr": Synonym(f"{ACTOR}.optim.lr"),
+    "actor_learning_rate": Synonym(f"{ACTOR}.optim.lr"),
+    "critic_learning_rate": Synonym("critic.optim.lr"),
+    "weight_decay": Synonym(f"{ACTOR}.optim.weight_decay"),
+    "warmup_steps": Synonym(f"{ACTOR}.optim.lr_warmup_steps", "it counts optimizer steps"),
+    "warmup_ratio": Synonym(f"{ACTOR}.optim.lr_warmup_steps_ratio"),
+    "lr_warmup_ratio": Synonym(f"{ACTOR}.optim.lr_warmup_steps_ratio"),
+    "lr_scheduler": Synonym(f"{ACTOR}.optim.lr_scheduler_type", "constant, cosine or linear"),
+    "lr_scheduler_type": Synonym(f"{ACTOR}.optim.lr_scheduler_type", "constant, cosine or linear"),
+    "max_grad_norm": Synonym(f"{ACTOR}.grad_clip"),
+    "max_norm": Synonym(f"{ACTOR}.grad_clip"),
+    "gradient_checkpointing": Synonym(f"{MODEL}.enable_gradient_checkpointing"),
+    "model_name_or_path": Synonym(f"{MODEL}.path"),
+    "model_path": Synonym(f"{MODEL}.path"),
+    "adv_estimator": Synonym("algorithm.adv_estimator"),
+    "advantage_estimator": Synonym("algorithm.adv_estimator", "grpo for group_norm, reinforce_plus_plus for reinforce"),
+    "gamma": Synonym("algorithm.gamma"),
+    "lam": Synonym("algorithm.lam"),
+    "temperature": Synonym(f"{ROLLOUT}.temperature"),
+    "seed": Synonym("trainer.seed"),
+    # TRL
+    "beta": Synonym(f"{ACTOR}.kl_loss_coef", f"the KL term is on with {ACTOR}.use_kl_loss=true"),
+    "num_generations": Synonym(f"{ROLLOUT}.n", "samples per prompt"),
+    "max_prompt_length": Synonym("data.max_prompt_length", "tokens after the chat template"),
+    "max_completion_length": Synonym("data.max_response_length", "tokens"),
+    "max_new_tokens": Synonym("data.max_response_length", "tokens"),
+    "response_length": Synonym("data.max_response_length", "tokens"),
+    "per_device_train_batch_size": Synonym(f"{ACTOR}.ppo_micro_batch_size_per_gpu", _SEQUENCES),
+    "per_device_eval_batch_size": Synonym("data.val_batch_size", "it counts prompts over all processes"),
+    "gradient_accumulation_steps": Synonym(
+        f"{ACTOR}.ppo_mini_batch_size", "prompts of one optimizer step; how many micro-batches those are, follows"
+    ),
+    "generation_batch_size": Synonym("data.train_batch_size", _PROMPTS),
+    "steps_per_generation": Synonym(
+        f"{ACTOR}.ppo_mini_batch_size", "it counts prompts: data.train_batch_size ÷ the steps per generation"
+    ),
+    "loss_type": Synonym(
+        f"{ACTOR}.loss_agg_mode",
+        "seq-mean-token-mean for grpo, token-mean for dapo and bnpo, seq-mean-token-sum-norm for dr_grpo",
+    ),
+    "bf16": Synonym(f"{ACTOR}.fsdp_config.dtype", "it says in which dtype the model computes, e.g. bfloat16"),
+    "num_iterations": Synonym(f"{ACTOR}.ppo_epochs"),
+    "num_ppo_epochs": Synonym(f"{ACTOR}.ppo_epochs"),
+    "epsilon": Synonym(f"{ACTOR}.clip_ratio"),
+    "epsilon_high": Synonym(f"{ACTOR}.clip_ratio_high"),
+    "delta": Synonym(f"{ACTOR}.clip_ratio_c", "it bounds the loss of negative advantages, in units of the advantage"),
+    "cliprange": Synonym(f"{ACTOR}.clip_ratio"),
+    "cliprange_value": Synonym("critic.cliprange_value"),
+    "scale_rewards": Synonym("algorithm.norm_adv_by_std_in_grpo"),
+    "importance_sampling_level": Synonym(f"{ACTOR}.policy_loss.loss_mode", "gspo takes whole sequences"),
+    "mask_truncated_completions": Synonym("reward.overlong_buffer.enable", "it lowers the reward of long responses"),
+    "reward_funcs": Synonym("reward.custom_reward_function.path", "one function; its number is the reward"),
+    "reward_model_path": Synonym("reward.reward_model.model_path", "with reward.reward_model.enable=true"),
+    "num_train_epochs": Synonym("trainer.total_epochs"),
+    "max_steps": Synonym("trainer.total_training_steps", "it counts steps of the trainer, each of several updates"),
+    "save_steps": Synonym("trainer.save_freq", "it counts steps of the trainer"),
+    "eval_steps": Synonym("trainer.test_freq", "it counts steps of the trainer"),
+    "save_total_limit": Synonym("trainer.max_ckpt_to_keep"),
+    "output_dir": Synonym("trainer.default_local_dir"),
+    "report_to": Synonym("trainer.logger", "a list, e.g. [console,wandb]"),
+    "run_name": Synonym("trainer.experiment_name"),
+    "resume_from_checkpoint": Synonym("trainer.resume_from_path", "with trainer.resume_mode=resume_path"),
+    "dataset_name": Synonym("data.train_files", ".parquet or .jsonl files"),
+    "vllm_gpu_memory_utilization": Synonym(f"{ROLLOUT}.gpu_memory_utilization"),
+    "vllm_tensor_parallel_size": Synonym(f"{ROLLOUT}.tensor_model_parallel_size"),
+    "vllm_max_model_length": Synonym(f"{ROLLOUT}.max_model_len"),
+    "vllm_importance_sampling_cap": Synonym(
+        "algorithm.rollout_correction.rollout_is_threshold", "with rollout_is=token"
+    ),
+    "vllm_mode": Synonym("placement", "colocated or separate"),
+    "adam_beta1": Synonym(f"{ACTOR}.optim.betas", "both, as [0.9,0.999]"),
+    "adam_beta2": Synonym(f"{ACTOR}.optim.betas", "both, as [0.9,0.999]"),
+    # OpenRLHF
+    "pretrain": Synonym(f"{MODEL}.path"),
+    "reward_pretrain": Synonym("reward.reward_model.model_path", "with reward.reward_model.enable=true"),
+    "critic_pretrain": Synonym("critic.model.path"),
+    "remote_rm_url": Synonym("reward.custom_reward_function.path", "a file with the function"),
+    "prompt_data": Synonym("data.train_files", ".parquet or .jsonl files"),
+    "eval_dataset": Synonym("data.val_files", ".parquet or .jsonl files"),
+    "input_key": Synonym("data.prompt_key"),
+    "max_samples": Synonym("data.train_max_samples"),
+    "n_samples_per_prompt": Synonym(f"{ROLLOUT}.n"),
+    "eval_n_samples_per_prompt": Synonym(f"{ROLLOUT}.val_kwargs.n", "with val_kwargs.do_sample=true"),
+    "eval_temperature": Synonym(f"{ROLLOUT}.val_kwargs.temperature"),
+    "rollout_batch_size": Synonym("data.train_batch_size", _PROMPTS),
+    "train_batch_size": Synonym(
+        f"{ACTOR}.ppo_mini_batch_size",
+        "it counts prompts of one optimizer step; data.train_batch_size those of a step",
+    ),
+    "micro_train_batch_size": Synonym(f"{ACTOR}.ppo_micro_batch_size_per_gpu", _SEQUENCES),
+    "micro_rollout_batch_size": Synonym(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", _SEQUENCES),
+    "train_max_tokens_per_gpu": Synonym(f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    "rollout_max_tokens_per_gpu": Synonym(f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+    "prompt_max_len": Synonym("data.max_prompt_length", "tokens after the chat template"),
+    "generate_max_len": Synonym("data.max_response_length", "tokens"),
+    "max_epochs": Synonym(f"{ACTOR}.ppo_epochs"),
+    "num_episodes": Synonym("trainer.total_epochs"),
+    "init_kl_coef": Synonym(
+        "algorithm.kl_ctrl.kl_coef", f"with algorithm.use_kl_in_reward=true; in the loss it is {ACTOR}.kl_loss_coef"
+    ),
+    "kl_target": Synonym("algorithm.kl_ctrl.target_kl", "with kl_ctrl.type=adaptive"),
+    "kl_horizon": Synonym("algorithm.kl_ctrl.horizon", "with kl_ctrl.type=adaptive"),
+    "kl_estimator": Synonym("algorithm.kl_penalty", f"of the reward; that of the loss is {ACTOR}.kl_loss_type"),
+    "use_kl_loss": Synonym(f"{ACTOR}.use_kl_loss"),
+    "entropy_loss_coef": Synonym(f"{ACTOR}.entropy_coeff"),
+    "lambd": Synonym("algorithm.lam"),
+    "eps_clip": Synonym(f"{ACTOR}.clip_ratio"),
+    "eps_clip_low_high": Synonym(f"{ACTOR}.clip_ratio_high", "and clip_ratio_low"),
+    "dual_clip": Synonym(f"{ACTOR}.clip_ratio_c"),
+    "value_clip": Synonym("critic.cliprange_value"),
+    "dynamic_filtering": Synonym("algorithm.filter_groups.enable"),
+    "freezing_actor_steps": Synonym("trainer.critic_warmup"),
+    "adam_offload": Synonym(f"{ACTOR}.fsdp_config.optimizer_offload"),
+    "adam_betas": Synonym(f"{ACTOR}.optim.betas", "as [0.9,0.999]"),
+    "l2": Synonym(f"{ACTOR}.optim.weight_decay"),
+    "colocate_all_models": Synonym("placement", _ONE_SWITCH),
+    "vllm_num_engines": Synonym("placement", "every tensor_model_parallel_size processes get an engine"),
+    "vllm_enable_sleep": Synonym(f"{ROLLOUT}.free_cache_engine"),
+    "actor_num_nodes": Synonym("trainer.nnodes"),
+    "actor_num_gpus_per_node": Synonym("trainer.n_gpus_per_node"),
+    "enable_vllm_is_correction": Synonym("algorithm.rollout_correction.rollout_is", "token or sequence"),
+    "save_path": Synonym("trainer.default_local_dir"),
+    "ckpt_path": Synonym("trainer.default_local_dir"),
+    "max_ckpt_num": Synonym("trainer.max_ckpt_to_keep"),
+    "load_checkpoint": Synonym("trainer.resume_mode", "auto continues where a checkpoint is"),
+    "use_wandb": Synonym("trainer.logger", "a list, e.g. [console,wandb]"),
+    "use_tensorboard": Synonym("trainer.logger", "a list, e.g. [console,tensorboard]"),
+    "wandb_project": Synonym("trainer.project_name"),
+    "wandb_run_name": Synonym("trainer.experiment_name"),
 }
-"""Older spelling → name in hrl, or the one name under which the tables below know it."""
+"""Name without section, in TRL or OpenRLHF → the key of a PPO run. Of two meanings it is the one of RL."""
 
-MUST_EQUAL: dict[str, str] = {
-    "reward.reward_kwargs.max_resp_len": "data.max_response_length",
-    f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
-    f"{_ROLLOUT}.response_length": "data.max_response_length",
-    f"{_ACTOR}.rollout_n": f"{_ROLLOUT}.n",
-    f"{_REF}.rollout_n": f"{_ROLLOUT}.n",
-    "critic.rollout_n": f"{_ROLLOUT}.n",
-    "critic.shuffle": f"{_ACTOR}.shuffle",
-    "critic.model.trust_remote_code": f"{_MODEL}.trust_remote_code",
-    f"{_RM}.model.trust_remote_code": f"{_MODEL}.trust_remote_code",
+OFFLINE_SYNONYMS: dict[str, Synonym] = {
+    "learning_rate": Synonym("optim.lr"),
+    "lr": Synonym("optim.lr"),
+    "beta": Synonym("algorithm.beta"),
+    "weight_decay": Synonym("optim.weight_decay"),
+    "warmup_ratio": Synonym("optim.lr_warmup_steps_ratio"),
+    "warmup_steps": Synonym("optim.lr_warmup_steps"),
+    "max_grad_norm": Synonym("optim.clip_grad"),
+    "max_norm": Synonym("optim.clip_grad"),
+    "gradient_checkpointing": Synonym("model.enable_gradient_checkpointing"),
+    "model_name_or_path": Synonym("model.path"),
+    "pretrain": Synonym("model.path"),
+    "dataset": Synonym("data.train_files", ".parquet or .jsonl files"),
+    "dataset_name": Synonym("data.train_files", ".parquet or .jsonl files"),
+    "max_length": Synonym("data.max_length", "tokens of prompt and answer together"),
+    "max_seq_length": Synonym("data.max_length", "tokens of prompt and answer together"),
+    "max_len": Synonym("data.max_length", "tokens of prompt and answer together"),
+    "train_batch_size": Synonym("data.train_batch_size", "rows of one optimizer step, over all processes"),
+    "per_device_train_batch_size": Synonym("data.micro_batch_size_per_gpu", "rows on one process"),
+    "micro_train_batch_size": Synonym("data.micro_batch_size_per_gpu", "rows on one process"),
+    "gradient_accumulation_steps": Synonym("data.train_batch_size", "rows of one optimizer step, over all processes"),
+    "num_train_epochs": Synonym("trainer.total_epochs"),
+    "max_epochs": Synonym("trainer.total_epochs"),
+    "max_steps": Synonym("trainer.total_training_steps"),
+    "save_steps": Synonym("trainer.save_freq"),
+    "eval_steps": Synonym("trainer.test_freq"),
+    "output_dir": Synonym("trainer.default_local_dir"),
+    "save_path": Synonym("trainer.default_local_dir"),
+    "ckpt_path": Synonym("trainer.default_local_dir"),
+    "report_to": Synonym("trainer.logger", "a list, e.g. [console,wandb]"),
+    "seed": Synonym("trainer.seed"),
 }
-"""A second spelling of a value that has one key here; accepted when it agrees with it."""
+"""Likewise the keys of a run of SFT, DPO or a reward model."""
 
-NULL_IS_UNSET = frozenset(
-    [
-        f"{_ROLLOUT}.name",
-        "reward.custom_reward_function.name",
-        "algorithm.rollout_correction.rollout_is_threshold",
-        *(f"{owner}.optim.{name}" for owner in _TRAINED for name in ("min_lr_ratio", "lr_warmup_steps")),
-    ]
-)
-"""Keys that verl writes as null where nothing is chosen, and whose default is meant then."""
+
+@dataclass(frozen=True)
+class Spellings:
+    """What becomes of keys that are no fields of a schema; the tables of `hrl.verl.keys` and the synonyms.
+
+    Attributes:
+        renamed: Other spelling → the key of hrl.
+        must_equal: A second spelling of a value that has one key here → that key.
+        outside: Key that hrl does not have → what becomes of it.
+        values: (Key, value) that hrl does not have → what becomes of it.
+        null_is_unset: Keys whose null means their default.
+        synonyms: A name that another library has, without its section → what it is here.
+        converted: Keys whose value becomes that of other keys.
+    """
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    must_equal: Mapping[str, str] = field(default_factory=dict)
+    outside: Mapping[str, Verdict] = field(default_factory=dict)
+    values: Mapping[tuple[str, Any], Verdict] = field(default_factory=dict)
+    null_is_unset: frozenset[str] = frozenset()
+    synonyms: Mapping[str, Synonym] = field(default_factory=dict)
+    converted: Mapping[str, Conversion] = field(default_factory=dict)
+
+    def present_name(self, key: str) -> str:
+        """Return the name of `key` in hrl; `key` itself when it was never renamed."""
+        entry = lookup(self.renamed, key)
+        if entry is None:
+            return key
+        pattern, target = entry
+        return target.removesuffix("*") + key.removeprefix(pattern.removesuffix("*"))
 
 
 def lookup(table: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
@@ -117,28 +246,13 @@ def lookup(table: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
     return None
 
 
-def present_name(key: str, renamed: Mapping[str, str] = RENAMED) -> str:
-    """Return the name of `key` in hrl; `key` itself when it was never renamed."""
-    entry = lookup(renamed, key)
-    if entry is None:
-        return key
-    pattern, target = entry
-    return target.removesuffix("*") + key.removeprefix(pattern.removesuffix("*"))
-
-
-@dataclass(frozen=True)
-class Spellings:
-    """What becomes of keys that are no fields of a schema; each table is as its namesake here or in `outside`.
-
-    Attributes:
-        synonyms: A name that another library has, without its section → what it is here.
-        converted: Keys whose value becomes that of other keys, see `hrl.config.conversions`.
-    """
-
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    must_equal: Mapping[str, str] = field(default_factory=dict)
-    outside: Mapping[str, Verdict] = field(default_factory=dict)
-    values: Mapping[tuple[str, Any], Verdict] = field(default_factory=dict)
-    null_is_unset: frozenset[str] = frozenset()
-    synonyms: Mapping[str, Synonym] = field(default_factory=dict)
-    converted: Mapping[str, Conversion] = field(default_factory=dict)
+PPO_SPELLINGS = Spellings(
+    verl.RENAMED, verl.MUST_EQUAL, verl.OUTSIDE, verl.VALUES, verl.NULL_IS_UNSET, PPO_SYNONYMS, verl.CONVERTED
+)
+OFFLINE_SPELLINGS = Spellings(
+    renamed=verl.SFT_RENAMED,
+    outside=verl.SFT_OUTSIDE,
+    values=verl.SFT_VALUES,
+    synonyms=OFFLINE_SYNONYMS,
+    converted=verl.SFT_CONVERTED,
+)

@@ -1,10 +1,11 @@
 """`trainer.*`: the run itself."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from hrl.config.section import Label, MinusOneOrMore, Section, StrList
+from hrl.config.section import Get, Label, MinusOneOrMore, Section, StrList, Unit, follows, section
 
 Frequency = Annotated[MinusOneOrMore, BeforeValidator(lambda value: -1 if value is False else value)]
 """Every so many steps; false is never, as are -1 and 0."""
@@ -35,16 +36,21 @@ class TimeoutsConfig(Section):
         return RANK_SHARE * self.call_s
 
 
+def _validates(get: Get) -> bool:
+    # Whoever names training rows alone asks for no validation; an empty `data.val_files` is said aloud.
+    return "data.val_files" in get.given or bool(get("data.val_files"))
+
+
 class RunConfig(Section):
     """`trainer.*`: what every run is asked, whatever it trains."""
 
-    total_epochs: PositiveInt = 30
+    total_epochs: Annotated[PositiveInt, Unit("passes over the training rows")] = 30
     """Passes over the training rows."""
-    total_training_steps: NonNegativeInt | None = None
+    total_training_steps: Annotated[NonNegativeInt | None, Unit("steps")] = None
     """Stop after this many steps, whatever the epochs; 0 only validates."""
-    nnodes: PositiveInt = 1
+    nnodes: Annotated[PositiveInt, Unit("machines")] = 1
     """Machines."""
-    n_gpus_per_node: PositiveInt = 1
+    n_gpus_per_node: Annotated[PositiveInt, Unit("processes per machine")] = 1
     """Processes per machine: one per GPU, or CPU processes where there is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where models run; auto takes the GPUs if there are any."""
@@ -60,23 +66,23 @@ class RunConfig(Section):
     logger: StrList = Field(default_factory=lambda: ["console"])
     """console, or console-json for one JSON object a line on standard output; and trackers: tensorboard, wandb, mlflow,
     swanlab, trackio. metrics.jsonl is always written."""
-    default_local_dir: str = "outputs/hrl/ppo"
+    default_local_dir: str = follows(lambda get: f"outputs/{get('.project_name')}/{get('.experiment_name')}")
     """Run folder. Default: outputs/<project_name>/<experiment_name>."""
-    val_before_train: bool = True
+    val_before_train: bool = follows(_validates)
     """Validate before the first step. Default: whether there are validation rows."""
-    val_after_train: bool = True
+    val_after_train: bool = follows(_validates)
     """Validate after the last step. Default: whether there are validation rows."""
-    test_freq: Frequency = -1
+    test_freq: Annotated[Frequency, Unit("steps between validations")] = -1
     """Validate every so many steps; -1 or 0 is never."""
-    save_freq: Frequency = -1
+    save_freq: Annotated[Frequency, Unit("steps between checkpoints")] = -1
     """Write a checkpoint every so many steps; -1 or 0 is never."""
-    max_ckpt_to_keep: PositiveInt | None = None
+    max_ckpt_to_keep: Annotated[PositiveInt | None, Unit("checkpoints")] = None
     """Checkpoints kept; null keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Continue from the run folder's newest valid checkpoint, start anew, or continue from `resume_from_path`."""
     resume_from_path: str | None = None
     """Checkpoint folder, with `resume_mode=resume_path`."""
-    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    timeouts: TimeoutsConfig = section(TimeoutsConfig)
     ray_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `ray.init`. `{address: auto}`, or the environment variable RAY_ADDRESS, joins a running
     cluster; otherwise the run starts its own."""
@@ -85,14 +91,26 @@ class RunConfig(Section):
 class TrainerConfig(RunConfig):
     """`trainer.*`: the run itself."""
 
-    critic_warmup: NonNegativeInt = 0
+    critic_warmup: Annotated[NonNegativeInt, Unit("steps")] = 0
     """First steps in which only the critic learns."""
-    log_rollouts_freq: MinusOneOrMore = 10
+    log_rollouts_freq: Annotated[MinusOneOrMore, Unit("steps between tables of samples")] = 10
     """Show best, median and worst sample every so many steps; -1 or 0 is never. All of them are in rollouts/."""
-    log_val_generations: NonNegativeInt = 0
+    log_val_generations: Annotated[NonNegativeInt, Unit("samples")] = 0
     """Validation samples sent to the trackers each time."""
-    resource_pools: Pools = Field(default_factory=lambda: {"global": [1]})
+    resource_pools: Pools = follows(lambda get: {"global": get(".n_gpus_per_node")})
     """Pool name to processes on each machine. Default: one pool `global` of n_gpus_per_node × nnodes."""
     role_pools: dict[str, str] = Field(default_factory=dict)
     """Role to pool: actor_rollout (or actor and rollout apart), ref, critic, rm. Roles left out join the actor's
     pool."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spread_pools(cls, tree: Any) -> Any:
+        """A pool that is written as one number has so many processes on each machine."""
+        pools = tree.get("resource_pools") if isinstance(tree, Mapping) else None
+        if not isinstance(pools, dict):
+            return tree
+        nodes = tree.get("nnodes")
+        machines = max(nodes, 1) if isinstance(nodes, int) else 1  # validation says so where it is no number
+        spread = {pool: [size] * machines if isinstance(size, int) else size for pool, size in pools.items()}
+        return {**tree, "resource_pools": spread}

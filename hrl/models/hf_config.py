@@ -11,13 +11,13 @@ work for a folder of any transformers version, although newer ones keep all of i
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrl.errors import HrlError
 from hrl.models.source import model_facts
+from hrl.nearest import nearest
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -123,7 +123,7 @@ def _check_names(own: Any, written: Mapping[str, Any], override: Mapping[str, An
         known |= {*ROPE_FORMS, *_KEPT_WITH_ROPE}
     for key, value in override.items():
         if key not in known and not hasattr(own, key):
-            near = difflib.get_close_matches(key, sorted(known), 1)
+            near = nearest(key, known)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ModelConfigError(
                 f"{where} sets {key!r}, which stands neither in config.json nor in {type(own).__name__}{hint}"

@@ -6,11 +6,10 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hrl.config.arithmetic import differences, value_of
+from hrl.config.arithmetic import differences, units_in_words, value_of
 from hrl.config.compose import YOURS
-from hrl.config.keys import leaves
 from hrl.config.run_kind import RunKind
-from hrl.config.section import Section
+from hrl.config.section import WholeConfig, leaves
 from hrl.preflight.findings import Findings
 
 _TELLING = (
@@ -30,7 +29,7 @@ _FOUND_FIRST = ("model", "rows", "validation rows", "reward")
 _ONLY_IN_FULL = ("KV cache",)
 
 
-def look(kind: RunKind[Section], config: Section) -> tuple[Findings, int | None]:
+def look(kind: RunKind[WholeConfig], config: WholeConfig) -> tuple[Findings, int | None]:
     """Take the look of a run, without downloading anything.
 
     Returns:
@@ -49,7 +48,7 @@ def look(kind: RunKind[Section], config: Section) -> tuple[Findings, int | None]
 
 
 def report(
-    kind: RunKind[Section], config: Section, findings: Findings | None, train_rows: int | None
+    kind: RunKind[WholeConfig], config: WholeConfig, findings: Findings | None, train_rows: int | None
 ) -> dict[str, Any]:
     """Everything that `hrl check` can say of a run, as plain data.
 
@@ -69,7 +68,7 @@ def report(
         "found": dict(findings.facts) if findings is not None else {},
         "placement": dict(words.placement(config)),
         "arithmetic": dict(words.arithmetic(config, train_rows=train_rows)),
-        "units": dict(words.units(config)),
+        "units": dict(units_in_words(config)),
         "memory": {} if findings is None else dict(findings.memory),
         "warnings": words.warnings(config),
         "notes": [] if findings is None else findings.notes,
@@ -77,7 +76,7 @@ def report(
     }
 
 
-def summary(config: Section, said: Mapping[str, Any]) -> dict[str, str]:
+def summary(config: WholeConfig, said: Mapping[str, Any]) -> dict[str, str]:
     """Return the twenty lines that matter: label → text.
 
     Args:
@@ -104,7 +103,7 @@ def _joined(lines: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(filter(None, names))}: {text}".removeprefix(": ") for text, names in labels.items())
 
 
-def settings(config: Section) -> Iterator[tuple[str, str]]:
+def settings(config: WholeConfig) -> Iterator[tuple[str, str]]:
     """Yield which values come from where: by origin, and the telling ones among the defaults."""
     origins = dict(config.origins or {})
     by_origin: dict[str, list[str]] = {}
@@ -118,7 +117,7 @@ def settings(config: Section) -> Iterator[tuple[str, str]]:
         yield "defaults", _assignments(config, default)
 
 
-def _assignments(config: Section, keys: list[str]) -> str:
+def _assignments(config: WholeConfig, keys: list[str]) -> str:
     """Keys with their values, the telling ones first; the others are counted where there are many."""
     known = leaves(type(config))
     ordered = sorted(keys, key=lambda key: key not in _TELLING)

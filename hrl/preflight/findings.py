@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from jinja2 import TemplateError
 
 from hrl.config.arithmetic import Fact
-from hrl.config.problems import ConfigError, Problem
-from hrl.errors import HrlError
+from hrl.errors import ConfigError, HrlError, Problem
 
 
 class PreflightError(ConfigError):

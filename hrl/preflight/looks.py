@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hrl.config.arithmetic import Fact, count
-from hrl.config.keys import nearest
 from hrl.data.files import DatasetError, check_data_file, columns_of
 from hrl.data.rows import BUNDLED_PREFIX, REASONING_GYM_PREFIX
 from hrl.models.hf_config import load_config
 from hrl.models.source import ModelSourceError, check_weights, find_model, model_facts, resolve_model
 from hrl.models.tokenizer import load_tokenizer, resolve_tokenizer
+from hrl.nearest import nearest
 from hrl.preflight.findings import Findings
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.report.tracking import installed_trackers

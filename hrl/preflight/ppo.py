@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hrl.config.arithmetic import Fact, count, step_sizes, total_steps
-from hrl.config.keys import nearest
 from hrl.config.placement import resolve_placement
 from hrl.data.chat_template import TemplateReport, inspect_chat_template, with_tools
 from hrl.data.custom import dataset_class
@@ -21,6 +20,7 @@ from hrl.data.rows import Row, RowKeys, read_rows
 from hrl.data.user_file import functions_in_user_file, names_in_user_file
 from hrl.models.source import check_scores
 from hrl.models.tokenizer import TokenIds, load_tokenizer, token_ids
+from hrl.nearest import nearest
 from hrl.preflight.findings import Findings, PreflightError, sentence
 from hrl.preflight.looks import (
     gpus_here,

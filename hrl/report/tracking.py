@@ -7,7 +7,6 @@ counted, and the first one is logged.
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib.util
 import logging
 import threading
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.config.loggers import WITHOUT_TRACKER
+from hrl.nearest import nearest
 from hrl.report.run_folder import json_line, read_jsonl, write_text, writing_to
 from hrl.report.samples import Sample
 
@@ -307,7 +307,7 @@ def installed_trackers(names: Sequence[str]) -> list[str]:
     for name in wanted:
         if name not in TRACKERS:
             known = [*WITHOUT_TRACKER, *TRACKERS]
-            near = difflib.get_close_matches(name, known, n=1)
+            near = nearest(name, known)
             hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(known)}"
             raise ValueError(f"trainer.logger: there is no tracker {name!r}; {hint}")
         if importlib.util.find_spec(name) is None:

@@ -8,10 +8,10 @@ They run in the reward pool's processes: importing this module must stay cheap.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX as REASONING_GYM
+from hrl.nearest import nearest
 from hrl.reward.scorers import math_equal, math_graded, math_text, numbers, question_answering, reasoning_gym
 from hrl.reward.scorers.base import Reward, RowError, Scorer
 
@@ -69,7 +69,7 @@ def why_no_scorer(data_source: str) -> str | None:
             f"no built-in reward function for data_source {data_source!r}: its answers are programs, and running them "
             f"needs a sandbox, which hrl does not ship. {_OWN} that calls your sandbox"
         )
-    near = get_close_matches(data_source, SCORERS, n=1, cutoff=0.8)
+    near = nearest(data_source, SCORERS)
     known = [*sorted(SCORERS), *(f"{prefix}…" for prefix in sorted(PREFIXES))]
     return (
         f"no built-in reward function for data_source {data_source!r}"

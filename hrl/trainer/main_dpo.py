@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from hrl.config.offline_kinds import DPO
+from hrl.config.run_kind import DPO
 from hrl.trainer.offline.entry import offline_main
 
 if __name__ == "__main__":

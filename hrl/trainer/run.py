@@ -15,7 +15,7 @@ from hrl.cluster.roles import Role, pool_manager_of
 from hrl.cluster.worker_groups import worker_mapping
 from hrl.config import resolve_placement
 from hrl.config.arithmetic import Fact, batch_arithmetic, placement_facts
-from hrl.config.rules import warnings
+from hrl.config.rules import ppo_warnings as warnings
 from hrl.preflight.ppo import Preflight, preflight
 from hrl.report.phases import PHASES
 from hrl.report.reporter import RunReporter

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hrl.config import ConfigError, compose_cli, folder, load_config
+from hrl.config import ConfigError, compose_cli, load_config, run_kind
 from hrl.config.help import check_help
 
 ROOT = Path(__file__).parents[2]
@@ -178,12 +178,12 @@ def test_problems_of_a_file_are_problems_of_the_configuration(own, name, sentenc
 def test_the_packaged_tree_is_used_where_there_is_one(tmp_path, monkeypatch):
     (tmp_path / "hrl" / "_configs").mkdir(parents=True)
     (tmp_path / "hrl" / "_configs" / "ppo_trainer.yaml").write_text("")
-    monkeypatch.setattr(folder.resources, "files", lambda package: tmp_path / package)
-    folder.config_folder.cache_clear()
+    monkeypatch.setattr(run_kind.resources, "files", lambda package: tmp_path / package)
+    run_kind.config_folder.cache_clear()
     try:
-        assert folder.config_folder() == tmp_path / "hrl" / "_configs"
+        assert run_kind.config_folder() == tmp_path / "hrl" / "_configs"
     finally:
-        folder.config_folder.cache_clear()
+        run_kind.config_folder.cache_clear()
 
 
 def test_help_shows_groups_keys_and_examples(capsys):

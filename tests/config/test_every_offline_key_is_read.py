@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from hrl.config.keys import leaves
-from hrl.config.offline_kinds import KINDS
+from hrl.config.run_kind import OFFLINE_KINDS
+from hrl.config.section import leaves
 
 PACKAGE = Path(__file__).parents[2] / "hrl"
 TRAINER = PACKAGE / "trainer"
@@ -32,7 +32,7 @@ def words_taken_in(files: list[Path]) -> set[str]:
     return set(re.findall(r"(?<=[.\"])(\w+)\b", re.sub(r'"""(?s:.)*?"""', "", source)))
 
 
-@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("kind", OFFLINE_KINDS.values(), ids=OFFLINE_KINDS)
 def test_every_key_is_read_by_code(kind):
     taken = {section: words_taken_in(files) for section, files in FILES.items()}
     unread = [key for key in leaves(kind.schema) if key.rpartition(".")[2] not in taken[key.partition(".")[0]]]

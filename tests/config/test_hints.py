@@ -1,16 +1,22 @@
 """A wrong name is answered with the key that was meant, where that is clear, and never with one of another meaning."""
 
 import random
+from functools import partial
 
 import pytest
 
 from hrl.config import ConfigError
 from hrl.config.compose import config_problems
-from hrl.config.keys import edit_distance, leaves, nearest, nearest_keys
-from hrl.config.load import validate
-from hrl.config.offline_kinds import DPO
-from hrl.config.run_kind import PPO
-from hrl.config.synonyms import OFFLINE_SYNONYMS, PPO_SYNONYMS
+from hrl.config.load import nearest_keys, validate_kind
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.run_kind import DPO, PPO
+from hrl.config.section import leaves
+from hrl.config.spellings import OFFLINE_SYNONYMS, PPO_SYNONYMS
+from hrl.nearest import edit_distance, nearest
+
+KEYS = leaves(PPOTrainerConfig)
+
+validate = partial(validate_kind, PPO)
 
 
 def hint_for(key: str) -> str:
@@ -45,7 +51,7 @@ def slips(word: str, draw: random.Random) -> set[str]:
 
 
 def test_the_first_hint_for_a_key_with_one_slip_is_the_key_itself():
-    draw, known, missed, tried = random.Random(7), leaves(), [], 0
+    draw, known, missed, tried = random.Random(7), KEYS, [], 0
     for key in known:
         section, _, name = key.rpartition(".")
         for wrong in sorted(slips(name, draw)):
@@ -53,7 +59,7 @@ def test_the_first_hint_for_a_key_with_one_slip_is_the_key_itself():
             if written in known:
                 continue
             tried += 1
-            hints = nearest_keys(written, {})
+            hints = nearest_keys(written, {}, PPOTrainerConfig)
             # Where a sibling is as near, as `top_` is to top_k and top_p, both are offered.
             as_near = {other for other in hints if edit_distance(wrong, other.rpartition(".")[2]) == 1}
             if key not in hints or (hints[0] != key and hints[0] not in as_near):
@@ -64,24 +70,24 @@ def test_the_first_hint_for_a_key_with_one_slip_is_the_key_itself():
 
 def test_a_slip_in_the_name_of_a_section_is_found_too():
     draw, missed = random.Random(11), []
-    for key in leaves():
+    for key in KEYS:
         section, _, name = key.rpartition(".")
         for wrong in sorted(slips(section, draw)):
             if "" in wrong.split(".") or wrong.count(".") != section.count("."):
                 continue  # a slip in a dot
-            if nearest_keys(f"{wrong}.{name}", {})[:1] != [key]:
+            if nearest_keys(f"{wrong}.{name}", {}, PPOTrainerConfig)[:1] != [key]:
                 missed.append((wrong, name))
     assert missed == []
 
 
 def test_no_hint_leads_into_another_section():
-    draw, known = random.Random(13), leaves()
+    draw, known = random.Random(13), KEYS
     sections = sorted({key.rpartition(".")[0] for key in known})
     for key in known:
         written = f"{draw.choice(sections)}.{key.rpartition('.')[2]}"
         if written not in known:
             section = written.rpartition(".")[0]
-            assert all(hint.rpartition(".")[0] == section for hint in nearest_keys(written, {}))
+            assert all(hint.rpartition(".")[0] == section for hint in nearest_keys(written, {}, PPOTrainerConfig))
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,15 @@
 """Validation: all problems at once, each naming the key as it was written and the way out."""
 
+from functools import partial
+
 import pytest
 
 from hrl.algos.policy_losses import clip_bounds
 from hrl.config import ConfigError, load_config
-from hrl.config.load import validate
+from hrl.config.load import validate_kind
+from hrl.config.run_kind import PPO
+
+validate = partial(validate_kind, PPO)
 
 
 def problems_of(**given: object) -> dict[str, str]:
@@ -174,7 +179,9 @@ def test_a_checkpoint_holds_a_model_folder_that_is_not_read_on_resume():
 
 def test_remote_code_and_shuffling_have_one_switch():
     policy = "actor_rollout_ref.model.trust_remote_code"
-    validate({policy: True, "critic.model.trust_remote_code": True, f"{ACTOR}.shuffle": True, "critic.shuffle": True})
+    validate_kind(
+        PPO, {policy: True, "critic.model.trust_remote_code": True, f"{ACTOR}.shuffle": True, "critic.shuffle": True}
+    )
     assert "critic.shuffle is True, but actor_rollout_ref.actor.shuffle is False" in str(
         problems_of_keys({"critic.shuffle": True})["critic.shuffle"]
     )

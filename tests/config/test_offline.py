@@ -8,16 +8,16 @@ import pytest
 
 from hrl import cli
 from hrl.config import ConfigError
+from hrl.config.arithmetic import offline_batch_arithmetic
 from hrl.config.compose import compose_kind
 from hrl.config.help import run_help
-from hrl.config.keys import leaves, sections
 from hrl.config.load import load_kind, validate_kind
-from hrl.config.offline_kinds import DPO, KINDS, RM, SFT
-from hrl.config.offline_reference import render
-from hrl.config.offline_words import UNITS, batch_arithmetic
+from hrl.config.reference import render_offline
+from hrl.config.run_kind import DPO, OFFLINE_KINDS, RM, SFT
+from hrl.config.section import leaves, sections
 
 ROOT = Path(__file__).parents[2]
-EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+EVERY_KIND = pytest.mark.parametrize("kind", OFFLINE_KINDS.values(), ids=OFFLINE_KINDS)
 
 
 def problems(kind, **given):
@@ -44,18 +44,17 @@ def test_an_untouched_schema_is_what_an_empty_tree_loads(kind):
 def test_every_key_has_a_sentence_and_every_table_names_keys_that_exist(kind):
     known = leaves(kind.schema)
     assert [key for key, leaf in known.items() if not leaf.help.endswith(".")] == []
-    assert [key for key, leaf in known.items() if ("Default: " in leaf.help) != (key in kind.derived)] == []
+    assert [key for key, leaf in known.items() if ("Default: " in leaf.help) != (leaf.derive is not None)] == []
     assert [key for key in kind.help.most_used if key not in known] == []
-    assert [key for key in UNITS if key not in known] == []
     for table in (kind.spellings.outside, kind.spellings.renamed):
         assert [key for key in table if key in known] == []
 
 
 def test_every_renaming_ends_at_a_key_of_some_trainer():
-    for kind in KINDS.values():
+    for kind in OFFLINE_KINDS.values():
         for new in kind.spellings.renamed.values():
             target = new.removesuffix(".*")
-            assert any(target in leaves(k.schema) or target in sections(k.schema) for k in KINDS.values()), new
+            assert any(target in leaves(k.schema) or target in sections(k.schema) for k in OFFLINE_KINDS.values()), new
 
 
 @EVERY_KIND
@@ -150,7 +149,7 @@ def test_what_cannot_work_is_refused(kind, given, sentence):
 
 def test_a_fixed_number_of_rows_needs_no_token_budget():
     config = validate_kind(DPO, {"data.micro_batch_size_per_gpu": 2, "data.max_length": 10**6})
-    facts = dict(batch_arithmetic(config, train_rows=130))
+    facts = dict(offline_batch_arithmetic(config, train_rows=130))
     assert facts["micro-batch"] == "2 pairs per process (at most 4,000,000 tokens)"
     assert facts["run"] == "130 rows ÷ 64 = 2 steps an epoch, 2 left over, × 1 epoch = 2 steps"
     assert facts["one step"].startswith("64 pairs = 128 answers")
@@ -162,7 +161,7 @@ def test_a_fixed_number_of_rows_needs_no_token_budget():
 def test_a_reference_is_built_where_the_loss_reads_it(loss, free, needs):
     config = validate_kind(DPO, {"algorithm.loss_type": loss, "algorithm.reference_free": free})
     assert config.needs_reference is needs
-    assert ("reference" in dict(batch_arithmetic(config))) is needs
+    assert ("reference" in dict(offline_batch_arithmetic(config))) is needs
 
 
 def test_every_registered_loss_of_pairs_is_accepted_one_of_the_user_too(monkeypatch):
@@ -193,8 +192,8 @@ def test_check_says_what_a_run_would_do(kind, capsys, tmp_path, monkeypatch):
 
 
 def test_the_page_is_up_to_date():
-    command = "python -m hrl.config.offline_reference > docs/configuration-offline.md"
-    assert (ROOT / "docs" / "configuration-offline.md").read_text() == render(), f"write it again: {command}"
+    command = "python -m hrl.config.reference offline > docs/configuration-offline.md"
+    assert (ROOT / "docs" / "configuration-offline.md").read_text() == render_offline(), f"write it again: {command}"
 
 
 def test_composing_imports_neither_torch_nor_ray():

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from hrl.config.keys import leaves
+from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reference import render, type_in_words
+from hrl.config.section import leaves
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -25,4 +26,4 @@ def test_types_are_said_in_words():
         "trainer.resource_pools": "mapping to list of int > 0",
         "trainer.ray_kwargs": "mapping",
     }
-    assert {key: type_in_words(leaves()[key].field) for key in said} == said
+    assert {key: type_in_words(leaves(PPOTrainerConfig)[key].field) for key in said} == said

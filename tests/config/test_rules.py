@@ -1,10 +1,15 @@
 """Rules between keys: what can't work is refused with the arithmetic and the nearest value that can."""
 
+from functools import partial
+
 import pytest
 
 from hrl.config import ConfigError
-from hrl.config.load import validate
-from hrl.config.rules import RULES, warnings
+from hrl.config.load import validate_kind
+from hrl.config.rules import PPO_RULES, ppo_warnings
+from hrl.config.run_kind import PPO
+
+validate = partial(validate_kind, PPO)
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
@@ -154,7 +159,7 @@ def test_standard_output_is_for_people_or_for_programs():
 
 
 def test_every_rule_is_named_for_what_it_enforces_and_documented():
-    assert all(rule.__doc__ and rule.__name__.count("_") >= 1 for rule in RULES)
+    assert all(rule.__doc__ and rule.__name__.count("_") >= 1 for rule in PPO_RULES)
 
 
 def test_one_small_budget_is_one_problem_although_other_passes_inherit_it():
@@ -165,12 +170,13 @@ def test_one_small_budget_is_one_problem_although_other_passes_inherit_it():
 
 def test_budgets_set_apart_are_problems_apart():
     with pytest.raises(ConfigError) as caught:
-        validate(
+        validate_kind(
+            PPO,
             {
                 "algorithm.adv_estimator": "gae",
                 f"{ACTOR}.ppo_max_token_len_per_gpu": 10,
                 "critic.forward_max_token_len_per_gpu": 20,
-            }
+            },
         )
     assert [problem.key for problem in caught.value.problems] == [
         f"{ACTOR}.ppo_max_token_len_per_gpu",
@@ -179,7 +185,9 @@ def test_budgets_set_apart_are_problems_apart():
 
 
 def test_models_without_gradients_may_be_float16():
-    validate({f"{REF}.fsdp_config.dtype": "float16", f"{ACTOR}.use_kl_loss": True, f"{ROLLOUT}.dtype": "float16"})
+    validate_kind(
+        PPO, {f"{REF}.fsdp_config.dtype": "float16", f"{ACTOR}.use_kl_loss": True, f"{ROLLOUT}.dtype": "float16"}
+    )
 
 
 def test_greedy_and_sampled_validation_are_both_possible():
@@ -194,8 +202,10 @@ def test_a_run_without_validation_rows_is_possible():
 
 
 def test_kl_in_reward_and_loss_together_is_a_warning():
-    config = validate({f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True, "trainer.save_freq": 10})
-    assert warnings(config) == [
+    config = validate_kind(
+        PPO, {f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True, "trainer.save_freq": 10}
+    )
+    assert ppo_warnings(config) == [
         f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice."
     ]
 
@@ -203,7 +213,7 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
 def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():
     arguments = {"vllm": {"disable_custom_all_reduce": True}, "hf": {}}
     given = {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.engine_kwargs": arguments, "trainer.save_freq": 1}
-    assert warnings(validate(given)) == [f"{ROLLOUT}.engine_kwargs.vllm has no effect while {ROLLOUT}.name is hf."]
+    assert ppo_warnings(validate(given)) == [f"{ROLLOUT}.engine_kwargs.vllm has no effect while {ROLLOUT}.name is hf."]
 
 
 def test_corrections_of_every_kind_are_possible():
@@ -217,4 +227,4 @@ def test_corrections_of_every_kind_are_possible():
 def test_remote_code_is_pointed_out():
     config = validate({"data.trust_remote_code": True, "trainer.save_freq": 10})
     assert config.actor_rollout_ref.model.trust_remote_code
-    assert len(warnings(config)) == 1
+    assert len(ppo_warnings(config)) == 1

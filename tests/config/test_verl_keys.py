@@ -3,29 +3,31 @@
 `verl_keys.txt` lists the keys that the public scripts for FSDP set, in January and in August 2026.
 """
 
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from hrl.config import ConfigError, compose_cli
 from hrl.config.compose import config_problems
-from hrl.config.conversions import CONVERTED
-from hrl.config.keys import leaves
-from hrl.config.load import validate
-from hrl.config.offline_kinds import SFT
-from hrl.config.outside import OUTSIDE
-from hrl.config.problems import Reason
-from hrl.config.run_kind import PPO
-from hrl.config.spellings import MUST_EQUAL, lookup, present_name
+from hrl.config.load import validate_kind
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.run_kind import PPO, SFT
+from hrl.config.section import leaves
+from hrl.config.spellings import PPO_SPELLINGS, lookup
+from hrl.errors import Reason
+from hrl.verl.keys import CONVERTED, MUST_EQUAL, OUTSIDE
+
+validate = partial(validate_kind, PPO)
 
 KEYS = Path(__file__).with_name("verl_keys.txt").read_text().split()
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 
 
 def verdict(key: str) -> str:
-    name = key if key in OUTSIDE else present_name(key)
+    name = key if key in OUTSIDE else PPO_SPELLINGS.present_name(key)
     above = (name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1))
-    if name not in OUTSIDE and any(key in leaves() for key in above):
+    if name not in OUTSIDE and any(key in leaves(PPOTrainerConfig) for key in above):
         return "honoured"
     if name in MUST_EQUAL:
         return "must equal"
@@ -105,7 +107,7 @@ HOW_NOT_WHAT = {
 @pytest.mark.parametrize(("key", "value"), [(key, value) for key, values in HOW_NOT_WHAT.items() for value in values])
 def test_what_says_how_fast_and_not_what_is_taken_and_said_aloud_where_it_has_no_effect(key, value):
     config = validate({key: value})
-    entry = lookup(OUTSIDE, key if key in OUTSIDE else present_name(key))
+    entry = lookup(OUTSIDE, key if key in OUTSIDE else PPO_SPELLINGS.present_name(key))
     assert entry is not None
     assert config == validate({})
     if entry[1].is_same(value):

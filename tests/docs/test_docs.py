@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from hrl.config.compose import compose_kind
-from hrl.config.offline_kinds import KINDS as OFFLINE_KINDS
-from hrl.config.run_kind import PPO
+from hrl.config.run_kind import OFFLINE_KINDS, PPO
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hrl import cli
-from hrl.config.offline_kinds import SFT
+from hrl.config.run_kind import SFT
 from hrl.trainer import main_ppo, main_sft
 from hrl.trainer.offline.entry import offline_main
 from tests.preflight.small_run import ROW, SCORE, small_run, write_rows

@@ -10,8 +10,7 @@ import pytest
 
 from hrl.cluster.precision import with_dtypes
 from hrl.config.compose import compose_kind
-from hrl.config.offline_kinds import KINDS
-from hrl.config.run_kind import PPO
+from hrl.config.run_kind import OFFLINE_KINDS, PPO
 from hrl.models.footprint import Footprint
 from hrl.preflight import memory_ledger as ledgers
 from hrl.preflight.memory_ledger import offline_ledger, ppo_ledgers
@@ -138,7 +137,7 @@ def test_the_quickstart_needs_about_what_was_measured_on_a_cpu():
 
 
 def test_an_offline_run_has_no_engine():
-    given = compose_kind(KINDS["dpo"], ["trainer.device=cuda"])
+    given = compose_kind(OFFLINE_KINDS["dpo"], ["trainer.device=cuda"])
     ledger = offline_ledger(with_dtypes(given, "cuda"), SEVEN, "cuda", has_head=True, has_reference=True)
     assert [phase.name for phase in ledger.phases] == ["reference", "update"]
     assert ledger.peak.name == "update"

@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from hrl.config.load import validate_kind
-from hrl.config.offline_kinds import KINDS, SFT
+from hrl.config.run_kind import OFFLINE_KINDS, SFT
 from hrl.models.source import ModelSourceError
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.offline import offline_preflight, padding_of_classifier
@@ -98,7 +98,7 @@ def test_pairs_have_their_columns(model: Path, kind: str) -> None:
         "data.max_length": 64,
     }
     with pytest.raises(PreflightError) as caught:
-        offline_preflight(kind, validate_kind(KINDS[kind], given))
+        offline_preflight(kind, validate_kind(OFFLINE_KINDS[kind], given))
     assert [str(problem) for problem in caught.value.problems] == [
         f"data.chosen_key is chosen, a column that {file} does not have. It has: prompt, preferred, rejected. "
         "Set data.chosen_key=preferred?"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,12 @@ import pytest
 from safetensors.numpy import save_file
 
 from hrl.config import compose_cli
-from hrl.config.load import validate
+from hrl.config.load import validate_kind
+from hrl.config.run_kind import PPO
 from hrl.preflight.ppo import PreflightError, inspect_run, preflight
 from tests.preflight.small_run import PROMPT, ROW, SCORE, save_model, small_run, write_rows
+
+validate = partial(validate_kind, PPO)
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hrl.config.compose import compose_kind
-from hrl.config.offline_kinds import KINDS
+from hrl.config.run_kind import OFFLINE_KINDS
 from hrl.preflight.offline import offline_preflight
 from hrl.report.html_report import LOSS
 from hrl.report.reporter import RunReporter
@@ -52,7 +52,7 @@ def this_process() -> Iterator[None]:
 def run(kind_name: str, model: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
     """What ``main_<kind>`` does, without a cluster; the records of metrics.jsonl."""
     config = compose_kind(
-        KINDS[kind_name],
+        OFFLINE_KINDS[kind_name],
         [
             f"quickstart={kind_name}",
             f"model.path={model}",
@@ -78,7 +78,7 @@ def state(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for file in folder.glob("shard-*.safetensors") for name, value in load_file(file).items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OFFLINE_KINDS)
 def test_a_run_leaves_what_it_promises_and_resumes_bit_for_bit(
     kind: str, runner: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,7 @@ feature absent  it is refused, and a hint says that hrl can't do it,
 unreadable      nobody could read it: an empty value where a number belongs, a word that is no `key=value`,
 senseless       anything else: a refusal without a reason that the configuration's tables state.
 
-The reasons are those of the problems themselves, `hrl.config.problems.Reason`; nothing is guessed from a text.
+The reasons are those of the problems themselves, `hrl.errors.Reason`; nothing is guessed from a text.
 """
 
 import argparse
@@ -22,9 +22,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from hrl.config.compose import config_problems
-from hrl.config.offline_kinds import SFT
-from hrl.config.problems import Problem, Reason
-from hrl.config.run_kind import PPO
+from hrl.config.run_kind import PPO, SFT
+from hrl.errors import Problem, Reason
 from tests.verl_lines.expand import commands_of
 
 KINDS = {

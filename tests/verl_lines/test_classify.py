@@ -2,7 +2,7 @@
 
 import pytest
 
-from hrl.config.problems import Problem, Reason
+from hrl.errors import Problem, Reason
 from tests.verl_lines.classify import ACCEPTED, SENSELESS, column, lines_of, main
 from tests.verl_lines.expand import commands_of
 

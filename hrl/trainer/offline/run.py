@@ -10,7 +10,6 @@ from typing import Any
 from hrl.cluster.machine import available_cores
 from hrl.cluster.precision import with_dtypes
 from hrl.config.offline import OfflineConfig
-from hrl.config.offline_words import batch_arithmetic
 from hrl.config.run_kind import RunKind
 from hrl.preflight.offline import OfflinePreflight, offline_preflight
 from hrl.report.html_report import LOSS
@@ -64,7 +63,7 @@ def run_offline(kind: RunKind[Any], config: OfflineConfig, trainer_cls: type[Off
 
 def _run(kind: RunKind[Any], config: OfflineConfig, parts: Parts) -> None:
     ready = offline_preflight(kind.name, config)
-    facts = [*batch_arithmetic(config, train_rows=len(ready.train_dataset)), *kind.words.placement(config)]
+    facts = [*kind.words.arithmetic(config, train_rows=len(ready.train_dataset)), *kind.words.placement(config)]
     run_session(
         config,
         partial(train, config, ready, parts),

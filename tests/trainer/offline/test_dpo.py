@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hrl.config.load import validate_kind
-from hrl.config.offline_kinds import DPO
+from hrl.config.run_kind import DPO
 from hrl.data.offline.pairs import PairDataset
 from hrl.protocol import DataProto
 from hrl.trainer.offline.dpo import DPOTrainer
