@@ -1,15 +1,15 @@
-"""One score per response out of what the reward function, the reward model and the length penalty say."""
+"""One score per response out of what the reward function, the reward model, their shaping and the penalty say."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from hrl.algos.reward_placement import overlong_penalty
-from hrl.reward.shaping import RewardShaping
+from hrl.algos.reward_shaping import REWARD_SHAPERS, RunningNormalizer
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,49 @@ class CombinedScores:
     plain: Tensor
 
 
+class RewardShaping:
+    """Applies members of `REWARD_SHAPERS` one after the other, each with what it has seen in the run.
+
+    Args:
+        limits: Names of the members in their order, with the limit of those that have one.
+
+    Raises:
+        ValueError: No member has that name.
+    """
+
+    def __init__(self, limits: Mapping[str, float | None]) -> None:
+        unknown = sorted(limits.keys() - REWARD_SHAPERS.keys())
+        if unknown:
+            raise ValueError(f"no reward shaping is called {unknown[0]!r}; there is {', '.join(REWARD_SHAPERS)}")
+        self._limits = dict(limits)
+        self._seen = {name: RunningNormalizer() for name in limits}
+
+    def __call__(self, scores: Tensor, kept: Tensor) -> Tensor:
+        """Shape the scores of a step.
+
+        Args:
+            scores: Float (B,).
+            kept: Bool (B,); other rows count in no statistics.
+
+        Returns:
+            Float (B,), 0 where not kept.
+        """
+        for name, limit in self._limits.items():
+            seen = self._seen[name]
+            seen.update(scores[kept])
+            scores = REWARD_SHAPERS[name](scores, seen, float("inf") if limit is None else limit)
+        return torch.where(kept, scores, 0.0)
+
+    def state_dict(self) -> dict[str, dict[str, float]]:
+        """Return what each member has seen, for a checkpoint."""
+        return {name: seen.state_dict() for name, seen in self._seen.items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
+        """Go on from what `state_dict` gave; members that the checkpoint doesn't know begin anew."""
+        for name in self._seen.keys() & state.keys():
+            self._seen[name].load_state_dict(state[name])
+
+
 class NonFiniteScoreError(ValueError):
     """A score of the reward model, or the weighted and shaped sum, isn't finite in float32.
 
@@ -70,7 +113,7 @@ def combine_scores(
     weighting: Weighting,
     shaping: RewardShaping | None = None,
 ) -> CombinedScores:
-    """`shaping(function · f + model · m) + overlong penalty`, per response.
+    """Return `shaping(function · f + model · m) + overlong penalty`, per response.
 
     Args:
         function_scores: Of the B responses, `None` for those left out; or `None` without a reward function.

@@ -1,12 +1,15 @@
 """Rewards of a step, scored while its responses are still being generated.
 
 `begin` says which samples will come, `submit` hands over each as it is finished, `collect` waits for the rest and
-gives the results in the order of `begin`. A plain object: use it directly or inside a Ray actor.
+gives the results in the order of `begin`. `RewardLoop` does that in its own process, `RewardActor` in a Ray actor on
+the driver's node, where the files are that the configuration names and where all workers can send samples to.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import threading
 import time
 from collections.abc import Hashable, Mapping, Sequence
@@ -14,14 +17,25 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import ray
+from ray.exceptions import GetTimeoutError, RayError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from hrl.errors import HrlError
 from hrl.metrics import Metric
+from hrl.processes.lifetime import die_with_parent
 from hrl.reward.function import RewardSpec
-from hrl.reward.pool import RewardPool
-from hrl.reward.sample import RewardOutcome, RewardSample
+from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
+from hrl.single_controller.errors import cause_of, death_reason, is_death
+
+logger = logging.getLogger(__name__)
 
 _MAX_FAILED_SHARE = 0.1
 _FAILURES = ("error", "timeout", "crash")
+_ANSWER_TIMEOUT_S = 120.0
+_SHUTDOWN_TIMEOUT_S = 10.0
+_MARGIN_S = 10.0
+_CONCURRENT_CALLS = 8
 
 
 class RewardError(HrlError, RuntimeError):
@@ -29,51 +43,16 @@ class RewardError(HrlError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class RewardRow:
-    """What is known of a sample before it is generated.
-
-    Attributes:
-        key: Unique within the step, e.g. `(uid, sample_index)`.
-        data_source, ground_truth, extra_info: Of the prompt's row.
-    """
-
-    key: Hashable
-    data_source: str
-    ground_truth: Any
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class RewardResult:
-    """The reward of one sample.
-
-    Attributes:
-        score: `None` leaves the sample out: it trains nothing and counts in no statistics of its group.
-        parts: What the reward function returned beside the score.
-        error: Why there is no score, if the function failed; `None` when it chose to skip.
-    """
-
-    score: float | None
-    parts: Mapping[str, Any]
-    error: str | None = None
-
-
-@dataclass(frozen=True)
 class RewardBatch:
-    """The rewards of a step, in the order of `begin`."""
+    """What became of the samples of a step, in the order of `begin`."""
 
-    results: tuple[RewardResult, ...]
+    outcomes: tuple[RewardOutcome, ...]
     metrics: Mapping[str, Metric]
 
     @property
     def scores(self) -> list[float | None]:
-        """One score per sample."""
-        return [result.score for result in self.results]
-
-    def columns(self) -> dict[str, list[Any]]:
-        """Return the parts as columns, `None` where a sample has no such part."""
-        names = dict.fromkeys(name for result in self.results for name in result.parts)
-        return {name: [result.parts.get(name) for result in self.results] for name in names}
+        """One score per sample; `None` leaves it out: it trains nothing and counts in no statistics of its group."""
+        return [outcome.score for outcome in self.outcomes]
 
 
 @dataclass
@@ -137,7 +116,7 @@ class RewardLoop:
         self._pool.start()
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
-        """Announces the samples of a step; whatever is left of another step is dropped.
+        """Announce the samples of a step; whatever is left of another step is dropped.
 
         Args:
             step: Names the samples in the calls to come; never used twice.
@@ -158,37 +137,21 @@ class RewardLoop:
             self._steps[step] = _Step(title, by_key)
 
     def submit(self, step: int, key: Hashable, solution_str: str) -> None:
-        """Hands over a finished sample; it is scored at once.
+        """Take a finished sample, which is scored at once.
 
-        Raises:
-            KeyError: The sample wasn't announced.
-            ValueError: It came before, or its ground truth or extra info is no plain data.
-            RuntimeError: The processes have ended.
+        Whoever sends it waits for no answer. So a sample that can't be taken (it was not announced, came before, holds
+        something that is no plain data) is what the next `collect` raises.
         """
         with self._changed:
-            state = self._step(step)
-            if key not in state.rows:
-                raise KeyError(f"sample {_show(key)} was not announced for {state.title}")
-            if key in state.submitted:
-                raise ValueError(f"sample {_show(key)} of {state.title} was submitted twice")
-            row = state.rows[key]
-            name = f"sample {_show(key)} of {state.title} (data source {row.data_source!r})"
-            sample = RewardSample(name, row.data_source, solution_str, row.ground_truth, row.extra_info)
-            future = self._pool.submit(sample)
-            state.submitted[key] = future
-        future.add_done_callback(functools.partial(self._note, state, key))
-
-    def refuse(self, step: int, key: Hashable, reason: str) -> None:
-        """Make the next `collect` raise: for a `submit` that failed where nobody waits for it.
-
-        What still comes for a step that `collect` raised for is no news.
-        """
-        with self._changed:
-            if step == self._given_up:
-                return
-            title = self._steps[step].title if step in self._steps else f"step {step}"
-            self._refused.append(f"{_show(key)} of {title}: {reason}")
-            self._changed.notify_all()
+            state = self._steps.get(step)
+            if state is None:
+                self._refuse(step, key, f"step {step} was not begun, or is collected already")
+            elif key not in state.rows:
+                self._refuse(step, key, "the sample was not announced")
+            elif key in state.submitted:
+                self._refuse(step, key, "the sample was submitted twice")
+            else:
+                self._hand_on(step, state, key, solution_str)
 
     def collect(self, step: int, deadline_s: float) -> RewardBatch:
         """Wait until every announced sample is scored.
@@ -203,7 +166,9 @@ class RewardLoop:
         """
         end = time.monotonic() + deadline_s
         with self._changed:
-            state = self._step(step)
+            if step not in self._steps:
+                raise KeyError(f"step {step} was not begun, or is collected already")
+            state = self._steps[step]
             try:
                 while len(state.outcomes) < len(state.rows):
                     self._check_failures(state)
@@ -217,8 +182,7 @@ class RewardLoop:
                 raise
             finally:
                 self._drop(step)
-        results = tuple(RewardResult(outcome.score, outcome.parts, outcome.error) for outcome in outcomes)
-        return RewardBatch(results, reward_metrics(outcomes))
+        return RewardBatch(tuple(outcomes), reward_metrics(outcomes))
 
     def shutdown(self) -> None:
         """Kill the processes."""
@@ -233,17 +197,28 @@ class RewardLoop:
 
     # ------------------------------------------------------------------ under the lock
 
-    def _step(self, step: int) -> _Step:
-        if step not in self._steps:
-            raise KeyError(f"step {step} was not begun, or is collected already")
-        return self._steps[step]
+    def _hand_on(self, step: int, state: _Step, key: Hashable, solution_str: str) -> None:
+        row = state.rows[key]
+        name = f"sample {_show(key)} of {state.title} (data source {row.data_source!r})"
+        try:
+            future = state.submitted[key] = self._pool.submit(row, solution_str, name)
+        except (ValueError, RuntimeError) as error:  # no plain data; the processes have ended
+            self._refuse(step, key, str(error))
+        else:
+            future.add_done_callback(functools.partial(self._note, state, key))
+
+    def _refuse(self, step: int, key: Hashable, reason: str) -> None:
+        if step != self._given_up:  # what still comes for a step that `collect` raised for is no news
+            title = self._steps[step].title if step in self._steps else f"step {step}"
+            self._refused.append(f"{_show(key)} of {title}: {reason}")
+            self._changed.notify_all()
 
     def _drop(self, step: int) -> None:
         for future in self._steps.pop(step).submitted.values():
             future.cancel()  # of those still queued; what runs has its deadline
 
     def _note(self, state: _Step, key: Hashable, future: Future[RewardOutcome]) -> None:
-        """Called by the pool's thread when a sample is scored; wakes `collect` when that can change something."""
+        """Take an outcome from the pool's thread, and wake `collect` if that can change something."""
         if future.cancelled():
             return
         with self._changed:
@@ -306,3 +281,86 @@ def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
 
 def _show(key: Hashable) -> str:
     return "/".join(map(str, key)) if isinstance(key, tuple) else str(key)
+
+
+# ---------------------------------------------------------------------- as a Ray actor
+
+
+class _Actor(RewardLoop):
+    """The loop in a process of its own."""
+
+    def __init__(self, spec: RewardSpec, settings: Mapping[str, Any]) -> None:
+        die_with_parent()  # the raylet, which ends with the driver: the kernel is quicker to tell than Ray
+        super().__init__(spec, **settings)
+
+    def where(self) -> tuple[int, str]:
+        return os.getpid(), ray.get_runtime_context().get_node_id()
+
+
+class RewardActor:
+    """A `RewardLoop` in a Ray actor on this node: the same calls, the same results, the same errors.
+
+    Args:
+        spec: The reward function.
+        settings: Further arguments of `RewardLoop`.
+
+    Attributes:
+        handle: What workers send samples to, as `handle.submit.remote(step, key, text)`, without awaiting an answer.
+        scheduling: That it runs here and nowhere else.
+        pid, node_id: Where it does run, once started.
+    """
+
+    def __init__(self, spec: RewardSpec, **settings: Any) -> None:
+        self.scheduling = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        actor = ray.remote(num_cpus=0, max_concurrency=_CONCURRENT_CALLS, scheduling_strategy=self.scheduling)(_Actor)
+        self.handle = actor.remote(spec, settings)
+        self.pid, self.node_id = -1, ""
+
+    def start(self) -> None:
+        """Start the processes.
+
+        Raises:
+            RewardFunctionError: The function can't be loaded.
+            RewardError: The actor died or did not answer, here as in every other call.
+        """
+        self.pid, self.node_id = self._call("where")
+        self._call("start")
+
+    def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
+        """Announce the samples of a step; see `RewardLoop.begin`."""
+        self._call("begin", step, rows, title)
+
+    def collect(self, step: int, deadline_s: float) -> RewardBatch:
+        """Wait until every announced sample is scored; see `RewardLoop.collect`."""
+        return self._call("collect", step, deadline_s, timeout_s=deadline_s + _MARGIN_S)
+
+    def shutdown(self) -> None:
+        """End the processes with all that reward functions started in them, then the actor.
+
+        An actor that can't be asked is killed: its processes go with it, and their guards end what these have started.
+        """
+        try:
+            self._call("shutdown", timeout_s=_SHUTDOWN_TIMEOUT_S)
+        except RewardError as error:
+            logger.info("%s; it is killed", error)
+        finally:
+            ray.kill(self.handle)
+
+    def _call(self, method: str, *args: Any, timeout_s: float = _ANSWER_TIMEOUT_S) -> Any:
+        try:
+            return ray.get(getattr(self.handle, method).remote(*args), timeout=timeout_s)
+        except RayTaskError as error:
+            # The cause is the loop's own error, which names function and sample; Ray's wrapping says nothing more.
+            cause = cause_of(error)
+            raise cause if isinstance(cause, Exception) else RewardError(str(error)) from None
+        except GetTimeoutError as error:
+            raise RewardError(f"the reward service did not answer `{method}` within {timeout_s:g} s") from error
+        except RayError as error:
+            if not is_death(error):
+                raise
+            raise RewardError(
+                f"the reward service (process {self.pid} on the driver's node) died before it answered `{method}`: "
+                f"{death_reason(error)}\nReward functions run in processes of their own and can't take it along: see "
+                "`dmesg` for the kernel's out-of-memory killer. If that was it, lower reward.num_workers, or give the "
+                "driver's node more memory"
+            ) from error

@@ -26,7 +26,7 @@ from hrl.algos import (
 from hrl.algos.advantages import AdvantageConfig, AdvantageInput
 from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput
 from hrl.algos.registry import POLICY_LOSS_TRAITS
-from hrl.reward.shaping import RewardShaping
+from hrl.reward.combine import RewardShaping
 from tests.algos.registries import REGISTRIES
 
 pytestmark = pytest.mark.usefixtures("own_registries")

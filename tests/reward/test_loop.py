@@ -3,7 +3,8 @@ import time
 import pytest
 
 from hrl.reward.function import RewardSpec
-from hrl.reward.loop import RewardError, RewardLoop, RewardRow
+from hrl.reward.loop import RewardError, RewardLoop
+from hrl.reward.pool import RewardRow
 
 FUNCTION = """
 import time
@@ -53,13 +54,18 @@ def run(loop, texts, step=1):
     return loop.collect(step, deadline_s=20)
 
 
+def column(batch, name):
+    return [outcome.parts.get(name) for outcome in batch.outcomes]
+
+
 def test_results_come_in_the_order_of_the_rows_whatever_finishes_first(strict):
     strict.begin(4, [RewardRow(i, "s", "1", {"sleep_s": 0.2 if i == 0 else 0.0}) for i in range(6)])
     for index in (3, 0, 5, 1, 4, 2):
         strict.submit(4, index, str(index))
     batch = strict.collect(4, deadline_s=20)
     assert batch.scores == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
-    assert batch.columns() == {"right": [0.0, 1.0, 0.0, 0.0, 0.0, 0.0], "pred": list("012345")}
+    assert column(batch, "right") == [0.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+    assert column(batch, "pred") == list("012345")
     assert batch.metrics["reward/right/mean"].result() == pytest.approx(1 / 6)
     assert "reward/pred/mean" not in batch.metrics
 
@@ -101,7 +107,7 @@ def test_a_lenient_step_leaves_failures_out_and_counts_them(lenient):
         name: batch.metrics[f"reward/num_{name}"].result() for name in ("errors", "timeouts", "crashes", "skipped")
     }
     assert counts == {"errors": 2, "timeouts": 1, "crashes": 0, "skipped": 1}
-    assert [result.error is None for result in batch.results] == [True, False, True, False, False, True, True, True]
+    assert [result.error is None for result in batch.outcomes] == [True, False, True, False, False, True, True, True]
 
 
 def test_too_many_failures_stop_a_lenient_step_with_the_first_traceback(lenient):
@@ -126,14 +132,18 @@ def test_wrong_keys_and_steps_are_refused(strict):
     with pytest.raises(ValueError, match="two samples of step 1 have the key"):
         strict.begin(1, rows(1) + rows(1))
     strict.begin(2, rows(1))
-    with pytest.raises(KeyError, match="was not announced"):
-        strict.submit(2, ("g", 9), "1")
-    with pytest.raises(KeyError, match="step 3 was not begun"):
-        strict.submit(3, ("g", 0), "1")
-    strict.submit(2, ("g", 0), "1")
-    with pytest.raises(ValueError, match="submitted twice"):
-        strict.submit(2, ("g", 0), "1")
-    assert strict.collect(2, deadline_s=10).scores == [1.0]
+    strict.submit(2, ("g", 9), "1")
+    strict.submit(3, ("g", 0), "1")
+    with pytest.raises(RewardError, match="not be given 2 sample.*g/9 of step 2: the sample was not announced"):
+        strict.collect(2, deadline_s=10)
+    strict.submit(2, ("g", 0), "1")  # of a step that was given up: no news
+    strict.begin(4, rows(1))
+    strict.submit(4, ("g", 0), "1")
+    strict.submit(4, ("g", 0), "1")
+    with pytest.raises(RewardError, match="g/0 of step 4: the sample was submitted twice"):
+        strict.collect(4, deadline_s=10)
+    with pytest.raises(KeyError, match="step 4 was not begun, or is collected already"):
+        strict.collect(4, deadline_s=10)
 
 
 def test_an_unknown_policy_is_refused():
@@ -151,7 +161,7 @@ def test_responses_that_break_a_built_in_function_do_not_stop_a_strict_run_and_a
         assert batch.scores == [0.0, 1.0, 0.0]
         assert batch.metrics["reward/num_unscorable"].result() == 2
         assert batch.metrics["reward/num_errors"].result() == 0
-        assert ["too complex" in (why or "") for why in batch.columns()["unscorable"]] == [True, False, True]
+        assert ["too complex" in (why or "") for why in column(batch, "unscorable")] == [True, False, True]
         loop.begin(2, [RewardRow(0, "math_verify", "")])
         loop.submit(2, 0, right)
         with pytest.raises(RewardError, match=r"on_error=raise(?s:.*)ground truth '' of data source 'math_verify'"):

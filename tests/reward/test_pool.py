@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from hrl.reward.function import RewardFunctionError, RewardSpec
-from hrl.reward.pool import RewardPool
-from hrl.reward.pool_slot import Task
-from hrl.reward.sample import RewardSample
+from hrl.reward.pool import RewardPool, RewardRow, _Task
 
 FUNCTION = """
 import asyncio, os, sys, time
@@ -109,8 +107,12 @@ def pool(function_file):
         yield started
 
 
+def submit(pool, text, ground_truth="1", data_source="s", **extra_info):
+    return pool.submit(RewardRow(0, data_source, ground_truth, extra_info), text, "sample 0")
+
+
 def score(pool, text, ground_truth="1", **extra_info):
-    return pool.submit(RewardSample("sample 0", "s", text, ground_truth, extra_info)).result(timeout=30)
+    return submit(pool, text, ground_truth, **extra_info).result(timeout=30)
 
 
 def is_alive(pid):
@@ -145,7 +147,7 @@ def test_an_exception_comes_back_with_the_users_traceback(pool):
     assert outcome.status == "error"
     assert "mine.py" in outcome.error
     assert outcome.error.endswith("ZeroDivisionError: by the user")
-    assert "pool_process" not in outcome.error
+    assert "hrl/reward" not in outcome.error
 
 
 def test_memory_is_bounded_where_a_bound_is_given(pool, function_file):
@@ -165,7 +167,7 @@ def test_a_spin_in_c_is_killed_at_the_deadline_and_its_process_replaced(pool):
 
 def test_many_that_never_return_starve_nobody(pool):
     started = time.monotonic()
-    stuck = [pool.submit(RewardSample("s", "s", "sleep", "1")) for _ in range(8)]
+    stuck = [submit(pool, "sleep") for _ in range(8)]
     assert score(pool, "four").score == 4.5
     assert [future.result(timeout=30).status for future in stuck] == ["timeout"] * 8
     assert time.monotonic() - started < 3.5  # two processes alone would take 4 s
@@ -249,19 +251,19 @@ def test_a_process_that_cannot_be_started_is_told_at_once(function_file, monkeyp
 def test_samples_end_with_the_reason_why_a_killed_process_was_not_replaced(function_file, monkeypatch):
     refuse_processes(monkeypatch, after=1)
     with RewardPool(RewardSpec(function_file), num_workers=1, timeout_s=5.0) as pool:
-        futures = [pool.submit(RewardSample("s", "s", text, "1")) for text in ("die", "four")]
+        futures = [submit(pool, text) for text in ("die", "four")]
         outcomes = [future.result(timeout=10) for future in futures]
         assert [outcome.status for outcome in outcomes] == ["crash", "crash"]
         assert all("Resource temporarily unavailable" in outcome.error for outcome in outcomes)
         with pytest.raises(RuntimeError, match="Resource temporarily unavailable"):
-            pool.submit(RewardSample("s", "s", "four", "1"))
+            submit(pool, "four")
 
 
 def test_shutdown_kills_all_and_ends_what_waits(function_file):
     pool = RewardPool(RewardSpec(function_file), num_workers=2, timeout_s=60.0)
     pool.start()
     grandparent = int(score(pool, "fork").score)
-    futures = [pool.submit(RewardSample("s", "s", "spin in C", "1")) for _ in range(5)]
+    futures = [submit(pool, "spin in C") for _ in range(5)]
     time.sleep(0.2)
     pids = pool.process_ids
     assert grandparent in pids
@@ -270,18 +272,17 @@ def test_shutdown_kills_all_and_ends_what_waits(function_file):
     assert {future.result(timeout=1).status for future in futures} == {"crash"}
     assert wait_for_death(pids)
     with pytest.raises(RuntimeError, match="not running"):
-        pool.submit(RewardSample("s", "s", "x", "1"))
+        submit(pool, "x")
 
 
 def test_processes_die_with_a_parent_that_is_killed(function_file):
     script = (
         "import sys, time\n"
         "from hrl.reward.function import RewardSpec\n"
-        "from hrl.reward.pool import RewardPool\n"
-        "from hrl.reward.sample import RewardSample\n"
+        "from hrl.reward.pool import RewardPool, RewardRow\n"
         "pool = RewardPool(RewardSpec(sys.argv[1]), num_workers=2, timeout_s=600.0)\n"
         "pool.start()\n"
-        "pool.submit(RewardSample('s', 's', 'spin in C', '1'))\n"
+        "pool.submit(RewardRow(0, 's', '1'), 'spin in C', 's')\n"
         "time.sleep(0.5)\n"
         "sys.stdout.write(' '.join(map(str, pool.process_ids)) + '\\n'); sys.stdout.flush()\n"
         "time.sleep(1000)\n"
@@ -307,7 +308,7 @@ def judges(function_file):
 
 
 def score_all(pool, texts):
-    futures = [pool.submit(RewardSample(text, "s", text, "1")) for text in texts]
+    futures = [submit(pool, text) for text in texts]
     return [future.result(timeout=60) for future in futures]
 
 
@@ -353,9 +354,9 @@ def test_calls_that_compute_are_not_charged_for_each_other(judges):
 
 def test_the_samples_of_a_process_that_does_not_read_wait_without_holding_up_others(function_file):
     with RewardPool(RewardSpec(function_file, "judge"), num_workers=2, timeout_s=1.5) as pool:
-        pool.submit(RewardSample("s", "s", "sleep", "1"))
+        submit(pool, "sleep")
         time.sleep(0.3)
-        large = [pool.submit(RewardSample("s", "s", "x" * 500_000, "1")) for _ in range(8)]
+        large = [submit(pool, "x" * 500_000) for _ in range(8)]
         assert score(pool, "ok").duration_s < 1.0
         assert {future.result(timeout=30).status for future in large} == {"ok"}
 
@@ -367,8 +368,8 @@ SLOW = r"\boxed{(x+y+z+w)^{9}-(x+y)^{9}}"
 def test_a_hundred_responses_that_no_computer_could_compute_cost_their_own_score_and_no_process():
     with RewardPool(RewardSpec(data_sources=("math_verify",)), num_workers=1, timeout_s=20.0) as pool:
         before = pool.process_ids
-        futures = [pool.submit(RewardSample("s", "math_verify", ENDLESS, "3")) for _ in range(100)]
-        good = pool.submit(RewardSample("s", "math_verify", r"\boxed{3}", "3"))
+        futures = [submit(pool, ENDLESS, "3", "math_verify") for _ in range(100)]
+        good = submit(pool, r"\boxed{3}", "3", "math_verify")
         outcomes = [future.result(timeout=60) for future in futures]
         assert {(outcome.status, outcome.score) for outcome in outcomes} == {("ok", 0.0)}
         assert all("too complex" in outcome.unscorable == outcome.parts["unscorable"] for outcome in outcomes)
@@ -378,7 +379,7 @@ def test_a_hundred_responses_that_no_computer_could_compute_cost_their_own_score
 
 def test_below_that_the_deadline_ends_what_a_response_does_to_a_built_in_function():
     with RewardPool(RewardSpec(data_sources=("math_verify",)), num_workers=1, timeout_s=0.4) as pool:
-        future = pool.submit(RewardSample("s", "math_verify", SLOW, "x^2+z"))
+        future = submit(pool, SLOW, "x^2+z", "math_verify")
         outcome = future.result(timeout=60)
         assert (outcome.status, outcome.score) == ("ok", 0.0)
         assert "took longer than 0.4 s and was killed" in outcome.unscorable
@@ -390,8 +391,8 @@ def test_what_goes_wrong_is_the_responses_fault_only_in_a_built_in_function_that
     function_file, status, is_built_in, truth_read
 ):
     pool = RewardPool(RewardSpec() if is_built_in else RewardSpec(function_file), num_workers=1, timeout_s=1.0)
-    task = Task(1, "s", "math_dapo", b"", Future(), attempts=1, blames_response=truth_read)
-    pool._finish(task, status, error="Traceback\nMemoryError: no more")
+    task = _Task(1, "s", "math_dapo", b"", Future(), attempts=1)
+    pool._finish(task, status, truth_read, error="Traceback\nMemoryError: no more")
     outcome = task.future.result()
     if is_built_in and truth_read:
         assert (outcome.status, outcome.score, outcome.unscorable) == ("ok", -1.0, "MemoryError: no more")
@@ -402,7 +403,7 @@ def test_what_goes_wrong_is_the_responses_fault_only_in_a_built_in_function_that
 
 def test_a_ground_truth_that_cannot_be_read_stays_an_error():
     with RewardPool(RewardSpec(data_sources=("math",)), num_workers=1, timeout_s=20.0) as pool:
-        outcome = pool.submit(RewardSample("s", "math", "Answer: 3", [3])).result(timeout=60)
+        outcome = submit(pool, "Answer: 3", [3], "math").result(timeout=60)
     assert (outcome.status, outcome.unscorable) == ("error", None)
     assert "is not the text of an answer" in outcome.error
 

@@ -15,11 +15,10 @@ import torch
 from hrl.batching.lengths import lengths_of
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
-from hrl.reward.actor import RewardActor
-from hrl.reward.combine import CombinedScores, NonFiniteScoreError, Weighting, combine_scores
+from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, Weighting, combine_scores
 from hrl.reward.function import RewardSpec
-from hrl.reward.loop import RewardError, RewardRow
-from hrl.reward.shaping import RewardShaping
+from hrl.reward.loop import RewardActor, RewardError
+from hrl.reward.pool import RewardRow
 from hrl.workers.rollout.columns import sample_keys
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class RewardService:
         if self._loop is not None:
             scored = self._loop.collect(self._round, self._deadline_s)
             metrics.observe(scored.metrics)
-            function_scores, parts = scored.scores, [dict(result.parts) for result in scored.results]
+            function_scores, parts = scored.scores, [dict(outcome.parts) for outcome in scored.outcomes]
         model_scores = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
         try:
             combined = combine_scores(

@@ -20,8 +20,7 @@ from hrl.protocol import DataProto
 from hrl.report.console import RunConsole
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
-from hrl.reward.combine import CombinedScores, Weighting, combine_scores
-from hrl.reward.shaping import RewardShaping
+from hrl.reward.combine import CombinedScores, RewardShaping, Weighting, combine_scores
 from hrl.trainer.run import trainer_class
 
 FUNCTION_SCORES = [1.0, None, 0.0]

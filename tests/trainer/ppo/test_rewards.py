@@ -14,7 +14,8 @@ from hrl.config import compose_cli
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.function import RewardFunctionError, RewardSpec
-from hrl.reward.loop import RewardBatch, RewardError, RewardResult, RewardRow
+from hrl.reward.loop import RewardBatch, RewardError
+from hrl.reward.pool import RewardOutcome, RewardRow
 from hrl.trainer.ppo.rewards import RewardService
 
 
@@ -31,7 +32,8 @@ class Loop:
         self.announced.append((step, rows, title))
 
     def collect(self, step: int, deadline_s: float) -> RewardBatch:
-        return RewardBatch(tuple(RewardResult(score, {}) for score in (1.0, None, 0.0)), {})
+        scores = (1.0, None, 0.0)
+        return RewardBatch(tuple(RewardOutcome("skip" if score is None else "ok", score) for score in scores), {})
 
 
 @pytest.fixture

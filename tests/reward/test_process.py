@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from hrl.reward import pool_process
+from hrl.reward import process
 
 
 async def _judge(solution_str: str) -> float:
@@ -18,4 +18,4 @@ def test_a_plain_function_that_returns_a_coroutine_is_told_that_it_waits_alone()
         return _judge(**sample)
 
     with asyncio.Runner() as runner, pytest.warns(UserWarning, match="wrapper returns a coroutine.*one at a time"):
-        assert pool_process._score(wrapper, {"solution_str": "four"}, runner) == {"score": 4.0, "parts": {}}
+        assert process._score(wrapper, {"solution_str": "four"}, runner) == {"score": 4.0, "parts": {}}

@@ -7,9 +7,9 @@ from datetime import date
 import pytest
 import ray
 
-from hrl.reward.actor import RewardActor
 from hrl.reward.function import RewardSpec
-from hrl.reward.loop import RewardError, RewardRow
+from hrl.reward.loop import RewardActor, RewardError
+from hrl.reward.pool import RewardRow
 from tests.processes.process_table import still_alive
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -58,7 +58,7 @@ def test_samples_sent_without_awaiting_an_answer_are_scored(actor):
     hand_over(actor, 1, "1", "0.5")
     scored = actor.collect(1, deadline_s=20.0)
     assert scored.scores == [1.0, 0.5]
-    assert scored.columns() == {"right": [1.0, 0.0]}
+    assert [outcome.parts for outcome in scored.outcomes] == [{"right": 1.0}, {"right": 0.0}]
 
 
 def test_it_runs_on_the_drivers_node_and_nowhere_else(actor):
@@ -131,8 +131,8 @@ def test_what_a_reward_function_started_ends_with_the_service(spec, end):
     ended.start()
     ended.begin(1, rows(1))
     hand_over(ended, 1, "fork")
-    columns = ended.collect(1, deadline_s=20.0).columns()
-    pids = [int(columns[name][0]) for name in ("parent", "child")]
+    (outcome,) = ended.collect(1, deadline_s=20.0).outcomes
+    pids = [int(outcome.parts[name]) for name in ("parent", "child")]
     assert still_alive(pids, within_s=0) == pids
     end(ended)
     assert not still_alive([ended.pid, *pids], within_s=15)

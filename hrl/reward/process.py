@@ -1,0 +1,329 @@
+"""The process in which reward functions run: `python -m hrl.reward.process <socket> <state> <parent pid>`.
+
+It imports neither torch nor the parent's main module, loads the function, and answers samples over a socket, in
+length-prefixed JSON. It can be killed at any moment. A plain function gets one sample at a time; of an async function
+many calls are awaited at once, each under its own deadline.
+
+When the process stands still, something in it computes or waits without `await`. The parent can see for which sample
+only if that was written down before: in `SharedState`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import json
+import mmap
+import os
+import resource
+import socket
+import struct
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Coroutine
+from typing import Any, BinaryIO
+
+from hrl.data import user_file
+from hrl.processes.child import from_plain
+from hrl.processes.lifetime import die_with_parent, guard_process_group
+from hrl.reward import function as function_file
+from hrl.reward.function import RewardFunctionError, RewardSpec, is_async, load_reward_function, read_reward
+
+_LENGTH = struct.Struct("!I")
+_NUMBER = struct.Struct("=q")
+_SINCE, _HOLDER, _BLAME, _STATE_BYTES = (place * _NUMBER.size for place in range(4))
+_LONGEST_TRACEBACK = 4000
+_LONGEST_TEXT = 4000
+_ONE_AT_A_TIME = (
+    "{name} returns a coroutine and is not `async def` itself: its calls are awaited one at a time. "
+    "Write `async def` (in a decorator's wrapper, too) and many are awaited at once"
+)
+_CANCEL_GRACE_S = 1.0
+"""How long a cancelled call may take to end."""
+_CALLER: contextvars.ContextVar[int] = contextvars.ContextVar("caller", default=0)
+
+
+# ---------------------------------------------------------------------- what goes between parent and child
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    """Return one frame: the length in four bytes, then JSON in ASCII."""
+    payload = json.dumps(message).encode("ascii")
+    return _LENGTH.pack(len(payload)) + payload
+
+
+async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """Return the next frame, or `None` when the other side has hung up."""
+    try:
+        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+        return json.loads(await reader.readexactly(length))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def _read_frame_blocking(stream: BinaryIO) -> dict[str, Any] | None:
+    """Return what `read_frame` does, outside of an event loop."""
+    header = stream.read(_LENGTH.size)
+    if len(header) < _LENGTH.size:
+        return None
+    (length,) = _LENGTH.unpack(header)
+    payload = stream.read(length)
+    return json.loads(payload) if len(payload) == length else None
+
+
+class SharedState:
+    """Which sample holds the process and since when, in memory that the parent reads while the process stands still.
+
+    Args:
+        descriptor: Of a memory file, as `create` gives; it is closed.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._memory = mmap.mmap(descriptor, _STATE_BYTES)
+        os.close(descriptor)
+
+    @staticmethod
+    def create() -> int:
+        """Return the descriptor of a new memory file, held by no sample since now."""
+        descriptor = os.memfd_create("reward-process")
+        os.ftruncate(descriptor, _STATE_BYTES)
+        os.pwrite(descriptor, _NUMBER.pack(time.monotonic_ns()), _SINCE)
+        return descriptor
+
+    def hold(self, sample: int) -> None:
+        """Note that a sample holds the process from now on; 0 is none."""
+        if sample:
+            self.blame_response(False)
+        # The time first: a reader that comes between the two writes sees a process that has just moved.
+        _NUMBER.pack_into(self._memory, _SINCE, time.monotonic_ns())
+        _NUMBER.pack_into(self._memory, _HOLDER, sample)
+
+    def blame_response(self, is_to_blame: bool) -> None:
+        """Note, before it happens, whose fault it is if the present sample goes wrong."""
+        _NUMBER.pack_into(self._memory, _BLAME, int(is_to_blame))
+
+    def read(self) -> tuple[int, float, bool]:
+        """Return the sample, since when (on the clock of `time.monotonic`), and whether its response is to blame."""
+        holder, since_ns, blame = (_NUMBER.unpack_from(self._memory, at)[0] for at in (_HOLDER, _SINCE, _BLAME))
+        return holder, since_ns / 1e9, bool(blame)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()
+
+
+# ---------------------------------------------------------------------- the child
+
+
+def main(socket_number: int, state_number: int, parent_pid: int) -> None:
+    """Load the function, then answer samples until the parent hangs up."""
+    die_with_parent(parent_pid)
+    guard_process_group()  # the kernel ends this process with its parent, but not what the function starts in it
+    os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
+    state = SharedState(state_number)
+    with socket.socket(fileno=socket_number) as connection, connection.makefile("rb") as stream:
+        settings = _read_frame_blocking(stream)
+        if settings is None:
+            return
+        if (limit := settings["memory_limit_bytes"]) is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        spec = RewardSpec.from_plain(settings["spec"]).resolve(os.environ)
+        function, error = _attempt(lambda: load_reward_function(spec))
+        if error is not None:
+            connection.sendall(encode({"load_error": error}))
+            return
+        together = is_async(function)
+        connection.sendall(encode({"ready": settings["max_concurrency"] if together else 1}))
+        # One loop for all calls: clients that a function keeps stay usable.
+        with asyncio.Runner(loop_factory=functools.partial(AttributingLoop, state)) as runner:
+            if together:
+                runner.run(_Judges(function, spec, settings["timeout_s"]).serve(connection))
+                return
+            while (sample := _read_frame_blocking(stream)) is not None:
+                arguments = _arguments(spec, sample)
+                if spec.is_built_in:
+                    arguments["blames_response"] = state.blame_response
+                state.hold(sample["id"])
+                answer, error = _attempt(functools.partial(_score, function, arguments, runner))
+                state.hold(0)
+                connection.sendall(encode({"id": sample["id"]} | (answer if error is None else {"error": error})))
+
+
+def _score(function: Callable[..., Any], arguments: dict[str, Any], runner: asyncio.Runner) -> dict[str, Any]:
+    value = function(**arguments)
+    if inspect.iscoroutine(value):
+        warnings.warn(_ONE_AT_A_TIME.format(name=getattr(function, "__name__", "the reward function")), stacklevel=1)
+        value = runner.run(value)
+    return _reward(value)
+
+
+class AttributingLoop(asyncio.SelectorEventLoop):
+    """Notes for whom each callback runs: for the caller in whose context it was scheduled, tasks of tasks included.
+
+    Args:
+        state: Where the parent reads it.
+    """
+
+    def __init__(self, state: SharedState) -> None:
+        self._state = state
+        self._held_s: dict[int, float] = {}
+        self._all_held_s = 0.0
+        self._is_ending = False
+        super().__init__()
+
+    def create_attributed(self, caller: int, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Return a task that runs for `caller`, which is not 0."""
+        context = contextvars.copy_context()
+        context.run(_CALLER.set, caller)
+        self._held_s[caller] = 0.0
+        return self.create_task(coroutine, context=context)
+
+    def held_by_others_s(self, caller: int) -> float:
+        """Return the seconds that callbacks of all other callers have taken so far."""
+        return self._all_held_s - self._held_s.get(caller, 0.0)
+
+    def forget(self, caller: int) -> None:
+        """End the account of a caller."""
+        self._held_s.pop(caller, None)
+
+    def note(self, caller: int) -> None:
+        """Note that a caller, or with 0 none, has the loop from now on."""
+        if not self._is_ending:
+            self._state.hold(caller)
+
+    def call_soon(  # type: ignore[override]  # the base's type variables say the same at greater length
+        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.Handle:
+        """As in asyncio; the callback is noted while it runs."""
+        return super().call_soon(self._run_noted, callback, *args, context=context)
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
+    ) -> asyncio.TimerHandle:
+        """As in asyncio; the callback is noted while it runs."""
+        return super().call_at(when, self._run_noted, callback, *args, context=context)
+
+    def _run_noted(self, callback: Callable[..., object], *args: Any) -> None:
+        caller = _CALLER.get()
+        if caller == 0:
+            callback(*args)
+            return
+        self.note(caller)
+        begun_s = time.monotonic()
+        try:
+            callback(*args)
+        except (SystemExit, KeyboardInterrupt):
+            self._is_ending = True  # what still runs on the way out must not hide which caller ends the process
+            raise
+        finally:
+            held_s = time.monotonic() - begun_s
+            self._all_held_s += held_s
+            self._held_s[caller] = self._held_s.get(caller, 0.0) + held_s
+            self.note(0)
+
+
+class _Judges:
+    """Many calls of an async function at once.
+
+    A call's clock stands still while another one holds the loop, so that calls that compute between their awaits are
+    not charged for each other.
+    """
+
+    def __init__(self, function: Callable[..., Any], spec: RewardSpec, timeout_s: float) -> None:
+        self._function = function
+        self._spec = spec
+        self._timeout_s = timeout_s
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Answer samples as they are done, until the parent hangs up."""
+        self._loop: AttributingLoop = asyncio.get_running_loop()  # type: ignore[assignment]
+        reader, self._writer = await asyncio.open_connection(sock=connection)
+        answering: set[asyncio.Task[None]] = {self._loop.create_task(self._tick())}
+        while (sample := await read_frame(reader)) is not None:
+            answering.add(task := self._loop.create_task(self._answer(sample)))
+            task.add_done_callback(answering.discard)
+
+    async def _tick(self) -> None:
+        """Show the parent that the loop turns."""
+        while True:
+            self._loop.note(0)
+            await asyncio.sleep(min(1.0, self._timeout_s / 4))
+
+    async def _answer(self, sample: dict[str, Any]) -> None:
+        number = sample["id"]
+        call = self._loop.create_attributed(number, self._judge(_arguments(self._spec, sample)))
+        left_s = self._timeout_s
+        begun_s, others_s = self._loop.time(), self._loop.held_by_others_s(number)
+        while not call.done() and left_s > 0:
+            await asyncio.wait({call}, timeout=left_s)
+            waited_s = self._loop.held_by_others_s(number) - others_s
+            left_s = self._timeout_s - (self._loop.time() - begun_s - waited_s)
+        if call.done():
+            answer = _result_of(call)
+        else:
+            call.cancel()
+            await asyncio.wait({call}, timeout=_CANCEL_GRACE_S)
+            answer = {"timeout": True, "stuck": not call.done()}
+        self._loop.forget(number)
+        self._writer.write(encode({"id": number} | answer))
+
+    async def _judge(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        return _reward(await self._function(**arguments))
+
+
+def _result_of(call: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
+    if call.cancelled():
+        return {"error": "the function cancelled itself (asyncio.CancelledError)"}
+    error = call.exception()
+    return call.result() if error is None else {"error": _describe(error)}
+
+
+def _arguments(spec: RewardSpec, sample: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "data_source": sample["data_source"],
+        "solution_str": sample["solution_str"],
+        "ground_truth": from_plain(sample["ground_truth"]),
+        "extra_info": from_plain(sample["extra_info"]),
+        **spec.kwargs,
+    }
+
+
+def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
+    """Run the user's code, which may raise anything: its result, or the traceback for the parent to report."""
+    try:
+        return call(), None
+    except Exception as error:  # noqa: BLE001
+        return None, _describe(error)
+
+
+def _reward(value: object) -> dict[str, Any]:
+    score, parts = read_reward(value)
+    short = {name: part[:_LONGEST_TEXT] if isinstance(part, str) else part for name, part in parts.items()}
+    return {"score": score, "parts": short}
+
+
+def _describe(error: BaseException) -> str:
+    """Return the traceback from the user's first frame on, cut in the middle if very long; our own errors in a line."""
+    if isinstance(error, RewardFunctionError):
+        return str(error)
+    frames = error.__traceback__
+    while frames is not None and _leads_to_the_user(frames.tb_frame.f_code.co_filename):
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames)).rstrip()
+    if len(text) <= _LONGEST_TRACEBACK:
+        return text
+    half = _LONGEST_TRACEBACK // 2
+    return f"{text[:half]}\n…\n{text[-half:]}"
+
+
+def _leads_to_the_user(file: str) -> bool:
+    """Return whether a frame of this file only calls or imports the user's code."""
+    return file in (__file__, function_file.__file__, user_file.__file__) or file.startswith("<frozen importlib")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
