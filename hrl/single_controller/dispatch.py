@@ -90,18 +90,20 @@ def register(
         blocking: False gives the driver a future with `.get()` in place of the result.
         materialize_futures: Wait for arguments that are futures and pass on their results.
         columns: Names of the batch columns, tensors and non-tensors, that the method reads; no other travels to the
-            ranks. Names that a batch lacks are passed over. None: all travel.
+            ranks. Names that a batch lacks are passed over. None: all travel. Only for modes that cut batches.
 
     Raises:
-        ValueError: A mode is unknown, or the two modes contradict each other.
+        ValueError: A mode is unknown, or the two modes or `columns` contradict each other.
     """
     mode = _checked_dispatch_mode(dispatch_mode)
     if not isinstance(execute_mode, Execute):
         raise ValueError(f"unknown execute_mode {execute_mode!r}; expected one of {[str(e) for e in Execute]}")
-    if execute_mode is Execute.RANK_ZERO and mode not in _MODES_FOR_RANK_ZERO and isinstance(mode, Dispatch):
+    if execute_mode is Execute.RANK_ZERO and mode in (*_MODES_THAT_CUT_BATCHES, Dispatch.DP_COMPUTE):
         raise ValueError(f"{mode} cuts a batch over all ranks: it can't be run with {execute_mode}")
     if isinstance(columns, str):
         raise ValueError(f"columns must be a sequence of names, not the string {columns!r}")
+    if columns is not None and mode not in _MODES_THAT_CUT_BATCHES:
+        raise ValueError(f"{mode} passes arguments on as they are: it can't pick columns")
     if mode is Dispatch.RANK_ZERO:
         execute_mode = Execute.RANK_ZERO
     spec = MethodSpec(mode, execute_mode, blocking, materialize_futures, None if columns is None else tuple(columns))
@@ -115,7 +117,12 @@ def register(
     return decorate
 
 
-_MODES_FOR_RANK_ZERO = (Dispatch.RANK_ZERO, Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL)
+_MODES_THAT_CUT_BATCHES = (
+    Dispatch.DP_COMPUTE_PROTO,
+    Dispatch.DP_COMPUTE_PROTO_WITH_FUNC,
+    Dispatch.DP_COMPUTE_METRIC,
+    Dispatch.DP_COMPUTE_PLAN,
+)
 
 
 def _checked_dispatch_mode(mode: Any) -> Dispatch | CustomDispatch:
@@ -297,11 +304,14 @@ def _dp_compute_metric(call: DriverCall) -> GroupCall:
     return GroupCall(_rows_per_rank(call, _padded_chunks(num_rows, call.world_size)), _as_list)
 
 
+def _checked_result(rank: int, result: Any) -> DataProto:
+    if not isinstance(result, DataProto):
+        raise TypeError(f"the method must return a DataProto; rank {rank} returned a {type(result).__name__}")
+    return result
+
+
 def _checked_results(results: list[Any]) -> list[DataProto]:
-    for rank, result in enumerate(results):
-        if not isinstance(result, DataProto):
-            raise TypeError(f"the method must return a DataProto; rank {rank} returned a {type(result).__name__}")
-    return results
+    return [_checked_result(rank, result) for rank, result in enumerate(results)]
 
 
 def _join(results: list[Any], chunks: list[np.ndarray], num_rows: int) -> DataProto:
@@ -321,6 +331,40 @@ def _join(results: list[Any], chunks: list[np.ndarray], num_rows: int) -> DataPr
             f"{[len(result) for result in results]}: the padding's share can't be told; return a fixed number per row"
         )
     return unpad_dataproto(joined, per_row * num_padding)
+
+
+# ---- batches over a mesh ---------------------------------------------------------------------------------------
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
+    """Return a `dispatch_mode` for ranks in a device mesh, as verl's function of this name does.
+
+    Batches are cut over the mesh's data-parallel ranks. Ranks that work on the same part, such as tensor-parallel
+    peers, get the same rows, and one of them returns the result. Each worker says its place with
+    `_register_dispatch_collect_info`.
+    """
+    return {"dispatch_fn": partial(_cut_over_mesh, mesh_name), "collect_fn": partial(_join_from_mesh, mesh_name)}
+
+
+def _cut_over_mesh(mesh_name: str, group: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+    of_rank = [part for part, _ in group.mesh_places(mesh_name)]
+    call = DriverCall(group, args, kwargs, None)
+    _common_length(call.named, f"mesh {mesh_name!r}")
+
+    def entries(batch: DataProto) -> list[DataProto]:
+        parts = batch.chunk(max(of_rank) + 1)
+        return [parts[part] for part in of_rank]
+
+    cut = call.for_rank(entries)
+    return list(cut.args), cut.kwargs
+
+
+def _join_from_mesh(mesh_name: str, group: Any, results: list[Any]) -> DataProto:
+    places = group.mesh_places(mesh_name)
+    by_part = sorted((part, rank) for rank, (part, is_collect) in enumerate(places) if is_collect)
+    if [part for part, _ in by_part] != sorted({part for part, _ in places}):
+        raise ValueError(f"mesh {mesh_name!r}: one rank of each part must collect, but the ranks said {places}")
+    return DataProto.concat([_checked_result(rank, results[rank]) for _, rank in by_part])
 
 
 # ---- batches by plan -------------------------------------------------------------------------------------------

@@ -238,16 +238,15 @@ class RankProcesses:
 
     def __init__(self, pool: RayResourcePool, name: str, environ: Mapping[str, str], start_timeout_s: float) -> None:
         self._pool = pool
-        slots = pool.take_place()
-        self.names = [f"{name}_{rank}" for rank in range(len(slots))]
+        self._slots = pool.take_place()
+        self.names = [f"{name}_{rank}" for rank in range(len(self._slots))]
         self.actors: list[ray.actor.ActorHandle] = []
         self.infos: list[ProcessInfo] = []
         self._stuck: dict[ray.ObjectRef, int] = {}
         self._stuck_method = ""
-        self._ended = False
         self._start_timeout_s = start_timeout_s
         try:
-            for slot, actor_name in zip(slots, self.names, strict=True):
+            for slot, actor_name in zip(self._slots, self.names, strict=True):
                 self.actors.append(self._start(slot, actor_name, environ))
         except BaseException:  # whatever comes, Ctrl-C included: no process stays behind
             self.shutdown()
@@ -318,9 +317,8 @@ class RankProcesses:
             # Ray answers a call to a killed actor with an error once it knows of the death: that is what to wait for.
             refs = [actor.info.remote() for actor in self.actors]
             ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_TIMEOUT_S)
-        if not self._ended:
-            self._pool.give_back_place()
-        self.actors, self._ended = [], True
+        self._pool.give_back_place(self._slots)
+        self.actors, self._slots = [], []
 
     def _close_workers(self) -> None:
         stuck = self._stuck_ranks(grace_s=1.0)  # their close would wait behind the call that they are stuck in

@@ -6,8 +6,10 @@ import ipaddress
 import math
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import ray
 from ray._private.state import available_resources_per_node
@@ -18,14 +20,23 @@ from hrl.single_controller.errors import PlacementError
 _FRACTION = 10_000  # Ray counts resources in ten-thousandths
 
 
-@dataclass(frozen=True)
+@dataclass
 class Slot:
-    """The place of one rank: a bundle of a placement group, and the node it lies on."""
+    """The place of one rank: a bundle of a placement group, and the node it lies on.
+
+    Pools that are parts or unions of others share their slots, and with them the count of who uses them.
+
+    Attributes:
+        num_groups: How many worker groups have a process here.
+        released: Whether the devices went back to the cluster.
+    """
 
     placement_group: PlacementGroup
     bundle_index: int
     node_id: str
     node_ip: str
+    num_groups: int = 0
+    released: bool = False
 
 
 class RayResourcePool:
@@ -35,7 +46,7 @@ class RayResourcePool:
     processes are on one machine. The reservation is made when the first group asks for it.
 
     Args:
-        process_on_nodes: Number of processes, node by node.
+        process_on_nodes: Number of processes, node by node: `[8, 8]` is two nodes of eight.
         use_gpu: A whole GPU per process; otherwise processes use CPUs only.
         name_prefix: Name of the pool in errors and in Ray.
         max_colocate_count: Number of worker groups that share each device. A process takes one CPU and this fraction of
@@ -67,8 +78,7 @@ class RayResourcePool:
         self.name = name_prefix or f"pool_{uuid.uuid4().hex[:6]}"
         self.accelerator_type = accelerator_type
         self.placement_timeout_s = placement_timeout_s
-        self._placement_groups: list[PlacementGroup] = []
-        self._num_groups = 0
+        self._slots: list[Slot] = []
 
     @property
     def world_size(self) -> int:
@@ -96,9 +106,7 @@ class RayResourcePool:
         Raises:
             PlacementError: The cluster lacks what the pool needs, now and after `placement_timeout_s`.
         """
-        if not self._placement_groups:
-            self._placement_groups = self._reserve()
-        return self._placement_groups
+        return list({slot.placement_group.id: slot.placement_group for slot in self.slots()}.values())
 
     def slots(self) -> list[Slot]:
         """Return the place of every rank, in rank order: nodes by address, so that a node's ranks are consecutive.
@@ -106,37 +114,50 @@ class RayResourcePool:
         Raises:
             PlacementError: As `get_placement_groups`.
         """
-        ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
-        slots = []
-        for group in self.get_placement_groups():
-            nodes = placement_group_table(group)["bundles_to_node_id"]
-            slots += [Slot(group, index, nodes[index], ips[nodes[index]]) for index in range(group.bundle_count)]
-        return sorted(slots, key=lambda slot: (int(ipaddress.ip_address(slot.node_ip)), slot.node_id))
+        if not self._slots:
+            groups = self._reserve()
+            ips = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
+            nodes = {group.id: placement_group_table(group)["bundles_to_node_id"] for group in groups}
+            self._slots = _by_node(
+                Slot(group, index, nodes[group.id][index], ips[nodes[group.id][index]])
+                for group in groups
+                for index in range(group.bundle_count)
+            )
+        return self._slots
 
     def take_place(self) -> list[Slot]:
         """Return the slots, for one more worker group.
 
         Raises:
-            PlacementError: As `get_placement_groups`, or the pool has its `max_colocate_count` groups already.
+            PlacementError: As `get_placement_groups`; a slot has its `max_colocate_count` groups already, or belongs
+                to a pool that was released.
         """
         slots = self.slots()
-        if self._num_groups >= self.max_colocate_count:
+        if any(slot.released for slot in slots):
+            raise PlacementError(f"resource pool {self.name!r} was made of a pool that has been released since")
+        taken = max(slot.num_groups for slot in slots)
+        if taken >= self.max_colocate_count:
             raise PlacementError(
-                f"resource pool {self.name!r} already has {self._num_groups} worker group(s), its max_colocate_count: "
+                f"resource pool {self.name!r} already has {taken} worker group(s), its max_colocate_count: "
                 "shut one down, raise max_colocate_count, or merge roles with create_colocated_worker_cls"
             )
-        self._num_groups += 1
+        for slot in slots:
+            slot.num_groups += 1
         return slots
 
-    def give_back_place(self) -> None:
-        """Free the place of one worker group."""
-        self._num_groups -= 1
+    @staticmethod
+    def give_back_place(slots: Sequence[Slot]) -> None:
+        """Free what `take_place` returned."""
+        for slot in slots:
+            slot.num_groups -= 1
 
     def release(self) -> None:
         """Give the devices back to the cluster; whatever still runs on them is ended by Ray."""
-        for group in self._placement_groups:
+        for group in self.get_placement_groups() if self._slots else ():
             remove_placement_group(group)
-        self._placement_groups, self._num_groups = [], 0
+        for slot in self._slots:
+            slot.released = True
+        self._slots = []
 
     def _reserve(self) -> list[PlacementGroup]:
         wanted = [[self.bundle] * count for count in self.process_on_nodes]
@@ -170,6 +191,65 @@ class RayResourcePool:
         )
 
 
+class SubRayResourcePool(RayResourcePool):
+    """Slots of pools that are reserved already. Made by `split_resource_pool` and `merge_resource_pool`."""
+
+    def __init__(self, name: str, slots: Sequence[Slot], like: RayResourcePool) -> None:
+        counts = Counter(slot.node_id for slot in slots)
+        super().__init__(list(counts.values()), like.use_gpu, name, like.max_colocate_count)
+        self._slots = list(slots)
+
+    def release(self) -> None:
+        """Refuse: the devices belong to the pools that this one was made of.
+
+        Raises:
+            ValueError: Always.
+        """
+        raise ValueError(f"resource pool {self.name!r} was split off or merged: release the pools it was made of")
+
+
+def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:
+    """Cut a pool into pools of consecutive ranks, which share its reservation.
+
+    Args:
+        resource_pool: The pool, itself a part of another or not. Its reservation is made if it has not been.
+        split_size: Ranks of each part: one number for all of them, or a list.
+
+    Raises:
+        ValueError: The sizes do not add up to the pool's ranks.
+        PlacementError: The cluster lacks what the pool needs.
+    """
+    world_size = resource_pool.world_size
+    sizes = [split_size] * (world_size // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
+    if sum(sizes) != world_size or any(size < 1 for size in sizes):
+        raise ValueError(f"split_size {split_size} does not cut the {world_size} ranks of pool {resource_pool.name!r}")
+    slots = iter(resource_pool.slots())
+    return [
+        SubRayResourcePool(f"{resource_pool.name}_split_{part}", list(islice(slots, size)), like=resource_pool)
+        for part, size in enumerate(sizes)
+    ]
+
+
+def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> SubRayResourcePool:
+    """Return one pool of the slots of two, which share their reservations.
+
+    Raises:
+        ValueError: One has GPUs and the other not, their `max_colocate_count` differ, or they share a slot.
+        PlacementError: The cluster lacks what a pool needs.
+    """
+    for what in ("use_gpu", "max_colocate_count"):
+        one, other = getattr(rp1, what), getattr(rp2, what)
+        if one != other:
+            raise ValueError(f"pools {rp1.name!r} and {rp2.name!r} can't be merged: {what} is {one} and {other}")
+    if any(slot is other for slot in rp1.slots() for other in rp2.slots()):
+        raise ValueError(f"pools {rp1.name!r} and {rp2.name!r} can't be merged: they share devices")
+    return SubRayResourcePool(f"{rp1.name}_{rp2.name}", _by_node([*rp1.slots(), *rp2.slots()]), like=rp1)
+
+
+def _by_node(slots: Iterable[Slot]) -> list[Slot]:
+    return sorted(slots, key=lambda slot: (int(ipaddress.ip_address(slot.node_ip)), slot.node_id))
+
+
 def _alive_nodes() -> dict[str, dict[str, float]]:
     """Return the total resources of the cluster's nodes, by node id."""
     return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
@@ -182,7 +262,7 @@ def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _certainly_missing(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str | None:
     """Return why the wanted placement groups can never fit on the nodes; None if they may.
 
-    It compares each group with every node's total and all groups with the whole cluster. What passes both can still
+    Each group is compared with every node's total, and all groups with the whole cluster. What passes both may still
     not fit; then the bounded wait says so.
     """
     for name in wanted[0]:

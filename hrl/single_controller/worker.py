@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 from hrl.single_controller.dispatch import Dispatch, Execute, MethodSpec, register, registered_methods
 
@@ -49,6 +49,9 @@ RANK_ENV_NAMES = tuple(name.upper() for name in RankEnv.__dataclass_fields__)
 class Worker:
     """One rank of a worker group: subclass it and `register` the methods that the driver may call."""
 
+    fused_worker_dict: dict[str, Worker]
+    """By role, the workers of the same `create_colocated_worker_raw_cls`; not set elsewhere."""
+
     @cached_property
     def rank_env(self) -> RankEnv:
         """This rank's place in its group."""
@@ -71,6 +74,38 @@ class Worker:
 
     def close(self) -> None:
         """Called on a polite shutdown, before the process is ended. Release here what outlives a process."""
+
+    @cached_property
+    def _mesh_places(self) -> dict[str, tuple[int, bool]]:
+        return {}
+
+    def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
+        """Say this rank's place in a mesh (see `make_nd_compute_dataproto_dispatch_fn`); the name is verl's.
+
+        Args:
+            mesh_name: The mesh, as in the method's `dispatch_mode`.
+            dp_rank: Which part of a batch this rank works on.
+            is_collect: Whether it returns the result for that part; one rank of each part does.
+
+        Raises:
+            ValueError: It has a place in that mesh already.
+        """
+        if mesh_name in self._mesh_places:
+            raise ValueError(f"this worker already has a place in mesh {mesh_name!r}: {self._mesh_places[mesh_name]}")
+        self._mesh_places[mesh_name] = (dp_rank, is_collect)
+
+    def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
+        """Return what `_register_dispatch_collect_info` was told: `(dp_rank, is_collect)`.
+
+        Raises:
+            ValueError: It was told nothing of that mesh.
+        """
+        if mesh_name not in self._mesh_places:
+            raise ValueError(
+                f"this worker has no place in mesh {mesh_name!r}, only in {sorted(self._mesh_places)}: "
+                f"call _register_dispatch_collect_info({mesh_name!r}, dp_rank, is_collect) in the worker first"
+            )
+        return self._mesh_places[mesh_name]
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get_pid(self) -> int:
@@ -179,6 +214,47 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
         if not isinstance(spec, RayClassWithInitArgs) or isinstance(spec, ColocatedClasses):
             raise TypeError(f"role {role!r} must be a RayClassWithInitArgs of one class, got {type(spec).__name__}")
     return ColocatedClasses(class_dict)
+
+
+def create_colocated_worker_raw_cls(class_dict: Mapping[str, RayClassWithInitArgs]) -> type[Worker]:
+    """Return one worker class that constructs a worker for each role, as verl's function of this name does.
+
+    A `FusedWorker_actor_critic` has its workers as attributes `actor` and `critic` and in `fused_worker_dict`, which
+    each of them is given too. `_fuw_execute("actor_fwmn_update", ...)` calls `actor.update(...)`.
+
+    Args:
+        class_dict: The class of each role and its arguments.
+
+    Raises:
+        ValueError: There is no role, or a role's name can't be an attribute.
+        TypeError: A role is not one class.
+    """
+    roles = create_colocated_worker_cls(class_dict).roles()
+
+    class FusedWorker(Worker):
+        is_fused_worker = True
+        raw_cls_dict: ClassVar = {role: spec.cls for role, spec in roles.items()}
+
+        def __init__(self) -> None:
+            self.fused_worker_dict = {role: construct() for role, construct in roles.items()}
+            for role, worker in self.fused_worker_dict.items():
+                setattr(self, role, worker)
+                worker.fused_worker_dict = self.fused_worker_dict
+
+        def _fuw_execute(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
+            role, _, method = method_name.partition("_fwmn_")
+            if role not in self.fused_worker_dict or not method:
+                raise ValueError(
+                    f"{method_name!r} is not ROLE_fwmn_METHOD with one of the roles {list(self.fused_worker_dict)}"
+                )
+            return getattr(self.fused_worker_dict[role], method)(*args, **kwargs)
+
+        def close(self) -> None:
+            for worker in reversed(self.fused_worker_dict.values()):
+                worker.close()
+
+    FusedWorker.__name__ = FusedWorker.__qualname__ = "_".join(["FusedWorker", *roles])
+    return FusedWorker
 
 
 def _without_ray(cls: Any) -> Any:

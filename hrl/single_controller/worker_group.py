@@ -99,6 +99,7 @@ class WorkerGroup:
     def __init__(self, world_size: int, classes: RayClassWithInitArgs, call_timeout_s: float) -> None:
         self.world_size = world_size
         self.call_timeout_s = call_timeout_s
+        self._mesh_places: dict[str, list[tuple[int, bool]]] = {}
         self._classes = classes
         self._methods = classes.methods()
         taken = sorted(name for name in self._methods if hasattr(type(self), name))
@@ -151,7 +152,7 @@ class WorkerGroup:
         groups = {}
         for role in prefix_set:
             groups[role] = copy.copy(self)
-            groups[role]._classes = class_dict[role]
+            groups[role]._classes, groups[role]._mesh_places = class_dict[role], {}
             groups[role]._methods = class_dict[role].methods_as(role)
         return groups
 
@@ -159,6 +160,12 @@ class WorkerGroup:
     def roles(self) -> tuple[str, ...]:
         """The roles whose methods this group calls."""
         return tuple(dict.fromkeys(method.role for method in self._methods.values()))
+
+    def mesh_places(self, mesh_name: str) -> list[tuple[int, bool]]:
+        """Return each rank's place in a mesh, `(dp_rank, is_collect)` of `Worker.mesh_place`; ranks are asked once."""
+        if mesh_name not in self._mesh_places:
+            self._mesh_places[mesh_name] = self.execute_all_sync("mesh_place", mesh_name)
+        return self._mesh_places[mesh_name]
 
     # ---- any method or function, without dispatch ---------------------------------------------------------------
 

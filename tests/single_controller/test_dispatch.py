@@ -11,7 +11,14 @@ import pytest
 import torch
 
 from hrl.protocol import DataProto, DataProtoFuture
-from hrl.single_controller.dispatch import BatchRows, Dispatch, Execute, RankCall, register
+from hrl.single_controller.dispatch import (
+    BatchRows,
+    Dispatch,
+    Execute,
+    RankCall,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+)
 from hrl.single_controller.worker import RayClassWithInitArgs, Worker
 from hrl.single_controller.worker_group import WorkerGroup
 
@@ -252,6 +259,64 @@ def test_a_plan_that_does_not_fit_is_refused(plan: Plan, message: str) -> None:
         group_of(2).planned(batch_of(3), plan)
 
 
+class OnAMesh(Worker):
+    """Six ranks: three data-parallel parts, of which the ranks 5, 4, 3, … in pairs hold one."""
+
+    def __init__(self, rank: int) -> None:
+        self.id = rank
+
+    @register(Dispatch.ONE_TO_ALL)
+    def take_place(self, collecting: list[int]) -> None:
+        self._register_dispatch_collect_info("actor", dp_rank=2 - self.id // 2, is_collect=self.id in collecting)
+
+    @register(make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
+    def add_rank(self, data: DataProto, *, other: DataProto) -> DataProto | str:
+        if self.id % 2:
+            return "a peer's result is not looked at"
+        return DataProto.from_dict({"out": data.batch["x"] + 10 * self.id, "same": other.batch["x"]})
+
+
+def on_a_mesh(collecting: list[int]) -> LocalGroup:
+    group = LocalGroup(OnAMesh, 6)
+    group.take_place(dict.fromkeys(collecting, True))
+    return group
+
+
+def test_peers_of_a_mesh_get_the_same_rows_and_one_of_them_answers() -> None:
+    batch = batch_of(6)
+    out = on_a_mesh([0, 2, 4]).add_rank(batch, other=batch)
+    assert out.batch["out"].tolist() == [40, 41, 22, 23, 4, 5], "part 0 is on ranks 4 and 5"
+    assert out.batch["same"].tolist() == [0, 1, 2, 3, 4, 5], "in the order of the batch, not of the ranks"
+
+
+@pytest.mark.parametrize("collecting", [[0, 2], [0, 2, 3, 4]])
+def test_each_part_of_a_mesh_has_one_answer(collecting: list[int]) -> None:
+    with pytest.raises(ValueError, match="mesh 'actor': one rank of each part must collect"):
+        on_a_mesh(collecting).add_rank(batch_of(6), other=batch_of(6))
+
+
+def test_a_mesh_cuts_batches_into_equal_parts_alone() -> None:
+    group = on_a_mesh([0, 2, 4])
+    with pytest.raises(AssertionError, match="5 rows don't divide into 3"):
+        group.add_rank(batch_of(5), other=batch_of(5))
+    with pytest.raises(TypeError, match="mesh 'actor' cuts DataProto arguments; argument 0 is a str"):
+        group.add_rank("text", other=batch_of(6))
+    with pytest.raises(TypeError, match="rank 1 returned a str"):
+        on_a_mesh([1, 2, 4]).add_rank(batch_of(6), other=batch_of(6))
+
+
+def test_a_rank_has_one_place_in_a_mesh() -> None:
+    with pytest.raises(ValueError, match=r"already has a place in mesh 'actor': \(2, True\)"):
+        on_a_mesh([0, 2, 4]).take_place([])
+
+
+def test_a_rank_without_a_place_in_the_mesh_says_how_to_take_one() -> None:
+    with pytest.raises(
+        ValueError, match=r"no place in mesh 'actor', only in \[\]: call _register_dispatch_collect_info"
+    ):
+        LocalGroup(OnAMesh, 2).add_rank(batch_of(2), other=batch_of(2))
+
+
 def test_functions_and_unregistered_methods_run_on_all_ranks_or_one() -> None:
     group = group_of(2)
     assert group.execute_all_sync(lambda worker, x: worker.id + x, 10) == [10, 11]
@@ -271,6 +336,8 @@ def test_functions_and_unregistered_methods_run_on_all_ranks_or_one() -> None:
         {"execute_mode": "all"},
         {"dispatch_mode": Dispatch.DP_COMPUTE_PROTO, "execute_mode": Execute.RANK_ZERO},
         {"columns": "responses"},
+        {"dispatch_mode": Dispatch.ONE_TO_ALL, "columns": ["x"]},
+        {"dispatch_mode": make_nd_compute_dataproto_dispatch_fn("actor"), "columns": ["x"]},
     ],
     ids=str,
 )

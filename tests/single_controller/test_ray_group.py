@@ -18,8 +18,13 @@ import torch
 from hrl.protocol import DataProto, DataProtoFuture
 from hrl.single_controller.dispatch import Dispatch, Execute, register
 from hrl.single_controller.errors import PlacementError, WorkerDiedError, WorkerError, WorkerTimeoutError, phase
-from hrl.single_controller.resource_pool import RayResourcePool
-from hrl.single_controller.worker import RayClassWithInitArgs, Worker, create_colocated_worker_cls
+from hrl.single_controller.resource_pool import RayResourcePool, merge_resource_pool, split_resource_pool
+from hrl.single_controller.worker import (
+    RayClassWithInitArgs,
+    Worker,
+    create_colocated_worker_cls,
+    create_colocated_worker_raw_cls,
+)
 from hrl.single_controller.worker_group import RayWorkerGroup
 from tests.processes.process_table import still_alive
 
@@ -417,6 +422,23 @@ def test_shares_of_a_gpu_never_exceed_it() -> None:
         pool = RayResourcePool([1], max_colocate_count=count)
         assert 0 < pool.gpus_per_process * count <= 1
     assert RayResourcePool([1], use_gpu=False).gpus_per_process == 0
+
+
+def test_groups_on_parts_of_a_pool_run_in_their_own_slots(pool: RayResourcePool) -> None:
+    parts = split_resource_pool(pool, 1)
+    fused = RayClassWithInitArgs(create_colocated_worker_raw_cls({"actor": RayClassWithInitArgs(Named, "a")}))
+    groups = [RayWorkerGroup(part, fused) for part in parts]
+    try:
+        whole = RayWorkerGroup(merge_resource_pool(*parts), RayClassWithInitArgs(Adder, 0))
+        groups.append(whole)
+        assert [group.execute_all_sync("_fuw_execute", "actor_fwmn_who")[0][:2] for group in groups[:2]] == [
+            ("a", 0),
+            ("a", 0),
+        ]
+        assert whole.plus_rank(0) == [0, 1] and len({*groups[0].pids, *groups[1].pids, *whole.pids}) == 4
+    finally:
+        for group in groups:
+            group.shutdown()
 
 
 # ---- a group that trains no language model ---------------------------------------------------------------------------

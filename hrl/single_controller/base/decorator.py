@@ -1,5 +1,5 @@
 """The names of `verl.single_controller.base.decorator`."""
 
-from hrl.single_controller.dispatch import Dispatch, Execute, register
+from hrl.single_controller.dispatch import Dispatch, Execute, make_nd_compute_dataproto_dispatch_fn, register
 
-__all__ = ["Dispatch", "Execute", "register"]
+__all__ = ["Dispatch", "Execute", "make_nd_compute_dataproto_dispatch_fn", "register"]

@@ -4,8 +4,16 @@ from hrl.single_controller.ray.base import (
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
+    SubRayResourcePool,
     create_colocated_worker_cls,
 )
 from hrl.single_controller.ray_cluster import ray_cluster
 
-__all__ = ["RayClassWithInitArgs", "RayResourcePool", "RayWorkerGroup", "create_colocated_worker_cls", "ray_cluster"]
+__all__ = [
+    "RayClassWithInitArgs",
+    "RayResourcePool",
+    "RayWorkerGroup",
+    "SubRayResourcePool",
+    "create_colocated_worker_cls",
+    "ray_cluster",
+]
