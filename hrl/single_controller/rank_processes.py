@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,29 +112,21 @@ class RankProcess:
 
 
 class PendingCalls:
-    """One method running on some ranks.
+    """One method that runs on ranks 0, 1, 2 and so on.
 
     Args:
-        refs: The Ray reference of each rank's result, by rank.
+        processes: The processes of those ranks. They are told which ranks still run when the call fails.
+        refs: The Ray reference of each rank's result.
         method: Name for errors, `role.method`.
-        pids: Process id of every rank.
         timeout_s: The deadline, counted from now.
-        on_failure: Told the references that are still open when the call fails.
     """
 
-    def __init__(
-        self,
-        refs: dict[int, ray.ObjectRef],
-        method: str,
-        pids: dict[int, int],
-        timeout_s: float,
-        on_failure: Callable[[str, dict[int, ray.ObjectRef]], None],
-    ) -> None:
-        self._method, self._pids, self._timeout_s, self._on_failure = method, pids, timeout_s, on_failure
+    def __init__(self, processes: RankProcesses, refs: Sequence[ray.ObjectRef], method: str, timeout_s: float) -> None:
+        self._processes, self._method, self._timeout_s = processes, method, timeout_s
         self._phase = current_phase(default=method)
         self._deadline = time.monotonic() + timeout_s
-        self._open = {ref: rank for rank, ref in refs.items()}
-        self._results: dict[int, Any] = {}
+        self._open = {ref: rank for rank, ref in enumerate(refs)}
+        self._results: list[Any] = [None] * len(refs)
 
     def get(self, timeout_s: float | None = None) -> list[Any]:
         """Return the results in rank order; a second call returns the same again.
@@ -149,22 +141,25 @@ class PendingCalls:
         deadline, waiting_s = self._deadline, self._timeout_s
         if timeout_s is not None:
             deadline, waiting_s = min(deadline, time.monotonic() + timeout_s), timeout_s
-        while self._open:
-            ready, _ = ray.wait(list(self._open), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
-            if not ready:
-                raise self._timed_out(sorted(self._open.values()), waiting_s)
-            self._take(ready[0], deadline)
-        return [self._results[rank] for rank in sorted(self._results)]
+        if not self._all_taken(deadline):
+            raise self._timed_out(sorted(self._open.values()), waiting_s)
+        return self._results
 
     def done(self) -> bool:
         """Return whether `get` would return at once; raise what `get` would raise at once."""
+        if self._all_taken(time.monotonic()):
+            return True
+        if time.monotonic() >= self._deadline:
+            raise self._timed_out(sorted(self._open.values()), self._timeout_s)
+        return False
+
+    def _all_taken(self, deadline: float) -> bool:
+        """Take results as they arrive, until `deadline`; return whether all have."""
         while self._open:
-            ready, _ = ray.wait(list(self._open), num_returns=1, timeout=0)
+            ready, _ = ray.wait(list(self._open), num_returns=1, timeout=max(deadline - time.monotonic(), 0.0))
             if not ready:
-                if time.monotonic() >= self._deadline:
-                    raise self._timed_out(sorted(self._open.values()), self._timeout_s)
                 return False
-            self._take(ready[0], self._deadline)
+            self._take(ready[0], deadline)
         return True
 
     def _take(self, ref: ray.ObjectRef, deadline: float) -> None:
@@ -176,17 +171,14 @@ class PendingCalls:
             raise self._timed_out([rank], self._timeout_s) from error
         except RayError as error:
             del self._open[ref]
-            self._fail()
+            self._processes.remember_stuck(self._method, self._open)
             raise self._translated(rank, error) from cause_of(error)
         del self._open[ref]
         self._results[rank] = transport.unpack_result(result)
 
-    def _fail(self) -> None:
-        self._on_failure(self._method, {rank: ref for ref, rank in self._open.items()})
-
     def _timed_out(self, ranks: list[int], waiting_s: float) -> WorkerTimeoutError:
         if time.monotonic() >= self._deadline:  # before that, the caller only did not want to wait any longer
-            self._fail()
+            self._processes.remember_stuck(self._method, self._open)
         return WorkerTimeoutError(ranks, self._method, self._phase, waiting_s)
 
     def _translated(self, rank: int, error: RayError) -> WorkerError:
@@ -218,7 +210,8 @@ class PendingCalls:
         return None
 
     def _died(self, rank: int, error: RayError) -> WorkerDiedError:
-        return WorkerDiedError(rank, self._method, self._phase, self._pids.get(rank, -1), death_reason(error))
+        pids = [info.pid for info in self._processes.infos]  # empty while the processes come up
+        return WorkerDiedError(rank, self._method, self._phase, pids[rank] if pids else -1, death_reason(error))
 
 
 class RankProcesses:
@@ -251,8 +244,7 @@ class RankProcesses:
         except BaseException:  # whatever comes, Ctrl-C included: no process stays behind
             self.shutdown()
             raise
-        infos = {rank: actor.info.remote() for rank, actor in enumerate(self.actors)}
-        self._starting = self._submit(infos, "start", start_timeout_s)
+        self._starting = PendingCalls(self, [actor.info.remote() for actor in self.actors], "start", start_timeout_s)
 
     def connect(self) -> None:
         """Wait until the processes are up, and tell each its place among them.
@@ -261,10 +253,13 @@ class RankProcesses:
             WorkerTimeoutError: A process was not up by the deadline.
         """
         self.infos = self._starting.get()
-        port = self._submit({0: self.actors[0].reserve_port.remote()}, "reserve_port", self._start_timeout_s).get()[0]
+        (port,) = self._wait_for([self.actors[0].reserve_port.remote()], "reserve_port")
         environs = _rank_environs(self.infos, port)
-        done = {rank: actor.set_environ.remote(environs[rank]) for rank, actor in enumerate(self.actors)}
-        self._submit(done, "set_environ", self._start_timeout_s).get()
+        told = [actor.set_environ.remote(environ) for actor, environ in zip(self.actors, environs, strict=True)]
+        self._wait_for(told, "set_environ")
+
+    def _wait_for(self, refs: Sequence[ray.ObjectRef], method: str) -> list[Any]:
+        return PendingCalls(self, refs, method, self._start_timeout_s).get()
 
     def _start(self, slot: Slot, name: str, environ: Mapping[str, str]) -> ray.actor.ActorHandle:
         options = {
@@ -282,15 +277,10 @@ class RankProcesses:
             options["runtime_env"] = {"env_vars": dict(environ)}
         return ray.remote(RankProcess).options(**options).remote(name, logging.getLogger().getEffectiveLevel())
 
-    @property
-    def pids(self) -> dict[int, int]:
-        """Process id by rank, of the processes that have come up."""
-        return {rank: info.pid for rank, info in enumerate(self.infos)}
-
     def construct(self, role: str, spec: RayClassWithInitArgs, timeout_s: float) -> PendingCalls:
         """Begin to construct a role's worker on every rank."""
-        refs = {rank: actor.construct.remote(role, spec) for rank, actor in enumerate(self.actors)}
-        return self._submit(refs, f"{role}.__init__", timeout_s)
+        refs = [actor.construct.remote(role, spec) for actor in self.actors]
+        return PendingCalls(self, refs, f"{role}.__init__", timeout_s)
 
     def call(self, role: str, method: str, calls: Sequence[RankCall], timeout_s: float) -> PendingCalls:
         """Start a method of a role on ranks 0 … len(calls) - 1.
@@ -302,14 +292,14 @@ class RankProcesses:
         name = f"{role}.{method}"
         self._refuse_if_unusable(name)
         sender = transport.Sender()
-        refs = {
-            rank: self.actors[rank].call.remote(role, method, *sender.send(call), timeout_s)
-            for rank, call in enumerate(calls)
-        }
-        return self._submit(refs, name, timeout_s)
+        refs = [
+            actor.call.remote(role, method, *sender.send(call), timeout_s)
+            for actor, call in zip(self.actors, calls, strict=False)  # fewer calls: the first ranks run them
+        ]
+        return PendingCalls(self, refs, name, timeout_s)
 
     def shutdown(self) -> None:
-        """Let the workers close, within a deadline, and end the processes. Again does nothing."""
+        """Let the workers close, within a deadline, and end the processes. A second call does nothing."""
         if self.actors and ray.is_initialized():
             self._close_workers()
             for actor in self.actors:
@@ -357,16 +347,14 @@ class RankProcesses:
             self._stuck = {ref: self._stuck[ref] for ref in running}
         return sorted(self._stuck.values())
 
-    def _remember_stuck(self, method: str, refs: dict[int, ray.ObjectRef]) -> None:
-        self._stuck |= {ref: rank for rank, ref in refs.items()}
+    def remember_stuck(self, method: str, refs: Mapping[ray.ObjectRef, int]) -> None:
+        """Note the ranks, by the references of their results, that are still in a call that failed elsewhere."""
+        self._stuck |= refs
         self._stuck_method = method
-
-    def _submit(self, refs: dict[int, ray.ObjectRef], method: str, timeout_s: float) -> PendingCalls:
-        return PendingCalls(refs, method, self.pids, timeout_s, self._remember_stuck)
 
 
 def _rank_environs(infos: Sequence[ProcessInfo], master_port: int) -> list[dict[str, str]]:
-    """RANK, LOCAL_RANK, MASTER_ADDR … of each process. Rank 0 is the master; a group on one node stays on loopback."""
+    """Return RANK, LOCAL_RANK, MASTER_ADDR … of each process; rank 0 is the master, on loopback if all share a node."""
     nodes = [info.node_id for info in infos]
     master_addr = _LOOPBACK if len(set(nodes)) == 1 else infos[0].node_ip
     sizes, seen = Counter(nodes), Counter[str]()

@@ -222,11 +222,10 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: The worker class, or the roles merged by `create_colocated_worker_cls`.
         name_prefix: In front of the names of the processes.
         device_name: `cuda` or `cpu`; None is what the pool has.
-        worker_env: Environment variables the processes are started with.
+        worker_env: Environment variables the processes are started with. Without OMP_NUM_THREADS, here or in the
+            driver's environment, Ray sets it to 1.
         call_timeout_s: Deadline of every call; `with_timeout` gives another.
         start_timeout_s: Deadline for the processes to be up, and for each role to be constructed.
-        num_threads_per_worker: OMP_NUM_THREADS of each process. None leaves it to the driver's environment, and where
-            that is silent to Ray, which sets 1.
         wait: Return when the workers are constructed. Otherwise the processes only begin to start, and `start_together`
             must have been called before anything else.
 
@@ -246,7 +245,6 @@ class RayWorkerGroup(WorkerGroup):
         worker_env: Mapping[str, str] | None = None,
         call_timeout_s: float = 1800.0,
         start_timeout_s: float = 300.0,
-        num_threads_per_worker: int | None = None,
         wait: bool = True,
     ) -> None:
         super().__init__(resource_pool.world_size, ray_cls_with_init, call_timeout_s)
@@ -255,7 +253,10 @@ class RayWorkerGroup(WorkerGroup):
             raise ValueError(f"device_name={device_name!r}, but pool {resource_pool.name!r} is for {self.device_name}")
         self.resource_pool = resource_pool
         self._start_timeout_s = start_timeout_s
-        environ = _checked_environ(worker_env or {}, num_threads_per_worker)
+        environ = {name: str(value) for name, value in (worker_env or {}).items()}
+        owned = sorted(environ.keys() & set(RANK_ENV_NAMES))
+        if owned:
+            raise ValueError(f"worker_env sets {', '.join(owned)}, which the worker group sets itself: leave them out")
         name = f"{name_prefix or uuid.uuid4().hex[:6]}_{'+'.join(ray_cls_with_init.roles())}"
         self._processes = RankProcesses(resource_pool, name, environ, start_timeout_s)
         if wait:
@@ -312,13 +313,3 @@ class RayWorkerGroup(WorkerGroup):
     def pids(self) -> list[int]:
         """The process id of each rank."""
         return [info.pid for info in self._processes.infos]
-
-
-def _checked_environ(worker_env: Mapping[str, str], num_threads: int | None) -> dict[str, str]:
-    owned = sorted(set(worker_env) & set(RANK_ENV_NAMES))
-    if owned:
-        raise ValueError(f"worker_env sets {', '.join(owned)}, which the worker group sets itself: leave them out")
-    environ = {name: str(value) for name, value in worker_env.items()}
-    if num_threads is not None:
-        environ["OMP_NUM_THREADS"] = str(num_threads)
-    return environ

@@ -130,7 +130,7 @@ def pool(ray_session: None) -> Iterator[RayResourcePool]:
 @pytest.fixture(scope="module")
 def adders(pool: RayResourcePool) -> Iterator[RayWorkerGroup]:
     group = RayWorkerGroup(
-        pool, RayClassWithInitArgs(Adder, offset=10), worker_env={"GREETING": "hi"}, num_threads_per_worker=3
+        pool, RayClassWithInitArgs(Adder, offset=10), worker_env={"GREETING": "hi", "OMP_NUM_THREADS": "3"}
     )
     yield group
     group.shutdown()
