@@ -19,7 +19,7 @@ BUNDLED_PREFIX = "bundled:"
 REASONING_GYM_PREFIX = "reasoning_gym:"
 _PARQUET_ROWS_AT_ONCE = 1024
 _DEEPEST = 100
-"""Levels that rows may be nested: deeper ones cannot be sent to another process (`hrl.processes.child`)."""
+"""Levels that rows may be nested: deeper ones cannot be sent to another process (`hrl.processes.plain_data`)."""
 
 
 @dataclass(frozen=True)

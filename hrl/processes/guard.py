@@ -1,7 +1,7 @@
-"""A guard: waits for the process that started it to die, then ends what would otherwise stay behind.
+"""A script that waits for the process that started it to die, then ends what would otherwise stay behind.
 
-Runs as a script and imports the standard library only. It is told of the death by the kernel (PR_SET_PDEATHSIG): a pipe
-would stay open in forked children, and polling for the pid is fooled by zombies.
+It imports the standard library only. The kernel tells it of the death (PR_SET_PDEATHSIG): a pipe would stay open in
+forked children, and polling for the pid is fooled by zombies.
 
     guard.py LEADER group            ends the rest of LEADER's process group
     guard.py LEADER PID@START …      kills these processes, if they still are the ones that began at START
@@ -80,14 +80,14 @@ def end_group(group: int, grace_s: float = _GRACE_S) -> None:
 
 
 def kill_processes(identities: list[str]) -> None:
-    """SIGKILL for the processes given as `PID@START`."""
+    """Send SIGKILL to the processes given as `PID@START`."""
     for entry in process_table():
         if f"{entry.pid}@{entry.start}" in identities:
             _send(entry.pid, signal.SIGKILL)
 
 
 def main(leader: int, targets: list[str]) -> None:
-    """Wait until process `leader`, the parent of this one, has died; ends the targets."""
+    """Wait until process `leader`, the parent of this one, has died, then end the targets."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:

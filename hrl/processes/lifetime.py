@@ -53,7 +53,7 @@ def die_with_parent(parent_pid: int | None = None, sig: signal.Signals = signal.
 
 
 def popen_that_dies_with_parent(command: Sequence[str], **popen_args: Any) -> subprocess.Popen[Any]:
-    """`subprocess.Popen(command, **popen_args)` whose process gets SIGKILL when the calling thread's process dies."""
+    """Start `subprocess.Popen(command, **popen_args)`; the process is killed when the thread that calls this ends."""
     parent_pid = os.getpid()
     return subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent_pid), **popen_args)
 
@@ -62,7 +62,7 @@ _group_guard: subprocess.Popen[bytes] | None = None  # kept: its finalizer warns
 
 
 def guard_process_group() -> None:
-    """Make this process the leader of its own process group and has the group end with it, however it ends.
+    """Make this process the leader of its own process group, and end the group with it, however it ends.
 
     Covers every descendant that stays in the group (`multiprocessing` and `subprocess` children do, unless they start
     a session of their own). They get SIGTERM, a few seconds, then SIGKILL. On Linux only.
@@ -77,7 +77,7 @@ def guard_process_group() -> None:
 
 @contextmanager
 def guarded_processes(parent_pid: int) -> Iterator[None]:
-    """While the block runs: if this process dies, the present children of `parent_pid` are killed. On Linux only."""
+    """Kill the present children of `parent_pid` if this process dies while the block runs. On Linux only."""
     if _LIBC is None:
         yield
         return

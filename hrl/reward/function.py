@@ -18,7 +18,7 @@ import cloudpickle
 
 from hrl.data.user_file import UserFileError, load_user_file
 from hrl.errors import HrlError
-from hrl.processes import child
+from hrl.processes.plain_data import from_plain, to_plain
 
 if TYPE_CHECKING:
     from hrl.config.reward import RewardConfig
@@ -130,13 +130,13 @@ class RewardSpec:
         Raises:
             ValueError: `kwargs` hold something that is no plain data.
         """
-        kwargs = child.to_plain(self.kwargs, "reward.custom_reward_function.reward_kwargs")
-        return child.to_plain(vars(self) | {"kwargs": {}}) | {"kwargs": kwargs}
+        kwargs = to_plain(self.kwargs, "reward.custom_reward_function.reward_kwargs")
+        return to_plain(vars(self) | {"kwargs": {}}) | {"kwargs": kwargs}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Return what `to_plain` was called on."""
-        return cls(**child.from_plain(plain))
+        return cls(**from_plain(plain))
 
     @property
     def title(self) -> str:

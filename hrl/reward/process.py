@@ -28,8 +28,8 @@ from collections.abc import Callable, Coroutine
 from typing import Any, BinaryIO
 
 from hrl.data import user_file
-from hrl.processes.child import from_plain
 from hrl.processes.lifetime import die_with_parent, guard_process_group
+from hrl.processes.plain_data import from_plain
 from hrl.reward import function as function_file
 from hrl.reward.function import RewardFunctionError, RewardSpec, is_async, load_reward_function, read_reward
 

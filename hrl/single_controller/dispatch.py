@@ -1,4 +1,4 @@
-"""`@register`, and what it means: how a call on a group is cut into one call per rank, and how results are joined.
+"""`@register` and its meaning: how a call on a group is cut into one call per rank, and how results are joined.
 
 The decorator only writes a `MethodSpec` onto the function: called on the object itself, the method is an ordinary
 method. The worker group reads the spec and calls `dispatch`, which has one small function per mode. No batch is copied
@@ -37,7 +37,7 @@ class Dispatch(Enum):
     """Every argument must be a list of world-size entries, rank i gets entry i; the results are a list by rank."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
     """Every argument is a DataProto, padded to a multiple of the world size and cut into contiguous chunks; the
-    results are DataProtos, joined in order and freed of what the padding added."""
+    results are DataProtos, joined in order without the rows that answer padding."""
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
     """As DP_COMPUTE_PROTO, behind a first argument (a function) that every rank gets as it is."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
@@ -172,7 +172,7 @@ class RankCall:
 
 @dataclass(frozen=True)
 class GroupCall:
-    """A call on a group, cut: one `RankCall` per rank that runs it, and what makes one result of theirs."""
+    """A call on a group after the cut: one `RankCall` per rank that runs it, and how their results become one."""
 
     ranks: tuple[RankCall, ...]
     collect: Callable[[list[Any]], Any]
@@ -269,12 +269,12 @@ def _common_length(named: list[tuple[str, Any]], mode: str) -> int:
 
 
 def _rows_per_rank(call: DriverCall, chunks: list[np.ndarray]) -> tuple[RankCall, ...]:
-    """One call per rank, with that rank's rows of every batch."""
+    """Return one call per rank, with that rank's rows of every batch."""
     return tuple(call.for_rank(partial(BatchRows, rows=rows, columns=call.columns)) for rows in chunks)
 
 
 def _padded_chunks(num_rows: int, world_size: int) -> list[np.ndarray]:
-    """Row indices of equal, contiguous chunks; the last ones are filled up with the first rows again."""
+    """Return row indices of equal, contiguous chunks; the last ones are filled up with the first rows."""
     num_padded = -(-num_rows // world_size) * world_size
     rows = np.arange(num_padded, dtype=np.int64) % max(num_rows, 1)
     return np.split(rows, world_size)
@@ -317,7 +317,7 @@ def _checked_results(results: list[Any]) -> list[DataProto]:
 def _join(results: list[Any], chunks: list[np.ndarray], num_rows: int) -> DataProto:
     """Concatenate the ranks' results and take off the rows that answer padding.
 
-    A method may return several rows per row (samples of a prompt): then as many are taken off per padded row.
+    A method may return several rows per row, such as samples of a prompt; each row of padding then takes off that many.
     """
     joined = DataProto.concat(_checked_results(results))
     num_sent = sum(map(len, chunks))

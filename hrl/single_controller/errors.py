@@ -34,7 +34,7 @@ def current_phase(default: str) -> str:
 
 
 class WorkerError(HrlError, RuntimeError):
-    """A method raised on a rank. `__cause__` is the original exception, where it could be pickled.
+    """A method raised an exception on a rank. `__cause__` is the original exception, where it could be pickled.
 
     Attributes:
         rank: The rank that failed first.
@@ -130,5 +130,5 @@ def death_reason(error: RayError) -> str:
 
 
 def without_colours(text: str) -> str:
-    """Ray colours its tracebacks; a message of ours is plain."""
+    """Return a text of Ray's without its terminal colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)

@@ -53,7 +53,7 @@ class ProcessInfo:
 
 
 class RankProcess:
-    """One rank. It holds one worker per role; the driver talks to it through `RankProcesses`.
+    """The process of one rank, with one worker per role. The driver talks to it through `RankProcesses`.
 
     Args:
         label: What stands in front of the process's log lines.
@@ -77,10 +77,7 @@ class RankProcess:
         return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
     def reserve_port(self) -> int:
-        """Return a TCP port on this node that stays this process's own.
-
-        It alone can listen there, with SO_REUSEADDR.
-        """
+        """Return a TCP port on this node where this process alone can listen (with SO_REUSEADDR)."""
         self._reserved = socket.socket()  # bound and never listening; open for as long as the process lives
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("", 0))

@@ -1,4 +1,4 @@
-"""Ray itself: started, or joined where it runs, quietly; and which GPU it gave to this process."""
+"""Ray itself: starting a cluster or joining one, without noise, and which GPU Ray gave to this process."""
 
 from __future__ import annotations
 
@@ -114,8 +114,8 @@ def reaching(address: str | None) -> Iterator[None]:
 def _on_loopback(*, alone: bool) -> Iterator[None]:
     """Make the Ray that is started meanwhile take 127.0.0.1 for this machine's address, if it is alone.
 
-    Its servers then listen there and nowhere else. Ray does so by itself on systems where it forms no clusters, and has
-    no argument for it (`_node_ip_address=127.0.0.1` is resolved to the machine's own address).
+    Its servers then listen there and nowhere else. Ray does this by itself where it forms no clusters, and has no
+    argument for it (`_node_ip_address=127.0.0.1` is resolved to the machine's own address).
     """
     if not alone:
         yield

@@ -1,4 +1,4 @@
-"""How rows cross a process boundary. The one place that knows.
+"""How rows cross a process boundary: packed once on the driver, picked from shared memory by the ranks.
 
 A padded column `(B, C)` is mostly margins: a row's run of padding on the left and on the right. `pack_column` cuts both
 off and keeps integers in the smallest type that holds them. What is left are plain numpy arrays, which Ray writes to
@@ -101,7 +101,7 @@ def _to_tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _narrowed(values: np.ndarray) -> np.ndarray:
-    """int64 in the smallest signed type that holds every value; everything else as it is."""
+    """Return int64 in the smallest signed type that holds every value, everything else as it is."""
     if values.dtype != np.int64 or values.size == 0:
         return values
     low, high = int(values.min()), int(values.max())
@@ -113,7 +113,7 @@ def _narrowed(values: np.ndarray) -> np.ndarray:
 
 
 def _margin_value(edge: np.ndarray) -> np.ndarray:
-    """The most frequent value of a column's edge (B,), compared bit by bit so that NaN and -0.0 are values too."""
+    """Return the most frequent value of a column's edge (B,), compared bit by bit: NaN and -0.0 are values too."""
     bits = edge.view(_BITS[edge.itemsize])
     found, counts = np.unique(bits, return_counts=True)
     return found[counts.argmax()]
@@ -143,13 +143,13 @@ def pack_column(tensor: torch.Tensor) -> DenseColumn | RaggedColumn:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A DataProto on its way.
+    """A DataProto as it travels.
 
     Attributes:
         num_rows: B.
         tensors: Packed columns by name.
         objects: Object columns (B,) by name, as lists.
-        others: Columns of other kinds (nested tensors, arrays of numbers), which DataProto packs itself.
+        others: Columns of other kinds (nested tensors, arrays of numbers), as DataProto pickles them.
         meta_info: As it is.
     """
 
@@ -200,7 +200,7 @@ def _object_array(values: list[Any]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowsRef:
-    """Rows of a batch that lies in the object store: what a rank gets in place of a DataProto.
+    """Rows of a batch in the object store: what a rank gets in place of a DataProto.
 
     Attributes:
         packed: Reference to a PackedBatch.
@@ -236,7 +236,7 @@ class Sender:
 
 
 def receive(args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float) -> tuple[list[Any], dict[str, Any]]:
-    """On a rank: the arguments as the method expects them.
+    """Return, on a rank, the arguments as the method expects them.
 
     Raises:
         ray.exceptions.GetTimeoutError: A batch did not arrive within `timeout_s`.
@@ -249,21 +249,21 @@ def receive(args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float) ->
 
 
 def pack_result(result: Any) -> Any:
-    """On a rank: a method's result as it travels, with its batches packed, also those in a tuple, list or dict."""
+    """Return, on a rank, a method's result with its batches packed, also those in a tuple, list or dict."""
     if isinstance(result, DataProto):
         return pack_batch(result)
     return _mapped(pack_result, result)
 
 
 def unpack_result(result: Any) -> Any:
-    """On the driver: the inverse of `pack_result`."""
+    """Return, on the driver, what `pack_result` was given."""
     if isinstance(result, PackedBatch):
         return unpack_batch(result)
     return _mapped(unpack_result, result)
 
 
 def _mapped(function: Any, value: Any) -> Any:
-    """`function` of the entries of a plain tuple, list or dict; any other value as it is."""
+    """Return `function` of the entries of a plain tuple, list or dict, and any other value as it is."""
     if type(value) in (tuple, list):
         return type(value)(map(function, value))
     if type(value) is dict:

@@ -73,14 +73,14 @@ class Worker:
         return self.rank_env.local_rank
 
     def close(self) -> None:
-        """Called on a polite shutdown, before the process is ended. Release here what outlives a process."""
+        """Release what would outlive the process; called on a polite shutdown."""
 
     @cached_property
     def _mesh_places(self) -> dict[str, tuple[int, bool]]:
         return {}
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
-        """Say this rank's place in a mesh (see `make_nd_compute_dataproto_dispatch_fn`); the name is verl's.
+        """Set this rank's place in a mesh (see `make_nd_compute_dataproto_dispatch_fn`); the name is verl's.
 
         Args:
             mesh_name: The mesh, as in the method's `dispatch_mode`.

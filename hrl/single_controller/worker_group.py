@@ -31,7 +31,7 @@ _ON_RANK_ZERO = replace(_ON_ALL, dispatch_mode=Dispatch.RANK_ZERO, execute_mode=
 
 
 class GroupFuture(DataProtoFuture):
-    """What a non-blocking call returns: `get()` waits for the ranks and gives what a blocking call would have given."""
+    """What a non-blocking call returns: `get()` waits for the ranks and returns what a blocking call returns."""
 
     def __init__(self, pending: PendingCalls, collect: Callable[[list[Any]], Any]) -> None:
         super().__init__(collect_fn=collect, futures=[pending], resolve_fn=_results_of)
@@ -49,7 +49,7 @@ def wait_for_all(futures: Sequence[GroupFuture]) -> list[Any]:
     """Return the results of calls that run side by side, each by its own deadline.
 
     Raises:
-        WorkerError: The first failure of any call, at once. Calls that have failed too by then are in the log.
+        WorkerError: The first failure of any call, at once. Other calls that have failed by then are logged.
     """
     waiting = list(futures)
     while waiting:

@@ -8,7 +8,7 @@ import pytest
 
 from hrl.data.files import DatasetError
 from hrl.data.rows import BadRow, Row, RowKeys, read_rows
-from hrl.processes.child import to_plain
+from hrl.processes.plain_data import to_plain
 
 ROW = {"data_source": "numeric", "prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}, "extra_info": {"a": 1}}
 

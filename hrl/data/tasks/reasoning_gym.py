@@ -15,7 +15,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from hrl.data.files import DatasetError
-from hrl.processes.child import child_environment, from_plain, to_plain
+from hrl.processes.environment import child_environment
+from hrl.processes.plain_data import from_plain, to_plain
 
 DATA_SOURCE_PREFIX = "reasoning_gym/"
 _DEFAULT_SIZE = 1000

@@ -1,0 +1,56 @@
+"""The environment that a child process gets: the parent's without its secrets."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import hrl
+
+_SECRET_NAME = re.compile(
+    r"TOKEN|SECRET|PASSW|PASSPHRASE|CREDENTIAL|COOKIE|PRIVATE|SESSION|SIGNATURE|BEARER|WEBHOOK|JWT|APIKEY|ACCESSKEY|"
+    r"CONNECTION_?STRING|(^|_)(AUTH|KEYS?|PAT|PASS|PWD|DSN)(_|$)",
+    re.IGNORECASE,
+)
+_SECRET_VALUE = re.compile(
+    r"://[^/\s@]+@"  # an address with a login
+    r"|\b(?:sk|rk|pk)[-_][A-Za-z0-9_-]{16,}|\bhf_[A-Za-z0-9]{16,}|\bgh[opsur]_[A-Za-z0-9]{16,}|\bgithub_pat_"
+    r"|\bglpat-|\bxox[a-z]-|\bAKIA[A-Z0-9]{12,}|\bAIza[A-Za-z0-9_-]{20,}|\beyJ[A-Za-z0-9_-]{10,}\.|-----BEGIN "
+    r"|(?:password|passwd|pwd|token|secret|apikey|api_key|accountkey|sharedaccesskey|sig)=[^\s;&]",
+    re.IGNORECASE,
+)
+_NOT_A_SECRET = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
+
+
+def child_environment(
+    environ: Mapping[str, str] | None = None, *, keep: Collection[str] = (), **changes: str
+) -> dict[str, str]:
+    """Return the environment of a child: the parent's without whatever looks like a secret, and `hrl` importable.
+
+    A variable looks like a secret by its name (token, key, password, …) or by its value (an address with a login, a key
+    in one of the well-known forms).
+
+    Args:
+        environ: Of the parent; its own if None.
+        keep: Variables that are handed on whatever they look like.
+        changes: Variables of the child's own.
+    """
+    source = os.environ if environ is None else environ
+    withheld = withheld_names(source, keep=keep)
+    kept = {name: value for name, value in source.items() if name not in withheld}
+    root = str(Path(hrl.__file__).parent.parent)
+    inherited = [part for part in kept.get("PYTHONPATH", "").split(os.pathsep) if part and part != root]
+    kept["PYTHONPATH"] = os.pathsep.join([*inherited, root])
+    return kept | changes
+
+
+def withheld_names(environ: Mapping[str, str] | None = None, *, keep: Collection[str] = ()) -> frozenset[str]:
+    """Return the variables that `child_environment` leaves out."""
+    source = os.environ if environ is None else environ
+    return frozenset(
+        name
+        for name, value in source.items()
+        if name not in _NOT_A_SECRET and name not in keep and (_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
+    )

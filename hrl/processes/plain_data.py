@@ -1,0 +1,63 @@
+"""The plain data that parent and child talk in: JSON, never pickles.
+
+JSON has no tuples, and a scorer may care, so they are tagged; so are integers of more digits than Python reads back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_TUPLE = "__tuple__"
+_INTEGER = "__int__"
+_LARGEST_PLAIN_BITS = 10_000  # Python reads and writes integers of up to 4300 digits in decimal
+_DEEPEST = 100
+
+
+def to_plain(value: Any, where: str = "value") -> Any:
+    """Return `value` as JSON can hold it: tuples and huge integers tagged, the rest as it is.
+
+    Args:
+        value: Numbers, text, lists, tuples, dicts with text keys, numpy scalars and arrays.
+        where: What to call it in an error.
+
+    Raises:
+        ValueError: A part of it is none of these, or nested too deep; the message says which.
+    """
+    return _to_plain(value, where, 0)
+
+
+def _to_plain(value: Any, where: str, depth: int) -> Any:
+    if value is None or isinstance(value, bool | float | str):
+        return value
+    if isinstance(value, int):
+        return value if value.bit_length() <= _LARGEST_PLAIN_BITS else {_INTEGER: hex(value)}
+    if depth >= _DEEPEST:
+        raise ValueError(f"{where[:200]}… is nested more than {_DEEPEST} levels deep")
+    if isinstance(value, tuple):
+        return {_TUPLE: [_to_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]}
+    if isinstance(value, list):
+        return [_to_plain(item, f"{where}[{i}]", depth + 1) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        for key in value:
+            if not isinstance(key, str):
+                raise ValueError(f"{where} has the key {key!r}; only text keys can be handed to another process")
+        return {key: _to_plain(item, f"{where}.{key}", depth + 1) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # numpy scalars and arrays
+        return _to_plain(value.tolist(), where, depth + 1)
+    raise ValueError(
+        f"{where} is a {type(value).__name__}; only numbers, text, lists, tuples and dicts can go to another process"
+    )
+
+
+def from_plain(value: Any) -> Any:
+    """Return what `to_plain` was given."""
+    if isinstance(value, list):
+        return [from_plain(item) for item in value]
+    if isinstance(value, dict):
+        if value.keys() == {_TUPLE}:
+            return tuple(from_plain(item) for item in value[_TUPLE])
+        if value.keys() == {_INTEGER}:
+            return int(value[_INTEGER], 16)
+        return {key: from_plain(item) for key, item in value.items()}
+    return value
