@@ -1,6 +1,6 @@
 """`actor_rollout_ref.rollout`: how responses are sampled."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -107,7 +107,6 @@ class RolloutConfig(Section):
     """Share the prompt's KV cache among the samples of a group."""
     free_cache_engine: bool = True
     """Put a colocated engine to sleep while training, on devices that can."""
-    sleep_level: ClassVar[int] = 2  # weights are synced before the engine samples again: it need not keep its own
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
     log_prob_use_dynamic_bsz: bool = follows(packs_as_the_actor(".log_prob_micro_batch_size_per_gpu"))

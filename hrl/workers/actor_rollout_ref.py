@@ -30,18 +30,16 @@ from hrl.models.tokenizer import find_tokenizer_on_this_node, load_tokenizer
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import Dispatch, Execute, register
 from hrl.workers.model_worker import ModelWorker
-from hrl.workers.rollout.base import RolloutError
-from hrl.workers.rollout.columns import sample_keys
+from hrl.workers.rollout.base import EngineSetup, RolloutError, sample_keys
 from hrl.workers.runtime import Runtime, join_world, release_cached_memory
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
     from hrl.workers.policy import Policy
     from hrl.workers.rollout.host import RolloutHost
-    from hrl.workers.weight_sync.base import ReceiverReport, SyncReport
-    from hrl.workers.weight_sync.broadcast import WeightBroadcast
     from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead
-    from hrl.workers.weight_sync.manifest import Manifest
+    from hrl.workers.weight_sync.sender import SyncReport, WeightSync
+    from hrl.workers.weight_sync.wire import Manifest, ReceiverReport
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +86,7 @@ class ActorRolloutRefWorker(ModelWorker):
         self.total_optimizer_steps = total_optimizer_steps
         self._policy: Policy | None = None
         self._host: RolloutHost | None = None
-        self._broadcast: WeightBroadcast | None = None
+        self._broadcast: WeightSync | None = None
         self._lead: Lead | None = None
         self._fellow: FellowRank | None = None
         self._reward_sink: Any = None
@@ -179,19 +177,20 @@ class ActorRolloutRefWorker(ModelWorker):
         first = self.rank - self.rank % size
         together = self.role == "actor_rollout" and self.config.rollout.name == "vllm" and size > 1
         if together and self.drives_engine:
-            from hrl.workers.weight_sync.cuda_ipc import merge_handles
             from hrl.workers.weight_sync.engine_ranks import Lead
 
-            self._lead = Lead(range(first + 1, first + size), merge_handles)
+            self._lead = Lead(range(first + 1, first + size))
         places: list[Any] = [None] * self.world_size
         dist.all_gather_object(places, (socket.gethostname(), own, self._lead.address if self._lead else ""))
         devices = engine_devices([(node, device) for node, device, _ in places], self.rank, size)
         if together and not self.drives_engine:
-            from hrl.workers.weight_sync.engine_ranks import FellowRank, LeadTarget
+            from hrl.workers.weight_sync.engine_ranks import FellowRank
 
             sync = self.config.rollout.weight_sync
             self._fellow = FellowRank(
-                LeadTarget(places[first][2], self.rank, first),
+                places[first][2],
+                self.rank,
+                first,
                 self.device,
                 bucket_bytes=sync.bucket_mb << 20,
                 timeout_s=sync.timeout_s,
@@ -199,27 +198,24 @@ class ActorRolloutRefWorker(ModelWorker):
         return devices
 
     def _build_host(self, visible_devices: str | None) -> RolloutHost:
-        from hrl.workers.rollout.host import RolloutHost, TokenInfo
+        from hrl.models.tokenizer import TokenIds
+        from hrl.workers.rollout.host import RolloutHost
 
-        runtime, model = self.runtime, self.config.model
-        embedded = load_config(self.model_path, model.override_config, trust_remote_code=model.trust_remote_code)
+        runtime, source = self.runtime, self.model_source(self.config.model)
+        embedded = load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
         # Models pad their embedding beyond the tokenizer, and a sampler can draw what is there.
         vocab_size = max(runtime.vocab_size, embedded.get_text_config().vocab_size)
-        return RolloutHost(
+        setup = EngineSetup(
             self.config.rollout,
-            self.model_path,
-            TokenInfo(runtime.pad_token_id, runtime.stop_token_ids, vocab_size),
-            max_prompt_length=runtime.max_prompt_length,
-            max_response_length=runtime.max_response_length,
-            device=self.device,
-            name=f"rollout rank {self.rank}",
+            source,
+            TokenIds(runtime.pad_token_id, runtime.stop_token_ids, vocab_size),
+            self.device,
             num_threads=runtime.num_threads if self.device.type == "cpu" else runtime.engine_threads,
-            trust_remote_code=model.trust_remote_code,
-            override_config=model.override_config,
             visible_devices=visible_devices,
             shares_device=self.role == "actor_rollout",
-            fellows=self._lead,
         )
+        name = f"rollout rank {self.rank}"
+        return RolloutHost(setup, runtime.max_response_length, name=name, fellows=self._lead)
 
     def close(self) -> None:
         """End the engine and its processes."""
@@ -363,19 +359,16 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def open_weight_broadcast(self, num_receivers: int, address: str) -> tuple[Manifest, dict[str, Any]]:
         """Trainer rank 0, which engines reach at `address`, opens the group; returns what they need to join it."""
-        from hrl.workers.weight_sync.broadcast import WeightBroadcast
+        from hrl.workers.weight_sync.broadcast import BroadcastSender
+        from hrl.workers.weight_sync.sender import WeightSync
+        from hrl.workers.weight_sync.wire import Manifest
 
-        rollout = self.config.rollout
-        self._broadcast = WeightBroadcast(
-            self.policy.param_specs(getattr(torch, rollout.dtype)),
-            num_receivers,
-            device=self.device,
-            bucket_bytes=rollout.weight_sync.bucket_mb << 20,
-            timeout_s=rollout.weight_sync.timeout_s,
-            address=address,
-            kept=self.policy.frozen_names(),
-        )
-        return self._broadcast.manifest, self._broadcast.handle
+        rollout, sync = self.config.rollout, self.config.rollout.weight_sync
+        specs = self.policy.param_specs(getattr(torch, rollout.dtype))
+        manifest = Manifest.build(specs, sync.bucket_mb << 20, self.policy.frozen_names())
+        sender = BroadcastSender(manifest, num_receivers, device=self.device, timeout_s=sync.timeout_s, address=address)
+        self._broadcast = WeightSync(manifest, sender, timeout_s=sync.timeout_s)
+        return manifest, sender.handle()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> dict[str, float]:

@@ -44,7 +44,7 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "completion.logprobs": "vllm.logprobs.FlatLogprobs",
         "flat": "vllm.logprobs.FlatLogprobs",
     },
-    "workers/rollout/vllm_extension.py": {
+    "workers/rollout/vllm_worker.py": {
         "self.model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",
         "info": _LAYER,
         "get_layerwise_info(module)": _LAYER,

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.contracts.calls import PACKAGE, Call, all_of_hrl, collect, spelled_receivers
 from tests.contracts.record import ABSENT, SIGNATURES, Sources
@@ -115,14 +116,15 @@ def test_the_range_of_pyproject_is_recorded() -> None:
 def test_the_engine_arguments_are_fields_in_every_version(
     monkeypatch: pytest.MonkeyPatch, device: str, ranks: int
 ) -> None:
-    from hrl.workers.rollout.vllm_engine import VllmOptions
+    from hrl.models.tokenizer import TokenIds
+    from hrl.workers.rollout.vllm_engine import engine_args
+    from tests.workers.rollout.settings import engine_setup
 
     executors = SimpleNamespace(SingleProcessExecutor=None, TensorParallelExecutor=None)
-    monkeypatch.setitem(sys.modules, "hrl.workers.rollout.vllm_executor", executors)
-    options = VllmOptions("folder", device, 64, (2,), 1, tensor_parallel_size=ranks, sleeps=True)
-    call = Call(
-        "VllmOptions.engine_args", "vllm.engine.arg_utils.AsyncEngineArgs", 0, tuple(options.engine_args()), False
-    )
+    monkeypatch.setitem(sys.modules, "hrl.workers.rollout.vllm_worker", executors)
+    tokens, place = TokenIds(0, (2,), 128), torch.device(device)
+    setup = engine_setup("vllm", "folder", tokens, 64, device=place, tensor_model_parallel_size=ranks)
+    call = Call("engine_args", "vllm.engine.arg_utils.AsyncEngineArgs", 0, tuple(engine_args(setup)), False)
     assert {
         versions: refusal(call, form) for form, versions in forms_of(call.name).items() if refusal(call, form)
     } == {}

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from hrl.workers.rollout.scripted import DictWriter, Script
-from hrl.workers.weight_sync.base import ReceiverReport, SenderTransport, WeightSync
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender
-from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.sender import SenderTransport, WeightSync
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport
 from tests.first_light.report import Findings
 from tests.first_light.stages import Setup
 
@@ -84,7 +84,7 @@ class Receiver:
         return self._thread.submit(self._call, "load", index)
 
     def weights_commit(self) -> Future[list[ReceiverReport]]:
-        return self._thread.submit(lambda: [ReceiverReport(**self._call("commit"))])
+        return self._thread.submit(lambda: [self._call("commit")])
 
     def weights_abort(self, reason: str) -> Future[None]:
         return self._thread.submit(self._call, "abort")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
 
-from hrl.workers.rollout.base import SamplingParams
-from hrl.workers.rollout.vllm_engine import VllmEngine, VllmOptions
+from hrl.config.rollout import RolloutConfig
+from hrl.models.loading import ModelSource
+from hrl.models.tokenizer import TokenIds
+from hrl.workers.rollout.base import EngineSetup, SamplingParams
+from hrl.workers.rollout.vllm_engine import VllmEngine
 from tests.first_light.random_model import config_of
 from tests.first_light.report import Findings
 from tests.first_light.stages import Setup
@@ -35,20 +37,12 @@ def run(setup: Setup, findings: Findings) -> None:
 
 async def _sleep_and_wake(setup: Setup, findings: Findings, folder: str) -> None:
     on_card = setup.device == "cuda"
-    engine = VllmEngine(
-        VllmOptions(
-            model_path=folder,
-            device_type=setup.device,
-            max_model_len=256,
-            stop_token_ids=(2,),
-            num_threads=None if on_card else len(os.sched_getaffinity(0)),
-            gpu_memory_utilization=0.3,
-            kv_cache_gib=0.25,
-            max_num_seqs=16,
-            enforce_eager=True,
-            sleeps=on_card,
-        )
+    config = RolloutConfig(
+        dtype="bfloat16", gpu_memory_utilization=0.3, kv_cache_gib=0.25, max_num_seqs=16, enforce_eager=True
     )
+    source = ModelSource.to_look_at(Path(folder), {}, trust_remote_code=False, max_model_len=256)
+    tokens = TokenIds(pad=0, stop=(2,), vocab_size=config_of("tiny" if setup.tiny else "1.5B").vocab_size)
+    engine = VllmEngine(EngineSetup(config, source, tokens, torch.device(setup.device)))
     started = time.perf_counter()
     await engine.start()
     findings.add("start", f"{time.perf_counter() - started:.1f} s")

@@ -13,7 +13,7 @@ from transformers.core_model_loading import Chunk, WeightConverter
 
 from hrl.models.checkpoint_form import CheckpointForm
 from hrl.workers.rollout.hf_engine import HfModelWriter
-from hrl.workers.weight_sync.manifest import WeightSyncError
+from hrl.workers.weight_sync.wire import WeightSyncError
 from tests.models.tiny import make_batch, plain_log_probs, plan_rows, save_llama, save_mixture, world_of_one
 from tests.workers.engine.ranks import parameters, policy_of
 

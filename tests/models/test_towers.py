@@ -19,12 +19,12 @@ from hrl.workers.engine.checkpoint import STATE_FILE
 from hrl.workers.policy import Policy
 from hrl.workers.rollout.hf_engine import HfModelWriter
 from hrl.workers.rollout.scripted import DictWriter, Script
-from hrl.workers.rollout.vllm_extension import is_kept
+from hrl.workers.rollout.vllm_worker import is_kept
 from hrl.workers.value_model import ValueModel
-from hrl.workers.weight_sync.base import ReceiverReport, WeightSync, WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import ModelWriter, WeightReceiver
+from hrl.workers.weight_sync.sender import WeightSync
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.models.tiny import (
     SHAPE,
     actor_config,
@@ -229,7 +229,7 @@ class InThread:
         return self._done(self.receiver.load, index)
 
     def weights_commit(self):
-        return self._done(lambda: [ReceiverReport(**self.receiver.commit())])
+        return self._done(lambda: [self.receiver.commit()])
 
     def weights_abort(self, reason):
         return self._done(self.receiver.abort)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hrl.single_controller.worker import RankEnv
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker, engine_devices, own_device
 from hrl.workers.rollout.base import RolloutError
-from hrl.workers.weight_sync.base import Deadline
+from hrl.workers.weight_sync.wire import Deadline
 from tests.workers.rollout.settings import rollout_config
 
 

@@ -11,8 +11,8 @@ import torch
 from hrl.workers import actor_rollout_ref
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.rollout.base import RolloutError
-from hrl.workers.weight_sync.base import ReceiverReport, SyncReport
-from hrl.workers.weight_sync.manifest import WeightSyncError
+from hrl.workers.weight_sync.sender import SyncReport
+from hrl.workers.weight_sync.wire import ReceiverReport, WeightSyncError
 from tests.workers.rollout.settings import rollout_config
 
 NAMES = ["a", "b"]

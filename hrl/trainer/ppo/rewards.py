@@ -19,7 +19,7 @@ from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShapin
 from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardActor, RewardError
 from hrl.reward.pool import RewardRow
-from hrl.workers.rollout.columns import sample_keys
+from hrl.workers.rollout.base import sample_keys
 
 if TYPE_CHECKING:
     from hrl.config import PPOTrainerConfig

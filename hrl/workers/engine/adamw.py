@@ -6,11 +6,19 @@ The arithmetic is torch's (`torch.optim.adamw`, its fused kernel), on
 - **buckets** of at most `BUCKET_ELEMENTS` elements otherwise. With `offload` the moments are born in host memory
   and only a bucket's moments visit the device, two buckets at most: while one is computed with, the next comes and the
   one before goes, on streams of their own. bfloat16 masters are widened to float32 a bucket at a time and rounded back
-  stochastically (`hrl.workers.engine.rounding`); their moments are float32.
+  stochastically; their moments are float32.
+
+Stochastic rounding: bfloat16 has 8 significant bits, so neighbours are 0.4 to 0.8 % of a weight apart. An update of
+1e-6 to a weight of 0.02 is a hundredth of that; rounded to nearest it is lost every time, and all but the smallest
+weights never move. Here a number `x` between neighbours `a` and `b` becomes `b` with probability `(x - a) / (b - a)`
+and `a` otherwise, so that its expectation is `x` (Gupta et al. 2015, "Deep learning with limited numerical precision").
+The chance is a hash of (seed, parameter, its step, the element's place in the whole parameter), not drawn from a
+generator. So a resumed run rounds as the straight one does, and so does a run on another number of ranks.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -21,12 +29,15 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from hrl.workers.engine.host_memory import Lane, host_zeros_like, local
-from hrl.workers.engine.rounding import round_stochastically, rounding_key
 
 #: Elements whose moments visit the device together: 128 MiB for each of the two moments in float32.
 BUCKET_ELEMENTS = 1 << 25
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _EPS = 1e-8
+
+_WORD = 1 << 32
+_DROPPED_BITS = 16  # of a float32's 23, those that a bfloat16 lacks
+_DROPPED = (1 << _DROPPED_BITS) - 1
 
 
 class Piece(NamedTuple):
@@ -261,3 +272,61 @@ def _first_element(parameter: nn.Parameter) -> int:
     if any(offset[1:]):
         raise ValueError("bfloat16 masters are rounded by rows: a parameter must be sharded along its first dimension")
     return offset[0] * (parameter.numel() // parameter.shape[0])
+
+
+# ---------------------------------------------------------------------- stochastic rounding
+
+
+def rounding_key(seed: int, name: str, step: int) -> int:
+    """Return 64 bits that decide how a parameter is rounded at one of its steps."""
+    text = f"{seed}/{name}/{step}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@torch.no_grad()
+def round_stochastically(wide: Tensor, key: int, first: int) -> Tensor:
+    """Round float32 numbers to bfloat16, each to one of its two neighbours by chance.
+
+    Args:
+        wide: `(n,)` float32.
+        key: See `rounding_key`.
+        first: Place of `wide[0]` in the flattened whole parameter.
+
+    Returns:
+        `(n,)` bfloat16. NaN and infinities stay what they are.
+    """
+    # As integers, the bits of float32 numbers of one sign grow with the magnitude: adding chance below the cut carries
+    # into the kept bits with exactly the probability that is wanted.
+    bits = wide.view(torch.int32) + noise(wide.numel(), key, first, wide.device)
+    rounded = bits.bitwise_and_(~_DROPPED).view(torch.float32)
+    return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)
+
+
+def noise(count: int, key: int, first: int, device: torch.device) -> Tensor:
+    """Return `(count,)` int32, uniform in [0, 65536); element i depends on `key` and `first + i` alone."""
+    out = torch.empty(count, dtype=torch.int32, device=device)
+    start = 0
+    while start < count:  # once, unless a parameter has more elements than 32 bits can count
+        block, low = divmod(first + start, _WORD)
+        stop = min(count, start + _WORD - low)
+        places = torch.arange(stop - start, dtype=torch.int32, device=device)
+        out[start:stop] = _hash(places.add_(_signed(low)), _signed((key ^ (key >> 32) * (2 * block + 1)) % _WORD))
+        start = stop
+    return out.bitwise_and_(_DROPPED)
+
+
+def _hash(words: Tensor, key: int) -> Tensor:
+    """Mix int32 words in place: xor-shift and multiply, twice (the constants of Wellons' `lowbias32`)."""
+    words.bitwise_xor_(key)
+    words.bitwise_xor_(_shifted(words, 16)).mul_(0x7FEB352D)
+    words.bitwise_xor_(_shifted(words, 15)).mul_(_signed(0x846CA68B))
+    return words.bitwise_xor_(_shifted(words, 16))
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Shift to the right and fill with zeros, where torch's shift of a signed word repeats its sign."""
+    return (words >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word

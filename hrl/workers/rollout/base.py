@@ -1,20 +1,32 @@
-"""The interface of a rollout engine: one request in, tokens out; weights in, a version out."""
+"""A rollout engine: what it is opened with, one request in, tokens out; weights in, a version out."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
 
 from hrl.errors import HrlError
-from hrl.workers.weight_sync.base import ReceiverReport
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
+
+if TYPE_CHECKING:
+    from hrl.config.rollout import RolloutConfig
+    from hrl.models.loading import ModelSource
+    from hrl.models.tokenizer import TokenIds
+    from hrl.protocol import DataProto
+
+logger = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "abort"]
 INITIAL_VERSION = 0
 """Policy version of the weights that an engine loads from the model's folder."""
+KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
+"""Levels of sleep: weights stay in host memory, or go and are synced anew."""
 
 
 class RolloutError(HrlError, RuntimeError):
@@ -26,7 +38,42 @@ class EngineDeadError(RolloutError):
 
 
 class EngineUnusableError(RolloutError):
-    """The engine lives, but its weights are not those of one policy version; the next good weight sync heals it."""
+    """The engine lives, but its weights are not those of one policy version, until the next good weight sync."""
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """What an engine is opened with.
+
+    Attributes:
+        config: `actor_rollout_ref.rollout`.
+        model: Folder and overrides of the model, and the run's longest sequence.
+        tokens: Ids of the model's tokenizer that have a meaning. `vocab_size` is the model's, which may be larger.
+        device: Where the engine runs.
+        num_threads: CPU threads of all the engine's processes together. `None` takes every core on a CPU, and on a GPU
+            leaves the number to the engine.
+        visible_devices: GPUs of an engine over several ranks, as CUDA_VISIBLE_DEVICES names them; Ray shows each rank
+            only its own. `None` leaves them as they are.
+        shares_device: A trainer needs the engine's memory between rollouts.
+    """
+
+    config: RolloutConfig
+    model: ModelSource
+    tokens: TokenIds
+    device: torch.device
+    num_threads: int | None = None
+    visible_devices: str | None = None
+    shares_device: bool = True
+
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engine has to be able to give its memory back."""
+        return self.config.free_cache_engine and self.shares_device
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """`rollout.engine_kwargs` of the configured engine."""
+        return dict(self.config.engine_kwargs.get(self.config.name) or {})
 
 
 @dataclass(frozen=True)
@@ -36,10 +83,10 @@ class SamplingParams:
     Attributes:
         temperature: 0 takes the most likely token.
         top_p: Nucleus size; 1 is off.
-        top_k: Most likely tokens kept; -1 is off.
-        max_tokens: Longest response.
+        top_k: Number of most likely tokens to draw from; -1 is off.
+        max_tokens: Longest response, in tokens.
         seed: Of this response alone.
-        ignore_eos: go on after a stop token (for benchmarks).
+        ignore_eos: Go on after a stop token (for benchmarks).
     """
 
     temperature: float = 1.0
@@ -55,11 +102,11 @@ class SampleOutput:
     """One response.
 
     Attributes:
-        token_ids: With the stop token, if there was one.
-        log_probs: Of every token under the distribution it was drawn from: log-softmax(logits / temperature), after
+        token_ids: Including the stop token, if there was one.
+        log_probs: Of each token under the distribution it was drawn from: log-softmax(logits / temperature), after
             top-k and top-p if they are on. At temperature 0, log-softmax(logits).
         finish_reason: A stop token, the length limit, or an abort.
-        policy_version: Of the weights that produced all of it.
+        policy_version: Of the weights that produced the whole response.
     """
 
     token_ids: list[int]
@@ -69,40 +116,61 @@ class SampleOutput:
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
-    """Return the seed of one sample: a stable function of what the sample is, not of where or when it is drawn.
-
-    32 bits, which is what torch's CPU generator takes from a seed.
-    """
+    """Return the 32-bit seed of one sample, which depends on what the sample is, not on where or when it is drawn."""
+    # torch's CPU generator uses no more than 32 bits of a seed.
     text = f"{run_seed}/{step}/{uid}/{sample_index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+def sample_keys(rows: DataProto) -> list[tuple[str, int]]:
+    """Return (group, sample index) of each row, by which all processes know a sample of this batch."""
+    columns = rows.non_tensor_batch
+    return [(str(uid), int(index)) for uid, index in zip(columns["uid"], columns["sample_index"], strict=True)]
 
 
 class RolloutEngine(ABC):
     """An engine, driven from one event loop.
 
-    All coroutines run on the same loop; requests may be many at once, weight calls one at a time and with no request
-    in flight.
+    All coroutines run on the same loop. There may be many requests at once; weight calls come one at a time and with no
+    request in flight. What state the weights are in, and so whether the engine may be sampled from, is decided here;
+    subclasses do the work in the methods with an underscore.
+
+    Attributes:
+        policy_version: Version of the weights that are served.
+        supports_sleep: Whether `sleep` gives device memory back. An engine that can't is left idle.
     """
 
-    supports_sleep: bool = False
-    """Whether `sleep` gives device memory back. Where it doesn't, an idle engine just waits, without using the CPU."""
+    name: str
+    """In messages."""
 
     own_process: bool = True
     """Whether the model lives in a process of the engine's own. CUDA opens no handle in the process that made it, and
     transformers cannot load two models at once."""
 
-    policy_version: int = INITIAL_VERSION
-    """Version of the weights that are served."""
+    def __init__(self, setup: EngineSetup) -> None:
+        self.setup = setup
+        self.supports_sleep = False
+        self._in_flight = 0
+        self._loaded_from_folder()
+
+    def _loaded_from_folder(self) -> None:
+        """The weights are those of the model's folder."""
+        self.policy_version = INITIAL_VERSION
+        self._next_version: int | None = None
+        self._unusable: str | None = None
+        self._dropped = False
 
     @abstractmethod
     async def start(self) -> None:
-        """Load the model and gets ready to sample."""
+        """Load the model and get ready to sample."""
 
     @abstractmethod
     async def shutdown(self) -> None:
         """End the engine and all its processes. Harmless when repeated."""
 
-    @abstractmethod
+    def kill(self) -> None:
+        """End what is left of an engine that hangs, so that its start or shutdown returns."""
+
     async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
         """Sample one response.
 
@@ -110,29 +178,86 @@ class RolloutEngine(ABC):
             EngineDeadError: The engine is gone.
             EngineUnusableError: A weight sync was aborted half-way.
         """
+        self._require_usable()
+        self._in_flight += 1
+        try:
+            return await self._generate(prompt_ids, sampling, request_id)
+        finally:
+            self._in_flight -= 1
 
-    @abstractmethod
     async def score(self, token_ids: list[int]) -> list[float]:
-        """Log-probs of tokens 1, 2, … given those before them, at temperature 1: `len(token_ids)` - 1 numbers."""
+        """Return log-probs of tokens 1, 2, … given those before them, at temperature 1; one less than tokens."""
+        self._require_usable()
+        self._in_flight += 1
+        try:
+            return await self._score(token_ids)
+        finally:
+            self._in_flight -= 1
 
     async def sleep(self, level: int) -> None:
-        """Give device memory back, where it can: 1 keeps the weights on the host, 2 drops them."""
+        """Give device memory back, where the engine can. `level` is `KEEP_WEIGHTS` or `DROP_WEIGHTS`."""
+        if self.supports_sleep:
+            await self._sleep(level)
+            if level >= DROP_WEIGHTS:
+                self._dropped, self._unusable = True, "its weights were dropped by sleep level 2"
 
     async def wake(self, tags: Sequence[str]) -> None:
         """Take memory again: `"weights"` before a weight sync, `"kv_cache"` before sampling."""
+        if self.supports_sleep:
+            await self._wake(tags)
 
-    @abstractmethod
     async def weights_begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
-        """Announces a weight sync to `version`, whose buckets are found by `handle`."""
+        """Announce a weight sync to `version`, whose buckets are found by `handle`."""
+        if self._in_flight:
+            raise WeightSyncError(f"{self._in_flight} requests are in flight; a weight sync needs an idle engine")
+        self._next_version = version
+        await self._begin_weights(manifest, handle, version)
 
-    @abstractmethod
     async def weights_load(self, index: int) -> None:
         """Take one published bucket."""
+        await self._load_weights(index)
 
-    @abstractmethod
     async def weights_commit(self) -> list[ReceiverReport]:
-        """Serve the new version from here on; forgets everything computed with the old one."""
+        """Serve the new version from here on, and forget everything computed with the old one."""
+        if self._next_version is None:
+            raise WeightSyncError(f"{self.name}: no weight sync is under way")
+        self._unusable = "its last weight sync did not finish"
+        reports = await self._commit_weights()
+        self.policy_version, self._next_version = self._next_version, None
+        self._dropped, self._unusable = False, None
+        return reports
+
+    async def weights_abort(self, reason: str) -> None:
+        """Drop the sync: serve the old version if its weights are intact, nothing otherwise."""
+        version, self._next_version = self._next_version, None
+        self._unusable = f"the weight sync to version {version} was aborted ({reason})"
+        if await self._abort_weights() and not self._dropped:
+            self._unusable = None
+            logger.warning("weight sync to version %s aborted; still serving version %s", version, self.policy_version)
+
+    def _require_usable(self) -> None:
+        if self._unusable is not None:
+            raise EngineUnusableError(f"{self.name}: {self._unusable}; sync weights before sampling")
 
     @abstractmethod
-    async def weights_abort(self, reason: str) -> None:
-        """Forgets the sync: serves the old version if its weights are intact, nothing otherwise."""
+    async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput: ...
+
+    @abstractmethod
+    async def _score(self, token_ids: list[int]) -> list[float]: ...
+
+    async def _sleep(self, level: int) -> None: ...
+
+    async def _wake(self, tags: Sequence[str]) -> None: ...
+
+    @abstractmethod
+    async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None: ...
+
+    @abstractmethod
+    async def _load_weights(self, index: int) -> None: ...
+
+    @abstractmethod
+    async def _commit_weights(self) -> list[ReceiverReport]: ...
+
+    @abstractmethod
+    async def _abort_weights(self) -> bool:
+        """Return whether the weights are wholly those of `policy_version`."""

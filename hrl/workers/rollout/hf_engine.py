@@ -1,8 +1,7 @@
-"""transformers as a rollout engine: slow, simple, and near enough to the trainer to check the other engine against.
+"""transformers as a rollout engine: slow, simple, and close enough to the trainer to check another engine against.
 
-Requests that are waiting together are sampled together, in one left-padded batch with a key-value cache. Every sample
-draws from a generator of its own, so what it gets doesn't depend on its neighbours (up to the rounding of matrix
-products of another shape).
+Requests that wait together are sampled together, in one left-padded batch with a key-value cache. Every sample has its
+own generator, so its tokens do not depend on its neighbours (up to the rounding of matrix products of another shape).
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import asyncio
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,16 +20,17 @@ from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.hf_config import load_config
 from hrl.models.ops.rope import fix_rope_frequencies
 from hrl.workers.rollout.base import (
-    INITIAL_VERSION,
     EngineDeadError,
-    EngineUnusableError,
+    EngineSetup,
     RolloutEngine,
+    RolloutError,
     SampleOutput,
     SamplingParams,
 )
-from hrl.workers.weight_sync.base import ReceiverReport, WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
+
+T = TypeVar("T")
 
 
 class HfModelWriter:
@@ -40,7 +40,7 @@ class HfModelWriter:
         self._form = CheckpointForm.of(model)
         # Tied parameters appear once, under the name that the trainer gives them too.
         self._tensors = dict(saved_tensors(model))
-        # Which of them holds a tensor of the checkpoint, and its shape.
+        # Checkpoint name → name of the tensor that holds it, and its shape.
         self._holders = {piece.name: (name, piece.shape) for name in self._tensors for piece in self._form.pieces(name)}
         self._positions: tuple[str, dict[str, Tensor]] = ("", {})
         self._written: set[str] = set()
@@ -69,7 +69,7 @@ class HfModelWriter:
             raise WeightSyncError(f"the trainer sent nothing for {', '.join(missing[:8])}")
 
     def cancel(self) -> None:
-        """What was written stays; the receiver counts the model as broken until the next complete set."""
+        """Leave what was written: the receiver counts the model as broken until the next complete set."""
 
     def read_back(self, name: str) -> Tensor | None:
         holder, _ = self._holders[name]
@@ -77,11 +77,8 @@ class HfModelWriter:
         return tensor if self._form.is_whole(holder) else tensor.view(-1)[self._positions_in(holder)[name]]
 
     def _positions_in(self, holder: str) -> dict[str, Tensor]:
-        """Return where pieces lie in the flattened tensor that holds them.
-
-        Those of one tensor come one after the other.
-        """
-        if self._positions[0] != holder:
+        """Return where the pieces lie in the flattened tensor that holds them."""
+        if self._positions[0] != holder:  # the pieces of one tensor come one after the other
             self._positions = holder, self._form.positions(holder, self._tensors[holder].shape)
         return self._positions[1]
 
@@ -96,52 +93,30 @@ class _Request:
 class HfEngine(RolloutEngine):
     """One transformers model, sampled from in a thread.
 
-    Args:
-        model_path: Local folder.
-        stop_token_ids: End a response.
-        dtype: Of the weights.
-        device: Of the model.
-        max_num_seqs: Largest batch.
-        max_model_len: Longest prompt + response, in tokens.
-        trust_remote_code: Allow code from the model's folder.
-        override_config: Fields of the model's configuration to replace.
+    Raises:
+        RolloutError: `rollout.engine_kwargs.hf` has arguments.
     """
 
+    name = "transformers engine"
     own_process = False
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        stop_token_ids: Sequence[int],
-        dtype: torch.dtype,
-        device: torch.device,
-        max_num_seqs: int,
-        max_model_len: int,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._override_config = dict(override_config or {})
-        self._model_path = model_path
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._dtype = dtype
-        self._device = device
-        self._max_num_seqs = max_num_seqs
-        self._max_model_len = max_model_len
-        self._trust_remote_code = trust_remote_code
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        if setup.arguments:
+            raise RolloutError(f"rollout.engine_kwargs.hf={setup.arguments}: the transformers engine has no arguments")
+        self._device = setup.device
+        self._max_num_seqs = setup.config.max_num_seqs
+        self._stop_token_ids = setup.tokens.stop
         self._model: PreTrainedModel | None = None
         self._receiver: WeightReceiver | None = None
         self._thread = ThreadPoolExecutor(1, "hf-engine")
         self._waiting: list[_Request] = []
         self._batch: list[_Request] = []
         self._runner: asyncio.Task[None] | None = None
-        self._unusable: str | None = None
-        self._next_version = INITIAL_VERSION
-        self.policy_version = INITIAL_VERSION
 
     async def start(self) -> None:
         self._model = await self._in_thread(self._load)
-        self._receiver = WeightReceiver(HfModelWriter(self._model), "transformers engine")
+        self._receiver = WeightReceiver(HfModelWriter(self._model), self.name)
 
     async def shutdown(self) -> None:
         if self._runner is not None:
@@ -149,8 +124,8 @@ class HfEngine(RolloutEngine):
         self._thread.shutdown(wait=False, cancel_futures=True)
         self._model, self._receiver = None, None
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
-        self._usable_model()
+    async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+        self._running(self._model)
         request = _Request(prompt_ids, sampling, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         if self._runner is None or self._runner.done():
@@ -160,36 +135,30 @@ class HfEngine(RolloutEngine):
         stopped = bool(tokens) and tokens[-1] in self._stop_token_ids and not sampling.ignore_eos
         return SampleOutput(tokens, log_probs, "stop" if stopped else "length", self.policy_version)
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        return await self._in_thread(self._score, self._usable_model(), token_ids)
+    async def _score(self, token_ids: list[int]) -> list[float]:
+        return await self._in_thread(self._score_now, self._running(self._model), token_ids)
 
-    async def weights_begin(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
-        if self._waiting or (self._runner is not None and not self._runner.done()):
-            raise WeightSyncError("requests are in flight; a weight sync needs an idle engine")
-        self._next_version = version
-        await self._in_thread(self._running_receiver().begin, manifest, handle, version)
+    async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
+        await self._in_thread(self._running(self._receiver).begin, manifest, handle, version)
 
-    async def weights_load(self, index: int) -> None:
-        await self._in_thread(self._running_receiver().load, index)
+    async def _load_weights(self, index: int) -> None:
+        await self._in_thread(self._running(self._receiver).load, index)
 
-    async def weights_commit(self) -> list[ReceiverReport]:
-        self._unusable = "its last weight sync did not finish"
-        report = await self._in_thread(self._running_receiver().commit)
-        self.policy_version, self._unusable = self._next_version, None
-        return [ReceiverReport(**report)]
+    async def _commit_weights(self) -> list[ReceiverReport]:
+        return [await self._in_thread(self._running(self._receiver).commit)]
 
-    async def weights_abort(self, reason: str) -> None:
-        intact = await self._in_thread(self._running_receiver().abort)
-        self._unusable = None if intact else f"a weight sync was aborted ({reason})"
+    async def _abort_weights(self) -> bool:
+        return await self._in_thread(self._running(self._receiver).abort)
 
     def _load(self) -> PreTrainedModel:
+        source = self.setup.model
         model = AutoModelForCausalLM.from_pretrained(
-            self._model_path,
-            dtype=self._dtype,
-            trust_remote_code=self._trust_remote_code,
-            config=load_config(self._model_path, self._override_config, trust_remote_code=self._trust_remote_code),
+            source.path,
+            dtype=getattr(torch, self.setup.config.dtype),
+            trust_remote_code=source.trust_remote_code,
+            config=load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code),
         )
-        fix_rope_frequencies(model, self._max_model_len)
+        fix_rope_frequencies(model, source.max_model_len)
         return model.to(self._device).eval()
 
     async def _run_waiting(self) -> None:
@@ -197,8 +166,8 @@ class HfEngine(RolloutEngine):
         while self._waiting:
             self._batch, self._waiting = self._waiting[: self._max_num_seqs], self._waiting[self._max_num_seqs :]
             try:
-                outputs = await self._in_thread(self._sample, self._usable_model(), self._batch)
-            except (RuntimeError, ValueError) as error:  # these requests can't be sampled; others may
+                outputs = await self._in_thread(self._sample, self._running(self._model), self._batch)
+            except (RuntimeError, ValueError) as error:  # these requests can't be sampled; others perhaps can
                 _fail(self._batch, error)
                 continue
             for request, output in zip(self._batch, outputs, strict=True):
@@ -206,7 +175,7 @@ class HfEngine(RolloutEngine):
                     request.done.set_result(output)
 
     def _fail_what_is_open(self, runner: asyncio.Task[None]) -> None:
-        """When the runner has ended early, whatever ended it: nobody else would answer its requests."""
+        """Answer the requests of a runner that has ended early, for whatever reason: nobody else would."""
         error = EngineDeadError("the transformers engine was shut down") if runner.cancelled() else runner.exception()
         if error is not None:
             _fail([*self._batch, *self._waiting], error)
@@ -247,7 +216,7 @@ class HfEngine(RolloutEngine):
         return outputs
 
     @torch.inference_mode()
-    def _score(self, model: PreTrainedModel, token_ids: list[int]) -> list[float]:
+    def _score_now(self, model: PreTrainedModel, token_ids: list[int]) -> list[float]:
         ids = torch.tensor([token_ids], device=self._device)
         log_probs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
         return log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
@@ -255,17 +224,10 @@ class HfEngine(RolloutEngine):
     async def _in_thread(self, function, *args):  # type: ignore[no-untyped-def]
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
-    def _usable_model(self) -> PreTrainedModel:
-        if self._model is None:
+    def _running(self, part: T | None) -> T:
+        if part is None:
             raise EngineDeadError("the transformers engine is not running")
-        if self._unusable is not None:
-            raise EngineUnusableError(f"transformers engine: {self._unusable}; sync weights before sampling")
-        return self._model
-
-    def _running_receiver(self) -> WeightReceiver:
-        if self._receiver is None:
-            raise EngineDeadError("the transformers engine is not running")
-        return self._receiver
+        return part
 
 
 def _fail(requests: Sequence[_Request], error: BaseException) -> None:
@@ -275,20 +237,20 @@ def _fail(requests: Sequence[_Request], error: BaseException) -> None:
 
 
 def draw(logits: Tensor, sampling: SamplingParams, generator: torch.Generator) -> tuple[int, float]:
-    """One token from logits `(V,)` and its log-prob under the distribution it was drawn from."""
+    """Draw one token from logits `(V,)`; return it with its log-prob under the distribution it was drawn from."""
     if sampling.temperature == 0.0:
         log_probs = logits.log_softmax(-1)
         token = int(log_probs.argmax())
         return token, float(log_probs[token])
     log_probs = truncate((logits / sampling.temperature).log_softmax(-1), sampling.top_k, sampling.top_p)
-    # The race of exponential clocks: the first to ring is distributed as the probabilities.
+    # Exponential race: with E ~ Exp(1), argmax(log p - log E) is distributed as p.
     noise = torch.empty_like(log_probs).exponential_(generator=generator)
     token = int((log_probs - noise.log()).argmax())
     return token, float(log_probs[token])
 
 
 def truncate(log_probs: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Log-probs `(V,)` after top-k and top-p, normalised again; what is cut off has -inf.
+    """Return log-probs `(V,)` after top-k and top-p, normalised again; what is cut off becomes -inf.
 
     The nucleus is the smallest set of most likely tokens whose probability reaches `top_p`.
     """

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
+import math
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,139 +21,95 @@ from torch import Tensor
 
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
-from hrl.workers.rollout.base import RolloutEngine, RolloutError, SampleOutput, SamplingParams, sample_seed
-from hrl.workers.rollout.columns import SampleName, check_output, prompt_tokens, response_columns, sample_keys
-from hrl.workers.rollout.factory import build_engine
-from hrl.workers.rollout.loop_thread import LoopThread
-from hrl.workers.rollout.vllm_engine import default_num_threads, engine_process_ids, kill_engine_processes
-from hrl.workers.weight_sync.base import ReceiverReport, SenderTransport, SyncReport, WeightSync, WeightSyncError
+from hrl.workers.rollout.base import (
+    DROP_WEIGHTS,
+    KEEP_WEIGHTS,
+    EngineSetup,
+    RolloutEngine,
+    RolloutError,
+    SampleOutput,
+    SamplingParams,
+    sample_keys,
+    sample_seed,
+)
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender
 from hrl.workers.weight_sync.engine_ranks import Lead
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.sender import SenderTransport, SyncReport, WeightSync
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
+#: Where the engine of `rollout.name` stands. Only the one that runs is imported.
+ENGINES = {
+    "vllm": ("hrl.workers.rollout.vllm_engine", "VllmEngine"),
+    "hf": ("hrl.workers.rollout.hf_engine", "HfEngine"),
+    "scripted": ("hrl.workers.rollout.scripted", "ScriptedEngine"),
+}
 START_TIMEOUT_S = 600.0
 GENERATE_TIMEOUT_S = 1800.0
 SHUTDOWN_TIMEOUT_S = 30.0
 CONTROL_TIMEOUT_S = 120.0
-_KEEP_WEIGHTS = 1  # the sleep level that keeps them, in host memory
 RECEIVE_MARGIN_S = 10.0
-"""Beyond a sync's deadline: the engine's processes, which know what they wait for, say it first."""
+"""Beyond a sync's deadline, so that the engine's processes, which know what they wait for, report it first."""
+LOG_PROB_TOLERANCE = 1e-3
+"""How far above 0 rounding may lift a log-prob."""
 
 OnSample = Callable[[int, list[int], str], None]
-"""Called with (row, token ids, finish reason) as each sample ends, in that order, on a thread of its own."""
-
-
-@dataclass(frozen=True)
-class TokenInfo:
-    """What the engine has to know about the tokenizer.
-
-    Attributes:
-        pad_token_id: Fills responses up.
-        stop_token_ids: End a response and belong to it.
-        vocab_size: Token ids are below it.
-    """
-
-    pad_token_id: int
-    stop_token_ids: tuple[int, ...]
-    vocab_size: int
+"""Called with (row, token ids, finish reason) when a sample ends, one call at a time, on a thread of its own."""
 
 
 class RolloutHost:
     """Owns a rollout engine. Its methods block, and each has a deadline.
 
     Args:
-        config: `actor_rollout_ref.rollout`.
-        model_path: Local folder of the model.
-        tokens: Of its tokenizer.
-        max_prompt_length: P, in tokens.
+        setup: What the engine is opened with.
         max_response_length: R, in tokens.
-        device: Where the engine runs.
         name: For messages and threads, e.g. `"rollout rank 0"`.
-        num_threads: CPU threads of the engine; None takes every core, and on a GPU leaves them to the engine.
-        trust_remote_code: Allow code from the model's folder.
-        override_config: Fields of the model's configuration to replace, as the trainer does.
-        visible_devices: The GPUs of a tensor-parallel engine, as CUDA_VISIBLE_DEVICES has them.
-        shares_device: A trainer wants the engine's memory from time to time; without one, the engine need not be able
-            to give it.
         fellows: The other ranks of a tensor-parallel engine on GPUs, which send weights along with this process.
     """
 
     def __init__(
-        self,
-        config: Any,
-        model_path: str,
-        tokens: TokenInfo,
-        *,
-        max_prompt_length: int,
-        max_response_length: int,
-        device: torch.device,
-        name: str = "rollout",
-        num_threads: int | None = None,
-        trust_remote_code: bool = False,
-        override_config: Mapping[str, Any] | None = None,
-        visible_devices: str | None = None,
-        shares_device: bool = True,
-        fellows: Lead | None = None,
+        self, setup: EngineSetup, max_response_length: int, *, name: str = "rollout", fellows: Lead | None = None
     ) -> None:
         self.name = name
+        self._setup = setup
+        self._config = setup.config
+        self._max_response_length = max_response_length
         self._fellows = fellows
         self._keeps_weights = self._lost_weights = False
-        self._config = config
-        self._tokens = tokens
-        self._max_response_length = max_response_length
-        self._device = device
         self._loop: LoopThread | None = None
         self._starting: Future[None] | None = None
-        self._others: frozenset[int] = frozenset()
         self._sync: WeightSync | None = None
         self._requests = 0
-        self.engine: RolloutEngine = build_engine(
-            config,
-            model_path=str(model_path),
-            stop_token_ids=tokens.stop_token_ids,
-            vocab_size=tokens.vocab_size,
-            max_model_len=config.max_model_len or max_prompt_length + max_response_length,
-            device=device,
-            num_threads=num_threads or (default_num_threads() if device.type == "cpu" else None),
-            trust_remote_code=trust_remote_code,
-            override_config=override_config or {},
-            visible_devices=visible_devices,
-            sleeps=config.free_cache_engine and shares_device,
-        )
+        module, kind = ENGINES[setup.config.name]
+        self.engine: RolloutEngine = getattr(importlib.import_module(module), kind)(setup)
 
     @property
     def policy_version(self) -> int:
         """Version of the weights that are served."""
         return self.engine.policy_version
 
-    @property
-    def supports_sleep(self) -> bool:
-        """Whether `sleep` gives device memory back; an engine that can't is left idle."""
-        return self.engine.supports_sleep
-
     def begin_start(self) -> None:
-        """Start the engine in the background, so that a trainer can load its own model meanwhile."""
+        """Start the engine in the background, so that a trainer can load its own model in the meantime."""
         if self._starting is None:
-            self._others = engine_process_ids()
             self._loop = LoopThread(f"{self.name} engine")
             self._starting = self._loop.submit(self.engine.start())
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
-        """Return when the engine is ready.
+        """Wait until the engine is ready.
 
         Raises:
-            RolloutError: It failed to start, or not in time; nothing of it is left.
+            RolloutError: It failed to start, or did not start in time; nothing of it is left.
         """
         self.begin_start()
-        if self._starting is None:
-            raise RolloutError(f"{self.name}: the engine was not started")
+        starting = self._starting
+        assert starting is not None  # `begin_start` sets it
         try:
-            self._starting.result(timeout=timeout_s)
+            starting.result(timeout=timeout_s)
         except TimeoutError:
-            kill_engine_processes(self._others)
+            self.engine.kill()
             self.shutdown()
             raise RolloutError(f"{self.name}: the engine did not start within {timeout_s:g} s") from None
         except BaseException:
@@ -173,7 +134,7 @@ class RolloutHost:
             loop.run(self.engine.shutdown(), timeout_s=SHUTDOWN_TIMEOUT_S, what=f"{self.name}: shutdown")
         except TimeoutError as error:
             logger.warning("%s; its processes are killed", error)
-            kill_engine_processes(self._others)
+            self.engine.kill()
         finally:
             loop.stop()
 
@@ -193,8 +154,8 @@ class RolloutHost:
             batch: `prompts` (or `input_ids`) `(B, P)` left-padded and `attention_mask` `(B, P)`; non-tensor `uid`
                 and `sample_index`, and optionally `greedy`, which marks rows that take the most likely tokens;
                 meta_info `step`, `validate` and, optionally, `temperature`.
-            on_sample: Hears of every sample as it ends, so that rewards can be computed meanwhile.
-            timeout_s: For the whole batch.
+            on_sample: Called for every sample as it ends, so that rewards can be computed meanwhile.
+            timeout_s: For the whole batch, in seconds.
 
         Returns:
             In the order of the rows, the columns of `response_columns`; `uid`, `sample_index` and `finish_reason`;
@@ -210,17 +171,17 @@ class RolloutHost:
         names = [SampleName(row, *key) for row, key in enumerate(sample_keys(batch))]
         is_greedy = batch.non_tensor_batch.get("greedy", np.zeros(len(names), dtype=object))
         samplings = [replace(sampling, temperature=0.0) if greedy else sampling for greedy in is_greedy]
-        loop, tokens = self._running(), prompt_tokens(prompts, prompt_mask)
-        # One thread, so that samples are heard of in order; and not the engine's, which has others to serve meanwhile.
+        loop, token_ids = self._running(), prompt_tokens(prompts, prompt_mask)
+        # One thread, so that calls come one at a time; not the engine's, which has other requests to serve meanwhile.
         listener = ThreadPoolExecutor(1, f"{self.name} samples")
-        work = self._generate_all(tokens, names, samplings, batch.meta_info, on_sample, listener)
+        work = self._generate_all(token_ids, names, samplings, batch.meta_info, on_sample, listener)
         try:
             outputs = loop.run(work, timeout_s=timeout_s, what=f"{self.name}: sampling {len(names)} rows")
         except TimeoutError as error:
             raise RolloutError(str(error)) from None
         finally:
             listener.shutdown(wait=False, cancel_futures=True)
-        columns = response_columns(prompts, prompt_mask, outputs, self._max_response_length, self._tokens.pad_token_id)
+        columns = response_columns(prompts, prompt_mask, outputs, self._max_response_length, self._setup.tokens.pad)
         kept = {key: batch.non_tensor_batch[key] for key in ("uid", "sample_index")}
         reasons = np.array([output.finish_reason for output in outputs], dtype=object)
         meta = {
@@ -232,22 +193,20 @@ class RolloutHost:
         return DataProto.from_dict(tensors=columns, non_tensors={**kept, "finish_reason": reasons}, meta_info=meta)
 
     def score(self, token_ids: list[int], *, timeout_s: float = CONTROL_TIMEOUT_S) -> list[float]:
-        """Log-probs of tokens 1, 2, … given those before them, at temperature 1."""
+        """Return log-probs of tokens 1, 2, … given those before them, at temperature 1."""
         return self._control(self.engine.score(token_ids), "scoring", timeout_s)
 
     def sleep(self) -> None:
-        """Give the engine's device memory to the trainer, where the engine can.
-
-        An engine that is not sent all of its weights keeps them in host memory meanwhile: no sync brings them back.
-        """
-        if self.supports_sleep and self._config.free_cache_engine:
-            level = min(self._config.sleep_level, _KEEP_WEIGHTS) if self._keeps_weights else self._config.sleep_level
+        """Give the engine's device memory to the trainer, where the engine can."""
+        if self.engine.supports_sleep and self._config.free_cache_engine:
+            # What is not sent in a sync must not be dropped: no sync would bring it back.
+            level = KEEP_WEIGHTS if self._keeps_weights else DROP_WEIGHTS
             self._control(self.engine.sleep(level), "going to sleep", CONTROL_TIMEOUT_S)
-            self._lost_weights |= level > _KEEP_WEIGHTS
+            self._lost_weights |= level == DROP_WEIGHTS
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take it back: `"weights"` before a weight sync, `"kv_cache"` after it."""
-        if self.supports_sleep and self._config.free_cache_engine:
+        if self.engine.supports_sleep and self._config.free_cache_engine:
             self._control(self.engine.wake(tags), "waking up", CONTROL_TIMEOUT_S)
 
     def push_weights(
@@ -257,13 +216,13 @@ class RolloutHost:
         weights: Iterable[tuple[str, Tensor]],
         kept: Sequence[str] = (),
     ) -> SyncReport:
-        """Weight sync from this process's trainer into this host's engine, over memory handles.
+        """Sync weights from this process's trainer into this host's engine, over memory handles.
 
         Args:
             version: Policy version of the weights.
-            specs: (name, dtype, shape) of what `weights` will yield; used at the first call.
-            weights: (name, full tensor), run to its end whatever happens.
-            kept: Names of what the engine keeps from its folder; used at the first call.
+            specs: (name, dtype, shape) of what `weights` will yield; used in the first call.
+            weights: (name, full tensor); run to its end whatever happens.
+            kept: Names of what the engine keeps from its folder; used in the first call.
 
         Raises:
             WeightSyncError: See `WeightSync.push`.
@@ -283,12 +242,12 @@ class RolloutHost:
         return self._sync.push(version, weights)
 
     def refuse_weights(self, reason: str) -> None:
-        """Tell the ranks that send along that this sync will not begin."""
+        """Tell the ranks that send along that this sync does not begin."""
         if self._fellows is not None:
             self._fellows.refuse(reason, CONTROL_TIMEOUT_S)
 
     def receive_weights(self, version: int, manifest: Manifest, handle: Mapping[str, Any]) -> list[ReceiverReport]:
-        """Return the receiving side of a sync whose sender is elsewhere (`weight_sync.broadcast`).
+        """Take a sync whose sender is elsewhere (`weight_sync.broadcast`).
 
         Raises:
             WeightSyncError: What arrived is not what was sent, or not in time.
@@ -304,11 +263,12 @@ class RolloutHost:
     def _transport(
         self, specs: Iterable[tuple[str, torch.dtype, Sequence[int]]], kept: Sequence[str]
     ) -> tuple[Manifest, SenderTransport]:
-        if self._device.type == "cuda" and self.engine.own_process:
+        device = self._setup.device
+        if device.type == "cuda" and self.engine.own_process:
             manifest = Manifest.build(specs, self._config.weight_sync.bucket_mb << 20, kept)
-            return manifest, CudaIpcSender(manifest, self._device)
-        # Shared memory holds the whole model anyway, and overlapping would make sender and receiver fight for the same
-        # cores: one bucket is twice as fast as several.
+            return manifest, CudaIpcSender(manifest, device)
+        # Shared memory holds the whole model anyway, and with several buckets sender and receiver would fight for the
+        # same cores: one bucket is twice as fast.
         manifest = Manifest.build(specs, sys.maxsize, kept)
         return manifest, SharedMemorySender(manifest)
 
@@ -350,7 +310,7 @@ class RolloutHost:
         listener: Executor,
     ) -> list[SampleOutput]:
         step = int(meta["step"])
-        # Validation draws its own samples, also at a step that trains on the same prompts.
+        # Validation has its own seeds: it may draw at a step that trains on the same prompts.
         run_seed = -1 - self._config.seed if meta.get("validate") else self._config.seed
         version = self.policy_version
         self._requests += 1
@@ -361,17 +321,16 @@ class RolloutHost:
             params = replace(sampling, seed=sample_seed(run_seed, step, name.uid, name.sample_index))
             output = await self.engine.generate(prompt, params, f"{wave}-{name.row}")
             check_output(
-                output, name, max_tokens=params.max_tokens, vocab_size=self._tokens.vocab_size, version=version
+                output, name, max_tokens=params.max_tokens, vocab_size=self._setup.tokens.vocab_size, version=version
             )
             if on_sample is not None:
-                heard = loop.run_in_executor(listener, on_sample, name.row, output.token_ids, output.finish_reason)
-                await heard
+                await loop.run_in_executor(listener, on_sample, name.row, output.token_ids, output.finish_reason)
             return output
 
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(one(*row)) for row in zip(prompts, names, samplings, strict=True)]
-        except ExceptionGroup as failures:  # the first one is the cause; the others were cancelled or failed of it
+        except ExceptionGroup as failures:  # the first is the cause; the others were cancelled or failed because of it
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -399,10 +358,149 @@ class RolloutHost:
         return self._loop
 
 
+# ---------------------------------------------------------------------- batches to requests and back
+
+
+@dataclass(frozen=True)
+class SampleName:
+    """Which sample an error is about."""
+
+    row: int
+    uid: str
+    sample_index: int
+
+    def __str__(self) -> str:
+        return f"row {self.row} (uid {self.uid}, sample {self.sample_index})"
+
+
+def prompt_tokens(prompts: Tensor, attention_mask: Tensor) -> list[list[int]]:
+    """Return each row's prompt tokens from left-padded columns `(B, P)`.
+
+    Raises:
+        RolloutError: A prompt without tokens.
+    """
+    ids = prompts.cpu().numpy()
+    mask = attention_mask.cpu().numpy().astype(bool)
+    rows = [row[keep].tolist() for row, keep in zip(ids, mask, strict=True)]
+    empty = next((index for index, row in enumerate(rows) if not row), None)
+    if empty is not None:
+        raise RolloutError(f"row {empty} has an empty prompt")
+    return rows
+
+
+def check_output(output: SampleOutput, name: SampleName, *, max_tokens: int, vocab_size: int, version: int) -> None:
+    """Refuse an answer that cannot be what was asked for.
+
+    Raises:
+        RolloutError: Names the sample and what is wrong with it.
+    """
+    tokens, log_probs = output.token_ids, output.log_probs
+    wrong = None
+    if len(tokens) != len(log_probs):
+        wrong = f"{len(tokens)} tokens with {len(log_probs)} log-probs"
+    elif len(tokens) > max_tokens:
+        wrong = f"{len(tokens)} tokens, although at most {max_tokens} were asked for"
+    elif any(not 0 <= token < vocab_size for token in tokens):
+        wrong = f"a token outside the vocabulary of {vocab_size}"
+    elif not all(math.isfinite(value) and value <= LOG_PROB_TOLERANCE for value in log_probs):
+        wrong = "a log-prob that is not a finite number below 0"
+    elif output.policy_version != version:
+        wrong = f"policy version {output.policy_version}, although version {version} is served"
+    if wrong is not None:
+        raise RolloutError(f"the engine answered {name} with {wrong}")
+
+
+def response_columns(
+    prompts: Tensor, prompt_mask: Tensor, outputs: Sequence[SampleOutput], max_response_tokens: int, pad_token_id: int
+) -> dict[str, Tensor]:
+    """Return the batch columns of sampled responses.
+
+    Args:
+        prompts: `(B, P)` left-padded.
+        prompt_mask: `(B, P)`.
+        outputs: One for each row.
+        max_response_tokens: R.
+        pad_token_id: Fills responses up. It is never read back: lengths come from the mask.
+
+    Returns:
+        `prompts (B, P)`, `responses, response_mask (B, R)` and `input_ids, attention_mask, position_ids (B, P+R)`
+        int64; `rollout_log_probs (B, R)` float32.
+    """
+    rows = len(outputs)
+    lengths = np.fromiter((len(output.token_ids) for output in outputs), np.int64, rows)
+    total = int(lengths.sum())
+    mask = np.arange(max_response_tokens) < lengths[:, None]
+    responses = np.full((rows, max_response_tokens), pad_token_id, np.int64)
+    responses[mask] = np.fromiter(chain.from_iterable(output.token_ids for output in outputs), np.int64, total)
+    log_probs = np.zeros((rows, max_response_tokens), np.float32)
+    log_probs[mask] = np.fromiter(chain.from_iterable(output.log_probs for output in outputs), np.float32, total)
+
+    response_mask = torch.from_numpy(mask.astype(np.int64))
+    prompts, prompt_mask = prompts.to("cpu", torch.int64), prompt_mask.to("cpu", torch.int64)
+    attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+    return {
+        "prompts": prompts,
+        "responses": torch.from_numpy(responses),
+        "input_ids": torch.cat([prompts, torch.from_numpy(responses)], dim=1),
+        "attention_mask": attention_mask,
+        "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp_(min=0),
+        "response_mask": response_mask,
+        "rollout_log_probs": torch.from_numpy(log_probs),
+    }
+
+
 def sample_metrics(outputs: Sequence[SampleOutput]) -> dict[str, Metric]:
-    """Return counts that tell a silent failure of sampling from a response."""
+    """Return counts of responses by which a silent failure of sampling shows."""
     return {
         "rollout/empty_responses": Metric.total(sum(not output.token_ids for output in outputs)),
         "rollout/aborted_responses": Metric.total(sum(output.finish_reason == "abort" for output in outputs)),
         "rollout/truncated_responses": Metric.total(sum(output.finish_reason == "length" for output in outputs)),
     }
+
+
+class LoopThread:
+    """Runs coroutines for a caller that has no event loop, or that must not be blocked by one.
+
+    Args:
+        name: Of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        """Start a coroutine. May be called from any thread."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], *, timeout_s: float, what: str) -> T:
+        """Run a coroutine and return its result.
+
+        Raises:
+            TimeoutError: It took longer and was cancelled; the message says what it was.
+        """
+        future = self.submit(coroutine)
+        try:
+            return future.result(timeout=timeout_s)
+        except FutureTimeoutError:
+            if future.done():  # the coroutine itself raised a timeout
+                raise
+            future.cancel()
+            raise TimeoutError(f"{what} took longer than {timeout_s:g} s") from None
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Cancel what is running and end the thread."""
+        if self._thread.is_alive():
+            asyncio.run_coroutine_threadsafe(self._cancel_all(), self._loop)
+            self._thread.join(timeout_s)
+        if not self._thread.is_alive() and not self._loop.is_closed():
+            self._loop.close()
+
+    async def _cancel_all(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._loop.shutdown_default_executor()
+        self._loop.stop()

@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of everything around an engine: it answers as told, and misbehaves as told."""
+"""An engine without a model, for tests of everything around an engine: it answers and misbehaves as it is told."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ import numpy as np
 from torch import Tensor
 
 from hrl.workers.rollout.base import (
-    INITIAL_VERSION,
+    DROP_WEIGHTS,
     EngineDeadError,
+    EngineSetup,
     EngineUnusableError,
     RolloutEngine,
     SampleOutput,
     SamplingParams,
 )
-from hrl.workers.weight_sync.base import ReceiverReport, WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 
 @dataclass(frozen=True)
 class Script:
-    """What the engine does. The default behaves well.
+    """What the engine does. By default it behaves well.
 
     Attributes:
-        responses: Token ids to answer with, chosen by the seed; empty makes up random tokens from the seed.
-        start_s: How long a start takes.
-        delay_s: How long a request takes.
+        responses: Token ids to answer with, chosen by the seed; if empty, random tokens made from the seed.
+        start_s: How long a start takes, in seconds.
+        delay_s: How long a request takes, in seconds.
         hang_after: Requests from this number on are never answered.
         die_after: From this number on the engine is dead.
         die_by_signal: Dying means SIGKILL to this process.
-        empty_every: Every so-manieth response is empty.
-        extra_tokens: Every response is so much longer than asked for.
+        empty_every: Each response whose number is a multiple of this is empty.
+        extra_tokens: How much longer than asked for every response is.
         missing_log_probs: Log-probs left out at the end of every response.
-        log_prob: Of every token; None is uniform over the vocabulary.
-        stale_version: Answers carry the version before the one that is served.
+        log_prob: Of every token; `None` is uniform over the vocabulary.
+        stale_version: Answers carry the version before the served one.
         drop_tensor: Name of a tensor that a sync doesn't write.
         corrupt_tensor: Name of a tensor that a sync writes wrongly.
         sync_hang: A sync stops at its first bucket.
@@ -95,35 +95,33 @@ class DictWriter:
         self._expected = set(self._written)
 
     def cancel(self) -> None:
-        """What was written stays."""
+        """Leave what was written."""
 
     def read_back(self, name: str) -> Tensor | None:
         return self.weights.get(name)
 
     def drop(self) -> None:
-        """Forgets all weights, but not which ones there were."""
+        """Drop all weights, but remember their names."""
         self.weights.clear()
 
 
 class ScriptedEngine(RolloutEngine):
-    """Follows a `Script`."""
+    """Follows the `Script` that `rollout.engine_kwargs.scripted` describes."""
 
+    name = "scripted engine"
     own_process = False
 
-    def __init__(self, script: Script, *, stop_token_ids: Sequence[int], vocab_size: int) -> None:
-        self._script = script
-        self._stop_token_ids = tuple(stop_token_ids)
-        self._vocab_size = vocab_size
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        self._script = Script(**setup.arguments)
+        self._stop_token_ids = setup.tokens.stop
+        self._vocab_size = setup.tokens.vocab_size
         self._requests = 0
         self._dead = False
-        self._unusable: str | None = None
         self._asleep: set[str] = set()
-        self._dropped = False
-        self.supports_sleep = script.sleeps
-        self._next_version = INITIAL_VERSION
-        self.writer = DictWriter(script)
-        self._receiver = WeightReceiver(self.writer, "scripted engine")
-        self.policy_version = INITIAL_VERSION
+        self.supports_sleep = self._script.sleeps
+        self.writer = DictWriter(self._script)
+        self._receiver = WeightReceiver(self.writer, self.name)
 
     async def start(self) -> None:
         await asyncio.sleep(self._script.start_s)
@@ -131,10 +129,10 @@ class ScriptedEngine(RolloutEngine):
     async def shutdown(self) -> None:
         self._dead = True
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
         script = self._script
-        self._check()
-        self._check_awake("kv_cache")
+        self._require_alive()
+        self._require_awake("kv_cache")
         self._requests += 1
         number = self._requests
         if script.die_after is not None and number > script.die_after:
@@ -152,44 +150,38 @@ class ScriptedEngine(RolloutEngine):
         version = self.policy_version - int(script.stale_version)
         return SampleOutput(tokens, log_probs, "stop" if stopped else "length", version)
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        self._check()
+    async def _score(self, token_ids: list[int]) -> list[float]:
+        self._require_alive()
         return [-math.log(self._vocab_size)] * (len(token_ids) - 1)
 
-    async def sleep(self, level: int) -> None:
-        self._check(for_weights=True)
+    async def _sleep(self, level: int) -> None:
+        self._require_alive()
         self._asleep = {"weights", "kv_cache"}
-        if level > 1:
+        if level >= DROP_WEIGHTS:
             self.writer.drop()
-            self._dropped, self._unusable = True, "its weights were dropped by sleep level 2"
 
-    async def wake(self, tags: Sequence[str]) -> None:
-        self._check(for_weights=True)
+    async def _wake(self, tags: Sequence[str]) -> None:
+        self._require_alive()
         self._asleep -= set(tags)
 
-    async def weights_begin(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
-        self._check(for_weights=True)
-        self._check_awake("weights")
-        self._next_version = version
+    async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
+        self._require_alive()
+        self._require_awake("weights")
         self._receiver.begin(manifest, handle, version)
 
-    async def weights_load(self, index: int) -> None:
-        self._check(for_weights=True)
+    async def _load_weights(self, index: int) -> None:
+        self._require_alive()
         if self._script.sync_die:
             self._die()
         if self._script.sync_hang:
             await asyncio.Event().wait()
         self._receiver.load(index)
 
-    async def weights_commit(self) -> list[ReceiverReport]:
-        self._unusable = "its last weight sync did not finish"
-        report = self._receiver.commit()
-        self.policy_version, self._dropped, self._unusable = self._next_version, False, None
-        return [ReceiverReport(**report)]
+    async def _commit_weights(self) -> list[ReceiverReport]:
+        return [self._receiver.commit()]
 
-    async def weights_abort(self, reason: str) -> None:
-        intact = self._receiver.abort() and not self._dropped
-        self._unusable = None if intact else f"a weight sync was aborted ({reason})"
+    async def _abort_weights(self) -> bool:
+        return self._receiver.abort()
 
     def _tokens(self, sampling: SamplingParams) -> list[int]:
         if self._script.responses:
@@ -203,13 +195,11 @@ class ScriptedEngine(RolloutEngine):
             tokens[-1] = self._stop_token_ids[0]
         return tokens
 
-    def _check(self, for_weights: bool = False) -> None:
+    def _require_alive(self) -> None:
         if self._dead:
             raise EngineDeadError("the scripted engine is dead")
-        if self._unusable is not None and not for_weights:
-            raise EngineUnusableError(f"scripted engine: {self._unusable}; sync weights before sampling")
 
-    def _check_awake(self, tag: str) -> None:
+    def _require_awake(self, tag: str) -> None:
         if tag in self._asleep:
             raise EngineUnusableError(f"scripted engine: asleep; wake {tag!r} first")
 

@@ -1,46 +1,45 @@
-"""vLLM as a rollout engine: `AsyncLLM` here, the model in a child process.
+"""vLLM as a rollout engine: `AsyncLLM` in this process, the model in child processes (`vllm_worker`).
 
-What vLLM returns, as it is used here:
+How vLLM behaves, set up as it is here:
 
-* Outputs arrive once per request, when it is finished, with log-probs as flat lists.
-* `logprobs_mode="processed_logprobs"`: the log-prob of a sampled token is taken after temperature, top-k and top-p,
-  in fp32, that is under the distribution the token was drawn from. For a request with temperature 0 it is
-  log-softmax(logits), also when it shares a batch with others.
-* Prompt log-probs (`score`) are always log-softmax(logits): no temperature.
-* The n samples of a prompt share its KV cache in blocks of `block_size` tokens, already within one wave: the first
-  sample of a prompt fills its whole blocks, the others compute the remainder of less than a block.
-* On CPU a request with a seed needs its prompt in one piece (the generator can't be rewound), so prompts are not
-  chunked there; an iteration takes `max_num_batched_tokens` tokens, and further prompts wait for the next one.
+* A request is answered once, when it is finished, with log-probs as flat lists.
+* `logprobs_mode="processed_logprobs"`: the log-prob of a sampled token is taken in float32 after temperature, top-k and
+  top-p, that is, under the distribution it was drawn from. At temperature 0 it is log-softmax(logits), also for a
+  request that shares a batch with others.
+* Prompt log-probs (`score`) are always log-softmax(logits), without a temperature.
+* The n samples of a prompt share its KV cache in blocks of `block_size` tokens, even if they start together: the first
+  one fills the whole blocks, the others compute the rest, which is less than a block.
+* On a CPU a request with a seed needs its prompt in one piece, because the generator can't be rewound. So prompts are
+  not chunked there: an iteration takes `max_num_batched_tokens` tokens, and further prompts wait for the next one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
+import select
+import signal
+import weakref
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from hrl.models.hf_config import engine_overrides
 from hrl.workers.rollout.base import (
-    INITIAL_VERSION,
     EngineDeadError,
-    EngineUnusableError,
+    EngineSetup,
     FinishReason,
     RolloutEngine,
     RolloutError,
     SampleOutput,
     SamplingParams,
 )
-from hrl.workers.rollout.lifeline import ProcessLife
-from hrl.workers.rollout.vllm_versions import request_errors, require_supported
-from hrl.workers.weight_sync.base import ReceiverReport, WeightSyncError
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSamplingParams
@@ -50,7 +49,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CPU_BLOCK_TOKENS = 32
-"""The smallest block that vLLM's CPU attention takes: the less a prompt's remainder, the more of it is shared."""
+"""The smallest block that vLLM's CPU attention takes: the smaller a block, the more of a prompt is shared."""
+#: The first version that works, and the first one that is not known to, as in pyproject.toml.
+FIRST = (0, 24)
+END = (0, 33)
 
 _SHUTDOWN_TIMEOUT_S = 10.0
 _EXIT_TIMEOUT_S = 5.0
@@ -59,117 +61,86 @@ _ENGINE_PROCESS_NAME = "EngineCore"
 _FINISH_REASONS: dict[str | None, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
-@dataclass(frozen=True)
-class VllmOptions:
-    """How the engine is set up. See `rollout` in the configuration for the meaning of most fields.
+def engine_args(setup: EngineSetup) -> dict[str, Any]:
+    """Return the arguments of vLLM's `AsyncEngineArgs`. `rollout.engine_kwargs.vllm` wins over the others."""
+    from hrl.workers.rollout import vllm_worker
 
-    Attributes:
-        model_path: Local folder.
-        device_type: `"cpu"` or `"cuda"`.
-        max_model_len: Longest prompt + response, in tokens.
-        num_threads: Threads of all engine processes together; None, on a GPU, leaves them to vLLM.
-        stop_token_ids: Tokens that end a response.
-        override_config: Fields of the model's configuration to replace.
-        visible_devices: The GPUs of an engine over several ranks, as CUDA_VISIBLE_DEVICES has them; Ray shows each rank
-            only its own.
-        engine_kwargs: Further arguments of vLLM's `AsyncEngineArgs`; they win.
-    """
+    config, model = setup.config, setup.model
+    on_cpu = setup.device.type == "cpu"
+    single = config.tensor_model_parallel_size == 1
+    chunked = not on_cpu if config.enable_chunked_prefill is None else config.enable_chunked_prefill
+    overrides = engine_overrides(model.path, model.override_config, trust_remote_code=model.trust_remote_code)
+    args: dict[str, Any] = {
+        "model": model.path,
+        "dtype": config.dtype,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": config.max_num_seqs,
+        # A prompt that may not be cut has to fit into one iteration.
+        "max_num_batched_tokens": max(config.max_num_batched_tokens, model.max_model_len),
+        "enable_prefix_caching": config.enable_prefix_caching,
+        "enable_chunked_prefill": chunked,
+        # Compiling on a CPU was seen to cost minutes at the start and to gain nothing.
+        "enforce_eager": on_cpu or config.enforce_eager,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+        "trust_remote_code": model.trust_remote_code,
+        # Logits in float32, as the trainer has them: rounded to bfloat16 they move log-probs by about 0.02 on average.
+        "hf_overrides": {"head_dtype": "float32", **overrides},
+        "distributed_executor_backend": (
+            vllm_worker.SingleProcessExecutor if single else vllm_worker.TensorParallelExecutor
+        ),
+        "worker_extension_cls": "hrl.workers.rollout.vllm_worker.RolloutWorkerExtension",
+    }
+    if on_cpu:
+        args |= {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30), "block_size": CPU_BLOCK_TOKENS}
+    else:
+        args |= {"gpu_memory_utilization": config.gpu_memory_utilization, "enable_sleep_mode": setup.sleeps}
+    return args | setup.arguments
 
-    model_path: str
-    device_type: str
-    max_model_len: int
-    stop_token_ids: tuple[int, ...]
-    num_threads: int | None
-    dtype: str = "bfloat16"
-    tensor_parallel_size: int = 1
-    gpu_memory_utilization: float = 0.5
-    kv_cache_gib: float = 1.0
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 8192
-    enforce_eager: bool = False
-    enable_chunked_prefill: bool | None = None
-    enable_prefix_caching: bool = True
-    sleeps: bool = False
-    trust_remote_code: bool = False
-    override_config: Mapping[str, Any] = field(default_factory=dict)
-    visible_devices: str | None = None
-    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
-    def engine_args(self) -> dict[str, Any]:
-        """Arguments of `AsyncEngineArgs`."""
-        from hrl.workers.rollout import vllm_executor
-
-        on_cpu = self.device_type == "cpu"
-        single = self.tensor_parallel_size == 1
-        chunked = self.enable_chunked_prefill if self.enable_chunked_prefill is not None else not on_cpu
-        args: dict[str, Any] = {
-            "model": self.model_path,
-            "dtype": self.dtype,
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "max_model_len": self.max_model_len,
-            "max_num_seqs": self.max_num_seqs,
-            # A prompt that may not be cut has to fit into one iteration.
-            "max_num_batched_tokens": max(self.max_num_batched_tokens, self.max_model_len),
-            "enable_prefix_caching": self.enable_prefix_caching,
-            "enable_chunked_prefill": chunked,
-            "enforce_eager": on_cpu or self.enforce_eager,
-            "skip_tokenizer_init": True,
-            "generation_config": "vllm",
-            "logprobs_mode": "processed_logprobs",
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-            "trust_remote_code": self.trust_remote_code,
-            # Logits in fp32, as the trainer has them: rounding them to bf16 moves log-probs by about 0.02 on average.
-            "hf_overrides": {"head_dtype": "float32", **self._attributes()},
-            "distributed_executor_backend": (
-                vllm_executor.SingleProcessExecutor if single else vllm_executor.TensorParallelExecutor
-            ),
-            "worker_extension_cls": "hrl.workers.rollout.vllm_extension.RolloutWorkerExtension",
-        }
-        if on_cpu:
-            # Compiling on CPU was seen to cost minutes at the start and to gain nothing.
-            args |= {"kv_cache_memory_bytes": int(self.kv_cache_gib * 2**30), "block_size": CPU_BLOCK_TOKENS}
-        else:
-            args |= {"gpu_memory_utilization": self.gpu_memory_utilization, "enable_sleep_mode": self.sleeps}
-        return args | dict(self.engine_kwargs)
-
-    def _attributes(self) -> dict[str, Any]:
-        return engine_overrides(self.model_path, self.override_config, trust_remote_code=self.trust_remote_code)
-
-    def environment(self) -> dict[str, str | None]:
-        """Environment of the engine's processes; None is a variable that they must not have."""
-        devices = {} if self.visible_devices is None else {"CUDA_VISIBLE_DEVICES": self.visible_devices}
-        threads = None if self.num_threads is None else str(max(1, self.num_threads // self.tensor_parallel_size))
-        return devices | {
-            "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_DO_NOT_TRACK": "1",
-            # Ray gives an actor with one CPU OMP_NUM_THREADS=1. On a CPU, vLLM's own binding leaves one core to a
-            # scheduler process that is idle while the model runs. On a GPU it loads with many threads and serves with
-            # one, unless the variable is there.
-            "OMP_NUM_THREADS": threads,
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-        }
+def engine_environment(setup: EngineSetup) -> dict[str, str | None]:
+    """Return environment variables for the engine's processes; `None` is a variable that they must not have."""
+    devices = {} if setup.visible_devices is None else {"CUDA_VISIBLE_DEVICES": setup.visible_devices}
+    threads = setup.num_threads
+    if threads is None and setup.device.type == "cpu":
+        threads = len(os.sched_getaffinity(0))
+    return devices | {
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        # Ray gives an actor with one CPU OMP_NUM_THREADS=1. On a CPU, vLLM's own binding would leave one core to a
+        # scheduler process that is idle while the model runs. On a GPU, vLLM loads with many threads and serves with
+        # one, unless the variable is set.
+        "OMP_NUM_THREADS": None if threads is None else str(max(1, threads // setup.config.tensor_model_parallel_size)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    }
 
 
 class VllmEngine(RolloutEngine):
-    """One `AsyncLLM`. All methods run on the event loop of the thread that owns the engine."""
+    """One `AsyncLLM`. All methods run on the event loop of the thread that owns the engine.
 
-    def __init__(self, options: VllmOptions) -> None:
-        self._options = options
+    Attributes:
+        processes: Of each engine process, its rank in the engine, pid and number of threads.
+    """
+
+    name = "vLLM engine"
+
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
         self._llm: AsyncLLM | None = None
-        self._unusable: str | None = None
-        self._dropped = False
-        self._in_flight = 0
-        self._next_version: int | None = None
-        self.supports_sleep = options.sleeps and options.device_type != "cpu"
-        self.policy_version = INITIAL_VERSION
+        self.supports_sleep = setup.sleeps and setup.device.type != "cpu"
         self.processes: list[dict[str, Any]] = []
         self._lives: list[ProcessLife] = []
+        self._others: frozenset[int] = frozenset()
 
     async def start(self) -> None:
-        with _environment(self._options.environment()):
+        self._others = frozenset(process.pid for process in _engine_processes() if process.pid is not None)
+        with _environment(engine_environment(self.setup)):
             try:
                 from vllm import __version__
                 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -181,28 +152,34 @@ class VllmEngine(RolloutEngine):
                 ) from error
             require_supported(__version__)
             try:
-                # Blocks this loop, on purpose: the child is bound to the life of the thread that starts it.
-                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._options.engine_args()))
+                # Blocks this loop on purpose: the child's life is bound to that of the thread that starts it.
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.setup)))
             except Exception as error:  # whatever vLLM and what it reads the model with may raise
                 raise RolloutError(
-                    f"the vLLM engine for {self._options.model_path} did not start: {error} (the engine process wrote "
+                    f"the vLLM engine for {self.setup.model.path} did not start: {error} (the engine process wrote "
                     "the cause to stderr; VLLM_LOGGING_LEVEL=INFO says more)"
                 ) from error
-        self._unusable, self._dropped, self.policy_version = None, False, INITIAL_VERSION
+        self._loaded_from_folder()
         self.processes = await self._call("hrl_join")
         self._lives = [ProcessLife(process["pid"]) for process in self.processes]
 
     async def shutdown(self) -> None:
         llm, self._llm = self._llm, None
         if llm is not None:
-            if llm.output_handler is not None:  # it would report the end of the engine process as a failure
+            if llm.output_handler is not None:  # it would report the end of the engine's process as a failure
                 llm.output_handler.cancel()
             await asyncio.get_running_loop().run_in_executor(None, llm.shutdown, _SHUTDOWN_TIMEOUT_S)
         lives, self._lives = self._lives, []
         for life in lives:
             await asyncio.get_running_loop().run_in_executor(None, life.end, _EXIT_TIMEOUT_S)
 
-    async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
+    def kill(self) -> None:
+        # A start that hangs can't be cancelled from outside; it fails when its child is gone.
+        for child in _engine_processes():
+            if child.pid not in self._others:
+                child.kill()
+
+    async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
         params = self._vllm_params(sampling)
         output = await self._request(prompt_ids, params, request_id)
         completion = output.outputs[0]
@@ -211,57 +188,42 @@ class VllmEngine(RolloutEngine):
             raise RolloutError(f"request {request_id}: vLLM ended it with {completion.finish_reason!r}")
         return SampleOutput(list(completion.token_ids), completion.logprobs.logprobs, reason, self.policy_version)
 
-    async def score(self, token_ids: list[int]) -> list[float]:
+    async def _score(self, token_ids: list[int]) -> list[float]:
         # As an argument: the constructor then keeps the request from the prefix cache, whose tokens have no logits.
         params = self._vllm_params(SamplingParams(temperature=0.0, max_tokens=1), prompt_logprobs=0)
         output = await self._request(token_ids, params, f"score-{id(params)}")
         flat = output.prompt_logprobs
         return [flat.logprobs[start] for start in flat.start_indices[1:]]
 
-    async def sleep(self, level: int) -> None:
-        if self.supports_sleep:
-            await self._alive(self._running().sleep(level), "sleep")
-            if level > 1:
-                self._dropped, self._unusable = True, "its weights were dropped by sleep level 2"
+    async def _sleep(self, level: int) -> None:
+        await self._alive(self._running().sleep(level), "sleep")
 
-    async def wake(self, tags: Sequence[str]) -> None:
-        if self.supports_sleep:
-            await self._alive(self._running().wake_up(list(tags)), "wake-up")
+    async def _wake(self, tags: Sequence[str]) -> None:
+        await self._alive(self._running().wake_up(list(tags)), "wake-up")
 
-    async def weights_begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
-        if self._in_flight:
-            raise WeightSyncError(f"{self._in_flight} requests are in flight; a weight sync needs an idle engine")
-        self._next_version = version
+    async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
         await self._call("hrl_weights_begin", manifest.to_plain(), dict(handle), version)
 
-    async def weights_load(self, index: int) -> None:
+    async def _load_weights(self, index: int) -> None:
         await self._call("hrl_weights_load", index)
 
-    async def weights_commit(self) -> list[ReceiverReport]:
-        if self._next_version is None:
-            raise WeightSyncError("no weight sync is under way")
-        self._unusable = "its last weight sync did not finish"
+    async def _commit_weights(self) -> list[ReceiverReport]:
         answers = await self._call("hrl_weights_commit")
         if not await self._alive(self._running().reset_prefix_cache(), "reset of the prefix cache"):
             raise WeightSyncError("vLLM did not reset its prefix cache, so old weights' keys and values would be used")
-        self.policy_version, self._next_version = self._next_version, None
-        self._dropped, self._unusable = False, None
         return [ReceiverReport(**answer) for answer in answers]
 
-    async def weights_abort(self, reason: str) -> None:
-        version, self._next_version = self._next_version, None
+    async def _abort_weights(self) -> bool:
         if self._llm is None:
-            return
-        self._unusable = f"the weight sync to version {version} was aborted ({reason})"
+            return False
         answers = await self._call("hrl_weights_abort")
         served = all(answer["intact"] and answer["version"] == self.policy_version for answer in answers)
-        if served and not self._dropped:
+        if served:
             await self._alive(self._running().reset_prefix_cache(), "reset of the prefix cache")
-            self._unusable = None
-            logger.warning("weight sync to version %s aborted; still serving version %s", version, self.policy_version)
+        return served
 
     async def _call(self, method: str, *args: Any) -> list[dict[str, Any]]:
-        """Call a method of the worker extension in every process of the engine."""
+        """Call a method of the worker extension in every process of the engine and return the answers."""
         answers = await self._alive(self._running().collective_rpc(method, args=args), method)
         for answer in answers:
             if "error" in answer:
@@ -269,10 +231,7 @@ class VllmEngine(RolloutEngine):
         return answers
 
     async def _alive(self, call: Coroutine[Any, Any, T], during: str) -> T:
-        """Return the call's result, or an error when the engine dies meanwhile.
-
-        VLLM would go on waiting for its answer.
-        """
+        """Return the call's result, or raise when the engine dies meanwhile: vLLM would wait for its answer forever."""
         task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait({task}, timeout=_LIVENESS_INTERVAL_S))[0]:
@@ -289,16 +248,11 @@ class VllmEngine(RolloutEngine):
     async def _request(self, prompt_ids: list[int], params: VllmSamplingParams, request_id: str) -> Any:
         from vllm.inputs.engine import tokens_input
 
-        if self._unusable is not None:
-            raise EngineUnusableError(f"vLLM engine: {self._unusable}; sync weights before sampling")
-        llm = self._running()
-        self._in_flight += 1
         try:
-            outputs = [output async for output in llm.generate(tokens_input(prompt_ids), params, request_id)]
+            answers = self._running().generate(tokens_input(prompt_ids), params, request_id)
+            outputs = [output async for output in answers]
         except request_errors() as error:
             raise self._explain(error, f"request {request_id}") from error
-        finally:
-            self._in_flight -= 1
         if not outputs:
             raise RolloutError(f"request {request_id}: vLLM ended it without an output")
         return outputs[-1]
@@ -315,7 +269,7 @@ class VllmEngine(RolloutEngine):
             max_tokens=sampling.max_tokens,
             seed=None if greedy else sampling.seed,
             ignore_eos=sampling.ignore_eos,
-            stop_token_ids=None if sampling.ignore_eos else list(self._options.stop_token_ids),
+            stop_token_ids=None if sampling.ignore_eos else list(self.setup.tokens.stop),
             logprobs=0,
             prompt_logprobs=prompt_logprobs,
             flat_logprobs=True,
@@ -330,7 +284,7 @@ class VllmEngine(RolloutEngine):
         return self._llm
 
     def _explain(self, error: Exception, during: str) -> Exception:
-        """vLLM's error as ours, telling a dead engine from a failed call."""
+        """Return vLLM's error as one of ours, which tells a dead engine from a failed call."""
         if self._llm is not None and self._llm.errored:
             return EngineDeadError(self._epitaph(during))
         return RolloutError(f"vLLM failed during {during}: {type(error).__name__}: {error}")
@@ -340,33 +294,59 @@ class VllmEngine(RolloutEngine):
         return f"the vLLM engine (pid {pids}) died during {during}; its last words are on stderr"
 
 
-def kill_engine_processes(spare: frozenset[int]) -> None:
-    """End engine processes of this process that hang, except those in `spare` (pids).
+def _engine_processes() -> list[multiprocessing.process.BaseProcess]:
+    """Return the engine processes of this process, of whichever engine."""
+    return [child for child in multiprocessing.active_children() if child.name.startswith(_ENGINE_PROCESS_NAME)]
 
-    A start that hangs can't be cancelled from outside; it fails when its child is gone.
+
+def require_supported(version: str) -> None:
+    """Refuse a vLLM with which hrl has not been tested.
+
+    Args:
+        version: `vllm.__version__`.
+
+    Raises:
+        RolloutError: It is outside the span, or no release; says what to install.
     """
-    for child in multiprocessing.active_children():
-        if child.name.startswith(_ENGINE_PROCESS_NAME) and child.pid not in spare:
-            child.kill()
+    numbers = version.split(".")[:2]
+    known = len(numbers) == 2 and all(number.isdecimal() for number in numbers)
+    if not known or not FIRST <= tuple(map(int, numbers)) < END:
+        first, end = (".".join(map(str, bound)) for bound in (FIRST, END))
+        raise RolloutError(
+            f"vLLM {version} is installed; rollout.name=vllm works with vLLM from {first} up to, not including, {end} "
+            f"(0.24 to 0.26 are built for torch 2.11, 0.27 to 0.32 for torch 2.13): pip install 'vllm>={first},<{end}'"
+        )
 
 
-def engine_process_ids() -> frozenset[int]:
-    """Pids of this process's engine processes."""
-    return frozenset(
-        child.pid
-        for child in multiprocessing.active_children()
-        if child.pid is not None and child.name.startswith(_ENGINE_PROCESS_NAME)
-    )
+def request_errors() -> tuple[type[Exception], ...]:
+    """Return what a failed request may raise. From 0.27 on vLLM's errors have a common base."""
+    exceptions = importlib.import_module("vllm.exceptions")
+    if hasattr(exceptions, "VLLMError"):
+        return (exceptions.VLLMError, RuntimeError, ValueError)
+    engine = importlib.import_module("vllm.v1.engine.exceptions")
+    return (engine.EngineGenerateError, engine.EngineDeadError, RuntimeError, ValueError)
 
 
-def default_num_threads() -> int:
-    """Every core this process may run on."""
-    return len(os.sched_getaffinity(0))
+class ProcessLife:
+    """A hold on a process that is no child of this one, by which its end is waited for or brought about."""
+
+    def __init__(self, pid: int) -> None:
+        self._fd = os.pidfd_open(pid)  # stays that of the same process if its pid is given to another one
+        self._close = weakref.finalize(self, os.close, self._fd)
+
+    def end(self, grace_s: float) -> None:
+        """Give the process `grace_s` seconds to end by itself, then kill it. To be called once."""
+        poll = select.poll()
+        poll.register(self._fd, select.POLLIN)
+        if not poll.poll(grace_s * 1000):
+            signal.pidfd_send_signal(self._fd, signal.SIGKILL)
+            poll.poll(grace_s * 1000)
+        self._close()
 
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables, or with None removes them, for the processes that are started meanwhile."""
+    """Set environment variables, or remove those that are `None`, for the processes that are started meanwhile."""
     before = {name: os.environ.get(name) for name in values}
     threads = torch.get_num_threads()
     _set_environment(values)

@@ -1,7 +1,8 @@
-"""The way of weights from the trainer to the sampler: begin, buckets, commit or abort; verified, versioned, in time.
+"""Weights from the trainer to the sampler: begin, buckets, commit or abort; verified, versioned, under a deadline.
 
-* `manifest`: which tensors, where their bytes lie, checksums.
-* `base`: transports and `WeightSync`, the sending side.
-* `receiver`: the receiving side, inside whatever process holds the sampler's weights.
-* `shared_memory` (same machine, CPU), `cuda_ipc` (same GPU), `broadcast` (anywhere): the transports.
+* `wire`: what both ends agree on: manifest, buckets, checksums, reports.
+* `sender`: `WeightSync`, the trainer's end.
+* `receiver`: `WeightReceiver`, in the process that holds the sampler's weights.
+* `shared_memory` (same machine, CPU), `cuda_ipc` (same GPU), `broadcast` (anywhere): the transports, both ends of each.
+* `engine_ranks`: several trainer ranks that send to one tensor-parallel engine.
 """

@@ -1,11 +1,11 @@
 """Weights by a collective broadcast: from one trainer rank to every process of every engine, wherever they run.
 
-The process group is built on a TCP store of its own and never becomes torch's default group, so it cannot clash with
-the trainer's world or with an engine's tensor-parallel one. Rank 0 is the sender; `gloo` on CPU, `nccl` on GPUs.
+The process group has a TCP store of its own and never becomes torch's default group, so it cannot clash with the
+trainer's world or with an engine's tensor-parallel one. Rank 0 is the sender; `gloo` on CPU, `nccl` on GPUs.
 
-All waiting happens here, under the deadline of the sync, so that whoever is missing is named. The store is where all
-meet before the group forms: NCCL would wait for a missing one without end. The group's own timeout is longer than any
-deadline: when it passes, NCCL's watchdog takes the whole process down.
+All waiting happens here, under the deadline of the sync, so that an error names the missing receivers. They meet at the
+store before the group forms, because NCCL would wait for a missing rank forever. The group's own timeout is longer than
+any deadline, because NCCL's watchdog ends the whole process when it passes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ipaddress
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hrl.workers.rendezvous import address_towards, connect_store, serve_store
-from hrl.workers.weight_sync.base import Deadline, SenderTransport, SyncReport, WeightSync
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
+from hrl.workers.weight_sync.sender import SenderTransport
+from hrl.workers.weight_sync.wire import Deadline, Manifest, WeightSyncError
 
 KIND = "broadcast"
 _DEPTH = 2
@@ -33,66 +33,20 @@ _COMPLETE = "complete"
 
 
 def group_timeout_s(backend: str, timeout_s: float) -> float:
-    """Return the group's own timeout, which no sync reaches.
-
-    An error under the sync's deadline comes first, and says more.
-
-    Gloo's also bounds how long the group takes to form, once all have come.
-    """
+    """Return the process group's own timeout in seconds, longer than that of a sync, whose error says more."""
+    # Gloo's also bounds how long the group takes to form once all have come.
     return 2 * timeout_s + 60.0 if backend == "nccl" else timeout_s + 5.0
 
 
-class WeightBroadcast:
-    """The trainer's end of a sync to engines on other pools: its rank 0, in the group of all engine processes.
-
-    Args:
-        specs: (name, dtype, shape) of every full parameter, in the order in which they will come.
-        num_receivers: Processes of all engines together.
-        device: Of the buffers; decides between gloo and nccl.
-        bucket_bytes: Size of the two buffers.
-        timeout_s: Of joining and of every sync.
-        address: That engines reach this process by.
-        kept: Names of what engines keep from their folder.
-    """
-
-    def __init__(
-        self,
-        specs: Iterable[tuple[str, torch.dtype, Sequence[int]]],
-        num_receivers: int,
-        *,
-        device: torch.device,
-        bucket_bytes: int,
-        timeout_s: float,
-        address: str,
-        kept: Sequence[str] = (),
-    ) -> None:
-        self.manifest = Manifest.build(specs, bucket_bytes, kept)
-        sender = BroadcastSender(self.manifest, num_receivers, device=device, timeout_s=timeout_s, address=address)
-        self.handle: dict[str, Any] = sender.handle()
-        self._sync = WeightSync(self.manifest, sender, timeout_s=timeout_s)
-
-    def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
-        """One sync. The group forms at the first one, when every engine has joined.
-
-        Raises:
-            WeightSyncError: See `WeightSync.push`.
-        """
-        return self._sync.push(version, weights)
-
-    def close(self) -> None:
-        """Give the buffers back."""
-        self._sync.close()
-
-
 class BroadcastSender(SenderTransport):
-    """The sending rank. The constructor opens the store; the group forms when `connect` meets all receivers.
+    """The sending rank. The constructor opens the store; the group forms in `connect`, when all receivers have come.
 
     Args:
         manifest: What will be sent.
         num_receivers: Processes that will join, over all engines (engines × tensor-parallel size).
         device: Of the buffers; decides between gloo and nccl.
-        timeout_s: Of joining and of every broadcast.
-        address: That receivers reach this process by.
+        timeout_s: For joining and for every broadcast, in seconds.
+        address: By which receivers reach this process.
     """
 
     depth = _DEPTH
@@ -132,7 +86,7 @@ class BroadcastSender(SenderTransport):
         }
 
     def connect(self) -> None:
-        """Forms the group, once; waits for every receiver to attach."""
+        """Form the group, unless it is there, with every receiver."""
         if self._closed:
             raise WeightSyncError("the weight broadcast was aborted or closed; open a new one")
         if self._group is None:
@@ -159,7 +113,7 @@ class BroadcastSender(SenderTransport):
     def flush(self) -> None:
         while self._works:
             self._finish(self._works.popleft())
-        # What was sent may still lie in a socket of a receiver that has ended.
+        # Gloo counts as sent what may still lie in the socket of a receiver that has ended: ask for receipts.
         keys = [_receipt(self._syncs, rank) for rank in range(1, self._num_receivers + 1)]
         store = dist.PrefixStore(_PREFIX, self._store)
         left_s = self.deadline.remaining_s("the last bucket")
@@ -173,7 +127,7 @@ class BroadcastSender(SenderTransport):
             store.delete_key(key)
 
     def abort(self) -> None:
-        """Take the group down: receivers that wait in a broadcast get an error now, not at their deadline."""
+        """Take the group down, so that receivers waiting in a broadcast get an error now and not at their deadline."""
         self._works.clear()
         self._closed = True
         group, self._group = self._group, None
@@ -181,7 +135,7 @@ class BroadcastSender(SenderTransport):
             group.abort()
 
     def release(self) -> None:
-        if self._device.type == "cuda":  # host memory stays: to touch its pages again would cost more than the copy
+        if self._device.type == "cuda":  # host memory stays: touching fresh pages costs more than the copy
             self._buffers = []
 
     def close(self) -> None:
@@ -196,8 +150,8 @@ class BroadcastSender(SenderTransport):
 class BroadcastReader:
     """One receiving process.
 
-    On CPU every bucket has a place of its own and the model is written at the commit. On a GPU that memory would be a
-    second copy of the model, so buckets pass through one buffer and are written as they come.
+    On a CPU every bucket has its own place and the model is written at the commit. On a GPU that would take the memory
+    of a second model, so buckets pass through one buffer and are written as they come.
     """
 
     def __init__(self, manifest: Manifest, handle: Mapping[str, Any], rank_in_engine: int) -> None:
@@ -234,20 +188,20 @@ class BroadcastReader:
         try:
             _wait(_broadcast(self._group, data), self._deadline.remaining_s(awaited), f"{self._who}, at {awaited}")
         except WeightSyncError:
-            self._group.abort()  # a kernel that waits for the sender would never end
+            self._group.abort()  # otherwise a kernel that waits for the sender would never end
             raise
         if index == len(self._manifest.buckets) - 1:
             self._store.set(_receipt(self._syncs, self._rank), "")
         return data
 
     def release(self) -> None:
-        """Free the buffer of a GPU; host memory stays, as the sender's does."""
+        """Free the buffer on a GPU. Host memory stays, as the sender's does."""
         if self._device.type == "cuda":
             self._data = None
 
 
 def _await_receivers(store: dist.Store, world_size: int, timeout_s: float) -> None:
-    """Return when every receiver has come to the store, and lets them go on."""
+    """Wait until every receiver has come to the store, then let them go on."""
     missing = _missing(store, [_arrival(rank) for rank in range(1, world_size)], timeout_s)
     if missing:
         raise WeightSyncError(
@@ -258,7 +212,7 @@ def _await_receivers(store: dist.Store, world_size: int, timeout_s: float) -> No
 
 
 def _missing(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """Return the receivers, counted from 1, whose key was not set in time."""
+    """Return the receivers, counted from 1, whose key is not set in time."""
     try:
         store.wait(list(keys), timedelta(seconds=timeout_s))
     except dist.DistStoreError:
@@ -324,13 +278,9 @@ def _join(
 def _connected(
     group: dist.ProcessGroup, rank: int, world_size: int, device: torch.device, timeout_s: float
 ) -> dist.ProcessGroup:
-    """Return the group with its ranks connected.
-
-    NCCL would do that within the first broadcast, and knows no timeout for it.
-
-    A thread connects them, so that a rank that has ended since it came, or a network that lets only the store through,
-    is an error in time. The thread of a group that never forms ends with the process.
-    """
+    """Return the group after a first broadcast, in which NCCL connects its ranks."""
+    # NCCL has no timeout for that: a rank that has ended since it came, or a network that lets only the store through,
+    # would hang it. So a thread does it; the thread of a group that never forms ends with the process.
     failures: list[RuntimeError] = []
 
     def first_broadcast() -> None:
@@ -356,7 +306,7 @@ def _connected(
 
 
 def _gloo_device(address: str) -> Any:
-    """Return the interface that GLOO_SOCKET_IFNAME names; otherwise the one from which the sender is reached."""
+    """Return the interface that GLOO_SOCKET_IFNAME names, or else the one through which the sender is reached."""
     own = address_towards(address)
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     if interface and not ipaddress.ip_address(own).is_loopback:

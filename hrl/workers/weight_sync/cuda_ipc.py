@@ -1,28 +1,26 @@
-"""Weights to processes on the same GPUs: two buffers of one bucket on each, shared by CUDA IPC handles.
+"""Weights to processes on the same GPUs: two buffers of one bucket on each GPU, shared by CUDA IPC handles.
 
-Every rank of a tensor-parallel engine sends from a buffer on its own GPU, and every process of the engine reads the one
-on its own: a handle opened on another GPU would be read through it. GPUs are told apart by their UUID, since each
-process may see other ones, in another order.
+Every trainer rank of a tensor-parallel engine sends from buffers on its own GPU, and every process of the engine reads
+those on its own. GPUs are told apart by their UUID, since each process may see a different set in a different order.
 
-A handle is the 64 bytes that the driver gives for a buffer's allocation, plus integers; it is never a pickle. Buffers
-are made when a sync begins and freed when it ends, on both sides: between syncs the memory is the optimizer's and the
-engine's.
+A handle is the 64 bytes that the driver gives for a buffer's allocation, plus integers; it is never a pickle. Both
+sides free the buffers when a sync ends: between syncs the memory belongs to the optimizer and the engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hrl.workers.weight_sync.base import SenderTransport
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
+from hrl.workers.weight_sync.sender import SenderTransport
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 
 KIND = "cuda_ipc"
 _DEPTH = 2
-# What torch's storages call these, in the order of `UntypedStorage._share_cuda_` and `_new_shared_cuda`.
+# In the order of `UntypedStorage._share_cuda_` and `_new_shared_cuda`.
 _FIELDS = (
     "device",
     "memory_handle",
@@ -35,20 +33,25 @@ _FIELDS = (
 )
 
 
-class Devices(Protocol):
-    """What the transport asks of the GPUs that this process sees."""
+class CudaDevices:
+    """What the transport asks of the GPUs that this process sees. Tests put stand-ins here."""
 
     def current(self) -> torch.device:
         """Return the device of this process."""
+        return torch.device("cuda", torch.cuda.current_device())
 
     def uuid(self, device: torch.device) -> str:
         """Return which GPU it is, the same in every process."""
+        return str(torch.cuda.get_device_properties(device).uuid)
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        """Bytes `(nbytes,) uint8` that can be shared."""
+        """Return bytes `(nbytes,) uint8` that can be shared."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def share(self, buffer: Tensor) -> dict[str, Any]:
         """Return the buffer's handle: integers and strings."""
+        fields = dict(zip(_FIELDS, buffer.untyped_storage()._share_cuda_(), strict=True))
+        return {name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()}
 
     def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
         """Return the buffer of another process on the same GPU, `(nbytes,) uint8`.
@@ -56,46 +59,23 @@ class Devices(Protocol):
         Raises:
             RuntimeError: That process has ended, or memory cannot be shared.
         """
-
-    def synchronize(self, device: torch.device) -> None:
-        """Wait for what was queued on the device: another process does not see this one's streams."""
-
-    def collect(self) -> None:
-        """Free what was shared and is no longer open anywhere."""
-
-
-class CudaDevices:
-    """The real ones."""
-
-    def current(self) -> torch.device:
-        return torch.device("cuda", torch.cuda.current_device())
-
-    def uuid(self, device: torch.device) -> str:
-        return str(torch.cuda.get_device_properties(device).uuid)
-
-    def allocate(self, nbytes: int, device: torch.device) -> Tensor:
-        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
-
-    def share(self, buffer: Tensor) -> dict[str, Any]:
-        fields = dict(zip(_FIELDS, buffer.untyped_storage()._share_cuda_(), strict=True))
-        return {name: value.hex() if isinstance(value, bytes) else value for name, value in fields.items()}
-
-    def open(self, handle: Mapping[str, Any], device: torch.device) -> Tensor:
         fields = [bytes.fromhex(value) if isinstance(value := handle[name], str) else value for name in _FIELDS]
-        fields[0] = device.index  # the sender's number for it
+        fields[0] = device.index  # the sender's number for it may differ
         storage = torch.UntypedStorage._new_shared_cuda(*fields)
         return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
     def synchronize(self, device: torch.device) -> None:
+        """Wait for what was queued on the device: another process does not see this one's streams."""
         torch.cuda.current_stream(device).synchronize()
 
     def collect(self) -> None:
-        # torch counts the receivers of a shared buffer in a file of its own in /dev/shm. This has torch remove the file
-        # if they are gone. To unlink it here would be wrong: torch aborts the process when it finds its file missing.
+        """Free what was shared and is no longer open anywhere."""
+        # torch counts the receivers of a shared buffer in a file in /dev/shm, and removes it here once they are gone.
+        # Never unlink that file elsewhere: torch aborts the process when it finds it missing.
         torch.cuda.ipc_collect()
 
 
-DEVICES: Devices = CudaDevices()
+DEVICES = CudaDevices()
 
 
 class CudaIpcSender(SenderTransport):
@@ -115,7 +95,7 @@ class CudaIpcSender(SenderTransport):
         self._buffers = [DEVICES.allocate(size, self._device) for _ in range(_DEPTH)]
         self._exports += 1
         own = {"gpu_uuid": DEVICES.uuid(self._device), "buffers": [DEVICES.share(buffer) for buffer in self._buffers]}
-        # The driver may give new buffers the old ones' handle: the number tells a receiver to open them again.
+        # The driver may give new buffers the same handle as old ones; the number tells a receiver to open them again.
         return {"kind": KIND, "export": self._exports, "senders": [own]}
 
     def buffer(self, index: int) -> Tensor:
@@ -136,7 +116,7 @@ class CudaIpcSender(SenderTransport):
 
 
 class CudaIpcReader:
-    """The receiver's view of the buffers on its own GPU."""
+    """The receiver's end: the buffers on its own GPU."""
 
     staged = False
 
@@ -164,12 +144,12 @@ class CudaIpcReader:
         return self._buffers[index % _DEPTH][: self._manifest.buckets[index].nbytes]
 
     def release(self) -> None:
-        """Close the sender's buffers, which cannot be freed before."""
+        """Close the sender's buffers, which cannot be freed before that."""
         if self._buffers:
             self._buffers = []
             DEVICES.collect()
 
 
 def merge_handles(handles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One handle of several senders, the first of which talks to the receivers."""
+    """Return one handle for several senders. The first of them talks to the receivers."""
     return {**handles[0], "senders": [sender for handle in handles for sender in handle["senders"]]}

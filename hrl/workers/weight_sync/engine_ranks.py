@@ -1,12 +1,12 @@
 """The trainer ranks of one tensor-parallel engine, which send to it together, each from its own GPU.
 
-The rank that drives the engine is the lead: it alone talks to the engine. The others tell the lead where their buffers
-are and which bucket they have written, and hear from it which one was loaded. So each of them runs the lead's own
-`WeightSync`: for the lead, the others are `FellowSenders`; for another rank, the lead is its `SyncTarget`.
+The rank that drives the engine is the lead; only it talks to the engine. The others tell the lead where their buffers
+are and which bucket they have written, and hear from it which one was loaded. Every rank runs a `WeightSync`: the
+lead's has the others as its `FellowSenders`, and another rank's has the lead as its `SyncTarget`.
 
 They talk over Unix sockets of this machine, in lines of JSON: the end of a process is noticed at once, no rank waits in
-a collective for one that has failed, and nothing is pickled. Every line carries the number of its sync, so that what
-is left of a failed one is not taken for an answer in the next.
+a collective for one that has failed, and nothing is pickled. Every line carries the number of its sync, so that lines
+left over from a failed sync are not taken for answers in the next.
 """
 
 from __future__ import annotations
@@ -18,23 +18,21 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hrl.workers.weight_sync.base import Deadline, ReceiverReport, SyncReport, WeightSync, WeightSyncError
-from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender
-from hrl.workers.weight_sync.manifest import Manifest
+from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender, merge_handles
+from hrl.workers.weight_sync.sender import SyncReport, WeightSync
+from hrl.workers.weight_sync.wire import Deadline, Manifest, ReceiverReport, WeightSyncError
 
 logger = logging.getLogger(__name__)
 
 _SEND_TIMEOUT_S = 10.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
-
-Merge = Callable[[Sequence[Mapping[str, Any]]], dict[str, Any]]
 
 
 class Link:
@@ -42,7 +40,7 @@ class Link:
 
     Args:
         connection: The socket.
-        other: Who is at its other end, for errors.
+        other: Who is at the other end, for messages.
     """
 
     def __init__(self, connection: socket.socket, other: str) -> None:
@@ -64,11 +62,11 @@ class Link:
             raise WeightSyncError(f"{self.other} is gone: {error}") from error
 
     def receive(self, sync: int, timeout_s: float) -> dict[str, Any]:
-        """Return the next line of this sync; older ones are left over from failed syncs.
+        """Return the next line of this sync, skipping lines of earlier ones.
 
         Raises:
             WeightSyncError: The other process is gone, has failed, or is in a later sync.
-            TimeoutError: There was none in time.
+            TimeoutError: No line came in time.
         """
         end = time.monotonic() + timeout_s
         while True:
@@ -81,7 +79,7 @@ class Link:
                 return content
 
     def close(self) -> None:
-        """Hangs up. Harmless when repeated."""
+        """Hang up. Harmless when repeated."""
         self._connection.close()
 
     def _line(self, end: float) -> dict[str, Any]:
@@ -106,20 +104,18 @@ class Link:
 
 
 class Lead:
-    """The lead's end: where the engine's other ranks come to, and their `FellowSenders`.
+    """The lead's end: the engine's other ranks connect to it; to the lead's sync it is their `FellowSenders`.
 
     Args:
         others: The ranks that send along.
-        merge: Makes one handle of those of all senders, the lead's first.
     """
 
-    def __init__(self, others: Sequence[int], merge: Merge) -> None:
+    def __init__(self, others: Sequence[int]) -> None:
         self._others = tuple(others)
-        self._merge = merge
         self._links: dict[int, Link] = {}
         self._sync = 0
         self._told = 0
-        # An abstract name: no file, and gone with the process. Processes of other users are turned away by `_accept`.
+        # An abstract name: no file, and gone with the process. `_welcome` turns other users' processes away.
         self.address = f"hrl-weights-{os.getpid()}-{secrets.token_hex(8)}"
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(f"\0{self.address}")
@@ -136,7 +132,7 @@ class Lead:
             if offered["manifest"] != manifest.fingerprint:
                 raise WeightSyncError(f"rank {rank} would send other tensors than the rank that drives its engine")
             handles.append(offered["handle"])
-        return self._merge(handles)
+        return merge_handles(handles)
 
     def wait_published(self, index: int, deadline: Deadline) -> None:
         """See `FellowSenders`."""
@@ -166,7 +162,7 @@ class Lead:
                 logger.warning("weight sync: %s", error)
 
     def refuse(self, reason: str, timeout_s: float) -> None:
-        """End a sync that this rank cannot even begin, for the ranks that have begun it."""
+        """End a sync, for the ranks that have begun it, which this rank cannot begin."""
         self._sync += 1
         try:
             self._await_others(Deadline(timeout_s, "refusing a weight sync"))
@@ -175,7 +171,7 @@ class Lead:
         self.tell_aborted(reason)
 
     def close(self) -> None:
-        """Hangs up. Harmless when repeated."""
+        """Hang up. Harmless when repeated."""
         self._listener.close()
         for link in self._links.values():
             link.close()
@@ -212,16 +208,21 @@ class Lead:
             raise deadline.passed(doing) from None
 
 
-class LeadTarget:
-    """The lead, as another rank's `WeightSync` sees it: the target that takes its buckets.
+class FellowRank:
+    """The end of a rank that sends to the engine which its lead drives; to its own sync the lead is a `SyncTarget`.
 
     Args:
         address: Of the `Lead`.
         rank: Of this process.
-        lead_rank: For errors.
+        lead_rank: Of the lead, for messages.
+        device: Of this rank.
+        bucket_bytes: The lead's.
+        timeout_s: The lead's, in seconds.
     """
 
-    def __init__(self, address: str, rank: int, lead_rank: int) -> None:
+    def __init__(
+        self, address: str, rank: int, lead_rank: int, device: torch.device, *, bucket_bytes: int, timeout_s: float
+    ) -> None:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.settimeout(_SEND_TIMEOUT_S)
         lead = f"rank {lead_rank}, which drives the engine,"
@@ -231,73 +232,7 @@ class LeadTarget:
             raise WeightSyncError(f"{lead} is gone: {error}") from error
         self._link = Link(connection, lead)
         self._link.send(0, rank=rank)
-        self._sync = 0
-
-    def weights_begin(self, manifest: Manifest, handle: dict[str, Any], version: int) -> Future[None]:
-        """Offers this rank's buffers; the lead begins when it has those of all."""
-        self._sync += 1
-        self._link.send(self._sync, manifest=manifest.fingerprint, handle=handle)
-        begun: Future[None] = Future()
-        begun.set_result(None)
-        return begun
-
-    def weights_load(self, index: int) -> Future[None]:
-        """Say that bucket `index` is written; done when the engine has loaded it."""
-        self._link.send(self._sync, published=index)
-        return _Answer(self._link, self._sync, "loaded", index, None)
-
-    def weights_commit(self) -> Future[list[ReceiverReport]]:
-        """Done when the engine serves the new version. The reports are the lead's."""
-        return _Answer(self._link, self._sync, "committed", True, [])
-
-    def weights_abort(self, reason: str) -> Future[None]:
-        """Tell the lead that this rank has failed."""
-        done: Future[None] = Future()
-        try:
-            self._link.send(self._sync, aborted=reason)
-        except WeightSyncError as error:
-            done.set_exception(error)
-        else:
-            done.set_result(None)
-        return done
-
-    def close(self) -> None:
-        """Hangs up. Harmless when repeated."""
-        self._link.close()
-
-
-class _Answer(Future[Any]):
-    """A line that the lead will send; read when it is waited for, since answers come in the order of the questions."""
-
-    def __init__(self, link: Link, sync: int, key: str, value: Any, outcome: Any) -> None:
-        super().__init__()
-        self._read = lambda timeout_s: link.receive(sync, timeout_s)
-        self._expected = (key, value)
-        self._outcome = outcome
-        self._other = link.other
-
-    def result(self, timeout: float | None = None) -> Any:
-        if not self.done():
-            key, value = self._expected
-            answer = self._read(_SEND_TIMEOUT_S if timeout is None else timeout)
-            if answer.get(key) != value:
-                raise WeightSyncError(f"{self._other} answered {answer} where {key}={value} was expected")
-            self.set_result(self._outcome)
-        return super().result(0)
-
-
-class FellowRank:
-    """A rank that sends to the engine that its lead drives.
-
-    Args:
-        lead: The way to it.
-        device: Of this rank.
-        bucket_bytes: As the lead's.
-        timeout_s: As the lead's.
-    """
-
-    def __init__(self, lead: LeadTarget, device: torch.device, *, bucket_bytes: int, timeout_s: float) -> None:
-        self._lead = lead
+        self._number = 0
         self._device = device
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
@@ -310,19 +245,71 @@ class FellowRank:
         weights: Iterable[tuple[str, Tensor]],
         kept: Sequence[str] = (),
     ) -> SyncReport:
-        """This rank's part of a sync; see `RolloutHost.push_weights`.
+        """Send this rank's part of a sync; see `RolloutHost.push_weights`.
 
         Raises:
-            WeightSyncError: See `WeightSync.push`; also what befell the lead.
+            WeightSyncError: See `WeightSync.push`; also the lead's error, if the sync failed there.
         """
         if self._sync is None:
             manifest = Manifest.build(specs, self._bucket_bytes, kept)
             sender = CudaIpcSender(manifest, self._device)
-            self._sync = WeightSync(manifest, sender, [self._lead], timeout_s=self._timeout_s)
+            self._sync = WeightSync(manifest, sender, [self], timeout_s=self._timeout_s)
         return self._sync.push(version, weights)
 
+    def weights_begin(self, manifest: Manifest, handle: dict[str, Any], version: int) -> Future[None]:
+        """Offer this rank's buffers. The lead begins when it has those of all."""
+        self._number += 1
+        self._link.send(self._number, manifest=manifest.fingerprint, handle=handle)
+        return _done(None)
+
+    def weights_load(self, index: int) -> Future[None]:
+        """Say that bucket `index` is written; done when the engine has loaded it."""
+        self._link.send(self._number, published=index)
+        return _Answer(self._link, self._number, "loaded", index, None)
+
+    def weights_commit(self) -> Future[list[ReceiverReport]]:
+        """Done when the engine serves the new version. The reports are the lead's."""
+        return _Answer(self._link, self._number, "committed", True, [])
+
+    def weights_abort(self, reason: str) -> Future[None]:
+        """Tell the lead that this rank has failed."""
+        try:
+            self._link.send(self._number, aborted=reason)
+        except WeightSyncError as error:
+            return _done(error)
+        return _done(None)
+
     def close(self) -> None:
-        """Hangs up and gives the buffers back."""
-        self._lead.close()
+        """Hang up and give the buffers back. Harmless when repeated."""
+        self._link.close()
         if self._sync is not None:
             self._sync.close()
+
+
+def _done(error: WeightSyncError | None) -> Future[None]:
+    """Return a future that is done, or has failed with `error`."""
+    future: Future[None] = Future()
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)
+    return future
+
+
+class _Answer(Future[Any]):
+    """A line that the lead will send. It is read when it is waited for: answers come in the order of the questions."""
+
+    def __init__(self, link: Link, sync: int, key: str, value: Any, outcome: Any) -> None:
+        super().__init__()
+        self._link, self._number = link, sync
+        self._expected = (key, value)
+        self._outcome = outcome
+
+    def result(self, timeout: float | None = None) -> Any:
+        if not self.done():
+            key, value = self._expected
+            answer = self._link.receive(self._number, _SEND_TIMEOUT_S if timeout is None else timeout)
+            if answer.get(key) != value:
+                raise WeightSyncError(f"{self._link.other} answered {answer} where {key}={value} was expected")
+            self.set_result(self._outcome)
+        return super().result(0)

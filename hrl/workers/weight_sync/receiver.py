@@ -1,22 +1,21 @@
-"""The receiving half of a weight sync, in the process that holds the sampler's weights."""
+"""The receiving end of a weight sync, in the process that holds the sampler's weights."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from hrl.workers.weight_sync import broadcast, cuda_ipc, shared_memory
-from hrl.workers.weight_sync.base import ReceiverReport
-from hrl.workers.weight_sync.manifest import (
+from hrl.workers.weight_sync.wire import (
     Assembler,
     Manifest,
     Piece,
+    ReceiverReport,
     WeightSyncError,
     open_sealed,
     sealed_checksums,
@@ -27,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 
 class ModelWriter(Protocol):
-    """Writes weights into a model that goes on living: vLLM's layers, a transformers model, a dictionary."""
+    """Writes weights into a model in use: vLLM's layers, a transformers model, a dictionary."""
 
     def begin(self) -> None:
-        """Get ready for a complete set of weights."""
+        """Prepare for a complete set of weights."""
 
     def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
         """Take some of the weights. The tensors are views of a buffer that may change after the call.
 
         Raises:
-            WeightSyncError: A tensor that the model doesn't have.
+            WeightSyncError: The model has no such tensor.
         """
 
     def finish(self, kept: Collection[str] = ()) -> None:
@@ -46,43 +45,40 @@ class ModelWriter(Protocol):
             kept: Names of tensors that are not sent and stay as they are.
 
         Raises:
-            WeightSyncError: A parameter was neither written nor is to be kept; names it.
+            WeightSyncError: A parameter was neither written nor kept; names it.
         """
 
     def cancel(self) -> None:
-        """Drop what was begun, leaving a mixture of old and new weights that must not be sampled from."""
+        """Give up. The model is left with a mixture of old and new weights, which must not be sampled from."""
 
     def read_back(self, name: str) -> Tensor | None:
-        """Return the parameter as the model now has it.
-
-        None, or another shape, where it is fused, sharded or packed.
-        """
+        """Return the parameter as the model has it; None, or another shape, where it is fused, sharded or packed."""
 
 
 class BucketReader(Protocol):
     """The receiver's end of a transport."""
 
     staged: bool
-    """Buckets stay readable until the commit, so that nothing is written before everything was verified."""
+    """Buckets stay readable until the commit, so that nothing is written before all of it is verified."""
 
     def bucket(self, index: int) -> Tensor:
-        """Bytes of a published bucket, `(bucket.nbytes,) uint8`."""
+        """Return the bytes of a published bucket, `(bucket.nbytes,) uint8`."""
 
     def release(self) -> None:
-        """Give back the memory that only a sync needs; called when one has ended, well or not."""
+        """Give back the memory that only a sync needs. Called whenever a sync has ended, also by an error."""
 
 
 class WeightReceiver:
     """Receives syncs into one model.
 
-    With a staged transport the old weights stay in place until every bucket was verified, so an abort leaves the old
-    version served. With a streaming one they are overwritten bucket by bucket; after an abort the model is a mixture,
-    `intact` turns false, and only the next good sync makes it usable again.
+    With a staged transport the old weights stay in place until every bucket is verified, so that the old version is
+    still served after an abort. With a streaming one they are overwritten bucket by bucket: after an abort the model is
+    a mixture, `intact` is false, and only the next good sync makes it usable.
 
     Args:
         writer: Access to the model.
-        name: For reports and errors.
-        rank_in_engine: Of a tensor-parallel engine's processes.
+        name: Of this process, for reports and errors.
+        rank_in_engine: Number of this process within a tensor-parallel engine.
     """
 
     def __init__(self, writer: ModelWriter, name: str, rank_in_engine: int = 0) -> None:
@@ -104,10 +100,10 @@ class WeightReceiver:
         self.intact = True
 
     def begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
-        """Attaches to the sender.
+        """Attach to the sender.
 
         Raises:
-            WeightSyncError: A sync is already under way, or other tensors than in the last good sync.
+            WeightSyncError: A sync is already under way, or its tensors are not those of the last good sync.
         """
         if self._manifest is not None:
             raise WeightSyncError(f"{self._name}: a sync to version {self._version} is already under way")
@@ -122,10 +118,10 @@ class WeightReceiver:
         self._assembler = Assembler()
 
     def load(self, index: int) -> None:
-        """Take and verifies one published bucket.
+        """Take and verify one published bucket.
 
         Raises:
-            WeightSyncError: A bucket out of order, or one whose seal doesn't fit its bytes; names the tensors.
+            WeightSyncError: The bucket is out of order, or its seal does not fit its bytes; names the tensors.
         """
         manifest, reader = self._under_way()
         if index != len(self._loaded):
@@ -138,15 +134,12 @@ class WeightReceiver:
             self._pending.append(pieces)
         else:
             self._write(pieces)
-            if data.is_cuda:  # the sender writes there again once this returns, and copies are still under way
+            if data.is_cuda:  # copies are still under way, and the sender writes there again once this returns
                 torch.cuda.synchronize(data.device)
         self._loaded.append(index)
 
-    def commit(self) -> dict[str, Any]:
+    def commit(self) -> ReceiverReport:
         """Put the new weights into effect.
-
-        Returns:
-            A `ReceiverReport` as a dictionary.
 
         Raises:
             WeightSyncError: A bucket is missing, the model lacks a tensor, or it reads back differently.
@@ -163,10 +156,10 @@ class WeightReceiver:
         self._checksums = []
         self._writing, self.intact, self.served_version = False, True, self._version
         self._release()
-        return asdict(report)
+        return report
 
     def abort(self) -> bool:
-        """Forgets the sync under way, if any. Returns whether the weights are wholly those of `served_version`."""
+        """Drop the sync under way, if any, and return whether all weights are those of `served_version`."""
         if self._writing:
             self._writer.cancel()
             self.intact, self._writing = False, False
@@ -206,7 +199,7 @@ class WeightReceiver:
             self._writer.write(weights)
 
     def _read_back(self, manifest: Manifest) -> int:
-        """Compare what the model has now with what was sent, tensor by tensor; returns how many could be compared."""
+        """Compare what the model has now with what was sent, and return how many tensors could be compared."""
         names, sent, found = [], [], []
         for piece, sealed in zip(manifest.pieces, self._checksums, strict=True):
             written = self._writer.read_back(piece.name)

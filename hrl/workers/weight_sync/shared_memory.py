@@ -1,7 +1,7 @@
-"""Weights through memory of this machine: one anonymous file that the sender owns and receivers map.
+"""Weights through this machine's memory: one anonymous file that the sender owns and receivers map.
 
-The memory is a memfd, reached by receivers as `/proc/<pid>/fd/<fd>`. It has no name in `/dev/shm` and lives exactly
-as long as somebody has it open or mapped: nothing can be left behind, not even by SIGKILL.
+The memory is a memfd, which receivers reach as `/proc/<pid>/fd/<fd>`. It has no name in `/dev/shm` and lives only as
+long as a process has it open or mapped, so nothing is left behind, even after SIGKILL.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hrl.workers.weight_sync.base import SenderTransport
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
+from hrl.workers.weight_sync.sender import SenderTransport
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 
 KIND = "shared_memory"
 
 
 class SharedMemorySender(SenderTransport):
-    """All buckets side by side, so that receivers can hold back until the last one has arrived and been verified.
+    """Keeps all buckets side by side, so that receivers need not write before the last one is verified.
 
-    The pages are kept from sync to sync: touching fresh ones costs several times the copy.
+    The pages are kept from sync to sync: touching fresh ones costs several times as much as the copy.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -47,7 +47,7 @@ class SharedMemorySender(SenderTransport):
         return self._data[start : start + self._manifest.buckets[index].nbytes]
 
     def publish(self, index: int) -> None:
-        """Nothing to do: a write to shared memory is seen by whoever maps it."""
+        """Do nothing: whoever maps the memory sees what was written."""
 
     def close(self) -> None:
         self._data = None
@@ -81,7 +81,7 @@ class SharedMemoryReader:
         return self._data[start : start + self._manifest.buckets[index].nbytes]
 
     def release(self) -> None:
-        """Keep the mapping: to touch the pages for the first time again would cost several times the copy."""
+        """Keep the mapping: touching fresh pages costs several times as much as the copy."""
 
 
 def _map(fd: int, nbytes: int) -> Tensor:

@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hrl.workers.engine.adamw import AdamW
-from hrl.workers.engine.rounding import noise, round_stochastically, rounding_key
+from hrl.workers.engine.adamw import AdamW, noise, round_stochastically, rounding_key
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
 
 CPU = torch.device("cpu")

@@ -14,8 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hrl.batching import RankPlan
 from hrl.protocol import DataProto
-from hrl.workers.engine.adamw import AdamW
-from hrl.workers.engine.rounding import round_stochastically
+from hrl.workers.engine.adamw import AdamW, round_stochastically
 from hrl.workers.policy import Policy
 from tests.models.tiny import (
     SHAPE,

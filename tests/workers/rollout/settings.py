@@ -2,40 +2,53 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from hrl.config.rollout import RolloutConfig, WeightSyncConfig
+from hrl.models.loading import ModelSource
+from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
+from hrl.workers.rollout.base import EngineSetup
+
+CPU = torch.device("cpu")
 
 
-def rollout_config(name: str, **changes: Any) -> SimpleNamespace:
+def rollout_config(name: str, **changes: Any) -> RolloutConfig:
     """`actor_rollout_ref.rollout`, small."""
     values: dict[str, Any] = {
         "name": name,
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "seed": 1,
         "dtype": "bfloat16",
-        "tensor_model_parallel_size": 1,
         "gpu_memory_utilization": 0.3,
         "kv_cache_gib": 0.25,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 4096,
-        "max_model_len": None,
         "enforce_eager": True,
-        "free_cache_engine": True,
-        "sleep_level": 2,
-        "enable_chunked_prefill": None,
-        "enable_prefix_caching": True,
-        "engine_kwargs": {},
-        "val_kwargs": SimpleNamespace(n=1, do_sample=False, temperature=0.0, top_p=1.0, top_k=-1),
-        "weight_sync": SimpleNamespace(bucket_mb=32, timeout_s=60.0),
+        "weight_sync": WeightSyncConfig(bucket_mb=32, timeout_s=60.0),
     }
-    return SimpleNamespace(**(values | changes))
+    return RolloutConfig(**(values | changes))
+
+
+def engine_setup(
+    name: str,
+    folder: Path | str,
+    tokens: TokenIds,
+    max_model_len: int,
+    *,
+    device: torch.device = CPU,
+    num_threads: int | None = None,
+    override_config: Mapping[str, Any] | None = None,
+    **changes: Any,
+) -> EngineSetup:
+    """What an engine is opened with; `changes` are of `rollout_config`."""
+    source = ModelSource.to_look_at(
+        Path(folder), override_config or {}, trust_remote_code=False, max_model_len=max_model_len
+    )
+    return EngineSetup(rollout_config(name, **changes), source, tokens, device, num_threads)
 
 
 def prompt_batch(prompts: list[list[int]], n: int, width: int, step: int = 1, **meta: Any) -> DataProto:

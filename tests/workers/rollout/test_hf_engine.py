@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.base import SamplingParams
 from hrl.workers.rollout.hf_engine import draw, truncate
-from hrl.workers.rollout.host import RolloutHost, TokenInfo
+from hrl.workers.rollout.host import RolloutHost
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import prompt_batch, rollout_config
+from tests.workers.rollout.settings import engine_setup, prompt_batch
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
 R = 12
@@ -27,14 +28,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def host(folder) -> Iterator[RolloutHost]:
-    with RolloutHost(
-        rollout_config("hf", dtype="float32", max_num_seqs=7),
-        str(folder),
-        TokenInfo(0, (1,), models.VOCAB),
-        max_prompt_length=4,
-        max_response_length=R,
-        device=torch.device("cpu"),
-    ) as host:
+    tokens = TokenIds(0, (1,), models.VOCAB)
+    with RolloutHost(engine_setup("hf", folder, tokens, 4 + R, dtype="float32", max_num_seqs=7), R) as host:
         yield host
 
 

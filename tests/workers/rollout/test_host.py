@@ -1,51 +1,53 @@
-"""The host with a scripted engine: columns, seeds, lies, deadlines."""
+"""The host with a scripted engine: columns, seeds, lies, deadlines. Masks come from lengths, never from tokens."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import math
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, sample_seed
-from hrl.workers.rollout.host import RolloutHost, TokenInfo
+from hrl.config.rollout import RolloutConfig, ValKwargsConfig, WeightSyncConfig
+from hrl.models.tokenizer import TokenIds
+from hrl.workers.rollout.base import (
+    EngineDeadError,
+    EngineUnusableError,
+    RolloutEngine,
+    RolloutError,
+    SampleOutput,
+    sample_seed,
+)
+from hrl.workers.rollout.host import ENGINES, RolloutHost, prompt_tokens, response_columns
 from hrl.workers.rollout.scripted import ScriptedEngine
 from hrl.workers.weight_sync import cuda_ipc
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
-from tests.workers.rollout.settings import prompt_batch, rollout_config
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
+from tests.models.tiny import SHAPE
+from tests.workers.rollout.settings import engine_setup, prompt_batch
 from tests.workers.weight_sync.fake_devices import FakeDevices
 
 CPU = torch.device("cpu")
 VOCAB, STOP, PAD = 50, 7, 7
+TOKENS = TokenIds(PAD, (STOP,), VOCAB)
 R = 6
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(5)]
 
 
 @contextmanager
-def scripted(
-    script: dict[str, Any] | None = None,
-    name: str = "scripted",
-    device: torch.device = CPU,
-    **changes: Any,
-) -> Iterator[RolloutHost]:
-    config = rollout_config(name, engine_kwargs={"scripted": script or {}}, **changes)
-    host = RolloutHost(
-        config,
-        "no-model",
-        TokenInfo(PAD, (STOP,), VOCAB),
-        max_prompt_length=5,
-        max_response_length=R,
-        device=device,
-    )
-    with host:
+def scripted(script: dict[str, Any] | None = None, device: torch.device = CPU, **changes: Any) -> Iterator[RolloutHost]:
+    kwargs = {"scripted": script or {}}
+    setup = engine_setup("scripted", "no-model", TOKENS, 5 + R, device=device, engine_kwargs=kwargs, **changes)
+    with RolloutHost(setup, R) as host:
         yield host
 
 
@@ -151,9 +153,9 @@ def test_rows_marked_greedy_take_the_most_likely_tokens_beside_sampled_ones():
     seen = []
 
     class Recorder(ScriptedEngine):
-        async def generate(self, prompt_ids, sampling, request_id):
+        async def _generate(self, prompt_ids, sampling, request_id):
             seen.append((prompt_ids, sampling.temperature))
-            return await super().generate(prompt_ids, sampling, request_id)
+            return await super()._generate(prompt_ids, sampling, request_id)
 
     batch = prompt_batch([[1], [2], [3]], n=1, width=2)
     batch.non_tensor_batch["greedy"] = np.array([False, True, False], dtype=object)
@@ -168,11 +170,11 @@ def test_validation_takes_its_own_sampling_and_seeds():
     seen = []
 
     class Recorder(ScriptedEngine):
-        async def generate(self, prompt_ids, sampling, request_id):
+        async def _generate(self, prompt_ids, sampling, request_id):
             seen.append(sampling)
-            return await super().generate(prompt_ids, sampling, request_id)
+            return await super()._generate(prompt_ids, sampling, request_id)
 
-    sampled = SimpleNamespace(n=1, do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
+    sampled = ValKwargsConfig(n=1, do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
     for val_kwargs in (None, sampled):
         with scripted(**({"val_kwargs": val_kwargs} if val_kwargs else {})) as host:
             host.engine.__class__ = Recorder
@@ -237,15 +239,8 @@ def test_a_dead_engine_says_so():
 def test_a_start_that_takes_too_long_is_an_error_and_leaves_no_thread():
     before = threading.active_count()
     with pytest.raises(RolloutError, match=r"did not start within 0\.2 s"):
-        host = RolloutHost(
-            rollout_config("scripted", engine_kwargs={"scripted": {"start_s": 60}}),
-            "no-model",
-            TokenInfo(PAD, (STOP,), VOCAB),
-            max_prompt_length=5,
-            max_response_length=R,
-            device=torch.device("cpu"),
-        )
-        host.start(timeout_s=0.2)
+        kwargs = {"scripted": {"start_s": 60}}
+        RolloutHost(engine_setup("scripted", "no-model", TOKENS, 5 + R, engine_kwargs=kwargs), R).start(timeout_s=0.2)
 
     assert threading.active_count() == before
 
@@ -288,7 +283,7 @@ def test_after_a_failed_commit_the_engine_refuses_to_sample_until_a_good_sync():
 @pytest.mark.parametrize("fault", ["sync_hang", "sync_die"])
 def test_an_engine_that_hangs_or_dies_in_a_sync_ends_it_in_time(fault):
     started = time.monotonic()
-    sync = SimpleNamespace(bucket_mb=32, timeout_s=0.5)
+    sync = WeightSyncConfig(bucket_mb=32, timeout_s=0.5)
     with scripted({fault: True}, weight_sync=sync) as host:
         with pytest.raises((WeightSyncError, EngineDeadError)):
             host.push_weights(1, SPECS, weights(1))
@@ -351,7 +346,7 @@ def test_an_engine_that_has_dropped_what_is_not_sent_is_not_sampled_from():
 
 def test_an_engine_wakes_for_its_weights_before_it_wakes_to_sample():
     batch = prompt_batch([[1]], n=2, width=2)
-    with scripted({"sleeps": True}, sleep_level=1) as host:
+    with scripted({"sleeps": True}) as host:
         host.push_weights(1, SPECS, weights(1))
         host.sleep()
         with pytest.raises(EngineUnusableError, match="wake 'weights' first"):
@@ -368,12 +363,12 @@ def test_an_engine_wakes_for_its_weights_before_it_wakes_to_sample():
 @pytest.mark.parametrize("level", [1, 2])
 def test_only_level_2_needs_a_sync_after_sleep_also_when_one_was_aborted_meanwhile(level):
     batch = prompt_batch([[1]], n=2, width=2)
-    with scripted({"sleeps": True}, sleep_level=level) as host:
-        host.push_weights(1, SPECS, weights(1))
+    with scripted({"sleeps": True}) as host:  # which keeps its weights only where not all of them are sent
+        host.push_weights(1, SPECS, weights(1), kept=["vision.weight"] if level == 1 else [])
         host.sleep()
         host.wake()
         with pytest.raises(WeightSyncError, match=r"end before 'layers\.4\.weight'"):
-            host.push_weights(2, SPECS, weights(2)[:-1])
+            host.push_weights(2, SPECS, weights(2)[:-1], kept=["vision.weight"] if level == 1 else [])
 
         if level == 1:
             assert host.generate_sequences(batch).meta_info["policy_version"] == 1
@@ -381,7 +376,7 @@ def test_only_level_2_needs_a_sync_after_sleep_also_when_one_was_aborted_meanwhi
             assert host.engine.writer.weights == {}
             with pytest.raises(EngineUnusableError, match="sync weights before sampling"):
                 host.generate_sequences(batch)
-        host.push_weights(3, SPECS, weights(3))
+        host.push_weights(3, SPECS, weights(3), kept=["vision.weight"] if level == 1 else [])
         assert host.generate_sequences(batch).meta_info["policy_version"] == 3
 
 
@@ -391,9 +386,81 @@ def test_an_engine_that_keeps_its_cache_is_not_put_to_sleep():
         assert len(host.generate_sequences(prompt_batch([[1]], n=2, width=2))) == 2
 
 
-def test_an_unknown_engine_is_refused():
-    with (
-        pytest.raises(ValueError, match="unknown rollout engine 'sglang'; known: vllm, hf, scripted"),
-        scripted(name="sglang"),
-    ):
-        pass
+def test_every_engine_that_can_be_configured_is_there():
+    assert set(ENGINES) == set(get_args(RolloutConfig.model_fields["name"].annotation))
+    for module, kind in ENGINES.values():
+        assert issubclass(getattr(importlib.import_module(module), kind), RolloutEngine)
+
+
+def test_arguments_for_an_engine_that_has_none_are_refused():
+    setup = engine_setup("hf", "no-model", TOKENS, 5 + R, engine_kwargs={"hf": {"compile": True}})
+    with pytest.raises(RolloutError, match=r"engine_kwargs\.hf=.*: the transformers engine has no arguments"):
+        RolloutHost(setup, R)
+
+
+# ---------------------------------------------------------------------- columns: lengths are never read from tokens
+
+NOTHING, END, OTHER_END, VOCABULARY, WIDTH = 0, 1, 2, 5, 6
+RESPONSE = st.lists(st.integers(0, VOCABULARY - 1), max_size=WIDTH)
+PROMPT = st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=4)
+
+
+def columns_of(prompts: list[list[int]], responses: list[list[int]], pad: int, pad_prompts_by: int = 0):
+    width = max(map(len, prompts)) + pad_prompts_by
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+    outputs = [SampleOutput(r, [-float(t) - 0.5 for t in r], "stop", 0) for r in responses]
+    return response_columns(ids, mask, outputs, WIDTH, pad)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(PROMPT, RESPONSE), min_size=1, max_size=5), st.sampled_from([NOTHING, END, VOCABULARY - 1]))
+@example([([1], [])], END)  # an empty response
+@example([([1, 1], [END]), ([3], [END, END, 4])], END)  # the stop token is the padding, and comes first
+@example([([3], [OTHER_END, 4]), ([3], [4, END])], NOTHING)  # several stop tokens
+@example([([3], [4] * WIDTH), ([3], [NOTHING] * WIDTH)], NOTHING)  # none at all, and nothing but padding tokens
+def test_lengths_are_the_samplers_whatever_the_tokens_are(rows: list[tuple[list[int], list[int]]], pad: int) -> None:
+    prompts, responses = [p for p, _ in rows], [r for _, r in rows]
+    got = columns_of(prompts, responses, pad)
+    assert got["response_mask"].sum(dim=1).tolist() == [len(r) for r in responses]
+    assert torch.equal(got["attention_mask"][:, -WIDTH:], got["response_mask"])
+    for row, response in enumerate(responses):
+        assert got["responses"][row, : len(response)].tolist() == response
+        assert got["rollout_log_probs"][row].tolist() == [-t - 0.5 for t in response] + [0.0] * (WIDTH - len(response))
+    assert prompt_tokens(got["prompts"], got["attention_mask"][:, :-WIDTH]) == prompts
+    same_lengths = columns_of([[3] * len(p) for p in prompts], [[4] * len(r) for r in responses], 2)
+    for name in ("response_mask", "attention_mask", "position_ids"):
+        assert torch.equal(got[name], same_lengths[name]), name
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(PROMPT, RESPONSE), min_size=1, max_size=4), st.integers(1, 5))
+def test_position_ids_restart_with_each_row_and_know_of_no_padding(
+    rows: list[tuple[list[int], list[int]]], more: int
+) -> None:
+    prompts, responses = [p for p, _ in rows], [r for _, r in rows]
+    for padding in (0, more):
+        got = columns_of(prompts, responses, NOTHING, padding)
+        for row, (prompt, response) in enumerate(rows):
+            real = got["attention_mask"][row].bool()
+            assert got["position_ids"][row][real].tolist() == list(range(len(prompt) + len(response)))
+
+
+@pytest.mark.parametrize("more", [1, 3, 7])
+def test_padding_a_prompt_on_the_left_changes_no_logit(more: int) -> None:
+    """A plain transformers forward over the padded columns; the packed models never see padding."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).double().eval()
+    prompts, responses = [[7, 3, 9], [5]], [[4, 4], [1, 2, 3]]
+    logits = []
+    for padding in (0, more):
+        got = columns_of(prompts, responses, NOTHING, padding)
+        with torch.no_grad():
+            out = model(got["input_ids"], attention_mask=got["attention_mask"], position_ids=got["position_ids"]).logits
+        logits.append(out[got["attention_mask"].bool()])
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-5, atol=1e-6)  # its norms are float32
+
+
+def test_an_empty_prompt_is_named() -> None:
+    with pytest.raises(RolloutError, match="row 1 has an empty prompt"):
+        prompt_tokens(torch.ones(2, 3), torch.tensor([[0, 1, 1], [0, 0, 0]]))

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hrl.models.hf_config import load_config
-from hrl.workers.rollout.vllm_engine import VllmOptions
+from hrl.models.tokenizer import TokenIds
+from hrl.workers.rollout.vllm_engine import engine_args
 from tests.models.tiny import save_qwen2
+from tests.workers.rollout.settings import engine_setup
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
@@ -26,15 +28,8 @@ def test_vllm_and_trainer_see_the_same_configuration(tmp_path, override):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     folder = save_qwen2(tmp_path)
-    options = VllmOptions(
-        model_path=str(folder),
-        device_type="cpu",
-        max_model_len=64,
-        stop_token_ids=(1,),
-        num_threads=1,
-        override_config=override,
-    )
-    theirs = AsyncEngineArgs(**options.engine_args()).create_model_config().hf_config.to_dict()
+    setup = engine_setup("vllm", folder, TokenIds(0, (1,), 128), 64, num_threads=1, override_config=override)
+    theirs = AsyncEngineArgs(**engine_args(setup)).create_model_config().hf_config.to_dict()
     ours = load_config(folder, override, trust_remote_code=False).to_dict()
     different = {key for key in ours if ours[key] != theirs.get(key)}
     assert different <= {"architectures", "dtype", "transformers_version", "_name_or_path"}

@@ -9,16 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.base import EngineUnusableError
-from hrl.workers.rollout.host import RolloutHost, TokenInfo
+from hrl.workers.rollout.host import RolloutHost
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import prompt_batch, rollout_config
+from tests.workers.rollout.settings import engine_setup, prompt_batch
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
 
 CUDA = torch.device("cuda", 0)
 STOP, VOCAB, P, R = 2, 49152, 64, 24
+TOKENS = TokenIds(STOP, (STOP,), VOCAB)
 PROMPTS = [[1, 4093, 198, 1780], [1, 788, 253, 1675, 30], [1, 2683]]
 GIB = 2**30
 
@@ -33,14 +35,8 @@ def folder() -> Path:
 @pytest.fixture(scope="module")
 def host(folder) -> Iterator[RolloutHost]:
     torch.cuda.set_device(CUDA)
-    with RolloutHost(
-        rollout_config("vllm", gpu_memory_utilization=0.4),
-        str(folder),
-        TokenInfo(STOP, (STOP,), VOCAB),
-        max_prompt_length=P,
-        max_response_length=R,
-        device=CUDA,
-    ) as host:
+    setup = engine_setup("vllm", folder, TOKENS, P + R, device=CUDA, gpu_memory_utilization=0.4)
+    with RolloutHost(setup, R) as host:
         yield host
 
 
@@ -70,7 +66,7 @@ def score_error(host: RolloutHost, model, tokens: list[int]) -> float:
 
 
 def test_sleep_gives_memory_back_and_the_two_stages_of_waking_take_it_again(host, original):
-    assert host.supports_sleep
+    assert host.engine.supports_sleep
     push(host, 1, original)
     before, awake = greedy(host), free_gib()
 
@@ -107,15 +103,8 @@ def test_weights_by_cuda_ipc_are_the_ones_sampled_from(host, folder, original):
 def test_an_engine_that_quantises_to_fp8_samples_from_the_weights_it_was_sent(folder, original):
     tokens = [1, 788, 253, 1675, 30, 216, 34]
     changed = models.perturb(models.load(folder, torch.bfloat16), 0.1).to(CUDA)
-    fp8 = {"vllm": {"quantization": "fp8"}}
-    with RolloutHost(
-        rollout_config("vllm", gpu_memory_utilization=0.3, engine_kwargs=fp8),
-        str(folder),
-        TokenInfo(STOP, (STOP,), VOCAB),
-        max_prompt_length=P,
-        max_response_length=R,
-        device=CUDA,
-    ) as quantised:
+    changes = {"gpu_memory_utilization": 0.3, "engine_kwargs": {"vllm": {"quantization": "fp8"}}}
+    with RolloutHost(engine_setup("vllm", folder, TOKENS, P + R, device=CUDA, **changes), R) as quantised:
         noise = score_error(quantised, original, tokens)
         for version, model in ((1, changed), (2, original)):
             quantised.sleep()

@@ -17,16 +17,17 @@ import pytest
 import torch
 
 from hrl.cluster.precision import fastest_dtype
+from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
 from hrl.workers.policy import Policy
 from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, SamplingParams
-from hrl.workers.rollout.host import RolloutHost, TokenInfo
-from hrl.workers.weight_sync.base import WeightSync
+from hrl.workers.rollout.host import RolloutHost
 from hrl.workers.weight_sync.broadcast import BroadcastSender
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
+from hrl.workers.weight_sync.sender import WeightSync
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.models import tiny
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import prompt_batch, rollout_config
+from tests.workers.rollout.settings import engine_setup, prompt_batch
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -39,14 +40,7 @@ DTYPE = getattr(torch, fastest_dtype("cpu"))
 
 
 def make_host(folder: Path | str, **changes) -> RolloutHost:
-    return RolloutHost(
-        rollout_config("vllm", **changes),
-        str(folder),
-        TokenInfo(STOP, (STOP,), VOCAB),
-        max_prompt_length=P,
-        max_response_length=R,
-        device=torch.device("cpu"),
-    )
+    return RolloutHost(engine_setup("vllm", folder, TokenIds(STOP, (STOP,), VOCAB), P + R, **changes), R)
 
 
 @pytest.fixture(scope="module")
@@ -350,15 +344,8 @@ def test_two_tensor_parallel_processes_in_fp32_match_transformers_closely_and_di
     """
     folder = models.save_tiny_mixture(tmp_path)
     others = children()
-    host = RolloutHost(
-        rollout_config("vllm", dtype="float32", tensor_model_parallel_size=2, kv_cache_gib=0.1),
-        str(folder),
-        TokenInfo(0, (1,), models.VOCAB),
-        max_prompt_length=8,
-        max_response_length=R,
-        device=torch.device("cpu"),
-    )
-    with host:
+    changes = {"dtype": "float32", "tensor_model_parallel_size": 2, "kv_cache_gib": 0.1}
+    with RolloutHost(engine_setup("vllm", folder, TokenIds(0, (1,), models.VOCAB), 8 + R, **changes), R) as host:
         pids = [process["pid"] for process in host.engine.processes]
         assert len(set(pids)) == 2 and engine_processes(others) > set(pids)
         changed = models.load(folder)

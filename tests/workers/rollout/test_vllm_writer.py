@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hrl.workers.rollout.vllm_extension import VllmModelWriter
-from hrl.workers.weight_sync.base import WeightSync
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
+from hrl.workers.rollout.vllm_worker import VllmModelWriter
+from hrl.workers.weight_sync.sender import WeightSync
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.workers.rollout import models
 from tests.workers.weight_sync.streaming import StreamingSender, StreamingTarget, stream
 
@@ -135,7 +135,7 @@ def test_scales_of_a_quantised_cache_need_not_be_sent(folders, world):
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
-    from hrl.workers.rollout.vllm_extension import _required_parameters
+    from hrl.workers.rollout.vllm_worker import _required_parameters
 
     model, _ = load_engine_model(folders[0], None)
     layers = [module for module in model.modules() if isinstance(module, Attention)]

@@ -14,10 +14,9 @@ import torch
 
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync import cuda_ipc
-from hrl.workers.weight_sync.base import ReceiverReport
-from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead, LeadTarget
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
+from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.workers.weight_sync.fake_devices import FakeDevices
 
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)] + [("head", torch.bfloat16, (64, 64))]
@@ -74,7 +73,7 @@ def run_fellow(address: str, versions: list[int], dies_at: str | None, connectio
     """Trainer rank 1, on GPU 1. It sees the GPUs the other way round."""
     use_devices([1, 0], 0, fake)
     device = torch.device("cuda", 0)
-    rank = FellowRank(LeadTarget(address, 1, 0), device, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
+    rank = FellowRank(address, 1, 0, device, bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S)
     for version in versions:
         rank.push_weights(version, SPECS, dying(weights(version), dies_at))
         held = cuda_ipc.DEVICES.open_bytes if fake else torch.cuda.memory_allocated(device)
@@ -116,7 +115,7 @@ class EngineTarget:
         return self.call("load", index)
 
     def weights_commit(self):
-        return self._pool.submit(lambda: [ReceiverReport(**report) for report in self._ask("commit")])
+        return self.call("commit")
 
     def weights_abort(self, reason):
         self.aborted.append(reason)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hrl.workers.weight_sync.base import ReceiverReport, SenderTransport
-from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import BucketReader, ModelWriter, WeightReceiver
+from hrl.workers.weight_sync.sender import SenderTransport
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport
 
 POISON = 0xFF
 """Of every byte: a NaN in every floating point dtype."""
@@ -104,7 +104,7 @@ class StreamingTarget:
         return loaded
 
     def weights_commit(self) -> Future[list[ReceiverReport]]:
-        return done(lambda: [ReceiverReport(**self.receiver.commit())])
+        return done(lambda: [self.receiver.commit()])
 
     def weights_abort(self, reason: str) -> Future[None]:
         return done(self.receiver.abort)

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from hrl.workers.rollout.scripted import DictWriter, Script
-from hrl.workers.weight_sync.base import WeightSync
 from hrl.workers.weight_sync.broadcast import BroadcastReader, BroadcastSender, _join, group_timeout_s
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.sender import WeightSync
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)]
 MANIFEST = Manifest.build(SPECS, 3000)

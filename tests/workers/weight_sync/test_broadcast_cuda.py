@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from hrl.workers.rollout.scripted import DictWriter, Script
-from hrl.workers.weight_sync.base import WeightSync
 from hrl.workers.weight_sync.broadcast import BroadcastSender
-from hrl.workers.weight_sync.manifest import Manifest
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.sender import WeightSync
+from hrl.workers.weight_sync.wire import Manifest
 
 pytestmark = [
     pytest.mark.gpu,

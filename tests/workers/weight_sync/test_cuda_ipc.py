@@ -7,10 +7,10 @@ import os
 import pytest
 import torch
 
-from hrl.workers.weight_sync.base import WeightSync
-from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender, merge_handles
+from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender
 from hrl.workers.weight_sync.engine_ranks import Lead
-from hrl.workers.weight_sync.manifest import WeightSyncError
+from hrl.workers.weight_sync.sender import WeightSync
+from hrl.workers.weight_sync.wire import WeightSyncError
 from tests.workers.weight_sync.engine_processes import (
     BUCKET_BYTES,
     MANIFEST,
@@ -48,7 +48,7 @@ def test_every_version_arrives_and_the_buffers_go_with_it():
 
 @needs_two
 def test_every_process_of_an_engine_reads_the_trainer_rank_on_its_own_gpu():
-    lead = Lead([1], merge_handles)
+    lead = Lead([1])
     fellow, answers = start_fellow(lead, [1, 2], fake=False)
     with engine_of(2, fake=False) as engine:
         sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, CUDA), [engine], timeout_s=TIMEOUT_S, fellows=lead)

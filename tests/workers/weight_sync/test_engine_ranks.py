@@ -13,11 +13,11 @@ import torch
 
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync import cuda_ipc
-from hrl.workers.weight_sync.base import Deadline, ReceiverReport, WeightSync
-from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender, merge_handles
-from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead, LeadTarget
-from hrl.workers.weight_sync.manifest import WeightSyncError
+from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender
+from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.sender import WeightSync
+from hrl.workers.weight_sync.wire import Deadline, WeightSyncError
 from tests.workers.weight_sync.engine_processes import (
     BUCKET_BYTES,
     MANIFEST,
@@ -49,7 +49,7 @@ def devices(monkeypatch) -> FakeDevices:
 
 
 def test_every_process_of_the_engine_reads_the_trainer_rank_on_its_own_gpu_whatever_each_sees(engine, devices):
-    lead = Lead([1], merge_handles)
+    lead = Lead([1])
     fellow, answers = start_fellow(lead, [1, 2])
     sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [engine], timeout_s=TIMEOUT_S, fellows=lead)
 
@@ -66,7 +66,7 @@ def test_every_process_of_the_engine_reads_the_trainer_rank_on_its_own_gpu_whate
 
 
 def test_a_rank_that_dies_while_it_sends_is_named_at_once_and_the_engine_is_told(engine, devices):
-    lead = Lead([1], merge_handles)
+    lead = Lead([1])
     fellow, _ = start_fellow(lead, [3], dies_at="layers.4.weight")  # in a bucket that waits for the engine
     sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [engine], timeout_s=TIMEOUT_S, fellows=lead)
     seen = []
@@ -97,22 +97,25 @@ class InProcess:
         return done(self.receiver.load, index)
 
     def weights_commit(self):
-        return done(lambda: [ReceiverReport(**self.receiver.commit())])
+        return done(lambda: [self.receiver.commit()])
 
     def weights_abort(self, reason):
         return done(self.receiver.abort)
+
+
+def fellow_of(lead: Lead, rank: int = 1, timeout_s: float = TIMEOUT_S) -> FellowRank:
+    device = torch.device("cuda", 0)
+    return FellowRank(lead.address, rank, 0, device, bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s)
 
 
 class Pair:
     """A lead and one fellow, each in a thread."""
 
     def __init__(self, devices: FakeDevices, timeout_s: float = TIMEOUT_S) -> None:
-        self.lead = Lead([1], merge_handles)
+        self.lead = Lead([1])
         sender = CudaIpcSender(MANIFEST, devices.current())
         self.sync = WeightSync(MANIFEST, sender, [InProcess()], timeout_s=timeout_s, fellows=self.lead)
-        self.fellow = FellowRank(
-            LeadTarget(self.lead.address, 1, 0), torch.device("cuda", 0), bucket_bytes=BUCKET_BYTES, timeout_s=timeout_s
-        )
+        self.fellow = fellow_of(self.lead, timeout_s=timeout_s)
 
     def push(self, version: int, lead_sends, fellow_sends) -> tuple[str | None, str | None]:
         """What the two of them say of a sync; nothing if it succeeds."""
@@ -161,8 +164,8 @@ def test_a_sync_that_the_lead_cannot_begin_ends_for_the_others_too_and_is_not_co
 
 
 def test_a_rank_that_never_comes_is_named_at_the_deadline(devices):
-    lead = Lead([1, 2], merge_handles)
-    fellow = LeadTarget(lead.address, 2, 0)
+    lead = Lead([1, 2])
+    fellow = fellow_of(lead, rank=2)
     sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [InProcess()], timeout_s=0.5, fellows=lead)
     started = time.monotonic()
 
@@ -196,17 +199,15 @@ def test_a_rank_that_stops_half_way_is_named_with_the_bucket_that_is_awaited(dev
 
 
 def test_a_lead_that_is_gone_is_named(devices):
-    lead = Lead([1], merge_handles)
-    fellow = FellowRank(
-        LeadTarget(lead.address, 1, 0), torch.device("cuda", 0), bucket_bytes=BUCKET_BYTES, timeout_s=TIMEOUT_S
-    )
+    lead = Lead([1])
+    fellow = fellow_of(lead)
     lead._await_others(Deadline(5, "test"))
     lead.close()
 
     with pytest.raises(WeightSyncError, match="rank 0, which drives the engine, is gone"):
         fellow.push_weights(1, SPECS, weights(1))
     with pytest.raises(WeightSyncError, match="rank 0, which drives the engine, is gone"):
-        LeadTarget(lead.address, 1, 0)
+        fellow_of(lead)
 
 
 def test_ranks_that_would_send_different_tensors_are_told_so(pair):

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from hrl.workers.rollout.scripted import DictWriter, Script
-from hrl.workers.weight_sync.base import ReceiverReport, SenderTransport, WeightSync
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.sender import SenderTransport, WeightSync
 from hrl.workers.weight_sync.shared_memory import SharedMemoryReader, SharedMemorySender
+from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 from tests.workers.weight_sync.streaming import StreamingSender, StreamingTarget, done, stream
 
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(9)] + [("norm", torch.float32, (5,))]
@@ -43,7 +43,7 @@ class Target:
         return done(self.receiver.load, index)
 
     def weights_commit(self):
-        return done(lambda: [ReceiverReport(**self.receiver.commit())])
+        return done(lambda: [self.receiver.commit()])
 
     def weights_abort(self, reason):
         self.aborted.append(reason)

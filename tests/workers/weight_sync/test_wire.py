@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.workers.weight_sync.manifest import (
+from hrl.workers.weight_sync.wire import (
     ALIGNMENT_BYTES,
     Assembler,
     Manifest,
@@ -81,7 +81,7 @@ def test_a_manifest_survives_json():
 
 
 def test_a_name_twice_and_an_empty_list_are_refused():
-    with pytest.raises(WeightSyncError, match="'norm' stands twice"):
+    with pytest.raises(WeightSyncError, match="'norm' occurs twice"):
         Manifest.build([*SPECS, SPECS[1]], 64)
     with pytest.raises(WeightSyncError, match="empty"):
         Manifest.build([], 64)

@@ -1,4 +1,4 @@
-"""The sending half of a weight sync."""
+"""The trainer's end of a weight sync."""
 
 from __future__ import annotations
 
@@ -13,45 +13,32 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from hrl.workers.weight_sync.manifest import Bucket, Manifest, TensorSpec, WeightSyncError, seal
-
-__all__ = ["Deadline", "ReceiverReport", "SenderTransport", "SyncReport", "SyncTarget", "WeightSync", "WeightSyncError"]
+from hrl.workers.weight_sync.wire import (
+    Bucket,
+    Deadline,
+    Manifest,
+    ReceiverReport,
+    TensorSpec,
+    WeightSyncError,
+    seal,
+)
 
 logger = logging.getLogger(__name__)
 
 ABORT_TIMEOUT_S = 10.0
-"""How long an abort waits for a receiver that may itself be the reason of the abort."""
-
-
-@dataclass(frozen=True)
-class ReceiverReport:
-    """What one receiving process wrote.
-
-    Attributes:
-        receiver: Who, e.g. `"vllm worker 0 (pid 71)"`.
-        version: That it now serves.
-        tensors: Received, verified against their checksums and written.
-        nbytes: Of these tensors.
-        read_back: How many of them were also read back out of the model, bit for bit.
-    """
-
-    receiver: str
-    version: int
-    tensors: int
-    nbytes: int
-    read_back: int
+"""How long an abort waits for a receiver, which may itself be the reason for it."""
 
 
 @dataclass(frozen=True)
 class SyncReport:
-    """A finished sync, from the sender's side.
+    """A finished sync, as its sender saw it.
 
     Attributes:
         version: Policy version that is now served.
-        tensors: Number of tensors sent.
-        nbytes: Their bytes.
+        tensors: Number of tensors that were sent.
+        nbytes: Bytes of these tensors.
         seconds: From begin to commit.
-        receivers: Reports of the receivers this sender talks to itself; empty for a broadcast.
+        receivers: Reports of the receivers that this sender talks to; empty for a broadcast.
     """
 
     version: int
@@ -61,65 +48,34 @@ class SyncReport:
     receivers: tuple[ReceiverReport, ...]
 
 
-class Deadline:
-    """A point in time and what has to be done by then."""
-
-    def __init__(self, seconds: float, what: str) -> None:
-        self.seconds = seconds
-        self.what = what
-        self._end = time.monotonic() + seconds
-
-    def remaining_s(self, doing: str) -> float:
-        """Seconds left.
-
-        Raises:
-            WeightSyncError: None are.
-        """
-        left = self._end - time.monotonic()
-        if left <= 0:
-            raise self.passed(doing)
-        return left
-
-    def wait(self, future: Future[Any], doing: str) -> Any:
-        """Return the future's result, by the deadline."""
-        try:
-            return future.result(timeout=self.remaining_s(doing))
-        except FutureTimeoutError:
-            raise self.passed(doing) from None
-
-    def passed(self, doing: str) -> WeightSyncError:
-        """Return the error for what was not done by then."""
-        return WeightSyncError(f"{self.what} took longer than {self.seconds:g} s (weight_sync.timeout_s), at: {doing}")
-
-
 class SenderTransport(ABC):
     """Buffers on the sender's side, and the handle by which receivers find them."""
 
     depth: int
     """Buckets that can be under way at once; a bucket's buffer is reused `depth` buckets later."""
     deadline: Deadline
-    """Of the sync under way: what waits in `buffer` and `flush` waits no longer."""
+    """Of the sync under way; `buffer` and `flush` wait no longer."""
 
     @abstractmethod
     def handle(self) -> dict[str, Any]:
-        """Return how a receiver attaches to the sync that begins: integers and strings, in lists and dictionaries."""
+        """Return how a receiver attaches to the sync that begins: integers and strings in lists and dictionaries."""
 
     @abstractmethod
     def buffer(self, index: int) -> Tensor:
-        """Bytes to write bucket `index` into, `(bucket.nbytes,) uint8`. Waits until the buffer is free."""
+        """Return the memory for bucket `index`, `(bucket.nbytes,) uint8`, once it is free."""
 
     @abstractmethod
     def publish(self, index: int) -> None:
         """Make the written bucket visible to receivers."""
 
     def flush(self) -> None:
-        """Return when everything published has left this process."""
+        """Wait until everything published has left this process."""
 
     def abort(self) -> None:
-        """Free receivers that wait for a bucket which will not come."""
+        """Release receivers that wait for a bucket which will not come."""
 
     def release(self) -> None:
-        """Give back the memory that only a sync needs; called when one has ended, well or not."""
+        """Give back the memory that only a sync needs. Called whenever a sync has ended, also by an error."""
 
     @abstractmethod
     def close(self) -> None:
@@ -127,10 +83,10 @@ class SenderTransport(ABC):
 
 
 class SyncTarget(Protocol):
-    """A receiver that the sender talks to itself: the rollout engine of the same process."""
+    """A receiver that the sender talks to: the rollout engine of the same process."""
 
     def weights_begin(self, manifest: Manifest, handle: dict[str, Any], version: int) -> Future[None]:
-        """Announces a sync; refuses a manifest that is not the model's."""
+        """Announce a sync. A manifest that is not the model's is refused."""
 
     def weights_load(self, index: int) -> Future[None]:
         """Take a published bucket."""
@@ -139,44 +95,44 @@ class SyncTarget(Protocol):
         """Serve the new version from here on."""
 
     def weights_abort(self, reason: str) -> Future[None]:
-        """Forgets the sync: serves the old version, or nothing until the next good sync."""
+        """Drop the sync: serve the old version, or nothing until the next good sync."""
 
 
 class FellowSenders(Protocol):
-    """Other processes that send the same weights to the same receivers, each from memory of its own.
+    """Other processes that send the same weights to the same receivers, each from its own memory.
 
-    The sync here tells the receivers, so it waits for the others' buckets and passes on what the receivers answer.
+    Only the sync that has fellows talks to the receivers. It waits for the others' buckets and tells them the answers.
     """
 
     def begin(self, manifest: Manifest, handle: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """One handle of all senders, made of this one's and the others'.
+        """Return one handle for all senders, made of this one's and theirs.
 
         Raises:
-            WeightSyncError: Another one is gone, failed, came too late or sends other weights; names it.
+            WeightSyncError: One of them is gone, failed, came too late or sends other weights; names it.
         """
 
     def wait_published(self, index: int, deadline: Deadline) -> None:
-        """Return when every other one has written bucket `index`; raises as `begin`."""
+        """Wait until all of them have written bucket `index`; raises as `begin` does."""
 
     def tell_loaded(self, index: int) -> None:
-        """Bucket `index` was loaded: its buffer is free. Harmless when repeated."""
+        """Say that bucket `index` was loaded, so that its buffer is free. Harmless when repeated."""
 
     def tell_committed(self) -> None:
-        """The receivers serve the new version."""
+        """Say that the receivers serve the new version."""
 
     def tell_aborted(self, reason: str) -> None:
-        """The sync has failed. Reaches all that still live, and raises nothing."""
+        """Say to those that still live that the sync has failed; raises nothing."""
 
 
 class WeightSync:
-    """Sends the trainer's weights, again and again, over the same transport.
+    """Sends the trainer's weights over one transport, once for each policy version.
 
     Args:
         manifest: What every sync sends.
-        transport: Where it is written.
-        targets: Receivers to be told about each bucket. Empty for a broadcast, whose receivers run the receiving side
-            of the protocol by themselves.
-        timeout_s: A sync that takes longer is aborted.
+        transport: Carries the buckets.
+        targets: Receivers to be told about each bucket. Empty for a broadcast, whose receivers know themselves which
+            bucket comes next.
+        timeout_s: Seconds after which a sync is aborted.
         fellows: Processes that send along with this one.
     """
 
@@ -196,16 +152,16 @@ class WeightSync:
         self._fellows = fellows
 
     def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
-        """One sync.
+        """Send one version and have it served.
 
         Args:
             version: Policy version of the weights.
-            weights: (name, full tensor) in the manifest's order. Always run to its end, also when the sync fails,
-                because every item can be a collective of the training ranks.
+            weights: (name, full tensor) in the manifest's order. It is run to its end even if the sync fails, because
+                each item may be a collective of the training ranks.
 
         Raises:
-            WeightSyncError: The weights are not the manifest's, a receiver refused or reported something else, or the
-                deadline passed. The receivers were told to abort.
+            WeightSyncError: The weights are not the manifest's, a receiver refused them or reported something else, or
+                the deadline passed. The receivers have been told to abort.
         """
         started = time.monotonic()
         deadline = Deadline(self._timeout_s, f"weight sync to version {version}")
@@ -215,7 +171,7 @@ class WeightSync:
             reports = self._send(version, source, deadline)
         except BaseException as error:
             self._abort(f"{type(error).__name__}: {error}")
-            if isinstance(error, Exception):  # on Ctrl-C the other ranks are stopping too
+            if isinstance(error, Exception):  # on Ctrl-C the other ranks stop as well
                 for _ in source:
                     pass
             raise
@@ -282,12 +238,12 @@ class WeightSync:
             try:
                 future.result(timeout=ABORT_TIMEOUT_S)
             except (FutureTimeoutError, RuntimeError, OSError) as error:
-                # The first failure is the one to report; the receiver counts as unusable from here on.
+                # The first failure is the one to report. The receiver counts as unusable from here on.
                 logger.warning("weight sync: a receiver did not answer the abort: %s: %s", type(error).__name__, error)
 
 
 class Filler:
-    """Writes the trainer's tensors, as they come, into bucket after bucket.
+    """Writes the trainer's tensors into one bucket after another.
 
     Args:
         source: (name, full tensor) in the manifest's order.
@@ -295,15 +251,13 @@ class Filler:
 
     def __init__(self, source: Iterator[tuple[str, Tensor]]) -> None:
         self._source = source
-        self._cut: Tensor | None = None
+        self._cut: Tensor | None = None  # a tensor of which pieces are still to be written
 
     def fill(self, data: Tensor, bucket: Bucket) -> None:
-        """Copy the bucket's tensors to their places in `data` `(bucket.nbytes,) uint8`, cast to their wire dtype.
-
-        A tensor that is cut is held until its last piece was written.
+        """Copy the bucket's tensors to their places in `data` `(bucket.nbytes,) uint8`, in the manifest's dtypes.
 
         Raises:
-            WeightSyncError: The tensors end early, or the next one is another one.
+            WeightSyncError: The tensors end early, or the next one is not the manifest's.
         """
         for piece in bucket.pieces:
             if piece.is_whole:
@@ -321,7 +275,7 @@ class Filler:
         """Check that nothing is left.
 
         Raises:
-            WeightSyncError: There is a further tensor.
+            WeightSyncError: There is another tensor.
         """
         surplus = next(self._source, None)
         if surplus is not None:

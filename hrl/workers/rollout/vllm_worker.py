@@ -1,28 +1,33 @@
-"""Methods that vLLM mixes into its worker (`worker_extension_cls`), called with plain data by `collective_rpc`.
+"""What runs inside vLLM's processes: executors, the receiving end of a weight sync, the trainer's arithmetic.
 
-They report failures of the weight sync as data, `{"error": sentence}`: vLLM would turn an exception into the text of
-another one, without the sentence that names the tensor.
+vLLM mixes `RolloutWorkerExtension` into its worker; its methods are called with plain data by `collective_rpc`.
 """
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import logging
 import multiprocessing
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
+from hrl.models.ops.log_prob import allow_bf16_matmul
+from hrl.models.ops.residual import PLAIN_RESIDUAL_FAMILIES, add_and_norm
 from hrl.processes.lifetime import die_with_parent
-from hrl.workers.rollout.vllm_precision import match_trainer, use_float32_head
-from hrl.workers.rollout.vllm_versions import load_numel
-from hrl.workers.weight_sync.manifest import Manifest, WeightSyncError
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -30,16 +35,38 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FILE_STORE = "file://"
+#: Rows of logits that are computed at once, the same number for all batches: kernels sum in another order for other
+#: shapes, and a token's logits, and so what its seed draws, must not depend on how many other requests run.
+HEAD_ROWS = 32
+
+
+class SingleProcessExecutor(UniProcExecutor):
+    """Runs the model in the engine's own process.
+
+    On a CPU vLLM would start a second process for it, to bind threads, which the environment does here. One process
+    starts sooner, takes 0.7 GB less and does not spin on a message queue.
+    """
+
+    def _init_executor(self) -> None:
+        die_with_parent()
+        super()._init_executor()
+
+
+class TensorParallelExecutor(MultiprocExecutor):
+    """Runs one worker process per tensor-parallel rank. Workers end when this process does."""
+
+    def _init_executor(self) -> None:
+        die_with_parent()
+        super()._init_executor()
 
 
 class VllmModelWriter:
-    """Writes checkpoint-format weights into a running vLLM model by its layer-wise reload.
+    """Writes weights in the checkpoint's form into a running vLLM model, by vLLM's layer-wise reload.
 
-    A plain `load_weights` fails on a running engine that keeps its weights in another form than it loads them in:
-    packed on a CPU, quantised to FP8, transposed for a kernel. The layer-wise reload brings every layer back to its
-    loadable form, with the names that it then has, collects its weights, converts them again, and copies the result
-    into the memory that the kernels already use. Conversions look up vLLM's current configuration, so all of it runs
-    under that.
+    A plain `load_weights` fails on an engine that keeps weights in another form than it loads them: packed on a CPU,
+    quantised to FP8, transposed for a kernel. The layer-wise reload brings every layer back to its loadable form and
+    names, collects its weights, converts them again, and copies the result into the memory that the kernels use.
+    Conversions look up vLLM's current configuration, so it is set around all of this.
     """
 
     def __init__(self, model: nn.Module, vllm_config: VllmConfig) -> None:
@@ -98,8 +125,8 @@ class VllmModelWriter:
         with set_current_vllm_config(self._vllm_config), _kept_layers_unannounced() if judged else nullcontext():
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
             for module in self._tied:
-                # A module that shares another one's weight (the output head of tied embeddings) got no weight of its
-                # own to load, and so kept what it had packed from the old one.
+                # A module that shares another one's weight (the output head of tied embeddings) was sent none of its
+                # own, and still has what it packed from the old one.
                 module.quant_method.process_weights_after_loading(module)  # type: ignore[union-attr, operator]
         self._written = dict(_as_loaded(self._model))
 
@@ -120,10 +147,7 @@ class VllmModelWriter:
         return self._written.get(name)
 
     def _hint(self) -> str:
-        """Return what to do about a folder whose weights are stored quantised, scales and all.
-
-        A trainer has no scales.
-        """
+        """Return what to do about a folder with quantised weights, for whose scales a trainer has nothing to send."""
         stored = getattr(self._vllm_config.model_config.hf_config, "quantization_config", None)
         if stored is None:
             return ""
@@ -133,26 +157,23 @@ class VllmModelWriter:
         )
 
     def _incomplete_modules(self) -> list[str]:
-        """Modules that got only some of what they fuse, such as queries and values without keys."""
+        """Return the modules that got only a part of what they fuse, such as queries and values without keys."""
         from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         found = []
         for name, module in self._model.named_modules():
             got = get_layerwise_info(module).load_numel
-            # An embedding is padded beyond what there is to load, and never fused: its name says whether it was.
+            # An embedding is padded beyond what is loaded, and never fused: its name alone tells whether it was sent.
             if not got or isinstance(module, VocabParallelEmbedding):
                 continue
-            want = sum(load_numel(p) for p in module.parameters(recurse=False))
+            want = sum(_load_numel(p) for p in module.parameters(recurse=False))
             if got < want:
                 found.append(f"{got} of {want} elements of {name}")
         return found
 
     def _keep_unfinished_layers(self, weights: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy what layers with weights still to come hold of this bucket, whose memory will be written again.
-
-        What they hold of earlier ones was copied then.
-        """
+        """Copy what unfinished layers hold of this bucket, whose memory will be written again."""
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
         bucket = {tensor.untyped_storage().data_ptr() for _, tensor in weights}
@@ -166,7 +187,7 @@ class VllmModelWriter:
 
 @contextmanager
 def _kept_layers_unannounced() -> Iterator[None]:
-    """vLLM warns of every layer that got nothing; those that are left by then are meant to keep what they have."""
+    """Silence vLLM's warning about layers that got nothing: those that are left by then are meant to be kept."""
     reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -182,24 +203,23 @@ def _kept_layers_unannounced() -> Iterator[None]:
 def is_kept(name: str, kept: Collection[str], loaded: Collection[str]) -> bool:
     """Return whether a parameter of the engine belongs to a tower of which the trainer sends nothing.
 
-    The engine fuses and renames what is inside of a tower, so the tower's name is compared: the first part of the
-    engine's, which stands somewhere in the checkpoint's. A tower of which anything was sent has to be sent wholly.
-
     Args:
-        name: The engine's.
+        name: Of the parameter in the engine.
         kept: Names in the checkpoint of what is not sent.
-        loaded: The engine's names of what was.
+        loaded: Names in the engine of what was sent.
     """
+    # The engine fuses and renames what is inside a tower. So the tower's own name is compared: the first part of the
+    # engine's, which occurs somewhere in the checkpoint's. A tower of which anything was sent must be sent as a whole.
     tower = name.partition(".")[0]
     is_named = any(tower in other.split(".") for other in kept)
     return is_named and not any(other.startswith(f"{tower}.") for other in loaded)
 
 
 def _required_parameters(model: nn.Module, tied: Sequence[nn.Module]) -> set[str]:
-    """Names of what a model in its loadable form has to be sent.
+    """Return the names of what a model in its loadable form has to be sent.
 
-    Not the weight that a module shares with an earlier one, and not the scales of an attention layer's cache: a
-    checkpoint may have them, and without them they are what they were.
+    Left out are weights that a module shares with an earlier one, and the scales of an attention layer's cache, which a
+    checkpoint need not have.
     """
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
@@ -213,10 +233,8 @@ def _required_parameters(model: nn.Module, tied: Sequence[nn.Module]) -> set[str
 
 
 def _as_loaded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters that are kept in the form in which they are loaded, so that they can be compared with what was sent.
-
-    What a quantisation made can have the name, shape and dtype of what it was made from, and other contents.
-    """
+    """Yield the parameters that are kept as they are loaded, so that they can be compared with what was sent."""
+    # A quantised parameter may have the name, shape and dtype of the one that it was made from.
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
@@ -228,10 +246,10 @@ def _as_loaded(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 class RolloutWorkerExtension:
-    """Mixed into vLLM's worker; the names must not be vLLM's own."""
+    """Methods that vLLM mixes into its worker. Their names must not be vLLM's own."""
 
     def hrl_join(self) -> dict[str, Any]:
-        """Binds this process to its parent's life and says who it is."""
+        """Bind this process to its parent's life, prepare its model, and return rank, pid and number of threads."""
         if multiprocessing.parent_process() is not None:
             die_with_parent()
         _unlink_collective_memory()
@@ -249,40 +267,27 @@ class RolloutWorkerExtension:
         return {"rank": rank, "pid": os.getpid(), "threads": torch.get_num_threads()}
 
     def hrl_weights_begin(self, manifest: Mapping[str, Any], handle: Mapping[str, Any], version: int) -> dict[str, Any]:
-        """Announces a sync. See `WeightReceiver.begin`."""
-        try:
-            self._hrl_receiver.begin(Manifest.from_plain(manifest), handle, version)
-        except WeightSyncError as error:
-            return {"error": str(error)}
-        return {}
+        """Announce a sync. See `WeightReceiver.begin`."""
+        return _answer(self._hrl_receiver.begin, Manifest.from_plain(manifest), handle, version)
 
     def hrl_weights_load(self, index: int) -> dict[str, Any]:
         """Take a bucket. See `WeightReceiver.load`."""
-        try:
-            self._hrl_receiver.load(index)
-        except WeightSyncError as error:
-            return {"error": str(error)}
-        return {}
+        return _answer(self._hrl_receiver.load, index)
 
     def hrl_weights_commit(self) -> dict[str, Any]:
-        """Put the new weights into effect. See `WeightReceiver.commit`."""
-        try:
-            report = self._hrl_receiver.commit()
-        except WeightSyncError as error:
-            return {"error": str(error)}
-        if torch.cuda.is_available():  # what the sync used is the cache's, which wakes next in a pool of its own
-            torch.cuda.empty_cache()
-        return report
+        """Put the new weights into effect and return a `ReceiverReport`. See `WeightReceiver.commit`."""
+        answer = _answer(lambda: asdict(self._hrl_receiver.commit()))
+        if "error" not in answer and torch.cuda.is_available():
+            torch.cuda.empty_cache()  # the cache, which wakes next in a pool of its own, needs what the sync used
+        return answer
 
     def hrl_weights_abort(self) -> dict[str, Any]:
-        """Forgets a sync; says which version's weights are here, and whether wholly."""
+        """Drop a sync; say which version's weights are here, and whether all of them are."""
         return {"intact": self._hrl_receiver.abort(), "version": self._hrl_receiver.served_version}
 
     def _hrl_unlink_rendezvous(self) -> None:
-        """Remove the file through which the engine's processes met; vLLM leaves it in the folder for temporary files.
-
-        On a CPU nobody looks there again. On a GPU, NCCL's watchdog does, for as long as the engine lives.
-        """
+        """Remove the file through which the engine's processes met, which vLLM leaves in the temporary folder."""
+        # Only on a CPU: on a GPU, NCCL's watchdog looks there for as long as the engine lives.
         method: str = self.distributed_init_method  # type: ignore[attr-defined]
         if method.startswith(_FILE_STORE) and not torch.cuda.is_available():
             Path(method.removeprefix(_FILE_STORE)).unlink(missing_ok=True)
@@ -291,21 +296,26 @@ class RolloutWorkerExtension:
         return int(self.rank)  # type: ignore[attr-defined]
 
 
-def _count_ranks_without_a_compiler() -> None:
-    """Has a CPU engine count the rank of a sampled token with two operators.
+def _answer(step: Callable[..., dict[str, Any] | None], *args: Any) -> dict[str, Any]:
+    """Return what a step of the sync returns, or its error as data."""
+    # vLLM would turn an exception into the text of another one, without the sentence that names the tensor.
+    try:
+        return step(*args) or {}
+    except WeightSyncError as error:
+        return {"error": str(error)}
 
-    vLLM compiles the two into one, to save a temporary that matters on a GPU. Here that is 23 s of the first step.
-    """
+
+def _count_ranks_without_a_compiler() -> None:
+    """Let a CPU engine count the rank of a sampled token without compiling anything."""
+    # vLLM compiles two operators into one, to save a temporary that matters on a GPU. Here that takes 23 s of step 1.
     from vllm.v1.sample import sampler
 
     sampler.batched_count_greater_than = inspect.unwrap(sampler.batched_count_greater_than)
 
 
 def _unlink_collective_memory() -> None:
-    """Take the names away from the segments through which CPU workers reduce tensors.
-
-    Every worker has mapped them by now, and vLLM removes them only in a destructor that a killed process doesn't run.
-    """
+    """Remove the names of the segments through which CPU workers reduce tensors."""
+    # Every worker has mapped them by now. vLLM removes them in a destructor, which a killed process does not run.
     for line in Path("/proc/self/maps").read_text().splitlines():
         path = line.rpartition(" ")[2]
         if path.startswith("/dev/shm/") and "cpushm" in path:
@@ -313,11 +323,9 @@ def _unlink_collective_memory() -> None:
 
 
 def _forget_expert_kernels(model: nn.Module) -> None:
-    """Has a CPU engine pack its experts' weights again when they have come.
-
-    vLLM packs them for its CPU kernel when it makes that kernel, and keeps the kernel from load to load: later weights
-    would be read as if they were packed. Kernels on a GPU take weights as they are, and graphs hold on to them.
-    """
+    """Let a CPU engine pack its experts' weights again when new ones have come."""
+    # vLLM packs them when it makes its CPU kernel, and keeps the kernel: later weights would be read as if they were
+    # packed. Kernels on a GPU take weights as they are, and graphs hold on to the kernels.
     for module in model.modules():
         method: Any = getattr(module, "quant_method", None)
         on_cpu = any(parameter.device.type == "cpu" for parameter in module.parameters(recurse=False))
@@ -326,7 +334,7 @@ def _forget_expert_kernels(model: nn.Module) -> None:
 
 
 def _tied_modules(model: nn.Module) -> list[nn.Module]:
-    """Modules whose weight is also another, earlier module's."""
+    """Return the modules whose weight is also an earlier module's."""
     seen: set[int] = set()
     tied = []
     for module in model.modules():
@@ -337,3 +345,77 @@ def _tied_modules(model: nn.Module) -> list[nn.Module]:
             tied.append(module)
         seen.add(id(weight))
     return tied
+
+
+# ---------------------------------------------------------------------- the trainer's arithmetic
+
+
+def match_trainer(model: nn.Module, model_type: str) -> None:
+    """Give a bfloat16 model on a CPU the trainer's logits and, where its family allows that, its residual stream."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    if next(model.parameters()).dtype != torch.bfloat16:
+        return
+    # Only the head multiplies in float32 (`head_dtype`), and its factors are bfloat16 numbers.
+    allow_bf16_matmul()
+    head: Any = getattr(model, "logits_processor", None)
+    if head is not None:
+        head._apply_head = _apply_head
+    if model_type in PLAIN_RESIDUAL_FAMILIES:
+        for module in model.modules():
+            if type(module) is RMSNorm:
+                module._forward_method = partial(_forward, module, module._forward_method)
+
+
+def use_float32_head(model: nn.Module) -> None:
+    """Let a vLLM before 0.26, whose generating models have no `head_dtype`, compute logits in float32 as well.
+
+    Models that compute in float32, and heads of another dtype than the model's, are left as they are.
+    """
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    for module in model.modules():
+        if isinstance(module, LogitsProcessor) and not _has_head_dtype(module):
+            module._get_logits = partial(_get_logits, module, module._get_logits)
+
+
+def _get_logits(head: Any, original: Any, hidden: Tensor, lm_head: nn.Module, bias: Tensor | None) -> Tensor | None:
+    if hidden.dtype == torch.float32 or lm_head.weight.dtype != hidden.dtype:
+        logits: Tensor | None = original(hidden, lm_head, bias)
+        return logits
+    # As vLLM does after its projection: gather the vocabulary's shards, cut off the padding.
+    gathered = head._gather_logits(_apply_head(lm_head, hidden, bias))
+    return None if gathered is None else gathered[..., : head.org_vocab_size]
+
+
+def _forward(norm: Any, original: Any, hidden: Tensor, residual: Tensor | None = None) -> Any:
+    if residual is None:
+        return original(hidden)
+    return add_and_norm(hidden, residual, norm.weight, norm.variance_epsilon)
+
+
+def _apply_head(head: nn.Module, hidden: Tensor, bias: Tensor | None) -> Tensor:
+    """Return float32 logits `(t, V)` of `hidden (t, H)`, in place of vLLM's projection."""
+    wide_bias = None if bias is None else bias.float()
+    if hidden.is_cuda:  # sums in float32 without a float32 copy of the weight
+        logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+        return logits if wide_bias is None else logits.add_(wide_bias)
+    weight = head.weight.float()
+    blocks = functional.pad(hidden.float(), (0, 0, 0, -len(hidden) % HEAD_ROWS)).split(HEAD_ROWS)
+    return torch.cat([functional.linear(block, weight, wide_bias) for block in blocks])[: len(hidden)]
+
+
+# ---------------------------------------------------------------------- differences between versions of vLLM
+
+
+def _load_numel(parameter: Tensor) -> int:
+    """Return how many elements a checkpoint has for the parameter. Before 0.31, which declares no padding: all."""
+    utils = importlib.import_module("vllm.model_executor.model_loader.reload.utils")
+    if hasattr(utils, "get_tensor_load_numel"):
+        return int(utils.get_tensor_load_numel(parameter))
+    return parameter.numel()
+
+
+def _has_head_dtype(logits_processor: nn.Module) -> bool:
+    """Return whether a generating model's head can have its own dtype (from 0.26 on)."""
+    return hasattr(logits_processor, "_apply_head")

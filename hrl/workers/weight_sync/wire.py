@@ -1,14 +1,14 @@
-"""What travels in a weight sync, and how its bytes lie: tensors in buckets, every bucket sealed with checksums.
+"""What the two ends of a weight sync agree on: the manifest, how bytes lie in a bucket, its seal, reports, deadlines.
 
 A bucket is one flat run of bytes::
 
     | piece 0 | pad | piece 1 | pad | ... | seal: magic, version, bucket, checksum 0, checksum 1, ... |
 
-A piece is a whole tensor, unless the tensor is larger than a bucket: then it is cut into pieces that fill buckets of
-their own, so that no buffer is larger than a bucket, however large the embedding. `Assembler` joins them again.
+A piece is a whole tensor, unless the tensor is larger than a bucket. Such a tensor is cut into pieces that fill buckets
+of their own, so that no buffer is larger than a bucket; `Assembler` joins them again.
 
-The seal travels with the data, so a receiver can tell on its own, whatever the transport, that the bucket is the right
-one, of the right version, and that each tensor arrived as it was written.
+The seal travels with the data. So a receiver can tell, whatever the transport, that the bucket is the right one, of the
+right version, and that each tensor arrived as it was written.
 """
 
 from __future__ import annotations
@@ -16,8 +16,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
@@ -29,6 +32,56 @@ from hrl.errors import HrlError
 
 class WeightSyncError(HrlError, RuntimeError):
     """Weights did not arrive, or not as they were sent. The message names the tensor, the bucket or the receiver."""
+
+
+class Deadline:
+    """A point in time and what has to be done by then."""
+
+    def __init__(self, seconds: float, what: str) -> None:
+        self.seconds = seconds
+        self.what = what
+        self._end = time.monotonic() + seconds
+
+    def remaining_s(self, doing: str) -> float:
+        """Return the seconds that are left.
+
+        Raises:
+            WeightSyncError: None are.
+        """
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise self.passed(doing)
+        return left
+
+    def wait(self, future: Future[Any], doing: str) -> Any:
+        """Return the future's result, by the deadline."""
+        try:
+            return future.result(timeout=self.remaining_s(doing))
+        except FutureTimeoutError:
+            raise self.passed(doing) from None
+
+    def passed(self, doing: str) -> WeightSyncError:
+        """Return the error for what was not done in time."""
+        return WeightSyncError(f"{self.what} took longer than {self.seconds:g} s (weight_sync.timeout_s), at: {doing}")
+
+
+@dataclass(frozen=True)
+class ReceiverReport:
+    """What one receiving process wrote.
+
+    Attributes:
+        receiver: Who, e.g. `"vllm worker 0 (pid 71)"`.
+        version: Policy version that it now serves.
+        tensors: Number of tensors that were received, verified against their checksums and written.
+        nbytes: Bytes of these tensors.
+        read_back: How many of them were also read back from the model, bit for bit.
+    """
+
+    receiver: str
+    version: int
+    tensors: int
+    nbytes: int
+    read_back: int
 
 
 ALIGNMENT_BYTES = 256
@@ -49,7 +102,7 @@ class TensorSpec:
     """One tensor.
 
     Attributes:
-        name: As transformers (and so the checkpoint) calls it.
+        name: Its name in the checkpoint.
         dtype: Name of the torch dtype on the wire, e.g. `"bfloat16"`.
         shape: Of the full tensor.
     """
@@ -72,13 +125,13 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive bytes of a tensor, mostly all of them, and their place in a bucket.
+    """A run of a tensor's bytes, usually all of them, and its place in a bucket.
 
     Attributes:
-        tensor: That they are of.
-        start: First byte in the tensor; a multiple of `ALIGNMENT_BYTES`, so that no element is cut.
-        offset: First byte in the bucket.
-        nbytes: Without padding.
+        tensor: The tensor.
+        start: First byte within the tensor; a multiple of `ALIGNMENT_BYTES`, so that no element is cut.
+        offset: First byte within the bucket.
+        nbytes: Length, without padding.
     """
 
     tensor: TensorSpec
@@ -108,7 +161,7 @@ class Piece:
         return slice(self.start // size, (self.start + self.nbytes) // size)
 
     def view(self, bucket: Tensor) -> Tensor:
-        """Return a view of the bucket's bytes `(nbytes,) uint8`: the tensor, or `(elements,)` of it."""
+        """Return the piece within the bucket's bytes `(nbytes,) uint8`: the whole tensor, or `(elements,)` of it."""
         flat = bucket[self.offset : self.offset + self.nbytes].view(self.tensor.torch_dtype)
         return flat.view(self.tensor.shape) if self.is_whole else flat
 
@@ -122,7 +175,7 @@ class Bucket:
     """What travels together.
 
     Attributes:
-        pieces: In the order of writing.
+        pieces: In the order in which they lie there.
         payload_bytes: Bytes before the seal.
     """
 
@@ -140,11 +193,13 @@ class Manifest:
     """Every tensor of the model, in buckets. Equal on both sides and from step to step.
 
     Attributes:
-        buckets: What is sent.
+        tensors: What is sent, in order.
+        limit_bytes: The most that a bucket holds.
         kept: Names of tensors that are not sent, because no update moves them: the receiver keeps its folder's.
     """
 
-    buckets: tuple[Bucket, ...]
+    tensors: tuple[TensorSpec, ...]
+    limit_bytes: int
     kept: tuple[str, ...] = ()
 
     @classmethod
@@ -154,7 +209,7 @@ class Manifest:
         bucket_bytes: int,
         kept: Iterable[str] = (),
     ) -> Manifest:
-        """Lays tensors out in their given order.
+        """Lay tensors out in the given order.
 
         Args:
             specs: (name, dtype, shape) of every tensor, in the order in which the trainer will yield them.
@@ -162,18 +217,25 @@ class Manifest:
             kept: Names of what the trainer will not yield.
 
         Raises:
-            WeightSyncError: A name stands twice, or there is no tensor.
+            WeightSyncError: A name occurs twice, or there is no tensor.
         """
         limit = max(bucket_bytes - bucket_bytes % ALIGNMENT_BYTES, ALIGNMENT_BYTES)
+        tensors: dict[str, TensorSpec] = {}
+        for name, dtype, shape in specs:
+            if name in tensors:
+                raise WeightSyncError(f"tensor {name!r} occurs twice in the list of weights")
+            tensors[name] = TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape))
+        if not tensors:
+            raise WeightSyncError("the list of weights is empty")
+        return cls(tuple(tensors.values()), limit, tuple(kept))
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """How the tensors are laid out."""
         buckets: list[Bucket] = []
         pieces: list[Piece] = []
-        seen: set[str] = set()
-        end = 0
-        for name, dtype, shape in specs:
-            if name in seen:
-                raise WeightSyncError(f"tensor {name!r} stands twice in the list of weights")
-            seen.add(name)
-            tensor = TensorSpec(name, str(dtype).removeprefix("torch."), tuple(shape))
+        end, limit = 0, self.limit_bytes
+        for tensor in self.tensors:
             # A tensor without elements is one empty piece.
             for start in range(0, max(tensor.nbytes, 1), limit):
                 nbytes = min(tensor.nbytes - start, limit)
@@ -182,20 +244,12 @@ class Manifest:
                     pieces, end = [], 0
                 pieces.append(Piece(tensor, start, end, nbytes))
                 end = _round_up(end + nbytes, ALIGNMENT_BYTES)
-        if not pieces:
-            raise WeightSyncError("the list of weights is empty")
-        buckets.append(Bucket(tuple(pieces), end))
-        return cls(tuple(buckets), tuple(kept))
+        return (*buckets, Bucket(tuple(pieces), end))
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """All pieces in order."""
         return tuple(piece for bucket in self.buckets for piece in bucket.pieces)
-
-    @property
-    def tensors(self) -> tuple[TensorSpec, ...]:
-        """All tensors in order."""
-        return tuple(piece.tensor for piece in self.pieces if piece.start == 0)
 
     @property
     def nbytes(self) -> int:
@@ -208,7 +262,7 @@ class Manifest:
         return max(bucket.nbytes for bucket in self.buckets)
 
     def offsets(self) -> tuple[tuple[int, ...], int]:
-        """First byte of every bucket, and the size, when all buckets lie one after another."""
+        """Return the first byte of every bucket and the size of all, where buckets lie one after another."""
         starts, end = [], 0
         for bucket in self.buckets:
             starts.append(end)
@@ -217,26 +271,22 @@ class Manifest:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal manifests."""
+        """A digest, equal for equal manifests."""
         return hashlib.sha256(json.dumps(self.to_plain(), sort_keys=True).encode()).hexdigest()
 
     def to_plain(self) -> dict[str, Any]:
-        """List, strings and integers only; `from_plain` turns it back."""
-        return asdict(self)
+        """Return the manifest as lists, strings and integers; `from_plain` turns it back."""
+        tensors = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
+        return {"tensors": tensors, "limit_bytes": self.limit_bytes, "kept": list(self.kept)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Manifest:
-        """Turn `to_plain` back, also after JSON or msgpack made lists of its tuples."""
-        return cls(
-            tuple(
-                Bucket(tuple(map(_piece_from_plain, bucket["pieces"])), bucket["payload_bytes"])
-                for bucket in plain["buckets"]
-            ),
-            tuple(plain["kept"]),
-        )
+        """Return the manifest that `to_plain` described."""
+        tensors = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in plain["tensors"])
+        return cls(tuple(tensors), plain["limit_bytes"], tuple(plain["kept"]))
 
     def difference(self, other: Manifest) -> list[str]:
-        """Return what `other` lacks, has too much or has differently, one sentence a tensor."""
+        """Return what `other` lacks, has in addition or has differently, one phrase for each tensor."""
         mine, theirs = ({spec.name: (spec.dtype, spec.shape) for spec in m.tensors} for m in (self, other))
         found = [f"{name!r} is missing" for name in mine.keys() - theirs.keys()]
         found += [f"{name!r} is extra" for name in theirs.keys() - mine.keys()]
@@ -248,16 +298,6 @@ class Manifest:
         return sorted(found)
 
 
-def _piece_from_plain(plain: Mapping[str, Any]) -> Piece:
-    tensor = plain["tensor"]
-    return Piece(
-        TensorSpec(tensor["name"], tensor["dtype"], tuple(tensor["shape"])),
-        plain["start"],
-        plain["offset"],
-        plain["nbytes"],
-    )
-
-
 def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
     """Write checksums, bucket number and version behind the payload.
 
@@ -267,7 +307,7 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
         index: Its number in the manifest.
         version: Policy version of the weights.
     """
-    for piece in bucket.pieces:  # what another bucket left there is no part of the tensor, and so of its checksum
+    for piece in bucket.pieces:  # padding may hold what another bucket left; it must not enter the checksum
         data[piece.offset + piece.nbytes : piece.offset + _round_up(piece.nbytes, _WORD_BYTES)] = 0
     checksums = torch.stack([checksum(piece.words(data)) for piece in bucket.pieces])
     head = torch.tensor([_SEAL_MAGIC, version, index], dtype=torch.int64)
@@ -277,10 +317,10 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
 
 
 def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[tuple[Piece, Tensor]]:
-    """Return the pieces of a bucket with their views of `data` (`Piece.view`), after its seal was checked.
+    """Check a bucket's seal and return its pieces, each with its view of `data` (see `Piece.view`).
 
     Raises:
-        WeightSyncError: Not this bucket, not this version, or bytes that changed on the way; names the tensors.
+        WeightSyncError: Another bucket, another version, or bytes that changed on the way; names the tensors.
     """
     words = _seal_words(data, bucket).tolist()
     if words[0] != _SEAL_MAGIC:
@@ -300,16 +340,15 @@ def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[
 
 
 class Assembler:
-    """Joins the tensors that came in pieces, where the pieces are.
+    """Joins tensors that came in pieces, on the device of the pieces, one tensor at a time."""
 
-    It holds one tensor at a time: the pieces of a tensor follow each other, and a cut tensor begins a bucket.
-    """
+    # The pieces of a tensor follow each other, and a cut tensor begins a bucket.
 
     def __init__(self) -> None:
         self._unfinished: Tensor | None = None
 
     def join(self, pieces: Iterable[tuple[Piece, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of every tensor that ends in these pieces of a bucket; whole ones are passed on."""
+        """Yield (name, tensor) for every tensor that is complete with these pieces of a bucket."""
         for piece, view in pieces:
             if piece.is_whole:
                 yield piece.name, view
@@ -323,17 +362,17 @@ class Assembler:
 
 
 def sealed_checksums(data: Tensor, bucket: Bucket) -> list[int]:
-    """Return the checksum that the sender gave each of the bucket's pieces, comparable to `tensor_checksum`."""
+    """Return the checksums of the bucket's pieces from its seal; comparable with `tensor_checksum`."""
     checksums: list[int] = _seal_words(data, bucket)[_SEAL_WORDS:].tolist()
     return checksums
 
 
 def checksum(words: Tensor) -> Tensor:
-    """Return a checksum of int64 words `(N,)` that runs at the speed of memory on CPU and GPU; a 0-dim int64 tensor.
+    """Return a checksum of int64 words `(N,)` as a 0-dim int64 tensor, at the speed of memory on CPU and GPU.
 
-    Words are laid out as a matrix; the checksum is the sum of every word times a weight of its column plus a weight of
-    its row, modulo 2**64. Column weights are odd and row weights even, so every weight is odd and invertible: any
-    change of a single word changes the checksum, and moved words do, unless their weights agree.
+    The words form a matrix. Each is multiplied by the sum of a weight of its column and a weight of its row; the
+    checksum is the total modulo 2**64. Column weights are odd and row weights even, so each factor is odd and thus
+    invertible: a change of one word always changes the checksum, and moved words do unless their factors agree.
     """
     whole, tail = divmod(words.numel(), _ROW_WORDS)
     column_weights = _column_weights(words.device)
@@ -353,7 +392,7 @@ def checksum(words: Tensor) -> Tensor:
 
 
 def tensor_checksum(tensor: Tensor) -> Tensor:
-    """Return the checksum of a tensor that lies anywhere: that of its bytes, with zeros up to a whole word."""
+    """Return the checksum of a tensor's bytes, filled up with zeros to a whole word."""
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     gap = -data.numel() % _WORD_BYTES
     if gap or data.storage_offset() % _WORD_BYTES:

@@ -1,0 +1,113 @@
+"""How a vLLM engine is set up and ended, as far as that can be seen without starting one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from hrl.models.tokenizer import TokenIds
+from hrl.workers.rollout.base import RolloutError
+from hrl.workers.rollout.vllm_engine import (
+    END,
+    FIRST,
+    ProcessLife,
+    _environment,
+    engine_environment,
+    request_errors,
+    require_supported,
+)
+from tests.workers.rollout.settings import engine_setup
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def environment(device: str, num_threads: int | None, ranks: int = 1) -> dict[str, str | None]:
+    tokens = TokenIds(0, (1,), 128)
+    setup = engine_setup(
+        "vllm",
+        "folder",
+        tokens,
+        32,
+        device=torch.device(device),
+        num_threads=num_threads,
+        tensor_model_parallel_size=ranks,
+    )
+    return engine_environment(setup)
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "expected"),
+    [("cpu", None, str(CORES)), ("cpu", 3, "3"), ("cuda", None, None), ("cuda", 3, "3")],
+)
+def test_an_engine_on_a_gpu_has_its_own_idea_of_threads_unless_asked(device, asked, expected):
+    assert environment(device, asked)["OMP_NUM_THREADS"] == expected
+
+
+def test_threads_are_shared_by_the_ranks_of_an_engine():
+    assert environment("cuda", 8, ranks=4)["OMP_NUM_THREADS"] == "2"
+    assert environment("cuda", 1, ranks=4)["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_number_of_threads_that_ray_sets_for_an_actor_does_not_reach_an_engine_on_a_gpu(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+    with _environment(environment("cuda", None)):
+        assert "OMP_NUM_THREADS" not in os.environ
+
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+
+
+def module(monkeypatch: pytest.MonkeyPatch, name: str, **members: object) -> None:
+    made = ModuleType(name)
+    made.__dict__.update(members)
+    monkeypatch.setitem(sys.modules, name, made)
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.27.1", "0.32.0", "0.32.0+cu130", "0.32.1.dev3+g12ab", "0.24.0rc2"])
+def test_versions_of_the_span_are_taken(version: str) -> None:
+    require_supported(version)
+
+
+@pytest.mark.parametrize("version", ["0.23.9", "0.33.0", "1.0.0", "0.8.5.post1", "dev", ""])
+def test_other_versions_are_refused_with_the_span(version: str) -> None:
+    with pytest.raises(RolloutError, match=r"from 0\.24 up to, not including, 0\.33.*pip install 'vllm>=0\.24,<0\.33'"):
+        require_supported(version)
+
+
+def test_the_span_is_that_of_pyproject() -> None:
+    project = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"]
+    first, end = (".".join(map(str, bound)) for bound in (FIRST, END))
+    assert project["optional-dependencies"]["gpu"] == [f"vllm>={first},<{end}"]
+
+
+def test_errors_of_old_and_new_versions_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    ancestor, generate, dead = (type(name, (Exception,), {}) for name in ("VLLMError", "Generate", "Dead"))
+    module(monkeypatch, "vllm.v1.engine.exceptions", EngineGenerateError=generate, EngineDeadError=dead)
+    module(monkeypatch, "vllm.exceptions", VLLMError=ancestor)
+    assert request_errors() == (ancestor, RuntimeError, ValueError)
+    module(monkeypatch, "vllm.exceptions")
+    assert request_errors() == (generate, dead, RuntimeError, ValueError)
+
+
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+
+
+def test_a_process_that_does_not_leave_is_ended():
+    with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()  # it ignores SIGTERM by now
+        life = ProcessLife(process.pid)
+
+        begun = time.monotonic()
+        life.end(grace_s=0.2)
+
+        assert 0.2 <= time.monotonic() - begun < 5
+        assert process.wait(5) == -signal.SIGKILL

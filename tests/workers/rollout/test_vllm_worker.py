@@ -1,0 +1,68 @@
+"""What runs inside vLLM's processes, as far as no engine is needed: a head in float32, on every version of vLLM."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("vllm")
+
+from hrl.workers.rollout.vllm_worker import HEAD_ROWS, _apply_head, _get_logits, _has_head_dtype, _load_numel
+
+
+def test_logits_are_the_exact_product_and_do_not_depend_on_the_other_rows():
+    generator = torch.Generator().manual_seed(0)
+    head = nn.Linear(96, 700, bias=False, dtype=torch.bfloat16)
+    hidden = torch.randn(3 * HEAD_ROWS + 5, 96, generator=generator).bfloat16()
+    logits = _apply_head(head, hidden, None)
+    assert logits.shape == (len(hidden), 700)
+    torch.testing.assert_close(logits.double(), hidden.double() @ head.weight.double().T, rtol=1e-5, atol=1e-5)
+    for count in (1, 2, 7, HEAD_ROWS, HEAD_ROWS + 1):
+        rows = torch.randperm(len(hidden), generator=generator)[:count]
+        assert torch.equal(_apply_head(head, hidden[rows], None), logits[rows])
+
+
+def test_a_bias_is_added_in_float32():
+    head, bias = nn.Linear(8, 5, dtype=torch.bfloat16), torch.full((5,), 1 / 3).bfloat16()
+    hidden = torch.zeros(2, 8).bfloat16()
+    assert torch.equal(_apply_head(head, hidden, bias), bias.float().expand(2, 5))
+
+
+def test_padding_counts_unless_the_version_knows_better(monkeypatch: pytest.MonkeyPatch) -> None:
+    utils = "vllm.model_executor.model_loader.reload.utils"
+    monkeypatch.setitem(sys.modules, utils, ModuleType(utils))
+    assert _load_numel(torch.zeros(3, 4)) == 12
+    monkeypatch.setattr(sys.modules[utils], "get_tensor_load_numel", lambda tensor: tensor.numel() - 4, raising=False)
+    assert _load_numel(torch.zeros(3, 4)) == 8
+
+
+class OldHead(nn.Module):
+    """A logits processor of 0.24: no `_apply_head`; two shards of the vocabulary, padded from 5 to 6."""
+
+    org_vocab_size = 5
+
+    def _get_logits(self, hidden, lm_head, bias):
+        return torch.full((len(hidden), 5), -1.0)
+
+    def _gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        return torch.cat([logits, logits], 1)
+
+
+def test_a_version_without_head_dtype_computes_logits_in_float32() -> None:
+    processor = OldHead()
+    assert not _has_head_dtype(processor)
+    lm_head = nn.Linear(2, 3, bias=False, dtype=torch.bfloat16)
+    with torch.no_grad():
+        lm_head.weight.copy_(torch.tensor([[1.0, 2**-8], [2.0, 0.0], [0.0, 1.0]]))
+    hidden = torch.tensor([[1.0, 1.0]], dtype=torch.bfloat16)
+    logits = _get_logits(processor, processor._get_logits, hidden, lm_head, None)
+    # 1 + 2**-8 is not a bfloat16 number; the shards stand side by side and the padding is cut off.
+    assert logits.dtype == torch.float32
+    assert logits.tolist() == [[1.0 + 2**-8, 2.0, 1.0, 1.0 + 2**-8, 2.0]]
+    # A float32 model, or a quantised head, is left to vLLM.
+    for other in (nn.Linear(2, 3, bias=False), nn.Linear(2, 3, bias=False, dtype=torch.float16)):
+        assert _get_logits(processor, processor._get_logits, hidden, other, None).tolist() == [[-1.0] * 5]
