@@ -37,7 +37,7 @@ def run(setup: Setup, findings: Findings) -> None:
 
 async def _sleep_and_wake(setup: Setup, findings: Findings, folder: str) -> None:
     on_card = setup.device == "cuda"
-    config = RolloutConfig(
+    config = RolloutConfig.model_construct(  # what follows other keys is not asked for here
         dtype="bfloat16", gpu_memory_utilization=0.3, kv_cache_gib=0.25, max_num_seqs=16, enforce_eager=True
     )
     source = ModelSource.to_look_at(Path(folder), {}, trust_remote_code=False, max_model_len=256)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hrl.config.rollout import RolloutConfig, WeightSyncConfig
+from hrl.config.rollout import RolloutConfig, ValKwargsConfig, WeightSyncConfig
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
@@ -22,12 +22,18 @@ def rollout_config(name: str, **changes: Any) -> RolloutConfig:
     """`actor_rollout_ref.rollout`, small."""
     values: dict[str, Any] = {
         "name": name,
+        "n": 1,
+        "seed": 1,
         "dtype": "bfloat16",
         "gpu_memory_utilization": 0.3,
         "kv_cache_gib": 0.25,
         "max_num_seqs": 64,
         "max_num_batched_tokens": 4096,
         "enforce_eager": True,
+        "log_prob_use_dynamic_bsz": True,
+        "log_prob_max_token_len_per_gpu": 16384,
+        "log_prob_micro_batch_size_per_gpu": None,
+        "val_kwargs": ValKwargsConfig(do_sample=False),
         "weight_sync": WeightSyncConfig(bucket_mb=32, timeout_s=60.0),
     }
     return RolloutConfig(**(values | changes))
