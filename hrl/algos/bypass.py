@@ -8,12 +8,11 @@ weight (Liu et al. 2025, "When Speed Kills Stability", the bypass modes).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 from torch import Tensor
 
-from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput, policy_loss
-from hrl.algos.rollout_correction import correct
+from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput, PolicyLossSettings, policy_loss
+from hrl.algos.rollout_correction import CorrectionSettings, correct
 
 REINFORCE = "gpg"
 """The policy loss `-A log p`, which importance weights make REINFORCE under the sampler's distribution."""
@@ -21,7 +20,7 @@ REINFORCE = "gpg"
 LOSS_TYPES = ("ppo_clip", "reinforce")
 
 
-def bypass_loss_name(loss_mode: str, correction: Any) -> str:
+def bypass_loss_name(loss_mode: str, correction: CorrectionSettings) -> str:
     """Return the policy loss that is run: the configured one, or REINFORCE."""
     return REINFORCE if correction.loss_type == "reinforce" else loss_mode
 
@@ -29,8 +28,8 @@ def bypass_loss_name(loss_mode: str, correction: Any) -> str:
 def bypass_loss(
     loss_mode: str,
     inp: PolicyLossInput,
-    config: Any,
-    correction: Any,
+    config: PolicyLossSettings,
+    correction: CorrectionSettings,
     sampler_log_prob: Tensor | None = None,
 ) -> tuple[PolicyLossOutput, Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return a policy loss against the sampler's log-probs.

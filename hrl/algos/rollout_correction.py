@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +27,23 @@ MAX_LOG_RATIO = 20.0
 """Log-ratios are taken within ±20 before exponentiation."""
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
+
+
+class CorrectionSettings(Protocol):
+    """What is read of `algorithm.rollout_correction`."""
+
+    @property
+    def rollout_is(self) -> str | None: ...
+    @property
+    def rollout_is_threshold(self) -> float | str: ...
+    @property
+    def rollout_is_batch_normalize(self) -> bool: ...
+    @property
+    def rollout_rs(self) -> str | None: ...
+    @property
+    def rollout_rs_threshold(self) -> float | str | None: ...
+    @property
+    def loss_type(self) -> str: ...
 
 
 def _clamped(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -164,7 +181,7 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | 
     return (mask.bool() & accepted).to(mask.dtype)
 
 
-def correct(log_ratio: Tensor, mask: Tensor, settings: Any) -> tuple[Tensor | None, Tensor, Metrics]:
+def correct(log_ratio: Tensor, mask: Tensor, settings: CorrectionSettings) -> tuple[Tensor | None, Tensor, Metrics]:
     """Weights and rejection together, as `algorithm.rollout_correction` describes them.
 
     Args:
