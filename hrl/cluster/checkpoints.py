@@ -24,7 +24,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from hrl.data.fingerprint import differences
+from hrl.data.order import differences
 from hrl.errors import HrlError
 from hrl.report.run_folder import next_numbered
 
@@ -184,7 +184,7 @@ def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any])
 
     Args:
         path: Of the checkpoint.
-        saved: The fingerprint of the data that it was saved with, see `hrl.data.fingerprint`.
+        saved: The fingerprint of the data that it was saved with, see `hrl.data.order.fingerprint`.
         present: That of the data at hand.
 
     Raises:

@@ -1,11 +1,14 @@
-"""Files of rows, before they are read: whether one can be, and which columns it has."""
+"""Files of rows: whether one can be read, which columns it has, and what it holds."""
 
 from __future__ import annotations
 
 import glob
 import json
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from hrl.errors import HrlError
 from hrl.nearest import listing, way_to
@@ -14,6 +17,10 @@ PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".ndjson")
 READ = (*PARQUET, *JSON_LINES)
 
+DEEPEST = 100
+"""Levels that rows may be nested: deeper ones cannot be sent to another process (`hrl.processes.plain_data`)."""
+
+_ROWS_AT_ONCE = 1024
 _ROWS_LOOKED_AT = 64
 _PARQUET_MAGIC = b"PAR1"
 _GLOB = frozenset("*?[")
@@ -27,6 +34,14 @@ _WAYS_OUT = {
 
 class DatasetError(HrlError, ValueError):
     """A source, a row or a whole data set can't be used; the message names file, row and the way out."""
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """A row that can't be used, and why."""
+
+    origin: str
+    reason: str
 
 
 def check_data_file(path: Path) -> None:
@@ -112,3 +127,71 @@ def _parquet_columns(path: Path) -> list[str]:
         return list(pq.read_schema(path).names)
     except (pa.ArrowInvalid, OSError) as error:
         raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
+
+
+def rows_of_file(path: Path) -> Iterator[tuple[str, object]]:
+    """Yield every row of a file that `check_data_file` admits, as it stands there, with file and row for messages.
+
+    Raises:
+        DatasetError: The file as a whole can't be read, or is damaged.
+    """
+    return _parquet_rows(path) if path.suffix in PARQUET else _jsonl_rows(path)
+
+
+def _jsonl_rows(path: Path) -> Iterator[tuple[str, object]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            origin = f"{path} line {number}"
+            if not line.strip():
+                continue
+            try:
+                # Programs on Windows often begin a file with a byte order mark.
+                yield origin, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except UnicodeDecodeError as error:
+                yield origin, BadRow(origin, f"is not UTF-8 (byte {error.start} of the line)")
+            except json.JSONDecodeError as error:
+                yield origin, BadRow(origin, f"is not JSON ({error.msg} at column {error.colno})")
+            except ValueError:
+                yield origin, BadRow(origin, "holds an integer of thousands of digits; write it as a string")
+            except RecursionError:
+                yield origin, BadRow(origin, f"is nested more than {DEEPEST} levels deep")
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+    except (pa.ArrowException, OSError) as error:
+        raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
+    number = 0
+    with file:
+        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE)
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pa.ArrowException, OSError) as error:
+                raise DatasetError(f"data file {path} is damaged behind row {number}: {error}") from error
+            if batch is None:
+                return
+            for offset in range(batch.num_rows):
+                origin = f"{path} row {number}"
+                number += 1
+                try:
+                    row = batch.slice(offset, 1).to_pylist()[0]
+                    yield origin, {name: _without_missing(v) if isinstance(v, list) else v for name, v in row.items()}
+                except UnicodeDecodeError as error:
+                    yield origin, BadRow(origin, f"holds text that is not UTF-8 ({error.reason})")
+
+
+def _without_missing(value: Any) -> Any:
+    """Return what was written.
+
+    Parquet gives every struct in a list the fields of all of them, null where one has none.
+    """
+    if isinstance(value, list):
+        return [_without_missing(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_missing(item) for name, item in value.items() if item is not None}
+    return value

@@ -1,108 +1,165 @@
 """Rows of a data set, from wherever they come, checked one by one.
 
-A row is a dict with verl's keys: `data_source` (str), `prompt` (a chat, or a string), `reward_model`
+A row of prompts is a dict with verl's keys: `data_source` (str), `prompt` (a chat, or a string), `reward_model`
 (`{"style": …, "ground_truth": …}`) and `extra_info` (a dict); and, for a chat template that shows them, `tools` (JSON
-schemas of functions). Reading executes nothing: Parquet and JSON only.
+schemas of functions). What rows of answers hold is said in `hrl.data.offline`. Reading executes nothing: Parquet, JSON
+and objects of the caller only.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hrl.data.files import PARQUET, DatasetError, check_data_file
+from hrl.data.files import DEEPEST, BadRow, DatasetError, check_data_file, rows_of_file
 
 BUNDLED_PREFIX = "bundled:"
 REASONING_GYM_PREFIX = "reasoning_gym:"
-_PARQUET_ROWS_AT_ONCE = 1024
-_DEEPEST = 100
-"""Levels that rows may be nested: deeper ones cannot be sent to another process (`hrl.processes.plain_data`)."""
+
+Source = str | Iterable[Mapping[str, Any]]
+"""A `.parquet` or `.jsonl` path, `bundled:<task>/<split>`, `reasoning_gym:<dataset>?…`, or the rows themselves."""
+DataFiles = Source | Sequence[str]
 
 
-@dataclass(frozen=True)
-class RowKeys:
-    """What the two columns with configurable names are called (`data.prompt_key`, `data.reward_fn_key`)."""
+@dataclass(frozen=True, kw_only=True)
+class DataRow:
+    """What every checked row has.
 
-    prompt: str = "prompt"
-    data_source: str = "data_source"
+    Attributes:
+        data_source: Names the scorer and groups validation metrics.
+        origin: File and row, for messages.
+    """
+
+    data_source: str = ""
+    origin: str = ""
 
 
-@dataclass(frozen=True)
-class Row:
-    """One checked row.
+@dataclass(frozen=True, kw_only=True)
+class PromptRow(DataRow):
+    """One prompt with what its reward function needs.
 
     Attributes:
         messages: The prompt as a chat; a string prompt is one message of the user. Each has a role, a content, and
             whatever else of it the chat template may read, such as `tool_calls`.
-        data_source: Names the scorer and groups validation metrics.
         reward_model: `ground_truth` and whatever else the reward function wants; empty if the row has none.
         extra_info: Free for the reward function.
-        origin: File and row, for messages.
         tools: Schemas of the functions that the prompt offers; None for none.
     """
 
     messages: list[dict[str, Any]]
-    data_source: str
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]
-    origin: str
     tools: list[dict[str, Any]] | None = None
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that can't be used, and why."""
-
-    origin: str
-    reason: str
+R = TypeVar("R", bound=DataRow)
 
 
-def read_rows(source: str | Sequence[Mapping[str, Any]], keys: RowKeys) -> Iterator[Row | BadRow]:
-    """Yield every row of `source` in its order, the unusable ones as `BadRow`.
+def read_rows(sources: Iterable[Source], check: Callable[[Mapping[str, Any]], R | str]) -> Iterator[R | BadRow]:
+    """Yield every row of all sources in their order, the unusable ones as `BadRow`.
 
     Args:
-        source: A `.parquet` or `.jsonl` path, `bundled:<task>/<split>`, `reasoning_gym:<dataset>?…`, or the rows
-            themselves.
-        keys: The names of the configurable columns.
+        sources: As `sources_of` gives them.
+        check: From a row as it stands in its source to a checked one, or a sentence about what is wrong with it.
 
     Raises:
-        DatasetError: The source as a whole can't be read.
+        DatasetError: A source as a whole can't be read.
     """
-    for origin, raw in raw_rows(source):
-        yield raw if isinstance(raw, BadRow) else check_row(raw, keys, origin)
+    for source in sources:
+        for origin, raw in _raw_rows(source):
+            if isinstance(raw, BadRow):
+                yield raw
+                continue
+            row = check(raw) if isinstance(raw, Mapping) else f"is a {type(raw).__name__}, expected an object"
+            if isinstance(row, str):
+                yield BadRow(origin, row)
+            else:
+                yield replace(row, origin=origin, data_source=row.data_source or _source_name(source))
 
 
-def check_row(raw: object, keys: RowKeys, origin: str) -> Row | BadRow:
-    """Turn a raw row into a `Row`, or says what is wrong with it."""
-    if not isinstance(raw, Mapping):
-        return BadRow(origin, f"is a {type(raw).__name__}, expected an object with the key {keys.prompt!r}")
-    messages = as_messages(raw.get(keys.prompt), keys.prompt)
+def sources_of(data_files: DataFiles) -> list[Source]:
+    """Return the sources, one by one; a list of rows is one.
+
+    Raises:
+        DatasetError: A list of names and rows.
+    """
+    if isinstance(data_files, str):
+        return [data_files]
+    items: list[Any] = list(data_files)
+    names: list[Source] = [item for item in items if isinstance(item, str)]
+    if names and len(names) < len(items):
+        raise DatasetError("a list of data holds either the names of sources or the rows themselves, not both")
+    return names or [items]
+
+
+def _source_name(source: Source) -> str:
+    """Return what rows are called that do not name their source: `bundled/<task>`, the file's name, or `list`."""
+    if not isinstance(source, str):
+        return "list"
+    if source.startswith(BUNDLED_PREFIX):
+        return f"bundled/{source.removeprefix(BUNDLED_PREFIX).partition('/')[0]}"
+    return Path(source).stem
+
+
+def _raw_rows(source: Source) -> Iterator[tuple[str, object]]:
+    """Yield every row of a source as it stands there, with file and row for messages."""
+    if not isinstance(source, str):
+        return ((f"row {index} of the list", row) for index, row in enumerate(source))
+    if source.startswith(BUNDLED_PREFIX):
+        from hrl.data.tasks import bundled_rows
+
+        made = bundled_rows(source.removeprefix(BUNDLED_PREFIX))
+    elif source.startswith(REASONING_GYM_PREFIX):
+        from hrl.data.tasks.reasoning_gym import reasoning_gym_rows
+
+        made = reasoning_gym_rows(source.removeprefix(REASONING_GYM_PREFIX))
+    else:
+        path = Path(source).expanduser()
+        check_data_file(path)
+        return rows_of_file(path)
+    return ((f"{source} row {index}", row) for index, row in enumerate(made))
+
+
+def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> PromptRow | str:
+    """Return a raw row as a prompt, or a sentence about what is wrong with it.
+
+    Args:
+        raw: The row.
+        prompt_key: Column of the prompt (`data.prompt_key`).
+        source_key: Column of the data source (`data.reward_fn_key`).
+    """
+    messages = as_messages(raw.get(prompt_key), prompt_key)
     if isinstance(messages, str):
-        return BadRow(origin, messages)
+        return messages
     if not _is_shallow(messages):
-        return BadRow(origin, f"{keys.prompt!r} is nested more than {_DEEPEST} levels deep")
-    if not _is_unicode(messages):
-        return BadRow(origin, f"{keys.prompt!r} holds half a character (a lone surrogate, such as \\ud800)")
-    data_source = raw.get(keys.data_source)
+        return f"{prompt_key!r} is nested more than {DEEPEST} levels deep"
+    data_source = raw.get(source_key)
     if not isinstance(data_source, str) or not data_source:
-        return BadRow(origin, f"{keys.data_source!r} is {show_value(data_source)}, expected a non-empty string")
-    if not _is_unicode(data_source):
-        return BadRow(origin, f"{keys.data_source!r} holds half a character (a lone surrogate, such as \\ud800)")
+        return f"{source_key!r} is {show_value(data_source)}, expected a non-empty string"
+    for key, value in ((prompt_key, messages), (source_key, data_source)):
+        if not _is_unicode(value):
+            return f"{key!r} holds half a character (a lone surrogate, such as \\ud800)"
     plain: dict[str, dict[str, Any]] = {}
     for key in ("reward_model", "extra_info"):
         value = raw.get(key, {})
         if not isinstance(value, Mapping):
-            return BadRow(origin, f"{key!r} is {show_value(value)}, expected an object (leave the key out for none)")
+            return f"{key!r} is {show_value(value)}, expected an object (leave the key out for none)"
         if not _is_shallow(value):
-            return BadRow(origin, f"{key!r} is nested more than {_DEEPEST} levels deep")
+            return f"{key!r} is nested more than {DEEPEST} levels deep"
         plain[key] = dict(value)
     tools = as_tools(raw.get("tools"))
     if isinstance(tools, str):
-        return BadRow(origin, tools)
-    return Row(messages, data_source, plain["reward_model"], plain["extra_info"], origin, tools)
+        return tools
+    return PromptRow(
+        data_source=data_source,
+        messages=messages,
+        reward_model=plain["reward_model"],
+        extra_info=plain["extra_info"],
+        tools=tools,
+    )
 
 
 def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, Any]] | str:
@@ -144,7 +201,7 @@ def _wrong_content(content: object, *, says_more: bool) -> str | None:
 
 
 def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
-    """Schemas of functions, given as a list or as a list in JSON; or a sentence about what is wrong with them."""
+    """Return schemas of functions, given as a list or a list in JSON; or a sentence about what is wrong with them."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
@@ -158,7 +215,7 @@ def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
 
 
 def _is_unicode(value: object) -> bool:
-    """Return whether all text in messages can be written as UTF-8, without half of a character (a lone surrogate)."""
+    """Return whether all text in a value can be written as UTF-8, without half of a character (a lone surrogate)."""
     if isinstance(value, str):
         return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
     if isinstance(value, Mapping):
@@ -167,9 +224,9 @@ def _is_unicode(value: object) -> bool:
 
 
 def _is_shallow(value: object) -> bool:
-    """Return whether lists and objects in it go no deeper than `_DEEPEST`."""
+    """Return whether lists and objects in it go no deeper than `DEEPEST`."""
     level: list[object] = [value]
-    for _ in range(_DEEPEST):
+    for _ in range(DEEPEST):
         inner = (item for item in level if isinstance(item, Mapping | list | tuple))
         level = [part for item in inner for part in (item.values() if isinstance(item, Mapping) else item)]
         if not level:
@@ -191,99 +248,3 @@ def show_value(value: object) -> str:
     """Return a value in a message: short, and with its type where it was cut."""
     text = repr(value)
     return "missing or null" if value is None else f"{text[:60]}… ({type(value).__name__})" if len(text) > 60 else text
-
-
-def source_name(source: str | Sequence[Mapping[str, Any]]) -> str:
-    """Return what rows of a source are called that do not say themselves.
-
-    `bundled/<task>`, the file's name, or `list`.
-    """
-    if not isinstance(source, str):
-        return "list"
-    if source.startswith(BUNDLED_PREFIX):
-        return f"bundled/{source.removeprefix(BUNDLED_PREFIX).partition('/')[0]}"
-    return Path(source).stem
-
-
-def raw_rows(source: str | Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, object]]:
-    """Every row of a source as it stands there, with file and row for messages; see `read_rows`.
-
-    Raises:
-        DatasetError: The source as a whole can't be read.
-    """
-    if not isinstance(source, str):
-        return ((f"row {index} of the list", row) for index, row in enumerate(source))
-    if source.startswith(BUNDLED_PREFIX):
-        from hrl.data.tasks import bundled_rows
-
-        return _named(source, bundled_rows(source.removeprefix(BUNDLED_PREFIX)))
-    if source.startswith(REASONING_GYM_PREFIX):
-        from hrl.data.tasks.reasoning_gym import reasoning_gym_rows
-
-        return _named(source, reasoning_gym_rows(source.removeprefix(REASONING_GYM_PREFIX)))
-    path = Path(source).expanduser()
-    check_data_file(path)
-    return _parquet_rows(path) if path.suffix in PARQUET else _jsonl_rows(path)
-
-
-def _named(source: str, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[str, object]]:
-    return ((f"{source} row {index}", row) for index, row in enumerate(rows))
-
-
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, object]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            origin = f"{path} line {number}"
-            if not line.strip():
-                continue
-            try:
-                # Programs on Windows often begin a file with a byte order mark.
-                yield origin, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                yield origin, BadRow(origin, f"is not UTF-8 (byte {error.start} of the line)")
-            except json.JSONDecodeError as error:
-                yield origin, BadRow(origin, f"is not JSON ({error.msg} at column {error.colno})")
-            except ValueError:
-                yield origin, BadRow(origin, "holds an integer of thousands of digits; write it as a string")
-            except RecursionError:
-                yield origin, BadRow(origin, f"is nested more than {_DEEPEST} levels deep")
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
-    number = 0
-    with file:
-        batches = file.iter_batches(batch_size=_PARQUET_ROWS_AT_ONCE)
-        while True:
-            try:
-                batch = next(batches, None)
-            except (pa.ArrowException, OSError) as error:
-                raise DatasetError(f"data file {path} is damaged behind row {number}: {error}") from error
-            if batch is None:
-                return
-            for offset in range(batch.num_rows):
-                origin = f"{path} row {number}"
-                number += 1
-                try:
-                    row = batch.slice(offset, 1).to_pylist()[0]
-                    yield origin, {name: _without_missing(v) if isinstance(v, list) else v for name, v in row.items()}
-                except UnicodeDecodeError as error:
-                    yield origin, BadRow(origin, f"holds text that is not UTF-8 ({error.reason})")
-
-
-def _without_missing(value: Any) -> Any:
-    """Return what was written.
-
-    Parquet gives every struct in a list the fields of all of them, null where one has none.
-    """
-    if isinstance(value, list):
-        return [_without_missing(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _without_missing(item) for name, item in value.items() if item is not None}
-    return value

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from hrl.config.arithmetic import Fact, count, step_sizes, total_steps
 from hrl.config.placement import resolve_placement
+from hrl.data.base import DatasetCounts, Intake
 from hrl.data.chat_template import TemplateReport, inspect_chat_template, with_tools
-from hrl.data.custom import dataset_class
-from hrl.data.intake import DatasetCounts, Intake
-from hrl.data.rows import Row, RowKeys, read_rows
+from hrl.data.rows import PromptRow, check_prompt, read_rows
 from hrl.data.user_file import functions_in_user_file, names_in_user_file
 from hrl.models.source import check_scores
 from hrl.models.tokenizer import TokenIds, load_tokenizer, token_ids
@@ -243,15 +242,15 @@ def _look_at_vocabulary(
 class _Unrendered:
     """Rows that were read without a tokenizer, where the model is not on this machine yet."""
 
-    checked_rows: list[Row]
+    rows: list[PromptRow]
     counts: DatasetCounts
 
     def __len__(self) -> int:
-        return len(self.checked_rows)
+        return len(self.rows)
 
     @property
     def data_sources(self) -> tuple[str, ...]:
-        return tuple(sorted({row.data_source for row in self.checked_rows}))
+        return tuple(sorted({row.data_source for row in self.rows}))
 
 
 def _datasets(
@@ -260,6 +259,8 @@ def _datasets(
     """Rows to train and to validate on; None where they can't be read, or none are configured."""
     data = config.data
     needed = {"data.prompt_key": (data.prompt_key,), "data.reward_fn_key": (data.reward_fn_key,)}
+    from hrl.data.dataset import dataset_class
+
     cls = None
     with findings.about("data.custom_cls.path"):
         cls = dataset_class(data.custom_cls)
@@ -275,7 +276,7 @@ def _datasets(
         if sources and look_at_columns(findings, key, sources, needed) and cls is not None:
             with findings.about(key):
                 rows = _unrendered(data, sources, most) if tokenizer is None else cls(sources, tokenizer, data, most)
-                lengths = getattr(rows, "prompt_lengths", None)
+                lengths = getattr(rows, "lengths", None)
                 text = rows_in_words(rows, sources, lengths, "prompts", data.max_prompt_length)
                 findings.facts.append(Fact(noun, text))
         found.append(rows)
@@ -283,9 +284,9 @@ def _datasets(
 
 
 def _unrendered(data: DataConfig, sources: list[str], most: int) -> _Unrendered:
-    intake, keys = Intake(sources), RowKeys(data.prompt_key, data.reward_fn_key)
-    rows = (row for source in sources for row in read_rows(source, keys))
-    kept = [row for block in intake.blocks(rows, most) for row in block]
+    intake = Intake(sources)
+    check = partial(check_prompt, prompt_key=data.prompt_key, source_key=data.reward_fn_key)
+    kept = [row for block in intake.blocks(read_rows(sources, check), most) for row in block]
     counts = intake.close(len(kept), skip_bad=data.bad_rows == "skip", too_long=None)
     return _Unrendered(kept, counts)
 
@@ -337,9 +338,9 @@ def _look_at_reward(findings: Findings, config: PPOTrainerConfig, train: Any, va
     _load_where_it_runs(findings, config.reward, known)
 
 
-def _without_ground_truth(rows: Any) -> list[Row]:
+def _without_ground_truth(rows: Any) -> list[PromptRow]:
     """Rows whose answer nobody said; a data set of the user's own may not tell."""
-    return [row for row in getattr(rows, "checked_rows", ()) if row.reward_model.get("ground_truth") is None]
+    return [row for row in getattr(rows, "rows", ()) if row.reward_model.get("ground_truth") is None]
 
 
 def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from hrl.batching.lengths import lengths_of
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
 from hrl.cluster.shared_disk import require_all_shards, require_shared
-from hrl.data.fingerprint import differences
+from hrl.data.order import differences
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens

@@ -1,5 +1,6 @@
 import json
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -7,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from hrl.data.dataset import DatasetError, RLHFDataset
+from hrl.data.dataset import DatasetError, RLHFDataset, collate_fn, dataset_class
 from hrl.data.rows import text_of
 
 OVERHEAD = len("<") + len("user\n") + len("<") + len("\n") + len("<") + len("assistant\n")  # template tokens per prompt
@@ -141,6 +142,13 @@ def test_too_few_rows_for_a_batch_are_refused_with_the_counts(tokenizer, config,
         dataset.require_rows(4, "one batch (data.train_batch_size)")
 
 
+def test_rows_may_be_any_objects_that_can_be_gone_through_once(tokenizer, config, make_row):
+    rows = [make_row("a"), make_row("b")]
+    dataset = RLHFDataset(iter(rows), tokenizer, config)
+    assert dataset.fingerprint == RLHFDataset(rows, tokenizer, config).fingerprint
+    assert [row.origin for row in dataset.rows] == ["row 0 of the list", "row 1 of the list"]
+
+
 def test_max_samples_limits_the_usable_rows(tokenizer, config, make_row):
     assert len(RLHFDataset([make_row()] * 5, tokenizer, config, max_samples=2)) == 2
 
@@ -232,3 +240,56 @@ def test_what_a_message_says_is_its_text_its_parts_or_its_call():
     assert text_of({"role": "user", "content": "hi"}) == "hi"
     assert text_of({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}) == "ab"
     assert json.loads(text_of(CALL)) == {"tool_calls": CALL["tool_calls"]}
+
+
+# ---------------------------------------------------------------------- batches
+
+
+def test_tensors_are_stacked_and_lists_stay_lists():
+    batch = collate_fn([{"x": torch.tensor([1, 2]), "y": [1, 2]}, {"x": torch.tensor([3, 4]), "y": [3, 4]}])
+    assert batch["x"].tolist() == [[1, 2], [3, 4]]
+    assert batch["y"].shape == (2,)
+    assert list(batch["y"]) == [[1, 2], [3, 4]]
+
+
+def test_items_with_other_keys_are_refused():
+    with pytest.raises(ValueError, match=r"item 1 has other keys than item 0: \['y'\]"):
+        collate_fn([{"x": 1}, {"x": 1, "y": 2}])
+
+
+# ---------------------------------------------------------------------- a class of the user's own
+
+
+def named(path, name):
+    return SimpleNamespace(path=path, name=name)
+
+
+def test_without_a_file_the_class_is_hrls_own():
+    assert dataset_class(named(None, None)) is RLHFDataset
+
+
+def test_a_class_is_loaded_from_its_file_with_its_neighbours_and_dataclasses(tmp_path):
+    (tmp_path / "neighbour_of_dataset.py").write_text("SUFFIX = '!'\n")
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from __future__ import annotations\n"
+        "from dataclasses import dataclass\n"
+        "from hrl.data.dataset import RLHFDataset\n"
+        "from neighbour_of_dataset import SUFFIX\n"
+        "@dataclass\n"
+        "class Row:\n"
+        "    text: str = SUFFIX\n"
+        "class Mine(RLHFDataset):\n"
+        "    row = Row()\n"
+    )
+    found = dataset_class(named(str(file), "Mine"))
+    assert issubclass(found, RLHFDataset) and found.row.text == "!"
+
+
+def test_a_missing_file_or_class_is_told(tmp_path):
+    with pytest.raises(DatasetError, match=r"data\.custom_cls\.path: .*no\.py does not exist"):
+        dataset_class(named(str(tmp_path / "no.py"), "Mine"))
+    file = tmp_path / "empty_dataset.py"
+    file.write_text("Mine = dict\n")
+    with pytest.raises(DatasetError, match="defines no subclass of .*RLHFDataset named 'Mine'"):
+        dataset_class(named(str(file), "Mine"))

@@ -8,8 +8,12 @@ from pathlib import Path
 import pytest
 
 from hrl.data.files import DatasetError, check_data_file, columns_of
-from hrl.data.rows import Row, RowKeys, read_rows
+from hrl.data.rows import PromptRow, check_prompt, read_rows
 from hrl.nearest import nearest_path
+
+
+def check(raw):
+    return check_prompt(raw, "prompt", "data_source")
 
 
 def refusal(path: Path) -> str:
@@ -94,8 +98,8 @@ def test_other_formats_are_refused_with_a_line_that_converts_them(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     exec(line, {"pyarrow": pa, "json": json})  # noqa: S102 (the line that the message gives)
     (made,) = (file for file in tmp_path.iterdir() if file != rows)
-    found = list(read_rows(str(made), RowKeys()))
-    assert [row.messages[0]["content"] for row in found if isinstance(row, Row)] == ["one", "two"]
+    found = list(read_rows([str(made)], check))
+    assert [row.messages[0]["content"] for row in found if isinstance(row, PromptRow)] == ["one", "two"]
 
 
 def test_columns_of_json_lines_are_those_of_its_first_objects(tmp_path):
@@ -110,8 +114,8 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     file = tmp_path / "rows.jsonl"
     file.write_bytes(b'\xef\xbb\xbf{"prompt": "hi", "data_source": "x"}\n')
     assert columns_of(file) == ["prompt", "data_source"]
-    (row,) = read_rows(str(file), RowKeys())
-    assert isinstance(row, Row) and row.messages == [{"role": "user", "content": "hi"}]
+    (row,) = read_rows([str(file)], check)
+    assert isinstance(row, PromptRow) and row.messages == [{"role": "user", "content": "hi"}]
 
 
 def test_a_link_that_leads_nowhere_says_so(tmp_path):

@@ -6,11 +6,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from hrl.data.files import DatasetError
-from hrl.data.rows import BadRow, Row, RowKeys, read_rows
+from hrl.data.files import BadRow, DatasetError
+from hrl.data.rows import PromptRow, check_prompt, read_rows
 from hrl.processes.plain_data import to_plain
 
 ROW = {"data_source": "numeric", "prompt": "1 + 1?", "reward_model": {"ground_truth": "2"}, "extra_info": {"a": 1}}
+
+
+def check(raw):
+    return check_prompt(raw, "prompt", "data_source")
 
 
 def nested(levels):
@@ -42,22 +46,22 @@ def with_extra(text):
 def test_a_hostile_line_is_a_bad_row_and_the_next_one_is_read(tmp_path, line, reason):
     file = tmp_path / "rows.jsonl"
     file.write_text(f"{json.dumps(ROW)}\n{line}\n{json.dumps(ROW)}\n")
-    before, bad, after = read_rows(str(file), RowKeys())
-    assert isinstance(before, Row) and isinstance(after, Row)
+    before, bad, after = read_rows([str(file)], check)
+    assert isinstance(before, PromptRow) and isinstance(after, PromptRow)
     assert isinstance(bad, BadRow)
     assert bad.origin == f"{file} line 2"
     assert reason in bad.reason
 
 
 def test_what_is_just_shallow_enough_reaches_a_reward_process():
-    (row,) = read_rows([ROW | {"extra_info": {"a": nested(99)}}], RowKeys())
-    assert isinstance(row, Row)
+    (row,) = read_rows([[ROW | {"extra_info": {"a": nested(99)}}]], check)
+    assert isinstance(row, PromptRow)
     to_plain(row.extra_info)
 
 
 def test_half_a_character_in_a_ground_truth_is_only_compared_with():
-    (row,) = read_rows([ROW | {"reward_model": {"ground_truth": "\ud800"}}], RowKeys())
-    assert isinstance(row, Row)
+    (row,) = read_rows([[ROW | {"reward_model": {"ground_truth": "\ud800"}}]], check)
+    assert isinstance(row, PromptRow)
 
 
 @pytest.mark.parametrize("checksums", [True, False])
@@ -71,4 +75,4 @@ def test_flipped_bytes_in_a_parquet_file_are_told_with_the_place(tmp_path, check
         content[position] ^= 0xFF
     file.write_bytes(content)
     with pytest.raises(DatasetError, match=r"rows\.parquet is damaged behind row [0-9]+: "):
-        list(read_rows(str(file), RowKeys()))
+        list(read_rows([str(file)], check))

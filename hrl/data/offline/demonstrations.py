@@ -9,19 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hrl.data.chat_template import with_tools
 from hrl.data.offline.dataset import OfflineDataset, Prompt
 from hrl.data.offline.tokens import Passage, pad_answers, passages_of_chat
-from hrl.data.rows import as_messages, as_tools
+from hrl.data.rows import DataRow, as_messages, as_tools
 from hrl.protocol import DataProto
+
+if TYPE_CHECKING:
+    from hrl.config.offline import DemonstrationDataConfig
 
 COMPLETION_KEYS = ("completion", "response")
 
 
 @dataclass(frozen=True)
-class Demonstration:
+class Demonstration(DataRow):
     """One checked row.
 
     Attributes:
@@ -35,19 +38,15 @@ class Demonstration:
     tools: list[dict[str, Any]] | None = None
 
 
-def check_demonstration(raw: Mapping[str, Any], config: Any) -> Demonstration | str:
-    """Return a raw row as a demonstration, or a sentence about what is wrong with it.
-
-    Args:
-        raw: The row.
-        config: Has `messages_key`, `prompt_key` and `completion_key`.
-    """
+def check_demonstration(raw: Mapping[str, Any], config: DemonstrationDataConfig) -> Demonstration | str:
+    """Return a raw row as a demonstration, or a sentence about what is wrong with it."""
+    source = str(raw.get(config.data_source_key) or "")
     tools = as_tools(raw.get("tools"))
     if isinstance(tools, str):
         return tools
     if raw.get(config.messages_key) is not None:
         messages = as_messages(raw[config.messages_key], config.messages_key)
-        return messages if isinstance(messages, str) else Demonstration(messages, 0, tools)
+        return messages if isinstance(messages, str) else Demonstration(messages, 0, tools, data_source=source)
     known = (config.completion_key,) if config.completion_key else COMPLETION_KEYS
     key = next((key for key in known if raw.get(key) is not None), known[0])
     if config.prompt_key not in raw:
@@ -56,23 +55,25 @@ def check_demonstration(raw: Mapping[str, Any], config: Any) -> Demonstration | 
     answer = as_messages(raw.get(key), key, "assistant")
     if isinstance(prompt, str) or isinstance(answer, str):
         return prompt if isinstance(prompt, str) else str(answer)
-    return Demonstration([*prompt, *answer], len(prompt), tools)
+    return Demonstration([*prompt, *answer], len(prompt), tools, data_source=source)
 
 
 class DemonstrationDataset(OfflineDataset[Demonstration]):
     """Demonstrations as tokens, one row each."""
 
+    config: DemonstrationDataConfig
+
     def check(self, raw: Mapping[str, Any]) -> Demonstration | str:
         return check_demonstration(raw, self.config)
 
-    def passages(self, row: Demonstration) -> list[list[Passage]]:
+    def render(self, row: Demonstration) -> list[list[Passage]]:
         kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
         return [passages_of_chat(self.tokenizer, row.messages, row.first_trained, kwargs)]
 
     def batch(self, indices: Iterable[int]) -> DataProto:
-        """Columns of `pad_answers`; non-tensor `uid`, `data_source` and `index`."""
+        """Return the columns of `pad_answers`; non-tensor `uid`, `data_source` and `index`."""
         chosen = list(indices)
-        return self.as_proto(pad_answers([self.answers[index][0] for index in chosen], self.pad_id), chosen)
+        return self.as_proto(pad_answers([self.tokens[index][0] for index in chosen], self.pad_id), chosen)
 
     def first_prompt(self) -> Prompt | None:
         row = self.rows[0]

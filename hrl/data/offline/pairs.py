@@ -17,17 +17,18 @@ from typing import Any
 
 import torch
 
+from hrl.config.offline import PairDataConfig, ScoredPairDataConfig
 from hrl.data.chat_template import with_tools
 from hrl.data.offline.dataset import OfflineDataset, Prompt
 from hrl.data.offline.tokens import Passage, pad_answers, passages_of_chat, passages_of_text
-from hrl.data.rows import as_messages, as_tools, show_value
+from hrl.data.rows import DataRow, as_messages, as_tools, show_value
 from hrl.protocol import DataProto
 
 _SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
-class PairRow:
+class PairRow(DataRow):
     """One checked pair.
 
     Attributes:
@@ -45,21 +46,17 @@ class PairRow:
     tools: list[dict[str, Any]] | None = None
 
 
-def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
-    """Return a raw row as a pair, or a sentence about what is wrong with it.
-
-    Args:
-        raw: The row.
-        config: Has `prompt_key`, `chosen_key`, `rejected_key` and, where margins are read, `margin_key`.
-    """
-    margin_key = getattr(config, "margin_key", None)
+def check_pair(raw: Mapping[str, Any], config: PairDataConfig) -> PairRow | str:
+    """Return a raw row as a pair, or a sentence about what is wrong with it."""
+    margin_key = config.margin_key if isinstance(config, ScoredPairDataConfig) else None
     margin = None if margin_key is None else raw.get(margin_key)
     if margin is not None and not (isinstance(margin, int | float) and math.isfinite(margin)):
         return f"{margin_key!r} is {show_value(margin)}, expected a finite number"
+    source = str(raw.get(config.data_source_key) or "")
     prompt, chosen, rejected = (raw.get(key) for key in (config.prompt_key, config.chosen_key, config.rejected_key))
     if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
         found = _split_texts(chosen, rejected)
-        return found if isinstance(found, str) else PairRow(*found, margin)
+        return found if isinstance(found, str) else PairRow(*found, margin, data_source=source)
     tools = as_tools(raw.get("tools"))
     if isinstance(tools, str):
         return tools
@@ -81,7 +78,7 @@ def check_pair(raw: Mapping[str, Any], config: Any) -> PairRow | str:
             return f"{key!r} has {found} behind the prompt, expected one of the assistant: answers share their prompt"
     if answers[0] == answers[1]:
         return f"{config.chosen_key!r} and {config.rejected_key!r} are the same answer"
-    return PairRow(before, *answers, margin, tools)
+    return PairRow(before, *answers, margin, tools, data_source=source)
 
 
 def _without(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -95,7 +92,7 @@ def _shared(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str] | str:
-    """Prompt and the rests of two texts with the same beginning, cut before a space that both have."""
+    """Return the prompt and the rests of two texts with the same beginning, cut before a space that both have."""
     if chosen == rejected:
         return "holds the same text twice"
     cut = chosen.rfind(" ", 0, len(_shared(chosen, rejected)))
@@ -107,12 +104,13 @@ def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str] | str:
 class PairDataset(OfflineDataset[PairRow]):
     """Pairs as tokens, served in batches of two rows per pair."""
 
+    config: PairDataConfig
     _reference: torch.Tensor | None = None
 
     def check(self, raw: Mapping[str, Any]) -> PairRow | str:
         return check_pair(raw, self.config)
 
-    def passages(self, row: PairRow) -> list[list[Passage]]:
+    def render(self, row: PairRow) -> list[list[Passage]]:
         """Return the chosen answer with its prompt, and the rejected one with it."""
         found = []
         for side in _SIDES:
@@ -125,13 +123,13 @@ class PairDataset(OfflineDataset[PairRow]):
         return found
 
     def batch(self, indices: Iterable[int]) -> DataProto:
-        """Two rows per pair, chosen then rejected, of the same `uid`.
+        """Return two rows per pair, chosen then rejected, of the same `uid`.
 
         Columns: those of `pad_answers`, `is_chosen (B,)` bool, `ref_sequence_log_prob (B,)` once there is a
         reference, `margin (B,)` where one of the rows has one; non-tensor `uid`, `data_source` and `index`.
         """
         chosen = list(indices)
-        rows = [answer for index in chosen for answer in self.answers[index]]
+        rows = [answer for index in chosen for answer in self.tokens[index]]
         tensors = pad_answers(rows, self.pad_id)
         tensors["is_chosen"] = torch.arange(len(rows)) % 2 == 0
         if self._reference is not None:
@@ -142,7 +140,7 @@ class PairDataset(OfflineDataset[PairRow]):
         return self.as_proto(tensors, [index for index in chosen for _ in range(2)])
 
     def set_reference(self, indices: Sequence[int], sums: torch.Tensor) -> None:
-        """The reference's log-probs of some pairs, summed over trained tokens: (B,), in the order of `batch`.
+        """Take the reference's log-probs of some pairs, summed over trained tokens: (B,), in the order of `batch`.
 
         Raises:
             ValueError: A sum is not finite; names the row.

@@ -7,21 +7,29 @@ what the template closes it with, up to the first token there that ends an answe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 
-from hrl.data.chat_template import PROBE_ANSWER, ChatTemplateError, Message, render_chat, render_prompt
-from hrl.data.offline.pieces import encode_pieces
+from hrl.data.chat_template import (
+    PROBE_ANSWER,
+    ChatTemplateError,
+    Message,
+    encode_texts,
+    render_chat,
+    render_prompt,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Messages = Sequence[Message]
+Pieces = list[list[int]]
 Truncation = Literal["error", "drop", "left", "right"]
 
 
@@ -43,11 +51,11 @@ class Answer:
         return len(self.prompt) + len(self.answer)
 
     def without_beginning(self, tokens: int) -> Answer | None:
-        """Without the prompt's first tokens; None if nothing of the prompt is left."""
+        """Return the row without the prompt's first tokens; None if nothing of the prompt is left."""
         return Answer(self.prompt[tokens:], self.answer, self.trained) if tokens < len(self.prompt) else None
 
     def cut_to(self, tokens: int) -> Answer | None:
-        """Without what lies beyond this many tokens; None if nothing trained is left."""
+        """Return the row without what lies beyond this many tokens; None if nothing trained is left."""
         kept = np.flatnonzero(self.trained[: max(tokens - len(self.prompt), 0)])
         if not len(kept):
             return None
@@ -141,20 +149,20 @@ def _closing(
 
 
 def passages_of_text(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> list[Passage]:
-    """Plain text without a chat template; the answer ends with the tokenizer's end token, where it has one."""
+    """Return a text and its answer without a chat template; it ends with the tokenizer's end token, if there is one."""
     return [Passage(prompt, False), Passage(answer, True), Passage(tokenizer.eos_token or "", True, True)]
 
 
 def encode_passages(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Passage]], stop_ids: Sequence[int]
 ) -> list[Answer | None]:
-    """Tokens of every row; None where a row has no token to train on or none before it."""
+    """Return the tokens of every row; None where a row has no token to train on or none before it."""
     encoded = encode_pieces(tokenizer, [[passage.text for passage in passages] for passages in rows])
     return [_answer(passages, pieces, stop_ids) for passages, pieces in zip(rows, encoded, strict=True)]
 
 
 def _answer(passages: Sequence[Passage], pieces: Sequence[list[int]], stop_ids: Sequence[int]) -> Answer | None:
-    """`pieces[i]` are the tokens of passage `i`."""
+    """Return a row; `pieces[i]` are the tokens of passage `i`."""
     trained: list[bool] = []
     for passage, piece in zip(passages, pieces, strict=True):
         count = _until_stop(piece, stop_ids) if passage.closing else len(piece)
@@ -168,12 +176,90 @@ def _answer(passages: Sequence[Passage], pieces: Sequence[list[int]], stop_ids: 
 
 
 def _until_stop(closing: Sequence[int], stop_ids: Sequence[int]) -> int:
-    """Number of tokens up to the first stop token, where a sampler ends; all of them, if there is none."""
+    """Return the number of tokens up to the first stop token, where a sampler ends; all of them, if there is none."""
     return next((i + 1 for i, token in enumerate(closing) if token in stop_ids), len(closing))
 
 
+def encode_pieces(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[str]]) -> list[Pieces]:
+    """Return the token ids of every text of every row.
+
+    Tokens of a whole need not be those of its beginning and others behind: a token may span the border, and how a run
+    of spaces is cut depends on what follows it. So the tokens before a border are those of the text before it, encoded
+    alone.
+
+    Texts 0 … k of a row as one text have the tokens of its pieces 0 … k. Where a token would span the border behind a
+    text, the one that follows is encoded by itself.
+    """
+    if not rows:
+        return []
+    # Taken literally that encodes a conversation once per border. A tokenizer that says where its tokens stand does it
+    # in one go: special tokens are cut out of a text before anything else is looked at, so what is left and right of
+    # one is encoded as if it stood alone. Only what lies between the last of them and a border is encoded again to
+    # compare, and that is mostly the header of a message.
+    # Without a chat template the tokenizer may add tokens of its own, which stand nowhere.
+    once = tokenizer.is_fast and tokenizer.chat_template is not None
+    found = _cut_wholes(tokenizer, rows) if once else [None] * len(rows)
+    left = iter(_cut_beginnings(tokenizer, [texts for texts, pieces in zip(rows, found, strict=True) if not pieces]))
+    return [pieces or next(left) for pieces in found]
+
+
+def _cut_wholes(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[str]]) -> list[Pieces | None]:
+    """Return the pieces of each row's tokens; None where a border is not between two of them."""
+    wholes = ["".join(texts) for texts in rows]
+    encoded = tokenizer(wholes, add_special_tokens=False, return_offsets_mapping=True)
+    special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+    ids, spans = encoded["input_ids"], encoded["offset_mapping"]
+    anchors = [[*_anchors(*row, special)] for row in zip(rows, wholes, ids, spans, strict=True)]
+    windows = [*dict.fromkeys(window for row in anchors for _, window in row)]
+    alone = dict(zip(windows, encode_texts(tokenizer, windows), strict=True))
+    return [_cut(tokens, [(at, alone[window]) for at, window in row]) for tokens, row in zip(ids, anchors, strict=True)]
+
+
+def _anchors(
+    texts: Sequence[str], whole: str, ids: Sequence[int], spans: Sequence[tuple[int, int]], special: Collection[int]
+) -> Iterator[tuple[int, str]]:
+    """Yield, for each border, a token that begins at or before it whatever follows, and the text in between."""
+    places = [i for i, token in enumerate(ids) if token in special]
+    starts = [spans[i][0] for i in places]
+    for border in accumulate(map(len, texts[:-1])):
+        found = bisect_left(starts, border)
+        if found < len(starts) and starts[found] == border:
+            yield places[found], ""
+        else:
+            at, start = (places[found - 1], starts[found - 1]) if found else (0, 0)
+            yield at, whole[start:border]
+
+
+def _cut(ids: list[int], borders: Sequence[tuple[int, list[int]]]) -> Pieces | None:
+    """Return tokens cut where those expected from a token up to a border end; None if others stand there."""
+    if any(ids[at : at + len(expected)] != expected for at, expected in borders):
+        return None
+    ends = [0, *(at + len(expected) for at, expected in borders), len(ids)]
+    return [ids[start:end] for start, end in pairwise(ends)]
+
+
+def _cut_beginnings(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[str]]) -> list[Pieces]:
+    """Return the pieces, each text encoded with all that stands before it."""
+    beginnings = [text for texts in rows for text in accumulate(texts)]
+    encoded = iter(encode_texts(tokenizer, beginnings))
+    return [_differences(tokenizer, texts, [next(encoded) for _ in texts]) for texts in rows]
+
+
+def _differences(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], encoded: Sequence[list[int]]) -> Pieces:
+    """Return the pieces of a row; `encoded[k]` are the tokens of texts 0 … k as one text."""
+    pieces = []
+    before: list[int] = []
+    for text, until_here in zip(texts, encoded, strict=True):
+        if until_here[: len(before)] == before:
+            pieces.append(until_here[len(before) :])
+        else:
+            pieces.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        before = until_here
+    return pieces
+
+
 def pad_answers(rows: Sequence[Answer], pad_id: int) -> dict[str, torch.Tensor]:
-    """Columns of a batch, int64, as wide as its longest rows.
+    """Return the columns of a batch, int64, as wide as its longest rows.
 
     Returns:
         `prompts (B, P)` left-padded, `responses (B, R)` right-padded, `attention_mask (B, P+R)` and

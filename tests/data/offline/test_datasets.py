@@ -2,13 +2,13 @@
 
 import json
 import re
-from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
 
+from hrl.config.offline import DemonstrationDataConfig, PairDataConfig, ScoredPairDataConfig
 from hrl.data.files import DatasetError
 from hrl.data.offline.demonstrations import Demonstration, DemonstrationDataset, check_demonstration
 from hrl.data.offline.pairs import PairDataset, PairRow, check_pair
@@ -18,35 +18,19 @@ USER, YES, NO = (
     {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "y"), ("assistant", "n"))
 )
 TALK = [USER, NO, USER]
-KEYS = SimpleNamespace(
-    prompt_key="prompt",
-    chosen_key="chosen",
-    rejected_key="rejected",
-    margin_key="margin",
-    messages_key="messages",
-    completion_key=None,
-)
-
-
-def data(**changes):
-    base = {
-        "data_source_key": "data_source",
-        "max_length": 64,
-        "truncation": "error",
-        "apply_chat_template_kwargs": {},
-        "bad_rows": "error",
-        "shuffle": False,
-        "seed": 0,
-    }
-    return SimpleNamespace(**vars(KEYS) | base | changes)
+UNREAD = {"train_files": ["rows"], "val_files": [], "seed": 0, "shuffle": False}
+KEYS = ScoredPairDataConfig(**UNREAD)
+CHATS = DemonstrationDataConfig(**UNREAD)
 
 
 def pairs(tokenizer, rows, **changes):
-    return PairDataset(rows, tokenizer, data(**changes), stop_ids=[tokenizer.eos_token_id])
+    data = ScoredPairDataConfig(**{"max_length": 64, **UNREAD, **changes})
+    return PairDataset(rows, tokenizer, data, stop_ids=[tokenizer.eos_token_id])
 
 
-def demonstrations(tokenizer, rows, **changes):
-    return DemonstrationDataset(rows, tokenizer, data(**changes), stop_ids=[tokenizer.eos_token_id])
+def demonstrations(tokenizer, rows, most=-1, **changes):
+    data = DemonstrationDataConfig(**{"max_length": 64, **UNREAD, **changes})
+    return DemonstrationDataset(rows, tokenizer, data, most, stop_ids=[tokenizer.eos_token_id])
 
 
 # ---------------------------------------------------------------------------------------------- rows
@@ -101,7 +85,7 @@ def test_what_is_no_pair_says_why(raw, reason):
 
 
 def test_a_trainer_that_reads_no_margin_ignores_the_column():
-    without = SimpleNamespace(**{key: value for key, value in vars(KEYS).items() if key != "margin_key"})
+    without = PairDataConfig(**UNREAD)
     assert check_pair({"prompt": "?", "chosen": "y", "rejected": "n", "margin": "big"}, without) == IN_CHAT
 
 
@@ -116,7 +100,7 @@ def test_a_trainer_that_reads_no_margin_ignores_the_column():
     ],
 )
 def test_every_form_of_a_demonstration_is_read(raw, row):
-    assert check_demonstration(raw, KEYS) == row
+    assert check_demonstration(raw, CHATS) == row
 
 
 @pytest.mark.parametrize(
@@ -128,7 +112,7 @@ def test_every_form_of_a_demonstration_is_read(raw, row):
     ],
 )
 def test_what_is_no_demonstration_says_why(raw, reason):
-    assert check_demonstration(raw, KEYS) == reason
+    assert check_demonstration(raw, CHATS) == reason
 
 
 # ---------------------------------------------------------------------------------------------- batches
@@ -167,7 +151,7 @@ def test_a_pair_that_the_reference_was_not_asked_for_is_not_served(tokenizer):
 
 def test_the_context_of_a_pair_does_not_tell_its_sides_apart(tokenizer):
     dataset = pairs(tokenizer, [{"prompt": [USER], "chosen": [USER, YES], "rejected": "n"}])
-    (chosen, rejected) = dataset.answers[0]
+    (chosen, rejected) = dataset.tokens[0]
     assert chosen.prompt.tolist() == rejected.prompt.tolist()
     assert tokenizer.decode(chosen.prompt).count("user") == 1
 
@@ -201,7 +185,7 @@ LONG = {"prompt": "p" * 30, "chosen": "c" * 20, "rejected": "r" * 4}  # 44 + 30 
 
 
 def lengths(dataset):
-    return [(len(answer.prompt), len(answer.answer)) for answer in dataset.answers[0]]
+    return [(len(answer.prompt), len(answer.answer)) for answer in dataset.tokens[0]]
 
 
 def test_the_whole_row_must_fit(tokenizer):
@@ -253,8 +237,7 @@ def test_too_few_rows_say_how_many_there_are(tokenizer):
 
 def test_only_so_many_samples_are_read(tokenizer):
     rows = [{"prompt": "a", "completion": "b"}] * 5
-    dataset = DemonstrationDataset(rows, tokenizer, data(), 2, stop_ids=[])
-    assert len(dataset) == 2
+    assert len(demonstrations(tokenizer, rows, most=2)) == 2
 
 
 # ---------------------------------------------------------------------------------------------- bundled
@@ -282,7 +265,7 @@ def test_tools_of_a_row_reach_both_answers_and_the_look_at_the_template(tokenize
     )
     dataset = pairs(tokenizer, [{"prompt": "?", "chosen": "y", "rejected": "n", "tools": [{"name": "f"}]}])
     assert dataset.first_prompt() == ([USER], [{"name": "f"}])
-    assert [tokenizer.decode(answer.prompt) for answer in dataset.answers[0]] == ["f;<|start|>?<|end|><|start|>"] * 2
+    assert [tokenizer.decode(answer.prompt) for answer in dataset.tokens[0]] == ["f;<|start|>?<|end|><|start|>"] * 2
     shown = demonstrations(tokenizer, [{"messages": [USER, YES], "tools": '[{"name": "f"}]'}])
     assert shown.first_prompt() == ([USER], [{"name": "f"}])
-    assert tokenizer.decode(shown.answers[0][0].prompt) == "f;<|start|>?<|end|><|start|>"
+    assert tokenizer.decode(shown.tokens[0][0].prompt) == "f;<|start|>?<|end|><|start|>"

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from hrl.cluster.planner import rows_of_first_step
 from hrl.config import compose_cli
-from hrl.data.fingerprint import fingerprint
-from hrl.data.sampler import EpochOrder
+from hrl.data.order import EpochOrder, fingerprint
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.console import RunConsole

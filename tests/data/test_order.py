@@ -1,8 +1,14 @@
+import json
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hrl.data.sampler import EpochOrder, Position
+from hrl.config.offline import PairDataConfig
+from hrl.data.dataset import RLHFDataset
+from hrl.data.offline.pairs import PairDataset
+from hrl.data.order import EpochOrder, Position, differences, fingerprint
 
 
 @given(st.integers(1, 200), st.integers(0, 2**31), st.integers(0, 50))
@@ -80,3 +86,57 @@ def test_what_cannot_be_dealt_is_refused():
         EpochOrder(5, seed=0).ahead(Position(), 6, 1)
     with pytest.raises(ValueError, match="epoch and offset"):
         Position.from_dict({"epoch": 1, "offset": -1})
+
+
+# ---------------------------------------------------------------------- which rows a position belongs to
+
+ROWS = [[1, 2, 3], [4, 5], [6]]
+
+
+def of(rows=ROWS, seed=1, shuffle=True, dtype=np.int32):
+    return fingerprint(EpochOrder(len(rows), seed, shuffle), [np.array(row, dtype=dtype) for row in rows])
+
+
+def test_the_same_rows_in_the_same_order_differ_in_nothing_also_after_a_file():
+    assert differences(json.loads(json.dumps(of())), of()) == []
+    assert of(dtype=np.int64) == of()
+
+
+def test_the_digest_is_the_same_on_every_machine():
+    assert of()["tokens"] == "c256e2ec94540de1a9e5c8d23bb1eba0"
+
+
+@pytest.mark.parametrize("rows", [[[1, 2], [3, 4, 5], [6]], [[4, 5], [1, 2, 3], [6]], [[1, 2, 3], [4, 5], [7]]])
+def test_a_shifted_an_exchanged_and_another_token_are_other_rows(rows):
+    (found,) = differences(of(), of(rows))
+    assert "other tokens" in found
+
+
+def test_each_difference_is_named_with_both_values():
+    assert differences(of(), of(ROWS[:2], seed=7)) == ["2 rows, were 3", "data.seed=7, was 1"]
+    assert differences(of(), of(shuffle=False)) == ["data.shuffle=False, was True"]
+
+
+def test_a_seed_that_shuffles_nothing_makes_no_difference():
+    assert differences(of(seed=1, shuffle=False), of(seed=2, shuffle=False)) == []
+
+
+def test_prompts_that_a_lower_limit_filters_are_other_data(tokenizer, config, make_row):
+    rows = [make_row("a" * length) for length in (1, 8)]
+    config.filter_overlong_prompts = True
+    config.max_prompt_length = 100
+    full, again = (RLHFDataset(rows, tokenizer, config) for _ in range(2))
+    assert differences(full.fingerprint, again.fingerprint) == []
+    config.max_prompt_length = len(full[0]["raw_prompt_ids"])
+    assert differences(full.fingerprint, RLHFDataset(rows, tokenizer, config).fingerprint) == ["1 rows, were 2"]
+
+
+def test_a_pair_whose_rejected_answer_changed_is_other_data(tokenizer):
+    data = PairDataConfig(train_files=["rows"], val_files=[], seed=0, max_length=64)
+
+    def pairs(rejected):
+        row = {"prompt": "?", "chosen": "y", "rejected": rejected}
+        return PairDataset([row], tokenizer, data, stop_ids=[tokenizer.eos_token_id]).fingerprint
+
+    assert differences(pairs("n"), pairs("n")) == []
+    assert "other tokens" in differences(pairs("n"), pairs("m"))[0]

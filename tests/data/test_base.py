@@ -1,8 +1,8 @@
 import pytest
 
-from hrl.data.files import DatasetError
-from hrl.data.intake import DatasetCounts, Intake, sources_of
-from hrl.data.rows import BadRow
+from hrl.data.base import DatasetCounts, Intake
+from hrl.data.files import BadRow, DatasetError
+from hrl.data.rows import sources_of
 
 ROWS = [{"prompt": "a"}, {"prompt": "b"}]
 BAD = BadRow("f line 2", "is torn")
@@ -18,7 +18,7 @@ def test_a_list_holds_names_or_rows():
 
 @pytest.mark.parametrize(("most", "used", "bad"), [(-1, [1, 3, 4], 2), (2, [1, 3], 1), (0, [], 0)])
 def test_only_usable_rows_count_towards_the_samples_that_are_read(most, used, bad):
-    intake = Intake("f")
+    intake = Intake(["f"])
     found = [row for block in intake.blocks([1, BAD, 3, BAD, 4], most) for row in block]
     assert (found, len(intake.bad)) == (used, bad)
 

@@ -1,12 +1,19 @@
-"""The order of the training rows: a pure function of (seed, epoch), and a position in it that can be saved."""
+"""The order of the training rows, a place in it that can be saved, and which rows that place belongs to.
+
+The order is a pure function of (seed, epoch). A run that resumes with other rows or another order is found out by the
+`fingerprint` that is saved beside the position.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -17,7 +24,7 @@ class Position:
     offset: int = 0
 
     def to_dict(self) -> dict[str, int]:
-        """Plain data for a checkpoint."""
+        """Return the position as plain data for a checkpoint."""
         return asdict(self)
 
     @classmethod
@@ -50,7 +57,7 @@ class EpochOrder:
     shuffle: bool = True
 
     def start(self) -> Position:
-        """Return the beginning."""
+        """Return the position of the first row of the first epoch."""
         return Position()
 
     def epoch(self, epoch: int) -> np.ndarray:
@@ -106,3 +113,39 @@ def _mix(values: np.ndarray) -> np.ndarray:
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return mixed ^ (mixed >> np.uint64(31))
+
+
+def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, Any]:
+    """Return everything that the row at a position depends on, as plain data for a checkpoint.
+
+    Args:
+        order: Of the rows.
+        tokens: Token ids of the rows, `(T,)` each, in the rows' own order.
+
+    Returns:
+        `rows`, their number; `shuffle`; `seed`, None where it shuffles nothing; `tokens`, a digest of the ids.
+    """
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for ids in tokens:
+        digest.update(len(ids).to_bytes(4, "little"))  # so that ids can't pass from one row to the next unnoticed
+        digest.update(np.asarray(ids, dtype="<i4").tobytes())
+    return {
+        "rows": order.num_rows,
+        "shuffle": order.shuffle,
+        "seed": order.seed if order.shuffle else None,
+        "tokens": digest.hexdigest(),
+    }
+
+
+def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
+    """Return what is not as it was, one phrase each; empty for the same rows in the same order."""
+    if present == saved:
+        return []
+    found = []
+    if saved.get("rows") != present["rows"]:
+        found.append(f"{present['rows']} rows, were {saved.get('rows')}")
+    elif saved.get("tokens") != present["tokens"]:
+        found.append("the rows hold other tokens (files and their order, filters, chat template, tokenizer, lengths)")
+    changed = [name for name in ("shuffle", "seed") if saved.get(name) != present[name]]
+    found += [f"data.{name}={present[name]}, was {saved.get(name)}" for name in changed[:1]]  # the one brings the other
+    return found

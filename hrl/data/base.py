@@ -1,0 +1,248 @@
+"""What every data set does: read, check, render, tokenise and fit its rows once, and serve them from memory."""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+
+import numpy as np
+from jinja2 import TemplateError
+
+from hrl.data.chat_template import ChatTemplateError
+from hrl.data.files import BadRow, DatasetError
+from hrl.data.order import EpochOrder, fingerprint
+from hrl.data.rows import DataFiles, DataRow, Source, read_rows, sources_of
+from hrl.models.tokenizer import token_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+_ROWS_AT_ONCE = 1024
+_BAD_ROWS_SHOWN = 5
+
+R = TypeVar("R", bound=DataRow)
+T = TypeVar("T")
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class DatasetCounts:
+    """What became of the rows that were read."""
+
+    read: int
+    bad: int
+    too_long: int
+    truncated: int
+    kept: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.read} rows read, {self.bad} bad, {self.too_long} too long, {self.truncated} truncated, "
+            f"{self.kept} kept"
+        )
+
+
+class Intake:
+    """The books of a data set while it is read.
+
+    Args:
+        sources: Where the rows come from, for messages.
+
+    Attributes:
+        bad: Rows that can't be used.
+        too_long: File and row of those that don't fit, with their tokens.
+        truncated: Number of rows that were cut.
+    """
+
+    def __init__(self, sources: Iterable[Source]) -> None:
+        self.bad: list[BadRow] = []
+        self.too_long: list[str] = []
+        self.truncated = 0
+        names = [source for source in sources if isinstance(source, str)]
+        self._name = ", ".join(names) or "the list of rows"
+
+    def blocks(self, rows: Iterable[Item | BadRow], max_samples: int) -> Iterator[list[Item]]:
+        """Yield the usable rows, many at a time, at most `max_samples` in all (-1: all of them).
+
+        The others go into `bad`.
+        """
+        usable = islice(self._sort_out(rows), max_samples if max_samples >= 0 else None)
+        while block := list(islice(usable, _ROWS_AT_ONCE)):
+            yield block
+
+    def _sort_out(self, rows: Iterable[Item | BadRow]) -> Iterator[Item]:
+        for row in rows:
+            if isinstance(row, BadRow):
+                self.bad.append(row)
+            else:
+                yield row
+
+    def close(self, kept: int, *, skip_bad: bool, too_long: tuple[str, str] | None) -> DatasetCounts:
+        """Say what became of the rows.
+
+        Args:
+            kept: Number of rows that the data set has.
+            skip_bad: Bad rows are left out (`data.bad_rows=skip`).
+            too_long: What rows are that don't fit, and what can be done; None where they are left out.
+
+        Raises:
+            DatasetError: A row that must not be left out, or no row is left.
+        """
+        shown = "; ".join(f"{row.origin}: {row.reason}" for row in self.bad[:_BAD_ROWS_SHOWN])
+        if self.bad and not skip_bad:
+            raise DatasetError(f"{len(self.bad)} bad rows, or data.bad_rows=skip leaves them out: {shown}")
+        if self.too_long and too_long is not None:
+            what, way_out = too_long
+            raise DatasetError(f"{len(self.too_long)} {what}, the first {self.too_long[0]}: {way_out}")
+        bad, over = len(self.bad), len(self.too_long)
+        counts = DatasetCounts(kept + bad + over, bad, over, self.truncated, kept)
+        if not kept:
+            raise DatasetError(f"no row to use in {self._name}: {counts}" + (f" ({shown})" if bad else ""))
+        if bad:
+            logger.warning("%s: skipped %d bad rows: %s", self._name, bad, shown)
+        logger.info("%s: %s", self._name, counts)
+        return counts
+
+
+class ReadingConfig(Protocol):
+    """What reading rows asks of any section `data`; each key means what it means there."""
+
+    @property
+    def bad_rows(self) -> str: ...
+
+    @property
+    def shuffle(self) -> bool: ...
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def apply_chat_template_kwargs(self) -> Mapping[str, Any]: ...
+
+
+class TokenisedDataset(ABC, Generic[R, T]):
+    """Checked rows of type R with their tokens, of type T.
+
+    Args:
+        data_files: One source or the names of several, see `hrl.data.rows.Source`.
+        tokenizer: Of the model that is trained; its chat template renders the rows.
+        config: The `data` section.
+        max_samples: Stop after this many usable rows; -1 reads all.
+
+    Attributes:
+        rows: The checked rows that are kept.
+        tokens: What each row is as tokens.
+        pad_id: The padding token.
+        counts: What became of the rows that were read.
+        order: The order of the rows, epoch by epoch.
+
+    Raises:
+        DatasetError: A bad or overlong row where the configuration doesn't say what to do with it, or no row left.
+    """
+
+    def __init__(
+        self, data_files: DataFiles, tokenizer: PreTrainedTokenizerBase, config: ReadingConfig, max_samples: int = -1
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.pad_id = token_ids(tokenizer).pad
+        self.rows: list[R] = []
+        self.tokens: list[T] = []
+        sources = sources_of(data_files)
+        intake = Intake(sources)
+        for block in intake.blocks(read_rows(sources, self.check), max_samples):
+            self._take(block, intake)
+        self.counts = intake.close(len(self.rows), skip_bad=config.bad_rows == "skip", too_long=self.too_long())
+        self.order = EpochOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
+
+    # ------------------------------------------------------------------ what a data set is
+
+    @abstractmethod
+    def check(self, raw: Mapping[str, Any]) -> R | str:
+        """Return a raw row as a checked one, or a sentence about what is wrong with it."""
+
+    @abstractmethod
+    def render(self, row: R) -> Any:
+        """Return the texts of a row as `encode` takes them.
+
+        Raises:
+            ChatTemplateError, jinja2.TemplateError: The chat template refuses the row.
+        """
+
+    @abstractmethod
+    def encode(self, rendered: Sequence[Any]) -> Iterable[T | None]:
+        """Return the tokens of several rows; None for a row that lacks a prompt or an answer."""
+
+    @abstractmethod
+    def fit(self, tokens: T) -> T | None:
+        """Return the same tokens where they fit, what the configuration leaves of them, or None where they must go."""
+
+    @abstractmethod
+    def length(self, tokens: T) -> int:
+        """Return the number of tokens that has to fit."""
+
+    @abstractmethod
+    def too_long(self) -> tuple[str, str] | None:
+        """Return what a row is that does not fit, and what can be done; None where it is left out."""
+
+    @abstractmethod
+    def all_ids(self) -> Iterable[np.ndarray]:
+        """Return the ids of all rows, in their own order."""
+
+    # ------------------------------------------------------------------ what all of them do
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Which rows these are and in which order they come; see `hrl.data.order.fingerprint`."""
+        return fingerprint(self.order, self.all_ids())
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of every row that have to fit, int64 (N,)."""
+        return np.array([self.length(tokens) for tokens in self.tokens], dtype=np.int64)
+
+    def require_rows(self, needed: int, purpose: str) -> None:
+        """Refuse a data set that is too small for its purpose.
+
+        Args:
+            needed: Rows.
+            purpose: What needs them, with the configuration key, e.g. `"one batch (data.train_batch_size)"`.
+
+        Raises:
+            DatasetError: With the counts of what was read, left out, kept and needed.
+        """
+        if len(self) < needed:
+            raise DatasetError(f"too few rows for {purpose}: {self.counts}, {needed} needed")
+
+    def _take(self, block: list[R], intake: Intake) -> None:
+        """Render and tokenise rows, and keep those that the chat template accepts and that fit."""
+        rendered = []
+        for row in block:
+            try:
+                rendered.append((row, self.render(row)))
+            except TemplateError as error:
+                intake.bad.append(BadRow(row.origin, f"can't be rendered: {error}"))
+            except ChatTemplateError as error:
+                intake.bad.append(BadRow(row.origin, str(error)))
+        encoded = self.encode([texts for _, texts in rendered])
+        for (row, _), tokens in zip(rendered, encoded, strict=True):
+            if tokens is None:
+                intake.bad.append(BadRow(row.origin, "has an answer without a token, or no prompt before it"))
+                continue
+            fitted = self.fit(tokens)
+            if fitted is None:
+                intake.too_long.append(f"{row.origin} ({self.length(tokens)} tokens)")
+                continue
+            intake.truncated += fitted is not tokens
+            self.rows.append(row)
+            self.tokens.append(fitted)
