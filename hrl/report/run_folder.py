@@ -162,14 +162,11 @@ class RunFolder:
         except RunFolderError:
             self.close()
             raise
-        found = outputs_in(self.path)
-        if not found:
-            return
         target = next_numbered(self.path / "earlier")
-        target.mkdir(parents=True)
-        for entry in found:
+        for entry in outputs_in(self.path):
+            target.mkdir(parents=True, exist_ok=True)
             entry.rename(target / entry.name)
-        logger.info("moved the outputs of an earlier run to %s", target)
+            logger.info("moved %s of an earlier run to %s", entry.name, target)
 
 
 def outputs_in(folder: Path) -> list[Path]:
@@ -303,17 +300,10 @@ def write_text(path: Path, text: str) -> Path:
 
 def _git_revision(folder: Path) -> dict[str, Any] | None:
     """Return the revision of the checkout that holds `folder`, and whether it has changes; None outside a checkout."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=False
-            )
-        except (FileNotFoundError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    revision = git("rev-parse", "HEAD")
-    if revision is None:
+    describe = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+    try:
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
-    return {"revision": revision, "changed": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    revision = done.stdout.strip()
+    return {"revision": revision.removesuffix("-dirty"), "changed": revision.endswith("-dirty")} if revision else None

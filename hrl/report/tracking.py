@@ -195,9 +195,7 @@ class _TrackerThread:
 
 
 class MetricsLog:
-    """`metrics.jsonl`, open for writing: one JSON object per step, in their order, after a resume too.
-
-    A record is in the file when `write` returns.
+    """`metrics.jsonl`: one JSON object per step, in their order, after a resume too.
 
     Args:
         path: The file; new records follow those that it holds.
@@ -210,7 +208,6 @@ class MetricsLog:
         self.path = path
         records = read_jsonl(path) if path.exists() else []
         self._last_step = records[-1]["step"] if records else -1
-        self._file = open(path, "a", encoding="utf-8")  # noqa: SIM115 (open for the whole run)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step. If it has a record already, they are added to it, and replace those it has.
@@ -225,22 +222,13 @@ class MetricsLog:
             raise ValueError(f"{self.path} is at step {self._last_step}, so that step {step} can't be written any more")
         with writing_to(self.path.parent):
             if step == self._last_step:
-                self._amend_last(metrics)
+                records = read_jsonl(self.path)
+                records[-1] |= metrics
+                write_text(self.path, "".join(map(json_line, records)))
             else:
-                self._file.write(json_line({"step": step, **metrics}))
-                self._file.flush()
+                with open(self.path, "a", encoding="utf-8") as file:
+                    file.write(json_line({"step": step, **metrics}))
         self._last_step = step
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _amend_last(self, metrics: Mapping[str, float]) -> None:
-        records = read_jsonl(self.path)
-        records[-1] |= metrics
-        self._file.close()
-        write_text(self.path, "".join(map(json_line, records)))
-        self._file = open(self.path, "a", encoding="utf-8")  # noqa: SIM115
 
 
 class Tracking:
@@ -292,7 +280,6 @@ class Tracking:
 
     def finish(self, timeout_s: float = _FINISH_TIMEOUT_S) -> None:
         """End every tracker, waiting for each at most `timeout_s`."""
-        self._log.close()
         for thread in self._threads:
             thread.finish(timeout_s)
 

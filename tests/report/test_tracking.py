@@ -188,7 +188,6 @@ def written(path, *records):
     log = MetricsLog(path)
     for step, metrics in records:
         log.write(step, metrics)
-    log.close()
     return read_jsonl(path)
 
 
@@ -201,7 +200,6 @@ def test_a_record_is_there_as_soon_as_it_is_written(file):
     log = MetricsLog(file)
     log.write(1, {"a": 1.0})
     assert json.loads(file.read_text()) == {"step": 1, "a": 1.0}
-    log.close()
 
 
 def test_a_step_that_is_written_twice_has_one_record_with_the_newer_numbers(file):
