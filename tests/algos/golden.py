@@ -170,34 +170,35 @@ def token_baseline_of_equal_scores() -> dict[str, tuple[float, float]]:
 ON_PURPOSE = {
     "k3 where the policy is five nats below the reference": (
         """\
-verl clamps k3 to [-10, 10]: beyond, the gradient is 0 exactly where the policy has moved furthest. Nothing is clamped
-here; beyond e^20 the exponential goes on along its tangent. Log-probs are -6 and -1.""",
+verl clamps k3 to [-10, 10], so the gradient is 0 exactly where the policy has moved furthest. hrl clamps nothing;
+beyond e^20 the exponential continues as its tangent. The log-probs are -6 and -1.""",
         k3_far_away,
     ),
     "GRPO with a single response in a group": (
         """\
-verl takes 0 for its mean and 1 for its deviation and trains on the raw score, here 0.7. A response alone has nothing to
-be compared with: it gets 0 and is counted.""",
+verl uses a mean of 0 and a deviation of 1, and so trains on the raw score, here 0.7. A single response has nothing to
+be compared with: in hrl it gets 0 and is counted.""",
         grpo_group_of_one,
     ),
     "GPG with scores below 0": (
         """\
-GPG scales up for the responses that cannot teach, those of groups without spread. verl takes the responses of score 0
-for them, so that the scale depends on where 0 lies. Here two groups have the scores 0 and -1, a third only zeros.""",
+GPG scales advantages up to make up for responses that teach nothing, those of groups without spread. verl counts the
+responses with score 0 instead, so its scale depends on where 0 is. Here two groups have the scores 0 and -1, and a
+third has only zeros.""",
         gpg_of_negative_scores,
     ),
     "REINFORCE++-baseline and GDPO with a group of equal scores": (
         """\
-verl whitens over all tokens, so that the mean of the other groups, which depends on their lengths, is subtracted from a
-group that cannot teach: it is pushed up or down as a whole. Here it has no part in the whitening and gets 0. Group a
-has score 1 with one token and 0 with three, group b 1 and 1 with one token each.""",
+verl whitens over all tokens. So it subtracts the mean of the other groups, which depends on their lengths, from a group
+that teaches nothing, and pushes that group up or down as a whole. In hrl such a group is left out of the whitening and
+gets 0. Group a has score 1 with one token and 0 with three; group b has 1 and 1 with one token each.""",
         whitening_with_equal_scores,
     ),
     "Optimal token baseline of equal scores": (
         """\
-verl's baseline is 0 where only one response of a group is that long; the tail of the longest is trained on its raw
-score though all scores are equal. Here such a group gets 0. Both responses score 1, with two tokens and with five; the
-number is that of the fifth token.""",
+verl's baseline is 0 at positions that only one response of a group reaches, so the tail of the longest response is
+trained on its raw score even if all scores are equal. In hrl such a group gets 0. Both responses score 1, with two
+tokens and with five; the number is that of the fifth token.""",
         token_baseline_of_equal_scores,
     ),
 }
@@ -209,13 +210,14 @@ number is that of the fifth token.""",
 _PAGE = """\
 # The golden cases, one by one
 
-{cases} cases computed with verl 0.9.1 on a CPU in float64: inputs, parameters, outputs, gradients. hrl's numbers are
-equal in {equal} of {cases}, within {rtol:g} relative and {atol:g} absolute: verl adds 1e-8 to the counts it divides by.
+These are {cases} cases computed with verl 0.9.1 on a CPU in float64: inputs, parameters, outputs, gradients. hrl's
+numbers are equal in {equal} of {cases}, within {rtol:g} relative and {atol:g} absolute, because verl adds 1e-8 to the
+counts it divides by.
 `python -m tests.algos.golden` writes this page, and a test compares it with the code.
 
 ## Different on purpose
 
-None of the cases has an input on which hrl departs from verl. These do:
+The cases above have no input for which hrl differs from verl. These have:
 
 {on_purpose}
 
