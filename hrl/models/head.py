@@ -1,10 +1,9 @@
-"""What a causal language model does between its last hidden states and its logits, measured instead of known.
+"""What a causal language model does between its last hidden states and its logits, found by measuring.
 
 Families differ: Cohere multiplies its logits, Granite divides them, Gemma caps them, MiniCPM3 divides the hidden
-states, and two families use one field's name for opposite things. vLLM does the same in its logits processor. So no
-field of a configuration is read here. The model's own forward is run once around a stand-in backbone that hands out
-chosen hidden states and a stand-in head that hands out chosen products; what comes out says what was done to them. No
-weight is read: it works on a model without storage.
+states, and two families use the same field name for opposite things. So no field of a configuration is read here. The
+model's own forward is run once around a stand-in backbone that returns chosen hidden states and a stand-in head that
+returns chosen products; the logits show what was done to them. No weight is read, so a model without storage will do.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from transformers import PreTrainedModel
 
 from hrl.models.ops.log_prob import LogitForm
 
-#: Products of the stand-in head: large enough to find a cap, small enough to find a scale.
+#: Products of the stand-in head: large ones show a cap, small ones a scale.
 _PRODUCTS = (-1e9, -300.0, -20.0, -3.0, -0.5, -1e-2, 0.0, 1e-2, 0.5, 3.0, 20.0, 300.0, 1e9)
-#: Relative error: some forwards go through float32.
+#: Relative error, since some forwards go through float32.
 _TOLERANCE = 1e-5
 
 
@@ -45,7 +44,7 @@ def head_form(model: PreTrainedModel) -> HeadForm:
     """Return how `model.forward` makes logits of the backbone's hidden states and its head.
 
     Raises:
-        ValueError: In another way than by factors and a soft-cap.
+        ValueError: It does something else than apply factors and a soft-cap.
     """
     name = type(model).__name__
     head = model.get_output_embeddings()
@@ -53,7 +52,7 @@ def head_form(model: PreTrainedModel) -> HeadForm:
         raise ValueError(f"{name} has no language-model head")
     vocabulary, width = head.weight.shape
     hidden = torch.ones(len(_PRODUCTS), width)
-    hidden[:, 1::2] = -0.5  # so that a norm or another layer in between is no factor
+    hidden[:, 1::2] = -0.5  # so that a norm or another layer in between does not look like a factor
     products = torch.tensor(_PRODUCTS, dtype=torch.float64)
     head_input, logits = _forward_around(model, head, hidden, products[:, None].expand(-1, vocabulary).contiguous())
     if head_input is None or head_input.shape != hidden.shape or logits.shape != (len(_PRODUCTS), vocabulary):
@@ -74,11 +73,12 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     """Return the part of a model that ends with the last hidden states.
 
     Raises:
-        ValueError: There is none, or no telling which.
+        ValueError: There is none, or several modules could be it.
     """
     if model.base_model is not model:
         return model.base_model
-    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]  # a wrong prefix: Llama 4
+    # Where the prefix is wrong, as Llama 4's is.
+    inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if len(inner) != 1:
         raise ValueError(f"{type(model).__name__} has no backbone under {model.base_model_prefix!r}, its own prefix")
     return inner[0]
@@ -102,14 +102,14 @@ def _fit(products: Tensor, logits: Tensor) -> LogitForm | None:
 
 
 def _rounded(number: float) -> float:
-    """Without the last digits, in which the fit's rounding stands: 0.0625 instead of 0.06250000000000001."""
+    """Drop the last digits, which hold the fit's rounding: 0.0625 instead of 0.06250000000000001."""
     return float(f"{number:.12g}")
 
 
 def _forward_around(
     model: PreTrainedModel, head: nn.Module, hidden: Tensor, products: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Run `model.forward` with stand-ins: what reached the head `(n, H)`, and the logits `(n, V)`."""
+    """Run `model.forward` with stand-ins; return what reached the head, `(n, H)`, and the logits, `(n, V)`."""
     seen: list[Tensor] = []
 
     def stand_in_head(states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -119,8 +119,8 @@ def _forward_around(
     backbones = {id(part): part for part in (backbone_of(model), model.get_decoder()) if part is not model}
     with ExitStack() as stack, torch.no_grad():
         for backbone in backbones.values():
-            stack.enter_context(_forward_of(backbone, lambda *args, **kwargs: _BackboneOutput(hidden[None])))
-        stack.enter_context(_forward_of(head, stand_in_head))
+            stack.enter_context(forward_replaced(backbone, lambda *args, **kwargs: _BackboneOutput(hidden[None])))
+        stack.enter_context(forward_replaced(head, stand_in_head))
         ids = torch.zeros(1, len(hidden), dtype=torch.int64)
         try:
             logits = model.forward(input_ids=ids, use_cache=False).logits
@@ -134,15 +134,15 @@ def _forward_around(
             ValueError,
         ) as error:
             raise ValueError(
-                f"{type(model).__name__} has a forward whose way from hidden states to logits could not be followed: "
+                f"the forward of {type(model).__name__}, from hidden states to logits, could not be followed: "
                 f"{type(error).__name__}: {error}"
             ) from error
     return (seen[0][0] if len(seen) == 1 and seen[0].ndim == 3 else None), logits[0]
 
 
 @contextmanager
-def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Give one module another forward for a while."""
+def forward_replaced(module: nn.Module, forward: Any) -> Iterator[None]:
+    """Give one module another forward inside the block."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:
@@ -154,7 +154,7 @@ def _forward_of(module: nn.Module, forward: Any) -> Iterator[None]:
 
 
 class _BackboneOutput(SimpleNamespace):
-    """A backbone's output with hidden states alone: whatever else a forward passes on is `None`."""
+    """A backbone's output with nothing but hidden states: anything else that a forward reads from it is `None`."""
 
     def __init__(self, last_hidden_state: Tensor) -> None:
         super().__init__(last_hidden_state=last_hidden_state)

@@ -1,8 +1,7 @@
 """Loading transformers models for packed training.
 
-Loading executes nothing from the model folder: weights are read from safetensors only, and remote code runs only where
-`trust_remote_code` says so. Whether a family may be trained packed is not known here: `hrl.models.probe`
-compares.
+Loading executes nothing from the model's folder: weights are read from safetensors only, and remote code runs only if
+`trust_remote_code` is set. Whether a family may be trained packed is not known here; `hrl.models.probe` finds out.
 """
 
 from __future__ import annotations
@@ -43,8 +42,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-
-#: Parts of names of config fields that are chances: of a dropped activation, layer or token, of noise in a router.
+#: Parts of the names of config fields that are probabilities: of a dropped activation, layer or token, of router noise.
 _CHANCES = ("drop", "jitter")
 
 
@@ -61,15 +59,15 @@ def dtype_of(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Which model a role loads, and how.
+    """Which model a role loads, and how it runs.
 
     Attributes:
         path: A local folder.
         override_config: Fields of its config.json to replace.
         enable_gradient_checkpointing: Recompute activations in the backward pass.
         share_prefix: Compute equal prompts of a micro-batch once.
-        trust_remote_code: Its folder may run code.
-        max_model_len: The longest sequence of the run in tokens, for which the engine is opened as well.
+        trust_remote_code: The folder may run code.
+        max_model_len: The longest sequence of the run in tokens, which is also what the rollout engine is opened for.
     """
 
     path: str
@@ -83,7 +81,7 @@ class ModelSource:
     def to_look_at(
         cls, folder: Path, override_config: Mapping[str, Any], *, trust_remote_code: bool, max_model_len: int
     ) -> ModelSource:
-        """For a look before the run, to which the settings of training do not matter."""
+        """Return the source for a look at a model, to which the settings of training do not matter."""
         return cls(str(folder), override_config, False, True, trust_remote_code, max_model_len)
 
 
@@ -92,8 +90,8 @@ class Loaded:
     """A model as it was loaded.
 
     Attributes:
-        model: The transformers model, on the CPU (or without storage on the meta device).
-        source_config: The folder's config with `override_config`, before packed training changed it, for the export.
+        model: The transformers model, on the CPU, or without storage on the meta device.
+        source_config: The folder's config with `override_config`, as the export writes it.
         fresh_head: The scalar head was not in the checkpoint and starts at zero.
     """
 
@@ -102,11 +100,11 @@ class Loaded:
     fresh_head: bool = False
 
 
-def load_causal_lm(config: Any, dtype: torch.dtype, *, meta: bool = False) -> Loaded:
+def load_causal_lm(source: ModelSource, dtype: torch.dtype, *, meta: bool = False) -> Loaded:
     """Load a causal language model.
 
     Args:
-        config: A `ModelSource`, or what has its attributes.
+        source: Which model, and how.
         dtype: Of the parameters.
         meta: Build the structure without storage (the weights will come from another rank).
 
@@ -114,64 +112,64 @@ def load_causal_lm(config: Any, dtype: torch.dtype, *, meta: bool = False) -> Lo
         ValueError: The folder lacks some of its weights.
         ModelConfigError: `override_config` does not fit the model.
     """
-    source, used = _configs(config)
-    options = {"trust_remote_code": config.trust_remote_code, "attn_implementation": ATTENTION_NAME, "dtype": dtype}
-    if meta:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(used, **options)
-    else:
-        model, info = AutoModelForCausalLM.from_pretrained(
-            config.path, config=used, use_safetensors=True, output_loading_info=True, **options
-        )
-        _require_weights(config.path, set(info["missing_keys"]))
-    return Loaded(_prepared(model, config), source)
+    exported, used = _configs(source)
+    model, missing = _load(AutoModelForCausalLM, source, used, dtype, meta=meta)
+    _require_weights(source.path, missing)
+    return Loaded(_prepared(model, source), exported)
 
 
-def load_scalar_model(config: Any, dtype: torch.dtype, *, meta: bool = False, head_required: bool = False) -> Loaded:
+def load_scalar_model(
+    source: ModelSource, dtype: torch.dtype, *, meta: bool = False, head_required: bool = False
+) -> Loaded:
     """Load a backbone with a scalar head, as transformers' sequence classifier with one label.
 
-    A classifier's folder brings its head. A causal language model's folder has none: the head then starts at zero, so
-    that every value is 0 until it is trained, whatever the seed.
+    A classifier's folder has its head. A causal language model's has none: the head then starts at zero, so that every
+    value is 0 until it is trained, whatever the seed.
 
     Args:
-        config: As for `load_causal_lm`.
+        source: Which model, and how.
         dtype: Of the parameters.
         meta: Build the structure without storage.
         head_required: Refuse a folder without a head (a reward model that nobody trained).
 
     Raises:
-        ValueError: As for `load_causal_lm`; or the folder's head has another number of labels, or none is there.
+        ValueError: As `load_causal_lm`; also if the folder's head has several labels, or a required head is missing.
     """
-    source, used = _configs(config)
-    is_classifier = any("ForSequenceClassification" in name for name in source.architectures or ())
-    if is_classifier and source.num_labels != 1:
-        raise ValueError(f"{config.path} has {source.num_labels} labels; a value or reward model has exactly one")
+    exported, used = _configs(source)
+    is_classifier = any("ForSequenceClassification" in name for name in exported.architectures or ())
+    if is_classifier and exported.num_labels != 1:
+        raise ValueError(f"{source.path} has {exported.num_labels} labels; a value or reward model has exactly one")
     used.num_labels = 1
-    options = {"trust_remote_code": config.trust_remote_code, "attn_implementation": ATTENTION_NAME, "dtype": dtype}
-    if meta:
-        with torch.device("meta"):
-            model = AutoModelForSequenceClassification.from_config(used, **options)
-        return Loaded(_prepared(model, config), source)
-    model, info = AutoModelForSequenceClassification.from_pretrained(
-        config.path, config=used, use_safetensors=True, output_loading_info=True, **options
-    )
-    missing = set(info["missing_keys"])
+    model, missing = _load(AutoModelForSequenceClassification, source, used, dtype, meta=meta)
     fresh = "score.weight" in missing
-    _require_weights(config.path, missing - {"score.weight", "score.bias"})
+    _require_weights(source.path, missing - {"score.weight", "score.bias"})
     if fresh and head_required:
         raise ValueError(
-            f"{config.path} has no scalar head (score.weight): a reward model must be a sequence classifier that was "
+            f"{source.path} has no scalar head (score.weight): a reward model must be a sequence classifier that was "
             "trained to score"
         )
     if fresh:
         nn.init.zeros_(model.score.weight)
-        logger.info("%s has no scalar head: the value head starts at zero", config.path)
-    return Loaded(_prepared(model, config), source, fresh_head=fresh)
+        logger.info("%s has no scalar head: the value head starts at zero", source.path)
+    return Loaded(_prepared(model, source), exported, fresh_head=fresh)
+
+
+def _load(
+    auto: Any, source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, *, meta: bool
+) -> tuple[PreTrainedModel, set[str]]:
+    """Return the model of a class of transformers' and the names of weights that its folder lacks."""
+    options = {"trust_remote_code": source.trust_remote_code, "attn_implementation": ATTENTION_NAME, "dtype": dtype}
+    if meta:
+        with torch.device("meta"):
+            return auto.from_config(config, **options), set()
+    model, info = auto.from_pretrained(
+        source.path, config=config, use_safetensors=True, output_loading_info=True, **options
+    )
+    return model, set(info["missing_keys"])
 
 
 def _require_weights(path: str, missing: set[str]) -> None:
-    """transformers fills what a folder lacks with random numbers."""
-    if missing:
+    if missing:  # transformers has filled them with random numbers
         first = ", ".join(sorted(missing)[:3])
         raise ValueError(
             f"{path} lacks {len(missing)} of its model's weights ({first}{', …' if len(missing) > 3 else ''}): its "
@@ -179,44 +177,42 @@ def _require_weights(path: str, missing: set[str]) -> None:
         )
 
 
-def _configs(config: Any) -> tuple[PretrainedConfig, PretrainedConfig]:
-    """Return the folder's config with `override_config` twice: one to keep, one to build the model from."""
-    source, used = (
-        load_config(config.path, config.override_config, trust_remote_code=config.trust_remote_code) for _ in range(2)
+def _configs(source: ModelSource) -> tuple[PretrainedConfig, PretrainedConfig]:
+    """Return the folder's config with `override_config` twice: to export, and to build the model from."""
+    exported, used = (
+        load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code) for _ in range(2)
     )
-    return source, used
+    return exported, used
 
 
 def prepare(model: PreTrainedModel, *, max_model_len: int, recompute: bool) -> None:
-    """Make a transformers model what the engine runs, whether it is trained or only asked.
-
-    It stays in evaluation mode also in the update: whatever reads `module.training` (dropout of any kind, noise in
-    routers, layer drop) would make the update's log-probs other ones than the sampler's.
+    """Turn a transformers model into what the engine runs, whether it is trained or only evaluated.
 
     Args:
         model: Loaded with `attn_implementation=ATTENTION_NAME`.
         max_model_len: The longest sequence of the run in tokens.
-        recompute: Activations in the backward pass, to save memory.
+        recompute: Recompute activations in the backward pass, to save memory.
     """
     fix_rope_frequencies(model, max_model_len)
     use_fused_rms_norms(model)
     widen_residual(model)
     model.config.use_cache = False
+    # For the update too: dropout, router noise and layer drop would make its log-probs differ from the sampler's.
     model.eval()
     if recompute:
         recompute_layers(model)
 
 
-def _prepared(model: PreTrainedModel, config: Any) -> PreTrainedModel:
+def _prepared(model: PreTrainedModel, source: ModelSource) -> PreTrainedModel:
     chances = _chances(model)
     if chances:
-        logger.warning("%s: %s switched off: the sampler has none", config.path, ", ".join(chances))
-    prepare(model, max_model_len=config.max_model_len, recompute=config.enable_gradient_checkpointing)
+        logger.warning("%s: %s switched off: the sampler has none", source.path, ", ".join(chances))
+    prepare(model, max_model_len=source.max_model_len, recompute=source.enable_gradient_checkpointing)
     return model
 
 
 def _chances(model: PreTrainedModel) -> list[str]:
-    """`name=value` of the config's fields that are chances and not zero."""
+    """Return `name=value` for the config's fields that are probabilities above zero."""
     settings = model.config.get_text_config().to_dict()
     return [
         f"{key}={value}"
@@ -244,7 +240,7 @@ def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        # Nothing in evaluation mode draws random numbers, so there is no generator to rewind.
+        # In evaluation mode nothing draws random numbers, so no generator has to be rewound.
         return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
     return run

@@ -1,12 +1,12 @@
-"""From padded rows to one packed row: no padding, each distinct prompt once, nothing after the last trained token.
+"""A micro-batch for the model: padded rows become one packed row.
 
-Three savings, none of which changes a number:
+Three things are left out, none of which changes a number:
 
-- Rows of one micro-batch with the same prompt share it (`share_prefix`): attention is causal, so the prompt's hidden
-  states don't depend on the response that follows.
-- The token after which nothing is predicted does not enter: with log-probs or values wanted of `r` response tokens,
-  the model reads the prompt and the first `r - 1` of them.
-- Rows without a trained token do not enter at all.
+- Repeated prompts: rows with the same prompt share it (`share_prefix`). Attention is causal, so the prompt's hidden
+  states do not depend on the response that follows.
+- Tokens after which nothing is predicted: for log-probs or values of `r` response tokens the model reads the prompt and
+  the first `r - 1` of them.
+- Rows without a trained token.
 """
 
 from __future__ import annotations
@@ -19,43 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hrl.models.ops.layout import AttentionLayout
+from hrl.models.ops.layout import AttentionLayout, to_device
 
 if TYPE_CHECKING:
     from hrl.protocol import DataProto
 
-#: `next`: the state before each trained token. `last`: the state at the last token of each row.
+#: `next`: the hidden state before each trained token. `last`: the hidden state at the last token of each row.
 Wanted = Literal["next", "last"]
-
-
-#: Tensors of one copy start at multiples of this, so that every dtype can be viewed there.
-_ALIGNMENT_BYTES = 16
-
-
-def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Small host tensors on the device: one pinned buffer, one copy, and nobody waits for it.
-
-    Args:
-        tensors: On the CPU; on a CPU they are returned as they are.
-        device: Where they are wanted.
-    """
-    if device.type == "cpu":
-        return list(tensors)
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
-
-    def places(buffer: Tensor) -> list[Tensor]:
-        return [
-            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
-        ]
-
-    for place, tensor in zip(places(staged), tensors, strict=True):
-        place.copy_(tensor)
-    return places(staged.to(device, non_blocking=True))
 
 
 @dataclass(frozen=True)
@@ -63,9 +33,9 @@ class TokenRows:
     """The columns of a batch that say what the sequences are, checked once.
 
     Attributes:
-        prompts: Per row, its prompt tokens `(P_i,)` int64.
+        prompts: The prompt tokens of each row, `(P_i,)` int64.
         responses: `(B, R)` int64.
-        response_lengths: `(B,)` int64 true response lengths.
+        response_lengths: `(B,)` int64 true lengths of the responses, in tokens.
         trained: `(B, R)` bool, tokens to train on or to score.
     """
 
@@ -80,8 +50,8 @@ class TokenRows:
 
         Raises:
             KeyError: A column is missing.
-            ValueError: Prompts not left-padded, responses not right-padded, an empty prompt, or a trained token beyond
-                its response.
+            ValueError: A prompt is not left-padded or empty, a response is not right-padded, or a trained token lies
+                beyond its response.
         """
         missing = [
             k for k in ("prompts", "responses", "attention_mask", "response_mask") if k not in batch.batch.keys()
@@ -120,11 +90,11 @@ class PackedMicroBatch:
         input_ids: `(1, T)` int64.
         position_ids: `(1, T)` int64.
         layout: Which token attends to which.
-        hidden_index: `(N,)` int64, the tokens of the row whose hidden states are wanted.
-        labels: `(N,)` int64, the token that follows each of them (for `last`: the token itself).
-        mask: `(b, r)` bool, where the N results stand in the micro-batch's rows, row-major; `r` is the longest.
-        mask_index: `(N,)` int64, the same as flat positions: what reads a mask on a GPU waits for it.
-        is_empty: Nothing is wanted. One token runs all the same, so that every rank joins every collective.
+        hidden_index: `(N,)` int64, the positions in the packed row whose hidden states are wanted.
+        labels: `(N,)` int64, the token id that follows each of them (0 for `last`).
+        mask: `(b, r)` bool, where the N results belong in the micro-batch's rows, row-major; `r` is the longest.
+        mask_index: `(N,)` int64, the same as flat positions, because indexing by a mask on a GPU waits for it.
+        is_empty: Nothing is wanted. One token still runs, so that every rank joins every collective.
     """
 
     input_ids: Tensor
@@ -137,16 +107,13 @@ class PackedMicroBatch:
     is_empty: bool
 
     def unpack(self, flat: Tensor) -> Tensor:
-        """`(N,)` results to `(b, r)`, zero outside the mask. Differentiable."""
+        """Spread `(N,)` results over `(b, r)`, zero outside the mask. Differentiable."""
         if self.is_empty:
             return flat.new_zeros(self.mask.shape)
         return flat.new_zeros(self.mask.numel()).index_copy(0, self.mask_index, flat).view(self.mask.shape)
 
     def of_tokens(self, matrix: Tensor) -> Tensor:
-        """Return the way back: the `(N,)` entries of `(b, r)` at which the results stand.
-
-        None where nothing is wanted.
-        """
+        """Return the `(N,)` entries of a `(b, r)` matrix that belong to the results: the inverse of `unpack`."""
         return matrix.reshape(-1).index_select(0, self.mask_index)
 
 
@@ -157,18 +124,18 @@ def pack_micro_batch(
 
     Args:
         rows: The rank's rows.
-        picked: Local row positions; empty gives a weightless micro-batch.
+        picked: Positions of rows on this rank; none gives an empty micro-batch.
         share_prefix: Compute equal prompts once.
         wanted: Which hidden states are wanted.
-        device: Where the result lives.
+        device: Of the result.
     """
     lengths = _used_lengths(rows, picked, wanted)
     used = [(i, n) for i, n in zip(picked, lengths, strict=True) if n is not None]
     if not used:
         return _empty(len(picked), device)
     writer = _Writer()
-    before_first: dict[int, int] = {}  # row -> token of the row at which its first response token is predicted
-    response_start: dict[int, int] = {}
+    before_first: dict[int, int] = {}  # row -> packed position at which its first response token is predicted
+    response_start: dict[int, int] = {}  # row -> packed position of its first response token
     for members in _groups(rows, used, share_prefix):
         prompt = rows.prompts[members[0][0]]
         if len(members) == 1:
@@ -211,21 +178,21 @@ def pack_micro_batch(
 def take_columns(
     batch: DataProto, names: Iterable[str], picked: Sequence[int], packed: PackedMicroBatch
 ) -> dict[str, Tensor]:
-    """Columns `(B, R)` of the picked rows, as `(b, r)` on the device of `packed`, in one copy."""
+    """Return columns `(B, R)` of the picked rows as `(b, r)` on the device of `packed`, after one copy."""
     names, rows = tuple(names), list(picked)
     host = [batch.batch[name][rows, : packed.mask.shape[1]] for name in names]
     return dict(zip(names, to_device(host, packed.mask.device), strict=True))
 
 
 def _used_lengths(rows: TokenRows, picked: tuple[int, ...], wanted: Wanted) -> list[int | None]:
-    """Response tokens that must enter the model per row; `None`: the row is not needed."""
+    """Return how many response tokens of each row must enter the model; `None` for a row that is not needed."""
     if wanted == "last":
         return [int(rows.response_lengths[i]) for i in picked]
     return [int(np.flatnonzero(rows.trained[i]).max()) if rows.trained[i].any() else None for i in picked]
 
 
 def _groups(rows: TokenRows, used: list[tuple[int, int]], share_prefix: bool) -> list[list[tuple[int, int]]]:
-    """Rows by equal prompt tokens, in order of appearance."""
+    """Return (row, used length) in groups of equal prompt tokens, in order of appearance."""
     if not share_prefix:
         return [[member] for member in used]
     groups: dict[bytes, list[tuple[int, int]]] = {}
@@ -235,7 +202,7 @@ def _groups(rows: TokenRows, used: list[tuple[int, int]], share_prefix: bool) ->
 
 
 class _Writer:
-    """Appends segments to a packed row."""
+    """Builds a packed row, segment by segment."""
 
     def __init__(self) -> None:
         self.tokens: list[np.ndarray] = []

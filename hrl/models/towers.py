@@ -1,7 +1,7 @@
-"""Parameters that no text can move: the towers of multimodal models, which see pictures and sound.
+"""Parameters that text cannot move: the towers of multimodal models, which see pictures and hear sound.
 
-A gradient from text never reaches them. They are frozen at load: no moments are kept for them, and no sync sends them,
-since the engine has them from the model's folder; the export has them all the same.
+No gradient from text reaches them. They are frozen at load: they get no moments, and no sync sends them, since the
+engine has them from the model's folder. The export includes them.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hrl.models.head import backbone_of
+from hrl.models.head import backbone_of, forward_replaced
 from hrl.models.ops.layout import AttentionLayout
 
 logger = logging.getLogger(__name__)
 
-#: A text of two tokens is enough to see what it passes through.
+#: Enough text to see what it passes through.
 _TOKENS = 2
 
 
 def unreachable_parameters(model: PreTrainedModel) -> tuple[str, ...]:
-    """Names of the parameters outside of the text decoder and the heads that a text has no way to.
+    """Return the names of the parameters, outside the text decoder and the heads, that text does not reach.
 
-    Found by running two tokens through everything but the decoder, whose own forward is replaced for the moment, and
-    asking autograd what its input, and what becomes of its output, depend on. So the answer takes no time, whatever
-    the model's size, and no list of names. Parameters inside of the decoder count as reachable: an expert that this
-    text does not visit, another one may.
+    Two tokens run through everything but the decoder, whose forward is replaced for the moment. Autograd then says on
+    what the decoder's input, and what is made of its output, depend. That takes no time, whatever the model's size, and
+    no list of names. Parameters inside the decoder count as reached: an expert that this text does not visit, another
+    one may.
 
     Args:
         model: From `load_causal_lm` or `load_scalar_model`, with storage: without it some models do not run.
@@ -46,7 +46,7 @@ def unreachable_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     try:
         hidden = _run_around(model, decoder)
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
-        # Only memory is at stake: what gets no gradient is not moved, and its moments count no step.
+        # This costs only memory: what gets no gradient is not moved.
         logger.warning(
             "%s does not run around its decoder (%s: %s), so that what text cannot move is not known: it keeps its "
             "optimizer state and is synced",
@@ -62,7 +62,7 @@ def unreachable_parameters(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
-    """Freeze these parameters and says so."""
+    """Freeze these parameters and log it."""
     if not names:
         return
     frozen = {name: model.get_parameter(name).requires_grad_(False) for name in names}
@@ -85,17 +85,17 @@ def frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _heads(model: PreTrainedModel) -> list[nn.Module]:
-    """Return what stands before and behind the backbone: `hrl.models.packed_model` uses their weights."""
+    """Return the modules before and behind the backbone, whose weights `hrl.models.packed_model` uses."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, "score", None))
     return [head for head in heads if head is not None]
 
 
 def _run_around(model: PreTrainedModel, decoder: nn.Module) -> Tensor:
-    """Last hidden states `(1, 2, H)` of two tokens, as far as they depend on what is outside of the decoder."""
+    """Return last hidden states `(1, 2, H)` of two tokens that depend only on what is outside the decoder."""
     width, device = model.config.get_text_config().hidden_size, model.device
 
     def stand_in(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        """Zeros that depend on every input."""
+        """Return zeros that depend on every input."""
         inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.requires_grad]
         hidden = torch.zeros(1, _TOKENS, width, dtype=model.dtype, device=device)
         for tensor in inputs:
@@ -103,28 +103,20 @@ def _run_around(model: PreTrainedModel, decoder: nn.Module) -> Tensor:
         return BaseModelOutputWithPast(last_hidden_state=hidden)
 
     layout = AttentionLayout(np.array([_TOKENS]), np.array([0]), np.array([0]))
-    own = decoder.__dict__.get("forward")
-    decoder.forward = stand_in
-    try:
-        with torch.enable_grad():
-            output = backbone_of(model)(
-                input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device=device),
-                attention_mask=layout.full_mask(device),
-                position_ids=torch.arange(_TOKENS, device=device)[None],
-                packing=layout,
-                use_cache=False,
-            )
-    finally:
-        if own is None:
-            del decoder.forward
-        else:
-            decoder.forward = own
+    with forward_replaced(decoder, stand_in), torch.enable_grad():
+        output = backbone_of(model)(
+            input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device=device),
+            attention_mask=layout.full_mask(device),
+            position_ids=torch.arange(_TOKENS, device=device)[None],
+            packing=layout,
+            use_cache=False,
+        )
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 def _common_modules(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Return the largest modules whose parameters are all among `names`, and the parameters that are left."""
+    """Return the largest modules whose parameters are all among `names`, then the parameters that remain."""
     found, rest = [], set(names)
     for prefix, module in model.named_modules():
         inside = {f"{prefix}.{name}" for name, _ in module.named_parameters()}

@@ -25,7 +25,8 @@ from hrl.algos.preference import (
 )
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
-from hrl.models.micro_batch import PackedMicroBatch, TokenRows, Wanted, take_columns, to_device
+from hrl.models.micro_batch import PackedMicroBatch, TokenRows, Wanted, take_columns
+from hrl.models.ops.layout import to_device
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Meter, require_plan
 

@@ -1,1 +1,1 @@
-"""Operators that a packed language model needs and that torch does not have: one log-prob, one attention."""
+"""Operators of packed language models that torch does not have: log-probs, attention, norms, RoPE."""

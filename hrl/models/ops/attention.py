@@ -1,10 +1,13 @@
 """Attention over a packed row, registered with transformers under one name, `hrl_packed`.
 
 A model loaded with `attn_implementation=ATTENTION_NAME` takes its layout as `packing=AttentionLayout(...)` through
-the keyword arguments of its forward. On CUDA the variable-length kernels run (`attention_varlen`); elsewhere, and
-where no kernel computes what the model asks for, similar query runs are stacked (`attention_blocks`).
+the keyword arguments of its forward. On CUDA the variable-length kernels run (`attention_varlen`); elsewhere, and where
+no kernel computes what the model asks for, similar query runs are stacked (`attention_blocks`).
 
-Whatever a model hands to its attention is either computed or refused by name. Nothing is dropped.
+A model asks transformers for its masks (causal, sliding, chunked) and passes one to each layer. In a packed row a mask
+tensor would be wrong, and large, so `packed_mask` hands out the mask's *reach* instead.
+
+Whatever a model passes to its attention or asks of its mask is either computed or refused by name.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from hrl.models.ops.layout import AttentionLayout, Reach
 #: The name under which transformers knows this attention.
 ATTENTION_NAME = "hrl_packed"
 
-#: What else models pass along, although no attention computes with it. Anything not named here is refused.
+#: What else models pass along, although no attention computes with it. Anything else is refused.
 _WITHOUT_MEANING = frozenset(
     {
         "cache_position",
@@ -65,9 +68,9 @@ def packed_attention(
         layout: Which token attends to which.
         scale: Factor of the scores, usually `D ** -0.5`.
         window: Sliding window in tokens; `None` is no window.
-        chunk: Tokens see their own chunk of so many tokens only; `None` is one chunk.
-        softcap: Scores are `softcap * tanh(scores / softcap)`; `None` leaves them.
-        sinks: `(Hq,)`, per head a further score in the softmax's denominator, with gradient.
+        chunk: Tokens see only their own chunk of this many tokens; `None` is one chunk.
+        softcap: Scores are `softcap * tanh(scores / softcap)`; `None` is no cap.
+        sinks: `(Hq,)`, one more score per head in the softmax's denominator, with gradient.
 
     Returns:
         `(T, Hq, Dv)`.
@@ -92,10 +95,10 @@ def transformers_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Adapter to transformers' attention interface; shapes `(1, heads, T, D)` in, `(1, T, heads, Dv)` out.
+    """Attend by transformers' interface: shapes `(1, heads, T, D)` in, `(1, T, heads, Dv)` out.
 
     Raises:
-        ValueError: The model wants something of its attention that packed attention does not have.
+        ValueError: The model asks for something that packed attention does not have.
     """
     name = type(module).__name__
     if packing is None:
@@ -135,10 +138,7 @@ def _asks_for_something(key: str, given: Any) -> bool:
 
 
 def _reach(mask: Tensor | PackedMask | None, window: int | None) -> Reach:
-    """Return the mask decides, as it does in the model's own eager attention.
-
-    A model without one has the keyword alone.
-    """
+    """Return how far back a token sees: by the mask, as in the model's own eager attention, else by the keyword."""
     if not isinstance(mask, PackedMask):
         return Reach(window)
     if mask.reach is None:
@@ -160,7 +160,7 @@ def _require_fit(name: str, query: Tensor, key: Tensor, value: Tensor, packing: 
 
 
 class MaskMeaningError(ValueError, AttributeError):
-    """A model wants a mask that packed attention does not have (or an attribute that a mask without a tensor lacks)."""
+    """A model wants a mask that packed attention does not have, or an attribute that only a mask tensor has."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class PackedMask:
     """Stands where a layer expects its mask of shape `(batch, 1, queries, keys)`.
 
     Attributes:
-        reach: How far back a token sees; `None` for a window of no token, which a family may make and not use.
+        reach: How far back a token sees; `None` for a window of no token, which some families make and do not use.
         model_type: Of the model, for messages.
     """
 
@@ -176,20 +176,20 @@ class PackedMask:
     model_type: str
 
     def __getitem__(self, item: Any) -> PackedMask:
-        """Return the mask itself: cutting it to the number of keys changes nothing. Other cuts are refused."""
+        """Return the mask itself where it is cut to the number of keys; other cuts are refused."""
         parts = item if isinstance(item, tuple) else (item,)
         if all(isinstance(part, slice) and part.start in (None, 0) and part.step is None for part in parts):
             return self
         raise self._computed()
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle ask what an object has
+        if name.startswith("__"):  # asked for by copy and pickle
             raise AttributeError(name)
         raise self._computed()
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """No operation of torch takes part in a mask."""
+        """Refuse torch's operations on a mask."""
         leaves = [*args, *(kwargs or {}).values()]
         raise next(leaf for leaf in leaves if isinstance(leaf, cls))._computed()
 
@@ -209,7 +209,7 @@ def packed_mask(
     """Return what a mask function of transformers means for a packed row.
 
     Raises:
-        MaskMeaningError: More than causal, sliding and chunked attention.
+        MaskMeaningError: It is more than causal, sliding and chunked attention.
     """
     model_type = getattr(config, "model_type", "the model")
     reach, is_empty = Reach(), False
@@ -241,7 +241,7 @@ def _parts(mask_function: Callable[..., Any]) -> list[Callable[..., Any]]:
 
 
 def _closed_over(function: Any, name: str) -> Any:
-    """Return a variable of the function that made `function`."""
+    """Return the value of a variable that `function` closes over."""
     return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 

@@ -1,14 +1,14 @@
-"""Packed attention in stacked blocks, on any device and for everything that a model's scores may be.
+"""Packed attention in stacked blocks, on any device and with every option.
 
-Query runs of similar size are stacked and computed as one batched product, block by block, with a backward written
-here: for the short segments of language-model reinforcement learning torch's own CPU backward takes about five times as
-long. Scores exist for one block at a time, in the forward and again in the backward.
+Query runs of similar size are stacked and computed as one batched product, block by block, with a backward of our own:
+for the short segments of language-model reinforcement learning torch's CPU backward takes about five times as long.
+Scores exist for one block at a time, in the forward and again in the backward.
 
-A soft-cap (Gemma 2) makes scores `s` into `s' = cap * tanh(s / cap)`, whose slope is `1 - (s' / cap)^2`. A sink
-(gpt-oss) is one more term of each head's softmax denominator, without a value: where `l` is the log-sum-exp of the
-scores and `b` the sink, the output is scaled by `exp(l - l')` with `l' = log(exp(l) + exp(b))`, and
+A soft-cap (Gemma 2) turns scores `s` into `s' = cap * tanh(s / cap)`, whose slope is `1 - (s' / cap)^2`. A sink
+(gpt-oss) is one more term in each head's softmax denominator, without a value: with `l` the log-sum-exp of the scores
+and `b` the sink, the output is scaled by `exp(l - l')`, where `l' = log(exp(l) + exp(b))`, and
 
-- `p_k = exp(s_k - l')`, so that every formula of the backward holds with `l'` in the place of `l`;
+- `p_k = exp(s_k - l')`, so that every formula of the backward holds with `l'` in place of `l`;
 - `d out / d b = -exp(b - l') * out`.
 """
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hrl.models.ops.layout import AttentionLayout, Block, Reach
+from hrl.models.ops.layout import AttentionLayout, Block, Reach, accumulation_dtype
 
 
 @dataclass(frozen=True)
@@ -42,41 +42,36 @@ class Scoring:
 def block_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: AttentionLayout, scoring: Scoring
 ) -> Tensor:
-    """`(T, Hq, D)`, `(T, Hkv, D)`, `(T, Hkv, Dv)` and, with sinks, `(Hq,)` to `(T, Hq, Dv)`."""
+    """Attend: `(T, Hq, D)`, `(T, Hkv, D)`, `(T, Hkv, Dv)` and, with sinks, `(Hq,)` to `(T, Hq, Dv)`."""
     return _BlockAttention.apply(query, key, value, sinks, layout, scoring)
 
 
 def _stack(source: Tensor, index: Tensor) -> Tensor:
-    """`(T, H, D)` gathered by `(N, L)` into `(N, H, L, D)`."""
+    """Gather `(T, H, D)` by `(N, L)` into `(N, H, L, D)`."""
     return source.index_select(0, index.reshape(-1)).view(*index.shape, *source.shape[1:]).transpose(1, 2)
 
 
 def _fold(stacked: Tensor, kv_heads: int) -> Tensor:
-    """`(N, Hq, Q, D)` to `(N, Hkv, G * Q, D)`: the query heads of one key head become more queries of it."""
+    """Turn `(N, Hq, Q, D)` into `(N, Hkv, G * Q, D)`: the G query heads of a key head become more queries of it."""
     count, heads, queries, width = stacked.shape
     return stacked.reshape(count, kv_heads, heads // kv_heads * queries, width)
 
 
 def _rows(folded: Tensor, block: Block, heads: int) -> Tensor:
-    """`(N, Hkv, G * Q, D)` to the `(n, Hq, D)` of the block's real queries."""
+    """Return the block's real queries `(n, Hq, D)` from `(N, Hkv, G * Q, D)`."""
     count, _, _, width = folded.shape
     rows = folded.reshape(count, heads, -1, width).transpose(1, 2).flatten(0, 1)
     return rows.index_select(0, block.out_source)
 
 
 def _bias(block: Block, layout: AttentionLayout, reach: Reach, repeats: int, like: Tensor) -> Tensor:
-    """`(N, 1, G * Q, K)`: 0 where the key is visible, -inf elsewhere. Made once per block, used by every layer."""
-    name = f"bias/{id(block)}/{reach}/{repeats}/{like.dtype}/{like.device}"
-    if name not in layout._cache:
+    """Return `(N, 1, G * Q, K)`: 0 where the key is visible, -inf elsewhere."""
+
+    def make() -> Tensor:
         hidden = ~block.visible(reach).repeat(1, repeats, 1)[:, None]
-        bias = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device)
-        layout._cache[name] = bias.masked_fill_(hidden, -torch.inf)
-    return layout._cache[name]  # type: ignore[return-value]
+        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
 
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return what sums of products of this type are kept in."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+    return layout.once(("bias", id(block), reach, repeats, like.dtype, like.device), make)
 
 
 def _has_kernel(query: Tensor, scoring: Scoring) -> bool:
@@ -85,11 +80,11 @@ def _has_kernel(query: Tensor, scoring: Scoring) -> bool:
 
 
 def _scores(query: Tensor, key: Tensor, scoring: Scoring) -> Tensor:
-    """`(N, H, Q, K)` scores before the mask, in the accumulation type."""
+    """Return scores `(N, H, Q, K)` before the mask, in the accumulation dtype."""
     wide = accumulation_dtype(query.dtype)
     if _has_kernel(query, scoring):
         return torch.matmul(query, key.transpose(-1, -2)).to(wide).mul_(scoring.scale)
-    # Rounding scores to bfloat16 costs up to 0.06 of a score of 16; the kernel doesn't, so neither do we.
+    # Scores rounded to bfloat16 would be off by up to 0.06 at 16. The kernel does not round them, so neither do we.
     scores = torch.matmul(query.to(wide), key.to(wide).transpose(-1, -2)).mul_(scoring.scale)
     if scoring.softcap is not None:
         scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
@@ -97,13 +92,13 @@ def _scores(query: Tensor, key: Tensor, scoring: Scoring) -> Tensor:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
-    """Output `(N, H, Q, Dv)` and log-sum-exp of the scores `(N, H, Q)`."""
+    """Return the output `(N, H, Q, Dv)` and the log-sum-exp of the scores `(N, H, Q)`."""
     if not _has_kernel(query, scoring):
         scores = _scores(query, key, scoring).add_(bias)
         normaliser = scores.logsumexp(-1)
         return torch.matmul(scores.sub_(normaliser[..., None]).exp_().to(value.dtype), value), normaliser
     width = value.shape[-1]
-    if width != query.shape[-1]:  # the kernel wants one width; zeros change neither a score nor an output
+    if width != query.shape[-1]:  # the kernel takes one width; zeros change neither scores nor outputs
         widest = max(width, query.shape[-1])
         query, key, value = (functional.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
     # The public function does not return the log-sum-exp that the backward needs.
@@ -114,7 +109,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scoring: Sc
 
 
 def _sink_per_query(sinks: Tensor, kv_heads: int, queries: int, dtype: torch.dtype) -> Tensor:
-    """`(Hq,)` to the `(Hkv, G * Q)` of folded queries."""
+    """Return `(Hkv, G * Q)`, the sink of each folded query, from `(Hq,)`."""
     return sinks.to(dtype)[:, None].expand(-1, queries).reshape(kv_heads, -1)
 
 
@@ -192,7 +187,7 @@ class _BlockAttention(torch.autograd.Function):
 
 
 def _zero_padding(block: Block, repeats: int, *weights: Tensor) -> None:
-    """Take padded queries out of the sums over queries. They stand for token 0 and would count its gradient again."""
+    """Zero the weights of padded queries, which stand for token 0 and would count its gradient again."""
     if block.out_source.numel() == block.query_index.numel():
         return
     real = torch.zeros(block.query_index.numel(), dtype=torch.bool, device=block.query_index.device)

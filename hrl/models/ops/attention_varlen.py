@@ -1,10 +1,10 @@
 """Packed attention by the variable-length kernels of a GPU: flash-attn's where installed, else torch's own.
 
-What the kernels don't take is brought into a form that they do: values narrower than queries are padded with zeros
-(MLA), head widths are padded to a multiple of 8, key and value heads repeated where torch's function (2.11) knows no
-grouped queries. Sinks have no kernel, but the backward of flash attention asks only for the output and the log-sum-exp
-of the scores; given those of the softmax *with* the sink, it computes the gradients of that softmax (the formulas stand
-in `attention_blocks`).
+What the kernels don't take is brought into a form that they do take: values narrower than queries (MLA) are padded with
+zeros, head widths are padded to a multiple of 8, and key and value heads are repeated where torch's function has no
+grouped queries (2.11). No kernel has sinks. But the backward of flash attention needs only the output and the
+log-sum-exp of the scores; given those of the softmax *with* the sink, it computes the gradients of that softmax
+(formulas in `attention_blocks`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hrl.models.ops.attention_blocks import Scoring, accumulation_dtype
-from hrl.models.ops.layout import AttentionLayout, VarlenIndex
+from hrl.models.ops.attention_blocks import Scoring
+from hrl.models.ops.layout import AttentionLayout, VarlenIndex, accumulation_dtype
 
-#: The widest head of the kernels, and the multiple that a width must be.
+#: The widest head that the kernels take, and the multiple that a width must be.
 MAX_HEAD_WIDTH = 256
 HEAD_WIDTH_STEP = 8
-#: The oldest cards that the kernels run on.
+#: Compute capability of the oldest cards on which the kernels run.
 MIN_CAPABILITY = (8, 0)
 
 
@@ -35,14 +35,14 @@ def has_kernel(query: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scor
         return False
     if max(query.shape[-1], value.shape[-1]) > MAX_HEAD_WIDTH:
         return False
-    # torch's kernels have no soft-cap, and the sinks' way round has none either.
+    # torch's kernels have no soft-cap, and sinks are computed with torch's kernels.
     return scoring.softcap is None or (sinks is None and _flash_attn_has("softcap"))
 
 
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: AttentionLayout, scoring: Scoring
 ) -> Tensor:
-    """`(T, Hq, D)`, `(T, Hkv, D)`, `(T, Hkv, Dv)` and, with sinks, `(Hq,)` to `(T, Hq, Dv)`."""
+    """Attend: `(T, Hq, D)`, `(T, Hkv, D)`, `(T, Hkv, Dv)` and, with sinks, `(Hq,)` to `(T, Hq, Dv)`."""
     index = layout.varlen(query.device, scoring.reach.chunk)
     width = value.shape[-1]
     query, key, value = _one_width(query, key, value)
@@ -61,12 +61,12 @@ def varlen_attention(
 
 
 def _left(scoring: Scoring) -> int:
-    """Keys that a query sees before itself, as the kernels count them; -1 is all."""
+    """Return the number of keys that a query sees before itself, as the kernels count them; -1 is all."""
     return -1 if scoring.reach.window is None else scoring.reach.window - 1
 
 
 def _one_width(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All padded with zeros to one width that the kernels take. Zeros change neither a score nor an output."""
+    """Pad all with zeros to one width that the kernels take. Zeros change neither scores nor outputs."""
     width = -(-max(tensor.shape[-1] for tensor in tensors) // HEAD_WIDTH_STEP) * HEAD_WIDTH_STEP
     return tuple(x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1])) for x in tensors)
 
@@ -108,7 +108,7 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, index: VarlenIndex,
 
 
 def _repeat_heads_unless_grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with a head per query head, where torch's function (before 2.12) wants that."""
+    """Return keys and values, with one head per query head where torch's function wants that (before 2.12)."""
     from torch.nn.attention.varlen import varlen_attn
 
     repeats = query.shape[1] // key.shape[1]
@@ -119,7 +119,7 @@ def _repeat_heads_unless_grouped(query: Tensor, key: Tensor, value: Tensor) -> t
 
 @cache
 def _runs_flash(device: torch.device) -> bool:
-    """Flash attention needs an Ampere card (compute capability 8.0) or a later one."""
+    """Return whether the card is new enough for flash attention."""
     return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY
 
 
@@ -144,7 +144,7 @@ def _flash_attn_has(keyword: str) -> bool:
 
 
 class _GatherRows(torch.autograd.Function):
-    """`source[index]` whose gradient sums in float32: a prompt token gathers one term from each of its responses."""
+    """`source[index]` with a gradient summed in float32: a prompt token gets one term from each of its responses."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, index: Tensor) -> Tensor:

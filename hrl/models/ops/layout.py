@@ -1,34 +1,71 @@
 """Which token of a packed row attends to which.
 
-A packed row holds many sequences without padding. It is described by *segments*: a run of consecutive query tokens that
-attends causally to itself and, before that, to an optional *prefix*, another run of the same row. A prompt with two
-sampled responses that share it is packed as::
+A packed row holds many sequences without padding. It consists of *segments*: runs of consecutive tokens that attend
+causally to themselves and, before that, to an optional *prefix*, another run of the same row. A prompt with two sampled
+responses that share it is packed as::
 
     row       p0 p1 p2 | a0 a1 | b0
     segment   0        | 1     | 2
     prefix    -        | p0-p2 | p0-p2
     position  0  1  2  | 3  4  | 3
 
-so that the prompt is computed once. A plain sequence is one segment without a prefix.
+so that the prompt is computed once. A sequence of its own is one segment without a prefix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-#: Queries per block on a CPU: a causal block needs the keys up to its last query only.
+T = TypeVar("T")
+
+#: Queries per block on a CPU: a causal block needs only the keys up to its last query.
 MAX_BLOCK_QUERIES = 128
-#: Query × key pairs of one stacked block on a CPU (times the heads: scores held at once).
+#: Query × key pairs of one stacked block on a CPU; times the heads, the scores held at once.
 MAX_BLOCK_PAIRS = 1 << 19
 #: A stack may waste at most this share of its pairs on padding.
 MAX_PADDING_SHARE = 0.25
 #: Position of a key that is not there: later than every query.
 ABSENT = 1 << 40
+#: Tensors that are copied together start at multiples of this, so that any dtype can be viewed there.
+_ALIGNMENT_BYTES = 16
+
+
+def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Return small host tensors on the device after one copy from pinned memory, for which nobody waits.
+
+    Args:
+        tensors: On the CPU. For a CPU they are returned as they are.
+        device: Where they are wanted.
+    """
+    if device.type == "cpu":
+        return list(tensors)
+    starts, end = [], 0
+    for tensor in tensors:
+        starts.append(end)
+        end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+    # A copy from pageable memory would wait for all queued work. torch's allocator keeps the pinned source until then.
+    staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
+
+    def places(buffer: Tensor) -> list[Tensor]:
+        return [
+            buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+
+    for place, tensor in zip(places(staged), tensors, strict=True):
+        place.copy_(tensor)
+    return places(staged.to(device, non_blocking=True))
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums of products of this dtype are kept."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True)
@@ -72,13 +109,13 @@ class Block:
 
     def to(self, device: torch.device) -> Block:
         """Return the same block on `device`."""
-        return Block(*(send(getattr(self, f.name), device) for f in fields(self)))
+        return Block(*to_device([getattr(self, f.name) for f in fields(self)], device))
 
     def visible(self, reach: Reach) -> Tensor:
-        """`(N, Q, K)` bool: the key is at or before the query, and within its reach."""
+        """Return `(N, Q, K)` bool: the key is at or before the query, and within its reach."""
         query, key = self.query_position[:, :, None], self.key_position[:, None, :]
         mask = key <= query
-        # A padded query reaches no key; let it see all, so that its softmax is defined (and unused).
+        # A padded query reaches no key. It sees all of them, so that its softmax, which is not used, is defined.
         if reach.window is not None:
             mask &= (key > query - reach.window) | (query >= ABSENT - 1)
         if reach.chunk is not None:
@@ -88,16 +125,23 @@ class Block:
 
 @dataclass(frozen=True)
 class VarlenIndex:
-    """The same segments as variable-length attention kernels want them.
+    """The same segments in the form of variable-length attention kernels.
 
     Queries stay where they are in the row. Keys are gathered: prefix and segment of each query run, one after the
-    other. The causal mask of these kernels is aligned to the last query and the last key, which a prefix needs. A query
-    run is a segment, or the part of one that lies in one chunk.
+    other. These kernels align their causal mask to the last query and the last key, as a prefix needs it. A query run
+    is a segment, or the part of one that lies in one chunk.
+
+    Attributes:
+        query_offsets: `(runs + 1,)` int32.
+        key_offsets: `(runs + 1,)` int32.
+        key_index: `(sum of key lengths,)` int64 tokens of the row; `None` where the keys are the queries.
+        max_query: The longest query run, in tokens.
+        max_key: The most keys of a run.
     """
 
-    query_offsets: Tensor  # (runs + 1,) int32
-    key_offsets: Tensor  # (runs + 1,) int32
-    key_index: Tensor | None  # (sum of key lengths,) int64; None: keys are the queries
+    query_offsets: Tensor
+    key_offsets: Tensor
+    key_index: Tensor | None
     max_query: int
     max_key: int
 
@@ -108,14 +152,14 @@ class AttentionLayout:
 
     Attributes:
         length: `(S,)` int64 tokens of each segment; segment s + 1 starts where s ends.
-        prefix_start: `(S,)` int64 first token of the prefix (any value when its length is 0).
-        prefix_length: `(S,)` int64 tokens of the prefix; the positions of the segment start there.
+        prefix_start: `(S,)` int64 first token of the prefix (any value where its length is 0).
+        prefix_length: `(S,)` int64 tokens of the prefix; positions in the segment start there.
     """
 
     length: np.ndarray
     prefix_start: np.ndarray
     prefix_length: np.ndarray
-    _cache: dict[str, object] = field(default_factory=dict, repr=False, compare=False)
+    _made: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not len(self.length) or (self.length < 1).any():
@@ -143,28 +187,25 @@ class AttentionLayout:
             [np.arange(p, p + n) for p, n in zip(self.prefix_length.tolist(), self.length.tolist(), strict=True)]
         )
 
+    def once(self, name: object, make: Callable[[], T]) -> T:
+        """Return what `make` gave when this name was first asked for: all layers use the same."""
+        if name not in self._made:
+            self._made[name] = make()
+        return self._made[name]  # type: ignore[no-any-return]
+
     def blocks(self, device: torch.device) -> list[Block]:
-        """Return the stacked blocks for devices without variable-length kernels; made once, used by every layer."""
-        if "blocks" not in self._cache:
-            self._cache["blocks"] = [block.to(device) for block in _stack_blocks(_query_runs(self))]
-        return self._cache["blocks"]  # type: ignore[return-value]
+        """Return the stacked blocks for devices without variable-length kernels."""
+        return self.once("blocks", lambda: [block.to(device) for block in _stack_blocks(_query_runs(self))])
 
     def varlen(self, device: torch.device, chunk: int | None = None) -> VarlenIndex:
-        """Offsets and key index for variable-length kernels; made once, used by every layer."""
-        name = f"varlen/{chunk}"
-        if name not in self._cache:
-            self._cache[name] = _varlen_index(self, chunk, device)
-        return self._cache[name]  # type: ignore[return-value]
+        """Return offsets and key index for variable-length kernels."""
+        return self.once(("varlen", chunk), lambda: _varlen_index(self, chunk, device))
 
     def full_mask(self, device: torch.device) -> Tensor:
-        """`(1, T)` bool, all ones: nothing of a packed row is padding.
-
-        Models are handed it so that transformers asks them for the shape of their masks without reading the position
-        ids first, which would make the host wait for the device in every forward.
-        """
-        if "full_mask" not in self._cache:
-            self._cache["full_mask"] = torch.ones(1, self.num_tokens, dtype=torch.bool, device=device)
-        return self._cache["full_mask"]  # type: ignore[return-value]
+        """Return `(1, T)` bool, all ones: nothing in a packed row is padding."""
+        # With a mask, transformers asks for the masks' shape without reading the position ids, for which the host would
+        # wait in every forward.
+        return self.once("full_mask", lambda: torch.ones(1, self.num_tokens, dtype=torch.bool, device=device))
 
 
 @dataclass(frozen=True)
@@ -178,7 +219,7 @@ class _QueryRun:
 
 
 def _segments(layout: AttentionLayout) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """First token, length, prefix length, and the tokens of prefix and segment, of every segment."""
+    """Yield first token, length, prefix length, and the tokens `(K,)` of prefix and segment, of every segment."""
     for start, length, prefix_start, prefix in zip(
         layout.start.tolist(),
         layout.length.tolist(),
@@ -256,23 +297,11 @@ def _varlen_index(layout: AttentionLayout, chunk: int | None, device: torch.devi
     return VarlenIndex(
         query_offsets=_offsets(query_length, device),
         key_offsets=_offsets(key_length, device),
-        key_index=None if is_identity else send(torch.from_numpy(key_index), device),
+        key_index=None if is_identity else to_device([torch.from_numpy(key_index)], device)[0],
         max_query=max(query_length),
         max_key=max(key_length),
     )
 
 
 def _offsets(lengths: list[int], device: torch.device) -> Tensor:
-    return send(torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)), device)
-
-
-def send(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a host tensor on `device`, without waiting for it.
-
-    A copy from pageable memory would wait for all queued work.
-
-    The source is pinned by torch's caching allocator, which keeps it until the copy has run.
-    """
-    if device.type != "cuda" or tensor.is_cuda:
-        return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True)
+    return to_device([torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))], device)[0]

@@ -1,11 +1,11 @@
-"""The one place where hidden states become log-probs, entropies and whatever else is asked of a token's distribution.
+"""The one place where hidden states become log-probs, entropies and other statistics of a token's distribution.
 
-The logits of a batch, `(T, V)`, are its largest tensor by far, and nobody wants them. They are computed here tile by
-tile (tokens × vocabulary), folded into a running log-sum-exp, and computed once more in the backward pass, so that the
-peak memory depends on the tile and not on `T` times `V`.
+The logits of a batch, `(T, V)`, would be its largest tensor by far. They are computed here tile by tile (tokens ×
+vocabulary), folded into a running log-sum-exp, and computed again in the backward pass, so that the peak memory depends
+on the tile and not on `T` times `V`.
 
-A head makes logits `z = scale * (hidden W^T + bias)`, and some models cap them: `cap * tanh(z / cap)`, whose slope
-is `1 - (capped / cap)^2`. Then comes the temperature. With `p` the softmax of the result `z` and entropy
+A head makes logits `z = scale * (hidden W^T + bias)`, and some models cap them: `cap * tanh(z / cap)`, with slope
+`1 - (capped / cap)^2`. Then comes the temperature. With `p` the softmax of the result `z` and entropy
 `H = -sum(p log p)`:
 
 - `d log p(y) / d z = onehot(y) - p`
@@ -24,10 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-#: Logits held at once. A few megabytes keep a CPU tile inside the last-level cache.
+from hrl.models.ops.layout import accumulation_dtype
+
+#: Logits held at once. On a CPU a few megabytes, which the last-level cache holds.
 CPU_CHUNK = 1 << 22
 CUDA_CHUNK = 1 << 27
-#: Tokens per tile at most: long tiles keep the products with the head's weight efficient.
+#: The most tokens of a tile. Long tiles keep the products with the head's weight efficient.
 MAX_TILE_TOKENS = 4096
 
 
@@ -37,7 +39,7 @@ def default_chunk(device: torch.device) -> int:
 
 
 class TokenStatistics(NamedTuple):
-    """What the model says of each sampled token, `(T,)` each; `None` where it was not asked for.
+    """Statistics of each sampled token, `(T,)` each; `None` where not asked for.
 
     Attributes:
         log_prob: Of the token, with gradient.
@@ -52,11 +54,11 @@ class TokenStatistics(NamedTuple):
 
 @dataclass(frozen=True)
 class LogitForm:
-    """What a model does to the products of its head before a temperature.
+    """What a model does to the products of its head before the temperature.
 
     Attributes:
         scale: Factor of the products (Cohere's `logit_scale`, one over Granite's `logits_scaling`).
-        softcap: Logits are `softcap * tanh(logits / softcap)` (Gemma's `final_logit_softcapping`); `None`: as is.
+        softcap: Logits are `softcap * tanh(logits / softcap)` (Gemma's `final_logit_softcapping`); `None` is no cap.
     """
 
     scale: float = 1.0
@@ -114,7 +116,7 @@ def token_statistics(
 
 
 def _tiles(tokens: int, vocabulary: int, chunk: int) -> tuple[list[slice], list[slice]]:
-    """Cut tokens and vocabulary so that one tile holds at most `chunk` logits (and at least one)."""
+    """Cut tokens and vocabulary into tiles of at most `chunk` logits (and at least one)."""
     rows = max(1, min(tokens, MAX_TILE_TOKENS, chunk))
     columns = max(1, min(vocabulary, chunk // rows))
     return list(_slices(tokens, rows)), list(_slices(vocabulary, columns))
@@ -126,7 +128,7 @@ def _slices(total: int, size: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, form: LogitForm, dtype: torch.dtype) -> Tensor:
-    """Logits of one tile, `(t, v)`, in the accumulation type."""
+    """Return the logits of one tile, `(t, v)`, in the accumulation dtype."""
     logits = _products(hidden, weight, dtype)
     if bias is not None:
         logits.add_(bias)
@@ -147,10 +149,10 @@ def _products(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def allow_bf16_matmul() -> None:
-    """Let oneDNN multiply float32 matrices with bfloat16 instructions, where the CPU has them, and sum up in float32.
+    """Let oneDNN multiply float32 matrices with bfloat16 instructions, where the CPU has them, and sum in float32.
 
-    For factors that are bfloat16 numbers in float32 tensors, that is the exact product at bfloat16's speed: logits
-    keep the bits that a product with a bfloat16 result would round away (0.03 of a logit of 16 on average).
+    For bfloat16 numbers in float32 tensors this gives the exact product at bfloat16's speed. Logits keep the bits that
+    a bfloat16 result would round away (0.03 of a logit of 16 on average).
     """
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
 
@@ -166,7 +168,7 @@ def _bf16_matmul() -> Iterator[None]:
 
 
 class _LogProb(torch.autograd.Function):
-    """Online log-sum-exp over vocabulary tiles; recomputes the tiles to go backward."""
+    """Online log-sum-exp over vocabulary tiles, which the backward computes again."""
 
     @staticmethod
     def forward(
@@ -182,7 +184,7 @@ class _LogProb(torch.autograd.Function):
         with_sum_pi_squared: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        dtype = accumulation_dtype(hidden.dtype)
         row_tiles, vocab_tiles = _tiles(hidden.shape[0], weight.shape[0], chunk)
         normaliser = hidden.new_empty(hidden.shape[0], dtype=dtype)
         label_logit = torch.full_like(normaliser, torch.nan)  # a label outside the vocabulary stays NaN, never a number
@@ -259,7 +261,7 @@ class _LogProb(torch.autograd.Function):
                     grad_hidden[rows] += torch.mm(grad_logits, weight[columns])
                 if grad_weight is not None:
                     part = torch.mm(grad_logits.t(), hidden[rows])
-                    # One row tile is the common case; several are summed in the accumulation type.
+                    # Usually there is one row tile; several are summed in the accumulation dtype.
                     grad_columns = part if grad_columns is None else grad_columns.to(dtype).add_(part)
             if grad_weight is not None and grad_columns is not None:
                 grad_weight[columns] = grad_columns
@@ -292,7 +294,7 @@ def _grad_of_logits(
     grad_log_prob: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Gradient of one tile's scaled logits, `(t, v)`; may overwrite `logits`."""
+    """Return the gradient of one tile's scaled logits, `(t, v)`; may overwrite `logits`."""
     log_p = logits.sub_(normaliser[:, None])
     entropy_part = None
     if grad_entropy is not None:

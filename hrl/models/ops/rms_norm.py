@@ -1,10 +1,10 @@
 """RMSNorm in one differentiable operator.
 
-transformers' own forward is six tensor operations that keep float32 copies of their input for the backward: on a CPU
-the norms of a small model cost as much as its attention. Here the input and one number per token are kept.
+transformers' forward is six tensor operations, which keep float32 copies of their input for the backward; on a CPU the
+norms of a small model then cost as much as its attention. Here the input and one number per token are kept.
 
-The order of roundings is transformers' (and vLLM's): normalise in float32, round to the weight's dtype, then scale. So
-the result has the weight's dtype also where the residual stream that comes in is wider.
+The order of roundings is that of transformers and vLLM: normalise in float32, round to the weight's dtype, then scale.
+So the result has the weight's dtype, even if the residual stream that comes in is wider.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hrl.models.ops.layout import accumulation_dtype
+
 #: Rows handled at once on a CPU.
 CPU_ROWS = 512
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`weight * hidden / sqrt(mean(hidden^2) + eps)` over the last dimension.
+    """Return `weight * hidden / sqrt(mean(hidden^2) + eps)` over the last dimension.
 
     Args:
         hidden: `(..., H)`.
@@ -36,7 +38,7 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         rows = hidden.reshape(-1, hidden.shape[-1])
-        scale = torch.empty(len(rows), 1, dtype=_accumulation_dtype(hidden), device=hidden.device)
+        scale = torch.empty(len(rows), 1, dtype=accumulation_dtype(hidden.dtype), device=hidden.device)
         out = torch.empty_like(rows, dtype=weight.dtype)
         for part in _parts(rows):
             wide = rows[part].to(scale.dtype, copy=True)
@@ -63,24 +65,19 @@ class _RmsNorm(torch.autograd.Function):
         return grad_hidden.view(hidden.shape), grad_weight.to(weight.dtype), None
 
 
-def _accumulation_dtype(hidden: Tensor) -> torch.dtype:
-    return torch.float64 if hidden.dtype == torch.float64 else torch.float32
-
-
 def _parts(rows: Tensor) -> list[slice]:
-    """Return runs of rows whose float32 copies stay in a core's cache; all rows at once on other devices."""
+    """Return runs of rows: on a CPU so short that their float32 copies stay in a core's cache, else all rows."""
     size = CPU_ROWS if rows.device.type == "cpu" else len(rows)
     return [slice(start, start + size) for start in range(0, len(rows), size)]
 
 
 def use_fused_rms_norms(model: nn.Module) -> int:
-    """Let every RMSNorm of a transformers model that computes exactly this run this operator.
-
-    Families differ (some scale by `1 + weight`), so a class is replaced only if it gives the same numbers.
+    """Let every RMSNorm of a transformers model run this operator, if its class gives the same numbers.
 
     Returns:
-        How many modules were replaced.
+        The number of modules that were replaced.
     """
+    # Families differ: some scale by `1 + weight`.
     norms = [module for module in model.modules() if type(module).__name__.endswith("RMSNorm")]
     plain = {kind for kind in {type(norm) for norm in norms} if _is_plain_rms_norm(kind)}
     replaced = [norm for norm in norms if type(norm) in plain]

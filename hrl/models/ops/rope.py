@@ -1,13 +1,13 @@
 """Rotary frequencies that do not depend on what else is in the batch.
 
-Two kinds of RoPE choose their frequencies in the forward pass, from the longest position that they are handed: LongRoPE
-(Phi-3-128k, Phi-4-mini) has one set below and one above the length of its pre-training, dynamic NTK scaling has one for
-every length. In a packed row that position belongs to some other sequence, so a row's log-probs would depend on its
+Two kinds of RoPE choose their frequencies in the forward pass, by the longest position in it: LongRoPE (Phi-3-128k,
+Phi-4-mini) has one set below and one above the length of its pre-training, dynamic NTK scaling has one for each length.
+In a packed row the longest position may belong to another sequence, so a sequence's log-probs would depend on its
 neighbours.
 
 vLLM decides once, when it starts: LongRoPE's long set where `max_model_len` is above the pre-training length, and for
-dynamic scaling the frequencies at `max_position_embeddings`. A run knows its longest sequence as well, and its engine
-is opened for exactly that. So every forward here is told that this longest position is present.
+dynamic scaling the frequencies at `max_position_embeddings`. A run knows its longest sequence, for which its engine is
+opened. So every forward here is told that this longest position is present.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def fix_rope_frequencies(model: nn.Module, max_length: int) -> None:
 
     Args:
         model: A transformers model.
-        max_length: The longest sequence of the run, which is what the engine is opened for.
+        max_length: The longest sequence of the run in tokens, for which the engine is opened.
     """
     for module in model.modules():
         kinds = [kind for kind in _rope_types(module) if kind == "longrope" or "dynamic" in kind]
@@ -38,9 +38,9 @@ def fix_rope_frequencies(model: nn.Module, max_length: int) -> None:
 
 
 def require_long_factors(model: nn.Module) -> None:
-    """Refuse LongRoPE whose forward does not use the factors that were chosen for the length, as PhiMoE's.
+    """Refuse a LongRoPE whose forward ignores the factors that were chosen for the length, as PhiMoE's does.
 
-    Transformers' decorator puts the chosen frequencies into `inv_freq`; a forward that takes others trains with short
+    transformers' decorator puts the chosen frequencies into `inv_freq`. A forward that takes others trains with short
     factors beyond the pre-training length, where vLLM samples with long ones.
 
     Args:
@@ -64,7 +64,7 @@ def require_long_factors(model: nn.Module) -> None:
 
 
 def _rope_types(module: nn.Module) -> list[str]:
-    """Return what transformers' decorator of rotary embeddings reads: one name, or one for each kind of layer."""
+    """Return the RoPE types that transformers' decorator of rotary embeddings reads, one for each kind of layer."""
     own = getattr(module, "rope_type", None)
     return list(own.values()) if isinstance(own, dict) else [own] if isinstance(own, str) else []
 

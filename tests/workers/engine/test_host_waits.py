@@ -21,7 +21,8 @@ from hrl.algos.policy_losses import POLICY_LOSSES
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.config.actor import PolicyLossConfig
 from hrl.models.loading import load_causal_lm, load_scalar_model
-from hrl.models.micro_batch import TokenRows, pack_micro_batch, take_columns, to_device
+from hrl.models.micro_batch import TokenRows, pack_micro_batch, take_columns
+from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedCausalLM, PackedScalarModel
 from hrl.protocol import DataProto
 from hrl.workers.engine import engine
