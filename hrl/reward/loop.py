@@ -262,8 +262,13 @@ def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
     `reward/num_unscorable` counts responses that broke a built-in function and got what a wrong answer gets.
     """
     metrics = {
-        f"reward/num_{name}": Metric.total(sum(outcome.status == status for outcome in outcomes))
-        for name, status in (("errors", "error"), ("timeouts", "timeout"), ("crashes", "crash"), ("skipped", "skip"))
+        name: Metric.total(sum(outcome.status == status for outcome in outcomes))
+        for name, status in (
+            ("reward/num_errors", "error"),
+            ("reward/num_timeouts", "timeout"),
+            ("reward/num_crashes", "crash"),
+            ("reward/num_skipped", "skip"),
+        )
     }
     metrics["reward/num_unscorable"] = Metric.total(sum(outcome.unscorable is not None for outcome in outcomes))
     metrics["reward/num_retries"] = Metric.total(sum(max(0, outcome.attempts - 1) for outcome in outcomes))
