@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from hrl.algos.registry import AGGREGATION_NAMES, KL_NAMES, POLICY_LOSS_TRAITS
 from hrl.config.model import (
     CheckpointConfig,
     ForwardShardingConfig,
@@ -13,15 +14,14 @@ from hrl.config.model import (
     packs_as_the_actor,
 )
 from hrl.config.rollout import RolloutConfig
-from hrl.config.section import AggregationMode, Get, Section, Unit, follows, section
+from hrl.config.section import Get, NameOf, Section, Unit, follows, section
 
 
 class PolicyLossConfig(Section):
     """`actor.policy_loss`: which loss, and the constants of the less common ones."""
 
-    loss_mode: str = "vanilla"
-    """Name of a registered policy loss: vanilla, gspo, cispo, sapo, gpg, clip_cov, kl_cov, geo_mean, dppo_tv,
-    dppo_kl, dro."""
+    loss_mode: Annotated[str, NameOf(POLICY_LOSS_TRAITS)] = "vanilla"
+    """The policy loss."""
     clip_cov_ratio: NonNegativeFloat = 0.0002
     """`clip_cov`: share of tokens that is clipped."""
     clip_cov_lb: float = 1.0
@@ -76,7 +76,7 @@ class ActorConfig(Section):
     """`sapo`: temperature of the gate for positive advantages."""
     tau_neg: PositiveFloat = 1.05
     """`sapo`: temperature of the gate for negative advantages."""
-    loss_agg_mode: AggregationMode = "token-mean"
+    loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = "token-mean"
     """How token losses become one number; the divisors are those of the whole mini-batch over all processes."""
     loss_scale_factor: PositiveFloat | None = None
     """Constant divisor of `seq-mean-token-sum-norm`; null uses `data.max_response_length`."""
@@ -86,8 +86,8 @@ class ActorConfig(Section):
     """Add the KL divergence from the reference to the loss."""
     kl_loss_coef: NonNegativeFloat = 0.001
     """Weight of that KL term."""
-    kl_loss_type: str = "low_var_kl"
-    """Estimator of that KL term: low_var_kl (k3), mse (k2), abs, or any with `+` for k2's gradient."""
+    kl_loss_type: Annotated[str, NameOf(KL_NAMES, "+")] = "low_var_kl"
+    """Estimator of that KL term; low_var_kl is k3, mse is k2. With `+` its gradient is that of k2."""
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     optim: OptimConfig = section(OptimConfig)
     fsdp_config: FsdpConfig = section(FsdpConfig)

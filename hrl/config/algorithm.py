@@ -4,7 +4,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from hrl.config.section import Get, Section, StrList, Unit, UnitInterval, follows, section
+from hrl.algos.registry import (
+    ESTIMATOR_TRAITS,
+    IMPORTANCE_LEVEL_NAMES,
+    KL_NAMES,
+    PAIR_LOSS_TRAITS,
+    REWEIGHT_METHOD_NAMES,
+)
+from hrl.config.section import Get, NameOf, Section, StrList, Unit, UnitInterval, follows, section
 
 
 class KlCtrlConfig(Section):
@@ -23,9 +30,9 @@ class KlCtrlConfig(Section):
 class PfPpoConfig(Section):
     """`algorithm.pf_ppo`: which samples policy filtration trains on more often."""
 
-    reweight_method: str = "pow"
-    """Weight of a sample: |score|^`weight_pow` (pow), the best and the worst score alone (max_min), the best four times
-    as much (max_random), or a registered method."""
+    reweight_method: Annotated[str, NameOf(REWEIGHT_METHOD_NAMES)] = "pow"
+    """Weight of a sample: |score|^`weight_pow` (pow), the best and the worst score alone (max_min), or the best four
+    times as much (max_random)."""
     weight_pow: NonNegativeFloat = 2.0
     """`pow`: the exponent."""
 
@@ -46,9 +53,9 @@ class FilterGroupsConfig(Section):
 class RolloutCorrectionConfig(Section):
     """`algorithm.rollout_correction`: for a sampler whose probabilities differ from the trainer's."""
 
-    rollout_is: str | None = None
-    """Weigh losses by the ratio of trainer to sampler: per token (token), as the product over a sequence (sequence), or
-    at a registered level; null is off."""
+    rollout_is: Annotated[str | None, NameOf(IMPORTANCE_LEVEL_NAMES)] = None
+    """Weigh losses by the ratio of trainer to sampler, per token (token) or as the product over a sequence (sequence);
+    null is off."""
     rollout_is_threshold: float | str = 2.0
     """Larger ratios are cut down to this; "0.5_5.0" gives ratios outside of both bounds no weight (IcePop)."""
     rollout_is_batch_normalize: bool = False
@@ -74,10 +81,8 @@ def _estimator(get: Get) -> str:
 class AlgorithmConfig(Section):
     """`algorithm.*`: from rewards to advantages."""
 
-    adv_estimator: str = follows(_estimator)
-    """Name of a registered advantage estimator: gae (PPO), grpo, rloo, reinforce_plus_plus,
-    reinforce_plus_plus_baseline, remax, opo, gpg, grpo_passk, gdpo, optimal_token_baseline. Default: gae where a
-    `critic.*` key is set, else grpo."""
+    adv_estimator: Annotated[str, NameOf(ESTIMATOR_TRAITS)] = follows(_estimator)
+    """The advantage estimator; gae is PPO's. Default: gae where a `critic.*` key is set, else grpo."""
     gamma: UnitInterval = 1.0
     """Discount per token."""
     lam: UnitInterval = 1.0
@@ -86,12 +91,12 @@ class AlgorithmConfig(Section):
     """Divide a group's advantages by its standard deviation; false is Dr.GRPO."""
     use_kl_in_reward: bool = False
     """Subtract the KL divergence from the reference from every token's reward."""
-    kl_penalty: str = "kl"
-    """Estimator of that KL: kl (k1), abs, mse (k2), low_var_kl (k3)."""
+    kl_penalty: Annotated[str, NameOf(KL_NAMES, "+")] = "kl"
+    """Estimator of that KL; kl is k1, mse is k2, low_var_kl is k3."""
     kl_ctrl: KlCtrlConfig = section(KlCtrlConfig)
-    preference_loss: str | None = None
-    """Learn from the best and the worst sample of each prompt by this loss instead of advantages (online DPO): sigmoid,
-    ipo, hinge, simpo, orpo, or a registered one; its beta is `kl_ctrl.kl_coef`. null is off."""
+    preference_loss: Annotated[str | None, NameOf(PAIR_LOSS_TRAITS)] = None
+    """Learn from the best and the worst sample of each prompt by this loss instead of advantages (online DPO); its beta
+    is `kl_ctrl.kl_coef`. null is off."""
     gdpo_reward_keys: StrList = Field(default_factory=list)
     """gdpo: rewards that are each normalised in their group: numbers that the reward function returns, score,
     reward_model, or overlong (with `reward.overlong_buffer.enable`)."""

@@ -4,8 +4,9 @@ from typing import Annotated
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
+from hrl.algos.registry import AGGREGATION_NAMES
 from hrl.config.model import BackboneConfig, FsdpConfig, OptimConfig, packs_as_the_actor
-from hrl.config.section import AggregationMode, Section, Unit, follows, section
+from hrl.config.section import NameOf, Section, Unit, follows, section
 
 
 class CriticModelConfig(BackboneConfig):
@@ -45,7 +46,7 @@ class CriticConfig(Section):
     """Largest global gradient norm."""
     cliprange_value: NonNegativeFloat | None = 0.5
     """How far a value may move from its old value before the loss is clipped; null is the plain squared error."""
-    loss_agg_mode: AggregationMode = follows("actor_rollout_ref.actor.loss_agg_mode")
+    loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = follows("actor_rollout_ref.actor.loss_agg_mode")
     """How token losses become one number. Default: the actor's."""
     model: CriticModelConfig = section(CriticModelConfig)
     optim: OptimConfig = section(OptimConfig, lr=1e-5)

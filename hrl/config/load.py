@@ -254,14 +254,15 @@ def _build(values: Mapping[str, Any], root: type[C]) -> tuple[C, list[Problem]]:
         return root.model_validate(unflatten(dict(values))), []
     except ValidationError as error:
         details = error.errors(include_url=False)
-    problems: dict[str, Problem] = {}
+    problems: dict[tuple[str, object], Problem] = {}
     for detail in details:
         key = ".".join(_key_path(detail, root))
-        problems.setdefault(key, _field_problem(key, detail, root))
+        each = detail["input"] if detail["type"] == "not_registered" else None  # of a list, every unknown name
+        problems.setdefault((key, each), _field_problem(key, detail, root))
     sound = {
         key: value
         for key, value in values.items()
-        if not any(key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for bad in problems)
+        if not any(key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for bad, _ in problems)
     }
     return root.model_validate(unflatten(sound)), list(problems.values())
 
@@ -293,6 +294,9 @@ def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Probl
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     where = ".".join(map(str, detail["loc"])).removeprefix(key).strip(".")
     item = f"[{where}] " if where else ""
+    if kind == "not_registered":
+        hint = did_you_mean(str(value), context["known"], f"Known: {', '.join(context['known'])}.")
+        return Problem(key, f"names {value!r}, which nothing is registered under.", hint)
     if kind == "literal_error":
         return _choice_problem(key, item, value, root)
     if kind in _EXPECTED and value == "":

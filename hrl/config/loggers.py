@@ -3,4 +3,4 @@
 JSON_CONSOLE = "console-json"
 WITHOUT_TRACKER = ("console", JSON_CONSOLE, "file")
 """Entries of `trainer.logger` that no tracker stands behind: a run is shown and logged in any case."""
-LOGGERS = frozenset([*WITHOUT_TRACKER, "tensorboard", "wandb", "mlflow", "swanlab", "trackio"])
+LOGGERS = (*WITHOUT_TRACKER, "tensorboard", "wandb", "mlflow", "swanlab", "trackio")

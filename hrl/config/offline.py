@@ -4,10 +4,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from hrl.algos.registry import pair_loss_traits
+from hrl.algos.registry import AGGREGATION_NAMES, PAIR_LOSS_TRAITS, pair_loss_traits
 from hrl.config.data import val_files_beside
 from hrl.config.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig
-from hrl.config.section import AggregationMode, MinusOneOrMore, Section, StrList, Unit, WholeConfig, follows, section
+from hrl.config.section import MinusOneOrMore, NameOf, Section, StrList, Unit, WholeConfig, follows, section
 from hrl.config.trainer import Frequency, RunConfig
 
 
@@ -115,8 +115,8 @@ class OfflineConfig(WholeConfig):
 class DPOAlgorithmConfig(Section):
     """`algorithm.*`: how a pair becomes a loss."""
 
-    loss_type: str = "sigmoid"
-    """sigmoid (DPO), ipo, hinge (SLiC), without a reference simpo and orpo, or a registered one."""
+    loss_type: Annotated[str, NameOf(PAIR_LOSS_TRAITS)] = "sigmoid"
+    """The loss of a pair: sigmoid is DPO, hinge is SLiC; simpo and orpo need no reference."""
     beta: PositiveFloat = 0.1
     """How strongly the policy is held to the reference; IPO's tau, SimPO's scale, ORPO's weight."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
@@ -143,7 +143,7 @@ class DPOTrainerConfig(OfflineConfig):
 class SFTAlgorithmConfig(Section):
     """`algorithm.*`: how token losses become one number."""
 
-    loss_agg_mode: AggregationMode = "token-mean"
+    loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = "token-mean"
     """Every token weighs the same (token-mean), or every answer (the seq-mean modes; with norm also divided by
     `data.max_length`); the divisors are those of the whole batch over all processes."""
 

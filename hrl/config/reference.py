@@ -15,7 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from hrl.config.run_kind import OFFLINE_KINDS, PPO, RunKind
-from hrl.config.section import Leaf, Section, WholeConfig, leaves, section_of, sections
+from hrl.config.section import Leaf, NameOf, Section, WholeConfig, leaves, section_of, sections
 from hrl.config.spellings import PPO_SYNONYMS
 from hrl.errors import Reason
 from hrl.verl.keys import CONVERTED, MUST_EQUAL, OUTSIDE, RENAMED, VALUES, Verdict
@@ -150,7 +150,8 @@ def _cell(text: str) -> str:
 
 def type_in_words(field: FieldInfo) -> str:
     """Return a field's type and bounds as a person would say them."""
-    words = _annotation_in_words(field.annotation)
+    words = _names_in_words(field.metadata) or _annotation_in_words(field.annotation)
+    words += " or null" if type(None) in typing.get_args(field.annotation) and "null" not in words else ""
     return " ".join([words, *_bounds_in_words(field.metadata)])
 
 
@@ -169,6 +170,15 @@ def _bounds_in_words(metadata: list[Any]) -> Iterator[str]:
                 yield from _bounds_in_words(inner)
 
 
+def _names_in_words(marks: Iterable[Any]) -> str:
+    """Return the names that a text may be, if it is one of a table; what a user registers joins them."""
+    for mark in marks:
+        if isinstance(mark, NameOf):
+            names = ", ".join(f"`{name}`" for name in mark.table)
+            return f"{names}{f', each also with `{mark.suffix}`' if mark.suffix else ''}"
+    return ""
+
+
 _PLAIN = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", Any: "any"}
 
 
@@ -179,13 +189,16 @@ def _annotation_in_words(annotation: Any) -> str:
     if origin is Literal:
         return ", ".join(f"`{choice}`" for choice in arguments)
     if origin is typing.Annotated:
-        return " ".join([_annotation_in_words(arguments[0]), *_bounds_in_words(list(arguments[1:]))])
+        return _names_in_words(arguments[1:]) or " ".join(
+            [_annotation_in_words(arguments[0]), *_bounds_in_words(list(arguments[1:]))]
+        )
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_annotation_in_words(argument) for argument in arguments)
     if origin is list:
         return f"list of {_annotation_in_words(arguments[0])}"
     if origin is dict:
-        return "mapping" if arguments[1] is Any else f"mapping to {_annotation_in_words(arguments[1])}"
+        names = "" if arguments[0] is str else f" of {_annotation_in_words(arguments[0])}"
+        return f"mapping{names}" + ("" if arguments[1] is Any else f" to {_annotation_in_words(arguments[1])}")
     raise TypeError(f"no words for the type {annotation!r}")
 
 

@@ -4,8 +4,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from hrl.algos.registry import REWARD_SHAPER_NAMES
 from hrl.config.model import ForwardShardingConfig
-from hrl.config.section import Get, Section, Unit, follows, section
+from hrl.config.section import Get, NameOf, Section, Unit, follows, section
 
 
 class CustomRewardFunctionConfig(Section):
@@ -100,7 +101,7 @@ class RewardConfig(Section):
     function_weight: float = follows(_function_weight)
     """Weight of the reward function's score in the sum. Default: 1; 0 beside a reward model, unless a function is named
     by `custom_reward_function.path`."""
-    shaping: dict[str, PositiveFloat | None] = Field(default_factory=dict)
+    shaping: dict[Annotated[str, NameOf(REWARD_SHAPER_NAMES)], PositiveFloat | None] = Field(default_factory=dict)
     """What is done to that sum before it is learnt from, in this order: `{standardise: null, clip: 5}`. clip cuts to
     [-limit, limit], scale divides by the run's standard deviation, standardise takes its mean off first."""
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)

@@ -1,21 +1,15 @@
 """Rules that hold between keys. Each is a generator of problems, named for what it enforces."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hrl.algos.ratio_bounds import Interval, parse_rejections
 from hrl.algos.registry import (
-    ESTIMATOR_TRAITS,
-    IMPORTANCE_LEVEL_NAMES,
-    KL_NAMES,
     PAIR_LOSS_TRAITS,
-    POLICY_LOSS_TRAITS,
-    REWARD_SHAPER_NAMES,
-    REWEIGHT_METHOD_NAMES,
     estimator_traits,
     pair_loss_traits,
 )
-from hrl.config.loggers import JSON_CONSOLE, LOGGERS
+from hrl.config.loggers import JSON_CONSOLE
 from hrl.config.model import FsdpConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.placement import placement_problems, resolve_placement
@@ -42,46 +36,10 @@ _SHARED_ROWS = tuple(
 """Who asked for these cuts a row over several processes, and has budgets that a row does not fit into."""
 
 
-def not_registered(key: str, name: str, known: Collection[str]) -> Problem:
-    """A name that nothing is known under, with the nearest one that is."""
-    hint = did_you_mean(name, known, f"Known: {', '.join(sorted(known))}.")
-    return Problem(key, f"names {name!r}, which nothing is registered under.", hint)
-
-
-def names_are_registered(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """What is chosen by a name exists."""
-    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
-    chosen: list[tuple[str, str | None, Collection[str]]] = [
-        (_ESTIMATOR, algorithm.adv_estimator, ESTIMATOR_TRAITS),
-        (f"{_LOSS}.loss_mode", actor.policy_loss.loss_mode, POLICY_LOSS_TRAITS),
-        ("algorithm.preference_loss", algorithm.preference_loss, PAIR_LOSS_TRAITS),
-        (
-            "algorithm.rollout_correction.rollout_is",
-            algorithm.rollout_correction.rollout_is,
-            IMPORTANCE_LEVEL_NAMES,
-        ),
-        ("algorithm.pf_ppo.reweight_method", algorithm.pf_ppo.reweight_method, REWEIGHT_METHOD_NAMES),
-        *((_SHAPING, name, REWARD_SHAPER_NAMES) for name in config.reward.shaping),
-    ]
-    for key, name, known in chosen:
-        if name is not None and name not in known:
-            yield not_registered(key, name, known)
-    for key, kind in ((f"{ACTOR}.kl_loss_type", actor.kl_loss_type), ("algorithm.kl_penalty", algorithm.kl_penalty)):
-        if kind.removesuffix("+") not in KL_NAMES:
-            yield not_registered(key, kind, KL_NAMES)
-
-
 def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Other members of `reward.shaping` have none."""
     if "clip" in config.reward.shaping and config.reward.shaping["clip"] is None:
         yield Problem(_SHAPING, "clips to no limit.", "Give one, e.g. {clip: 5}.")
-
-
-def trackers_are_known(config: AnyConfig) -> Iterator[Problem]:
-    """Every name in `trainer.logger` is one of a tracker or of a console."""
-    for name in config.trainer.logger:
-        if name not in LOGGERS:
-            yield not_registered("trainer.logger", name, LOGGERS)
 
 
 def one_console_writes(config: AnyConfig) -> Iterator[Problem]:
@@ -543,13 +501,6 @@ def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
         yield Problem("model.fsdp_config.fsdp_size", what, "Set it to -1 for all of them.", involves)
 
 
-def loss_is_registered(config: DPOTrainerConfig) -> Iterator[Problem]:
-    """The loss of pairs exists."""
-    name = config.algorithm.loss_type
-    if name not in PAIR_LOSS_TRAITS:
-        yield not_registered("algorithm.loss_type", name, PAIR_LOSS_TRAITS)
-
-
 def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
     """A constant that the chosen loss does not read is refused."""
     algorithm, name = config.algorithm, config.algorithm.loss_type
@@ -563,9 +514,7 @@ def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
 
 
 PPO_RULES: tuple[Rule, ...] = (
-    names_are_registered,
     clipped_rewards_have_a_limit,
-    trackers_are_known,
     one_console_writes,
     mini_batches_divide_the_batch,
     groups_are_large_enough,
@@ -594,7 +543,6 @@ PPO_RULES: tuple[Rule, ...] = (
 
 
 OFFLINE_RULES: tuple[Rule, ...] = (
-    trackers_are_known,
     one_console_writes,
     one_offline_row_fits_the_token_budget,
     gradients_have_their_range,
@@ -603,7 +551,7 @@ OFFLINE_RULES: tuple[Rule, ...] = (
     resume_names_its_folder,
     checkpoints_can_be_resumed,
 )
-DPO_RULES = (*OFFLINE_RULES, loss_is_registered, constants_belong_to_the_loss)
+DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 
 
 def ppo_warnings(config: PPOTrainerConfig) -> list[str]:

@@ -6,23 +6,22 @@ where one place of a section wants another than the rest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
+from typing import Annotated, Any, NamedTuple, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    GetCoreSchemaHandler,
     PrivateAttr,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
-
-from hrl.algos.registry import AGGREGATION_NAMES
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 S = TypeVar("S", bound="Section")
 
@@ -37,14 +36,26 @@ class Unit(NamedTuple):
     name: str
 
 
-def _built_in_or_registered(value: Any, built_in: ValidatorFunctionWrapHandler) -> Any:
-    return value if isinstance(value, str) and value in AGGREGATION_NAMES else built_in(value)
+@dataclass(frozen=True, eq=False)
+class NameOf:
+    """A name out of a table of `hrl.algos.registry`; what a user registers is known to it from then on.
 
+    Attributes:
+        table: The known names.
+        suffix: What may stand behind a name.
+    """
 
-AggregationMode = Annotated[
-    Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"],
-    WrapValidator(_built_in_or_registered),
-]
+    table: Collection[str]
+    suffix: str = ""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Look a valid text up."""
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def _known(self, name: str | None) -> str | None:
+        if name is None or name.removesuffix(self.suffix) in self.table:
+            return name
+        raise PydanticCustomError("not_registered", "no such name", {"known": sorted(self.table)})
 
 
 class Section(BaseModel):
@@ -219,15 +230,18 @@ def sections(root: type[Section]) -> frozenset[str]:
     return frozenset(".".join(names[:depth]) for names in parts for depth in range(1, len(names)))
 
 
-def flatten(tree: Mapping[str, Any], root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) for the values of a nested dict; a schema key that holds a dict stays whole."""
+def flatten(tree: Mapping[str, Any] | Section, root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) for the values of nested dicts and sections.
+
+    A schema key that holds a dict stays whole; of a section that was built in Python, what it was given is yielded.
+    """
+    if isinstance(tree, Section):
+        tree = {name: getattr(tree, name) for name in type(tree).model_fields if name in tree.model_fields_set}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Section):
-            value = {field: getattr(value, field) for field in value.model_fields_set}
-        if isinstance(value, dict) and key not in leaves(root) and (value or key not in sections(root)):
-            if value:
-                yield from flatten(value, root, f"{key}.")
+        nested = isinstance(value, dict | Section) and key not in leaves(root)
+        if nested and (value or key not in sections(root)):
+            yield from flatten(value, root, f"{key}.")
         elif not (value is None and key in sections(root)):
             yield key, value
 
@@ -277,5 +291,6 @@ def _one_or_many(value: object) -> object:
 Label = Annotated[str, BeforeValidator(_number_to_str)]
 """A free name. YAML reads `experiment_name=42` as a number; here it is a name all the same."""
 
-StrList = Annotated[list[str], BeforeValidator(_one_or_many)]
+ONE_OR_MANY = BeforeValidator(_one_or_many)
+StrList = Annotated[list[str], ONE_OR_MANY]
 """A list of strings that may be written as one string."""

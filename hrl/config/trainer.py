@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from hrl.config.section import Get, Label, MinusOneOrMore, Section, StrList, Unit, follows, section
+from hrl.config.loggers import LOGGERS
+from hrl.config.section import ONE_OR_MANY, Get, Label, MinusOneOrMore, NameOf, Section, Unit, follows, section
 
 Frequency = Annotated[MinusOneOrMore, BeforeValidator(lambda value: -1 if value is False else value)]
 """Every so many steps; false is never, as are -1 and 0."""
@@ -63,7 +64,7 @@ class RunConfig(Section):
     """Project in the trackers, and the first part of the run folder."""
     experiment_name: Label = "ppo"
     """Name of this run in the trackers, and the second part of the run folder."""
-    logger: StrList = Field(default_factory=lambda: ["console"])
+    logger: Annotated[list[Annotated[str, NameOf(LOGGERS)]], ONE_OR_MANY] = Field(default_factory=lambda: ["console"])
     """console, or console-json for one JSON object a line on standard output; and trackers: tensorboard, wandb, mlflow,
     swanlab, trackio. metrics.jsonl is always written."""
     default_local_dir: str = follows(lambda get: f"outputs/{get('.project_name')}/{get('.experiment_name')}")

@@ -76,7 +76,11 @@ def test_a_key_like_no_other_points_to_the_reference():
         ("trainer.total_epochs", True, "is true, expected a whole number."),
         ("data.shuffle", "maybe", "is 'maybe', expected true or false."),
         (f"{ACTOR}.clip_ratio_c", 0.5, "is 0.5, must be more than 1.0."),
-        (f"{ACTOR}.loss_agg_mode", "token_mean", "can't be 'token_mean'. Did you mean token-mean?"),
+        (
+            f"{ACTOR}.loss_agg_mode",
+            "token_mean",
+            "names 'token_mean', which nothing is registered under. Did you mean token-mean?",
+        ),
         (f"{ROLLOUT}.name", "sglang", "can't be 'sglang' here: SGLang comes later; use vllm."),
         (f"{ROLLOUT}.gpu_memory_utilization", 1.2, "is 1.2, must be at most 1.0."),
         (f"{ACTOR}.optim.lr", float("nan"), "is nan"),

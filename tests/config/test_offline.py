@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,11 +11,9 @@ from hrl.config.arithmetic import offline_batch_arithmetic
 from hrl.config.compose import compose_kind
 from hrl.config.help import run_help
 from hrl.config.load import load_kind, validate_kind
-from hrl.config.reference import render_offline
 from hrl.config.run_kind import DPO, OFFLINE_KINDS, RM, SFT
 from hrl.config.section import leaves, sections
 
-ROOT = Path(__file__).parents[2]
 EVERY_KIND = pytest.mark.parametrize("kind", OFFLINE_KINDS.values(), ids=OFFLINE_KINDS)
 
 
@@ -174,13 +171,6 @@ def test_every_registered_loss_of_pairs_is_accepted_one_of_the_user_too(monkeypa
     assert validate_kind(DPO, {"algorithm.loss_type": "linear", **constants}).algorithm.target_margin == 0.5
 
 
-def test_modes_of_the_schema_equal_the_registry():
-    from hrl.algos.aggregation import AGGREGATION_MODES
-
-    modes = leaves(SFT.schema)["algorithm.loss_agg_mode"].field.annotation.__args__
-    assert set(modes) == set(AGGREGATION_MODES)
-
-
 @EVERY_KIND
 def test_check_says_what_a_run_would_do(kind, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("HRL_CACHE", str(tmp_path))
@@ -189,11 +179,6 @@ def test_check_says_what_a_run_would_do(kind, capsys, tmp_path, monkeypatch):
     assert "2 processes (1 on each of 2 machines)" in text and "one optimizer step" in text
     assert cli.main(["check", kind.name, "trainer.sed=2"]) == 2
     assert "Did you mean trainer.seed?" in capsys.readouterr().err
-
-
-def test_the_page_is_up_to_date():
-    command = "python -m hrl.config.reference offline > docs/configuration-offline.md"
-    assert (ROOT / "docs" / "configuration-offline.md").read_text() == render_offline(), f"write it again: {command}"
 
 
 def test_composing_imports_neither_torch_nor_ray():

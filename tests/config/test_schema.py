@@ -115,7 +115,7 @@ def test_every_entry_of_a_table_has_its_function_and_no_function_is_without_an_e
 def test_the_loggers_of_the_schema_are_the_trackers_and_consoles():
     from hrl.report.tracking import TRACKERS
 
-    assert {*TRACKERS, *WITHOUT_TRACKER} == LOGGERS
+    assert {*TRACKERS, *WITHOUT_TRACKER} == set(LOGGERS)
 
 
 @pytest.mark.usefixtures("own_registries")

@@ -14,13 +14,15 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from hrl.config.compose import compose_kind
-from hrl.config.run_kind import OFFLINE_KINDS
+from hrl.config.offline import OfflineConfig
+from hrl.config.run_kind import OFFLINE_KINDS, RunKind
 from hrl.preflight.offline import offline_preflight
 from hrl.report.html_report import LOSS
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import read_jsonl
 from hrl.trainer.offline.run import PARTS, train
 from hrl.trainer.session import display_of, open_run_folder
+from tests.config.key_reads import KeyReads
 from tests.runs.in_process import InProcessGroup, in_process, run_in_process
 from tests.runs.runner import Runner, launch
 
@@ -43,10 +45,12 @@ OWN = {"dpo": OF_PAIRS | {"logps/chosen", "logps/rejected"}, "sft": {"train/perp
 
 
 @pytest.fixture(scope="module", autouse=True)
-def this_process() -> Iterator[None]:
-    with in_process(), pytest.MonkeyPatch.context() as patch:
+def reads() -> Iterator[KeyReads]:
+    """Of all runs here, which are in this process."""
+    found = KeyReads()
+    with in_process(), found.recording(), pytest.MonkeyPatch.context() as patch:
         patch.setattr("hrl.trainer.offline.workers.RayWorkerGroup", InProcessGroup)
-        yield
+        yield found
 
 
 def run(kind_name: str, model: Path, folder: Path, *overrides: str) -> list[dict[str, Any]]:
@@ -196,3 +200,14 @@ def test_two_ranks_on_a_cluster_of_their_own(runner: Runner, tmp_path: Path) -> 
     assert run_of_two.metrics[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-4)
     for name in ("loss_curve.png", "report.html", "config.yaml", "checkpoints/step_1/hf/model.safetensors"):
         assert (tmp_path / "run" / name).stat().st_size > 0, name
+
+
+@pytest.mark.parametrize("kind", OFFLINE_KINDS.values(), ids=OFFLINE_KINDS)
+def test_every_key_is_read_by_code(
+    reads: KeyReads, kind: RunKind[OfflineConfig], request: pytest.FixtureRequest
+) -> None:
+    ran = {item.name for item in request.session.items}
+    if f"test_a_run_leaves_what_it_promises_and_resumes_bit_for_bit[{kind.name}]" not in ran:
+        pytest.skip("says something after a run of the kind")
+    by_arithmetic = {"trainer.total_epochs", "trainer.total_training_steps"}  # the number of steps
+    assert reads.unread(kind.schema) == by_arithmetic

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hrl.config import PPOTrainerConfig
 from hrl.report.run_folder import read_jsonl
+from tests.config.key_reads import KeyReads
 from tests.runs.in_process import in_process, run_in_process
 from tests.runs.runner import ROOT, Runner
 
@@ -41,9 +44,11 @@ EVERYWHERE = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with in_process():
-        yield
+def reads() -> Iterator[KeyReads]:
+    """Of all runs here, which are in this process."""
+    found = KeyReads()
+    with in_process(), found.recording():
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -115,3 +120,36 @@ def test_online_dpo_prefers_the_best_sample_of_each_prompt_to_the_worst(
     # Before its first step the policy is its own reference. Two mini-batches: the second one sees the weights moved.
     assert records[0]["train/loss"] == pytest.approx(math.log(2), abs=0.05)
     assert records[0]["rewards/margins"] != 0.0
+
+
+#: Keys that no run in this process reads → the file that reads them.
+READ_ELSEWHERE = {
+    **{
+        f"actor_rollout_ref.rollout.{name}": "workers/rollout/factory.py"  # vLLM's engine; these runs sample with hf
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "max_num_batched_tokens")
+    },
+    "actor_rollout_ref.actor.policy_loss.dro_beta": "algos/policy_losses.py",  # a run has one loss
+    "data.custom_cls.name": "data/custom.py",
+    "trainer.nnodes": "config/trainer.py",  # the size of pools
+    "trainer.total_epochs": "config/arithmetic.py",
+    "trainer.total_training_steps": "config/arithmetic.py",
+}
+
+
+def test_every_key_is_read_by_code(
+    runner: Runner, coin: Path, tmp_path: Path, reads: KeyReads, request: pytest.FixtureRequest
+) -> None:
+    ran = {item.name for item in request.session.items}
+    if any(f"test_a_recipe_makes_two_steps[{recipe}]" not in ran for recipe in RECIPES):
+        pytest.skip("says something after the runs of all recipes")
+    two_steps(  # what no recipe asks for
+        runner, coin, tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "trainer.total_training_steps=1",
+        "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "trainer.save_freq=1",
+        "data.val_files=bundled:addition/val", "data.val_max_samples=2", "trainer.test_freq=1",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1", "actor_rollout_ref.actor.use_dynamic_bsz=false",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "reward.reward_model.enable=true",
+        f"reward.reward_model.model_path={runner.reward_model}",
+    )  # fmt: skip
+    assert reads.unread(PPOTrainerConfig) == READ_ELSEWHERE.keys()
+    for key, file in READ_ELSEWHERE.items():
+        assert re.search(rf"\b{key.rpartition('.')[2]}\b", (ROOT / "hrl" / file).read_text()), key
