@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.syntax import Syntax
+from rich.table import Table
+from rich.text import Text
+
 from hrl.config.arithmetic import differences, units_in_words, value_of
-from hrl.config.compose import YOURS
-from hrl.config.run_kind import RunKind
+from hrl.config.compose import YOURS, compose_kind, to_yaml
+from hrl.config.help import check_help
+from hrl.config.run_kind import KINDS, RunKind
 from hrl.config.section import WholeConfig, leaves
+from hrl.errors import ConfigError
 from hrl.preflight.findings import Findings
+from hrl.report.environment import facts_table
 
 _TELLING = (
     "data.train_batch_size",
@@ -27,6 +37,48 @@ _SHOWN = 6
 _MICRO_BATCH = "micro-batch"
 _FOUND_FIRST = ("model", "rows", "validation rows", "reward")
 _ONLY_IN_FULL = ("KV cache",)
+
+
+def check(
+    kind_name: str,
+    overrides: Sequence[str],
+    *,
+    full: bool = False,
+    config_only: bool = False,
+    as_json: bool = False,
+    explain: bool = False,
+) -> int:
+    """`hrl check`: compose and validate exactly as a run would, take its look at everything it names, and report.
+
+    Args:
+        kind_name: Which kind of run.
+        overrides: `key=value` and `--config-*` arguments, as a run takes them.
+        full: Show every value instead of a summary.
+        config_only: Judge the configuration alone, for a line that is written for another machine.
+        as_json: Write one JSON object.
+        explain: Write the text of `--help` instead.
+
+    Returns:
+        The exit status: 0, or 2 where something is wrong.
+    """
+    kind = KINDS[kind_name]
+    if explain:
+        sys.stdout.write(check_help(kind) + "\n")
+        return 0
+    try:
+        config = compose_kind(kind, overrides)
+        findings, rows = (None, None) if config_only else look(kind, config)
+        if findings is not None:
+            findings.raise_problems()
+    except ConfigError as error:
+        _show_problems(error, as_json=as_json)
+        return 2
+    said = report(kind, config, findings, rows)
+    if as_json:
+        _write_json({"valid": True, **said})
+    else:
+        _show_report(config, said, full=full, config_only=config_only)
+    return 0
 
 
 def look(kind: RunKind[WholeConfig], config: WholeConfig) -> tuple[Findings, int | None]:
@@ -135,3 +187,74 @@ def _as_typed(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _show_problems(error: ConfigError, *, as_json: bool) -> None:
+    if as_json:
+        problems = [{"key": one.key, "what": one.what, "hint": one.hint} for one in error.problems]
+        _write_json({"valid": False, "problems": problems})
+    else:
+        sys.stderr.write(f"{error}\n")
+
+
+def _show_report(config: WholeConfig, said: dict[str, Any], *, full: bool, config_only: bool) -> None:
+    console = Console(highlight=False)
+    if full:
+        _show_everything(console, config, said)
+    _show(console, "Summary", facts_table(summary(config, said)))
+    unchecked = [] if config_only else said["unchecked"]
+    for title, remarks in (("Worth a second look", [*said["warnings"], *said["notes"]]), ("Not checked", unchecked)):
+        if remarks:
+            _show(console, title, _list(remarks))
+    verdict = _verdict(full=full, config_only=config_only, whole=not unchecked)
+    console.print(f"\n{verdict}", style="green", highlight=False)
+
+
+def _verdict(*, full: bool, config_only: bool, whole: bool) -> str:
+    if config_only:
+        return "The configuration is valid. No file that it names was opened, and nothing was started."
+    there = ", and what it names is there" if whole else "; what could be looked at is there"
+    more = "" if full else " --full shows every value."
+    return f"The configuration is valid{there}. Nothing was started.{more}"
+
+
+def _show_everything(console: Console, config: WholeConfig, said: dict[str, Any]) -> None:
+    text = to_yaml(config).rstrip()
+    # Into a file it goes as it is: wrapped, it would be no YAML any more.
+    yaml = Syntax(text, "yaml", background_color="default") if console.is_terminal else Text(text)
+    _show(console, "Configuration", yaml, soft_wrap=not console.is_terminal)
+    changed = {}
+    for key, pair in said["differs_from_default"].items():
+        origin = said["origins"].get(key, "follows from other keys")
+        changed[key] = f"{_yaml_value(pair['value'])}  (default {_yaml_value(pair['default'])}; {origin})"
+    for title, lines in (
+        ("Differs from the default", changed),
+        ("Units", said["units"]),
+        ("Found", said["found"]),
+        ("Placement", said["placement"]),
+        ("Arithmetic", said["arithmetic"]),
+        ("Memory at the worst moment of each phase", said["memory"] or {"skipped": "the model was not looked at"}),
+    ):
+        if lines:
+            _show(console, title, facts_table(lines))
+
+
+def _show(console: Console, title: str, content: RenderableType, *, soft_wrap: bool = False) -> None:
+    console.print(f"\n{title}", style="bold")
+    console.print(content, soft_wrap=soft_wrap)
+
+
+def _list(items: Sequence[str]) -> Padding:
+    table = Table.grid(padding=(0, 1))
+    for item in items:
+        table.add_row(Text("-"), Text(item))
+    return Padding(table, (0, 0, 0, 2))
+
+
+def _yaml_value(value: Any) -> str:
+    """Return a value on one line, as YAML and JSON write it."""
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _write_json(data: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(data, indent=2, ensure_ascii=False) + "\n")
