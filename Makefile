@@ -8,12 +8,12 @@ UV_VERSION := 0.13.8
 VENV := .venv
 BIN := $(VENV)/bin
 
-# A machine with an NVIDIA GPU gets the CUDA builds, every other one none of them.
+# Only a machine with an NVIDIA GPU gets the CUDA builds.
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 LOCK := requirements/$(if $(HAS_GPU),gpu,cpu).lock
 STAMP := $(VENV)/.installed-from-$(notdir $(LOCK))
 
-# Where pip was told to look for wheels (PIP_FIND_LINKS), uv looks too; elsewhere uv picks the CPU builds of torch.
+# If PIP_FIND_LINKS says where wheels are, uv looks there too; otherwise uv picks the CPU builds of torch.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
@@ -29,8 +29,8 @@ $(STAMP): $(LOCK) pyproject.toml
 	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(BACKEND) --no-deps -r $(LOCK)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
-	@# Every rank and engine is a process that imports torch and vLLM; where Python may not keep what it compiled, do it here.
-	@# (Some packages bring files for a newer Python, which this one can't compile and never imports.)
+	@# Every rank and engine imports torch and vLLM; if Python may not write compiled files then, compile them here.
+	@# (Some packages have files for a newer Python, which this one can't compile and never imports.)
 	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true)
 	@touch $@
 
@@ -46,11 +46,11 @@ test-fast: install  ## the tests that start no real engine
 test-gpu: install  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
-# Needs no install: the first stages run where torch and transformers are and nothing else can be had.
+# Needs no install: the first stages run with torch and transformers alone.
 first-light:  ## what to run first on a machine with a GPU: 45 minutes at most, one table (docs/first-gpu.md)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.first_light
 
-mutation: install  ## puts known mistakes into the maths and counts how many the tests notice (minutes)
+mutation: install  ## put known mistakes into the maths and count how many the tests notice (minutes)
 	$(BIN)/python -m tests.mutation.run
 
 models: install  ## docs/models.md: every causal family of transformers against its own forward (minutes)

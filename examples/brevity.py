@@ -1,7 +1,7 @@
 """A GRPO variant by subclassing: of two right answers, the shorter one is worth more.
 
-A wrong answer gains nothing by being short, so there is no reward for saying nothing. The phase that changes is one
-method; `fit()` and everything else is inherited.
+A wrong answer gains nothing by being short, so it does not pay to say nothing. Only one hook is overridden; `fit()` and
+everything else is inherited.
 
     python examples/brevity.py trainer.total_training_steps=10
 """
@@ -15,7 +15,7 @@ from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
 class BrevityTrainer(RayPPOTrainer):
-    """Takes off up to half of a positive score, in proportion to the response's length."""
+    """Reduces a positive score by up to half, in proportion to the response's length."""
 
     def on_batch_scored(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         mask = batch.batch["response_mask"]

@@ -1,7 +1,7 @@
 """A new advantage estimator: a response is as good as the share of its group that it beats.
 
-Only the order of the rewards counts, so one reward of 1000 pulls no harder than one of 2. Each response gets the share
-of the others in its group that it beats, less the share that beats it: from −1 to 1, adding up to 0 in every group.
+Only the order of the rewards counts, so a reward of 1000 has no more effect than one of 2. A response's advantage is
+the share of the others in its group that it beats, minus the share that beats it: from −1 to 1, summing to 0 per group.
 
     python examples/rank_advantage.py trainer.total_training_steps=10
 """
@@ -17,7 +17,7 @@ from hrl.trainer.main_ppo import main
 
 @register_adv_est("group_rank", min_group_size=2)
 def group_rank_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
-    """Wins less losses against the other responses to the same prompt, over their number."""
+    """Return wins minus losses against the other responses to the same prompt, divided by their number."""
     scores, groups = inp.scores(), inp.need("group_ids")
     answered = inp.response_mask.bool().any(dim=-1)
     rivals = (groups[:, None] == groups[None, :]) & answered[:, None] & answered[None, :]
