@@ -49,10 +49,10 @@ def batch_shape(column: torch.Tensor | TensorDict, num_batch_dims: int) -> tuple
 
 
 def leaves(batch: TensorDict, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
-    """Return all tensors with their paths, those of TensorDicts inside too.
+    """Yield all tensors with their paths, those of nested TensorDicts too.
 
     Raises:
-        TypeError: A column is no tensor. (TensorDict's own iteration passes such columns over in silence.)
+        TypeError: A column is no tensor (TensorDict's own iteration would skip it).
     """
     for key, value in batch.items():
         if isinstance(value, TensorDict):

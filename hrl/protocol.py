@@ -105,7 +105,7 @@ class DataProto(VerlDataProto):
         meta_info: dict[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> Self:
-        """Make a batch of tensors and arrays told apart by their type.
+        """Make a batch of tensors and arrays, told apart by their type.
 
         Raises:
             ValueError: A value is neither a tensor nor an array.
@@ -129,7 +129,7 @@ class DataProto(VerlDataProto):
         num_batch_dims: int = 1,
         auto_padding: bool = False,
     ) -> Self:
-        """Make a batch of tensors that agree in their first dimension, and of lists or arrays of as many rows.
+        """Make a batch of tensors that agree in their first dimension, and of lists or arrays with that many rows.
 
         Args:
             tensors: Per name a tensor `(B, ...)`.
@@ -154,10 +154,10 @@ class DataProto(VerlDataProto):
         return cls(batch=batch, non_tensor_batch=arrays, meta_info=meta_info)
 
     def check_consistency(self) -> None:
-        """Check that the batch has one dimension and every column as many rows.
+        """Check that the batch has one batch dimension and that all columns have the same number of rows.
 
         Raises:
-            AssertionError: It isn't so; the column is named.
+            AssertionError: A column has another number of rows; the message names it.
         """
         if self.batch is not None and len(self.batch.batch_size) != 1:
             raise AssertionError(f"a batch has one batch dimension, got batch_size {tuple(self.batch.batch_size)}")
@@ -355,7 +355,7 @@ class DataProto(VerlDataProto):
         self.batch, self.non_tensor_batch, self.meta_info = batch, non_tensors, meta_info
         return self
 
-    # -- looking, storing, sending -------------------------------------------------------------------------------------
+    # -- sending -------------------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> dict[str, Any]:
         # As arrays the tensors leave a pickle out of band (protocol 5); tensors themselves would be copied into it.
@@ -386,7 +386,7 @@ def _merge_meta_info(metas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _gather_metrics(gathered: dict[str, list[Any]], metrics: Any) -> None:
-    """Add one part's metrics: None, a dict, or a list of dicts. Values already gathered by an earlier concat extend."""
+    """Add one part's metrics: None, a dict, or a list of dicts. Lists among the values come from an earlier concat."""
     for entry in metrics if isinstance(metrics, list) else [metrics] if metrics is not None else []:
         for name, value in entry.items():
             gathered.setdefault(name, []).extend(value if isinstance(value, list) else [value])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from operator import itemgetter
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -169,6 +169,10 @@ class RankCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
+    def mapped(self, function: Callable[[Any], Any]) -> RankCall:
+        """Return the call with `function` of every argument in its place."""
+        return RankCall(tuple(map(function, self.args)), {name: function(arg) for name, arg in self.kwargs.items()})
+
 
 @dataclass(frozen=True)
 class GroupCall:
@@ -178,11 +182,20 @@ class GroupCall:
     collect: Callable[[list[Any]], Any]
 
 
+class CalledGroup(Protocol):
+    """What a cut asks of the group that is called."""
+
+    world_size: int
+
+    def mesh_places(self, mesh_name: str) -> list[tuple[int, bool]]:
+        """Return each rank's place in a mesh: its part of a batch, and whether it answers for that part."""
+
+
 @dataclass(frozen=True)
 class DriverCall:
     """A call on a group, as the driver made it; `columns` are those that the method reads."""
 
-    group: Any
+    group: CalledGroup
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     columns: tuple[str, ...] | None
@@ -201,10 +214,10 @@ class DriverCall:
 
     def for_rank(self, of_rank: Callable[[Any], Any]) -> RankCall:
         """Return one rank's call: every argument replaced by what `of_rank` makes of it."""
-        return RankCall(tuple(map(of_rank, self.args)), {name: of_rank(arg) for name, arg in self.kwargs.items()})
+        return RankCall(self.args, self.kwargs).mapped(of_rank)
 
 
-def dispatch(spec: MethodSpec, group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall:
+def dispatch(spec: MethodSpec, group: CalledGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall:
     """Cut `group.method(*args, **kwargs)` as the method's spec says.
 
     Raises:
@@ -346,7 +359,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[
     return {"dispatch_fn": partial(_cut_over_mesh, mesh_name), "collect_fn": partial(_join_from_mesh, mesh_name)}
 
 
-def _cut_over_mesh(mesh_name: str, group: Any, *args: Any, **kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
+def _cut_over_mesh(mesh_name: str, group: CalledGroup, *args: Any, **kwargs: Any) -> tuple[list[Any], dict[str, Any]]:
     of_rank = [part for part, _ in group.mesh_places(mesh_name)]
     call = DriverCall(group, args, kwargs, None)
     _common_length(call.named, f"mesh {mesh_name!r}")
@@ -359,7 +372,7 @@ def _cut_over_mesh(mesh_name: str, group: Any, *args: Any, **kwargs: Any) -> tup
     return list(cut.args), cut.kwargs
 
 
-def _join_from_mesh(mesh_name: str, group: Any, results: list[Any]) -> DataProto:
+def _join_from_mesh(mesh_name: str, group: CalledGroup, results: list[Any]) -> DataProto:
     places = group.mesh_places(mesh_name)
     by_part = sorted((part, rank) for rank, (part, is_collect) in enumerate(places) if is_collect)
     if [part for part, _ in by_part] != sorted({part for part, _ in places}):

@@ -91,12 +91,10 @@ class RankProcess:
         """Construct the worker of a role."""
         self._workers[role] = spec()
 
-    def call(
-        self, role: str, method: str, args: Sequence[Any], kwargs: Mapping[str, Any], transfer_timeout_s: float
-    ) -> Any:
+    def call(self, role: str, method: str, call: RankCall, transfer_timeout_s: float) -> Any:
         """Call a method of the role's worker; batches come and go packed."""
-        args, kwargs = transport.receive(args, kwargs, transfer_timeout_s)
-        return transport.pack_result(getattr(self._workers[role], method)(*args, **kwargs))
+        call = transport.receive(call, transfer_timeout_s)
+        return transport.pack_result(getattr(self._workers[role], method)(*call.args, **call.kwargs))
 
     def close(self) -> None:
         """Close the workers, the last constructed first."""
@@ -288,10 +286,11 @@ class RankProcesses:
         """
         name = f"{role}.{method}"
         self._refuse_if_unusable(name)
-        sender = transport.Sender()
         refs = [
-            actor.call.remote(role, method, *sender.send(call), timeout_s)
-            for actor, call in zip(self.actors, calls, strict=False)  # fewer calls: the first ranks run them
+            actor.call.remote(role, method, call, timeout_s)
+            for actor, call in zip(
+                self.actors, transport.send(calls), strict=False
+            )  # fewer calls than ranks: the first
         ]
         return PendingCalls(self, refs, name, timeout_s)
 

@@ -9,7 +9,7 @@ The driver puts a batch into the object store once; a rank gets a `RowsRef`, the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -165,17 +165,14 @@ def pack_batch(batch: DataProto, columns: Sequence[str] | None = None) -> Packed
     wanted = None if columns is None else frozenset(columns)
     tensor_names = [n for n in ([] if batch.batch is None else batch.batch.keys()) if wanted is None or n in wanted]
     arrays = {name: column for name, column in batch.non_tensor_batch.items() if wanted is None or name in wanted}
-    dense = {name: batch.batch[name] for name in tensor_names if _is_dense(batch.batch[name])}
+    columns_of = {name: batch.batch[name] for name in tensor_names}
+    dense = {n: column for n, column in columns_of.items() if isinstance(column, torch.Tensor) and not column.is_nested}
     objects = {name: list(column) for name, column in arrays.items() if column.dtype == object and column.ndim == 1}
     others = batch.select([n for n in tensor_names if n not in dense], [n for n in arrays if n not in objects], [])
     if others.batch is not None and others.batch.device is not None:
         others = others.to("cpu")
     tensors = {name: pack_column(column) for name, column in dense.items()}
     return PackedBatch(len(batch), tensors, objects, others, batch.meta_info)
-
-
-def _is_dense(column: Any) -> bool:
-    return isinstance(column, torch.Tensor) and not column.is_nested
 
 
 def unpack_batch(packed: PackedBatch, rows: np.ndarray | None = None) -> DataProto:
@@ -211,32 +208,26 @@ class RowsRef:
     rows: np.ndarray | None
 
 
-class Sender:
-    """Turns the arguments of one call into what is sent, putting every batch into the object store once."""
+def send(calls: Sequence[RankCall]) -> list[RankCall]:
+    """Return the ranks' calls as they travel, with every batch put into the object store once."""
+    sent: dict[tuple[int, tuple[str, ...] | None], ray.ObjectRef] = {}
 
-    def __init__(self) -> None:
-        self._sent: dict[tuple[int, tuple[str, ...] | None], tuple[DataProto, ray.ObjectRef]] = {}
+    def put(batch: DataProto, columns: tuple[str, ...] | None) -> ray.ObjectRef:
+        key = (id(batch), columns)  # `calls` keeps the batch alive, and with it its id
+        if key not in sent:
+            sent[key] = ray.put(pack_batch(batch, columns))
+        return sent[key]
 
-    def send(self, call: RankCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments of one rank, as they travel."""
-        return tuple(map(self._argument, call.args)), {name: self._argument(arg) for name, arg in call.kwargs.items()}
-
-    def _argument(self, arg: Any) -> Any:
+    def as_sent(arg: Any) -> Any:
         if isinstance(arg, BatchRows):
-            return RowsRef(self._put(arg.batch, arg.columns), arg.rows)
-        if isinstance(arg, DataProto):
-            return RowsRef(self._put(arg, None), None)
-        return arg
+            return RowsRef(put(arg.batch, arg.columns), arg.rows)
+        return RowsRef(put(arg, None), None) if isinstance(arg, DataProto) else arg
 
-    def _put(self, batch: DataProto, columns: tuple[str, ...] | None) -> ray.ObjectRef:
-        key = (id(batch), columns)
-        if key not in self._sent:  # the batch is kept beside its reference: its id stays its own
-            self._sent[key] = (batch, ray.put(pack_batch(batch, columns)))
-        return self._sent[key][1]
+    return [call.mapped(as_sent) for call in calls]
 
 
-def receive(args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float) -> tuple[list[Any], dict[str, Any]]:
-    """Return, on a rank, the arguments as the method expects them.
+def receive(call: RankCall, timeout_s: float) -> RankCall:
+    """Return, on a rank, the call with its batches as the method expects them.
 
     Raises:
         ray.exceptions.GetTimeoutError: A batch did not arrive within `timeout_s`.
@@ -245,7 +236,7 @@ def receive(args: Sequence[Any], kwargs: Mapping[str, Any], timeout_s: float) ->
     def received(arg: Any) -> Any:
         return unpack_batch(ray.get(arg.packed, timeout=timeout_s), arg.rows) if isinstance(arg, RowsRef) else arg
 
-    return [received(arg) for arg in args], {name: received(arg) for name, arg in kwargs.items()}
+    return call.mapped(received)
 
 
 def pack_result(result: Any) -> Any:

@@ -50,7 +50,7 @@ def address_towards(address: str) -> str:
 
 
 def listen_towards(address: str) -> None:
-    """Has this process's gloo groups use the interface from which `address` is reached, unless the user names one.
+    """Make this process's gloo groups use the interface from which `address` is reached, unless the user names one.
 
     Left to itself, gloo takes the interface of the host's name, which on many machines is loopback: ranks on other
     nodes would be told to come there.

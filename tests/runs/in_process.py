@@ -56,9 +56,8 @@ class InProcessGroup(WorkerGroup):
         """They were there when they were made."""
 
     def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> Done:
-        (call,) = calls
-        arguments = [self._sent(arg) for arg in call.args]
-        result = getattr(self._objects[role], method)(*arguments, **{k: self._sent(v) for k, v in call.kwargs.items()})
+        call = calls[0].mapped(self._sent)
+        result = getattr(self._objects[role], method)(*call.args, **call.kwargs)
         return Done([unpack_result(pack_result(result))])
 
     def _sent(self, arg: Any) -> Any:

@@ -34,11 +34,13 @@ class LocalGroup(WorkerGroup):
         def local(arg: Any) -> Any:
             return arg.batch.select_idxs(arg.rows) if isinstance(arg, BatchRows) else arg
 
-        results = [
-            getattr(rank, method)(*map(local, call.args), **{k: local(v) for k, v in call.kwargs.items()})
-            for rank, call in zip(self.ranks, calls, strict=False)
-        ]
-        return Done(results)
+        local_calls = [call.mapped(local) for call in calls]
+        return Done(
+            [
+                getattr(rank, method)(*call.args, **call.kwargs)
+                for rank, call in zip(self.ranks, local_calls, strict=False)
+            ]
+        )
 
     def shutdown(self) -> None:
         self.ranks = []
