@@ -286,12 +286,8 @@ class RankProcesses:
         """
         name = f"{role}.{method}"
         self._refuse_if_unusable(name)
-        refs = [
-            actor.call.remote(role, method, call, timeout_s)
-            for actor, call in zip(
-                self.actors, transport.send(calls), strict=False
-            )  # fewer calls than ranks: the first
-        ]
+        sent = transport.send(calls)
+        refs = [self.actors[rank].call.remote(role, method, call, timeout_s) for rank, call in enumerate(sent)]
         return PendingCalls(self, refs, name, timeout_s)
 
     def shutdown(self) -> None:
