@@ -29,7 +29,7 @@ from hrl.single_controller.errors import (
     without_colours,
 )
 from hrl.single_controller.resource_pool import RayResourcePool, Slot
-from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs
+from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class RankProcess:
         die_with_parent()
         guard_process_group()
         self._label = label
-        self._workers: dict[str, Any] = {}
+        self._workers: dict[str, Worker] = {}
         logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname).1s [{label}] %(name)s: %(message)s")
 
     def __repr__(self) -> str:  # Ray puts it in front of what the process writes

@@ -357,23 +357,6 @@ def test_only_roles_that_exist_are_spawned(merged: RayWorkerGroup) -> None:
         merged.spawn(["actor"])["actor"].spawn(["actor"])
 
 
-def test_wrong_roles_are_refused() -> None:
-    named = RayClassWithInitArgs(Named, "n")
-    with pytest.raises(ValueError, match="at least one role"):
-        create_colocated_worker_cls({})
-    with pytest.raises(ValueError, match="not a Python name"):
-        create_colocated_worker_cls({"actor-rollout": named})
-    with pytest.raises(TypeError, match="subclasses of Worker"):
-        RayClassWithInitArgs(dict)
-
-    class Odd(Worker):
-        @register()
-        def b_who(self) -> None: ...
-
-    with pytest.raises(ValueError, match="would both be called a_b_who"):
-        create_colocated_worker_cls({"a": RayClassWithInitArgs(Odd), "a_b": named})
-
-
 # ---- placement -------------------------------------------------------------------------------------------------------
 
 
@@ -400,28 +383,6 @@ def test_a_full_cluster_is_waited_for_within_the_deadline(ray_session: None) -> 
     finally:
         most.release()
         late.release()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"process_on_nodes": []}, "at least one process"),
-        ({"process_on_nodes": [2, 0]}, "at least one process"),
-        ({"process_on_nodes": [1], "max_colocate_count": 0}, "max_colocate_count"),
-        ({"process_on_nodes": [1], "detached": True}, "die with their driver"),
-    ],
-    ids=str,
-)
-def test_wrong_pools_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        RayResourcePool(**arguments)
-
-
-def test_shares_of_a_gpu_never_exceed_it() -> None:
-    for count in range(1, 12):
-        pool = RayResourcePool([1], max_colocate_count=count)
-        assert 0 < pool.gpus_per_process * count <= 1
-    assert RayResourcePool([1], use_gpu=False).gpus_per_process == 0
 
 
 def test_groups_on_parts_of_a_pool_run_in_their_own_slots(pool: RayResourcePool) -> None:

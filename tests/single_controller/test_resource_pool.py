@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -101,3 +102,25 @@ def test_only_the_whole_gives_devices_back_and_its_parts_know(monkeypatch: pytes
     assert given_back == ["all1", "all2"]
     with pytest.raises(PlacementError, match="'all_split_0' was made of a pool that has been released"):
         part.take_place()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"process_on_nodes": []}, "at least one process"),
+        ({"process_on_nodes": [2, 0]}, "at least one process"),
+        ({"process_on_nodes": [1], "max_colocate_count": 0}, "max_colocate_count"),
+        ({"process_on_nodes": [1], "detached": True}, "die with their driver"),
+    ],
+    ids=str,
+)
+def test_wrong_pools_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RayResourcePool(**arguments)
+
+
+def test_shares_of_a_gpu_never_exceed_it() -> None:
+    for count in range(1, 12):
+        pool = RayResourcePool([1], max_colocate_count=count)
+        assert 0 < pool.gpus_per_process * count <= 1
+    assert RayResourcePool([1], use_gpu=False).gpus_per_process == 0

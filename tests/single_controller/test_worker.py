@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 
 from hrl.single_controller.dispatch import Dispatch, register
@@ -59,10 +62,21 @@ def test_a_fused_class_can_be_the_class_of_a_group() -> None:
     assert spec.roles() == {"FusedWorker_actor_critic": spec} and spec().actor.name == "a"
 
 
-def test_a_role_is_one_class() -> None:
-    merged = create_colocated_worker_cls({"actor": RayClassWithInitArgs(Named, "a", [])})
-    for make in (create_colocated_worker_cls, create_colocated_worker_raw_cls):
-        with pytest.raises(TypeError, match="'both' must be a RayClassWithInitArgs of one class"):
-            make({"both": merged})
-        with pytest.raises(ValueError, match="at least one role"):
-            make({})
+@pytest.mark.parametrize("create", [create_colocated_worker_cls, create_colocated_worker_raw_cls])
+def test_wrong_roles_are_refused(create: Callable[[dict[str, RayClassWithInitArgs]], Any]) -> None:
+    named = RayClassWithInitArgs(Named, "n", [])
+    with pytest.raises(ValueError, match="at least one role"):
+        create({})
+    with pytest.raises(ValueError, match="not a Python name"):
+        create({"actor-rollout": named})
+    with pytest.raises(TypeError, match="'both' must be a RayClassWithInitArgs of one class"):
+        create({"both": create_colocated_worker_cls({"actor": named})})
+    with pytest.raises(TypeError, match="subclasses of Worker"):
+        RayClassWithInitArgs(dict)
+
+    class Odd(Worker):
+        @register()
+        def b_greet(self) -> None: ...
+
+    with pytest.raises(ValueError, match="would both be called a_b_greet"):
+        create({"a": RayClassWithInitArgs(Odd), "a_b": named})
