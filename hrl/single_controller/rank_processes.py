@@ -138,7 +138,7 @@ class PendingCalls:
             deadline, waiting_s = min(deadline, time.monotonic() + timeout_s), timeout_s
         if not self._all_taken(deadline):
             raise self._timed_out(sorted(self._open.values()), waiting_s)
-        return self._results
+        return list(self._results)
 
     def done(self) -> bool:
         """Return whether `get` would return at once; raise what `get` would raise at once."""
