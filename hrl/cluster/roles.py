@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
-
-from hrl.config import resolve_placement
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hrl.config.placement import Placement
     from hrl.single_controller.resource_pool import RayResourcePool
 
 
@@ -67,9 +66,7 @@ class ResourcePoolManager:
         return sum(sum(self.resource_pool_spec[name]) for name in set(self.mapping.values()))
 
 
-def pool_manager_of(config: Any, *, use_gpu: bool) -> ResourcePoolManager:
-    """Return the pool manager of a configuration (`trainer.resource_pools` and `trainer.role_pools`)."""
-    placement = resolve_placement(config)
+def pool_manager_of(placement: Placement, *, use_gpu: bool) -> ResourcePoolManager:
+    """Return the pool manager of a run's placement."""
     pools = {name: list(counts) for name, counts in placement.pools.items()}
-    mapping = {Role(role): pool for role, pool in placement.roles.items()}
-    return ResourcePoolManager(pools, mapping, use_gpu=use_gpu)
+    return ResourcePoolManager(pools, {Role(role): pool for role, pool in placement.roles.items()}, use_gpu=use_gpu)

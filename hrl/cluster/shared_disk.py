@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from hrl.cluster.checkpoints import CheckpointError
 from hrl.report.run_folder import writing_to
-from hrl.workers.folder import file_sizes
+from hrl.workers.model_worker import file_sizes
 
 _TOKEN_PATIENCE_S = 5.0
 _SHARDS_PATIENCE_S = 60.0

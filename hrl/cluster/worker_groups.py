@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hrl.cluster.roles import ResourcePoolManager, Role
+from hrl.config.actor import ActorConfig, ActorRolloutRefConfig
 from hrl.config.arithmetic import step_sizes
+from hrl.config.offline import OfflineConfig
+from hrl.config.outline import RunConfiguration
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.trainer import TimeoutsConfig
+from hrl.metrics import reduce_metrics
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.single_controller.errors import WorkerError, WorkerTimeoutError
 from hrl.single_controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
@@ -21,26 +27,46 @@ from hrl.workers.runtime import Runtime
 
 #: The engine last, so that it sees how much memory the others left.
 LOAD_ORDER = (Role.Critic, Role.RefPolicy, Role.RewardModel, Role.Actor, Role.ActorRollout, Role.Rollout)
-#: How long to look for what befell a receiver once a weight broadcast has failed at its sender.
+#: How long to wait for a receiver's own error once a weight broadcast has failed at its sender.
 CAUSE_NOTICE_S = 10.0
+#: Where a checkpoint keeps a role's state, if not under its name.
+_FOLDERS = {Role.ActorRollout: "actor"}
 
 
 def worker_mapping(
-    config: Any, roles: list[Role], runtime: Runtime, paths: dict[Role, str], total_training_steps: int
-) -> dict[Role, Any]:
+    config: RunConfiguration,
+    roles: Iterable[Role],
+    runtime: Runtime,
+    folders: Mapping[str, Path],
+    total_training_steps: int,
+) -> dict[Role, RayClassWithInitArgs]:
     """Return the worker class of every role with its arguments.
 
     Args:
         config: The whole configuration.
         roles: The roles to build.
         runtime: What every process needs to know.
-        paths: Local model folder by role.
+        folders: Local folders of the models of `Outline.models`.
         total_training_steps: Steps of the trainer; schedules run over the optimizer steps these make.
     """
-    actor_steps = max(total_training_steps - config.trainer.critic_warmup, 0) * step_sizes(config).optimizer_steps
-    critic_steps = total_training_steps * step_sizes(config, config.critic).optimizer_steps
+    if isinstance(config, PPOTrainerConfig):
+        built = _ppo_workers(config, total_training_steps)
+    else:
+        built = _offline_workers(config, total_training_steps)
+    folder_of = {Role.Critic: "critic", Role.RewardModel: "rm"}
+    paths = {role: str(folders[folder_of.get(role, "actor")]) for role in roles}
+    return {
+        role: RayClassWithInitArgs(worker, *arguments, runtime=runtime, model_path=paths[role])
+        for role, (worker, *arguments) in built.items()
+        if role in paths
+    }
+
+
+def _ppo_workers(config: PPOTrainerConfig, steps: int) -> dict[Role, tuple[Any, ...]]:
+    actor_steps = max(steps - config.trainer.critic_warmup, 0) * step_sizes(config).optimizer_steps
+    critic_steps = steps * step_sizes(config, config.critic).optimizer_steps
     policy = with_absolute_tokenizer(config.actor_rollout_ref)
-    built = {
+    return {
         Role.ActorRollout: (ActorRolloutRefWorker, policy, "actor_rollout", actor_steps),
         Role.Actor: (ActorRolloutRefWorker, policy, "actor", actor_steps),
         Role.Rollout: (ActorRolloutRefWorker, policy, "rollout"),
@@ -48,14 +74,23 @@ def worker_mapping(
         Role.Critic: (CriticWorker, config.critic, critic_steps),
         Role.RewardModel: (RewardModelWorker, config.reward.reward_model),
     }
+
+
+def _offline_workers(config: OfflineConfig, steps: int) -> dict[Role, tuple[Any, ...]]:
+    learner = ActorConfig(
+        optim=config.optim,
+        grad_clip=config.optim.clip_grad,
+        fsdp_config=config.model.fsdp_config,
+        checkpoint=config.checkpoint,
+    )
+    policy = ActorRolloutRefConfig(model=config.model, actor=learner)
     return {
-        role: RayClassWithInitArgs(worker, *arguments, runtime=runtime, model_path=paths[role])
-        for role, (worker, *arguments) in built.items()
-        if role in roles
+        Role.Actor: (ActorRolloutRefWorker, policy, "actor", steps),
+        Role.RewardModel: (RewardModelWorker, config, learner, steps),
     }
 
 
-def with_absolute_tokenizer(policy: Any) -> Any:
+def with_absolute_tokenizer(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
     """`actor_rollout_ref` with a tokenizer's folder as processes in other folders find it."""
     path = policy.model.tokenizer_path
     if path is None:
@@ -64,121 +99,124 @@ def with_absolute_tokenizer(policy: Any) -> Any:
     return policy.model_copy(update={"model": model})
 
 
-def start_processes(
-    config: Any,
-    role_worker_mapping: dict[Role, Any],
-    manager: ResourcePoolManager,
-    worker_group_cls: type[RayWorkerGroup],
-) -> tuple[dict[Role, RayWorkerGroup], list[RayWorkerGroup]]:
-    """Start one process per rank of every pool, with an object for each role on that pool; all pools side by side.
-
-    Returns:
-        The group of every role, and the groups of processes, one per pool.
-
-    Raises:
-        PlacementError: The cluster lacks what a pool needs.
-        WorkerError: A worker could not be constructed.
-    """
-    manager.create_resource_pool()
-    by_pool: dict[str, dict[str, Any]] = defaultdict(dict)
-    for role, worker in role_worker_mapping.items():
-        by_pool[manager.mapping[role]][role.value] = worker
-    timeouts = config.trainer.timeouts
-    started: list[RayWorkerGroup] = []
-    try:
-        for pool, class_dict in by_pool.items():
-            started.append(
-                worker_group_cls(
-                    resource_pool=manager.resource_pool_dict[pool],
-                    ray_cls_with_init=create_colocated_worker_cls(class_dict),
-                    name_prefix=pool,
-                    call_timeout_s=timeouts.call_s,
-                    start_timeout_s=timeouts.init_s,
-                    wait=False,
-                )
-            )
-        worker_group_cls.start_together(started)
-    except BaseException:  # Ctrl-C included: no process stays behind
-        for group in started:
-            group.shutdown()
-        raise
-    groups: dict[Role, RayWorkerGroup] = {}
-    for processes, class_dict in zip(started, by_pool.values(), strict=True):
-        groups |= {Role(name): group for name, group in processes.spawn(prefix_set=class_dict).items()}
-    return groups, started
-
-
-def build_worker_groups(
-    config: Any,
-    role_worker_mapping: dict[Role, Any],
-    manager: ResourcePoolManager,
-    worker_group_cls: type[RayWorkerGroup],
-) -> WorkerGroups:
-    """Start the processes of a PPO run; raises as `start_processes`."""
-    groups, started = start_processes(config, role_worker_mapping, manager, worker_group_cls)
-    merged = groups.get(Role.ActorRollout)
-    return WorkerGroups(
-        actor=merged or groups[Role.Actor],
-        rollout=merged or groups[Role.Rollout],
-        ref=groups.get(Role.RefPolicy),
-        critic=groups.get(Role.Critic),
-        rm=groups.get(Role.RewardModel),
-        processes=started,
-        load_order=[
-            [groups[role] for role in LOAD_ORDER if manager.mapping.get(role) == pool]
-            for pool in dict.fromkeys(manager.mapping.values())
-        ],
-        timeouts=config.trainer.timeouts,
-        sync_timeout_s=config.actor_rollout_ref.rollout.weight_sync.driver_timeout_s,
-    )
-
-
-def _raise_cause_in(receiving: GroupFuture, consequence: WorkerError) -> None:
-    """Raise what befell a receiver, of which a sender only knows that it is gone; returns if that is nothing."""
-    try:
-        receiving.get(timeout_s=CAUSE_NOTICE_S)
-    except WorkerTimeoutError:
-        return
-    except WorkerError as cause:
-        raise cause from consequence
-
-
-def _least_read_back(engines: Sequence[dict[str, float]]) -> dict[str, float]:
-    key = "weight_sync/read_back_tensors"
-    return {key: min(engine[key] for engine in engines)} if engines else {}
-
-
 @dataclass
 class WorkerGroups:
-    """One worker group per role; `actor` and `rollout` are the same group where the hybrid engine merges them.
+    """The worker groups of a run, by role: of a PPO run all that it has, of an offline run one.
 
     Attributes:
+        groups: The group of every role.
+        learners: Roles whose models learn and are saved, the one whose weights are exported first.
         processes: The groups by process, one per pool.
         load_order: For each pool, the groups on it in the order in which their models are loaded.
-        timeouts: Seconds for initialisation (`init_s`) and a phase (`call_s`).
-        sync_timeout_s: For a weight sync.
+        init_timeout_s: For loading one model.
     """
 
-    actor: Any
-    rollout: Any
-    ref: Any
-    critic: Any
-    rm: Any
-    processes: list[Any]
-    load_order: list[list[Any]]
-    timeouts: Any
-    sync_timeout_s: float
+    groups: Mapping[Role, RayWorkerGroup]
+    learners: Sequence[Role]
+    processes: Sequence[RayWorkerGroup]
+    load_order: Sequence[Sequence[RayWorkerGroup]]
+    init_timeout_s: float
     _weight_group: tuple[Any, ...] = ()
 
+    @classmethod
+    def start(
+        cls,
+        role_worker_mapping: Mapping[Role, RayClassWithInitArgs],
+        manager: ResourcePoolManager,
+        timeouts: TimeoutsConfig,
+        worker_group_cls: type[RayWorkerGroup],
+        learners: Sequence[Role],
+    ) -> WorkerGroups:
+        """Start one process per rank of every pool, with an object for each role on that pool; all pools side by side.
+
+        Args:
+            role_worker_mapping: The worker class of every role, with its arguments.
+            manager: Which role runs on which pool.
+            timeouts: For a start and for a call.
+            worker_group_cls: Starts the processes of a pool.
+            learners: Roles whose models learn, where the run has them.
+
+        Raises:
+            PlacementError: The cluster lacks what a pool needs.
+            WorkerError: A worker could not be constructed.
+        """
+        manager.create_resource_pool()
+        by_pool: dict[str, dict[str, Any]] = defaultdict(dict)
+        for role, worker in role_worker_mapping.items():
+            by_pool[manager.mapping[role]][role.value] = worker
+        started: list[RayWorkerGroup] = []
+        try:
+            for pool, class_dict in by_pool.items():
+                started.append(
+                    worker_group_cls(
+                        resource_pool=manager.resource_pool_dict[pool],
+                        ray_cls_with_init=create_colocated_worker_cls(class_dict),
+                        name_prefix=pool,
+                        call_timeout_s=timeouts.call_s,
+                        start_timeout_s=timeouts.init_s,
+                        wait=False,
+                    )
+                )
+            worker_group_cls.start_together(started)
+        except BaseException:  # Ctrl-C included: no process stays behind
+            for group in started:
+                group.shutdown()
+            raise
+        groups: dict[Role, RayWorkerGroup] = {}
+        for processes, class_dict in zip(started, by_pool.values(), strict=True):
+            groups |= {Role(name): group for name, group in processes.spawn(prefix_set=class_dict).items()}
+        return cls(
+            groups=groups,
+            learners=[role for role in learners if role in groups],
+            processes=started,
+            load_order=[
+                [groups[role] for role in LOAD_ORDER if role in groups and manager.mapping[role] == pool]
+                for pool in by_pool
+            ],
+            init_timeout_s=timeouts.init_s,
+        )
+
+    # ------------------------------------------------------------------ roles
+
+    def _first_of(self, *roles: Role) -> Any:
+        return next((self.groups[role] for role in roles if role in self.groups), None)
+
     @property
-    def merged(self) -> bool:
-        """Whether the policy and its engines share processes, so that weights pass by memory handles."""
-        return self.actor is self.rollout
+    def actor(self) -> Any:
+        """The policy that learns."""
+        return self._first_of(Role.ActorRollout, Role.Actor)
+
+    @property
+    def rollout(self) -> Any:
+        """The engines; None in a run that does not sample."""
+        return self._first_of(Role.ActorRollout, Role.Rollout)
+
+    @property
+    def ref(self) -> Any:
+        """The reference policy; None without one."""
+        return self._first_of(Role.RefPolicy)
+
+    @property
+    def critic(self) -> Any:
+        """The critic; None without one."""
+        return self._first_of(Role.Critic)
+
+    @property
+    def rm(self) -> Any:
+        """The reward model; None without one."""
+        return self._first_of(Role.RewardModel)
+
+    @property
+    def model(self) -> Any:
+        """The model that learns, and is exported for transformers and vLLM."""
+        return self.groups[self.learners[0]]
 
     @property
     def trained(self) -> list[Any]:
         """The groups whose models learn, and are saved."""
-        return [group for group in (self.actor, self.critic) if group is not None]
+        return [self.groups[role] for role in self.learners]
+
+    # ------------------------------------------------------------------ from start to end
 
     def init_models(self) -> None:
         """Load every model and start the engines: pools side by side, the roles of a pool one after the other.
@@ -188,23 +226,23 @@ class WorkerGroups:
         """
         loading = [
             # The processes of a pool take their calls in turn: each one's deadline holds the time of those before it.
-            group.with_timeout(place * self.timeouts.init_s).execute_all_async("init_model")
+            group.with_timeout(place * self.init_timeout_s).execute_all_async("init_model")
             for groups in self.load_order
             for place, group in enumerate(groups, 1)
         ]
         wait_for_all(loading)
-        if not self.merged:
+        if self.rollout is not None and self.rollout is not self.actor:
             nodes = {*self.actor.node_ips, *self.rollout.node_ips}
             address = "127.0.0.1" if len(nodes) == 1 else self.actor.node_ips[0]
             self._weight_group = self.actor.open_weight_broadcast(self.rollout.world_size, address)
 
-    def sync_weights(self, version: int) -> dict[str, float]:
+    def sync_weights(self, version: int, timeout_s: float) -> dict[str, float]:
         """Give every engine the policy's weights as `version`; returns the sender's figures as metrics.
 
         On separate pools there is one group of trainer rank 0 and all processes of all engines.
         """
-        actor, rollout = (group.with_timeout(self.sync_timeout_s) for group in (self.actor, self.rollout))
-        if self.merged:
+        actor, rollout = (group.with_timeout(timeout_s) for group in (self.actor, self.rollout))
+        if self.actor is self.rollout:  # weights pass by memory handles within each process
             engines = [engine for engine in actor.sync_weights(version) if engine]
             slowest = max(engines, key=lambda engine: engine["weight_sync/seconds"])
             return slowest | _least_read_back(engines)
@@ -219,18 +257,41 @@ class WorkerGroups:
         return senders[0] | _least_read_back([engine for engine in engines if engine])
 
     def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Write the state of the trained roles below `folder`."""
-        self.actor.save_checkpoint(str(folder / "actor"), str(folder / "hf") if "hf_model" in contents else None)
-        if self.critic is not None:
-            self.critic.save_checkpoint(str(folder / "critic"))
+        """Write the state of every model that learns below `folder`, and a transformers folder `hf` where asked."""
+        for role in self.learners:
+            self.groups[role].save_checkpoint(str(folder / _FOLDERS.get(role, role.value)))
+        if "hf_model" in contents:
+            self.model.export_hf(str(folder / "hf"))
 
     def load(self, folder: Path) -> None:
         """Load what `save` wrote."""
-        self.actor.load_checkpoint(str(folder / "actor"))
-        if self.critic is not None:
-            self.critic.load_checkpoint(str(folder / "critic"))
+        for role in self.learners:
+            self.groups[role].load_checkpoint(str(folder / _FOLDERS.get(role, role.value)))
+
+    def peak_memory(self) -> dict[str, float]:
+        """Return `perf/max_memory_gib` and its like: the largest of any rank of any pool."""
+        # Any role of a process speaks for all of them.
+        asked = [getattr(group, f"{group.roles[0]}_peak_memory")() for group in self.processes]
+        ranks = [metrics for answer in asked for metrics in answer.get()]
+        names = sorted({name for metrics in ranks for name in metrics})
+        return reduce_metrics({name: [metrics[name] for metrics in ranks if name in metrics] for name in names})
 
     def shutdown(self) -> None:
         """End every process of every pool."""
         for group in self.processes:
             group.shutdown()
+
+
+def _raise_cause_in(receiving: GroupFuture, consequence: WorkerError) -> None:
+    """Re-raise the receiver's error if it has one; the sender saw only a dropped connection."""
+    try:
+        receiving.get(timeout_s=CAUSE_NOTICE_S)
+    except WorkerTimeoutError:
+        return
+    except WorkerError as cause:
+        raise cause from consequence
+
+
+def _least_read_back(engines: Sequence[dict[str, float]]) -> dict[str, float]:
+    key = "weight_sync/read_back_tensors"
+    return {key: min(engine[key] for engine in engines)} if engines else {}

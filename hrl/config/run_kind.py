@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from hrl.config import arithmetic, rules
 from hrl.config.arithmetic import Fact
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, RMTrainerConfig, SFTTrainerConfig
+from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.rules import Rule
 from hrl.config.section import WholeConfig
@@ -218,7 +219,7 @@ RM = RunKind(
     words=_OFFLINE_WORDS,
 )
 OFFLINE_KINDS: dict[str, RunKind[OfflineConfig]] = {kind.name: kind for kind in (DPO, SFT, RM)}
-KINDS: dict[str, RunKind[WholeConfig]] = {PPO.name: PPO, **OFFLINE_KINDS}
+KINDS: dict[str, RunKind[RunConfiguration]] = {PPO.name: PPO, **OFFLINE_KINDS}
 """By name, as `hrl check` takes it."""
 
 

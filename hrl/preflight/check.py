@@ -16,6 +16,7 @@ from rich.text import Text
 from hrl.config.arithmetic import differences, units_in_words, value_of
 from hrl.config.compose import YOURS, compose_kind, to_yaml
 from hrl.config.help import check_help
+from hrl.config.outline import RunConfiguration
 from hrl.config.run_kind import KINDS, RunKind
 from hrl.config.section import WholeConfig, leaves
 from hrl.errors import ConfigError
@@ -67,7 +68,7 @@ def check(
         return 0
     try:
         config = compose_kind(kind, overrides)
-        findings, rows = (None, None) if config_only else look(kind, config)
+        findings, rows = (None, None) if config_only else look(config)
         if findings is not None:
             findings.raise_problems()
     except ConfigError as error:
@@ -81,21 +82,15 @@ def check(
     return 0
 
 
-def look(kind: RunKind[WholeConfig], config: WholeConfig) -> tuple[Findings, int | None]:
+def look(config: RunConfiguration) -> tuple[Findings, int | None]:
     """Take the look of a run, without downloading anything.
 
     Returns:
         What was found; and the number of training rows, where they could be read.
     """
-    ready: Any
-    if kind.name == "ppo":
-        from hrl.preflight.ppo import inspect_run
+    from hrl.preflight.preflight import inspect_run
 
-        ready, findings = inspect_run(config, download=False)  # type: ignore[arg-type]
-    else:
-        from hrl.preflight.offline import inspect_offline
-
-        ready, findings = inspect_offline(kind.name, config, download=False)  # type: ignore[arg-type]
+    ready, findings = inspect_run(config, download=False)
     return findings, None if ready is None else len(ready.train_dataset)
 
 

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
+from hrl.config.arithmetic import Fact
+from hrl.config.trainer import RunConfig
+from hrl.preflight.findings import Findings
 from hrl.report.run_folder import (
     LOCK_NAME,
     RunFolder,
@@ -47,7 +50,7 @@ class FolderPlan:
         return f"{self.path}, {'there' if self.path.is_dir() else 'new'}{start}"
 
 
-def plan_run_folder(trainer: Any, train_dataset: Any) -> FolderPlan:
+def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
     """Decides where a run begins, and looks whether its folder can be had.
 
     Args:
@@ -94,3 +97,10 @@ def check_writable(path: Path) -> None:
             fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # goes with the file, at the end of the block
         except BlockingIOError:
             raise in_use(path, opened) from None
+
+
+def look_at_run_folder(findings: Findings, trainer: RunConfig, train_dataset: Any) -> None:
+    """The run folder can be had; see `plan_run_folder`."""
+    resumed = trainer.resume_mode == "resume_path"
+    with findings.about("trainer.resume_from_path" if resumed else "trainer.default_local_dir"):
+        findings.facts.append(Fact("run folder", str(plan_run_folder(trainer, train_dataset))))

@@ -10,20 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from hrl.config.actor import ActorConfig
+from hrl.config.arithmetic import Fact
 from hrl.config.critic import CriticConfig
+from hrl.config.model import ForwardShardingConfig, FsdpConfig
+from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig, RMTrainerConfig
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.footprint import Footprint
 from hrl.models.loading import dtype_of
 from hrl.models.ops.log_prob import default_chunk
-from hrl.preflight.memory_phases import GIB, Entry, Ledger, Phase, gib
 from hrl.workers.engine.sharding import keeps_cast_parameters
 
+GIB = 1 << 30
 #: AdamW's two moments of one weight, both float32.
 _MOMENT_BYTES = 8
 #: Gradients are reduced, and the head's gradient summed up, in float32.
@@ -41,6 +44,63 @@ _ASLEEP_BYTES = int(1.5 * GIB)
 _ENGINE_WORK_BYTES = 1 * GIB
 #: Libraries and interpreter of a process on a CPU: of a rank, of an engine's two processes, of the driver with Ray's.
 _RANK_BYTES, _ENGINE_BYTES, _DRIVER_BYTES = int(0.9 * GIB), int(1.9 * GIB), int(2.0 * GIB)
+
+
+class Entry(NamedTuple):
+    """One item of a phase.
+
+    Attributes:
+        label: What it is.
+        num_bytes: How large.
+        certain: It follows from the configuration; others are upper estimates, such as activations of the largest
+            micro-batch that the configuration allows.
+    """
+
+    label: str
+    num_bytes: float
+    certain: bool = True
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What is resident at the worst moment of a phase."""
+
+    name: str
+    entries: tuple[Entry, ...]
+
+    @property
+    def num_bytes(self) -> float:
+        """The sum."""
+        return sum(entry.num_bytes for entry in self.entries)
+
+    @property
+    def certain_bytes(self) -> float:
+        """The sum of what is no estimate."""
+        return sum(entry.num_bytes for entry in self.entries if entry.certain)
+
+    def in_words(self) -> str:
+        """Return the sum and its parts, the largest first."""
+        parts = sorted(self.entries, key=lambda entry: entry.num_bytes, reverse=True)
+        listed = ", ".join(f"{entry.label} {gib(entry.num_bytes)}" for entry in parts if entry.num_bytes >= GIB / 20)
+        return f"{gib(self.num_bytes)} GiB: {listed}"
+
+
+@dataclass(frozen=True)
+class Ledger:
+    """The phases of what shares one memory.
+
+    Attributes:
+        where: A GPU of a pool, or the machine.
+        phases: In the order of a step.
+    """
+
+    where: str
+    phases: tuple[Phase, ...]
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda phase: phase.num_bytes)
 
 
 @dataclass(frozen=True)
@@ -194,18 +254,19 @@ def ppo_ledgers(
     return [Ledger(f"each GPU of pool {pool}", tuple(_card(*parts, capacity_bytes))) for pool, parts in pools.items()]
 
 
-def offline_ledger(config: Any, size: Footprint, device: str, *, has_head: bool, has_reference: bool) -> Ledger:
+def offline_ledger(config: OfflineConfig, size: Footprint, device: str) -> Ledger:
     """Return the account of a run of `main_sft`, `main_dpo` or `main_rm`; see `ppo_ledgers`.
 
     Args:
         config: The validated configuration, with a dtype in the place of every `auto`.
         size: Of the model.
         device: `cpu` or `cuda`.
-        has_head: It computes log-probs.
-        has_reference: Log-probs of the model before its first step are computed once, before anything is trained.
     """
     data, ranks = config.data, config.num_processes
-    rows = 2 if hasattr(data, "chosen_key") else 1
+    rows = 2 if isinstance(data, PairDataConfig) else 1
+    has_head = not isinstance(config, RMTrainerConfig)  # it computes log-probs
+    # Log-probs of the model before its first step are computed once, before anything is trained.
+    has_reference = isinstance(config, DPOTrainerConfig) and config.needs_reference
     tokens = _tokens(data.micro_batch_size_per_gpu, data.max_token_len_per_gpu, rows * data.max_length)
     recompute = config.model.enable_gradient_checkpointing
     model = _resident(
@@ -228,7 +289,7 @@ def _tokens(micro_batch_rows: int | None, budget: int, longest_row: int) -> int:
 def _resident(
     name: str,
     size: Footprint,
-    fsdp: Any,
+    fsdp: FsdpConfig | ForwardShardingConfig,
     ranks: int,
     tokens: int,
     device: str,
@@ -249,7 +310,7 @@ def _resident(
         recompute=recompute,
         keeps_cast=keeps_cast_parameters(ranks, torch.device(device), reshard),
         param_offload=fsdp.param_offload and device != "cpu",
-        optimizer_offload=train and fsdp.optimizer_offload and device != "cpu",
+        optimizer_offload=isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload and device != "cpu",
         has_head=head,
         chunk=default_chunk(torch.device(device)),
     )
@@ -285,7 +346,7 @@ def _models_of(
     """Return the models of the processes that hold `roles`."""
     policy, critic, rm = config.actor_rollout_ref, config.critic, config.reward.reward_model
     actor, ref, batch = policy.actor, policy.ref, config.data.train_batch_size
-    updates: dict[str, tuple[ActorConfig | CriticConfig, Any, bool]] = {
+    updates: dict[str, tuple[ActorConfig | CriticConfig, FsdpConfig, bool]] = {
         "actor": (actor, actor.fsdp_config, policy.model.enable_gradient_checkpointing),
         "critic": (critic, critic.model.fsdp_config, critic.model.enable_gradient_checkpointing),
     }
@@ -429,3 +490,34 @@ def _machine(
             scaled = [Entry(e.label, processes[pool] * e.num_bytes, e.certain) for e in work]
             phases.append(Phase(f"{model.name} {'update' if model.trained else 'scores'}", (*base, *scaled)))
     return Ledger("this machine", tuple(phases))
+
+
+# ---------------------------------------------------------------------------------------------- judged and told
+
+
+def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
+    """Return what to say of an account of which already what is certain does not fit; None where that does."""
+    worst = max(ledger.phases, key=lambda phase: phase.certain_bytes)
+    if worst.certain_bytes <= capacity_bytes:
+        return None
+    certain = Phase(worst.name, tuple(entry for entry in worst.entries if entry.certain))
+    needs = f"the phase {worst.name!r} takes at least {certain.in_words()}"
+    return f"{ledger.where} has {gib(capacity_bytes)} GiB, and {needs}"
+
+
+def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
+    """Return what to say of an account that fits only if its micro-batches stay below what the configuration allows."""
+    peak = ledger.peak
+    if peak.num_bytes <= capacity_bytes or too_large(ledger, capacity_bytes) is not None:
+        return None
+    return f"{ledger.where} has {gib(capacity_bytes)} GiB, and the phase {peak.name!r} may take {peak.in_words()}"
+
+
+def gib(num_bytes: float) -> str:
+    """Return a number of GiB, with one digit behind the point below 100."""
+    return f"{num_bytes / GIB:.1f}" if num_bytes < 100 * GIB else f"{num_bytes / GIB:,.0f}"
+
+
+def in_words(ledgers: Iterable[Ledger]) -> list[Fact]:
+    """Return a line for each phase."""
+    return [Fact(f"{phase.name}, {ledger.where}", phase.in_words()) for ledger in ledgers for phase in ledger.phases]

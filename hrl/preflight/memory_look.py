@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -12,79 +11,77 @@ import torch
 from hrl.cluster.precision import with_dtypes
 from hrl.config.actor import ActorConfig
 from hrl.config.arithmetic import Fact
-from hrl.config.offline import DPOTrainerConfig, OfflineConfig, RMTrainerConfig
+from hrl.config.model import FsdpConfig
+from hrl.config.outline import Outline, RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.trainer import RunConfig
 from hrl.models.footprint import Footprint, FootprintError, footprint
 from hrl.models.loading import ModelSource
 from hrl.preflight.findings import Findings
-from hrl.preflight.looks import gpus_here, joins_a_cluster
-from hrl.preflight.memory_ledger import engine_too_small, offline_ledger, ppo_ledgers
-from hrl.preflight.memory_phases import Ledger, gib, in_words, perhaps_too_large, too_large
+from hrl.preflight.machine_look import gpus_here, joins_a_cluster
+from hrl.preflight.memory_ledger import (
+    Ledger,
+    engine_too_small,
+    gib,
+    in_words,
+    offline_ledger,
+    perhaps_too_large,
+    ppo_ledgers,
+    too_large,
+)
 
 _CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")
 _UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
-def look_at_memory(
-    findings: Findings, config: PPOTrainerConfig, policy: Path, critic: Path | None, reward_model: Path | None
-) -> None:
-    """Add up what a PPO run takes, and refuses what can't fit.
+def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outline, folders: Mapping[str, Path]) -> None:
+    """Add up what a run takes, and refuse what can't fit; nothing where a model was not found.
 
     Args:
         findings: Takes what was found.
         config: The validated configuration.
-        policy: Its folder.
-        critic: Likewise; None where the run has none.
-        reward_model: Likewise.
+        outline: Of the run.
+        folders: Of its models, by role.
     """
-    device, capacity = device_and_capacity(config.trainer)
-    config = with_dtypes(config, device)
-    roles = config.actor_rollout_ref
-    row = config.data.max_prompt_length + config.data.max_response_length
-    trust = roles.model.trust_remote_code
-    folders = {"actor": (policy, roles.model.override_config)}
-    if critic is not None:
-        folders["critic"] = (critic, config.critic.model.override_config)
-    if reward_model is not None:
-        folders["rm"] = (reward_model, {})
-    sizes = {}
-    for role, (folder, override) in folders.items():
-        size = _size(findings, ModelSource.to_look_at(folder, override, trust_remote_code=trust, max_model_len=row))
-        if size is None:
-            return
-        sizes[role] = size
-    if device != "cpu" and capacity is not None:
-        small = engine_too_small(roles.rollout.gpu_memory_utilization * capacity, config, sizes["actor"])
-        if small is not None:
-            findings.problem(_UTILIZATION, f"{small}.", "Raise it, or spread the engine: tensor_model_parallel_size.")
-    ledgers = ppo_ledgers(config, sizes, device, capacity)
-    section = "actor_rollout_ref.actor"
-    levers = [*_levers(section, "actor_rollout_ref.model", roles.actor, roles.model, device), *_fewer(config, device)]
-    _note(findings, ledgers, sizes["actor"], capacity, f"{section}.fsdp_config", levers)
-
-
-def look_at_offline_memory(findings: Findings, config: OfflineConfig, folder: Path) -> None:
-    """As `look_at_memory`, for a run without a sampler."""
-    device, capacity = device_and_capacity(config.trainer)
-    config = with_dtypes(config, device)
-    model = config.model
-    source = ModelSource.to_look_at(
-        folder,
-        model.override_config,
-        trust_remote_code=model.trust_remote_code,
-        max_model_len=config.data.max_length,
-    )
-    size = _size(findings, source)
-    if size is None:
+    if outline.models.keys() != folders.keys():
         return
-    reference = isinstance(config, DPOTrainerConfig) and config.needs_reference
-    head = not isinstance(config, RMTrainerConfig)
-    ledger = offline_ledger(config, size, device, has_head=head, has_reference=reference)
-    levers = [*_levers("model", "model", model, model, device), "lower data.max_token_len_per_gpu"]
-    _note(findings, [ledger], size, capacity, "model.fsdp_config", levers)
+    device, capacity = device_and_capacity(config.trainer)
+    config = with_dtypes(config, device)
+    sizes = {}
+    for role, model in outline.models.items():
+        source = ModelSource.to_look_at(
+            folders[role],
+            model.override_config,
+            trust_remote_code=outline.model.trust_remote_code,
+            max_model_len=outline.lengths.total,
+        )
+        try:
+            sizes[role] = footprint(source)
+        except FootprintError as error:
+            findings.unchecked.append(f"memory: {error}")
+            return
+    learner = next(iter(sizes.values()))
+    if isinstance(config, PPOTrainerConfig):
+        if device != "cpu" and capacity is not None:
+            share = config.actor_rollout_ref.rollout.gpu_memory_utilization * capacity
+            small = engine_too_small(share, config, learner)
+            if small is not None:
+                hint = "Raise it, or spread the engine: tensor_model_parallel_size."
+                findings.problem(_UTILIZATION, f"{small}.", hint)
+        ledgers = ppo_ledgers(config, sizes, device, capacity)
+        section, fsdp, fewer = (
+            "actor_rollout_ref.actor",
+            config.actor_rollout_ref.actor.fsdp_config,
+            _fewer(config, device),
+        )
+    else:
+        ledgers = [offline_ledger(config, learner, device)]
+        section, fsdp, fewer = "model", config.model.fsdp_config, iter(["lower data.max_token_len_per_gpu"])
+    levers = [*_levers(f"{section}.fsdp_config", fsdp, outline, device), *fewer]
+    _note(findings, ledgers, learner, capacity, f"{section}.fsdp_config", levers)
 
 
-def device_and_capacity(trainer: Any) -> tuple[str, float | None]:
+def device_and_capacity(trainer: RunConfig) -> tuple[str, float | None]:
     """`cpu` or `cuda`, as a run will choose it, and the bytes of a card or of the machine; None where unknown."""
     if joins_a_cluster(trainer):
         return ("cpu" if trainer.device == "cpu" else "cuda"), None
@@ -103,23 +100,14 @@ def memory_here() -> float:
     return total
 
 
-def _size(findings: Findings, source: ModelSource) -> Footprint | None:
-    try:
-        return footprint(source)
-    except FootprintError as error:
-        findings.unchecked.append(f"memory: {error}")
-        return None
-
-
-def _levers(section: str, model_key: str, trained: Any, model: Any, device: str) -> Iterator[str]:
+def _levers(section: str, fsdp: FsdpConfig, outline: Outline, device: str) -> Iterator[str]:
     """Yield what of a trained model can still be moved off a GPU or made again."""
-    fsdp = trained.fsdp_config
     if device != "cpu" and not fsdp.optimizer_offload:
-        yield f"{section}.fsdp_config.optimizer_offload=true"
+        yield f"{section}.optimizer_offload=true"
     if device != "cpu" and not fsdp.param_offload:
-        yield f"{section}.fsdp_config.param_offload=true"
-    if not model.enable_gradient_checkpointing:
-        yield f"{model_key}.enable_gradient_checkpointing=true"
+        yield f"{section}.param_offload=true"
+    if not outline.model.enable_gradient_checkpointing:
+        yield f"{outline.section}.enable_gradient_checkpointing=true"
 
 
 def _fewer(config: PPOTrainerConfig, device: str) -> Iterator[str]:

@@ -10,18 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from hrl.batching.lengths import lengths_of
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
+from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.shared_disk import require_all_shards, require_shared
+from hrl.cluster.worker_groups import WorkerGroups
 from hrl.data.order import differences
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens
 from hrl.report.run_folder import writing_to
 from hrl.single_controller.errors import phase as worker_phase
-from hrl.trainer.memory import peak_memory
+from hrl.single_controller.worker import RayClassWithInitArgs
+from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 
 if TYPE_CHECKING:
@@ -30,52 +33,35 @@ if TYPE_CHECKING:
     from hrl.report.reporter import RunReporter
 
 
-class Workers(Protocol):
-    """The worker processes of a run, as far as the loop knows them.
-
-    Attributes:
-        processes: One group per pool.
-        trained: The groups whose models learn, and are saved.
-    """
-
-    processes: list[Any]
-
-    @property
-    def trained(self) -> list[Any]: ...
-
-    def save(self, folder: Path, contents: Sequence[str]) -> None:
-        """Write the state of every trained role below `folder`."""
-
-    def load(self, folder: Path) -> None:
-        """Load what `save` wrote."""
-
-    def shutdown(self) -> None:
-        """End every process."""
-
-
-W = TypeVar("W", bound=Workers)
-
-
-class TrainingLoop(ABC, Generic[W]):
+class TrainingLoop(ABC):
     """`fit` and what it needs, for any trainer.
 
     Args:
         config: The validated configuration; the loop reads its `trainer` section and `data.train_batch_size`.
         tokenizer: Saved beside the weights of a checkpoint.
+        role_worker_mapping: The worker class of every role, with its arguments (`RayClassWithInitArgs`).
+        resource_pool_manager: Which role runs on which pool.
+        ray_worker_group_cls: Starts the processes of a pool.
         train_dataset: Rows to train on, with their `order` and `fingerprint`.
         val_dataset: Rows to validate on, `None` for no validation.
         reporter: Timers, metrics and pictures of the run.
         total_training_steps: Where the run ends.
 
     Attributes:
+        learners: Roles whose models learn and are saved, where the run has them; the first is exported.
         global_steps: Steps done, the running one included.
         data_position: Where the next batch starts.
     """
+
+    learners: ClassVar[tuple[Role, ...]]
 
     def __init__(
         self,
         config: Any,
         tokenizer: PreTrainedTokenizerBase,
+        role_worker_mapping: Mapping[Role, RayClassWithInitArgs],
+        resource_pool_manager: ResourcePoolManager,
+        ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
         *,
         train_dataset: Any,
         val_dataset: Any | None,
@@ -84,23 +70,22 @@ class TrainingLoop(ABC, Generic[W]):
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
+        self.role_worker_mapping = role_worker_mapping
+        self.resource_pool_manager = resource_pool_manager
+        self.ray_worker_group_cls = ray_worker_group_cls
         self.train_dataset = train_dataset
         self.val_dataset = val_dataset
         self.reporter = reporter
         self.total_training_steps = total_training_steps
         self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)
-        self._workers: W | None = None
+        self._workers: WorkerGroups | None = None
         self.global_steps = 0
         self.data_position = train_dataset.order.start()
 
     # ------------------------------------------------------------------ what a trainer is
 
-    @abstractmethod
-    def init_workers(self) -> None:
-        """Start the processes, loads their models and sets `_workers`."""
-
     def before_load(self) -> None:
-        """Called once, when step and position are those to go on from and the workers still hold the first model."""
+        """Use the first model: called once, when step and position are known and no checkpoint is loaded yet."""
 
     def begin(self) -> None:
         """Called once, when a checkpoint was loaded or there is none, before anything is validated or learnt."""
@@ -137,6 +122,17 @@ class TrainingLoop(ABC, Generic[W]):
 
     # ------------------------------------------------------------------ the loop
 
+    def init_workers(self) -> None:
+        """Start the processes of every pool and load the models of every role into them."""
+        self._workers = WorkerGroups.start(
+            self.role_worker_mapping,
+            self.resource_pool_manager,
+            self.config.trainer.timeouts,
+            self.ray_worker_group_cls,
+            self.learners,
+        )
+        self.workers.init_models()
+
     def fit(self) -> None:
         """Trains to `total_training_steps`, from the newest checkpoint if there is one.
 
@@ -159,7 +155,7 @@ class TrainingLoop(ABC, Generic[W]):
                     batch = self.train_step(batch, metrics)
                 if self.is_due(self.config.trainer.test_freq, self.config.trainer.val_after_train):
                     metrics |= self.validate()
-                metrics |= peak_memory(self.workers.processes)
+                metrics |= self.workers.peak_memory()
                 self.on_step_end(batch, metrics)
             metrics |= self.describe(batch)
             self._tell_of_skipped_steps(metrics)
@@ -263,7 +259,7 @@ class TrainingLoop(ABC, Generic[W]):
                 )
 
     @property
-    def workers(self) -> W:
+    def workers(self) -> WorkerGroups:
         """The worker groups, once `init_workers` has started them."""
         if self._workers is None:
             raise RuntimeError("call init_workers() before the workers are used")

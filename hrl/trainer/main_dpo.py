@@ -1,14 +1,14 @@
-"""`python -m hrl.trainer.main_dpo key=value ...`: trains a policy on pairs of answers, of which one is preferred.
+"""`python -m hrl.trainer.main_dpo key=value ...`: train a policy on pairs of answers, of which one is preferred.
 
-With no argument it runs the quickstart: SmolLM2-135M-Instruct learns to prefer right sums to wrong ones.
+Without arguments it runs the quickstart: SmolLM2-135M-Instruct learns to prefer right sums to wrong ones.
 """
 
-from __future__ import annotations
-
 import sys
+from functools import partial
 
-from hrl.config.run_kind import DPO
-from hrl.trainer.offline.entry import offline_main
+from hrl.trainer.command import run_command
+
+main = partial(run_command, "dpo")
 
 if __name__ == "__main__":
-    sys.exit(offline_main(DPO))
+    sys.exit(main())

@@ -1,121 +1,152 @@
-"""From a validated configuration to an ended run: what `main_ppo` does once the configuration is right.
+"""From a configuration to an ended run, whatever its kind.
 
-First it looks at the files (`preflight`); the rest goes on inside a session, which starts Ray and takes everything
+The order is: look at everything, show what is about to run, lock the run folder, start Ray, train, and take everything
 down again whatever happened.
 """
 
 from __future__ import annotations
 
-from functools import partial
-from typing import TYPE_CHECKING, Any
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from hrl.cluster.machine import available_cores
+import hrl
+from hrl.cluster.checkpoints import CheckpointStore
+from hrl.cluster.machine import available_cores, choose_device, run_cluster, scarcity
 from hrl.cluster.precision import with_dtypes
-from hrl.cluster.roles import Role, pool_manager_of
+from hrl.cluster.roles import pool_manager_of
 from hrl.cluster.worker_groups import worker_mapping
-from hrl.config import resolve_placement
-from hrl.config.arithmetic import Fact, batch_arithmetic, placement_facts
-from hrl.config.rules import ppo_warnings as warnings
-from hrl.preflight.ppo import Preflight, preflight
-from hrl.report.phases import PHASES
+from hrl.config.load import load_kind
+from hrl.config.loggers import JSON_CONSOLE
+from hrl.config.outline import RunConfiguration
+from hrl.config.trainer import RunConfig
+from hrl.preflight.folder_plan import plan_run_folder
+from hrl.preflight.given import Given
+from hrl.preflight.preflight import Preflight, preflight
+from hrl.report.console import Display, JsonConsole, RunConsole
 from hrl.report.reporter import RunReporter
-from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
-from hrl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_old_log_prob
-from hrl.trainer.ppo.rewards import RewardService
-from hrl.trainer.session import device_of, display_of, run_guarded, run_session
+from hrl.report.run_folder import RunFolder
+from hrl.trainer.kinds import KINDS, Kind
+from hrl.trainer.loop import TrainingLoop
 from hrl.workers.runtime import Runtime
 
-if TYPE_CHECKING:
-    from hrl.config import PPOTrainerConfig
 
-
-def run_training(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer] | None = None) -> int:
-    """Trains as configured.
+def run(
+    kind: str,
+    config: RunConfiguration,
+    given: Given | None = None,
+    *,
+    trainer_cls: type[TrainingLoop] | None = None,
+    display: Display | None = None,
+) -> Path:
+    """Train as configured.
 
     Args:
-        config: The validated configuration.
-        trainer_cls: A subclass of `RayPPOTrainer` to run in its place.
+        kind: `ppo`, `dpo`, `sft` or `rm`.
+        config: The configuration, composed from a command line or built as an object: what it leaves open gets its
+            default, and the rules between keys are checked.
+        given: Rows and a reward function that the caller has as objects.
+        trainer_cls: A subclass of the trainer to run in its place.
+        display: Where the run is shown; on the terminal by default.
 
     Returns:
-        The exit status, see `run_guarded`.
+        The run folder.
+
+    Raises:
+        HrlError: The configuration can't be run (`ConfigError`), or the run failed. Nothing is left running.
     """
-    return run_guarded(config, partial(_run, config, trainer_cls or trainer_class(config)))
+    given = given or Given()
+    made_of = KINDS[kind]
+    config = given.named_in(config)
+    checked = load_kind(made_of.config, config)
+    config = config if checked == config else checked
+    ready = preflight(config, given)
+    display = display or display_of(config.trainer, ready.total_training_steps, made_of.phases(config))
+    _show(display, made_of, config, ready)
+    folder = open_run_folder(config.trainer, display, ready.train_dataset)
+    num_processes = ready.outline.num_processes
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with (
+        RunReporter(
+            folder,
+            display,
+            config.trainer,
+            config.model_dump(mode="json"),
+            num_devices=num_processes,
+            curve=made_of.curve,
+        ) as reporter,
+        run_cluster(config.trainer.ray_kwargs, num_processes, made_of.batch_tokens(config, ready)),
+    ):
+        _restore(handlers)
+        _train(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter)
+    return folder.path
 
 
-def trainer_class(config: PPOTrainerConfig) -> type[RayPPOTrainer]:
-    """Return the trainer of the configured algorithm: the one of advantages, or that of preferences."""
-    return RayPPOTrainer if config.algorithm.preference_loss is None else OnlineDPOTrainer
+def display_of(trainer: RunConfig, total_steps: int, phases: Sequence[str]) -> Display:
+    """Return where a run is shown: lines for people, unless `trainer.logger` asks for JSON."""
+    return JsonConsole(total_steps) if JSON_CONSOLE in trainer.logger else RunConsole(total_steps, phases=phases)
 
 
-def _run(config: PPOTrainerConfig, trainer_cls: type[RayPPOTrainer]) -> None:
-    ready = preflight(config)
-    run_session(
-        config,
-        partial(train, config, ready, trainer_cls),
-        display=display_of(config, ready.total_training_steps, phases_of(config)),
-        facts=[
-            *batch_arithmetic(config, train_rows=len(ready.train_dataset)),
-            *placement_facts(config),
-            Fact("first prompt", ready.template.shown_prompt),
-        ],
-        warnings=[*warnings(config), *ready.notes],
-        num_processes=sum(map(sum, resolve_placement(config).pools.values())),
-        train_dataset=ready.train_dataset,
-        batch_tokens=largest_batch_tokens(config, len(ready.val_dataset) if ready.val_dataset is not None else 0),
-    )
+def _show(display: Display, kind: Kind, config: RunConfiguration, ready: Preflight) -> None:
+    words, findings = kind.config.words, ready.findings
+    facts = [
+        *words.arithmetic(config, train_rows=len(ready.train_dataset)),
+        *words.placement(config),
+        *(fact for fact in findings.facts if fact.label == "first prompt"),
+    ]
+    display.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
+    for warning in (*words.warnings(config), *findings.notes):
+        display.note(f"warning: {warning}")
 
 
-def largest_batch_tokens(config: PPOTrainerConfig, val_rows: int) -> int:
-    """Tokens of the largest batch of a run, of training or of validation, with all rows at their full length."""
-    data, rollout = config.data, config.actor_rollout_ref.rollout
-    validated = min(data.val_batch_size or val_rows, val_rows) * rollout.val_kwargs.n
-    rows = max(data.train_batch_size * rollout.n, validated)
-    return rows * (data.max_prompt_length + data.max_response_length)
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Give signals back to the caller: Ray's core, once it runs, answers SIGTERM with a stack trace and an abort."""
+    if threading.current_thread() is threading.main_thread():
+        for number, handler in handlers.items():
+            if handler is not None:  # one that was not set from Python
+                signal.signal(number, handler)
 
 
-def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], reporter: RunReporter) -> None:
-    """Build the trainer, fits it and end its workers, on a running Ray."""
-    device = device_of(config, reporter)
+def _train(
+    kind: Kind,
+    config: RunConfiguration,
+    ready: Preflight,
+    given: Given,
+    trainer_cls: type[TrainingLoop],
+    reporter: RunReporter,
+) -> None:
+    """Build the trainer, fit it and end its workers, on a running Ray."""
+    device = choose_device(config.trainer.device)
+    scarce = scarcity(config.trainer.device, device, ready.outline.num_processes)
+    if scarce is not None:
+        reporter.console.note(scarce)
     config = with_dtypes(config, device)
-    roles = config.actor_rollout_ref
-    reporter.console.note(f"on {device}: trainer in {roles.actor.fsdp_config.dtype}, engine in {roles.rollout.dtype}")
-    manager = pool_manager_of(config, use_gpu=device == "cuda")
-    largest_node = max(max(counts) for counts in manager.resource_pool_spec.values())
-    runtime = Runtime(
+    first, *others = kind.notes(config, ready)
+    for note in (f"on {device}: {first}", *others):
+        reporter.console.note(note)
+    manager = pool_manager_of(ready.outline.placement, use_gpu=device == "cuda")
+    runtime = Runtime.of(
+        config.trainer,
+        ready.outline,
+        ready.ids,
         device=device,
-        num_threads=config.trainer.cpu_threads_per_worker or max(1, available_cores() // largest_node),
-        seed=config.trainer.seed,
-        init_timeout_s=config.trainer.timeouts.rank_init_s,
-        collective_timeout_s=config.trainer.timeouts.rank_call_s,
-        max_prompt_length=config.data.max_prompt_length,
-        max_response_length=config.data.max_response_length,
-        pad_token_id=ready.ids.pad,
-        stop_token_ids=ready.ids.stop,
-        vocab_size=ready.ids.vocab_size,
-        share_prefix=config.actor_rollout_ref.model.share_prefix,
-        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
-        max_model_len=roles.rollout.max_model_len or config.data.max_prompt_length + config.data.max_response_length,
-        probe=config.actor_rollout_ref.model.probe,
-        run_folder=str(reporter.folder.path),
-        engine_threads=config.trainer.cpu_threads_per_worker,
+        num_cores=available_cores(),
+        run_folder=reporter.folder.path,
     )
-    policy_path = str(ready.model_path)
-    paths = dict.fromkeys(Role, policy_path) | {
-        Role.Critic: str(ready.critic_path),
-        Role.RewardModel: str(ready.reward_model_path),
-    }
-    sources = {*ready.train_dataset.data_sources, *(ready.val_dataset.data_sources if ready.val_dataset else ())}
-    with RewardService(config, tuple(sorted(sources))) as rewards:
+    steps = ready.total_training_steps
+    with kind.services(config, ready, given) as services:
         trainer = trainer_cls(
             config,
             ready.tokenizer,
-            worker_mapping(config, list(manager.mapping), runtime, paths, ready.total_training_steps),
+            worker_mapping(config, manager.mapping, runtime, ready.folders, steps),
             manager,
             train_dataset=ready.train_dataset,
             val_dataset=ready.val_dataset,
-            rewards=rewards,
             reporter=reporter,
-            total_training_steps=ready.total_training_steps,
+            total_training_steps=steps,
+            **services,
         )
         try:
             trainer.init_workers()
@@ -124,14 +155,29 @@ def train(config: Any, ready: Preflight, trainer_cls: type[RayPPOTrainer], repor
             trainer.shutdown()
 
 
-def phases_of(config: Any) -> list[str]:
-    """Return the phases of a step, in order, for the phase bar."""
-    optional = {
-        "old_log_prob": needs_old_log_prob(config),
-        "ref": config.needs_reference,
-        "values": config.needs_critic,
-        "update_critic": config.needs_critic,
-        "update": False,  # the one of the offline trainers
-        "testing": False,  # few steps have it; it is drawn when it runs
-    }
-    return [phase.name for phase in PHASES if optional.get(phase.name, True)]
+def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) -> RunFolder:
+    """Lock the run folder and take it back to where the run begins, before its log is opened for appending.
+
+    Only a checkpoint that lies in the folder continues what the folder holds; one of another run starts a new log here.
+
+    Args:
+        trainer: The section of the configuration.
+        display: Is told what is ignored and what moves.
+        train_dataset: Its `fingerprint` is read where a run continues; it costs a pass over all rows.
+
+    Raises:
+        CheckpointError: The checkpoint to resume from is missing or torn, or continues the run in other data; the
+            folder is then left as it is.
+        RunFolderError: The folder is in use, or holds checkpoints that this run would not continue.
+    """
+    plan = plan_run_folder(trainer, train_dataset)
+    store = CheckpointStore(RunFolder.checkpoints_in(plan.path))
+    folder = RunFolder(plan.path, resume=plan.continues)
+    for leftover in store.interrupted():
+        display.note(f"ignoring {leftover}, left by an interrupted save")
+    if plan.continues:
+        step, aside = plan.state["step"], store.next_superseded()
+        moved = [folder.rewind(step, aside), store.supersede(step, aside)]
+        if any(moved):
+            display.note(f"what the run had of steps after {step}, which are made again, is now in {aside}")
+    return folder

@@ -125,10 +125,6 @@ class ActorRolloutRefWorker(ModelWorker):
         if self.role in ENGINE_ROLES:
             self._tokenizer_path = find_tokenizer_on_this_node(self.config.model.tokenizer_path or self.model_path)
         self.device = join_world(self.runtime)
-        if self.role != "rollout":
-            from hrl.models.probe import require_right_causal_lm
-
-            self.probe(require_right_causal_lm, self.model_source(self.config.model))
         visible_devices = self._engine_devices() if self.role in ENGINE_ROLES else None
         if self.drives_engine:
             self._host = self._build_host(visible_devices)
@@ -227,11 +223,14 @@ class ActorRolloutRefWorker(ModelWorker):
             self._host.shutdown()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str, hf_folder: str | None) -> None:
-        """Write the sharded state to `folder` and, if named, weights for transformers and vLLM to `hf_folder`."""
+    def save_checkpoint(self, folder: str) -> None:
+        """Write the sharded state to `folder`."""
         self.policy.save(Path(folder), self.config.actor.checkpoint.save_contents)
-        if hf_folder is not None:
-            self.policy.export_hf(Path(hf_folder))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: str) -> None:
+        """Write weights for transformers and vLLM to `folder`."""
+        self.policy.export_hf(Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:

@@ -51,11 +51,14 @@ class RewardModelWorker(ScalarModelWorker):
         return DataProto(meta_info={"metrics": update_reward_model(self.value_model.engine, batch, plan)})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str, hf_folder: str | None) -> None:
-        """Write the sharded state to `folder` and, if named, the classifier for transformers to `hf_folder`."""
+    def save_checkpoint(self, folder: str) -> None:
+        """Write the sharded state to `folder`."""
         self.value_model.save(Path(folder), self._trained.checkpoint.save_contents)
-        if hf_folder is not None:
-            self.value_model.export_classifier(Path(hf_folder), pad_token_id=self.runtime.pad_token_id)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: str) -> None:
+        """Write the classifier for transformers to `folder`."""
+        self.value_model.export_classifier(Path(folder), pad_token_id=self.runtime.pad_token_id)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:

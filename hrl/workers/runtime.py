@@ -11,12 +11,19 @@ import os
 import random
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from hrl.workers.rendezvous import connect_store, listen_towards, serve_store
+
+if TYPE_CHECKING:
+    from hrl.config.outline import Outline
+    from hrl.config.trainer import RunConfig
+    from hrl.models.tokenizer import TokenIds
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +47,6 @@ class Runtime:
         share_prefix: Equal prompts of a micro-batch are computed once, by every model alike: one plan serves them all.
         trust_remote_code: Model folders may run code; one switch for all roles.
         max_model_len: The longest sequence of the run in tokens, for which an engine is opened as well.
-        probe: Compare every model's packed forward with its own before anything is started.
         run_folder: Of the run; on another node than the driver's the same path, which need not be shared.
         engine_threads: CPU threads of an engine on a GPU; None leaves them to the engine.
     """
@@ -58,9 +64,41 @@ class Runtime:
     share_prefix: bool
     trust_remote_code: bool
     max_model_len: int
-    probe: bool
     run_folder: str
     engine_threads: int | None = None
+
+    @classmethod
+    def of(
+        cls, trainer: RunConfig, outline: Outline, ids: TokenIds, *, device: str, num_cores: int, run_folder: Path
+    ) -> Runtime:
+        """Return the settings of every process of a run.
+
+        Args:
+            trainer: The section `trainer`.
+            outline: Of the run.
+            ids: Of the policy's tokenizer.
+            device: `cpu` or `cuda`.
+            num_cores: That the processes of a node share, where `trainer.cpu_threads_per_worker` does not divide them.
+            run_folder: Of the run.
+        """
+        model, lengths = outline.model, outline.lengths
+        return cls(
+            device=device,
+            num_threads=trainer.cpu_threads_per_worker or max(1, num_cores // outline.most_processes_on_a_node),
+            seed=trainer.seed,
+            init_timeout_s=trainer.timeouts.rank_init_s,
+            collective_timeout_s=trainer.timeouts.rank_call_s,
+            max_prompt_length=lengths.prompt,
+            max_response_length=lengths.response,
+            pad_token_id=ids.pad,
+            stop_token_ids=ids.stop,
+            vocab_size=ids.vocab_size,
+            share_prefix=model.share_prefix,
+            trust_remote_code=model.trust_remote_code,
+            max_model_len=lengths.model,
+            run_folder=str(run_folder),
+            engine_threads=trainer.cpu_threads_per_worker,
+        )
 
 
 def local_device(runtime: Runtime) -> torch.device:

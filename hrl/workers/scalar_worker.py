@@ -39,13 +39,11 @@ class ScalarModelWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Load the backbone with its head and, where it learns, its optimizer and schedule."""
-        from hrl.models.probe import require_right_scalar_model
         from hrl.workers.value_model import ValueModel
 
         self.model_path = str(find_on_this_node(self.model_path))
         device = join_world(self.runtime)
         source = self.model_source(self.config.model)
-        self.probe(require_right_scalar_model, source)
         self.value_model = ValueModel(
             source,
             self.train,

@@ -8,7 +8,7 @@ import pytest
 
 from hrl.cluster.checkpoints import CheckpointError
 from hrl.cluster.shared_disk import require_all_shards, require_shared
-from hrl.workers.folder import file_sizes
+from hrl.workers.model_worker import file_sizes
 from tests.trainer.ppo.driver import Driver, Workers
 
 

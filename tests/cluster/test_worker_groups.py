@@ -10,11 +10,15 @@ from typing import Any, Self
 import pytest
 
 from hrl.cluster.roles import Role
-from hrl.cluster.worker_groups import WorkerGroups, build_worker_groups, worker_mapping
+from hrl.cluster.worker_groups import WorkerGroups, worker_mapping
 from hrl.config import compose_cli
+from hrl.config.trainer import TimeoutsConfig
+from hrl.metrics import Metric
 from hrl.single_controller.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 INIT_S = 100.0
+PPO = RayPPOTrainer.learners
 
 
 class Group:
@@ -58,16 +62,11 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merged, lambda class_dict: SimpleNamespace(roles=lambda: dict(class_dict)))
 
 
-def build(mapping: dict[Role, str]) -> WorkerGroups:
-    config = SimpleNamespace(
-        trainer=SimpleNamespace(timeouts=SimpleNamespace(init_s=INIT_S, call_s=1.0)),
-        actor_rollout_ref=SimpleNamespace(
-            rollout=SimpleNamespace(weight_sync=SimpleNamespace(driver_timeout_s=1.0)),
-        ),
-    )
+def build(mapping: dict[Role, str], learners: tuple[Role, ...] = (Role.ActorRollout, Role.Actor)) -> WorkerGroups:
     pools = dict.fromkeys(mapping.values())
     manager = SimpleNamespace(mapping=mapping, create_resource_pool=lambda: None, resource_pool_dict=pools)
-    return build_worker_groups(config, dict.fromkeys(mapping), manager, Group)
+    timeouts = TimeoutsConfig(init_s=INIT_S, call_s=1.0)
+    return WorkerGroups.start(dict.fromkeys(mapping), manager, timeouts, Group, learners)
 
 
 def test_on_one_pool_the_engine_comes_last_and_deadlines_add_up() -> None:
@@ -114,7 +113,7 @@ def synchronise(received: Any, sent: Any) -> dict[str, float]:
     groups = build({Role.Actor: "train", Role.Rollout: "sample"})
     groups.actor.send_weights = lambda version: Call(sent)
     groups.rollout.receive_weights = lambda version, *handle: Call(received)
-    return groups.sync_weights(3)
+    return groups.sync_weights(3, 1.0)
 
 
 REFUSED = WorkerError(1, "rollout.receive_weights", "weight_sync", "WeightSyncError: checksum of 'norm.weight'")
@@ -135,7 +134,7 @@ def test_of_several_engines_in_the_trainers_processes_the_slowest_and_the_least_
     engines = [(1.0, 9.0), (3.0, 8.0), (2.0, 7.0)]
     reports = [{"weight_sync/seconds": s, "weight_sync/read_back_tensors": read} for s, read in engines]
     groups.actor.sync_weights = lambda version: [reports[0], {}, *reports[1:]]
-    assert groups.sync_weights(3) == {"weight_sync/seconds": 3.0, "weight_sync/read_back_tensors": 7.0}
+    assert groups.sync_weights(3, 1.0) == {"weight_sync/seconds": 3.0, "weight_sync/read_back_tensors": 7.0}
 
 
 @pytest.mark.parametrize("cause", [REFUSED, DIED])
@@ -165,5 +164,60 @@ def test_processes_are_told_the_tokenizers_folder_by_its_absolute_path(
                 f"actor_rollout_ref.model.tokenizer_path={named}",
             ]
         )
-        worker = worker_mapping(config, [Role.ActorRollout], None, dict.fromkeys(Role, "/model"), 1)[Role.ActorRollout]
+        worker = worker_mapping(config, [Role.ActorRollout], None, {"actor": "/model"}, 1)[Role.ActorRollout]
         assert worker.args[0].model.tokenizer_path == told
+
+
+class Answering:
+    """Answers for its first role, one dictionary per rank."""
+
+    def __init__(self, roles: tuple[str, ...], *ranks: dict[str, float]) -> None:
+        self.roles = roles
+        answer = [{name: Metric.max(value) for name, value in rank.items()} for rank in ranks]
+        setattr(self, f"{roles[0]}_peak_memory", lambda: SimpleNamespace(get=lambda: answer))
+
+
+def test_the_peak_of_a_run_is_that_of_its_largest_process_on_whichever_pool() -> None:
+    trainers = Answering(("actor", "ref"), {"perf/max_memory_gib": 2.0}, {"perf/max_memory_gib": 5.0})
+    critics = Answering(("critic",), {"perf/max_memory_gib": 3.0})
+    engines = Answering(("rollout",), {"perf/max_memory_gib": 1.0, "perf/max_child_memory_gib": 4.0})
+    assert WorkerGroups({}, [], [trainers, critics, engines], [], 1.0).peak_memory() == {
+        "perf/max_memory_gib": 5.0,
+        "perf/max_child_memory_gib": 4.0,
+    }
+
+
+class Saving(Group):
+    """Notes what is saved and loaded where."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda folder: self.asked.append((self.roles[0], name, folder))
+
+
+@pytest.mark.parametrize(
+    ("placed", "learners", "saved"),
+    [
+        ((Role.ActorRollout, Role.RefPolicy, Role.Critic, Role.RewardModel), PPO, ["actor", "critic"]),
+        ((Role.Actor, Role.Rollout), PPO, ["actor"]),
+        ((Role.RewardModel,), (Role.RewardModel,), ["rm"]),
+    ],
+)
+def test_what_learns_is_saved_and_the_first_of_it_exported(placed: Any, learners: Any, saved: Any) -> None:
+    groups = build(dict.fromkeys(placed, "all"), learners)
+    groups.groups = {role: Saving.__new__(Saving) for role in groups.groups}
+    for role, group in groups.groups.items():
+        group.__dict__ |= {"roles": (role,)}
+    Group.asked.clear()
+    groups.save(Path("/run"), ["model", "hf_model"])
+    assert [folder for _, name, folder in Group.asked if name == "save_checkpoint"] == [
+        f"/run/{role}" for role in saved
+    ]
+    assert Group.asked[-1] == (groups.learners[0], "export_hf", "/run/hf")
+    Group.asked.clear()
+    groups.load(Path("/run"))
+    assert [folder for _, name, folder in Group.asked if name == "load_checkpoint"] == [
+        f"/run/{role}" for role in saved
+    ]
+    Group.asked.clear()
+    groups.save(Path("/run"), ["model"])
+    assert all(name == "save_checkpoint" for _, name, _ in Group.asked)

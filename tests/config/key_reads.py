@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "hrl"
 NOT_A_READER = (PACKAGE / "config", PACKAGE / "cluster" / "precision.py")
 #: Of the configuration's own code, what a run asks: properties of a section, the number of steps, roles and pools.
 ASKED_BY_A_RUN = tuple(
-    PACKAGE / "config" / f"{name}.py" for name in ("ppo", "offline", "reward", "placement", "trainer")
+    PACKAGE / "config" / f"{name}.py" for name in ("ppo", "offline", "reward", "outline", "placement", "trainer")
 )
 
 

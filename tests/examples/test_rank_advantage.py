@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hrl.algos.advantages import ADVANTAGE_ESTIMATORS, AdvantageInput, compute_advantages, estimator_traits
+from hrl.algos.advantages import ADVANTAGE_ESTIMATORS, AdvantageInput, compute_advantages
+from hrl.algos.registry import estimator_traits
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rank_advantage.py"
 

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hrl.models.ops.rope import fix_rope_frequencies
-from hrl.models.probe import ProbeError
-from hrl.single_controller.worker import RANK_ENV_NAMES
-from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
-from hrl.workers.critic import CriticWorker
 from hrl.workers.policy import Policy
-from hrl.workers.runtime import Runtime
 from tests.models.tiny import (
     SHAPE,
     actor_config,
@@ -106,38 +100,3 @@ def test_what_is_switched_off_is_said(folder, caplog):
     policy_of(folder("starcoder2"))
     said = "attention_dropout=0.3, residual_dropout=0.3, embedding_dropout=0.3 switched off: the sampler has none"
     assert said in caplog.text
-
-
-# ---------------------------------------------------------------------------------------------- before anything starts
-
-
-def runtime_of(path: Path, *, probe: bool) -> Runtime:
-    return Runtime("cpu", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, True, False, 64, probe, str(path))
-
-
-class Started(Exception):
-    """The comparison is behind us."""
-
-
-@pytest.mark.parametrize("role", ["actor_rollout", "actor", "ref", "critic"])
-@pytest.mark.parametrize("probe", [True, False])
-def test_a_wrong_family_is_refused_before_anything_starts_unless_the_key_skips_it(role, probe, folder, monkeypatch):
-    path = folder("doge")
-    section = model_config(path, tokenizer_path=str(path), fsdp_config=fsdp_config())
-    (path / "tokenizer_config.json").write_text("{}")
-    rollout = SimpleNamespace(tensor_model_parallel_size=1)
-    config = SimpleNamespace(model=section, actor=actor_config(fsdp_config=fsdp_config()), rollout=rollout, ref=None)
-
-    def start(*args, **kwargs):
-        raise Started
-
-    for name in RANK_ENV_NAMES:
-        monkeypatch.setenv(name, {"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.get(name, "0"))
-
-    monkeypatch.setattr(ActorRolloutRefWorker, "_build_host", start)
-    monkeypatch.setattr(ActorRolloutRefWorker, "_build_policy", start)
-    monkeypatch.setattr("hrl.workers.value_model.ValueModel.__init__", start)
-    arguments = {"runtime": runtime_of(path, probe=probe), "model_path": str(path)}
-    worker = CriticWorker(config, **arguments) if role == "critic" else ActorRolloutRefWorker(config, role, **arguments)
-    with pytest.raises(ProbeError if probe else Started):
-        worker.init_model()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from hrl import cli
-from hrl.config.run_kind import SFT
 from hrl.trainer import main_ppo, main_sft
-from hrl.trainer.offline.entry import offline_main
 from tests.preflight.small_run import ROW, SCORE, small_run, write_rows
 
 
@@ -18,7 +17,7 @@ from tests.preflight.small_run import ROW, SCORE, small_run, write_rows
 def line(tmp_path, monkeypatch) -> list[str]:
     """A command line whose files are all there, and its folder to break them in."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hrl.trainer.session._end_on_signals", lambda: None)
+    monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "120")
     return small_run(tmp_path)
 
@@ -80,7 +79,8 @@ def test_check_and_run_refuse_the_same_with_the_same_words(line, tmp_path, capsy
 
 def test_what_check_finds_in_order_starts(line, capsys, monkeypatch):
     started = []
-    monkeypatch.setattr("hrl.trainer.run.run_session", lambda *_, **facts: started.append(facts["warnings"]))
+    monkeypatch.setattr("hrl.trainer.run._train", lambda kind, config, ready, *_: started.append(ready.findings.notes))
+    monkeypatch.setattr("hrl.trainer.run.run_cluster", lambda *_: nullcontext())
     assert cli.main(["check", *line]) == 0
     shown = capsys.readouterr().out
     assert main_ppo.main(line) == 0
@@ -93,9 +93,8 @@ def test_the_offline_trainers_agree_too(line, tmp_path, capsys):
     (tmp_path / "answers.jsonl").write_text('{"question": "hi"}\n')
     broken = ["model.path=polizy/", "data.train_files=answers.jsonl", "data.val_files=anwers.jsonl"]
     status, said = check(capsys, "sft", *broken)
-    assert (status, offline_main(SFT, broken)) == (2, 2)
+    assert (status, main_sft.main(broken)) == (2, 2)
     assert said == capsys.readouterr().err
-    assert main_sft.SFT is SFT
 
 
 # ---------------------------------------------------------------------- one thing missing: key and nearest file named
@@ -167,7 +166,7 @@ def test_a_home_folder_is_found(line, tmp_path, monkeypatch):
 
 
 def test_the_summary_is_short_and_says_where_values_come_from(line, capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("hrl.preflight.looks.gpus_here", lambda: 0)
+    monkeypatch.setattr("hrl.preflight.machine_look.gpus_here", lambda: 0)
     monkeypatch.setattr("hrl.preflight.memory_look.memory_here", lambda: 64.0 * 2**30)
     relative = [argument.replace(f"{tmp_path}/", "") for argument in line]
     assert cli.main(["check", *relative, "recipe=rloo", "trainer.save_freq=5"]) == 0

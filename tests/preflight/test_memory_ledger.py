@@ -13,8 +13,16 @@ from hrl.config.compose import compose_kind
 from hrl.config.run_kind import OFFLINE_KINDS, PPO
 from hrl.models.footprint import Footprint
 from hrl.preflight import memory_ledger as ledgers
-from hrl.preflight.memory_ledger import offline_ledger, ppo_ledgers
-from hrl.preflight.memory_phases import GIB, Entry, Ledger, Phase, perhaps_too_large, too_large
+from hrl.preflight.memory_ledger import (
+    GIB,
+    Entry,
+    Ledger,
+    Phase,
+    offline_ledger,
+    perhaps_too_large,
+    ppo_ledgers,
+    too_large,
+)
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -138,7 +146,7 @@ def test_the_quickstart_needs_about_what_was_measured_on_a_cpu():
 
 def test_an_offline_run_has_no_engine():
     given = compose_kind(OFFLINE_KINDS["dpo"], ["trainer.device=cuda"])
-    ledger = offline_ledger(with_dtypes(given, "cuda"), SEVEN, "cuda", has_head=True, has_reference=True)
+    ledger = offline_ledger(with_dtypes(given, "cuda"), SEVEN, "cuda")
     assert [phase.name for phase in ledger.phases] == ["reference", "update"]
     assert ledger.peak.name == "update"
 

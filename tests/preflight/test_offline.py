@@ -13,8 +13,9 @@ from hrl.config.load import validate_kind
 from hrl.config.run_kind import OFFLINE_KINDS, SFT
 from hrl.models.source import ModelSourceError
 from hrl.models.tokenizer import TokenIds
-from hrl.preflight.offline import offline_preflight, padding_of_classifier
-from hrl.preflight.ppo import PreflightError
+from hrl.preflight.findings import PreflightError
+from hrl.preflight.model_look import padding_of_classifier
+from hrl.preflight.preflight import preflight
 from tests.data.conftest import CHATML, make_tokenizer
 from tests.preflight.small_run import CONFIG
 
@@ -35,12 +36,12 @@ def ready(model: Path, **given: object):
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"data.train_files": str(file), "data.val_files": str(file), "model.path": str(model)}
     base = {"data.train_batch_size": 2, "data.max_length": 64, "trainer.total_epochs": 3}
-    return offline_preflight("sft", validate_kind(SFT, files | base | given))
+    return preflight(validate_kind(SFT, files | base | given))
 
 
 def test_steps_follow_from_rows_and_epochs(model: Path) -> None:
     found = ready(model)
-    assert (len(found.train_dataset), found.total_training_steps, found.model_path) == (3, 3, model)
+    assert (len(found.train_dataset), found.total_training_steps, found.folders) == (3, 3, {"actor": model})
     without = {"data.val_files": [], "trainer.val_before_train": False, "trainer.val_after_train": False}
     assert ready(model, **without).val_dataset is None
 
@@ -98,7 +99,7 @@ def test_pairs_have_their_columns(model: Path, kind: str) -> None:
         "data.max_length": 64,
     }
     with pytest.raises(PreflightError) as caught:
-        offline_preflight(kind, validate_kind(OFFLINE_KINDS[kind], given))
+        preflight(validate_kind(OFFLINE_KINDS[kind], given))
     assert [str(problem) for problem in caught.value.problems] == [
         f"data.chosen_key is chosen, a column that {file} does not have. It has: prompt, preferred, rejected. "
         "Set data.chosen_key=preferred?"

@@ -14,7 +14,8 @@ from safetensors.numpy import save_file
 from hrl.config import compose_cli
 from hrl.config.load import validate_kind
 from hrl.config.run_kind import PPO
-from hrl.preflight.ppo import PreflightError, inspect_run, preflight
+from hrl.preflight.findings import PreflightError
+from hrl.preflight.preflight import inspect_run, preflight
 from tests.preflight.small_run import PROMPT, ROW, SCORE, save_model, small_run, write_rows
 
 validate = partial(validate_kind, PPO)
@@ -40,9 +41,9 @@ def refused(run, **changes) -> list[str]:
 
 def test_what_fits_passes(run):
     ready = run(**{"trainer.total_epochs": 3})
-    assert (ready.critic_path, ready.total_training_steps) == (ready.model_path, 6)
+    assert (ready.folders["critic"], ready.total_training_steps) == (ready.folders["actor"], 6)
     assert len(ready.val_dataset) == 4
-    assert any("no chat template" in note for note in ready.notes)
+    assert any("no chat template" in note for note in ready.findings.notes)
 
 
 def test_everything_that_is_wrong_comes_at_once(run, tmp_path, monkeypatch):
@@ -217,7 +218,7 @@ def test_a_batch_that_the_rows_do_not_fill_gets_a_size_that_they_do(run, tmp_pat
 
 
 def test_a_batch_of_the_default_size_is_asked_for_where_it_takes_hours(tmp_path, monkeypatch):
-    monkeypatch.setattr("hrl.preflight.ppo.gpus_here", lambda: 0)
+    monkeypatch.setattr("hrl.preflight.data_look.gpus_here", lambda: 0)
     arguments = [argument for argument in small_run(tmp_path) if "train_batch_size" not in argument]
     write_rows(tmp_path / "rows.jsonl", [ROW] * 1024)
     _, findings = inspect_run(compose_cli(arguments))
@@ -226,7 +227,7 @@ def test_a_batch_of_the_default_size_is_asked_for_where_it_takes_hours(tmp_path,
         "a GPU. Set it, e.g. data.train_batch_size=8."
     ]
     assert not inspect_run(compose_cli([*arguments, "data.train_batch_size=1024"]))[1].problems
-    monkeypatch.setattr("hrl.preflight.ppo.gpus_here", lambda: 8)
+    monkeypatch.setattr("hrl.preflight.data_look.gpus_here", lambda: 8)
     assert not inspect_run(compose_cli(arguments))[1].problems
 
 
@@ -342,7 +343,7 @@ def test_the_run_folder_is_looked_at_before_anything_starts(run, tmp_path):
 )
 def test_devices_are_counted_where_the_run_starts_its_own_ray(run, monkeypatch, gpus, changes, problem):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr("hrl.preflight.looks.gpus_here", lambda: gpus)
+    monkeypatch.setattr("hrl.preflight.machine_look.gpus_here", lambda: gpus)
     if problem is None:
         run(**changes)
     else:
@@ -399,7 +400,7 @@ def test_what_can_not_fit_is_refused_and_what_may_not_fit_is_noted(run, monkeypa
     assert "KV cache 1.0" in found
     assert "lower actor_rollout_ref.rollout.kv_cache_gib" in found
     monkeypatch.setattr("hrl.preflight.memory_look.memory_here", lambda: 2 * 2**30)
-    assert any("may take" in note and "this machine has 2.0 GiB" in note for note in run().notes)
+    assert any("may take" in note and "this machine has 2.0 GiB" in note for note in run().findings.notes)
 
 
 def test_processes_that_a_cpu_has_no_memory_for_are_to_be_fewer(run, monkeypatch):
@@ -412,5 +413,5 @@ def test_processes_that_a_cpu_has_no_memory_for_are_to_be_fewer(run, monkeypatch
 def test_a_function_of_ones_own_that_will_get_no_ground_truth_is_noted(run, tmp_path):
     (tmp_path / "bare.jsonl").write_text(json.dumps({k: v for k, v in ROW.items() if k != "reward_model"}) + "\n")
     bare = {"data.val_files": [str(tmp_path / "bare.jsonl")]}
-    assert "1 row without reward_model.ground_truth: compute_score gets None there" in run(**bare).notes
-    assert not any("ground_truth" in note for note in run().notes)
+    assert "1 row without reward_model.ground_truth: compute_score gets None there" in run(**bare).findings.notes
+    assert not any("ground_truth" in note for note in run().findings.notes)

@@ -12,7 +12,7 @@ from hrl.config import load_config
 from hrl.report.console import JsonConsole, PhaseBar, RunConsole, step_line, validation_table
 from hrl.report.phases import PHASES
 from hrl.report.samples import before_and_after, best_median_worst, printable, samples_table
-from hrl.trainer.session import display_of
+from hrl.trainer.run import display_of
 from tests.report.runs import HOSTILE, sample
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
@@ -346,6 +346,6 @@ def test_text_of_a_model_breaks_no_line_and_steers_no_terminal(console, file):
 
 
 def test_the_configuration_chooses_who_is_told():
-    assert isinstance(display_of(load_config({"trainer": {"logger": "console-json"}}), 3, []), JsonConsole)
-    assert isinstance(display_of(load_config({"trainer": {"logger": "console"}}), 3, []), RunConsole)
-    assert isinstance(display_of(load_config({"trainer": {"logger": None}}), 3, []), RunConsole)
+    assert isinstance(display_of(load_config({"trainer": {"logger": "console-json"}}).trainer, 3, []), JsonConsole)
+    assert isinstance(display_of(load_config({"trainer": {"logger": "console"}}).trainer, 3, []), RunConsole)
+    assert isinstance(display_of(load_config({"trainer": {"logger": None}}).trainer, 3, []), RunConsole)

@@ -6,10 +6,10 @@ import pytest
 from hrl.config import compose_cli
 from hrl.report.phases import PHASES, Tokens, phase_groups, timing_metrics
 from hrl.trainer import loop as training_loop
+from hrl.trainer.kinds import KINDS
 from hrl.trainer.offline import dpo
 from hrl.trainer.offline import trainer as offline_trainer
 from hrl.trainer.ppo import ray_trainer
-from hrl.trainer.run import phases_of
 
 NAMES = [phase.name for phase in PHASES]
 
@@ -42,8 +42,10 @@ def test_groups_are_runs_of_neighbours_so_that_the_picture_stacks_them_in_order(
 
 
 def test_the_bar_has_the_phases_that_the_run_has():
-    assert phases_of(compose_cli(["recipe=ppo"])) == [name for name in NAMES if name not in ("update", "testing")]
-    without_models = phases_of(compose_cli([]))
+    assert KINDS["ppo"].phases(compose_cli(["recipe=ppo"])) == [
+        name for name in NAMES if name not in ("update", "testing")
+    ]
+    without_models = KINDS["ppo"].phases(compose_cli([]))
     assert not {"ref", "values", "update_critic"} & set(without_models)
     assert {"gen", "reward", "adv", "update_actor", "weight_sync"} <= set(without_models)
 

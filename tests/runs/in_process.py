@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,16 +19,16 @@ import torch
 
 from hrl.config import compose_cli
 from hrl.models.tokenizer import load_tokenizer
-from hrl.preflight.ppo import preflight
+from hrl.preflight.given import Given
 from hrl.report.reporter import RunReporter
 from hrl.reward.loop import RewardLoop
 from hrl.single_controller.dispatch import BatchRows, RankCall
 from hrl.single_controller.transport import pack_batch, pack_result, unpack_batch, unpack_result
 from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs
 from hrl.single_controller.worker_group import WorkerGroup
-from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
-from hrl.trainer.run import phases_of, train, trainer_class
-from hrl.trainer.session import display_of, open_run_folder
+from hrl.trainer.kinds import KINDS
+from hrl.trainer.loop import TrainingLoop
+from hrl.trainer.run import run
 from tests.models.tiny import world_of_one
 
 
@@ -68,7 +69,7 @@ class InProcessGroup(WorkerGroup):
             worker.close()
 
 
-def in_this_process(trainer_cls: type[RayPPOTrainer]) -> type[RayPPOTrainer]:
+def in_this_process(trainer_cls: type[TrainingLoop]) -> type[TrainingLoop]:
     """The same trainer, whose workers live in this process."""
 
     class InProcessTrainer(trainer_cls):
@@ -103,8 +104,9 @@ def in_process() -> Iterator[None]:
         for name, value in environ.items():
             patch.setenv(name, value)
         patch.setattr("hrl.trainer.ppo.rewards.RewardActor", InProcessRewards)
+        patch.setattr("hrl.trainer.run.run_cluster", lambda *_: nullcontext())
         load = functools.cache(load_tokenizer)
-        for module in ("hrl.preflight.looks", "hrl.workers.actor_rollout_ref"):
+        for module in ("hrl.preflight.model_look", "hrl.workers.actor_rollout_ref"):
             patch.setattr(f"{module}.load_tokenizer", lambda path, **options: load(str(path), **options))
         patch.setattr(RunReporter, "_close_with_report", lambda *_: None)
         yield
@@ -112,14 +114,15 @@ def in_process() -> Iterator[None]:
 
 
 def run_in_process(*overrides: str) -> None:
-    """What `main_ppo` does, without a cluster. Inside `in_process`.
+    """Do what `main_ppo` does, without a cluster; inside `in_process`.
 
     Raises:
         What ends the run.
     """
     config = compose_cli(["quickstart=ppo", *overrides, "trainer.device=cpu", "actor_rollout_ref.rollout.name=hf"])
-    ready = preflight(config)
-    console = display_of(config, ready.total_training_steps, phases_of(config))
-    folder = open_run_folder(config, console, ready.train_dataset)
-    with RunReporter(folder, console, config.trainer, config.model_dump(mode="json")) as reporter:
-        train(config, ready, in_this_process(trainer_class(config)), reporter)
+    run_configured("ppo", config)
+
+
+def run_configured(kind: str, config: Any, given: Given | None = None) -> Path:
+    """Do what `run` does, without a cluster; inside `in_process`."""
+    return run(kind, config, given, trainer_cls=in_this_process(KINDS[kind].trainer(config)))

@@ -16,14 +16,9 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from hrl.config.compose import compose_kind
 from hrl.config.offline import OfflineConfig
 from hrl.config.run_kind import OFFLINE_KINDS, RunKind
-from hrl.preflight.offline import offline_preflight
-from hrl.report.html_report import LOSS
-from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import read_jsonl
-from hrl.trainer.offline.run import PARTS, train
-from hrl.trainer.session import display_of, open_run_folder
 from tests.config.key_reads import KeyReads
-from tests.runs.in_process import InProcessGroup, in_process, run_in_process
+from tests.runs.in_process import in_process, run_configured, run_in_process
 from tests.runs.runner import Runner, launch
 
 pytestmark = pytest.mark.timeout(300)
@@ -48,8 +43,7 @@ OWN = {"dpo": OF_PAIRS | {"logps/chosen", "logps/rejected"}, "sft": {"train/perp
 def reads() -> Iterator[KeyReads]:
     """Of all runs here, which are in this process."""
     found = KeyReads()
-    with in_process(), found.recording(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr("hrl.trainer.offline.workers.RayWorkerGroup", InProcessGroup)
+    with in_process(), found.recording():
         yield found
 
 
@@ -69,11 +63,7 @@ def run(kind_name: str, model: Path, folder: Path, *overrides: str) -> list[dict
             *overrides,
         ],
     )
-    ready = offline_preflight(kind_name, config)
-    console = display_of(config, ready.total_training_steps, ["update"])
-    run_folder = open_run_folder(config, console, ready.train_dataset)
-    with RunReporter(run_folder, console, config.trainer, config.model_dump(mode="json"), curve=LOSS) as reporter:
-        train(config, ready, PARTS[kind_name], reporter)
+    run_configured(kind_name, config)
     return read_jsonl(folder / "metrics.jsonl")
 
 

@@ -23,7 +23,7 @@ from torch.distributed._tools.fsdp2_mem_tracker import FSDPMemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import Qwen2Config
 
-from hrl.models import modules
+from hrl.models import packed_model
 from hrl.models.footprint import Footprint, footprint
 from hrl.models.loading import ModelSource, load_causal_lm
 from hrl.models.micro_batch import PackedMicroBatch, TokenRows, pack_micro_batch
@@ -64,7 +64,7 @@ def fake_step(world: int, tokens: int, shape: dict[str, Any]) -> tuple[Footprint
     """The footprint of a Qwen2 of this shape, and bytes at the worst moment of an update on one of ``world``."""
     attention.packed_attention = lambda query, key, value, *_, **__: _Varlen.apply(query, key.clone(), value.clone())
     residual._NARROW = ()  # the stream is wide on a CPU alone
-    modules.default_chunk = lambda _: log_prob.CUDA_CHUNK
+    packed_model.default_chunk = lambda _: log_prob.CUDA_CHUNK
     with tempfile.TemporaryDirectory() as folder:
         Qwen2Config(**shape, architectures=["Qwen2ForCausalLM"]).save_pretrained(folder)
         source = ModelSource(folder, {}, True, share_prefix=True, trust_remote_code=False, max_model_len=4096)
@@ -72,7 +72,7 @@ def fake_step(world: int, tokens: int, shape: dict[str, Any]) -> tuple[Footprint
         loaded = load_causal_lm(source, torch.float32, meta=True)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     mesh = sharding.build_mesh(DEVICE, -1)
-    module = modules.PackedCausalLM(loaded.model)
+    module = packed_model.PackedCausalLM(loaded.model)
     rows = pack_micro_batch(_rows(tokens), (0, 1, 2, 3), share_prefix=False, wanted="next", device=DEVICE)
     with FakeTensorMode() as fake:
         for holder in module.modules():

@@ -14,8 +14,8 @@ from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
 from hrl.config import compose_cli
 from hrl.report.console import RunConsole
 from hrl.report.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
-from hrl.trainer.run import phases_of
-from hrl.trainer.session import open_run_folder
+from hrl.trainer.kinds import KINDS
+from hrl.trainer.run import open_run_folder
 
 DATA = {"rows": 9, "shuffle": True, "seed": 1, "tokens": "d1"}
 
@@ -36,7 +36,7 @@ def opened(path: Path, resume_from: Path | None = None, data: dict[str, Any] = D
     config = compose_cli([f"trainer.default_local_dir={path}", *mode])
     shown = io.StringIO()
     console = RunConsole(9, [], Console(file=shown, width=400, color_system=None))
-    folder = open_run_folder(config, console, SimpleNamespace(fingerprint=data))
+    folder = open_run_folder(config.trainer, console, SimpleNamespace(fingerprint=data))
     folder.close()
     log = [record["step"] for record in read_jsonl(folder.metrics_file)] if folder.metrics_file.exists() else None
     return SimpleNamespace(folder=folder, log=log, shown=shown.getvalue())
@@ -112,6 +112,6 @@ def test_a_run_killed_in_its_first_save_starts_afresh_and_says_so(tmp_path: Path
 
 def test_the_phase_bar_has_the_old_log_probs_where_the_run_computes_them() -> None:
     batches = ["data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8"]
-    assert "old_log_prob" not in phases_of(compose_cli(batches))
-    twice = phases_of(compose_cli([*batches, "actor_rollout_ref.actor.ppo_epochs=2"]))
+    assert "old_log_prob" not in KINDS["ppo"].phases(compose_cli(batches))
+    twice = KINDS["ppo"].phases(compose_cli([*batches, "actor_rollout_ref.actor.ppo_epochs=2"]))
     assert twice[:3] == ["gen", "reward", "old_log_prob"]

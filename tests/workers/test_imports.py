@@ -12,7 +12,6 @@ MODULES = (
     "hrl.batching",
     "hrl.workers.engine.engine",
     "hrl.models.micro_batch",
-    "hrl.workers.memory",
     "hrl.models.ops.attention",
     "hrl.models.ops.log_prob",
     "hrl.models.ops.rms_norm",

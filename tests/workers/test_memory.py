@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from hrl.workers.memory import peak_memory
+from hrl.workers.model_worker import peak_memory
 
 MIB = 2**20
 HOLDS_AND_LETS_GO = """

@@ -14,13 +14,13 @@ import torch
 from hrl.single_controller import ray_cluster
 from hrl.workers.runtime import Runtime, local_device
 
-SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, False, "unused")
+SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, "unused")
 
 JOIN = """
 import json, psutil, torch, torch.distributed as dist
 from hrl.workers.runtime import Runtime, join_world
 
-runtime = Runtime("cpu", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, False, "unused")
+runtime = Runtime("cpu", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, "unused")
 assert join_world(runtime) == torch.device("cpu") == join_world(runtime)
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)

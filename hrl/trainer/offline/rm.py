@@ -25,7 +25,7 @@ class RMTrainer(OfflineTrainer):
         loss_type: A key of `hrl.algos.preference.REWARD_MODEL_LOSSES`; a subclass may name another.
     """
 
-    role = Role.RewardModel
+    learners = (Role.RewardModel,)
     loss_type: ClassVar[str] = "bradley_terry"
 
     def plan(self, batch: DataProto) -> BatchPlan:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,62 +16,29 @@ from hrl.metrics import reduce_metrics
 from hrl.protocol import DataProto
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.offline.metrics import batch_metrics, metrics_by_source
-from hrl.trainer.offline.workers import OfflineWorkers
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-    from hrl.data.offline.dataset import OfflineDataset
-    from hrl.report.reporter import RunReporter
 
 #: Items of one forward pass over a data set: enough to fill every rank, few enough for a call's deadline.
 FORWARD_ITEMS = 512
 
 
-class OfflineTrainer(TrainingLoop[OfflineWorkers]):
-    """What the offline trainers share; each says how it plans, learns and scores.
+class OfflineTrainer(TrainingLoop):
+    """What the offline trainers share; each says how it plans, learns and scores."""
 
-    Args:
-        config: The validated configuration.
-        tokenizer: The model's.
-        start_workers: Starts the processes.
-        train_dataset: Rows to train on.
-        val_dataset: Rows to validate on, `None` for no validation.
-        reporter: Timers, metrics and pictures of the run.
-        total_training_steps: Where the run ends.
-    """
+    learners = (Role.Actor,)
 
-    role: ClassVar[Role] = Role.Actor
+    @cached_property
+    def planner(self) -> Planner:
+        """Decides which rank runs which rows, in which micro-batches."""
+        return Planner(share_prefix=self.config.model.share_prefix)
 
-    def __init__(
-        self,
-        config: Any,
-        tokenizer: PreTrainedTokenizerBase,
-        start_workers: Callable[[], OfflineWorkers],
-        *,
-        train_dataset: OfflineDataset[Any],
-        val_dataset: OfflineDataset[Any] | None,
-        reporter: RunReporter,
-        total_training_steps: int,
-    ) -> None:
-        super().__init__(
-            config,
-            tokenizer,
-            train_dataset=train_dataset,
-            val_dataset=val_dataset,
-            reporter=reporter,
-            total_training_steps=total_training_steps,
-        )
-        self._start_workers = start_workers
-        data = config.data
+    @cached_property
+    def limits(self) -> MicroBatchLimits:
+        """How large a micro-batch may be."""
+        data = self.config.data
         packed = data.micro_batch_size_per_gpu is None
-        self.planner = Planner(share_prefix=config.model.share_prefix)
-        self.limits = MicroBatchLimits(
+        return MicroBatchLimits(
             data.max_token_len_per_gpu if packed else None, data.micro_batch_size_per_gpu, "data.max_token_len_per_gpu"
         )
-
-    def init_workers(self) -> None:
-        self._workers = self._start_workers()
 
     # ------------------------------------------------------------------ what a trainer is
 

@@ -12,7 +12,6 @@ from hrl.algos.reward_placement import place_scores
 from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.cluster.planner import AllLimits, Planner, plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
-from hrl.cluster.worker_groups import WorkerGroups, build_worker_groups
 from hrl.metrics import Metric, StepMetrics, reduce_metrics
 from hrl.protocol import DataProto
 from hrl.report.samples import rollout_records
@@ -71,7 +70,7 @@ def needs_old_log_prob(config: Any) -> bool:
     )
 
 
-class RayPPOTrainer(TrainingLoop[WorkerGroups]):
+class RayPPOTrainer(TrainingLoop):
     """Trains a policy with PPO, GRPO, or any registered advantage estimator and policy loss.
 
     The algorithm is `train_step`, which `fit` calls for every batch of prompts. Each of its phases is a method with
@@ -92,6 +91,7 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         group_filter: Which groups `algorithm.filter_groups` keeps; a subclass may name another.
     """
 
+    learners = (Role.ActorRollout, Role.Actor, Role.Critic)
     group_filter: ClassVar[type[GroupFilter]] = GroupFilter
 
     def __init__(
@@ -111,14 +111,14 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
         super().__init__(
             config,
             tokenizer,
+            role_worker_mapping,
+            resource_pool_manager,
+            ray_worker_group_cls,
             train_dataset=train_dataset,
             val_dataset=val_dataset,
             reporter=reporter,
             total_training_steps=total_training_steps,
         )
-        self.role_worker_mapping = role_worker_mapping
-        self.resource_pool_manager = resource_pool_manager
-        self.ray_worker_group_cls = ray_worker_group_cls
         self.rewards = rewards
 
         self.planner = Planner(share_prefix=config.actor_rollout_ref.model.share_prefix)
@@ -135,10 +135,7 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
 
     def init_workers(self) -> None:
         """Start the processes of every pool and load the models of every role into them."""
-        self._workers = build_worker_groups(
-            self.config, self.role_worker_mapping, self.resource_pool_manager, self.ray_worker_group_cls
-        )
-        self.workers.init_models()
+        super().init_workers()
         self.workers.rollout.set_reward_sink(self.rewards.sink)
 
     # ------------------------------------------------------------------ the algorithm
@@ -437,7 +434,9 @@ class RayPPOTrainer(TrainingLoop[WorkerGroups]):
 
         Also after a step that left the policy alone (critic warm-up), so that the stamp says which step it serves.
         """
-        metrics = self.workers.sync_weights(version=self.global_steps)
+        metrics = self.workers.sync_weights(
+            self.global_steps, self.config.actor_rollout_ref.rollout.weight_sync.driver_timeout_s
+        )
         self.policy_version = self.global_steps
         return metrics
 

@@ -35,7 +35,9 @@ class Asked(DPOTrainer):
         self.loaded = False
 
     def init_workers(self) -> None:
-        self._workers = SimpleNamespace(load=self.take, save=lambda folder, contents: None, processes=[], trained=[])
+        self._workers = SimpleNamespace(
+            load=self.take, save=lambda folder, contents: None, peak_memory=dict, trained=[]
+        )
 
     def take(self, folder: Path) -> None:
         self.loaded = True
@@ -69,7 +71,8 @@ def trainer(folder: Path, total: int, validate: bool = False) -> Asked:
     made = Asked(
         config,
         tokenizer,
-        lambda: None,
+        {},
+        SimpleNamespace(),
         train_dataset=train,
         val_dataset=val if validate else None,
         reporter=reporter,

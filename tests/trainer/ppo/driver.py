@@ -20,7 +20,7 @@ from hrl.report.console import RunConsole
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
 from hrl.reward.combine import CombinedScores, RewardShaping, Weighting, combine_scores
-from hrl.trainer.run import trainer_class
+from hrl.trainer.kinds import KINDS
 
 FUNCTION_SCORES = [1.0, None, 0.0]
 
@@ -67,10 +67,12 @@ class Workers:
         self.scored: list[DataProto] = []
         self.learnt: list[DataProto] = []
         self.plan: Any = None
-        self.processes: list[Any] = []
         self.trained: list[Any] = []
 
-    def sync_weights(self, version: int) -> dict[str, float]:
+    def peak_memory(self) -> dict[str, float]:
+        return {}
+
+    def sync_weights(self, version: int, timeout_s: float) -> dict[str, float]:
         self.version = version
         return {}
 
@@ -187,7 +189,7 @@ class Driver:
         console = RunConsole(steps, [], Console(file=self.shown_file, width=200, color_system=None))
         self.folder = RunFolder(path, resume=True)
         self.workers = workers or Workers()
-        self.trainer = trainer_class(config)(
+        self.trainer = KINDS["ppo"].trainer(config)(
             config,
             Words(),
             {},

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from hrl.single_controller.errors import WorkerError
-from hrl.trainer.session import run_guarded
+from hrl.trainer.command import exit_status
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 
 
@@ -24,5 +24,5 @@ def fail(cause: Exception | None) -> None:
     "cause, status", [(NonFiniteStepError("3 optimizer steps in a row"), 3), (ValueError("bad"), 1), (None, 1)]
 )
 def test_steps_that_are_not_finite_have_an_exit_status_of_their_own(config, capsys, cause, status):
-    assert run_guarded(config, lambda: fail(cause)) == status
+    assert exit_status(config, lambda: fail(cause)) == status
     assert "rank 2: actor.update_actor" in capsys.readouterr().err

@@ -1,0 +1,116 @@
+"""What every kind of run has, under one name, wherever its schema keeps it: models, rows, lengths and processes."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hrl.config.model import ModelConfig
+from hrl.config.offline import OfflineConfig, RMTrainerConfig
+from hrl.config.placement import Placement, resolve_placement
+from hrl.config.ppo import PPOTrainerConfig
+
+RunConfiguration = PPOTrainerConfig | OfflineConfig
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model that a run reads.
+
+    Attributes:
+        key: That names it.
+        path: The key's value: a folder or a hub id.
+        override_config: Fields of its config.json to replace.
+        is_scalar: It gives one number per token: a critic or a reward model.
+    """
+
+    key: str
+    path: str
+    override_config: Mapping[str, Any]
+    is_scalar: bool = False
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """How long sequences may be, in tokens.
+
+    Attributes:
+        prompt: P, the width of the prompt columns.
+        response: R, the width of the response columns.
+        total: Of prompt and response together.
+        keys: Whose values add up to `total`.
+        model: The longest sequence that a model is opened for.
+    """
+
+    prompt: int
+    response: int
+    total: int
+    keys: tuple[str, ...]
+    model: int
+
+
+@dataclass(frozen=True)
+class Outline:
+    """One run.
+
+    Attributes:
+        section: Key of the section of the model that learns.
+        model: That section, which also holds what goes for the models of all roles.
+        models: By role (`actor`, `critic`, `rm`), the one that brings the tokenizer first. The reference and the
+            engine have the actor's.
+        lengths: Of its sequences.
+        placement: Its processes, and the roles on them.
+    """
+
+    section: str
+    model: ModelConfig
+    models: Mapping[str, NamedModel]
+    lengths: Lengths
+    placement: Placement
+
+    @property
+    def num_processes(self) -> int:
+        """Worker processes of the run."""
+        return sum(map(sum, self.placement.pools.values()))
+
+    @property
+    def most_processes_on_a_node(self) -> int:
+        """Processes of a pool on one node, at most."""
+        return max(map(max, self.placement.pools.values()))
+
+
+def outline_of(config: RunConfiguration) -> Outline:
+    """Return the outline of a run of any kind."""
+    return _of_ppo(config) if isinstance(config, PPOTrainerConfig) else _of_offline(config)
+
+
+def _of_ppo(config: PPOTrainerConfig) -> Outline:
+    section, model, data = "actor_rollout_ref.model", config.actor_rollout_ref.model, config.data
+    models = {"actor": NamedModel(f"{section}.path", model.path, model.override_config)}
+    if config.needs_critic:
+        critic = config.critic.model
+        models["critic"] = NamedModel("critic.model.path", critic.path, critic.override_config, is_scalar=True)
+    rm = config.reward.reward_model
+    if config.needs_reward_model and rm.model_path is not None:
+        models["rm"] = NamedModel("reward.reward_model.model_path", rm.model_path, {}, is_scalar=True)
+    total = data.max_prompt_length + data.max_response_length
+    lengths = Lengths(
+        prompt=data.max_prompt_length,
+        response=data.max_response_length,
+        total=total,
+        keys=("data.max_prompt_length", "data.max_response_length"),
+        model=config.actor_rollout_ref.rollout.max_model_len or total,
+    )
+    return Outline(section, model, models, lengths, resolve_placement(config))
+
+
+def _of_offline(config: OfflineConfig) -> Outline:
+    model, longest, trainer = config.model, config.data.max_length, config.trainer
+    is_scalar = isinstance(config, RMTrainerConfig)
+    role = "rm" if is_scalar else "actor"
+    return Outline(
+        section="model",
+        model=model,
+        models={role: NamedModel("model.path", model.path, model.override_config, is_scalar)},
+        lengths=Lengths(longest, longest, longest, ("data.max_length",), longest),
+        placement=Placement({"global": (trainer.n_gpus_per_node,) * trainer.nnodes}, {role: "global"}),
+    )

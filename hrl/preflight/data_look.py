@@ -1,0 +1,272 @@
+"""The looks of a preflight at rows: read, counted, measured against a batch, and rendered by the chat template."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hrl.config.arithmetic import Fact, count, step_sizes
+from hrl.config.data import DataConfig
+from hrl.config.offline import OfflineConfig, SFTTrainerConfig
+from hrl.config.outline import RunConfiguration
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.data.base import DatasetCounts, Intake
+from hrl.data.chat_template import check_chat_template, inspect_chat_template, with_tools
+from hrl.data.dataset import dataset_class
+from hrl.data.files import DatasetError, check_data_file, columns_of
+from hrl.data.offline.demonstrations import COMPLETION_KEYS, DemonstrationDataset
+from hrl.data.offline.pairs import PairDataset
+from hrl.data.rows import (
+    BUNDLED_PREFIX,
+    REASONING_GYM_PREFIX,
+    DataFiles,
+    PromptRow,
+    check_prompt,
+    read_rows,
+    sources_of,
+)
+from hrl.models.tokenizer import TokenIds
+from hrl.nearest import nearest
+from hrl.preflight.findings import Findings
+from hrl.preflight.given import Given
+from hrl.preflight.machine_look import gpus_here, joins_a_cluster
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BATCH = "data.train_batch_size"
+_CPU_BATCH = 8
+"""Prompts of a step that a CPU makes in seconds to minutes, which is what the hints name."""
+_PATIENT_ON_CPU = 1024
+"""Sequences of a step beyond which a CPU takes hours, where nobody asked for so many."""
+_SYNONYMS = {
+    "prompt": ("question", "problem", "query", "instruction", "input", "text", "messages"),
+    "data_source": ("source", "dataset", "origin", "task"),
+    "chosen": ("preferred", "better", "winner", "accepted"),
+    "rejected": ("dispreferred", "worse", "loser", "refused"),
+    "messages": ("conversations", "conversation", "chat", "dialog"),
+    "completion": ("answer", "output", "target", "solution"),
+}
+"""A column's name → what it is called in other data sets."""
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """How the rows of a kind of run are read.
+
+    Attributes:
+        read: Takes sources and the most rows to keep; None where they can't be read here.
+        columns: Key that names a column → the names that will do; of several, one is enough.
+        measured: What the lengths of a data set are of.
+        limit: The longest allowed, in tokens.
+    """
+
+    read: Callable[[DataFiles, int], Any] | None
+    columns: Mapping[str, tuple[str, ...]]
+    measured: str
+    limit: int
+
+
+def look_at_rows(
+    findings: Findings,
+    config: RunConfiguration,
+    given: Given,
+    tokenizer: PreTrainedTokenizerBase | None,
+    ids: TokenIds | None,
+) -> tuple[Any, Any]:
+    """Read the rows to train and to validate on.
+
+    Args:
+        findings: Takes what is wrong.
+        config: The validated configuration.
+        given: Rows that the caller has as objects.
+        tokenizer: Of the model that learns, where it was found.
+        ids: Its padding and stop tokens.
+
+    Returns:
+        The two data sets; None for one that can't be read, or is not configured.
+    """
+    data, found = config.data, []
+    if isinstance(config, PPOTrainerConfig):
+        reader = _prompts(findings, config.data, tokenizer)
+    else:
+        reader = _answers(config, tokenizer, ids)
+    for key, noun, rows, names, most in (
+        ("data.train_files", "rows", given.train_rows, data.train_files, data.train_max_samples),
+        ("data.val_files", "validation rows", given.val_rows, data.val_files, data.val_max_samples),
+    ):
+        dataset = None
+        can_be_read = bool(names) and _look_at_columns(findings, key, names, reader.columns) if rows is None else True
+        if can_be_read and reader.read is not None:
+            with findings.about(key):
+                dataset = reader.read(names if rows is None else rows, most)
+                findings.facts.append(Fact(noun, _in_words(dataset, names, reader)))
+        found.append(dataset)
+    return found[0], found[1]
+
+
+def _prompts(findings: Findings, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> _Reader:
+    columns = {"data.prompt_key": (data.prompt_key,), "data.reward_fn_key": (data.reward_fn_key,)}
+    reader = partial(_Reader, measured="prompts", limit=data.max_prompt_length)
+    cls = None
+    with findings.about("data.custom_cls.path"):
+        cls = dataset_class(data.custom_cls)
+    own = data.custom_cls.path is not None
+    if cls is None or (own and tokenizer is None):  # a class of the user's own reads what it likes, with a tokenizer
+        return reader(None, {} if own else columns)
+    if tokenizer is None:
+        return reader(partial(_unrendered, data), columns)
+    return reader(lambda sources, most: cls(sources, tokenizer, data, most), {} if own else columns)
+
+
+def _answers(config: OfflineConfig, tokenizer: PreTrainedTokenizerBase | None, ids: TokenIds | None) -> _Reader:
+    data: Any = config.data
+    cls: type[DemonstrationDataset | PairDataset]
+    if isinstance(config, SFTTrainerConfig):
+        answers = (data.completion_key,) if data.completion_key else COMPLETION_KEYS
+        columns = {
+            "data.messages_key": (data.messages_key, data.prompt_key),
+            "data.completion_key": (*answers, data.messages_key),
+        }
+        cls = DemonstrationDataset
+    else:
+        columns = {"data.chosen_key": (data.chosen_key,), "data.rejected_key": (data.rejected_key,)}
+        cls = PairDataset
+    if tokenizer is None or ids is None:
+        return _Reader(None, columns, "rows", data.max_length)
+    return _Reader(
+        lambda sources, most: cls(sources, tokenizer, data, most, stop_ids=ids.stop), columns, "rows", data.max_length
+    )
+
+
+@dataclass
+class _Unrendered:
+    """Rows that were read without a tokenizer, where the model is not on this machine yet."""
+
+    rows: list[PromptRow]
+    counts: DatasetCounts
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def data_sources(self) -> tuple[str, ...]:
+        return tuple(sorted({row.data_source for row in self.rows}))
+
+
+def _unrendered(data: DataConfig, data_files: DataFiles, most: int) -> _Unrendered:
+    sources = sources_of(data_files)
+    intake = Intake(sources)
+    check = partial(check_prompt, prompt_key=data.prompt_key, source_key=data.reward_fn_key)
+    kept = [row for block in intake.blocks(read_rows(sources, check), most) for row in block]
+    counts = intake.close(len(kept), skip_bad=data.bad_rows == "skip", too_long=None)
+    return _Unrendered(kept, counts)
+
+
+def _look_at_columns(
+    findings: Findings, key: str, sources: Sequence[str], needed: Mapping[str, tuple[str, ...]]
+) -> bool:
+    """Every source can be read and has the columns that rows need.
+
+    Args:
+        findings: Takes what is wrong.
+        key: That names the sources.
+        sources: Its value.
+        needed: Key that names a column → the names that will do; of several, one is enough.
+
+    Returns:
+        Whether reading the rows makes sense.
+    """
+    before = len(findings.problems)
+    for source in sources:
+        if source.startswith((BUNDLED_PREFIX, REASONING_GYM_PREFIX)):
+            continue
+        path = Path(os.path.expanduser(source))  # leaves an unknown user's `~name` as it is
+        with findings.about(key):
+            check_data_file(path)
+            there = columns_of(path)
+            for column_key, names in needed.items():
+                if there is not None and not set(names) & set(there):
+                    what = f"is {' or '.join(names)}, a column that {source} does not have."
+                    findings.problem(column_key, what, _columns_hint(column_key, names[0], there))
+    return len(findings.problems) == before
+
+
+def _columns_hint(key: str, name: str, there: Sequence[str]) -> str:
+    listed = f"It has: {', '.join(there)}."
+    synonyms = [other for other in _SYNONYMS.get(name, ()) if other in there]
+    close = synonyms or nearest(name, there)
+    return f"{listed} Set {key}={close[0]}?" if close else f"{listed} Add the column, or name yours with {key}."
+
+
+def _in_words(rows: Any, sources: Sequence[str], reader: _Reader) -> str:
+    """Return what a data set holds, in one line; one of the user's own may lack counts and lengths."""
+    text = f"{count(len(rows), 'row')} of {', '.join(sources)}"
+    counts = getattr(rows, "counts", None)
+    if counts is not None and counts.read > counts.kept:
+        text += f" ({counts})"
+    lengths: np.ndarray | None = getattr(rows, "lengths", None)
+    if lengths is not None and len(lengths):
+        low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
+        span = f"{low:,} to {high:,} tokens, median {middle:,}" if low < high else count(low, "token")
+        text += f"; {reader.measured} of {span}; {reader.limit:,} fit"
+    return text
+
+
+def look_at_batch(findings: Findings, config: RunConfiguration, train: Any) -> None:
+    """Look whether a batch can be filled, and was meant to be as large as it is."""
+    if not isinstance(config, PPOTrainerConfig):
+        if train is not None:
+            _look_at_size(findings, train, config.data.train_batch_size, suggested_at_most=len(train))
+        return
+    gpus = joins_a_cluster(config.trainer) or (config.trainer.device != "cpu" and gpus_here() > 0)
+    sizes = step_sizes(config)
+    if train is not None and len(train) < sizes.prompts:
+        most = sizes.prompts if gpus else _CPU_BATCH
+        if isinstance(train, _Unrendered):
+            findings.problem(_BATCH, f"is {sizes.prompts:,}, but there are only {len(train):,} rows.", "Lower it.")
+        else:
+            _look_at_size(findings, train, sizes.prompts, suggested_at_most=most)
+        return
+    chosen = config.origins is None or _BATCH in config.origins
+    if not chosen and not gpus and sizes.sequences > _PATIENT_ON_CPU:
+        what = (
+            f"is not set, and one step of its default, {sizes.prompts:,} prompts × {count(sizes.samples, 'sample')}, "
+            "takes hours without a GPU."
+        )
+        findings.problem(_BATCH, what, f"Set it, e.g. {_BATCH}={_CPU_BATCH}.")
+
+
+def _look_at_size(findings: Findings, rows: Any, wanted: int, *, suggested_at_most: int) -> None:
+    """The training rows fill a batch."""
+    try:
+        rows.require_rows(wanted, f"one batch ({_BATCH})")
+    except DatasetError as error:
+        suggestion = 1 << (max(min(len(rows), suggested_at_most), 1).bit_length() - 1)
+        findings.problem(_BATCH, f"is {wanted:,}: {error}.", f"Set {_BATCH}={suggestion}.")
+
+
+def look_at_template(
+    findings: Findings, config: RunConfiguration, train: Any, tokenizer: PreTrainedTokenizerBase, ids: TokenIds
+) -> None:
+    """Render the first prompt as it is sent, and look for what the chat template can't do.
+
+    Where answers are sampled its faults are warnings; where they are given they are errors.
+    """
+    kwargs = config.data.apply_chat_template_kwargs
+    with findings.about("data.train_files"):
+        if isinstance(config, PPOTrainerConfig):
+            first = train[0]  # one of the user's own has no tools
+            report = inspect_chat_template(
+                tokenizer, first["raw_prompt"], ids.stop, with_tools(kwargs, first.get("tools"))
+            )
+            findings.facts.append(Fact("first prompt", report.shown_prompt))
+            findings.notes += report.warnings_for_sampling()
+        elif (prompt := train.first_prompt()) is not None:
+            check_chat_template(tokenizer, prompt.messages, ids.stop, with_tools(kwargs, prompt.tools))

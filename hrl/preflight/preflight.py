@@ -1,0 +1,113 @@
+"""What is looked at once the configuration is right and before anything is started: files, models, tokenizers, data.
+
+Everything that can be wrong with the user's files is found here, in seconds, in the driver, all of it at once, with a
+sentence that says what to change. `hrl check` and a run take the same look, for every kind of run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hrl.config.arithmetic import total_steps
+from hrl.config.offline import RMTrainerConfig
+from hrl.config.outline import Outline, RunConfiguration, outline_of
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.models.tokenizer import TokenIds
+from hrl.preflight.data_look import look_at_batch, look_at_rows, look_at_template
+from hrl.preflight.findings import Findings
+from hrl.preflight.folder_plan import look_at_run_folder
+from hrl.preflight.given import Given
+from hrl.preflight.machine_look import look_at_devices, look_at_engine, look_at_trackers
+from hrl.preflight.memory_look import look_at_memory
+from hrl.preflight.model_look import look_at_families, look_at_ids, look_at_models, padding_of_classifier
+from hrl.preflight.reward_look import look_at_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What a run needs and the files gave.
+
+    Attributes:
+        outline: Of the run.
+        folders: Local folders of the models of `outline.models`, by role.
+        tokenizer: Of the model that learns.
+        ids: Padding and stop tokens.
+        train_dataset: Rows to train on.
+        val_dataset: Rows to validate on, None where none are configured.
+        total_training_steps: From `trainer.total_training_steps`, or the epochs and the size of the data.
+        findings: Facts for the banner and notes on what was not checked, or is probably not meant.
+    """
+
+    outline: Outline
+    folders: Mapping[str, Path]
+    tokenizer: PreTrainedTokenizerBase
+    ids: TokenIds
+    train_dataset: Any
+    val_dataset: Any | None
+    total_training_steps: int
+    findings: Findings
+
+
+def preflight(config: RunConfiguration, given: Given | None = None) -> Preflight:
+    """Find models and data, fetching what is on the hub, and check that they fit.
+
+    Args:
+        config: The validated configuration.
+        given: Objects that take the place of what it names.
+
+    Raises:
+        PreflightError: Lists everything that is wrong, with the way out.
+    """
+    ready, findings = inspect_run(config, given)
+    findings.raise_problems()
+    if ready is None:
+        raise RuntimeError("a preflight without problems has to find everything")
+    return ready
+
+
+def inspect_run(
+    config: RunConfiguration, given: Given | None = None, *, download: bool = True
+) -> tuple[Preflight | None, Findings]:
+    """Look at everything that a run needs before it starts anything.
+
+    Args:
+        config: The validated configuration.
+        given: Objects that take the place of what it names.
+        download: Fetch models of the hub that are not on this machine; otherwise what can't be checked is noted.
+
+    Returns:
+        What the files gave, None where something is missing; and what was found.
+    """
+    findings, given, outline = Findings(), given or Given(), outline_of(config)
+    look_at_trackers(findings, config.trainer.logger)
+    if isinstance(config, PPOTrainerConfig):
+        look_at_engine(findings, config.actor_rollout_ref.rollout)
+    folders, tokenizer = look_at_models(findings, outline, download=download)
+    ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
+    train, val = look_at_rows(findings, config, given, tokenizer, ids)
+    if isinstance(config, PPOTrainerConfig):
+        look_at_reward(findings, config, given, train, val)
+    look_at_batch(findings, config, train)
+    look_at_devices(findings, config.trainer, outline.num_processes)
+    look_at_memory(findings, config, outline, folders)
+    look_at_run_folder(findings, config.trainer, train if tokenizer is not None else None)
+    if tokenizer is None or ids is None or train is None:
+        return None, findings
+    look_at_template(findings, config, train, tokenizer, ids)
+    if isinstance(config, RMTrainerConfig):
+        with findings.about("model.tokenizer_path"):
+            ids = replace(ids, pad=padding_of_classifier(tokenizer, ids))
+    if not outline.model.probe:
+        findings.notes.append(f"{outline.section}.probe=false: no model is compared with its own forward")
+    elif not findings.problems:
+        look_at_families(findings, outline, folders)
+    if findings.problems or folders.keys() < outline.models.keys():
+        return None, findings
+    steps = total_steps(config, len(train))
+    return Preflight(outline, folders, tokenizer, ids, train, val, steps, findings), findings

@@ -1,0 +1,86 @@
+"""From a command line to an exit status: what `main_ppo`, `main_dpo`, `main_sft` and `main_rm` do."""
+
+from __future__ import annotations
+
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import KINDS
+from hrl.errors import ConfigError, HrlError
+
+if TYPE_CHECKING:
+    from hrl.config.outline import RunConfiguration
+    from hrl.trainer.loop import TrainingLoop
+
+logger = logging.getLogger(__name__)
+
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_NONFINITE = 3
+EXIT_INTERRUPTED = 130
+
+
+def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[TrainingLoop] | None = None) -> int:
+    """Compose the configuration, then train.
+
+    Args:
+        kind: `ppo`, `dpo`, `sft` or `rm`.
+        argv: Overrides like `trainer.total_epochs=2`; the command line's if None.
+        trainer_cls: A subclass of the kind's trainer to run in its place.
+
+    Returns:
+        The exit status: 2 for a configuration that can't be composed, otherwise that of `exit_status`.
+    """
+    try:
+        config = compose_kind(KINDS[kind], sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
+    # Only now: a wrong key is reported before torch and ray are imported.
+    from hrl.trainer.run import run
+
+    return exit_status(config, lambda: run(kind, config, trainer_cls=trainer_cls))
+
+
+def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
+    """Run to an exit status; errors that explain themselves go to standard error, without a traceback.
+
+    Args:
+        config: The validated configuration.
+        run: The run.
+
+    Returns:
+        0 for success, 1 for a failure that explains itself, 2 if the preflight found something wrong, 3 if steps were
+        not finite, 130 after Ctrl-C.
+    """
+    from hrl.workers.engine.nonfinite import NonFiniteStepError
+
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    # Both raise `KeyboardInterrupt`. Set explicitly, since a background job of a shell starts with SIGINT ignored.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        run()
+    except ConfigError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_CONFIG
+    except HrlError as error:
+        logger.debug("the run failed", exc_info=error)
+        sys.stderr.write(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}")
+        return EXIT_NONFINITE if isinstance(error.__cause__, NonFiniteStepError) else EXIT_FAILURE
+    except KeyboardInterrupt:
+        sys.stderr.write(f"\ninterrupted\n{_resume_hint(config)}")
+        return EXIT_INTERRUPTED
+    return 0
+
+
+def _resume_hint(config: RunConfiguration) -> str:
+    from hrl.cluster.checkpoints import CheckpointStore
+    from hrl.report.run_folder import RunFolder
+
+    steps = CheckpointStore(RunFolder.checkpoints_in(config.trainer.default_local_dir)).steps()
+    return f"the same command continues after step {steps[-1]}\n" if steps else ""

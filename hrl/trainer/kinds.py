@@ -1,0 +1,121 @@
+"""What a run of each kind is made of: its configuration, its trainer, and what is shown of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from hrl.config.offline import OfflineConfig
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.run_kind import DPO, PPO, RM, SFT, RunKind
+from hrl.preflight.given import Given
+from hrl.preflight.preflight import Preflight
+from hrl.report.html_report import LOSS, REWARD, Curve
+from hrl.report.phases import PHASES
+from hrl.trainer.loop import TrainingLoop
+from hrl.trainer.offline.dpo import DPOTrainer
+from hrl.trainer.offline.rm import RMTrainer
+from hrl.trainer.offline.sft import SFTTrainer
+from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_old_log_prob
+from hrl.trainer.ppo.rewards import RewardService
+
+Services = AbstractContextManager[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of run.
+
+    Attributes:
+        config: Its configuration: schema, rules, words.
+        trainer: The trainer that a configuration asks for.
+        phases: The phases of a step, in order, for the phase bar.
+        curve: What the picture of the run shows.
+        batch_tokens: Tokens of the largest batch, with all rows at their full length.
+        notes: What is said when the processes start; the configuration has its dtypes by then.
+        services: What the trainer is given beside what every trainer is, by its argument's name; ended with the run.
+    """
+
+    config: RunKind[Any]
+    trainer: Callable[[Any], type[TrainingLoop]]
+    phases: Callable[[Any], list[str]]
+    curve: Curve
+    batch_tokens: Callable[[Any, Preflight], int]
+    notes: Callable[[Any, Preflight], list[str]]
+    services: Callable[[Any, Preflight, Given], Services]
+
+
+# ---------------------------------------------------------------------- PPO and its relatives
+
+
+def _ppo_trainer(config: PPOTrainerConfig) -> type[RayPPOTrainer]:
+    return RayPPOTrainer if config.algorithm.preference_loss is None else OnlineDPOTrainer
+
+
+def _ppo_phases(config: PPOTrainerConfig) -> list[str]:
+    optional = {
+        "old_log_prob": needs_old_log_prob(config),
+        "ref": config.needs_reference,
+        "values": config.needs_critic,
+        "update_critic": config.needs_critic,
+        "update": False,  # the one of the offline trainers
+        "testing": False,  # few steps have it; it is drawn when it runs
+    }
+    return [phase.name for phase in PHASES if optional.get(phase.name, True)]
+
+
+def _ppo_batch_tokens(config: PPOTrainerConfig, ready: Preflight) -> int:
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    val_rows = 0 if ready.val_dataset is None else len(ready.val_dataset)
+    validated = min(data.val_batch_size or val_rows, val_rows) * rollout.val_kwargs.n
+    return max(data.train_batch_size * rollout.n, validated) * ready.outline.lengths.total
+
+
+def _ppo_notes(config: PPOTrainerConfig, ready: Preflight) -> list[str]:
+    roles = config.actor_rollout_ref
+    return [f"trainer in {roles.actor.fsdp_config.dtype}, engine in {roles.rollout.dtype}"]
+
+
+@contextmanager
+def _reward_service(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Iterator[Mapping[str, Any]]:
+    datasets = [rows for rows in (ready.train_dataset, ready.val_dataset) if rows is not None]
+    sources = sorted({source for rows in datasets for source in rows.data_sources})
+    with RewardService(config, tuple(sources), given.reward) as rewards:
+        yield {"rewards": rewards}
+
+
+# ---------------------------------------------------------------------- trainers that learn from a data set
+
+
+def _offline_batch_tokens(config: OfflineConfig, ready: Preflight) -> int:
+    return 2 * config.data.train_batch_size * config.data.max_length  # of pairs, a row is two answers
+
+
+def _offline_notes(config: OfflineConfig, ready: Preflight) -> list[str]:
+    datasets = {"training": ready.train_dataset, "validation": ready.val_dataset}
+    counts = [f"{name} data: {rows.counts}" for name, rows in datasets.items() if rows is not None]
+    return [f"trainer in {config.model.fsdp_config.dtype}", *counts]
+
+
+def _offline(config: RunKind[Any], trainer: type[TrainingLoop]) -> Kind:
+    return Kind(
+        config=config,
+        trainer=lambda _: trainer,
+        phases=lambda _: ["update"],
+        curve=LOSS,
+        batch_tokens=_offline_batch_tokens,
+        notes=_offline_notes,
+        services=lambda *_: nullcontext({}),
+    )
+
+
+KINDS = {
+    "ppo": Kind(PPO, _ppo_trainer, _ppo_phases, REWARD, _ppo_batch_tokens, _ppo_notes, _reward_service),
+    "dpo": _offline(DPO, DPOTrainer),
+    "sft": _offline(SFT, SFTTrainer),
+    "rm": _offline(RM, RMTrainer),
+}
+"""Name → kind. A run is started with `hrl.trainer.run.run(name, configuration)`, or by `main_<name>`."""
