@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hrl.processes.environment import child_environment, withheld_names
+from hrl.processes.child_environment import child_environment, withheld_names
 from hrl.processes.plain_data import to_plain
 from hrl.reward.function import RewardFunctionError, RewardSpec, read_reward
 from hrl.reward.process import SharedState, encode, read_frame

@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from hrl.data.files import DatasetError
-from hrl.processes.environment import child_environment
+from hrl.processes.child_environment import child_environment
 from hrl.processes.plain_data import from_plain, to_plain
 
 DATA_SOURCE_PREFIX = "reasoning_gym/"

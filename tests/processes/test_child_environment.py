@@ -1,6 +1,6 @@
 import pytest
 
-from hrl.processes.environment import child_environment, withheld_names
+from hrl.processes.child_environment import child_environment, withheld_names
 
 
 def test_a_child_sees_no_secret():
