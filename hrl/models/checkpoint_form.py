@@ -1,7 +1,7 @@
-"""How a model's tensors stand in its checkpoint: under which names, and in how many pieces.
+"""Which names and pieces a model's tensors have in its checkpoint.
 
-transformers keeps some models differently in memory than on disk: the experts of a mixture, for instance, as one tensor
-per layer. What leaves the trainer has the checkpoint's form, which vLLM and transformers read.
+transformers keeps some models in memory in another form than on disk; the experts of a mixture, for instance, are one
+tensor per layer. What leaves the trainer has the checkpoint's form, which vLLM and transformers read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Piece(NamedTuple):
 
 
 class CheckpointForm:
-    """From each tensor of a model, by itself, to its pieces in the checkpoint that the model was loaded from."""
+    """Turns each tensor of a model, by itself, into its pieces in the checkpoint that the model was loaded from."""
 
     def __init__(self, model: PreTrainedModel, pieces: Mapping[str, tuple[Piece, ...]], same: frozenset[str]) -> None:
         self._model = model
@@ -32,10 +32,10 @@ class CheckpointForm:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Try to revert what transformers did when it loaded the model, without data.
+        """Try, without data, to revert what transformers did when it loaded the model.
 
         Raises:
-            ValueError: A tensor has no form of its own in the checkpoint; names model and tensors.
+            ValueError: A tensor cannot be reverted by itself; names model and tensors.
         """
         empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved_tensors(model)}
         who = f"{type(model).__name__} at {model.config.name_or_path}"
@@ -61,10 +61,10 @@ class CheckpointForm:
         return self._pieces[name]
 
     def split(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
-        """`(name, tensor)` of every piece, in the order of `pieces`.
+        """Return `(name, tensor)` of every piece, in the order of `pieces`.
 
         Args:
-            name: In memory.
+            name: Name in memory.
             tensor: The whole tensor of that name.
         """
         pieces = self._pieces[name]
@@ -74,16 +74,16 @@ class CheckpointForm:
         return [(piece.name, found[piece.name]) for piece in pieces]
 
     def is_whole(self, name: str) -> bool:
-        """Return whether the tensor is one of the checkpoint's as it is, up to its name."""
+        """Return whether the tensor is the same in the checkpoint, apart from its name."""
         return name in self._same
 
     def positions(self, name: str, shape: torch.Size) -> dict[str, Tensor]:
-        """Return the way back: where in the flattened tensor each piece's elements lie, int64, of the piece's shape."""
+        """Return, by piece, where its elements lie in the flattened tensor: int64, of the piece's shape."""
         return dict(self.split(name, torch.arange(shape.numel()).view(shape)))
 
 
 def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what a checkpoint holds of a module, under its names in memory; tied parameters once."""
+    """Yield (name in memory, tensor) of all that a checkpoint holds of a module; tied parameters once."""
     yield from module.named_parameters()
     saved = module.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
@@ -94,6 +94,6 @@ def _described(pieces: Mapping[str, Tensor]) -> tuple[Piece, ...]:
 
 
 def _covers(pieces: Mapping[str, Tensor], together: Mapping[str, Tensor], whole: Tensor) -> bool:
-    """Return whether a tensor's pieces are those that it has among all others', and hold all of its elements."""
+    """Return whether a tensor has the same pieces alone as together with all others, and they hold all its elements."""
     known = all(name in together and together[name].shape == piece.shape for name, piece in pieces.items())
     return known and sum(piece.numel() for piece in pieces.values()) == whole.numel()

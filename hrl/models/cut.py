@@ -1,9 +1,9 @@
 """The smallest copy of a model's configuration that computes in the same way.
 
-What decides how a family computes stays: kinds of layers and their order, widths of heads, the ratio of query to key
-heads, numbers of experts, every switch. What only costs goes: vocabulary, width, repeated layers. Lengths at which
-something changes (sliding windows, chunks, the pre-training length of a RoPE) come down to a handful of tokens where
-the run's sequences are long enough to cross them.
+It keeps what decides how a family computes: kinds of layers and their order, widths of heads, the ratio of query to key
+heads, numbers of experts, every switch. It reduces what only costs: vocabulary, width, repeated layers. Lengths at
+which something changes (sliding windows, chunks, the pre-training length of a RoPE) become a few tokens if the run's
+sequences are long enough to cross them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-#: A length that a cut's short sequences cross, and one that none of them reaches but a packed row of them does: what
-#: counts positions over the row changes there, although no sequence is so long.
+#: A length that a cut's short sequences cross, and one that only a packed row of them reaches: what counts positions
+#: over the row instead of the sequence changes there.
 CROSSED_TOKENS, UNREACHED_TOKENS = 8, 32
-#: Words in names of config fields that are lengths in tokens at which a layer changes what it does.
+#: Words in the names of config fields that are lengths in tokens at which a layer changes what it does.
 _LENGTHS = (
     "sliding_window",
     "window_size",
@@ -35,21 +35,21 @@ _LENGTHS = (
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff")
 _VOCABULARY, _POSITIONS, _WIDTH, _MLA_HIDDEN, _WIDE_HEAD = 128, 64, 16, 256, 128
 _MIN_LAYERS = 2
-#: Two copies of a cut and their gradients in float32 take sixteen bytes for each.
+#: Two copies of a cut and their gradients in float32 take 16 bytes for each parameter.
 MAX_PARAMETERS = 200_000_000
-#: Attributes of a layer that number it.
+#: Attributes that number a layer, and so do not make it another kind.
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 
 
 def cuts(
     config: PretrainedConfig, max_length: int, build: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> Iterator[PretrainedConfig]:
-    """Copy of `config`, the smallest first; a family whose widths depend on each other may need a later one.
+    """Yield smaller copies of `config`, the smallest first. If widths depend on each other, only a later one may work.
 
     Args:
         config: Of the model.
         max_length: The longest sequence of the run, in tokens.
-        build: Makes the model of a config.
+        build: Builds the model of a config.
     """
     for change in (_narrow, _shorten):
         candidate = _changed(config, change, max_length)
@@ -68,7 +68,7 @@ def _num_parameters(config: PretrainedConfig, build: Callable[[PretrainedConfig]
 def _changed(
     config: PretrainedConfig, change: Callable[[dict[str, Any], PretrainedConfig, int], None], max_length: int
 ) -> PretrainedConfig | None:
-    """Return a copy of the configuration after `change` of it and of every section in it; `None` if it is not valid."""
+    """Return a copy of the configuration with `change` applied to all of its sections; `None` if it is not valid."""
     from huggingface_hub.errors import StrictDataclassError
 
     fields = config.to_dict()
@@ -87,7 +87,7 @@ def _changed(
 
 
 def _shorten(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -> None:
-    """Fewer tokens in the vocabulary and before anything changes."""
+    """Reduce the vocabulary and the lengths at which anything changes."""
     for key, value in fields.items():
         if isinstance(value, dict):
             if "model_type" not in value:
@@ -107,7 +107,7 @@ def _shorten(fields: dict[str, Any], config: PretrainedConfig, max_length: int) 
 
 
 def _narrow(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -> None:
-    """Fewer heads of the same width, and whatever depends on their number; narrow feed-forward layers."""
+    """Reduce the number of heads, with all that depends on it, and the width of feed-forward layers."""
     _shorten(fields, config, max_length)
     for key, value in fields.items():
         if any(word in key for word in _WIDTHS):
@@ -137,10 +137,7 @@ def _narrow(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -
 def _first_of_every_kind(
     config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> PretrainedConfig | None:
-    """Return the configuration with only as many first layers as it takes to have every kind.
-
-    `None` if that is unknown.
-    """
+    """Return the configuration with as few first layers as have every kind; `None` if these cannot be told."""
     settings = config.get_text_config()
     depth = settings.num_hidden_layers
     per_layer = [key for key, value in settings.to_dict().items() if isinstance(value, list) and len(value) == depth]
@@ -163,7 +160,7 @@ def _first_of_every_kind(
 def _kinds_of_layers(
     config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel], per_layer: list[str]
 ) -> list[str]:
-    """Return what distinguishes each decoder layer from others: classes, shapes, settings, and its entries in lists."""
+    """Return what distinguishes each decoder layer: classes, shapes, settings, and its entries in lists."""
     with torch.device("meta"):
         model = build(config)
     settings = model.config.get_text_config()
@@ -183,5 +180,5 @@ def _kind(layer: nn.Module) -> list[Any]:
 
 
 def _plain(value: Any) -> str:
-    """Switches, names and whole numbers; a float scales, and makes no other kind of layer."""
+    """Return a switch, name or whole number as text. A float only scales, so just its type counts."""
     return repr(value) if isinstance(value, (bool, int, str, type(None))) else type(value).__name__

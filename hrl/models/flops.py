@@ -1,4 +1,4 @@
-"""How much arithmetic a packed forward or backward is, and how much the device could do."""
+"""How many FLOPs a packed forward or update takes, and how many the device could do in a second."""
 
 from __future__ import annotations
 
@@ -30,20 +30,18 @@ PEAK_FLOPS = {
     "RTX 5090": 209e12,
 }
 BACKWARD_OVER_FORWARD = 2.0
-
-
 #: Names that configurations give to the number of experts a token visits.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
 
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """Forward cost of a transformer.
+    """FLOPs of a transformer's forward.
 
     Attributes:
-        per_token: Of one token through the layers, attention scores excluded.
-        per_pair: Of one query–key pair, over all layers and heads.
-        per_head_token: Of one token through the language-model head.
+        per_token: For one token through the layers, without attention scores.
+        per_pair: For one query–key pair, over all layers and heads.
+        per_head_token: For one token through the language-model head.
     """
 
     per_token: float
@@ -52,16 +50,16 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops | None:
-        """Count two operations per weight that a token of text meets: of experts those it visits, of embeddings none.
+        """Count two operations for each weight that a token of text meets: of experts those it visits, no embeddings.
 
-        Attention scores are counted by the shapes of the modules that compute them, without sliding windows; what else
-        depends on the sequence (the states of linear attention) is small and left out.
+        Attention scores are counted by the shapes of the modules that compute them, without sliding windows. Anything
+        else that depends on the sequence (the states of linear attention) is small and left out.
 
         Args:
             model: On any device, sharded or without storage.
 
         Returns:
-            `None` for a model that can't be counted: its experts or its heads are not where models have them.
+            `None` for a model that can't be counted, because its experts or heads are not in the usual places.
         """
         text, config = model.get_decoder(), model.config.get_text_config()
         head = model.get_output_embeddings()
@@ -80,19 +78,16 @@ class ModelFlops:
         return cls(per_token=2.0 * weights, per_pair=per_pair, per_head_token=per_head_token)
 
     def forward(self, tokens: int, pairs: int, head_tokens: int) -> float:
-        """FLOPs of one forward over a packed row."""
+        """Return the FLOPs of one forward over a packed row."""
         return self.per_token * tokens + self.per_pair * pairs + self.per_head_token * head_tokens
 
     def update(self, tokens: int, pairs: int, head_tokens: int) -> float:
-        """FLOPs of forward and backward, without what is recomputed to save memory."""
+        """Return the FLOPs of forward and backward, without what is recomputed to save memory."""
         return (1.0 + BACKWARD_OVER_FORWARD) * self.forward(tokens, pairs, head_tokens)
 
 
 def _visited_share(text: nn.Module, config: Any, name: str, module: nn.Module) -> float | None:
-    """Return the share of a module's own weights that a token meets.
-
-    `None`: it belongs to experts that can't be counted.
-    """
+    """Return the share of a module's own weights that a token meets; `None` for experts that can't be counted."""
     parts = name.split(".")
     if "experts" not in parts or not any(p.ndim >= 2 for p in module.parameters(recurse=False)):
         return 1.0
@@ -107,7 +102,7 @@ def _visited_share(text: nn.Module, config: Any, name: str, module: nn.Module) -
 
 
 def _experts_per_token(block: nn.Module, config: Any) -> int | None:
-    """From the modules around the experts, whose routers know it best, else from the configuration."""
+    """Return it from the modules around the experts, whose routers know best, else from the configuration."""
     for module in (block, *block.children()):
         if isinstance(getattr(module, "top_k", None), int):
             return module.top_k
@@ -116,7 +111,7 @@ def _experts_per_token(block: nn.Module, config: Any) -> int | None:
 
 
 def _per_pair(text: nn.Module, config: Any) -> float | None:
-    """Two products per query–key pair: scores over the queries' width, outputs over the values'."""
+    """Return the FLOPs of a query–key pair: the score over the queries' width, the output over the values'."""
     total = 0.0
     for module in text.modules():
         if not isinstance(getattr(module, "is_causal", None), bool):
@@ -132,33 +127,28 @@ def _per_pair(text: nn.Module, config: Any) -> float | None:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """FLOP/s of one device: from the table on CUDA (`None` for an unknown card), measured once on a CPU."""
+    """Return the FLOP/s of one device: from the table on CUDA (`None` for an unknown card), measured on a CPU."""
     if device.type == "cuda":
         return peak_flops_of_card(torch.cuda.get_device_name(device))
     return _measured_cpu_flops(torch.get_num_threads())
 
 
 def peak_flops_of_card(name: str) -> float | None:
-    """bfloat16 FLOP/s of a card by the name CUDA gives it; `None` for an unknown one.
-
-    Only whole words count: an L40 is no L4, and an RTX A1000 no A100.
-    """
+    """Return the bfloat16 FLOP/s of a card by the name that CUDA gives it; `None` for an unknown one."""
+    # Only whole words count: an L40 is no L4, and an RTX A1000 no A100.
     matches = [key for key in PEAK_FLOPS if re.search(rf"\b{re.escape(key)}\b", name)]
     return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 
 @cache
 def _measured_cpu_flops(threads: int) -> float:
-    """Return the best of a few square products in float32 and in bfloat16, whichever this CPU is faster at.
-
-    About 0.2 s.
-    """
+    """Return the rate of a square product in float32 or bfloat16, whichever is faster. Takes about 0.2 s."""
     return max(_product_flops(dtype) for dtype in (torch.float32, torch.bfloat16))
 
 
 def _product_flops(dtype: torch.dtype) -> float:
     size = 1024
-    # A generator of its own: the global one is part of a checkpoint, and a resume must not draw what a run does not.
+    # Not the global generator, which is part of a checkpoint: a resumed run must draw what the straight one draws.
     a = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     best = float("inf")
     for _ in range(5):

@@ -1,7 +1,7 @@
-"""How large a model is, known from its config alone: it is built without storage, and one forward is run on it.
+"""How large a model is, from its config alone: it is built without storage, and one forward is run on it.
 
-What a packed forward keeps for its backward is counted, not guessed from the names of config fields, so that every
-family is treated alike.
+What a packed forward keeps for its backward is counted, not guessed from the names of config fields, so that it is
+right for every family.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hrl.models.head import backbone_of
 from hrl.models.loading import ModelSource, load_causal_lm
 from hrl.models.ops.layout import AttentionLayout
 
-#: Tokens of the forward that is looked at: enough that what does not grow with tokens is small beside what does.
+#: Tokens of that forward: enough that what does not grow with the tokens is small beside what does.
 _PROBE_TOKENS = 256
 
 
@@ -35,15 +35,15 @@ class Footprint:
     """Sizes of one model. Bytes are those of products in a dtype of two bytes.
 
     Attributes:
-        parameters: Weights, tied ones once.
-        embedding: Of these, the input embedding.
-        head: Of these, the language-model head; 0 where it is tied to the embedding.
-        largest_layer: Of these, the largest decoder layer.
-        num_layers: Decoder layers.
+        parameters: Number of weights, tied ones once.
+        embedding: Weights of the input embedding.
+        head: Weights of the language-model head; 0 where it is tied to the embedding.
+        largest_layer: Weights of the largest decoder layer.
+        num_layers: Number of decoder layers.
         hidden_size: Width of the residual stream.
         vocab_size: Rows of the head.
-        kept_bytes_per_token: What one layer keeps for its backward, per token, when activations are not recomputed.
-        stream_bytes_per_token: Of the residual stream between two layers, per token: what one keeps when they are.
+        kept_bytes_per_token: What one layer keeps for its backward, per token, if activations are not recomputed.
+        stream_bytes_per_token: What it keeps if they are: the residual stream between two layers, per token.
         kv_bytes_per_token: Keys and values of one token in all layers.
     """
 
@@ -60,13 +60,13 @@ class Footprint:
 
 
 def footprint(source: ModelSource) -> Footprint:
-    """Sizes of a causal language model.
+    """Return the sizes of a causal language model.
 
     Args:
         source: Of its folder only config.json is read.
 
     Raises:
-        FootprintError: The model can't be built or run without weights; a run's own look at it says why.
+        FootprintError: The model can't be built or run without its weights.
     """
     try:
         loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
@@ -94,7 +94,7 @@ def footprint(source: ModelSource) -> Footprint:
 
 
 def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that are sharded as units of their own."""
+    """Return the decoder layers, which are sharded as units of their own."""
     names = set(model._no_split_modules or ())  # type: ignore[arg-type]
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -132,11 +132,11 @@ def _forward(model: Any, layers: list[nn.Module]) -> list[int]:
 
 @contextmanager
 def _kept_bytes(model: nn.Module, layers: list[nn.Module]) -> Iterator[list[int]]:
-    """Per layer, the bytes of tensors that autograd keeps while it runs; weights are not among them."""
+    """Yield a list that fills with the bytes which autograd keeps in each layer, weights not counted."""
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
     kept = [0] * len(layers)
     running: list[int] = []
-    seen: list[Tensor] = []  # alive while we count, so that no storage's address is used twice
+    seen: list[Tensor] = []  # kept alive, so that no storage's address is used twice
     storages: set[int] = set()
 
     def enter(index: int) -> Any:

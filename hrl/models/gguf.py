@@ -1,9 +1,9 @@
-r"""Turns a GGUF file of the Llama family into a folder of safetensors, configuration and tokenizer.
+r"""Converts a GGUF file of the Llama family into a folder of safetensors, configuration and tokenizer.
 
-transformers can do this too (`from_pretrained(gguf_file=…)`), and a test holds the two against each other. Reading the
-file once and building no model makes it several times faster, which a first run feels; and it honours
-`tokenizer.ggml.pre`, which transformers does not read: SmolLM's tokenizer splits every digit off *before* the
-byte-level split, so that `"\n\n12"` is three tokens and not four.
+transformers can do this too (`from_pretrained(gguf_file=…)`), and a test compares the two. This is several times
+faster, because it reads the file once and builds no model. It also reads `tokenizer.ggml.pre`, which transformers
+ignores: SmolLM's tokenizer splits digits off *before* the byte-level split, so that `"\n\n12"` is three tokens and not
+four.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _CONTROL_TOKEN = 3
 
 
 class GgufError(HrlError, ValueError):
-    """A GGUF file of a kind that this converter does not know."""
+    """A GGUF file of an unknown kind."""
 
 
 def convert_gguf(source: Path, folder: Path) -> None:
     """Write `source` into `folder` as bf16 safetensors, config, generation config, tokenizer and chat template.
 
     Raises:
-        GgufError: The architecture, a tensor or the tokenizer is of a kind not known here.
+        GgufError: The architecture, a tensor or the tokenizer is of an unknown kind.
     """
     from gguf import GGUFReader
     from transformers import GenerationConfig, LlamaConfig
@@ -126,7 +126,7 @@ def build_tokenizer(fields: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]) -> None:
-    """Hold the tokenizer against the file: same ids for all tokens, same end token, and a chat that survives."""
+    """Check the tokenizer against the file: same ids for all tokens, same end token, and a chat that survives."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     if len(tokenizer) != len(tokens) or tokenizer.convert_tokens_to_ids(tokens) != list(range(len(tokens))):
         raise GgufError("the tokenizer's vocabulary differs from the file's tokenizer.ggml.tokens")
@@ -157,10 +157,10 @@ def _to_bf16(tensor: ReaderTensor, fields: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _to_half_split_rotary(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """Reorders the rows of a query or key projection, (H·D, E), from rotating neighbours to rotating halves.
+    """Reorder the rows of a query or key projection `(H * D, E)` from rotating neighbours to rotating halves.
 
-    GGUF interleaves the two coordinates that one rotary frequency turns, (0,1), (2,3), …; transformers keeps them
-    half a head apart, (0, D/2), (1, D/2+1), ….
+    GGUF places the two coordinates that one rotary frequency turns side by side: (0, 1), (2, 3), …; transformers places
+    them half a head apart: (0, D/2), (1, D/2+1), ….
     """
     rows, columns = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)

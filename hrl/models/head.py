@@ -134,7 +134,7 @@ def _forward_around(
             ValueError,
         ) as error:
             raise ValueError(
-                f"the forward of {type(model).__name__}, from hidden states to logits, could not be followed: "
+                f"{type(model).__name__} has a forward whose part from hidden states to logits could not be followed: "
                 f"{type(error).__name__}: {error}"
             ) from error
     return (seen[0][0] if len(seen) == 1 and seen[0].ndim == 3 else None), logits[0]

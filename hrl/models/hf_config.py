@@ -1,12 +1,12 @@
-"""What a model's configuration is once `override_config` is applied, the same for trainer, engine and export.
+"""A model's transformers configuration with `override_config` applied, the same for trainer, engine and export.
 
-Overrides are merged into the `config.json` as it is written, and transformers builds its configuration from the
-result: whatever may stand in that file may stand in `override_config`, in the forms that model cards show. So both
+Overrides are merged into the `config.json` as it is written, and transformers builds its configuration from the result.
+So `override_config` takes whatever that file may hold, in the forms that model cards show. Both
 
     override_config={rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}
     override_config={rope_theta: 1000000}
 
-work for a folder of any transformers version, although newer ones keep all of it under `rope_parameters`.
+work for a folder of any version of transformers, although newer ones keep all of it under `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class ModelConfigError(HrlError, ValueError):
 
 
 def merge_config(written: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `config.json` that the overrides make of one.
+    """Return a `config.json` with the overrides.
 
     Sections (`text_config`) are merged key by key. RoPE's dictionary is replaced as a whole, since its keys depend on
-    its type; its base frequency stays unless it is overridden too.
+    its type; only its base frequency stays, unless that is overridden too.
 
     Args:
         written: A `config.json`.
         override: `override_config`.
 
     Raises:
-        ModelConfigError: One RoPE is given to a model that has one for each kind of layer.
+        ModelConfigError: One RoPE is given for a model that has one for each kind of layer.
     """
     merged = dict(written)
     for key, value in override.items():
@@ -96,7 +96,7 @@ def load_config(path: Path | str, override: Mapping[str, Any], *, trust_remote_c
     """Return the transformers configuration of a model folder with its overrides.
 
     Raises:
-        ModelConfigError: An override stands neither in the `config.json` nor in the class, or cannot have its value.
+        ModelConfigError: An override is neither in the `config.json` nor in the class, or has an impossible value.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -126,7 +126,7 @@ def _check_names(own: Any, written: Mapping[str, Any], override: Mapping[str, An
             near = nearest(key, known)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ModelConfigError(
-                f"{where} sets {key!r}, which stands neither in config.json nor in {type(own).__name__}{hint}"
+                f"{where} sets {key!r}, which is neither in config.json nor in {type(own).__name__}{hint}"
             )
         section = getattr(own, key, None)
         if isinstance(value, Mapping) and hasattr(section, "attribute_map"):
@@ -134,11 +134,11 @@ def _check_names(own: Any, written: Mapping[str, Any], override: Mapping[str, An
 
 
 def engine_overrides(path: Path | str, override: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return what the overrides change in the built configuration, for an engine that sets attributes of its own.
+    """Return the attributes of the built configuration that the overrides change, for an engine that replaces them.
 
-    vLLM builds the configuration from the folder alone and then replaces attributes. An override from which others are
-    derived, or that is written in an older form, would there mean something else than in the trainer; a difference of
-    attributes means the same.
+    vLLM builds the configuration from the folder alone and then replaces attributes. There an override from which
+    others are derived, or which has an older form, would mean something else than in the trainer; changed attributes do
+    not.
 
     Raises:
         ModelConfigError: As `load_config`.

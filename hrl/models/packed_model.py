@@ -1,7 +1,4 @@
-"""What is sharded and run: a transformers backbone with the one head that reinforcement learning asks for.
-
-The language-model head runs inside `forward` of its own module, where a sharded weight is whole.
-"""
+"""What is sharded and run: a transformers backbone on packed micro-batches, with the head that training needs."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ class _PackedModel(nn.Module):
         return backbone_of(self.model)
 
     def hidden_states(self, packed: PackedMicroBatch) -> Tensor:
-        """`(N, H)` last hidden states at the wanted tokens."""
+        """Return the last hidden states at the wanted tokens, `(N, H)`."""
         output = self.backbone(
             input_ids=packed.input_ids,
             attention_mask=packed.layout.full_mask(packed.input_ids.device),
@@ -42,22 +39,23 @@ class _PackedModel(nn.Module):
 
 
 class PackedCausalLM(_PackedModel):
-    """Log-probs of the tokens that were sampled, from logits as the model's own forward makes them.
+    """Log-probs of the sampled tokens, from logits as the model's own forward makes them.
 
     Raises:
-        ValueError: The model makes them in a way that can't be followed (see `head_form`).
+        ValueError: The model makes logits in a way that can't be followed (see `head_form`).
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
         self.form = head_form(model)
         head = model.get_output_embeddings()
+        # Computed inside the head's own `forward`, where FSDP has gathered its weight.
         head.forward = MethodType(_head_forward, head)
 
     def forward(
         self, packed: PackedMicroBatch, temperature: float, with_entropy: bool, with_sum_pi_squared: bool = False
     ) -> TokenStatistics:
-        """Log-probs `(N,)` and what else is asked for, float32."""
+        """Return log-probs `(N,)` and what else is asked for, in float32."""
         hidden = self.hidden_states(packed)
         if self.form.hidden_scale != 1.0:
             hidden = hidden * self.form.hidden_scale
@@ -73,17 +71,18 @@ class PackedCausalLM(_PackedModel):
 
 
 def _head_forward(head: nn.Linear, hidden: Tensor, labels: Tensor | None = None, **options: Any) -> Any:
-    """Return the head's own forward; with labels, the statistics of the tokens that follow the `(N, H)` states."""
+    """Return logits as the head's own forward does, or with labels `(N,)` statistics of the tokens after `(N, H)`."""
     if labels is None:
         return type(head).forward(head, hidden)
     return token_statistics(hidden.to(head.weight.dtype), head.weight, labels, bias=head.bias, **options)
 
 
 class PackedScalarModel(_PackedModel):
-    """One number per token, for value and reward models."""
+    """One number per wanted token, for value and reward models."""
 
     def forward(self, packed: PackedMicroBatch) -> Tensor:
-        """`(N,)` float32. The head's product is in float32: bfloat16 has two digits, too few for a value."""
+        """Return `(N,)` float32."""
+        # The product is in float32 too: bfloat16 has two to three digits, too few for a value.
         hidden = self.hidden_states(packed)
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         head = self.model.score

@@ -1,15 +1,15 @@
-"""Whether a model family computes packed what it computes alone: compared, before anything of a run is started.
+"""Whether a model family computes the same packed and alone: compared before anything of a run is started.
 
 The log-probs of packed training are right only if attention, positions, masks, experts and head of a family do nothing
-that the packed path does not know. A list of families or of settings can't tell: transformers has nearly two hundred,
-and what a list forgets trains silently wrong. So a small cut of the model (`hrl.models.cut`) with random
+that the packed path does not know of. No list of families could guarantee that: transformers has nearly two hundred,
+and one that the list missed would train silently wrong. So a small cut of the model (`hrl.models.cut`) with random
 weights runs a few short sequences
 
 - packed, as the engine runs them, in two different packings;
 - through the model's own plain forward, one sequence at a time, without padding.
 
-The log-probs must agree, and so must the gradients of all parameters, with every layer recomputed. It takes a second or
-two on one core, in float32, and no device.
+The log-probs must agree, and so must the gradients of all parameters, with every layer recomputed. That takes a second
+or two on one core, in float32, and needs no GPU.
 """
 
 from __future__ import annotations
@@ -39,17 +39,18 @@ from hrl.models.packed_model import PackedCausalLM, PackedScalarModel
 
 logger = logging.getLogger(__name__)
 
-#: Largest difference of two log-probs in float32 that is rounding, and largest relative one of two gradients (larger:
-#: rounding may switch a single ReLU).
+#: The largest difference of two log-probs in float32 that counts as rounding, and the largest relative one of two
+#: gradients, which is larger because rounding may switch a single ReLU.
 LOG_PROB_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-2
-#: A model that amplifies rounding gets this many times what one rounding of all its weights does to its log-probs, up
-#: to a limit that no difference of meaning stays below; the bound of its gradients grows with it, up to the last.
+#: A model that amplifies rounding is allowed SPREADS times what one rounding of all its weights does to its log-probs,
+#: up to MOST_ROUNDING, which every real difference exceeds. Its bound on gradients grows with that, up to the last
+#: number.
 SPREADS, MOST_ROUNDING, MOST_GRADIENT_ROUNDING = 20.0, 1e-2, 0.1
 #: Two prompts with two answers each, in tokens; all but one sequence cross `CROSSED_TOKENS` inside their prompt.
 PROMPT_LENGTHS, ANSWER_LENGTHS = (11, 6), ((13, 9), (17, 4))
 PACKINGS: tuple[tuple[tuple[int, ...], ...], ...] = (((0, 1, 2, 3),), ((3, 0), (2, 1)))
 _KEY = "actor_rollout_ref.model.probe=false (model.probe=false in offline runs)"
-#: What a model's code raises when it is handed what it was not written for.
+#: What a model's code raises when it is given what it was not written for.
 _FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)
 
 _CPU = torch.device("cpu")
@@ -70,8 +71,8 @@ class ProbeResult:
         packing_difference: The same between the two packings.
         gradient_difference: Largest relative difference of a parameter's gradient from the model's own; 0 where the
             log-probs differ already.
-        cause: Of a difference that is no rounding; empty where there is none.
-        seconds: That it took.
+        cause: Likely cause of a difference that is not rounding; empty if there is none.
+        seconds: How long the comparison took.
     """
 
     family: str
@@ -89,22 +90,20 @@ class ProbeResult:
 
 
 def require_right_causal_lm(source: ModelSource) -> ProbeResult:
-    """Refuse a causal language model that packed training would compute wrongly.
-
-    A process that asks twice for the same model is answered at once.
+    """Refuse a causal language model that packed training would compute wrongly. A process compares a model once.
 
     Args:
         source: The model's folder, its overrides and the run's longest sequence.
 
     Raises:
-        ProbeError: Naming family, difference and likely cause.
+        ProbeError: Names family, difference and likely cause.
         ModelConfigError: The overrides do not fit the model.
     """
     return _require_right(AutoModelForCausalLM, *_identity(source))
 
 
 def require_right_scalar_model(source: ModelSource) -> ProbeResult:
-    """As `require_right_causal_lm`, for a critic or a reward model: the backbone as a sequence classifier."""
+    """Do the same for a critic or a reward model: the backbone as a sequence classifier."""
     return _require_right(AutoModelForSequenceClassification, *_identity(source))
 
 
@@ -149,12 +148,12 @@ def probe_config(
 
     Args:
         config: Of the model, with its overrides.
-        max_model_len: The longest sequence of the run in tokens; what happens only beyond it does not count.
+        max_model_len: The longest sequence of the run in tokens; what happens only beyond that does not count.
         auto: `AutoModelForCausalLM` or `AutoModelForSequenceClassification`.
         trust_remote_code: The config's folder may run code.
 
     Raises:
-        ProbeError: No cut of it runs, alone or packed.
+        ProbeError: No cut of it runs alone, or the one that does does not run packed.
     """
     start = time.perf_counter()
     verbosity = transformers_logging.get_verbosity()
@@ -175,9 +174,9 @@ class _Family:
     """How cuts are built.
 
     Attributes:
-        auto: Transformers' class for them.
+        auto: transformers' class for them.
         max_model_len: The longest sequence of the run in tokens.
-        trust_remote_code: They may run code of their folder.
+        trust_remote_code: The model's folder may run code.
     """
 
     auto: Any
@@ -186,11 +185,11 @@ class _Family:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether they end in one number instead of a vocabulary."""
+        """Whether they end in one number instead of logits."""
         return self.auto is AutoModelForSequenceClassification
 
     def build(self, config: PretrainedConfig, attention: str = "eager") -> PreTrainedModel:
-        """Return a model with weights of its own."""
+        """Return a new model."""
         own = type(config).from_dict(config.to_dict())
         if self.is_scalar:
             own.num_labels = 1
@@ -203,7 +202,7 @@ class _Family:
 
 
 def _first_that_runs(config: PretrainedConfig, family: _Family) -> tuple[PretrainedConfig, PreTrainedModel]:
-    """Return the smallest cut whose own forward runs, and its model with random weights that show every part of it."""
+    """Return the smallest cut whose own forward runs, and its model with random weights."""
     failure: Exception = ValueError("its smallest copy is too large, or is no valid configuration")
     try:
         for cut in cuts(config, family.max_model_len, family.build):
@@ -223,7 +222,7 @@ def _first_that_runs(config: PretrainedConfig, family: _Family) -> tuple[Pretrai
 
 @torch.no_grad()
 def _excite(model: PreTrainedModel) -> PreTrainedModel:
-    """Weights under which everything matters: attention looks somewhere, no bias or sink is zero."""
+    """Give a model weights under which every part matters: attention is not uniform, no bias or sink is zero."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings().weight
     is_tied = head is not None and head.weight is embedding
@@ -271,13 +270,13 @@ def _compare(cut: PretrainedConfig, own: PreTrainedModel, family: _Family) -> Pr
 
 
 def _gradients(model: nn.Module, values: Tensor, weights: Tensor) -> dict[str, Tensor]:
-    """Of the weighted sum of the values, by parameter."""
+    """Return the gradients of the weighted sum of the values, by parameter."""
     (values * weights).sum().backward()
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def _rows(config: PretrainedConfig) -> TokenRows:
-    """Two prompts with two answers each. Tokens 0 to 3 stay out: they pad, begin and end."""
+    """Return two prompts with two answers each, without tokens 0 to 3, which may pad, begin or end."""
     rng, tokens = np.random.default_rng(0), config.get_text_config().vocab_size
     prompts: list[np.ndarray] = []
     lengths: list[int] = []
@@ -292,13 +291,13 @@ def _rows(config: PretrainedConfig) -> TokenRows:
 
 
 def _sequence(rows: TokenRows, row: int) -> Tensor:
-    """`(1, L)` tokens of one row."""
+    """Return the tokens of one row, `(1, L)`."""
     answer = rows.responses[row, : rows.response_lengths[row]]
     return torch.from_numpy(np.concatenate([rows.prompts[row], answer]))[None]
 
 
 def _plain(model: PreTrainedModel, rows: TokenRows, scalar: bool) -> Tensor:
-    """By the definition: each row alone, unpadded, through everything that the family does itself."""
+    """Return log-probs `(B, R)` or scores `(B, 1)` of each row alone, without padding, by the model's own forward."""
     out = []
     for row, prompt in enumerate(rows.prompts):
         tokens = _sequence(rows, row)
@@ -312,7 +311,7 @@ def _plain(model: PreTrainedModel, rows: TokenRows, scalar: bool) -> Tensor:
 
 
 def _packed(module: nn.Module, rows: TokenRows, packing: tuple[tuple[int, ...], ...], scalar: bool) -> Tensor:
-    """As the engine runs them; only a packing of all rows in one piece shares prompts."""
+    """Return the same as the engine computes it; only a packing of all rows in one piece shares prompts."""
     wanted: Wanted = "last" if scalar else "next"
     width = 1 if scalar else rows.responses.shape[1]
     parts: dict[int, Tensor] = {}
@@ -333,16 +332,14 @@ def _largest(difference: Tensor) -> float:
 
 
 def _gradient_difference(packed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
-    """Of all parameters, the largest norm of a difference over the norm of the model's own gradient.
-
-    Gradients that are nothing but rounding are compared with the largest of all.
-    """
+    """Return the largest norm of a gradient's difference, relative to the norm of the model's own gradient."""
+    # A gradient that is only rounding is compared with the largest one.
     floor = 1e-2 * max((float(g.norm()) for g in own.values()), default=1.0)
     worst = 0.0
     for name in {*packed, *own}:
         one, other = packed.get(name), own.get(name)
         apart = one - other if one is not None and other is not None else (one if other is None else other)
-        assert apart is not None  # the name stands in one of the two
+        assert apart is not None  # the name is in one of the two
         size = 0.0 if other is None else float(other.norm())
         worst = max(worst, float(apart.norm().nan_to_num(torch.inf)) / max(size, floor))
     return worst
@@ -372,14 +369,14 @@ def _cause_of_values(
 
 
 def _before(apart: Tensor, rows: TokenRows) -> Tensor:
-    """Return the differences at answers' tokens whose context is too short to cross anything."""
+    """Return the differences at tokens whose context is too short to cross anything, 0 elsewhere."""
     positions = torch.tensor([len(prompt) for prompt in rows.prompts])[:, None] + torch.arange(apart.shape[1])[None]
     return torch.where(positions <= CROSSED_TOKENS, apart, 0.0)
 
 
 @torch.no_grad()
 def _same_hidden_states(own: PreTrainedModel, module: Any, rows: TokenRows) -> bool:
-    """Return whether backbone and head part ways at the head."""
+    """Return whether the backbones agree, so that the difference arises in the head."""
     tokens = _sequence(rows, 0)
     packed = pack_micro_batch(rows, (0,), share_prefix=False, wanted="next", device=_CPU)
     try:
@@ -391,7 +388,7 @@ def _same_hidden_states(own: PreTrainedModel, module: Any, rows: TokenRows) -> b
 
 @torch.no_grad()
 def _rounding(own: PreTrainedModel, cut: PretrainedConfig, family: _Family, rows: TokenRows, values: Tensor) -> float:
-    """Return the largest change of the model's own numbers when every weight moves by one rounding of float32."""
+    """Return the largest change of the model's own values when each weight moves by one rounding of float32."""
     moved = family.build(cut)
     moved.load_state_dict(own.state_dict())
     fix_rope_frequencies(moved, UNREACHED_TOKENS)
@@ -403,7 +400,7 @@ def _rounding(own: PreTrainedModel, cut: PretrainedConfig, family: _Family, rows
 def _why_not_packed(error: Exception) -> str:
     if isinstance(error, KeyError) and error.args == (ATTENTION_NAME,):
         return "it does not take another attention than its own"
-    if isinstance(error, ValueError):  # of packed attention, its masks and its head: they say what is wanted
+    if isinstance(error, ValueError):  # from packed attention, masks or head, whose messages say what is wanted
         return str(error)
     return f"its packed forward fails ({_first_line(error)})"
 

@@ -1,11 +1,13 @@
 """Where a model comes from: a local folder, a hub id, or a model bundled in an installed package.
 
-`resolve_model` is the only door. It always answers with a local folder that transformers and vLLM load, and never
-fetches pickled weights. `find_on_this_node` answers the same question on the other nodes of a run.
+`resolve_model` always returns a local folder that transformers and vLLM load, and never fetches pickled weights.
+`find_on_this_node` does the same on the other nodes of a run. `check_weights` and `check_scores` look whether a folder
+holds what training reads. They load nothing: of a file of weights only the header is read, which also shows whether the
+file was cut off.
 
-The bundled model is converted once per machine into a cache and found there ever after. Its weights are stored in
-bf16: the source is a 4-bit quantisation, whose own steps are hundreds of times coarser than bf16's, and the trainer's
-fp32 masters and the bf16 rollout engine then start from exactly the same values, at half the bytes of fp32.
+The bundled model is converted once per machine into a cache. Its weights are stored in bfloat16: the source is a 4-bit
+quantisation, whose steps are hundreds of times coarser than bfloat16's. So the trainer's float32 masters and a bfloat16
+engine start from exactly the same values, at half the bytes of float32.
 """
 
 from __future__ import annotations
@@ -32,9 +34,9 @@ logger = logging.getLogger(__name__)
 BUNDLED_PREFIX = "bundled:"
 MANIFEST_NAME = "hrl_source.json"
 CONVERTER_VERSION = 2
-"""Raise it when the conversion writes something else for the same source; old caches are then left alone."""
+"""To be raised when the conversion writes something else for the same source; old caches are then not used."""
 
-_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # what is fetched of a hub's repository
+_PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # what is fetched from a hub's repository
 _CONVERTED = "models"  # below the cache: converted models
 _HUB_REPOSITORY = "models--"  # how huggingface_hub begins a repository's folder
 
@@ -45,12 +47,12 @@ _LFS_POINTER = b"version https://git-lfs"
 
 
 class ModelSourceError(HrlError, ValueError):
-    """A model that can't be found, fetched or converted; the message says what to do."""
+    """A model can't be found, fetched or converted; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class BundledModel:
-    """A model that an ordinary package brings along as a GGUF file."""
+    """A model that an installed package contains as a GGUF file."""
 
     module: str
     distribution: str
@@ -63,7 +65,7 @@ BUNDLED_MODELS: dict[str, BundledModel] = {
 
 
 def cache_root() -> Path:
-    """`$HRL_CACHE`, or `~/.cache/hrl`."""
+    """Return `$HRL_CACHE`, or `~/.cache/hrl`."""
     root = os.environ.get("HRL_CACHE")
     return Path(root).expanduser() if root else Path.home() / ".cache" / "hrl"
 
@@ -73,7 +75,7 @@ def resolve_model(path: str | os.PathLike[str], *, wait_s: float = 300.0) -> Pat
 
     Args:
         path: A local folder, a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, or `bundled:<name>`.
-        wait_s: How long to wait for another process that is converting the same bundled model.
+        wait_s: How long to wait for another process that is converting the same bundled model, in seconds.
 
     Raises:
         ModelSourceError: The model isn't there; the message names what was looked for and the way out.
@@ -85,13 +87,13 @@ def resolve_model(path: str | os.PathLike[str], *, wait_s: float = 300.0) -> Pat
 
 
 def find_model(path: str) -> Path | None:
-    """As `resolve_model`, but a hub id is only looked up in this machine's cache.
+    """Return what `resolve_model` returns, but look up a hub id only in this machine's cache.
 
     Returns:
-        None for a hub id that is not there, or not all of it.
+        None for a hub id that is not there completely.
 
     Raises:
-        ModelSourceError: As `resolve_model`, without what only a download can tell.
+        ModelSourceError: As `resolve_model`, except for what only a download can tell.
     """
     if path.startswith(BUNDLED_PREFIX):
         return resolve_model(path)
@@ -102,7 +104,7 @@ def _local_folder(name: str) -> Path | None:
     """Return the folder that `model.path` names; None for a hub id.
 
     Raises:
-        ModelSourceError: It is no model folder, or what can be no hub id does not exist.
+        ModelSourceError: It is no model folder, or it does not exist and can't be a hub id.
     """
     folder = Path(os.path.expanduser(name))  # leaves an unknown user's `~name` as it is
     if folder.is_dir():
@@ -253,7 +255,7 @@ def _sha256(path: Path) -> str:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether the manifest is there and every file it lists has its size (a killed copy or a full disk shows so)."""
+    """Return whether the manifest is there and every listed file has its size, as after a complete conversion."""
     manifest = folder / MANIFEST_NAME
     if not manifest.is_file():
         return False
@@ -265,7 +267,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _convert_into(source: Path, digest: str, target: Path) -> None:
-    """Convert into a folder beside `target` and renames it: a reader sees all of it or nothing."""
+    """Convert into a folder beside `target`, then rename it, so that a reader sees all of it or nothing."""
     from hrl.models.gguf import convert_gguf
 
     started = time.monotonic()
@@ -287,7 +289,7 @@ def _convert_into(source: Path, digest: str, target: Path) -> None:
 
 
 def model_facts(folder: Path) -> dict[str, Any]:
-    """Return what stands in a model folder's `config.json`.
+    """Return the contents of a model folder's `config.json`.
 
     Raises:
         ModelSourceError: It is no JSON object.
@@ -306,7 +308,7 @@ def check_weights(folder: Path) -> None:
     """Refuse a folder without whole safetensors weights.
 
     Raises:
-        ModelSourceError: Naming what is missing or torn, and the way out.
+        ModelSourceError: Names what is missing or cut off, and the way out.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -349,7 +351,7 @@ def _no_weights(folder: Path) -> str:
 
 
 def _listed(folder: Path) -> set[str]:
-    """Names of the files that the index distributes the weights over; none without an index."""
+    """Return the names of the files over which the index spreads the weights; none without an index."""
     index = folder / _INDEX
     if not index.is_file():
         return set()

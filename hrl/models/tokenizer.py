@@ -1,4 +1,4 @@
-"""The tokenizer of a model, and the ids that end a response."""
+"""The tokenizer of a model, and its ids with a special meaning."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenIds:
-    """The ids with a meaning of their own.
-
-    Padding may be any id, the end token's too: what is padding is known from lengths and never read off ids.
+    """The ids with a special meaning.
 
     Attributes:
-        pad: Fills prompts on the left and responses on the right.
-        stop: A response ends with the first of these; empty if the model has none and only the length ends it.
-        vocab_size: Ids run from 0 to one below it.
+        pad: Fills prompts on the left and responses on the right. It may be any id, also that of the end token: what is
+            padding is known from lengths, never from ids.
+        stop: A response ends with the first of these; empty if only the length ends it.
+        vocab_size: Ids are below it.
     """
 
     pad: int
@@ -35,21 +34,21 @@ class TokenIds:
 
 
 def resolve_tokenizer(path: str) -> str:
-    """`model.tokenizer_path` as every process understands it: a folder's absolute path, or the hub id that it is.
+    """Return `model.tokenizer_path` as every process understands it: a folder's absolute path, or a hub id.
 
-    Workers need not run in the driver's folder.
+    Workers need not run in the driver's working folder.
     """
     folder = Path(path).expanduser()
     return str(folder.resolve()) if folder.is_dir() else path
 
 
 def find_tokenizer_on_this_node(path: str) -> str:
-    """Return what `resolve_tokenizer` gave on the driver's node, on this one.
+    """Return this node's path for what `resolve_tokenizer` returned on the driver's node.
 
     Raises:
         ModelSourceError: The folder is not here and can't be made here; names node and folder.
     """
-    if not os.path.isabs(path) or os.path.isdir(path):  # of the hub, or here
+    if not os.path.isabs(path) or os.path.isdir(path):  # a hub id, or a folder that is here
         return path
     return str(find_on_this_node(path))
 
@@ -69,11 +68,11 @@ def load_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str | os.PathLike[str] | None = None) -> TokenIds:
-    """Padding and stop ids of a tokenizer, with the stop ids of the model's `generation_config.json` where it has one.
+    """Return padding and stop ids of a tokenizer, with the stop ids of the model's `generation_config.json` if any.
 
     Args:
         tokenizer: Of the policy.
-        model_path: Local model folder; chat models often stop at more ids than their tokenizer's one end token.
+        model_path: Local model folder. Chat models often stop at more ids than their tokenizer's end token.
     """
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stop += [token for token in _generation_stop_ids(model_path) if token not in stop]
