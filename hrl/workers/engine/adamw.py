@@ -1,12 +1,12 @@
-"""AdamW on this rank's shards: state per parameter, moments that may live in host memory, masters that may be bfloat16.
+"""AdamW on this rank's shards: state per parameter, moments in host memory if asked, float32 or bfloat16 masters.
 
 The arithmetic is torch's (`torch.optim.adamw`, its fused kernel), on
 
-- **whole shards**, where moments lie on the device and masters are float32 (or float64);
-- **buckets** of at most `BUCKET_ELEMENTS` elements otherwise. With `offload` the moments are born in host memory
-  and only a bucket's moments visit the device, two buckets at most: while one is computed with, the next comes and the
-  one before goes, on streams of their own. bfloat16 masters are widened to float32 a bucket at a time and rounded back
-  stochastically; their moments are float32.
+- **whole shards**, where moments are on the device and masters are float32 (or float64);
+- **buckets** of at most `BUCKET_ELEMENTS` elements otherwise. With `offload` the moments are allocated in host memory,
+  and at most two buckets of them visit the device: while one is computed with, the next comes and the one before goes,
+  each on its own stream. bfloat16 masters are widened to float32 a bucket at a time and rounded back stochastically;
+  their moments are float32.
 
 Stochastic rounding: bfloat16 has 8 significant bits, so neighbours are 0.4 to 0.8 % of a weight apart. An update of
 1e-6 to a weight of 0.02 is a hundredth of that; rounded to nearest it is lost every time, and all but the smallest
@@ -41,14 +41,14 @@ _DROPPED = (1 << _DROPPED_BITS) - 1
 
 
 class Piece(NamedTuple):
-    """A run of elements of a parameter's flattened shard."""
+    """Elements `start` to `stop` of a parameter's flattened shard."""
 
     parameter: nn.Parameter
     start: int
     stop: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """These elements of the parameter's shard, its gradient's or a moment's, as a view `(n,)`."""
+        """Return these elements of the parameter, its gradient or a moment, as a view `(n,)`."""
         return local(tensor).view(-1)[self.start : self.stop]
 
 
@@ -56,18 +56,18 @@ class AdamW:
     """AdamW over sharded parameters.
 
     Args:
-        names: Of the parameters that are trained.
+        names: Names of the trained parameters.
         betas: Decay rates of the moments.
-        weight_decay: Decoupled.
-        device: Where parameters and gradients are at a step.
+        weight_decay: Decoupled weight decay.
+        device: Where parameters and gradients are during a step.
         offload: Keep the moments in host memory.
-        seed: Of the run, for bfloat16 masters.
+        seed: Of the run, by which bfloat16 masters are rounded.
         bucket_elements: See `BUCKET_ELEMENTS`.
 
     Attributes:
         state: `exp_avg` and `exp_avg_sq` of each parameter, sharded as it is. They exist from the start, so that a
             checkpoint has the same keys before and after the first step.
-        steps: How many updates the moments of each parameter have seen; its bias correction follows from it.
+        steps: How many updates the moments of each parameter have seen, which gives its bias correction.
 
     Raises:
         ValueError: A parameter's dtype is neither float32, float64 nor bfloat16.
@@ -105,7 +105,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update every parameter that has a gradient; the others keep weight, moments and step count."""
+        """Update every parameter that has a gradient; others keep weight, moments and step count."""
         moved = [p for p in self._names if p.grad is not None]
         for parameter in moved:
             self.steps[parameter] += 1
@@ -149,12 +149,12 @@ class AdamW:
             self._going.wait(self._here())
             self._store(bucket, visitors[index])
             gone[index] = self._going.mark()
-        # The slots go back to the allocator, and whoever reads the moments next reads host memory.
+        # Now the slots may go back to the allocator, and host memory may be read.
         self._wait_here(gone[-1])
         self._going.finish()
 
     def _slot(self, buckets: Sequence[Sequence[Piece]]) -> dict[tuple[str, torch.dtype], Tensor]:
-        """Memory of the device for the moments of any one bucket."""
+        """Allocate memory on the device for the moments of any one bucket, by moment and dtype."""
         sizes: dict[torch.dtype, int] = {}
         for bucket in buckets:
             for dtype, size in self._sizes(bucket).items():
@@ -173,7 +173,7 @@ class AdamW:
         return sizes
 
     def _fetch(self, bucket: Sequence[Piece], slot: Mapping[tuple[str, torch.dtype], Tensor]) -> list[list[Tensor]]:
-        """Copy a bucket's moments to the device; both lists in the order of the pieces."""
+        """Copy a bucket's moments to the device; return a list for each moment, in the order of the pieces."""
         visitors: list[list[Tensor]] = []
         with self._coming:
             for moment in MOMENTS:
@@ -198,9 +198,9 @@ class AdamW:
     def _update(
         self, bucket: Sequence[Piece], moments: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float
     ) -> None:
-        """AdamW on flat pieces; bfloat16 ones in float32, rounded back stochastically."""
+        """Update flat pieces, bfloat16 ones in float32 and rounded back stochastically."""
         weights = [piece.of(piece.parameter.detach()) for piece in bucket]
-        # A gradient is only read: where its shard is not contiguous, a copy does.
+        # A gradient is only read, so a copy will do where its shard is not contiguous.
         grads = [local(p.grad).reshape(-1)[start:stop] for p, start, stop in bucket if p.grad is not None]
         wide = [weight.float() if weight.dtype == torch.bfloat16 else weight for weight in weights]
         grads = [grad.to(weight.dtype) for grad, weight in zip(grads, wide, strict=True)]
@@ -212,7 +212,7 @@ class AdamW:
                 weight.copy_(round_stochastically(number, key, _first_element(parameter) + piece.start))
 
     def _adamw(self, columns: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float) -> None:
-        """The arithmetic, in place; `columns` are weights, gradients and both moments."""
+        """Run torch's arithmetic in place; `columns` are weights, gradients and both moments."""
         weights, grads, exp_avgs, exp_avg_sqs = map(list, columns)
         adamw(
             weights,
@@ -232,14 +232,14 @@ class AdamW:
         )
 
     def _counts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-        """Update before this one, one number for each, on the device: the kernel adds this one itself."""
+        """Return how many updates each parameter had before this one, on the device; the kernel adds one itself."""
         before = torch.tensor([float(self.steps[parameter] - 1) for parameter in parameters])
         if self._device.type == "cuda":
             before = before.pin_memory()
         return list(before.to(self._device, non_blocking=True).unbind())
 
     def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:
-        """Yield runs of at most `bucket_elements` elements over all parameters."""
+        """Yield pieces of all parameters, in buckets of at most `bucket_elements` elements."""
         bucket: list[Piece] = []
         room = self._bucket_elements
         for parameter in parameters:
@@ -256,7 +256,7 @@ class AdamW:
             yield bucket
 
     def _here(self) -> torch.cuda.Event | None:
-        """Return how far the stream that computes has come."""
+        """Return an event at the present end of the stream that computes."""
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
 
     def _wait_here(self, event: torch.cuda.Event | None) -> None:

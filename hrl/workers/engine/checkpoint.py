@@ -1,11 +1,11 @@
 """Sharded checkpoint state: torch's distributed checkpoint, stored as safetensors.
 
-torch's default storage keeps its metadata in a pickle. The safetensors storage has the same planner, so that a
-checkpoint of two ranks loads on three, and a folder from anywhere can be read without executing anything.
+torch's default storage keeps its metadata in a pickle. The safetensors storage uses the same planner, so a checkpoint
+of two ranks loads on three, and reading a folder from anywhere executes nothing.
 
-A folder holds `shard-*.safetensors` (every rank's parameters and moments), `rng-rank-*.safetensors` and
-`state.json` (names, shapes, the step count of each parameter's moments, world size). Writing to a temporary folder
-and renaming it is the caller's part.
+A folder holds `shard-*.safetensors` (every rank's parameters and moments), `rng-rank-*.safetensors` and `state.json`
+(names, shapes, the step count of each parameter's moments, world size). The caller writes to a temporary folder and
+renames it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 CONTENTS = ("model", "optimizer", "extra")
 STATE_FILE = "state.json"
 FORMAT = 4
-#: Had one step count for all moments, read from the first parameter.
+#: The format with one step count for all moments, that of the first parameter.
 ONE_COUNT_FORMAT = 3
 
 
@@ -40,11 +40,11 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
     """Write this rank's part of the state.
 
     Args:
-        folder: Created if missing; must be seen by all ranks.
+        folder: Created if missing; all ranks must see it.
         module: The sharded module.
         optimizer: `None` for a model that isn't trained.
-        contents: Of `model`, `optimizer` (moments and their step counts), `extra` (position in the learning
-            rate's schedule, the global generators of Python, numpy and torch); others are somebody else's.
+        contents: Any of `model`, `optimizer` (moments and their step counts), `extra` (position in the learning rate's
+            schedule, the global generators of Python, numpy and torch); other names are ignored.
     """
     tensors = _tensors(module, optimizer, contents)
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,12 +66,12 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
 
 
 def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> None:
-    """Load what `save_state` wrote, on any number of ranks; strict about names and shapes both ways.
+    """Load what `save_state` wrote, on any number of ranks; names and shapes must be the same.
 
-    The RNG of the ranks is restored where their number is the same, otherwise it is left alone and that is logged.
+    The generators are restored if the number of ranks is the same; otherwise they are left alone, which is logged.
 
     Raises:
-        FileNotFoundError: No checkpoint in `folder`.
+        FileNotFoundError: There is no checkpoint in `folder`.
         ValueError: It lacks what is asked for, or was written by another model.
     """
     path = folder / STATE_FILE
@@ -108,7 +108,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
 
 
 def _moment_steps(folder: Path, state: dict[str, Any], optimizer: Optimizer) -> dict[str, int]:
-    """By parameter, the steps its moments have seen; in the older format every parameter had seen the first one's."""
+    """Return, by parameter, how many steps its moments have seen; the older format has the first parameter's count."""
     counts: dict[str, int] | int = state["moment_steps"]
     if isinstance(counts, dict):
         return counts
@@ -153,7 +153,7 @@ def _rng_file(folder: Path) -> Path:
 
 
 def _rng_state() -> dict[str, Tensor]:
-    """Every global generator that `seed_everything` seeds; what a user's code draws from goes on too."""
+    """Return the state of every global generator that `seed_everything` seeds."""
     state = {
         "torch": torch.get_rng_state(),
         "python": _json_tensor(random.getstate()),
@@ -174,7 +174,7 @@ def _set_rng_state(state: dict[str, Tensor]) -> None:
 
 
 def _json_tensor(state: Any) -> Tensor:
-    """Numbers, exactly, in the one form that safetensors stores."""
+    """Return numbers, exactly, as a tensor, because safetensors stores nothing else."""
     text = json.dumps(state, default=lambda array: array.tolist())
     return torch.tensor(list(text.encode("ascii")), dtype=torch.uint8)
 

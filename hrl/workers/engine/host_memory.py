@@ -1,4 +1,4 @@
-"""Host memory that a device copies to and from without waiting, and what lives there while it is not needed."""
+"""Pinned host memory, to and from which a device copies without waiting, and the parameters that are kept there."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from torch.distributed.tensor import DTensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's shard."""
+    """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def host_zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in host memory, sharded as `tensor` is and pinned for copies to and from `device`.
-
-    torch's own pinned allocator rounds every allocation up to a power of two: up to twice the memory of a model. So
-    the shard gets pages that it shares with nothing else, and these are pinned as they are.
+    """Return zeros in host memory, sharded as `tensor` is and pinned for copies to and from `device`.
 
     Raises:
-        RuntimeError: The driver does not pin them.
+        RuntimeError: The driver does not pin the memory.
     """
+    # torch's own pinned allocator rounds every allocation up to a power of two, to up to twice a model's memory. So the
+    # shard gets pages that it shares with nothing else, and these are pinned as they are.
     home = torch.zeros_like(tensor, dtype=dtype, device="cpu", requires_grad=False)
     shard = local(home)
     if shard.numel() == 0:
@@ -40,7 +39,7 @@ def host_zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) ->
         error = runtime.cudaHostRegister(address, num_bytes, 0)
         if error != runtime.cudaError.success:
             raise RuntimeError(
-                f"the driver does not pin {num_bytes} bytes of host memory ({error}): is there as much, and does "
+                f"the driver does not pin {num_bytes} bytes of host memory ({error}): is that much free, and does "
                 "`ulimit -l` allow it? Offloading (fsdp_config.param_offload, optimizer_offload) needs it"
             )
         weakref.finalize(home, runtime.cudaHostUnregister, address).atexit = False
@@ -48,7 +47,7 @@ def host_zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) ->
 
 
 class Lane:
-    """A stream of copies beside the computation. On a device without streams everything happens in order anyway."""
+    """A stream of copies beside the computation. On a CPU, without streams, everything happens in order anyway."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -67,24 +66,24 @@ class Lane:
             self._context = None
 
     def mark(self) -> torch.cuda.Event | None:
-        """Return how far it has come."""
+        """Return an event at the stream's present end."""
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Later copies wait for the event."""
+        """Let later copies wait for the event."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def finish(self) -> None:
-        """Blocks until everything is copied."""
+        """Block until everything is copied."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class HostCopies:
-    """A module's parameters while they are off the device. Buffers, which are small, stay there.
+    """A module's parameters while they are off the device. Buffers, which are small, stay on it.
 
-    Host memory is allocated once, pinned, and kept. What did not change on the device is not copied back.
+    Host memory is pinned, allocated once and kept. What did not change on the device is not copied back.
 
     Args:
         module: Sharded, on `device`.
@@ -102,7 +101,7 @@ class HostCopies:
         """Take the parameters off the device. Harmless when repeated.
 
         Args:
-            changed: They may differ from what the host has; at the first time it has nothing.
+            changed: They may differ from the host's copy, if it has one.
         """
         if self._off:
             return
@@ -114,7 +113,7 @@ class HostCopies:
                 local(self._homes[parameter]).copy_(local(parameter.detach()), non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        # Another handle of the same memory: the module takes the handle that it is given.
+        # Detached, because the module keeps the very tensor that it is given.
         self._replace({parameter: home.detach() for parameter, home in self._homes.items()})
         self._off = True
 

@@ -1,11 +1,11 @@
-"""An optimizer step: the rate, the global gradient norm, clipping, and what happens if something is not finite."""
+"""An optimizer step: learning rate, global gradient norm, clipping, and what happens if something is not finite."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,9 @@ from hrl.workers.engine.adamw import AdamW
 from hrl.workers.engine.host_memory import local
 from hrl.workers.engine.nonfinite import names_of_nonfinite
 
+if TYPE_CHECKING:
+    from hrl.config.model import OptimConfig
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -24,9 +27,9 @@ class Schedule:
     Attributes:
         peak: The rate after the warm-up.
         kind: `constant`, `cosine` or `linear`.
-        warmup_steps: Steps of linear warm-up; the first step already has `peak / warmup_steps`.
-        total_steps: Where cosine and linear end.
-        min_ratio: Their end, as a share of `peak`.
+        warmup_steps: Steps of linear warm-up; the first step has `peak / warmup_steps`.
+        total_steps: Steps after which cosine and linear end.
+        min_ratio: Their last rate, as a share of `peak`.
     """
 
     peak: float
@@ -42,8 +45,8 @@ class Schedule:
             raise ValueError(f"optim.lr_scheduler_type={self.kind} needs the length of the run")
 
     @classmethod
-    def of(cls, optim: Any, total_steps: int | None) -> Schedule:
-        """From `optim.*`; `total_steps` is the length of the run in optimizer steps."""
+    def of(cls, optim: OptimConfig, total_steps: int | None) -> Schedule:
+        """Return the schedule of `optim.*` for a run of `total_steps` optimizer steps."""
         warmup = optim.lr_warmup_steps
         if warmup < 0:
             if optim.lr_warmup_steps_ratio > 0 and total_steps is None:
@@ -69,10 +72,10 @@ class StepReport:
 
     Attributes:
         grad_norm: Global norm before clipping; not finite if the step was skipped for that reason.
-        lr: The rate the step was (or would have been) taken with.
-        applied: False if loss or gradient were not finite.
-        nonfinite_gradients: Of a step that was not applied, the parameters whose gradient is not finite on this rank.
-        losses: Of each micro-batch of this rank, its share of the mini-batch's loss; of a step that was not applied.
+        lr: The rate with which the step was, or would have been, taken.
+        applied: False if the loss or the gradient was not finite.
+        nonfinite_gradients: If not applied, the parameters whose gradient is not finite on this rank.
+        losses: If not applied, the share of the mini-batch's loss that each micro-batch of this rank had.
     """
 
     grad_norm: float
@@ -86,23 +89,23 @@ class Optimizer:
     """AdamW over sharded parameters, with a schedule and clipping.
 
     Args:
-        module: The sharded module; what of it requires no gradient is left alone.
+        module: The sharded module. Parameters that require no gradient are left alone.
         optim: `lr`, `betas`, `weight_decay` and the schedule's keys.
         grad_clip: Largest global gradient norm.
         total_steps: Length of the run in optimizer steps.
-        device: Where a step is computed; by default that of the parameters.
+        device: Where a step is computed; by default where the parameters are.
         offload: Keep the moments in host memory.
         seed: Of the run.
 
     Attributes:
         steps_taken: Position in the schedule.
-        skipped_in_a_row: Steps that were not applied, since the last one that was.
+        skipped_in_a_row: Number of steps not applied since the last one that was.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        optim: Any,
+        optim: OptimConfig,
         grad_clip: float,
         total_steps: int | None,
         *,
@@ -131,11 +134,11 @@ class Optimizer:
             parameter.grad = None
 
     def step(self, loss: Tensor, *, fill_missing: bool = False) -> StepReport:
-        """Clips and applies the gradients, unless something is not finite on any rank.
+        """Clip and apply the gradients, unless something is not finite on any rank.
 
         Args:
             loss: Scalar, this rank's share of the mini-batch's loss.
-            fill_missing: No row of the mini-batch ran, because none can move a weight: step with zero gradients.
+            fill_missing: Step with zero gradients, because no row of the mini-batch ran: none can move a weight.
         """
         if fill_missing:
             for parameter in self.parameters:
@@ -158,21 +161,21 @@ class Optimizer:
 
     @property
     def moment_steps(self) -> dict[str, int]:
-        """By parameter, the steps that its moments have seen, from which AdamW corrects their bias."""
+        """By parameter, how many steps its moments have seen, from which AdamW corrects their bias."""
         return {name: self.adamw.steps[parameter] for parameter, name in self.names.items()}
 
     def set_moment_steps(self, steps: Mapping[str, int]) -> None:
-        """The moments come from a checkpoint and have seen these steps."""
+        """Set how many steps the moments, which come from a checkpoint, have seen."""
         self.adamw.steps = {parameter: steps[name] for parameter, name in self.names.items()}
 
 
 def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple[float, bool]:
-    """Norm of the gradient over all ranks, and whether it and every rank's loss are finite. One collective.
+    """Return the gradient's norm over all ranks, and whether it and every rank's loss are finite. One collective.
 
     Args:
         grads: This rank's shards.
         loss: This rank's loss.
-        example: A parameter; its mesh says which ranks hold the other shards.
+        example: A parameter, whose mesh says which ranks hold the other shards.
     """
     squares = torch.zeros((), dtype=torch.float64, device=loss.device)
     if grads:
@@ -183,7 +186,7 @@ def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple
     bad = (~torch.isfinite(loss.detach())).double().reshape(())
     total = torch.stack([squares, bad])
     dist.all_reduce(total)
-    # With replicas of shards every shard was counted once per replica.
+    # Where shards are replicated, every shard was counted once per replica.
     replicas = example.device_mesh.size() // example.device_mesh["shard"].size()
     square, num_bad = total.tolist()
     norm = math.sqrt(square / replicas)

@@ -1,9 +1,9 @@
-"""FSDP2: one mesh, one wrapped unit per decoder layer, weights that only rank 0 reads from disk."""
+"""FSDP2: one mesh, one unit per decoder layer, weights that only rank 0 reads from disk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,16 @@ from transformers import PreTrainedModel
 from hrl.models.loading import Loaded, dtype_of
 from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 
+if TYPE_CHECKING:
+    from hrl.config.model import ForwardShardingConfig, FsdpConfig
+
 
 def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
     """Return the mesh of the whole world.
 
     Args:
         device: Of this rank.
-        fsdp_size: Ranks that share one sharded copy; -1 is all of them. Fewer than all gives replicas of shards (HSDP).
+        fsdp_size: Ranks that share one sharded copy; -1 is all. Fewer than all gives replicas of shards (HSDP).
 
     Raises:
         ValueError: `fsdp_size` does not divide the world size.
@@ -36,39 +39,36 @@ def build_mesh(device: torch.device, fsdp_size: int) -> DeviceMesh:
 
 
 def keeps_cast_parameters(num_ranks: int, device: torch.device, reshard_after_forward: bool) -> bool:
-    """Return whether the parameters' copies in the compute dtype stay from one forward to the next.
-
-    With several ranks they are gathered from the others, and to keep them would be to hold the whole model. A rank of
-    its own only casts. On a CPU that takes as long as it takes to read the weights, and memory is there; a GPU casts
-    in no time, and the copies are half as large as float32 masters.
-    """
+    """Return whether the parameters' copies in the compute dtype are kept from one forward to the next."""
+    # With several ranks, keeping them would mean holding the whole model. A single rank only casts. On a CPU that takes
+    # as long as reading the weights, and there is memory; a GPU casts in no time, and the copies are large.
     return num_ranks == 1 and (device.type == "cpu" or not reshard_after_forward)
 
 
 def build_sharded(
     load: Callable[[bool], Loaded],
     wrap: Callable[[Any], nn.Module],
-    fsdp: Any,
+    fsdp: FsdpConfig | ForwardShardingConfig,
     mesh: DeviceMesh,
     device: torch.device,
     *,
     train: bool,
 ) -> tuple[nn.Module, Loaded]:
-    """Load, wraps and shards a model.
+    """Load, wrap and shard a model.
 
-    In a world of several ranks only rank 0 reads the weights; every rank, rank 0 too, builds the structure without
-    storage, shards it and receives its shards. So only rank 0 ever holds a whole model, and no device does.
+    With several ranks only rank 0 reads the weights. Every rank builds the structure without storage, shards it and
+    receives its shards. So only rank 0 ever holds a whole model, and no GPU does.
 
     Args:
-        load: `load(meta)` gives the model, with or without storage.
-        wrap: From the transformers model to the module whose `forward` is run.
-        fsdp: `dtype`, `reshard_after_forward`.
+        load: `load(meta)` returns the model, without storage if `meta`.
+        wrap: Makes of the transformers model the module whose `forward` is run.
+        fsdp: `dtype` and `reshard_after_forward`.
         mesh: From `build_mesh`.
         device: Of this rank.
         train: Freeze what cannot be trained, see `hrl.models.towers`.
 
     Returns:
-        The sharded module, and rank 0's loading record (the structure's on other ranks).
+        The sharded module, and how it was loaded on rank 0 (on other ranks, how its structure was).
     """
     if mesh.size() == 1:
         loaded = load(False)
@@ -94,7 +94,7 @@ def build_sharded(
     return module, loaded if full is None else Loaded(loaded.model, full.source_config, full.fresh_head)
 
 
-def _shard(module: nn.Module, loaded: Loaded, fsdp: Any, mesh: DeviceMesh) -> None:
+def _shard(module: nn.Module, loaded: Loaded, fsdp: FsdpConfig | ForwardShardingConfig, mesh: DeviceMesh) -> None:
     compute = dtype_of(fsdp.dtype)
     policy = MixedPrecisionPolicy(
         param_dtype=compute,
@@ -110,11 +110,11 @@ def _shard(module: nn.Module, loaded: Loaded, fsdp: Any, mesh: DeviceMesh) -> No
     for end, keeps in _vocabulary_modules(loaded.model):
         fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and not keeps)
     for tower in () if not any(p.requires_grad for p in module.parameters()) else frozen_modules(module):
-        if not isinstance(tower, FSDPModule):  # never run, and so never gathered, apart from the root
+        if not isinstance(tower, FSDPModule):  # a unit of its own, since it never runs and is never gathered
             fully_shard(tower, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     if mesh.size() > 1:
-        # Losses are divided by global counts, so that gradients add up over ranks. Gloo has no scaled sum.
+        # Losses are divided by global counts, so gradients are summed over ranks. Gloo has no scaled sum.
         for unit in module.modules():
             if isinstance(unit, FSDPModule):
                 unit.set_force_sum_reduction_for_comms(True)
@@ -122,12 +122,10 @@ def _shard(module: nn.Module, loaded: Loaded, fsdp: Any, mesh: DeviceMesh) -> No
 
 
 def _vocabulary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, bool]]:
-    """Embedding and head, and whether each is wanted again right after its forward.
-
-    They are a model's largest matrices. In the root's unit both would be whole from the first layer to the last; on
-    their own they are whole while they run, the head until its backward, which comes next. A matrix that both share
-    belongs to one unit and is wanted at both ends, so it stays with the root.
-    """
+    """Return embedding and head, each with whether it is needed again right after its forward."""
+    # They are a model's largest matrices. In the root's unit both would be whole from the first layer to the last. As
+    # units of their own they are whole only while they run, the head until its backward, which comes next. A matrix
+    # that both share is needed at both ends and stays with the root.
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is None:
         return [(embedding, False)]
@@ -135,7 +133,7 @@ def _vocabulary_modules(model: PreTrainedModel) -> list[tuple[nn.Module, bool]]:
 
 
 def _tied_names(module: nn.Module) -> list[tuple[str, str]]:
-    """`(name, name of the first holder)` of parameters that are another one's."""
+    """Return `(name, first name)` of parameters that are registered under several names."""
     first: dict[int, str] = {}
     tied = []
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -146,14 +144,14 @@ def _tied_names(module: nn.Module) -> list[tuple[str, str]]:
 
 
 def _tie(module: nn.Module, tied: list[tuple[str, str]]) -> None:
-    """Make them one parameter again: giving storage to a module gives it to each holder separately."""
+    """Make them one parameter again, after `to_empty` has given each its own storage."""
     for name, holder in tied:
         parent, _, leaf = name.rpartition(".")
         module.get_submodule(parent)._parameters[leaf] = module.get_parameter(holder)
 
 
 def _broadcast_buffers(module: nn.Module, source: nn.Module | None) -> None:
-    """Rank 0's buffers to all; those that no checkpoint holds (rotary frequencies) exist nowhere else."""
+    """Send rank 0's buffers to all ranks. Those that no checkpoint holds (rotary frequencies) exist nowhere else."""
     values = {} if source is None else dict(source.named_buffers())
     for name, buffer in module.named_buffers():
         if source is not None:
@@ -162,12 +160,12 @@ def _broadcast_buffers(module: nn.Module, source: nn.Module | None) -> None:
 
 
 def _broadcast_conversions(model: PreTrainedModel, source: PreTrainedModel | None) -> None:
-    """What transformers converted when it read rank 0's weights: a model without weights does not know."""
+    """Tell all ranks what transformers converted when rank 0 read the weights."""
     model._weight_conversions = _broadcast_object(None if source is None else source._weight_conversions)
 
 
 def _broadcast_object(value: Any) -> Any:
-    """Rank 0's."""
+    """Return rank 0's value."""
     record = [value]
     dist.broadcast_object_list(record, src=0)
     return record[0]

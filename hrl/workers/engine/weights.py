@@ -1,4 +1,4 @@
-"""The full tensors of a sharded module as its checkpoint has them: one at a time for the sync, all for an export."""
+"""The full tensors of a sharded module in its checkpoint's form: one at a time for the sync, all for an export."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 
 #: The wrapper's attribute that holds the transformers model.
 PREFIX = "model."
-#: What a model's folder says of its use beside `config.json`: training changes nothing of it.
+#: Files of a model's folder beside `config.json` that training does not change.
 COMPANIONS = (
     "generation_config.json",
     "preprocessor_config.json",
@@ -30,7 +30,7 @@ COMPANIONS = (
 
 
 class ParamSpec(NamedTuple):
-    """What one tensor of the checkpoint will look like."""
+    """A tensor of the checkpoint, before it is made."""
 
     name: str
     dtype: torch.dtype
@@ -40,7 +40,7 @@ class ParamSpec(NamedTuple):
 def param_specs(
     module: nn.Module, form: CheckpointForm, dtype: torch.dtype, *, skip: Collection[str] = ()
 ) -> list[ParamSpec]:
-    """Names as the checkpoint has them, in the order of `iter_full_params`; tied parameters once."""
+    """Return what `iter_full_params` will yield, in its order."""
     return [
         ParamSpec(piece.name, _outgoing_dtype(tensor, dtype), piece.shape)
         for name, tensor in saved_tensors(module)
@@ -52,21 +52,22 @@ def param_specs(
 def iter_full_params(
     module: nn.Module, form: CheckpointForm, dtype: torch.dtype, device: torch.device, *, skip: Collection[str] = ()
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `(name, full tensor)` as the checkpoint has them, in a fixed order on every rank; tied parameters once.
+    """Yield `(name, full tensor)` in the checkpoint's form, in the same order on every rank; tied parameters once.
 
-    Shards are cast first and gathered second, so that half the bytes travel. A shard that lies in host memory comes to
-    the device by itself, and goes with its turn. Every rank must run the iterator to its end: it gathers.
+    Every rank must run the iterator to its end, because it gathers. A shard in host memory comes to the device alone
+    and leaves it before the next one.
 
     Args:
         module: The sharded module.
-        form: The checkpoint's.
-        dtype: Of what is yielded; buffers keep theirs, which their model chose for a reason.
+        form: The checkpoint's form.
+        dtype: Of floating-point parameters; buffers keep their dtype, which the model chose for a reason.
         device: Where tensors are gathered.
         skip: Names in memory of what is left out.
     """
     for name, tensor in saved_tensors(module):
         if name in skip:
             continue
+        # Cast first and gathered second, so that half the bytes travel.
         shard = tensor.detach().to(device=device, dtype=_outgoing_dtype(tensor, dtype))
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard
         yield from form.split(name.removeprefix(PREFIX), full)
@@ -85,14 +86,14 @@ def export_hf(
 ) -> None:
     """Write a folder that transformers and vLLM load: `config.json`, its companions and safetensors.
 
-    Every rank takes part in gathering; rank 0 keeps the tensors and writes. Tokenizer files are the caller's.
+    Every rank takes part in gathering; rank 0 keeps the tensors and writes. Tokenizer files are left to the caller.
 
     Args:
         tensors: From `iter_full_params`.
-        config: Of the transformers model, with what `override_config` changed in it.
+        config: Of the transformers model, with `override_config` applied.
         folder: Created if missing.
         dtype: Of the tensors, for `config.json`.
-        max_shard: Largest file.
+        max_shard: Size of the largest file.
     """
     writes = dist.get_rank() == 0
     kept = {}
@@ -113,19 +114,17 @@ def export_hf(
 
 
 def _write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
-    """Write `config.json`, whatever stands in it.
-
-    `save_pretrained` is stricter than `from_pretrained`: a folder that loads and trains could not be exported, for
-    instance because its `config.json` sets a temperature, as many published ones do.
-    """
+    """Write `config.json`, whatever it contains."""
+    # `save_pretrained` is stricter than `from_pretrained`. It refuses, for instance, a `config.json` that sets a
+    # temperature, as many published ones do.
     config.dtype = dtype
     fields = json.loads(config.to_json_string())
-    fields.pop("transformers_weights", None)  # the name of the file that was loaded; the export has other files
+    fields.pop("transformers_weights", None)  # names the file that was loaded; the export has other files
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def _copy_companions(source: Path, folder: Path, *, has_code: bool) -> None:
-    """Copy them byte for byte: to read and write them again would refuse what some published ones say."""
+    """Copy the companions byte for byte: transformers would refuse to write what some published ones contain."""
     code = sorted(file.name for file in source.glob("*.py")) if has_code else []
     for name in (*COMPANIONS, *code):
         if (source / name).is_file():
