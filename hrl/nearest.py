@@ -10,9 +10,11 @@ _NAMES_SHOWN = 6
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Return how many letters were left out, put in or swapped with their neighbour; an exchanged letter counts as two.
+    """Return how many slips of a hand turn one name into the other.
 
-    Optimal string alignment (a restricted Damerau-Levenshtein distance), in which `grpo` is nearer to `gpro` than to
+    A slip is a letter left out, put in, or swapped with its neighbour; a letter in the place of another counts as two.
+
+    This is optimal string alignment (a restricted Damerau-Levenshtein distance): `grpo` is nearer to `gpro` than to
     `gspo`.
     """
     rows = [list(range(len(other) + 1))]
@@ -28,10 +30,10 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def nearest(name: str, choices: Iterable[str]) -> list[str]:
-    """Those of `choices` that `name` is a misspelling of: all that are equally near, none if none is near enough.
+    """Return the choices that `name` probably misspells: all that are equally near, none if none is near enough.
 
-    A misspelling is one slip in five letters or less, two in eleven, else three; or the end left out; or one of four
-    words.
+    One slip is forgiven in a name of up to five letters, two in one of up to eleven, else three. Where no choice is
+    that near, those count that begin with the name, and those that have its words, three or more, and one further word.
     """
     wanted = _plain(name)
     budget = 1 + (len(wanted) > 5) + (len(wanted) > 11)
@@ -51,7 +53,7 @@ def _plain(name: str) -> str:
 
 
 def _lacks_something(one: str, other: str) -> bool:
-    """Whether the second name begins with the first or its singular, or has its words, three or more, and one more."""
+    """Return whether `other` begins with `one` or its singular, or has its words, three or more, and one more."""
     if len(one) > 3 and other.startswith(one.removesuffix("s")):
         return True
     words, others = set(one.split("_")), set(other.split("_"))
@@ -77,7 +79,7 @@ def nearest_path(missing: Path) -> Path | None:
     found = Path(wanted.anchor)
     for name in wanted.parts[1:]:
         if not (found / name).exists():
-            close = _closest(name, _names_in(found))
+            close = next(iter(nearest(name, _names_in(found))), None)
             if close is None:
                 break
             name = close
@@ -116,10 +118,6 @@ def listing(names: list[str]) -> str:
 def _as_written(path: Path, pattern: Path) -> str:
     """Relative where the pattern was, absolute otherwise."""
     return str(path) if pattern.is_absolute() else os.path.relpath(path)
-
-
-def _closest(name: str, names: list[str]) -> str | None:
-    return next(iter(nearest(name, names)), None)
 
 
 def _names_in(folder: Path) -> list[str]:

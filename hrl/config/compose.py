@@ -228,9 +228,10 @@ def compose_tree(options: Options, kind: RunKind[WholeConfig]) -> Composition:
     origins = {present(key): origin for file, origin in files.items() for key in _values_of(file, kind)}
     origins |= dict.fromkeys((present(override.key_or_group) for override in overrides), YOURS)
     meant = {present(key): value for key, value in values.items()}
+    removed = [present(override.key_or_group) for override in overrides if override.is_delete()]
     if asked == _origin(kind) or (asked is None and options.own_file is None and is_the_quickstarts_task(kind, meant)):
         for key, value in _values_of(config_folder() / QUICKSTART / f"{kind.name}.yaml", kind).items():
-            if key not in meant and origins.get(key) != YOURS:  # of yours it is where `~key` removes it
+            if key not in meant and not any(f"{key}.".startswith(f"{gone}.") for gone in removed):
                 values[key], origins[key] = value, _origin(kind)
     for key in without_its_critic(kind, values, origins):  # before the estimator is derived from it
         del values[key], origins[key]

@@ -95,6 +95,7 @@ def test_a_tilde_returns_a_key_to_its_default():
     assert compose_cli(["~data.train_batch_size", "~actor_rollout_ref.actor.ppo_mini_batch_size"]).data == (
         load_config({"data": {"max_prompt_length": 64, "max_response_length": 32}}).data
     )
+    assert compose_cli(["~actor_rollout_ref"]).actor_rollout_ref.actor.optim.lr == 1e-6
 
 
 GENERATED = "reasoning_gym:gsm_symbolic?size=100&seed=1"

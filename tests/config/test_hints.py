@@ -12,7 +12,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import DPO, PPO
 from hrl.config.section import leaves
 from hrl.config.spellings import OFFLINE_SYNONYMS, PPO_SYNONYMS
-from hrl.nearest import edit_distance, nearest
+from hrl.nearest import edit_distance
 
 KEYS = leaves(PPOTrainerConfig)
 
@@ -24,22 +24,6 @@ def hint_for(key: str) -> str:
         validate({key: 1})
     (problem,) = [problem for problem in caught.value.problems if problem.key == key]
     return problem.hint
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "distance"),
-    [
-        ("grpo", "grpo", 0),
-        ("gpro", "grpo", 1),  # swapped
-        ("gpro", "gspo", 2),  # one left out, one put in
-        ("gvpo", "gspo", 2),  # exchanged
-        ("sed", "seed", 1),
-        ("", "ab", 2),
-        ("abcd", "badc", 2),
-    ],
-)
-def test_the_distance_counts_slips_of_a_hand(one, other, distance):
-    assert edit_distance(one, other) == edit_distance(other, one) == distance
 
 
 def slips(word: str, draw: random.Random) -> set[str]:
@@ -145,12 +129,6 @@ def test_a_list_that_a_shell_cut_at_its_space_is_to_be_quoted():
 
 def test_a_section_that_is_right_lists_its_keys():
     assert hint_for("algorithm.kl_ctrl.zzz") == "algorithm.kl_ctrl has type, kl_coef, horizon, target_kl."
-
-
-def test_the_value_of_a_choice_is_near_whatever_its_case():
-    assert nearest("GRPO", ["grpo", "gspo"]) == ["grpo"]
-    assert nearest("token_mean", ["token-mean", "token-sum"]) == ["token-mean"]
-    assert nearest("xyz", ["grpo"]) == []
 
 
 # Names of TRL and OpenRLHF.
