@@ -9,9 +9,9 @@ from hrl.config.model import (
     CheckpointConfig,
     ForwardShardingConfig,
     FsdpConfig,
+    LogProbConfig,
     ModelConfig,
     OptimConfig,
-    packs_as_the_actor,
 )
 from hrl.config.rollout import RolloutConfig
 from hrl.config.section import Get, NameOf, Section, Unit, follows, section
@@ -94,19 +94,9 @@ class ActorConfig(Section):
     checkpoint: CheckpointConfig = section(CheckpointConfig)
 
 
-class RefConfig(Section):
+class RefConfig(LogProbConfig):
     """`actor_rollout_ref.ref`: the frozen reference policy."""
 
-    log_prob_use_dynamic_bsz: bool = follows(packs_as_the_actor(".log_prob_micro_batch_size_per_gpu"))
-    """Pack its micro-batches up to a token budget. Default: as the actor."""
-    log_prob_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-    )
-    """Token budget of one micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
-    log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
-    )
-    """Sequences in one micro-batch, without dynamic packing. Default: `actor.ppo_micro_batch_size_per_gpu`."""
     fsdp_config: ForwardShardingConfig = section(ForwardShardingConfig)
 
 

@@ -122,26 +122,15 @@ def _length_fact(config: PPOTrainerConfig, train_rows: int | None) -> Fact:
 
 
 def _micro_batch_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
-    roles = config.actor_rollout_ref
     row = config.data.max_prompt_length + config.data.max_response_length
-    actor, ref, critic, model = roles.actor, roles.ref, config.critic, config.reward.reward_model
-    passes: list[tuple[str, bool, int, int | None]] = [
-        ("actor", actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu)
-    ]
-    if config.needs_reference:
-        limits = (ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
-        passes.append(("ref", ref.log_prob_use_dynamic_bsz, *limits))
-    if config.needs_critic:
-        limits = (critic.ppo_max_token_len_per_gpu, critic.ppo_micro_batch_size_per_gpu)
-        passes.append(("critic", critic.use_dynamic_bsz, *limits))
-    if config.needs_reward_model:
-        passes.append(("rm", model.use_dynamic_bsz, model.max_token_len_per_gpu, model.micro_batch_size_per_gpu))
-    for role, dynamic, tokens, rows in passes:
-        if dynamic:
+    for each in config.micro_batches():
+        tokens, rows = next(iter(each.tokens.values())), each.rows or 0
+        if each.dynamic:
             text = f"packed up to {tokens:,} tokens per process ({count(tokens // row, 'longest sequence')})"
         else:
-            text = f"{count(rows or 0, 'sequence')} per process (at most {(rows or 0) * row:,} tokens)"
-        yield Fact(f"micro-batch of {role}", text)
+            text = f"{count(rows, 'sequence')} per process (at most {rows * row:,} tokens)"
+        if each.role != "rollout":
+            yield Fact(f"micro-batch of {each.role}", text)
 
 
 def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:

@@ -7,12 +7,13 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 from hrl.algos.registry import AGGREGATION_NAMES
 from hrl.config.model import BackboneConfig, FsdpConfig, OptimConfig, packs_as_the_actor
 from hrl.config.section import NameOf, Section, Unit, follows, section
+from hrl.verl.keys import ACTOR, MODEL
 
 
 class CriticModelConfig(BackboneConfig):
     """`critic.model`: the transformer under the value head."""
 
-    path: str = follows("actor_rollout_ref.model.path")
+    path: str = follows(f"{MODEL}.path")
     """A local folder or hub id of a causal model or a sequence classifier. Default: `actor_rollout_ref.model.path`."""
     fsdp_config: FsdpConfig = section(FsdpConfig)
 
@@ -23,19 +24,19 @@ class CriticConfig(Section):
     enable: bool | None = None
     """Build a critic; null builds one exactly when the advantage estimator needs it."""
     ppo_mini_batch_size: Annotated[PositiveInt, Unit("prompts per optimizer step")] = follows(
-        "actor_rollout_ref.actor.ppo_mini_batch_size"
+        f"{ACTOR}.ppo_mini_batch_size"
     )
     """Prompts per optimizer step of the critic. Default: the actor's."""
-    ppo_epochs: PositiveInt = follows("actor_rollout_ref.actor.ppo_epochs")
+    ppo_epochs: PositiveInt = follows(f"{ACTOR}.ppo_epochs")
     """Passes over each step's batch. Default: the actor's."""
     use_dynamic_bsz: bool = follows(packs_as_the_actor(".ppo_micro_batch_size_per_gpu"))
     """Pack micro-batches up to a token budget. Default: the actor's, unless `ppo_micro_batch_size_per_gpu` is set."""
     ppo_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+        f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
     """Token budget of one micro-batch of the update. Default: the actor's."""
     ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     )
     """Sequences in one micro-batch, with `use_dynamic_bsz=false`. Default: the actor's."""
     forward_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
@@ -46,7 +47,7 @@ class CriticConfig(Section):
     """Largest global gradient norm."""
     cliprange_value: NonNegativeFloat | None = 0.5
     """How far a value may move from its old value before the loss is clipped; null is the plain squared error."""
-    loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = follows("actor_rollout_ref.actor.loss_agg_mode")
+    loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = follows(f"{ACTOR}.loss_agg_mode")
     """How token losses become one number. Default: the actor's."""
     model: CriticModelConfig = section(CriticModelConfig)
     optim: OptimConfig = section(OptimConfig, lr=1e-5)

@@ -2,9 +2,10 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat
+from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 
 from hrl.config.section import Derive, Get, MinusOneOrMore, Section, Unit, UnitInterval, follows
+from hrl.verl.keys import ACTOR
 
 _LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
@@ -23,7 +24,7 @@ def _spelt(names: dict[str, str]) -> BeforeValidator:
 DType = Annotated[Literal["auto", "bfloat16", "float16", "float32"], _spelt(_LONG_NAMES)]
 """`auto` is bfloat16 on GPUs and on CPUs with matrix instructions for it, and float32 on other CPUs."""
 Content = Literal["model", "optimizer", "extra", "hf_model"]
-_ACTORS_FLAG = "actor_rollout_ref.actor.use_dynamic_bsz"
+_ACTORS_FLAG = f"{ACTOR}.use_dynamic_bsz"
 
 
 def packs_as_the_actor(rows_key: str) -> Derive:
@@ -37,6 +38,21 @@ def packs_as_the_actor(rows_key: str) -> Derive:
         )
 
     return derive
+
+
+class LogProbConfig(Section):
+    """A role that computes log-probs of samples."""
+
+    log_prob_use_dynamic_bsz: bool = follows(packs_as_the_actor(".log_prob_micro_batch_size_per_gpu"))
+    """Pack micro-batches of log-probs up to a token budget. Default: as the actor."""
+    log_prob_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
+        f"{ACTOR}.ppo_max_token_len_per_gpu"
+    )
+    """Token budget of one such micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
+    log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    )
+    """Sequences in one such micro-batch, without dynamic packing. Default: `actor.ppo_micro_batch_size_per_gpu`."""
 
 
 class BackboneConfig(Section):

@@ -7,6 +7,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from hrl.algos.registry import REWARD_SHAPER_NAMES
 from hrl.config.model import ForwardShardingConfig
 from hrl.config.section import Get, NameOf, Section, Unit, follows, section
+from hrl.verl.keys import ACTOR
 
 
 class CustomRewardFunctionConfig(Section):
@@ -30,11 +31,8 @@ class RewardBackboneConfig(Section):
     fsdp_config: ForwardShardingConfig = section(ForwardShardingConfig)
 
 
-_ACTOR = "actor_rollout_ref.actor"
-
-
 def _actor_rows(get: Get) -> object:
-    return None if get(f"{_ACTOR}.use_dynamic_bsz") else get(f"{_ACTOR}.ppo_micro_batch_size_per_gpu")
+    return None if get(f"{ACTOR}.use_dynamic_bsz") else get(f"{ACTOR}.ppo_micro_batch_size_per_gpu")
 
 
 class RewardModelConfig(Section):
@@ -47,7 +45,7 @@ class RewardModelConfig(Section):
     weight: float = 1.0
     """Weight of the model's score in the sum."""
     max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
-        f"{_ACTOR}.ppo_max_token_len_per_gpu"
+        f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
     """Token budget of one micro-batch. Default: `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(_actor_rows)

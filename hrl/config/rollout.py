@@ -5,14 +5,13 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from hrl.algos.registry import estimator_traits
-from hrl.config.model import DType, packs_as_the_actor
+from hrl.config.model import DType, LogProbConfig
 from hrl.config.section import Fraction, Get, MinusOneOrMore, Section, Unit, follows, section
 
 SYNC_MARGIN_S = 60.0
 """Time that the workers have to report an aborted weight sync before the driver gives up on them."""
 
 
-_ACTOR = "actor_rollout_ref.actor"
 _GROUP_SIZE = 8
 _OWN_GPU_SHARE = 0.9
 """vLLM's own default, a little lower: the buffer of a weight sync comes on top."""
@@ -68,7 +67,7 @@ class WeightSyncConfig(Section):
         return self.timeout_s + SYNC_MARGIN_S
 
 
-class RolloutConfig(Section):
+class RolloutConfig(LogProbConfig):
     """`actor_rollout_ref.rollout`: how responses are sampled."""
 
     name: Literal["vllm", "hf", "scripted"] = "vllm"
@@ -109,16 +108,6 @@ class RolloutConfig(Section):
     """Put a colocated engine to sleep while training, on devices that can."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
-    log_prob_use_dynamic_bsz: bool = follows(packs_as_the_actor(".log_prob_micro_batch_size_per_gpu"))
-    """Pack micro-batches of the actor's log-probs up to a token budget. Default: as the actor."""
-    log_prob_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
-        f"{_ACTOR}.ppo_max_token_len_per_gpu"
-    )
-    """Token budget of one such micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
-    log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
-        f"{_ACTOR}.ppo_micro_batch_size_per_gpu"
-    )
-    """Sequences in one such micro-batch, without dynamic packing. Default: `actor.ppo_micro_batch_size_per_gpu`."""
     logprob_diff_alarm: PositiveFloat = 0.1
     """Warn when the mean absolute log-prob difference between sampler and trainer exceeds this."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)

@@ -33,7 +33,7 @@ _SHARED_ROWS = tuple(
     for owner in (ACTOR, REF, "critic")
     for section in ("", ".fsdp_config")
 )
-"""Who asked for these cuts a row over several processes, and has budgets that a row does not fit into."""
+"""Keys of verl that cut a row over several processes: beside them, a budget smaller than a row is no second mistake."""
 
 
 def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -132,23 +132,9 @@ def validation_sampling_makes_sense(config: PPOTrainerConfig) -> Iterator[Proble
 
 def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]:
     """The hard cap of a micro-batch admits the longest row."""
-    actor, ref, rollout = (getattr(config.actor_rollout_ref, name) for name in ("actor", "ref", "rollout"))
-    critic, model = config.critic, config.reward.reward_model
     row = config.data.max_prompt_length + config.data.max_response_length
-    budgets = [(f"{ACTOR}.ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu, actor.use_dynamic_bsz)]
-    log_prob = "log_prob_max_token_len_per_gpu"
-    budgets += [(f"{ROLLOUT}.{log_prob}", getattr(rollout, log_prob), rollout.log_prob_use_dynamic_bsz)]
-    if config.needs_reference:
-        budgets += [(f"{REF}.{log_prob}", getattr(ref, log_prob), ref.log_prob_use_dynamic_bsz)]
-    if config.needs_critic:
-        budgets += [
-            (f"critic.{name}", getattr(critic, name), critic.use_dynamic_bsz)
-            for name in ("ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu")
-        ]
-    if config.needs_reward_model:
-        key = "reward.reward_model.max_token_len_per_gpu"
-        budgets += [(key, model.max_token_len_per_gpu, model.use_dynamic_bsz)]
-    too_small = {key: budget for key, budget, dynamic in budgets if dynamic and budget < row}
+    budgets = {key: tokens for each in config.micro_batches() if each.dynamic for key, tokens in each.tokens.items()}
+    too_small = {key: budget for key, budget in budgets.items() if budget < row}
     for key, budget in _without_followers(too_small).items():
         lengths = f"{config.data.max_prompt_length} prompt + {config.data.max_response_length} response"
         what = f"is {budget} tokens, but one row may have {row} ({lengths})."
@@ -157,21 +143,13 @@ def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]
 
 def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Without dynamic packing the number of rows must be given."""
-    actor, ref, rollout = (getattr(config.actor_rollout_ref, name) for name in ("actor", "ref", "rollout"))
-    critic = config.critic
-    rows = "log_prob_micro_batch_size_per_gpu"
-    flag = "log_prob_use_dynamic_bsz"
-    needed = [
-        (ACTOR, "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", actor, True),
-        (ROLLOUT, flag, rows, rollout, actor.use_dynamic_bsz),
-        (REF, flag, rows, ref, actor.use_dynamic_bsz and config.needs_reference),
-        ("critic", "use_dynamic_bsz", "ppo_micro_batch_size_per_gpu", critic, config.needs_critic),
-    ]
-    for owner, flag_name, rows_name, section, wanted in needed:
-        if wanted and not getattr(section, flag_name) and getattr(section, rows_name) is None:
-            what = f"needs a number of sequences, because {owner}.{flag_name} is false."
-            key = f"{owner}.{rows_name}"
-            yield Problem(key, what, f"Set it, or {owner}.{flag_name}=true.", (f"{owner}.{flag_name}",))
+    for each in config.micro_batches():
+        # Where the actor lacks it, passes that follow the actor are right with it.
+        follows = each.role in ("rollout", "ref") and not config.actor_rollout_ref.actor.use_dynamic_bsz
+        if each.flag and not each.dynamic and each.rows is None and not follows:
+            flag = f"{each.section}.{each.flag}"
+            what = f"needs a number of sequences, because {flag} is false."
+            yield Problem(f"{each.section}.{each.rows_name}", what, f"Set it, or {flag}=true.", (flag,))
 
 
 def engine_holds_whole_sequences(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -406,9 +384,7 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
     if actor.use_dynamic_bsz and budget < pair:
         what = f"is {budget} tokens, but a prompt with both its answers may have {pair}."
         involves = (key, "data.max_prompt_length", "data.max_response_length")
-        yield Problem(
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu", what, f"Set it to at least {pair}.", involves
-        )
+        yield Problem(f"{ACTOR}.ppo_max_token_len_per_gpu", what, f"Set it to at least {pair}.", involves)
     if not actor.use_dynamic_bsz and rows is not None and rows < 2:
         what = f"is {rows}, but a pair is two sequences."
         yield Problem(f"{ACTOR}.ppo_micro_batch_size_per_gpu", what, "Set it to at least 2.", (key,))
@@ -427,9 +403,9 @@ _ELSEWHERE = ("sglang", "trtllm")
 """Engines of verl that hrl does not have."""
 
 _SET_BY = {
-    "model": "actor_rollout_ref.model.path",
-    "hf_overrides": "actor_rollout_ref.model.override_config",
-    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "model": f"{MODEL}.path",
+    "hf_overrides": f"{MODEL}.override_config",
+    "trust_remote_code": f"{MODEL}.trust_remote_code",
     "kv_cache_memory_bytes": f"{ROLLOUT}.kv_cache_gib",
     "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
     **{
