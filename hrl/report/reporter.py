@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -88,11 +88,9 @@ class RunReporter:
 
     # ------------------------------------------------------------------ while a step runs
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Around a whole step: shows its phases on a terminal while they run."""
-        with self.console.step_phases(step):
-            yield
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """Around a whole step: show its phases on a terminal while they run."""
+        return self.console.step_phases(step)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -111,11 +109,11 @@ class RunReporter:
     # ------------------------------------------------------------------ when it is over
 
     def step_done(self, step: int, metrics: dict[str, float], tokens: Tokens) -> None:
-        """Report a finished step: its numbers, with those of its timers, go to its line, to the file and to trackers.
+        """Report a finished step: write its metrics and timers to the log and the trackers, and show its line.
 
         Args:
             step: Its number, from 1.
-            metrics: Its numbers; receives `timing_s/*`, `timing_per_token_ms/*` and `perf/*`.
+            metrics: Its metrics; `timing_s/*`, `timing_per_token_ms/*` and `perf/*` are added.
             tokens: How many tokens it worked on.
         """
         metrics |= timing_metrics(self._timing, tokens, self.num_devices)
@@ -126,15 +124,15 @@ class RunReporter:
             self.console.validation(step, metrics)
 
     def samples(self, step: int, samples: Sequence[Sample], *, show: bool) -> None:
-        """Keep the samples of a step, and show best, median and worst where asked."""
+        """Write the samples of a step to the run folder; with `show`, also show the best, the median and the worst."""
         self.folder.write_rollouts(step, samples)
         if show:
             self.console.rollouts(step, samples)
 
     def validation_samples(self, step: int, samples: Sequence[Sample], *, tracked: int) -> None:
-        """Keep the samples of the validation after a step; the trackers get the first `tracked` of them.
+        """Write the samples of the validation after a step to the run folder, and the first `tracked` to the trackers.
 
-        With any tracked, best, median and worst are shown as well.
+        If any are tracked, the best, the median and the worst are shown as well.
         """
         self.folder.write_rollouts(step, samples, kind="val")
         if tracked:
@@ -142,7 +140,7 @@ class RunReporter:
             self._tracking.log_generations(samples[:tracked], step)
 
     def validation_done(self, step: int, metrics: dict[str, float]) -> None:
-        """Report a validation outside of a step. If `metrics.jsonl` has a record of the step, the numbers join it."""
+        """Report a validation outside a step. A record of `step` that `metrics.jsonl` has receives the metrics."""
         self._tracking.log(metrics | {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}, step)
         self._timing.clear()
         self.console.validation(step, metrics)

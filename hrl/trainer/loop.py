@@ -88,22 +88,22 @@ class TrainingLoop(ABC):
         """Use the first model: called once, when step and position are known and no checkpoint is loaded yet."""
 
     def begin(self) -> None:
-        """Called once, when a checkpoint was loaded or there is none, before anything is validated or learnt."""
+        """Called once, after a checkpoint was loaded or none was found, before anything is validated or learnt."""
 
     @abstractmethod
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """Learns from one batch, in timed phases; returns the batch as it is to be reported."""
+        """Learn from one batch, in timed phases, and return the batch as it is to be reported."""
 
     @abstractmethod
     def validate(self) -> dict[str, float]:
-        """Return the `val/...` metrics of the present weights; empty where there is nothing to validate on."""
+        """Return the `val/...` metrics of the present weights; none if there is nothing to validate on."""
 
     @abstractmethod
     def describe(self, batch: DataProto) -> dict[str, float]:
-        """Return what the batch of a finished step says in numbers."""
+        """Return the metrics of a finished step's batch."""
 
     def report_samples(self, batch: DataProto) -> None:
-        """Called when a step is reported: hand the reporter its samples, if it made any."""
+        """Called after a step was reported: give the reporter the samples of the step, if there are any."""
 
     @property
     @abstractmethod
@@ -115,7 +115,7 @@ class TrainingLoop(ABC):
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what `state` gave."""
+        """Take back what `state` returned."""
 
     def on_step_end(self, batch: DataProto, metrics: dict[str, float]) -> None:
         """Called before a step's metrics are reported."""
@@ -134,9 +134,9 @@ class TrainingLoop(ABC):
         self.workers.init_models()
 
     def fit(self) -> None:
-        """Trains to `total_training_steps`, from the newest checkpoint if there is one.
+        """Train to `total_training_steps`, from the newest checkpoint if there is one.
 
-        Where no step is left, it validates once.
+        If no step is left, validate once.
         """
         if self.config.trainer.save_freq > 0:
             require_shared(self.reporter.folder.path, self.workers.trained)
@@ -163,7 +163,7 @@ class TrainingLoop(ABC):
             tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
             self.reporter.step_done(self.global_steps, metrics, tokens)
             self.report_samples(batch)
-            # After the step's log: a checkpoint then never stands for a step that the log lacks.
+            # After the log, so that no checkpoint has a step that the log lacks.
             if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0):
                 self.save()
 
@@ -180,7 +180,7 @@ class TrainingLoop(ABC):
         return self.train_dataset.batch(indices)
 
     def validate_only(self) -> None:
-        """Validate a model that has no step left to make, and says so."""
+        """Validate a model that has no step left to make, and say so."""
         self.reporter.console.note(
             f"no step left: at step {self.global_steps}, trainer.total_training_steps={self.total_training_steps}; "
             + ("nothing to validate on" if self.val_dataset is None else "validating once")
@@ -188,7 +188,7 @@ class TrainingLoop(ABC):
         self.validate_alone()
 
     def validate_alone(self) -> None:
-        """Validate outside of a step, whose record would hold the metrics: before the first, or where none is left."""
+        """Validate outside a step, before the first one or if none is left, and report the metrics on their own."""
         if self.val_dataset is not None:
             self.reporter.validation_done(self.global_steps, self.validate())
 
@@ -197,7 +197,7 @@ class TrainingLoop(ABC):
     def save(self) -> None:
         """Write a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
 
-        Its seconds are told on the terminal: the step's record is written already, and the next one's is not theirs.
+        Its seconds are shown and not logged: the step's record is already written, and they don't belong to the next.
         """
         started = perf_counter()
         run_folder = self.reporter.folder.path
@@ -218,7 +218,7 @@ class TrainingLoop(ABC):
         self.reporter.console.note(f"saved {final} in {perf_counter() - started:.1f} s")
 
     def restore(self) -> None:
-        """Continues from the checkpoint that `trainer.resume_mode` names, if any, and says so."""
+        """Continue from the checkpoint that `trainer.resume_mode` names, if any, and say so."""
         trainer = self.config.trainer
         path = self.checkpoints.find(trainer.resume_mode, trainer.resume_from_path)
         if path is None:
@@ -233,10 +233,10 @@ class TrainingLoop(ABC):
         self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
 
     def _position_after(self, path: Path, state: dict[str, Any]) -> Any:
-        """Return where to go on in the data: at its beginning, where a branch of another run is trained on other data.
+        """Return where to go on in the data: at its beginning, if this is a branch of another run with other data.
 
         Raises:
-            CheckpointError: The checkpoint is this run's own, and the data is not.
+            CheckpointError: The checkpoint belongs to this run, but was made with other data.
         """
         present = self.train_dataset.fingerprint
         if self.checkpoints.holds(path):
