@@ -109,7 +109,7 @@ def _load_where_it_runs(findings: Findings, reward: RewardConfig, given: Given, 
     key = "data.train_files" if reward.custom_reward_function.path is None else f"{_FUNCTION}.path"
     try:
         spec = RewardSpec.of_config(reward, data_sources, given.reward)
-        with RewardPool(spec, num_workers=1, timeout_s=reward.timeout_s, memory_limit_gib=reward.memory_limit_gib):
+        with RewardPool(spec, reward, num_workers=1):
             pass
     except (RewardFunctionError, ValueError) as error:
         findings.problem("reward" if given.reward is not None else key, f"can't be used: {sentence(str(error))}")

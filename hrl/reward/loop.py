@@ -15,7 +15,7 @@ import time
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayError, RayTaskError
@@ -28,9 +28,12 @@ from hrl.reward.function import RewardSpec
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
 from hrl.single_controller.errors import cause_of, death_reason, is_death
 
+if TYPE_CHECKING:
+    from hrl.config.reward import RewardConfig
+
 logger = logging.getLogger(__name__)
 
-_MAX_FAILED_SHARE = 0.1
+MAX_FAILED_SHARE = 0.1
 _FAILURES = ("error", "timeout", "crash")
 _ANSWER_TIMEOUT_S = 120.0
 _SHUTDOWN_TIMEOUT_S = 10.0
@@ -67,41 +70,19 @@ class _Step:
 class RewardLoop:
     """Scores the samples of one step at a time.
 
+    A sample fails by an exception, a return value that is no reward, the deadline, or a process that died twice. With
+    `reward.on_error=raise` the first failure ends the step; `skip` leaves failed samples out and counts them, and ends
+    the step when they are more than `MAX_FAILED_SHARE` of it.
+
     Args:
         spec: The reward function.
-        num_workers: Processes that run it.
-        timeout_s: For one call of it.
-        max_concurrency: Calls of an async function that one process awaits at once.
-        memory_limit_gib: Address space of a process; None for no limit.
-        on_error: `raise` stops at the first sample that fails (an exception, no reward returned, the deadline, a
-            process that died twice); `skip` leaves failed samples out and counts them, and stops when they are more
-            than `max_failed_share` of a step.
-        max_failed_share: See there.
+        reward: The section `reward`.
     """
 
-    def __init__(
-        self,
-        spec: RewardSpec,
-        *,
-        num_workers: int,
-        timeout_s: float,
-        max_concurrency: int = 64,
-        memory_limit_gib: float | None = None,
-        on_error: Literal["raise", "skip"] = "raise",
-        max_failed_share: float = _MAX_FAILED_SHARE,
-    ) -> None:
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error is {on_error!r}, expected 'raise' or 'skip'")
+    def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
         self._spec = spec
-        self._on_error = on_error
-        self._max_failed_share = max_failed_share
-        self._pool = RewardPool(
-            spec,
-            num_workers=num_workers,
-            timeout_s=timeout_s,
-            max_concurrency=max_concurrency,
-            memory_limit_gib=memory_limit_gib,
-        )
+        self._on_error = reward.on_error
+        self._pool = RewardPool(spec, reward)
         self._changed = threading.Condition()
         self._steps: dict[int, _Step] = {}
         self._refused: list[str] = []
@@ -234,7 +215,7 @@ class RewardLoop:
             raise RewardError(
                 f"{self._spec.title} could not be given {len(refused)} sample(s). The first, {refused[0]}"
             )
-        allowed = 0 if self._on_error == "raise" else int(self._max_failed_share * len(state.rows))
+        allowed = 0 if self._on_error == "raise" else int(MAX_FAILED_SHARE * len(state.rows))
         if len(state.failed) <= allowed:
             return
         key = state.failed[0]
@@ -294,9 +275,9 @@ def _show(key: Hashable) -> str:
 class _Actor(RewardLoop):
     """The loop in a process of its own."""
 
-    def __init__(self, spec: RewardSpec, settings: Mapping[str, Any]) -> None:
+    def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
         die_with_parent()  # the raylet, which ends with the driver: the kernel is quicker to tell than Ray
-        super().__init__(spec, **settings)
+        super().__init__(spec, reward)
 
     def where(self) -> tuple[int, str]:
         return os.getpid(), ray.get_runtime_context().get_node_id()
@@ -307,7 +288,7 @@ class RewardActor:
 
     Args:
         spec: The reward function.
-        settings: Further arguments of `RewardLoop`.
+        reward: The section `reward`.
 
     Attributes:
         handle: What workers send samples to, as `handle.submit.remote(step, key, text)`, without awaiting an answer.
@@ -315,10 +296,10 @@ class RewardActor:
         pid, node_id: Where it does run, once started.
     """
 
-    def __init__(self, spec: RewardSpec, **settings: Any) -> None:
+    def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
         self.scheduling = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         actor = ray.remote(num_cpus=0, max_concurrency=_CONCURRENT_CALLS, scheduling_strategy=self.scheduling)(_Actor)
-        self.handle = actor.remote(spec, settings)
+        self.handle = actor.remote(spec, reward)
         self.pid, self.node_id = -1, ""
 
     def start(self) -> None:

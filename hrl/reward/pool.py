@@ -24,13 +24,16 @@ from collections import deque
 from collections.abc import Collection, Hashable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from hrl.processes.child_environment import child_environment, withheld_names
 from hrl.processes.plain_data import to_plain
 from hrl.reward.function import RewardFunctionError, RewardSpec, read_reward
 from hrl.reward.process import SharedState, encode, read_frame
 from hrl.reward.score import find_scorer
+
+if TYPE_CHECKING:
+    from hrl.config.reward import RewardConfig
 
 logger = logging.getLogger(__name__)
 
@@ -129,43 +132,35 @@ class _Process:
 class RewardPool:
     """Runs one reward function in several processes.
 
+    At the deadline of a call an await is cancelled; anything else ends with its process, which is replaced. A function
+    that needs more memory than a process may have gets a `MemoryError`.
+
     Args:
         spec: The function.
-        num_workers: Processes.
-        timeout_s: For one call of the function; then an await is cancelled, and anything else ends with its process,
-            which is replaced.
-        max_concurrency: Calls of an async function that one process awaits at once.
+        reward: The section `reward`, which has processes, calls at once, deadline and memory.
+        num_workers: Processes, where that is not `reward.num_workers`.
         start_timeout_s: For starting a process and loading the function.
-        memory_limit_gib: Address space of a process, beyond which the function gets a `MemoryError`; None for no
-            limit.
     """
 
     def __init__(
         self,
         spec: RewardSpec,
+        reward: RewardConfig,
         *,
-        num_workers: int,
-        timeout_s: float,
-        max_concurrency: int = 64,
+        num_workers: int | None = None,
         start_timeout_s: float = 60.0,
-        memory_limit_gib: float | None = None,
     ) -> None:
-        if num_workers < 1 or timeout_s <= 0 or max_concurrency < 1:
-            raise ValueError(
-                f"a reward pool needs a worker, a deadline and a call at a time, got {num_workers=}, {timeout_s=}, "
-                f"{max_concurrency=}"
-            )
         self._spec = spec
-        self._num_workers = num_workers
-        self._timeout_s = timeout_s
+        self._num_workers = num_workers or reward.num_workers
+        self._timeout_s = reward.timeout_s
         self._start_timeout_s = start_timeout_s
         self._withheld = withheld_names(keep=spec.env.values())
         self._settings = encode(
             {
-                "memory_limit_bytes": None if memory_limit_gib is None else int(memory_limit_gib * 2**30),
+                "memory_limit_gib": reward.memory_limit_gib,
                 "spec": spec.to_plain(),
-                "timeout_s": timeout_s,
-                "max_concurrency": max_concurrency,
+                "timeout_s": reward.timeout_s,
+                "max_concurrency": reward.max_concurrency,
             }
         )
         self._numbers = itertools.count(1)

@@ -129,8 +129,8 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
         settings = _read_frame_blocking(stream)
         if settings is None:
             return
-        if (limit := settings["memory_limit_bytes"]) is not None:
-            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        if (limit_gib := settings["memory_limit_gib"]) is not None:
+            resource.setrlimit(resource.RLIMIT_AS, (int(limit_gib * 2**30),) * 2)
         spec = RewardSpec.from_plain(settings["spec"]).resolve(os.environ)
         function, error = _attempt(lambda: load_reward_function(spec))
         if error is not None:

@@ -11,6 +11,7 @@ from hrl.reward.function import RewardSpec
 from hrl.reward.loop import RewardActor, RewardError
 from hrl.reward.pool import RewardRow
 from tests.processes.process_table import still_alive
+from tests.reward.settings import reward
 
 pytestmark = pytest.mark.usefixtures("ray_session")
 
@@ -37,7 +38,7 @@ def spec(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def actor(ray_session, spec):
-    started = RewardActor(spec, num_workers=1, timeout_s=5.0)
+    started = RewardActor(spec, reward(timeout_s=5.0))
     started.start()
     yield started
     started.shutdown()
@@ -96,7 +97,7 @@ def test_a_sample_that_comes_when_its_step_is_over_is_not_lost_either(actor):
 
 
 def test_its_death_is_a_reward_error_that_names_the_process_and_what_to_do(spec):
-    victim = RewardActor(spec, num_workers=1, timeout_s=5.0)
+    victim = RewardActor(spec, reward(timeout_s=5.0))
     victim.start()
     victim.begin(1, rows(1))
     os.kill(victim.pid, signal.SIGKILL)
@@ -127,7 +128,7 @@ def end_by_sigkill(actor):
 
 @pytest.mark.parametrize("end", [end_by_shutdown, end_by_sigkill])
 def test_what_a_reward_function_started_ends_with_the_service(spec, end):
-    ended = RewardActor(spec, num_workers=1, timeout_s=5.0)
+    ended = RewardActor(spec, reward(timeout_s=5.0))
     ended.start()
     ended.begin(1, rows(1))
     hand_over(ended, 1, "fork")

@@ -12,6 +12,7 @@ import pytest
 
 from hrl.reward.function import RewardFunctionError, RewardSpec
 from hrl.reward.pool import RewardPool, RewardRow, _Task
+from tests.reward.settings import reward
 
 FUNCTION = """
 import asyncio, os, sys, time
@@ -103,7 +104,7 @@ def function_file(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pool(function_file):
     spec = RewardSpec(function_file, kwargs={"bonus": 0.5})
-    with RewardPool(spec, num_workers=2, timeout_s=1.0, memory_limit_gib=1) as started:
+    with RewardPool(spec, reward(num_workers=2, timeout_s=1.0, memory_limit_gib=1)) as started:
         yield started
 
 
@@ -152,7 +153,7 @@ def test_an_exception_comes_back_with_the_users_traceback(pool):
 
 def test_memory_is_bounded_where_a_bound_is_given(pool, function_file):
     assert "MemoryError" in score(pool, "eat").error
-    with RewardPool(RewardSpec(function_file), num_workers=1, timeout_s=25.0) as unbounded:
+    with RewardPool(RewardSpec(function_file), reward(timeout_s=25.0, memory_limit_gib=None)) as unbounded:
         assert score(unbounded, "eat").score == 3.0
 
 
@@ -193,14 +194,14 @@ def test_what_a_function_prints_disturbs_nothing(pool):
 def test_no_secret_and_no_heavy_import_reaches_a_reward_process(function_file, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "canary-1")
     monkeypatch.setenv("MY_API_KEY", "canary-2")
-    with RewardPool(RewardSpec(function_file), num_workers=1, timeout_s=5.0) as pool:
+    with RewardPool(RewardSpec(function_file), reward(timeout_s=5.0)) as pool:
         parts = score(pool, "look around").parts
     assert parts["loaded"] == ""
     assert "canary" not in parts["environment"]
 
 
 def test_async_functions_are_awaited(function_file):
-    with RewardPool(RewardSpec(function_file, "slowly"), num_workers=1, timeout_s=5.0) as pool:
+    with RewardPool(RewardSpec(function_file, "slowly"), reward(timeout_s=5.0)) as pool:
         assert [score(pool, "x").score for _ in range(2)] == [3.0, 3.0]
 
 
@@ -214,13 +215,13 @@ def test_a_file_that_cannot_be_loaded_is_told_at_start(tmp_path):
     with pytest.raises(
         RewardFunctionError, match=r"broken\.py can't be loaded: (?s:.*)No module named 'nothing_like_this'"
     ):
-        RewardPool(RewardSpec(str(tmp_path / "broken.py")), num_workers=2, timeout_s=1.0).start()
+        RewardPool(RewardSpec(str(tmp_path / "broken.py")), reward(num_workers=2, timeout_s=1.0)).start()
 
 
 def test_a_file_that_never_finishes_loading_is_given_up(tmp_path):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(1000)\n")
     started = time.monotonic()
-    pool = RewardPool(RewardSpec(str(tmp_path / "endless.py")), num_workers=1, timeout_s=1.0, start_timeout_s=0.3)
+    pool = RewardPool(RewardSpec(str(tmp_path / "endless.py")), reward(timeout_s=1.0), start_timeout_s=0.3)
     with pytest.raises(RewardFunctionError, match="loading took longer"):
         pool.start()
     assert time.monotonic() - started < 10
@@ -244,13 +245,13 @@ def test_a_process_that_cannot_be_started_is_told_at_once(function_file, monkeyp
     refuse_processes(monkeypatch, after=0)
     started = time.monotonic()
     with pytest.raises(RewardFunctionError, match=r"Resource temporarily unavailable(?s:.*)reward\.num_workers"):
-        RewardPool(RewardSpec(function_file), num_workers=2, timeout_s=1.0).start()
+        RewardPool(RewardSpec(function_file), reward(num_workers=2, timeout_s=1.0)).start()
     assert time.monotonic() - started < 5
 
 
 def test_samples_end_with_the_reason_why_a_killed_process_was_not_replaced(function_file, monkeypatch):
     refuse_processes(monkeypatch, after=1)
-    with RewardPool(RewardSpec(function_file), num_workers=1, timeout_s=5.0) as pool:
+    with RewardPool(RewardSpec(function_file), reward(timeout_s=5.0)) as pool:
         futures = [submit(pool, text) for text in ("die", "four")]
         outcomes = [future.result(timeout=10) for future in futures]
         assert [outcome.status for outcome in outcomes] == ["crash", "crash"]
@@ -260,7 +261,7 @@ def test_samples_end_with_the_reason_why_a_killed_process_was_not_replaced(funct
 
 
 def test_shutdown_kills_all_and_ends_what_waits(function_file):
-    pool = RewardPool(RewardSpec(function_file), num_workers=2, timeout_s=60.0)
+    pool = RewardPool(RewardSpec(function_file), reward(num_workers=2, timeout_s=60.0))
     pool.start()
     grandparent = int(score(pool, "fork").score)
     futures = [submit(pool, "spin in C") for _ in range(5)]
@@ -279,8 +280,9 @@ def test_processes_die_with_a_parent_that_is_killed(function_file):
     script = (
         "import sys, time\n"
         "from hrl.reward.function import RewardSpec\n"
+        "from tests.reward.settings import reward\n"
         "from hrl.reward.pool import RewardPool, RewardRow\n"
-        "pool = RewardPool(RewardSpec(sys.argv[1]), num_workers=2, timeout_s=600.0)\n"
+        "pool = RewardPool(RewardSpec(sys.argv[1]), reward(num_workers=2, timeout_s=600.0))\n"
         "pool.start()\n"
         "pool.submit(RewardRow(0, 's', '1'), 'spin in C', 's')\n"
         "time.sleep(0.5)\n"
@@ -303,7 +305,9 @@ def test_processes_die_with_a_parent_that_is_killed(function_file):
 
 @pytest.fixture
 def judges(function_file):
-    with RewardPool(RewardSpec(function_file, "judge"), num_workers=2, timeout_s=1.5, max_concurrency=32) as started:
+    with RewardPool(
+        RewardSpec(function_file, "judge"), reward(num_workers=2, timeout_s=1.5, max_concurrency=32)
+    ) as started:
         yield started
 
 
@@ -353,7 +357,7 @@ def test_calls_that_compute_are_not_charged_for_each_other(judges):
 
 
 def test_the_samples_of_a_process_that_does_not_read_wait_without_holding_up_others(function_file):
-    with RewardPool(RewardSpec(function_file, "judge"), num_workers=2, timeout_s=1.5) as pool:
+    with RewardPool(RewardSpec(function_file, "judge"), reward(num_workers=2, timeout_s=1.5)) as pool:
         submit(pool, "sleep")
         time.sleep(0.3)
         large = [submit(pool, "x" * 500_000) for _ in range(8)]
@@ -366,7 +370,7 @@ SLOW = r"\boxed{(x+y+z+w)^{9}-(x+y)^{9}}"
 
 
 def test_a_hundred_responses_that_no_computer_could_compute_cost_their_own_score_and_no_process():
-    with RewardPool(RewardSpec(data_sources=("math_verify",)), num_workers=1, timeout_s=20.0) as pool:
+    with RewardPool(RewardSpec(data_sources=("math_verify",)), reward(timeout_s=20.0)) as pool:
         before = pool.process_ids
         futures = [submit(pool, ENDLESS, "3", "math_verify") for _ in range(100)]
         good = submit(pool, r"\boxed{3}", "3", "math_verify")
@@ -378,7 +382,7 @@ def test_a_hundred_responses_that_no_computer_could_compute_cost_their_own_score
 
 
 def test_below_that_the_deadline_ends_what_a_response_does_to_a_built_in_function():
-    with RewardPool(RewardSpec(data_sources=("math_verify",)), num_workers=1, timeout_s=0.4) as pool:
+    with RewardPool(RewardSpec(data_sources=("math_verify",)), reward(timeout_s=0.4)) as pool:
         future = submit(pool, SLOW, "x^2+z", "math_verify")
         outcome = future.result(timeout=60)
         assert (outcome.status, outcome.score) == ("ok", 0.0)
@@ -390,7 +394,7 @@ def test_below_that_the_deadline_ends_what_a_response_does_to_a_built_in_functio
 def test_what_goes_wrong_is_the_responses_fault_only_in_a_built_in_function_that_has_read_the_truth(
     function_file, status, is_built_in, truth_read
 ):
-    pool = RewardPool(RewardSpec() if is_built_in else RewardSpec(function_file), num_workers=1, timeout_s=1.0)
+    pool = RewardPool(RewardSpec() if is_built_in else RewardSpec(function_file), reward(timeout_s=1.0))
     task = _Task(1, "s", "math_dapo", b"", Future(), attempts=1)
     pool._finish(task, status, truth_read, error="Traceback\nMemoryError: no more")
     outcome = task.future.result()
@@ -402,7 +406,7 @@ def test_what_goes_wrong_is_the_responses_fault_only_in_a_built_in_function_that
 
 
 def test_a_ground_truth_that_cannot_be_read_stays_an_error():
-    with RewardPool(RewardSpec(data_sources=("math",)), num_workers=1, timeout_s=20.0) as pool:
+    with RewardPool(RewardSpec(data_sources=("math",)), reward(timeout_s=20.0)) as pool:
         outcome = submit(pool, "Answer: 3", [3], "math").result(timeout=60)
     assert (outcome.status, outcome.unscorable) == ("error", None)
     assert "is not the text of an answer" in outcome.error
@@ -417,7 +421,7 @@ def test_a_variable_that_is_named_reaches_the_function_and_one_that_is_kept_from
     monkeypatch.setenv("JUDGE_API_KEY", "canary-1")
     monkeypatch.setenv("OTHER_API_KEY", "canary-2")
     spec = RewardSpec(str(tmp_path / "keyed.py"), kwargs={"key": "env:JUDGE_API_KEY"})
-    with RewardPool(spec, num_workers=1, timeout_s=5.0) as pool:
+    with RewardPool(spec, reward(timeout_s=5.0)) as pool:
         assert score(pool, "JUDGE_API_KEY").parts == {"key": "canary-1", "same": 1.0}
         error = score(pool, "OTHER_API_KEY").error
     assert "KeyError: 'OTHER_API_KEY'" in error
@@ -431,12 +435,7 @@ def test_a_variable_that_is_named_and_not_set_is_told_at_start(function_file, mo
         RewardFunctionError, match=r"reward_kwargs\.key is the environment variable JUDGE_API_KEY, which"
     ):
         spec = RewardSpec(function_file, kwargs={"key": "env:JUDGE_API_KEY"})
-        RewardPool(spec, num_workers=1, timeout_s=1.0).start()
-
-
-def test_a_pool_without_workers_or_deadline_is_refused():
-    with pytest.raises(ValueError, match="num_workers=0"):
-        RewardPool(RewardSpec(), num_workers=0, timeout_s=1.0)
+        RewardPool(spec, reward(timeout_s=1.0)).start()
 
 
 # ---------------------------------------------------------------------- functions given as objects
@@ -463,7 +462,7 @@ class Judge:
 def test_a_function_of_a_module_travels_by_the_names_of_both():
     spec = RewardSpec.of_callable(named)
     assert len(spec.pickled) < 200
-    with RewardPool(spec, num_workers=1, timeout_s=5.0) as pool:
+    with RewardPool(spec, reward(timeout_s=5.0)) as pool:
         outcome = score(pool, "four")
     assert (outcome.score, outcome.parts) == (4.0, {"module": __name__})
 
@@ -475,14 +474,14 @@ def test_a_closure_and_an_object_travel_with_what_they_hold():
         return weight * factor * len(solution_str)
 
     weighted.__module__ = "__main__"  # as in a script or a notebook
-    with RewardPool(RewardSpec.of_callable(weighted, {"factor": 3.0}), num_workers=1, timeout_s=5.0) as pool:
+    with RewardPool(RewardSpec.of_callable(weighted, {"factor": 3.0}), reward(timeout_s=5.0)) as pool:
         assert score(pool, "four").score == 24.0
-    with RewardPool(RewardSpec.of_callable(Judge(0.5)), num_workers=1, timeout_s=0.5) as pool:
+    with RewardPool(RewardSpec.of_callable(Judge(0.5)), reward(timeout_s=0.5)) as pool:
         assert score(pool, "four").score == 4.5
 
 
 def test_a_function_given_as_an_object_is_under_the_same_limits_and_errors():
-    with RewardPool(RewardSpec.of_callable(Judge(0.5)), num_workers=1, timeout_s=0.5) as pool:
+    with RewardPool(RewardSpec.of_callable(Judge(0.5)), reward(timeout_s=0.5)) as pool:
         assert score(pool, "sleep").status == "timeout"
         error = score(pool, "raise").error
     assert error.endswith("ZeroDivisionError: by the user")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import torch
 
 from hrl.batching.lengths import lengths_of
 from hrl.metrics import StepMetrics
@@ -63,14 +62,7 @@ class RewardService:
         self._title, self._validates = "no step", False
         self._loop: RewardActor | None = None
         if reward.function_weight != 0:  # otherwise the reward model alone decides
-            self._loop = RewardActor(
-                RewardSpec.of_config(reward, data_sources, function),
-                num_workers=reward.num_workers,
-                timeout_s=reward.timeout_s,
-                max_concurrency=reward.max_concurrency,
-                memory_limit_gib=reward.memory_limit_gib,
-                on_error=reward.on_error,
-            )
+            self._loop = RewardActor(RewardSpec.of_config(reward, data_sources, function), reward)
 
     @property
     def sink(self) -> Any:
@@ -87,7 +79,7 @@ class RewardService:
             self._loop.shutdown()
 
     def begin(self, rows: DataProto) -> None:
-        """Announces the samples of a batch and marks its rows, so that the workers stream them here."""
+        """Announce the samples of a batch and mark its rows, so that the workers stream them here."""
         self._round += 1
         rows.meta_info["reward_round"] = self._round
         step, self._validates = rows.meta_info["step"], rows.meta_info["validate"]
@@ -144,16 +136,11 @@ class RewardService:
                 f"the reward model {self._model_path} scored {error.score} in {self._title}: uid {uid}, sample "
                 f"{sample}. Check the model on its own, or in float32 (reward.reward_model.model.fsdp_config.dtype)"
             ) from error
-        self._note_parts(parts, model_scores, combined.overlong)
-        batch.non_tensor_batch["reward_parts"] = np.fromiter(parts, dtype=object, count=len(parts))
-        batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
-        return combined
-
-    def _note_parts(
-        self, parts: list[dict[str, Any]], model_scores: torch.Tensor | None, overlong: torch.Tensor
-    ) -> None:
         for row, part in enumerate(parts):
             if model_scores is not None:
                 part["reward_model"] = float(model_scores[row])
             if self._has_overlong:
-                part["overlong"] = float(overlong[row])
+                part["overlong"] = float(combined.overlong[row])
+        batch.non_tensor_batch["reward_parts"] = np.fromiter(parts, dtype=object, count=len(parts))
+        batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
+        return combined

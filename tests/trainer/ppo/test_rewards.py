@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hrl.config import compose_cli
+from hrl.config.reward import RewardConfig
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.function import RewardFunctionError, RewardSpec
@@ -24,8 +25,8 @@ class Loop:
 
     handle = "the actor"
 
-    def __init__(self, spec: RewardSpec, **settings: Any) -> None:
-        self.spec, self.settings = spec, settings
+    def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
+        self.spec, self.reward = spec, reward
         self.announced: list[tuple[int, Sequence[RewardRow], str | None]] = []
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
@@ -41,8 +42,8 @@ def loops(monkeypatch: pytest.MonkeyPatch) -> list[Loop]:
     """The loops that services start."""
     made: list[Loop] = []
 
-    def make(*args: Any, **settings: Any) -> Loop:
-        made.append(Loop(*args, **settings))
+    def make(*args: Any) -> Loop:
+        made.append(Loop(*args))
         return made[-1]
 
     monkeypatch.setattr("hrl.trainer.ppo.rewards.RewardActor", make)
@@ -62,10 +63,10 @@ def sampled(**columns: torch.Tensor) -> DataProto:
     )
 
 
-@pytest.mark.parametrize(("gib", "limit"), [("0.5", 0.5), ("null", None)])
-def test_the_processes_memory_is_what_the_configuration_says(loops: list[Loop], gib: str, limit: int | None) -> None:
-    RewardService(compose_cli([f"reward.memory_limit_gib={gib}"]), ())
-    assert loops[0].settings["memory_limit_gib"] == limit
+def test_the_processes_are_as_the_configuration_says(loops: list[Loop]) -> None:
+    config = compose_cli(["reward.memory_limit_gib=0.5", "reward.num_workers=3"])
+    RewardService(config, ())
+    assert loops[0].reward == config.reward
 
 
 def test_a_reward_model_alone_gives_both_scores() -> None:
