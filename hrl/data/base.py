@@ -50,7 +50,7 @@ class DatasetCounts:
 
 
 class Intake:
-    """The books of a data set while it is read.
+    """Counts what becomes of rows while a data set is read.
 
     Args:
         sources: Where the rows come from, for messages.

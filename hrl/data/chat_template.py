@@ -69,7 +69,7 @@ class TemplateReport:
 
 
 def with_tools(template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """Arguments of the template for a row: those of the configuration, and the tools that the row brings."""
+    """Return the template's arguments for a row: those of the configuration, and the tools that the row brings."""
     return {**template_kwargs, **({"tools": tools} if tools else {})}
 
 
@@ -106,7 +106,7 @@ def render_chat(
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of rendered prompts; special tokens are in the text already, unless there is no chat template."""
+    """Return the token ids of rendered prompts, whose text has its special tokens unless there is no chat template."""
     if not texts:
         return []
     return tokenizer(list(texts), add_special_tokens=tokenizer.chat_template is None)["input_ids"]
@@ -118,7 +118,7 @@ def inspect_chat_template(
     stop_ids: Sequence[int],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TemplateReport:
-    """Render one prompt of the data set, and looks for what would keep its answers from being trained on.
+    """Render one prompt of the data set, and look for what would keep its answers from being trained on.
 
     1. The prompt opens the answer: nothing but space stands between the two.
     2. Prompt tokens are a prefix of the tokens of the same chat with the answer in it.
@@ -157,7 +157,7 @@ def check_chat_template(
     stop_ids: Sequence[int],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TemplateReport:
-    """As `inspect_chat_template`, for those who train on answers that were not sampled: a fault is an error.
+    """Inspect a chat template for training on answers that were not sampled, where a fault is an error.
 
     Raises:
         ChatTemplateError: Naming the rule, with both sides of the difference.
@@ -176,7 +176,7 @@ def _answer_ids(
     stop_ids: Sequence[int],
     kwargs: Mapping[str, Any],
 ) -> list[int]:
-    """Tokens of a made-up answer up to the one that ends it; see the rules of `inspect_chat_template`."""
+    """Return the tokens of a made-up answer up to the one that ends it; see `inspect_chat_template` for the rules."""
     full = render_chat(tokenizer, [*messages, {"role": "assistant", "content": PROBE_ANSWER}], kwargs)
     full_ids = encode_texts(tokenizer, [full])[0]
     if full_ids[: len(prompt_ids)] != list(prompt_ids):

@@ -94,7 +94,7 @@ def _named(files: list[Path]) -> str:
 
 
 def columns_of(path: Path) -> list[str] | None:
-    """Names of a file's columns: those of a Parquet file, or those that one of the first JSON lines has.
+    """Return the names of a file's columns: of a Parquet file, or all that the first JSON lines have.
 
     Args:
         path: Of a file that `check_data_file` admits.

@@ -108,7 +108,7 @@ class EpochOrder:
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
-    """SplitMix64's output function (Steele, Lea and Flood 2014): a bijection of uint64 that scatters its bits."""
+    """Apply SplitMix64's output function (Steele, Lea and Flood 2014): a bijection of uint64 that scatters its bits."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

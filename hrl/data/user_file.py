@@ -15,7 +15,7 @@ from hrl.nearest import listing, way_to
 
 
 class UserFileError(HrlError, ValueError):
-    """There is no such Python file, or what is in it is no Python."""
+    """There is no such Python file, or it is not valid Python."""
 
 
 def load_user_file(path: str | Path) -> ModuleType:
@@ -36,7 +36,7 @@ def load_user_file(path: str | Path) -> ModuleType:
 
 
 def names_in_user_file(path: str | Path) -> set[str] | None:
-    """Names that a Python file defines or imports at its top level, read without running it.
+    """Return the names that a Python file defines or imports at its top level, without running it.
 
     Returns:
         None where the source does not tell: it imports `*`.
@@ -49,7 +49,7 @@ def names_in_user_file(path: str | Path) -> set[str] | None:
 
 
 def functions_in_user_file(path: str | Path) -> list[str]:
-    """Names of the functions that a Python file defines at its top level and does not keep to itself, in its order.
+    """Return the names of the public functions that a Python file defines at its top level, in its order.
 
     Raises:
         UserFileError: No such file, or its syntax is wrong.
@@ -84,7 +84,7 @@ def _is_python(path: Path) -> bool:
 
 
 def _top_level_names(node: ast.AST) -> Iterator[str]:
-    """Names bound outside of functions and classes, in conditions and `try` too."""
+    """Yield the names bound outside of functions and classes, in conditions and `try` too."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield child.name

@@ -116,7 +116,7 @@ class RewardSpec:
 
     @property
     def env(self) -> dict[str, str]:
-        """The arguments that are environment variables, with the names of these."""
+        """The arguments that stand for environment variables, with the names of those variables."""
         texts = {name: value for name, value in self.kwargs.items() if isinstance(value, str)}
         return {name: text.removeprefix(_ENV) for name, text in texts.items() if text.startswith(_ENV)}
 
@@ -162,7 +162,7 @@ def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
 
         try:
             for data_source in spec.data_sources:
-                score.warm_up(data_source)
+                score.find_scorer(data_source).load()  # so that the first sample does not pay for it
         except (ValueError, ImportError) as error:
             raise RewardFunctionError(str(error)) from error
         return score.compute_score
@@ -202,14 +202,14 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def signature_problem(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Why a function can't be called as reward functions are, or None if it can; it is not called.
+    """Return why a function can't be called as reward functions are, or None if it can; it is not called.
 
     Args:
         function: Any callable: a function, plain or async, a class, an instance with `__call__`, a partial.
         kwargs: What the configuration's `reward_kwargs` add to the four arguments.
 
     Returns:
-        What stands in the way, to follow the function's name in a message.
+        What is wrong, as the end of a sentence that begins with the function's name.
     """
     twice = sorted(set(HANDED_OVER) & set(kwargs))
     if twice:

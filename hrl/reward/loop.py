@@ -280,6 +280,7 @@ class _Actor(RewardLoop):
         super().__init__(spec, reward)
 
     def where(self) -> tuple[int, str]:
+        """Return the ids of this process and of its node."""
         return os.getpid(), ray.get_runtime_context().get_node_id()
 
 
@@ -292,8 +293,8 @@ class RewardActor:
 
     Attributes:
         handle: What workers send samples to, as `handle.submit.remote(step, key, text)`, without awaiting an answer.
-        scheduling: That it runs here and nowhere else.
-        pid, node_id: Where it does run, once started.
+        scheduling: Pins the actor to this node.
+        pid, node_id: Its process and node, once started.
     """
 
     def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:

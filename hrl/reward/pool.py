@@ -125,7 +125,7 @@ class _Process:
 
     @property
     def oldest_s(self) -> float:
-        """When the sample that it has had longest was handed over; now, if it has none."""
+        """The moment at which the oldest of its samples was handed over; now, if it has none."""
         return min((task.since for task in self.tasks.values()), default=time.monotonic())
 
 
@@ -371,7 +371,7 @@ class RewardPool:
             self._finish(task, status, score=message["score"], parts=message["parts"])
 
     def _with_hint(self, error: str) -> str:
-        """Add to a function's error that a variable was kept from it, if it names one."""
+        """Add to a function's error that a variable it names was withheld, if so."""
         for name in self._withheld:
             if f"'{name}'" in error or f'"{name}"' in error:
                 return (
@@ -397,7 +397,7 @@ class RewardPool:
         self._queue.extendleft(reversed(tasks))
 
     def _lost(self, process: _Process) -> None:
-        """A process ended on its own: the sample that it was busy with is tried once more, elsewhere."""
+        """Take leave of a process that ended by itself; the sample that held it is tried once more, elsewhere."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(_LAST_WORDS_S)
         holder, _, blames_response = process.state.read()
@@ -442,7 +442,7 @@ class RewardPool:
             self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
-        """No process can be had: the thread ends, and whatever waits ends with the reason."""
+        """End the thread, as no process can be had; samples that wait end with the reason."""
         self._broken = reason
         self._stopping = True
         self._started.set()

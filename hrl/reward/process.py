@@ -162,7 +162,7 @@ def _score(function: Callable[..., Any], arguments: dict[str, Any], runner: asyn
 
 
 class AttributingLoop(asyncio.SelectorEventLoop):
-    """Notes for whom each callback runs: for the caller in whose context it was scheduled, tasks of tasks included.
+    """Notes which caller each callback runs for: the one in whose context it was scheduled, tasks of tasks included.
 
     Args:
         state: Where the parent reads it.
@@ -198,13 +198,13 @@ class AttributingLoop(asyncio.SelectorEventLoop):
     def call_soon(  # type: ignore[override]  # the base's type variables say the same at greater length
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
-        """As in asyncio; the callback is noted while it runs."""
+        """Schedule a callback as asyncio does, to be noted while it runs."""
         return super().call_soon(self._run_noted, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        """As in asyncio; the callback is noted while it runs."""
+        """Schedule a callback as asyncio does, to be noted while it runs."""
         return super().call_at(when, self._run_noted, callback, *args, context=context)
 
     def _run_noted(self, callback: Callable[..., object], *args: Any) -> None:

@@ -15,6 +15,9 @@ from hrl.nearest import nearest
 from hrl.reward.scorers import math_equal, math_graded, math_text, numbers, question_answering, reasoning_gym
 from hrl.reward.scorers.base import Reward, RowError, Scorer
 
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+_SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+
 SCORERS: dict[str, Scorer] = {
     "numeric": numbers.NUMERIC,
     "bundled/addition": numbers.NUMERIC,
@@ -24,30 +27,9 @@ SCORERS: dict[str, Scorer] = {
     **dict.fromkeys(("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500"), math_text.MATH),
     **dict.fromkeys(("math", "math_dapo", "math_dapo_reasoning"), math_text.DAPO),
     "math_verify": math_equal.MATH_VERIFY,
-    **dict.fromkeys(
-        (
-            "numina_aops_forum",
-            "numina_synthetic_math",
-            "numina_amc_aime",
-            "numina_synthetic_amc",
-            "numina_cn_k12",
-            "numina_olympiads",
-        ),
-        math_graded.NUMINA,
-    ),
+    **{f"numina_{name}": math_graded.NUMINA for name in _NUMINA},
     "hiyouga/geometry3k": math_graded.GEOMETRY,
-    **dict.fromkeys(
-        (
-            "searchR1_nq",
-            "searchR1_triviaqa",
-            "searchR1_popqa",
-            "searchR1_hotpotqa",
-            "searchR1_2wikimultihopqa",
-            "searchR1_musique",
-            "searchR1_bamboogle",
-        ),
-        question_answering.EXACT_MATCH,
-    ),
+    **{f"searchR1_{name}": question_answering.EXACT_MATCH for name in _SEARCH},
 }
 """By exact data source. The short names are for rows of your own that want one of these rules."""
 
@@ -61,7 +43,7 @@ _OWN = "Give a function of your own with reward.custom_reward_function.path"
 
 
 def why_no_scorer(data_source: str) -> str | None:
-    """Why no built-in function scores a data source, with the way out; None where one does. Imports nothing heavy."""
+    """Return why no built-in function scores a data source, with the way out; None where one does."""
     if data_source in SCORERS or data_source.startswith(tuple(PREFIXES)):
         return None
     if data_source in PROGRAMS:
@@ -91,11 +73,6 @@ def find_scorer(data_source: str) -> Scorer:
     return next(scorer for prefix, scorer in PREFIXES.items() if data_source.startswith(prefix))
 
 
-def warm_up(data_source: str) -> None:
-    """Import what the data source's scorer needs, so that the first sample's deadline doesn't pay for it."""
-    find_scorer(data_source).load()
-
-
 def compute_score(
     data_source: str,
     solution_str: str,
@@ -111,8 +88,8 @@ def compute_score(
         solution_str: The response's text.
         ground_truth: Of the row.
         extra_info: Of the row.
-        blames_response: Told `True` when the row has been read, before the first look at the response: what goes wrong
-            from then on is the response's doing; and `False` if the row turns out to be to blame after all.
+        blames_response: Is called with `True` once the row has been read: what goes wrong from then on is the
+            response's fault. Called with `False` if the row turns out to be at fault after all.
 
     Raises:
         ValueError: No such function, or a ground truth that it can't read. What a response makes it raise is passed
@@ -127,8 +104,3 @@ def compute_score(
     except RowError:
         tell(False)
         raise
-
-
-def wrong_score(data_source: str) -> Reward:
-    """Return what the built-in function gives a wrong answer, and one that can't be scored."""
-    return find_scorer(data_source).wrong

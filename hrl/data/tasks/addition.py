@@ -21,8 +21,7 @@ SPLITS = ("train", "val", "all")
 _HELD_OUT_PAIRS = 8
 _HELD_OUT_SEED = 20_240
 _SMALLEST, _LARGEST = 2, 18
-# Around the circle of all sums: every number is a wrong answer about as often as a right one, so that only the question
-# tells which it is.
+# Steps around the circle of all sums: every number is wrong about as often as right, so that only the question tells.
 _ERRORS = (3, 6, 9, 12)
 
 
@@ -51,7 +50,7 @@ def rows(split: str) -> Iterator[dict[str, Any]]:
 
 
 def pairs(split: str) -> Iterator[dict[str, Any]]:
-    """Every sum of a split four times, its answer beside another sum's.
+    """Return every sum of a split four times, its answer beside another sum's.
 
     Raises:
         DatasetError: As `rows`.
@@ -69,7 +68,7 @@ def pairs(split: str) -> Iterator[dict[str, Any]]:
 
 
 def answers(split: str) -> Iterator[dict[str, Any]]:
-    """Every sum of a split as a chat with its answer.
+    """Return every sum of a split as a chat with its answer.
 
     Raises:
         DatasetError: As `rows`.

@@ -1,7 +1,7 @@
 """What a built-in scorer is: a way to read the ground truth, and a score for a text against it.
 
-The two are apart because they have different culprits. A ground truth that can't be read is the data's fault and goes
-by `reward.on_error`; a text that breaks the scorer once the truth is read is the policy's, and scores as wrong.
+The two are apart because they fail through different faults. A ground truth that can't be read is the data's and is
+handled by `reward.on_error`; a text that breaks the scorer once the truth is read is the policy's, and scores as wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RowError(ValueError):
 
 
 def _nothing() -> None:
-    """For scorers that need no import of their own."""
+    """Import nothing."""
 
 
 @dataclass(frozen=True)

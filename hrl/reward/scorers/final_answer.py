@@ -49,7 +49,7 @@ def after_thinking(text: str) -> str:
 
 
 def boxed_answers(text: str) -> tuple[str, ...]:
-    r"""Contents of the `\boxed{…}` and `\fbox{…}` in `text`, each once; empty ones only where there is no other.
+    r"""Return what `\boxed{…}` and `\fbox{…}` hold in `text`, each once; empty ones only where there is no other.
 
     A box inside a box counts once. A brace that never closes makes no box.
     """
@@ -102,7 +102,7 @@ def stated_answers(text: str) -> tuple[str, ...]:
 
 
 def explicit_answers(text: str) -> tuple[str, ...]:
-    """Boxes and, behind the last of them, statements: all that `text` calls its answer."""
+    """Return all that `text` calls its answer: boxes and, after the last of them, statements."""
     boxes = boxed_answers(text)
     if not boxes:
         return stated_answers(text)

@@ -240,7 +240,7 @@ def _score_by_value(text: str, truth: MathTruth) -> float:
 
 
 def load() -> None:
-    """Parse and compares once: the parser builds its tables then."""
+    """Parse and compare once, which makes the parser build its tables."""
     equal_by_value(read_truth("math_verify", "\\frac{3}{4}", {}), "x+1")
 
 

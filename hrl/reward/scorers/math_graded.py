@@ -70,7 +70,7 @@ def graded_equal(truth: MathTruth, answer: str) -> bool:
 
 
 def graded_form(answer: str) -> str:
-    """PRM800K's normal form: without units, money and percent signs, in lower case, whole numbers as such."""
+    """Return PRM800K's normal form: without units, money and percent signs, in lower case, whole numbers as such."""
     if (text := re.fullmatch(r"\\text\{(.+?)\}", answer)) is not None:
         answer = text.group(1)
     for old, new in _SPELLINGS:
@@ -108,7 +108,7 @@ def _is_equal_part(wanted: str, given: str) -> bool:
 
 
 def is_close(truth: MathTruth, answer: str) -> bool:
-    """PRIME's tolerance: numbers within 0.01 %, and shares equal to percentages.
+    """Return whether numbers are equal by PRIME's tolerance: within 0.01 %, and shares equal to percentages.
 
     Raises:
         AnswerTooComplexError: As `graded_equal`.

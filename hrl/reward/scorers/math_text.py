@@ -53,7 +53,7 @@ _MINERVA_UNWRAPPED = (
 
 
 def math_form(answer: str) -> str:
-    r"""MATH's normal form: one spelling of fractions, roots, decimals; no spaces, units, degrees, percent signs.
+    r"""Return MATH's normal form: one spelling of fractions, roots, decimals; no spaces, units, degrees, percents.
 
     `\dfrac12`, `\frac{1}{2}`, `1/2` and `0.5` are one; `x = 5` is `5`. Numbers are otherwise not computed with.
     """
@@ -79,7 +79,7 @@ def math_form(answer: str) -> str:
 
 
 def minerva_form(answer: str) -> str:
-    """Minerva's normal form: what stands behind the last `=`, without units, articles, dollar signs, text commands."""
+    """Return Minerva's normal form: what follows the last `=`, without units, articles, dollars, text commands."""
     text = answer.split("=")[-1]
     for old, new in _MINERVA_REPLACED:
         text = text.replace(old, new)

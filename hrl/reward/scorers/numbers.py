@@ -30,7 +30,7 @@ _FLEXIBLE_WINDOW = 300
 
 
 def as_number(text: str) -> Decimal | None:
-    """`1,234.50` as a number; None for anything else, and for numbers of more than 64 characters."""
+    """Return `1,234.50` as a number; None for anything else, and for numbers of more than 64 characters."""
     plain = text.strip().replace(",", "")
     if len(plain) > _LONGEST_NUMBER or not re.fullmatch(r"-?[0-9]+(?:\.[0-9]+)?", plain):
         return None

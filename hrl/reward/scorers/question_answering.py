@@ -17,7 +17,7 @@ _SPAM_FACTOR = 0.25
 
 
 def squad_form(answer: str) -> str:
-    """SQuAD's normal form (Rajpurkar et al. 2016): lower case, no punctuation, no articles, single spaces."""
+    """Return SQuAD's normal form (Rajpurkar et al. 2016): lower case, no punctuation or articles, single spaces."""
     return " ".join(_ARTICLES.sub(" ", answer.lower().translate(_PUNCTUATION)).split())
 
 

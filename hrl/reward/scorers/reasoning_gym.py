@@ -32,12 +32,12 @@ _UNREADABLE_ANSWER = (ArithmeticError, AttributeError, LookupError, TypeError, V
 
 
 def is_arithmetic(answer: str) -> bool:
-    """Digits, the four operations and brackets; no `**`, whose towers never end."""
+    """Return whether an answer is digits, the four operations and brackets; no `**`, whose towers never end."""
     return _ARITHMETIC.fullmatch(answer) is not None and "**" not in answer
 
 
 def is_formula(answer: str) -> bool:
-    """Numbers, operators, one-letter variables and elementary functions; no attribute, no other name, no tall power."""
+    """Return whether an answer is numbers, operators, one-letter variables, elementary functions and small powers."""
     return (
         _FORMULA.fullmatch(answer) is not None
         and _ATTRIBUTE.search(answer) is None
@@ -47,7 +47,7 @@ def is_formula(answer: str) -> bool:
 
 
 def is_literal_or_words(answer: str) -> bool:
-    """Return a Python literal such as `["A", "B"]`, or words and numbers between spaces: neither can call anything."""
+    """Return whether an answer is a literal such as `["A", "B"]` or plain words: neither can call anything."""
     if _WORDS.fullmatch(answer):
         return True
     try:
@@ -110,12 +110,9 @@ def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]
 
 
 def score(text: str, task: Task) -> float:
-    """Return the task's own score, 0 to 1, of the answer in `text`.
+    """Return the task's own score, 0 to 1, of the answer in `text`; 0 for the right answer among other text.
 
-    0 for what it pays for the right answer among other text.
-
-    An answer that the scorer can't read scores 0; that the fault lies with the answer is checked by scoring the right
-    one.
+    An answer that the scorer can't read scores 0, once the right one has shown that the fault is not the row's.
 
     Raises:
         RowError: The right one can't be scored either.

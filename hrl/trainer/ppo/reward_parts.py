@@ -56,5 +56,5 @@ def reward_values(batch: DataProto, name: str, key: str) -> Tensor:
 
 
 def reward_columns(batch: DataProto, names: Sequence[str], key: str) -> Tensor:
-    """Several of them side by side, float64 (B, K); see `reward_values`."""
+    """Return several parts side by side, float64 (B, K); see `reward_values`."""
     return torch.stack([reward_values(batch, name, key) for name in names], dim=1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hrl.reward.score import compute_score, wrong_score
+from hrl.reward.score import compute_score, find_scorer
 from hrl.reward.scorers.math_equal import AnswerTooComplexError
 
 NUMERIC = [
@@ -271,7 +271,7 @@ def score_of(data_source, text, truth):
     try:
         reward = compute_score(data_source, text, truth)
     except AnswerTooComplexError:
-        reward = wrong_score(data_source)
+        reward = find_scorer(data_source).wrong
     return reward["score"] if isinstance(reward, dict) else reward
 
 
