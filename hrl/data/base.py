@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -21,6 +21,9 @@ from hrl.models.tokenizer import token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from hrl.config.data import DataConfig
+    from hrl.config.offline import OfflineDataConfig
 
 logger = logging.getLogger(__name__)
 
@@ -111,22 +114,6 @@ class Intake:
         return counts
 
 
-class ReadingConfig(Protocol):
-    """What reading rows asks of any section `data`; each key means what it means there."""
-
-    @property
-    def bad_rows(self) -> str: ...
-
-    @property
-    def shuffle(self) -> bool: ...
-
-    @property
-    def seed(self) -> int: ...
-
-    @property
-    def apply_chat_template_kwargs(self) -> Mapping[str, Any]: ...
-
-
 class TokenisedDataset(ABC, Generic[R, T]):
     """Checked rows of type R with their tokens, of type T.
 
@@ -148,7 +135,11 @@ class TokenisedDataset(ABC, Generic[R, T]):
     """
 
     def __init__(
-        self, data_files: DataFiles, tokenizer: PreTrainedTokenizerBase, config: ReadingConfig, max_samples: int = -1
+        self,
+        data_files: DataFiles,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig | OfflineDataConfig,
+        max_samples: int = -1,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer

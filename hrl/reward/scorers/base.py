@@ -13,6 +13,13 @@ from typing import Any
 Reward = float | Mapping[str, Any]
 
 
+class TruthError(ValueError):
+    """A ground truth that a scorer can't read."""
+
+    def __init__(self, ground_truth: object, data_source: str, what: str) -> None:
+        super().__init__(f"ground truth {str(ground_truth)[:80]!r} of data source {data_source!r} {what}")
+
+
 class RowError(ValueError):
     """A row that turned out bad when a response was scored by it: the data's fault after all."""
 
@@ -28,7 +35,7 @@ class Scorer:
     Attributes:
         rule: What it pays for, in a phrase, for messages and the documentation.
         read_truth: From a row's `(data_source, ground_truth, extra_info)` to what `score` compares with.
-            Raises `ValueError`.
+            Raises `TruthError` or another `ValueError`.
         score: From a response's text and that truth to the reward. Raises `RowError` where the row is to blame.
         wrong: The reward of a wrong answer, and of one that can't be scored.
         load: Imports what the scorer needs, so that the first sample's deadline doesn't pay for it.

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.base import Scorer, TruthError
 from hrl.reward.scorers.final_answer import (
     after_thinking,
     boxed_answers,
@@ -214,7 +214,7 @@ def read_truth(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any
     """Return a ground truth to compare with: LaTeX, plain mathematics, or a text with its last box.
 
     Raises:
-        ValueError: It can't be parsed.
+        TruthError: It can't be parsed.
     """
     text = str(ground_truth).strip()
     boxes = boxed_answers(text)
@@ -224,8 +224,7 @@ def read_truth(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any
     except AnswerTooComplexError:
         parsed = None
     if parsed == ():
-        shown = str(ground_truth)[:80]
-        raise ValueError(f"ground truth {shown!r} of data source {data_source!r} is no mathematical expression")
+        raise TruthError(ground_truth, data_source, "is no mathematical expression")
     return truth_of(text, parsed or ())
 
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.base import Scorer, TruthError
 from hrl.reward.scorers.final_answer import after_thinking, boxed_answers, sides_of
 
 _LONGEST_ANSWER = 2000
@@ -104,8 +104,7 @@ def _in_braces(match: re.Match[str]) -> str:
 
 def _read_text(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> str:
     if not isinstance(ground_truth, str | int | float) or not str(ground_truth).strip():
-        shown = str(ground_truth)[:80]
-        raise ValueError(f"ground truth {shown!r} of data source {data_source!r} is not the text of an answer")
+        raise TruthError(ground_truth, data_source, "is not the text of an answer")
     return str(ground_truth)
 
 

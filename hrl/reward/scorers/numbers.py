@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.base import Scorer, TruthError
 from hrl.reward.scorers.final_answer import (
     after_thinking,
     explicit_answers,
@@ -83,7 +83,7 @@ def _read_number(data_source: str, ground_truth: Any, extra_info: Mapping[str, A
     text = str(ground_truth)
     number = as_number((hashed_answers(text) or (text,))[-1].replace("$", ""))
     if number is None:
-        raise ValueError(f"ground truth {text[:80]!r} of data source {data_source!r} is not a number")
+        raise TruthError(text, data_source, "is not a number")
     return number
 
 

@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.base import Scorer, TruthError
 from hrl.reward.scorers.final_answer import after_thinking, tagged_answers
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -25,10 +25,7 @@ def _read_targets(data_source: str, ground_truth: Any, extra_info: Mapping[str, 
     target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
     texts = [target] if isinstance(target, str) else target
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
-        shown = str(ground_truth)[:80]
-        raise ValueError(
-            f"ground truth {shown!r} of data source {data_source!r} has no 'target': a text, or a list of them"
-        )
+        raise TruthError(ground_truth, data_source, "has no 'target': a text, or a list of them")
     return frozenset(map(squad_form, texts))
 
 
