@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hrl.cluster.roles import ResourcePoolManager, Role
-from hrl.config.actor import ActorConfig, ActorRolloutRefConfig
+from hrl.config.actor import ActorRolloutRefConfig
 from hrl.config.arithmetic import step_sizes
 from hrl.config.offline import OfflineConfig
 from hrl.config.outline import RunConfiguration
@@ -77,13 +77,16 @@ def _ppo_workers(config: PPOTrainerConfig, steps: int) -> dict[Role, tuple[Any, 
 
 
 def _offline_workers(config: OfflineConfig, steps: int) -> dict[Role, tuple[Any, ...]]:
-    learner = ActorConfig(
-        optim=config.optim,
-        grad_clip=config.optim.clip_grad,
-        fsdp_config=config.model.fsdp_config,
-        checkpoint=config.checkpoint,
+    default = PPOTrainerConfig().actor_rollout_ref
+    learner = default.actor.model_copy(
+        update={
+            "optim": config.optim,
+            "grad_clip": config.optim.clip_grad,
+            "fsdp_config": config.model.fsdp_config,
+            "checkpoint": config.checkpoint,
+        }
     )
-    policy = ActorRolloutRefConfig(model=config.model, actor=learner)
+    policy = default.model_copy(update={"model": config.model, "actor": learner})
     return {
         Role.Actor: (ActorRolloutRefWorker, policy, "actor", steps),
         Role.RewardModel: (RewardModelWorker, config, learner, steps),

@@ -23,13 +23,13 @@ class PolicyLossConfig(Section):
     loss_mode: Annotated[str, NameOf(POLICY_LOSS_TRAITS)] = "vanilla"
     """The policy loss."""
     clip_cov_ratio: NonNegativeFloat = 0.0002
-    """`clip_cov`: share of tokens that is clipped."""
+    """`clip_cov`: share of the tokens that are clipped."""
     clip_cov_lb: float = 1.0
     """`clip_cov`: lower bound of the covariance of a clipped token."""
     clip_cov_ub: float = 5.0
     """`clip_cov`: upper bound of the covariance of a clipped token."""
     kl_cov_ratio: NonNegativeFloat = 0.0002
-    """`kl_cov`: share of tokens that is penalised."""
+    """`kl_cov`: share of the tokens that are penalised."""
     ppo_kl_coef: NonNegativeFloat = 0.1
     """`kl_cov`: weight of the penalty."""
     dro_beta: PositiveFloat | None = None
@@ -49,19 +49,19 @@ class ActorConfig(Section):
     """`actor_rollout_ref.actor`: the update of the policy."""
 
     ppo_mini_batch_size: Annotated[PositiveInt, Unit("prompts per optimizer step")] = follows(_mini_batch)
-    """Prompts per optimizer step; times `rollout.n` gives sequences. Default: 256, or all of a smaller
-    `data.train_batch_size`."""
+    """Prompts per optimizer step; each has `rollout.n` sequences. Default: 256, or `data.train_batch_size` where that
+    is smaller."""
     ppo_epochs: PositiveInt = 1
     """Passes over each step's batch."""
     use_dynamic_bsz: bool = follows(lambda get: get(".ppo_micro_batch_size_per_gpu") is None)
-    """Pack micro-batches up to a token budget instead of a fixed number of rows. Default: true, unless
+    """Fill micro-batches up to a token budget instead of a fixed number of rows. Default: true, unless
     `actor.ppo_micro_batch_size_per_gpu` is set."""
     ppo_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = 16384
-    """Token budget of one micro-batch on one process; a hard cap."""
+    """Most tokens in one micro-batch on one process."""
     ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = None
     """Sequences in one micro-batch on one process, with `use_dynamic_bsz=false`."""
     shuffle: bool = False
-    """Draw the mini-batches in a new order each epoch instead of the order of the data."""
+    """Shuffle a step's prompts before each pass over them; false keeps the order of the data."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
     clip_ratio: NonNegativeFloat = 0.2
@@ -71,15 +71,15 @@ class ActorConfig(Section):
     clip_ratio_high: NonNegativeFloat | None = None
     """Clip range above 1 (DAPO's clip-higher); null is `clip_ratio`."""
     clip_ratio_c: float = Field(default=3.0, gt=1.0)
-    """Dual clip: bound of the loss for negative advantages."""
+    """Dual clip: for negative advantages the ratio counts as at most this."""
     tau_pos: PositiveFloat = 1.0
     """`sapo`: temperature of the gate for positive advantages."""
     tau_neg: PositiveFloat = 1.05
     """`sapo`: temperature of the gate for negative advantages."""
     loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = "token-mean"
-    """How token losses become one number; the divisors are those of the whole mini-batch over all processes."""
+    """How the losses of tokens become one number; divisors are counted over the whole mini-batch on all processes."""
     loss_scale_factor: PositiveFloat | None = None
-    """Constant divisor of `seq-mean-token-sum-norm`; null uses `data.max_response_length`."""
+    """The constant that `seq-mean-token-sum-norm` divides by; null is `data.max_response_length`."""
     entropy_coeff: float = 0.0
     """Weight of the entropy bonus."""
     use_kl_loss: bool = False

@@ -18,11 +18,11 @@ class KlCtrlConfig(Section):
     """`algorithm.kl_ctrl`: the weight of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """Keep the weight, or steer it towards `target_kl`."""
+    """Keep the weight (fixed), or steer the KL divergence towards `target_kl` with it (adaptive)."""
     kl_coef: NonNegativeFloat = 0.001
-    """The weight, or its first value."""
+    """The weight; with `type=adaptive` its first value."""
     horizon: Annotated[PositiveInt, Unit("sequences")] = 10000
-    """Adaptive: sequences over which the weight adapts."""
+    """Adaptive: sequences over which the weight follows; more is slower."""
     target_kl: PositiveFloat = 0.1
     """Adaptive: the KL divergence to hold."""
 
@@ -31,8 +31,8 @@ class PfPpoConfig(Section):
     """`algorithm.pf_ppo`: which samples policy filtration trains on more often."""
 
     reweight_method: Annotated[str, NameOf(REWEIGHT_METHOD_NAMES)] = "pow"
-    """Weight of a sample: |score|^`weight_pow` (pow), the best and the worst score alone (max_min), or the best four
-    times as much (max_random)."""
+    """Weight of a sample in the draw: |score|^`weight_pow` (pow), only the best and the worst score of the batch
+    (max_min), or all samples with the best score four times as likely (max_random)."""
     weight_pow: NonNegativeFloat = 2.0
     """`pow`: the exponent."""
 
@@ -42,34 +42,37 @@ class FilterGroupsConfig(Section):
 
     enable: bool = False
     """Train only on groups whose samples differ; further prompts are sampled in the same step until the batch is full.
-    An epoch then lasts fewer steps, the run as many as before."""
+    An epoch then has fewer steps, the run as many as before."""
     metric: str = "reward"
-    """What has to differ: reward (all that is trained on), score (the reward function's own), or another number that it
-    returns, e.g. acc."""
+    """What has to differ: reward (the one that is trained on), score (the reward function's own), or another number
+    that the function returns, e.g. acc."""
     max_num_gen_batches: Annotated[PositiveInt, Unit("batches of prompts per step")] = 10
-    """Batches of `data.train_batch_size` prompts sampled in one step at most; then the run stops and says why."""
+    """Most batches of `data.train_batch_size` prompts that one step may sample; a run that needs more stops and says
+    why."""
 
 
 class RolloutCorrectionConfig(Section):
     """`algorithm.rollout_correction`: for a sampler whose probabilities differ from the trainer's."""
 
     rollout_is: Annotated[str | None, NameOf(IMPORTANCE_LEVEL_NAMES)] = None
-    """Weigh losses by the ratio of trainer to sampler, per token (token) or as the product over a sequence (sequence);
-    null is off."""
+    """Weight losses by the ratio of the trainer's probability to the sampler's, per token (token) or as the product
+    over a sequence (sequence); null is off."""
     rollout_is_threshold: float | str = 2.0
-    """Larger ratios are cut down to this; "0.5_5.0" gives ratios outside of both bounds no weight (IcePop)."""
+    """Larger ratios count as this; "0.5_5.0" gives ratios outside the two bounds the weight 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
-    """Leave out tokens or sequences that both disagree on, by rules such as token_k1 or "token_k1,seq_max_k3"
-    (token, seq_sum, seq_mean or seq_max, of k1, k2 or k3)."""
+    """Leave out tokens or sequences on which sampler and trainer disagree, by rules such as token_k1 or
+    "token_k1,seq_max_k3" (token, seq_sum, seq_mean or seq_max, of k1, k2 or k3)."""
     rollout_rs_threshold: float | str | None = None
-    """Largest divergence that stays, one for all rules or "0.1,0.5"; k1 takes bounds of the ratio, "0.5_2.0"."""
+    """Largest divergence that is kept, one for all rules or one each ("0.1,0.5"); k1 takes bounds of the ratio,
+    "0.5_2.0"."""
     bypass_mode: bool = False
-    """Take the sampler's log-probs for the old ones, without a forward pass. Where both differ by more than
-    `rollout.logprob_diff_alarm` on average, the next step computes them again."""
+    """Use the sampler's log-probs as the old ones and skip that forward pass. When they differ from the trainer's by
+    more than `rollout.logprob_diff_alarm` on average, the next step computes them again."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """In bypass mode: the configured policy loss with its ratio taken to the sampler, or REINFORCE weighed by it."""
+    """In bypass mode: the configured policy loss with its ratio to the sampler (ppo_clip), or REINFORCE weighted by
+    that ratio."""
 
 
 def _estimator(get: Get) -> str:
@@ -98,12 +101,12 @@ class AlgorithmConfig(Section):
     """Learn from the best and the worst sample of each prompt by this loss instead of advantages (online DPO); its beta
     is `kl_ctrl.kl_coef`. null is off."""
     gdpo_reward_keys: StrList = Field(default_factory=list)
-    """gdpo: rewards that are each normalised in their group: numbers that the reward function returns, score,
+    """gdpo: the rewards that are normalised one by one in their group: numbers that the reward function returns, score,
     reward_model, or overlong (with `reward.overlong_buffer.enable`)."""
     gdpo_reward_weights: list[float] | None = None
-    """gdpo: one weight for each of them; null weighs them equally."""
+    """gdpo: one weight per reward; null weighs them equally."""
     use_pf_ppo: bool = False
-    """Draw the samples to train on again, those with decided scores more often (PF-PPO)."""
+    """Policy filtration (PF-PPO): draw the batch's samples again, with replacement and weighted by their scores."""
     pf_ppo: PfPpoConfig = section(PfPpoConfig)
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)

@@ -30,11 +30,12 @@ class CriticConfig(Section):
     ppo_epochs: PositiveInt = follows(f"{ACTOR}.ppo_epochs")
     """Passes over each step's batch. Default: the actor's."""
     use_dynamic_bsz: bool = follows(packs_as_the_actor(".ppo_micro_batch_size_per_gpu"))
-    """Pack micro-batches up to a token budget. Default: the actor's, unless `ppo_micro_batch_size_per_gpu` is set."""
+    """Fill micro-batches up to a token budget. Default: the actor's, unless `critic.ppo_micro_batch_size_per_gpu` is
+    set."""
     ppo_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
-    """Token budget of one micro-batch of the update. Default: the actor's."""
+    """Most tokens in one micro-batch of the update. Default: the actor's."""
     ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
         f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     )
@@ -42,12 +43,12 @@ class CriticConfig(Section):
     forward_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         ".ppo_max_token_len_per_gpu"
     )
-    """Token budget of one micro-batch when values are computed. Default: `critic.ppo_max_token_len_per_gpu`."""
+    """Most tokens in one micro-batch when values are computed. Default: `critic.ppo_max_token_len_per_gpu`."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
     cliprange_value: NonNegativeFloat | None = 0.5
-    """How far a value may move from its old value before the loss is clipped; null is the plain squared error."""
+    """How far a value may move from its old one before the loss is clipped; null does not clip."""
     loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = follows(f"{ACTOR}.loss_agg_mode")
-    """How token losses become one number. Default: the actor's."""
+    """How the losses of tokens become one number. Default: the actor's."""
     model: CriticModelConfig = section(CriticModelConfig)
     optim: OptimConfig = section(OptimConfig, lr=1e-5)

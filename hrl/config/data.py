@@ -37,9 +37,9 @@ class DataConfig(Section):
     reward_fn_key: str = "data_source"
     """Column that names the row's source; it chooses the built-in reward function and groups validation metrics."""
     max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 512
-    """Longest prompt, in tokens after the chat template."""
+    """Longest prompt in tokens, chat template included."""
     max_response_length: Annotated[PositiveInt, Unit("tokens")] = 512
-    """Most tokens generated per sample."""
+    """Most tokens that are generated per sample."""
     train_batch_size: Annotated[PositiveInt, Unit("prompts per step")] = 1024
     """Prompts per step; each is sampled `actor_rollout_ref.rollout.n` times."""
     val_batch_size: Annotated[PositiveInt | None, Unit("prompts generated at once")] = None
@@ -49,9 +49,10 @@ class DataConfig(Section):
     seed: NonNegativeInt = follows("trainer.seed")
     """Seed of the row order. Default: `trainer.seed`."""
     filter_overlong_prompts: bool = False
-    """Drop prompts longer than `data.max_prompt_length` at load, and count them."""
+    """Drop prompts longer than `data.max_prompt_length` when the rows are read, and count them."""
     truncation: Literal["error", "left", "right"] = "error"
-    """What to do with an overlong prompt that was not dropped; left and right name the end that is cut off."""
+    """What happens to a prompt that is too long and was not dropped: stop the run (error), or cut tokens off its left
+    or right end."""
     train_max_samples: MinusOneOrMore = -1
     """Use only this many training rows; -1 uses all."""
     val_max_samples: MinusOneOrMore = -1
@@ -59,5 +60,6 @@ class DataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra arguments of the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
     bad_rows: Literal["error", "skip"] = "error"
-    """A row without a usable prompt stops the run naming file and row, or is skipped and counted."""
+    """What happens to a row without a usable prompt: stop the run and name file and row (error), or skip and count
+    it."""
     custom_cls: CustomClassConfig = section(CustomClassConfig)

@@ -69,7 +69,8 @@ def _choices(group: str) -> list[str]:
 
 
 def _key_lines(key: str, kind: RunKind[WholeConfig]) -> list[str]:
-    first_sentence = leaves(kind.schema)[key].help.split(". ")[0].split("; ")[0].rstrip(".")
-    room = _WIDTH - 6
-    text = first_sentence if len(first_sentence) <= room else first_sentence[: room - 1].rstrip() + "…"
+    leaf, room = leaves(kind.schema)[key], _WIDTH - 6
+    text = leaf.help.split(". ")[0].split("; ")[0].rstrip(".")
+    text += f": {', '.join(leaf.names)}" if leaf.names else ""
+    text = text if len(text) <= room else text[: room - 1].rstrip() + "…"
     return [f"  {key}", f"      {text}"]

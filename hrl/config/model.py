@@ -44,15 +44,17 @@ class LogProbConfig(Section):
     """A role that computes log-probs of samples."""
 
     log_prob_use_dynamic_bsz: bool = follows(packs_as_the_actor(".log_prob_micro_batch_size_per_gpu"))
-    """Pack micro-batches of log-probs up to a token budget. Default: as the actor."""
+    """Fill micro-batches of log-probs up to a token budget. Default: the actor's, unless
+    `log_prob_micro_batch_size_per_gpu` is set."""
     log_prob_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
-    """Token budget of one such micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
+    """Most tokens in one such micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
     log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
         f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     )
-    """Sequences in one such micro-batch, without dynamic packing. Default: `actor.ppo_micro_batch_size_per_gpu`."""
+    """Sequences in one such micro-batch, with `log_prob_use_dynamic_bsz=false`. Default:
+    `actor.ppo_micro_batch_size_per_gpu`."""
 
 
 class BackboneConfig(Section):
@@ -63,7 +65,7 @@ class BackboneConfig(Section):
     override_config: dict[str, Any] = Field(default_factory=dict)
     """Fields of the model's config.json to replace, e.g. `{max_position_embeddings: 32768}`."""
     enable_gradient_checkpointing: bool = True
-    """Recompute activations in the backward pass: about a third more compute, far less memory."""
+    """Recompute activations in the backward pass: about a third more computation, far less memory."""
 
 
 class ModelConfig(BackboneConfig):
@@ -72,8 +74,8 @@ class ModelConfig(BackboneConfig):
     trust_remote_code: bool = False
     """Let transformers and vLLM run code from model folders; one switch for the models of all roles."""
     probe: bool = True
-    """Before anything starts, compare a small cut of every role's model, packed as it is trained, with its own plain
-    forward; a family that packed training would compute wrongly is refused. Costs seconds."""
+    """Before anything starts, compare a few layers of every role's model, on packed rows as in training, with the
+    model's own forward pass, and refuse a model that packed training would compute wrongly. Takes seconds."""
     # The prompt of a group is computed once for all samples that share a micro-batch, in every model. That changes no
     # number, which the probe compares.
     share_prefix: ClassVar[bool] = True
@@ -85,7 +87,7 @@ class _ShardingConfig(Section):
     """What FSDP2 has to know of every model."""
 
     param_offload: bool = False
-    """Keep the parameters in pinned host memory while the model is idle. Nothing on a CPU."""
+    """Keep the parameters in pinned host memory while the model is idle. No effect on a CPU."""
     fsdp_size: MinusOneOrMore = -1
     """Processes that share one sharded copy; -1 uses all processes of the pool."""
     dtype: DType = "auto"
@@ -108,14 +110,14 @@ class FsdpConfig(_ShardingConfig):
     """FSDP2 settings of a model that is trained."""
 
     model_dtype: Annotated[Literal["fp32", "bf16"], _spelt(_SHORT_NAMES)] = "fp32"
-    """Dtype of the master weights. AdamW rounds bf16 ones stochastically, so that they move by what their update says
-    on average, also at 1e-6; their moments stay fp32, and gradients of micro-batches add up in bf16."""
+    """Dtype of the master weights. With bf16, AdamW rounds stochastically, so that on average a weight moves by its
+    update, even by 1e-6 of it; moments stay fp32, and gradients of micro-batches add up in bf16."""
     reshard_after_forward: bool = True
-    """Free gathered parameters between the forward and the backward pass; on a single GPU their copies in the compute
-    dtype, half as large as the model."""
+    """Free gathered parameters between the forward and the backward pass; on a single GPU these are the copies in the
+    compute dtype, half the size of the model."""
     optimizer_offload: bool = False
-    """Keep AdamW's moments in pinned host memory, from the start: in a step they visit the GPU 256 MiB at a time.
-    Nothing on a CPU."""
+    """Keep AdamW's moments in pinned host memory; an optimizer step copies them to the GPU and back 256 MiB at a time.
+    No effect on a CPU."""
 
 
 class OptimConfig(Section):
@@ -136,7 +138,7 @@ class OptimConfig(Section):
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = "constant"
     """Shape of the learning rate after the warm-up."""
     min_lr_ratio: UnitInterval = 0.0
-    """Where cosine and linear end, as a share of `lr`."""
+    """Learning rate at the end of cosine and linear, as a share of `lr`."""
 
 
 def _load_contents(get: Get) -> object:
@@ -148,7 +150,7 @@ class CheckpointConfig(Section):
     """What a checkpoint of the policy holds."""
 
     save_contents: list[Content] = Field(default=["model", "optimizer", "extra", "hf_model"], min_length=1)
-    """Parts to write: `model` and `optimizer` (sharded weights and AdamW's state), `extra` (position in the schedule,
-    RNG), `hf_model` (a folder `hf` that transformers and vLLM load)."""
+    """Parts to write: `model` and `optimizer` (sharded weights and AdamW's state), `extra` (position in the schedule
+    and random states), `hf_model` (a folder `hf` that transformers and vLLM can load)."""
     load_contents: Annotated[list[Content], Field(min_length=1)] = follows(_load_contents)
     """Parts to read on resume. Default: `save_contents` without `hf_model`."""

@@ -22,16 +22,16 @@ class OfflineDataConfig(Section):
     data_source_key: str = "data_source"
     """Column that names the row's source, which groups validation metrics; without it the file's name does."""
     train_batch_size: Annotated[PositiveInt, Unit("rows per optimizer step")] = 64
-    """Rows per step, which is one optimizer step; a row is a pair where pairs are learnt from."""
+    """Rows per step, which is one optimizer step; in DPO and reward models a row is a pair."""
     max_length: Annotated[PositiveInt, Unit("tokens")] = 1024
     """Most tokens of prompt and answer together, after the chat template."""
     truncation: Literal["error", "drop", "left", "right"] = "error"
-    """What to do with a longer row: stop, leave it out and count it, cut the prompt's beginning, or cut the answer's
-    end."""
+    """What happens to a longer row: stop the run (error), leave it out and count it (drop), cut the beginning of the
+    prompt (left), or the end of the answer (right)."""
     max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = 16384
-    """Token budget of one micro-batch on one process; a hard cap."""
+    """Most tokens in one micro-batch on one process."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("rows per process")] = None
-    """Rows in one micro-batch on one process; null packs up to `max_token_len_per_gpu`."""
+    """Rows in one micro-batch on one process; null fills it up to `max_token_len_per_gpu`."""
     shuffle: bool = True
     """Shuffle the training rows anew each epoch; the order is a function of (seed, epoch)."""
     seed: NonNegativeInt = follows("trainer.seed")
@@ -43,14 +43,15 @@ class OfflineDataConfig(Section):
     apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Extra arguments of the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
     bad_rows: Literal["error", "skip"] = "error"
-    """A row that can't be used stops the run naming file and row, or is skipped and counted."""
+    """What happens to a row that can't be used: stop the run and name file and row (error), or skip and count it."""
 
 
 class PairDataConfig(OfflineDataConfig):
     """`data.*`: pairs of answers, of which one was preferred."""
 
     prompt_key: str = "prompt"
-    """Column that holds the prompt, a chat or a string; where rows have none, it is what both answers begin with."""
+    """Column that holds the prompt, a chat or a string; in rows without it, the prompt is what both answers begin
+    with."""
     chosen_key: str = "chosen"
     """Column that holds the preferred answer: a chat or a string."""
     rejected_key: str = "rejected"
@@ -61,14 +62,14 @@ class ScoredPairDataConfig(PairDataConfig):
     """`data.*`: pairs of answers, of which one was preferred, and by how much."""
 
     margin_key: str = "margin"
-    """Column that holds the lead which the preferred answer's score must have; rows without it need none."""
+    """Column that holds the margin by which the preferred answer's score has to win; 0 in rows without it."""
 
 
 class DemonstrationDataConfig(OfflineDataConfig):
     """`data.*`: answers to imitate."""
 
     messages_key: str = "messages"
-    """Column that holds a whole chat, of which every assistant message is trained on."""
+    """Column that holds a whole chat; every message of the assistant is trained on."""
     prompt_key: str = "prompt"
     """Column that holds the prompt, in rows without a whole chat: a chat or a string."""
     completion_key: str | None = None
@@ -118,13 +119,14 @@ class DPOAlgorithmConfig(Section):
     loss_type: Annotated[str, NameOf(PAIR_LOSS_TRAITS)] = "sigmoid"
     """The loss of a pair: sigmoid is DPO, hinge is SLiC; simpo and orpo need no reference."""
     beta: PositiveFloat = 0.1
-    """How strongly the policy is held to the reference; IPO's tau, SimPO's scale, ORPO's weight."""
+    """How strongly the policy is held to the reference; for ipo its tau, for simpo its scale, for orpo the weight of
+    its ratio."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
-    """Probability that a pair is the wrong way round (conservative DPO)."""
+    """Probability that the two answers of a pair are swapped (conservative DPO)."""
     target_margin: NonNegativeFloat = 0.0
-    """`simpo`: gamma, the lead that a preferred answer must have."""
+    """`simpo`: gamma, the margin by which the preferred answer has to win."""
     reference_free: bool = False
-    """Take a reference that finds all answers equally likely."""
+    """Use no reference model: all answers count as equally likely."""
 
 
 class DPOTrainerConfig(OfflineConfig):
@@ -144,8 +146,9 @@ class SFTAlgorithmConfig(Section):
     """`algorithm.*`: how token losses become one number."""
 
     loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = "token-mean"
-    """Every token weighs the same (token-mean), or every answer (the seq-mean modes; with norm also divided by
-    `data.max_length`); the divisors are those of the whole batch over all processes."""
+    """How the losses of tokens become one number: each token has the same weight (token-mean), or each answer (the
+    seq-mean modes; -norm also divides by `data.max_length`). Divisors are counted over the whole batch on all
+    processes."""
 
 
 class SFTTrainerConfig(OfflineConfig):

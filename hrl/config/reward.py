@@ -18,8 +18,8 @@ class CustomRewardFunctionConfig(Section):
     name: str = "compute_score"
     """Name of the function in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments handed to every call. `api_key: "env:NAME"` is the environment variable NAME, which the
-    function's process then has too; others that look like secrets are kept from it."""
+    """Keyword arguments of every call. `api_key: "env:NAME"` passes the value of the environment variable NAME, which
+    the function's process then has too; other variables that look like secrets are kept from that process."""
 
 
 class RewardBackboneConfig(Section):
@@ -39,7 +39,7 @@ class RewardModelConfig(Section):
     """`reward.reward_model`: a sequence classifier that scores responses."""
 
     enable: bool = False
-    """Score responses with a reward model as well."""
+    """Score responses with a reward model, too."""
     model_path: str | None = None
     """Folder or hub id of a sequence classifier with one label."""
     weight: float = 1.0
@@ -47,9 +47,9 @@ class RewardModelConfig(Section):
     max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
-    """Token budget of one micro-batch. Default: `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`."""
+    """Most tokens in one micro-batch. Default: `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(_actor_rows)
-    """Sequences in one micro-batch; null fills it up to the token budget. Default: as the actor."""
+    """Sequences in one micro-batch; null fills it up to the token budget. Default: the actor's."""
     model: RewardBackboneConfig = section(RewardBackboneConfig)
 
     @property
@@ -69,11 +69,11 @@ class OverlongBufferConfig(Section):
     """`reward.overlong_buffer`: DAPO's soft penalty for long responses."""
 
     enable: bool = False
-    """Lower the reward linearly inside the last `len` tokens before `data.max_response_length`."""
+    """Lower the reward of a response linearly over the last `len` tokens before `data.max_response_length`."""
     len: Annotated[NonNegativeInt, Unit("tokens")] = follows(_overlong_zone)
     """Width of that zone in tokens. Default: a fifth of `data.max_response_length`."""
     penalty_factor: NonNegativeFloat = 1.0
-    """Penalty at the end of the zone."""
+    """Penalty of a response of the full length."""
 
 
 def _function_weight(get: Get) -> float:
@@ -87,21 +87,24 @@ class RewardConfig(Section):
     num_workers: Annotated[PositiveInt, Unit("processes")] = 1
     """Processes that run reward functions."""
     timeout_s: PositiveFloat = 30.0
-    """Seconds one call of a reward function may take before it is cancelled, or its process replaced."""
+    """Seconds that one call of a reward function may take; then it is cancelled, or its process replaced."""
     max_concurrency: Annotated[PositiveInt, Unit("async calls per process")] = 64
-    """Calls of an async reward function that one process awaits at once; other functions run one call at a time."""
+    """Calls of an async reward function that one process awaits at the same time; other functions run one call at a
+    time."""
     memory_limit_gib: PositiveFloat | None = 8.0
-    """Address space of one such process, so that a function that eats memory fails alone; null for no limit, as a
-    function needs that uses a GPU."""
+    """Address space of one such process in GiB, so that a function that uses too much memory fails alone. null is no
+    limit, which a function on a GPU needs."""
     on_error: Literal["raise", "skip"] = "raise"
-    """A failing reward function stops the run, or its samples are counted and train nothing. A response that breaks a
-    built-in function is neither: it scores as a wrong answer and is counted in `reward/num_unscorable`."""
+    """What happens when a reward function fails: stop the run (raise), or leave the sample out of training and count it
+    (skip). A response that a built-in function can't read scores as a wrong answer and is counted in
+    `reward/num_unscorable`."""
     function_weight: float = follows(_function_weight)
     """Weight of the reward function's score in the sum. Default: 1; 0 beside a reward model, unless a function is named
     by `custom_reward_function.path`."""
     shaping: dict[Annotated[str, NameOf(REWARD_SHAPER_NAMES)], PositiveFloat | None] = Field(default_factory=dict)
-    """What is done to that sum before it is learnt from, in this order: `{standardise: null, clip: 5}`. clip cuts to
-    [-limit, limit], scale divides by the run's standard deviation, standardise takes its mean off first."""
+    """What is done to that sum before training, in the order written, e.g. `{standardise: null, clip: 5}`: clip limits
+    it to [-limit, limit], scale divides by its standard deviation over the run, standardise subtracts its mean over the
+    run first."""
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)

@@ -44,22 +44,22 @@ class ValKwargsConfig(Section):
     n: PositiveInt = 1
     """Samples per validation prompt."""
     do_sample: bool = follows(_validates_by_samples)
-    """Sample; false takes the most likely token. Default: whether `val_kwargs.temperature` is above 0."""
+    """Draw tokens; false takes the most likely one. Default: whether `val_kwargs.temperature` is above 0."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature, with `do_sample=true`."""
     top_p: Fraction = 1.0
-    """Nucleus size; 1 is off."""
+    """Sample from the most likely tokens that together have this probability; 1 is off."""
     top_k: int = Field(default=-1, ge=-1)
-    """Most likely tokens kept; -1 is off."""
+    """Sample from this many most likely tokens; -1 is off."""
 
 
 class WeightSyncConfig(Section):
     """`rollout.weight_sync`: from the trainer's weights to the sampler's."""
 
     bucket_mb: Annotated[PositiveInt, Unit("MiB per buffer")] = 256
-    """Size of one transfer buffer in MiB; two are kept."""
+    """Size of one transfer buffer in MiB; there are two."""
     timeout_s: PositiveFloat = 300.0
-    """Seconds a sync may take before the workers abort it."""
+    """Seconds that a sync may take before the workers abort it."""
 
     @property
     def driver_timeout_s(self) -> float:
@@ -75,17 +75,17 @@ class RolloutConfig(LogProbConfig):
     n: Annotated[PositiveInt, Unit("samples per prompt")] = follows(_samples)
     """Samples per prompt. Default: 8 for estimators that compare samples of a group (grpo, rloo, …), 1 for others."""
     temperature: PositiveFloat = 1.0
-    """Sampling temperature of training samples, also applied when their log-probs are recomputed."""
+    """Temperature of training samples, and of their log-probs in the trainer."""
     top_p: Fraction = 1.0
-    """Nucleus size; 1 is off."""
+    """Sample from the most likely tokens that together have this probability; 1 is off."""
     top_k: MinusOneOrMore = -1
-    """Most likely tokens kept; -1 is off."""
+    """Sample from this many most likely tokens; -1 is off."""
     seed: NonNegativeInt = follows("trainer.seed")
-    """Seed of the samples, combined with step, prompt and sample index. Default: `trainer.seed`."""
+    """Seed of the samples; step, prompt and number of the sample go into it too. Default: `trainer.seed`."""
     dtype: DType = "auto"
-    """Dtype of the engine's weights; `auto` as for the trainer's `fsdp_config.dtype`."""
+    """Dtype of the engine's weights; `auto` means what it means for the trainer's `fsdp_config.dtype`."""
     tensor_model_parallel_size: Annotated[PositiveInt, Unit("processes per engine")] = 1
-    """Processes that one engine spans."""
+    """Processes that share one engine."""
     gpu_memory_utilization: Annotated[Fraction, Unit("of a GPU's memory")] = follows(_gpu_share)
     """Share of a GPU's memory that the engine may take while awake. Default: 0.5 where it shares its GPUs with a
     trainer or another model, 0.9 on a pool of its own."""
@@ -94,21 +94,23 @@ class RolloutConfig(LogProbConfig):
     max_num_seqs: Annotated[PositiveInt, Unit("sequences per engine at once")] = 256
     """Sequences that one engine decodes together."""
     max_num_batched_tokens: Annotated[PositiveInt, Unit("tokens per engine iteration")] = 8192
-    """Most tokens in one engine iteration."""
+    """Most tokens that one engine processes in an iteration."""
     max_model_len: Annotated[PositiveInt | None, Unit("tokens")] = None
     """Longest sequence that the engine accepts, in tokens; null uses prompt + response."""
     enforce_eager: bool = False
-    """Run the engine without CUDA graphs: starts sooner, samples slower."""
+    """Run the engine without CUDA graphs: it starts faster and samples slower."""
     enable_chunked_prefill: bool | None = None
-    """Split long prompts over iterations; null is on with a GPU and off on CPU, where seeded requests need whole
-    prompts."""
+    """Split long prompts over several iterations; null is true with a GPU and false on a CPU, where seeded requests
+    need whole prompts."""
     enable_prefix_caching: bool = True
     """Share the prompt's KV cache among the samples of a group."""
     free_cache_engine: bool = True
-    """Put a colocated engine to sleep while training, on devices that can."""
+    """Put an engine that shares its GPU with the trainer to sleep while the trainer works. No effect with engines that
+    can't sleep, as on a CPU."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
     logprob_diff_alarm: PositiveFloat = 0.1
-    """Warn when the mean absolute log-prob difference between sampler and trainer exceeds this."""
+    """Warn when sampler and trainer differ by more than this in a token's log-prob, on average of absolute
+    differences."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)

@@ -183,6 +183,11 @@ class Leaf(NamedTuple):
         return " ".join((self.field.description or "").split())
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names that it may be, where it is one of a table."""
+        return next((tuple(mark.table) for mark in self.field.metadata if isinstance(mark, NameOf)), ())
+
+    @property
     def unit(self) -> str | None:
         """What it counts, where its name does not say so."""
         return next((mark.name for mark in self.field.metadata if isinstance(mark, Unit)), None)

@@ -22,9 +22,9 @@ class TimeoutsConfig(Section):
     """`trainer.timeouts`: how long the driver waits, in seconds."""
 
     init_s: PositiveFloat = 600.0
-    """Start of the workers, with model loading and engine start."""
+    """Start of the workers, including models and engines."""
     call_s: PositiveFloat = 1800.0
-    """One phase of a step on the workers."""
+    """One phase of a training step on the workers."""
 
     @property
     def rank_init_s(self) -> float:
@@ -50,16 +50,16 @@ class RunConfig(Section):
     total_training_steps: Annotated[NonNegativeInt | None, Unit("steps")] = None
     """Stop after this many steps, whatever the epochs; 0 only validates."""
     nnodes: Annotated[PositiveInt, Unit("machines")] = 1
-    """Machines."""
+    """Number of machines."""
     n_gpus_per_node: Annotated[PositiveInt, Unit("processes per machine")] = 1
     """Processes per machine: one per GPU, or CPU processes where there is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models run; auto takes the GPUs if there are any."""
+    """Where models run; auto uses GPUs if there are any."""
     cpu_threads_per_worker: PositiveInt | None = None
-    """torch threads of a CPU process; null divides the cores that the run may use. On a GPU, threads of the engine's
-    processes; null leaves them to the engine."""
+    """Threads of torch in each CPU process; null divides the available cores. With GPUs, threads of the engine's
+    processes; null leaves the number to the engine."""
     seed: NonNegativeInt = 1
-    """Seed of the run: initial heads, order of the data and samples derive from it."""
+    """Seed of the run: new heads, the order of the rows and the samples follow from it."""
     project_name: Label = "hrl"
     """Project in the trackers, and the first part of the run folder."""
     experiment_name: Label = "ppo"
@@ -78,9 +78,10 @@ class RunConfig(Section):
     save_freq: Annotated[Frequency, Unit("steps between checkpoints")] = -1
     """Write a checkpoint every so many steps; -1 or 0 is never."""
     max_ckpt_to_keep: Annotated[PositiveInt | None, Unit("checkpoints")] = None
-    """Checkpoints kept; null keeps all."""
+    """Checkpoints that are kept, the newest ones; null keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
-    """Continue from the run folder's newest valid checkpoint, start anew, or continue from `resume_from_path`."""
+    """Continue from the newest valid checkpoint of the run folder (auto), start from the beginning (disable), or
+    continue from `resume_from_path` (resume_path)."""
     resume_from_path: str | None = None
     """Checkpoint folder, with `resume_mode=resume_path`."""
     timeouts: TimeoutsConfig = section(TimeoutsConfig)
@@ -93,16 +94,18 @@ class TrainerConfig(RunConfig):
     """`trainer.*`: the run itself."""
 
     critic_warmup: Annotated[NonNegativeInt, Unit("steps")] = 0
-    """First steps in which only the critic learns."""
+    """Steps at the beginning in which only the critic is trained."""
     log_rollouts_freq: Annotated[MinusOneOrMore, Unit("steps between tables of samples")] = 10
-    """Show best, median and worst sample every so many steps; -1 or 0 is never. All of them are in rollouts/."""
+    """Show the best, the median and the worst sample every so many steps; -1 or 0 is never. All samples are in
+    rollouts/."""
     log_val_generations: Annotated[NonNegativeInt, Unit("samples")] = 0
-    """Validation samples sent to the trackers each time."""
+    """Samples of each validation that are sent to the trackers."""
     resource_pools: Pools = follows(lambda get: {"global": get(".n_gpus_per_node")})
-    """Pool name to processes on each machine. Default: one pool `global` of n_gpus_per_node × nnodes."""
+    """Name of a pool → its processes, one number per machine or one for all. Default: one pool `global` with
+    `n_gpus_per_node` on each machine."""
     role_pools: dict[str, str] = Field(default_factory=dict)
-    """Role to pool: actor_rollout (or actor and rollout apart), ref, critic, rm. Roles left out join the actor's
-    pool."""
+    """Role → name of its pool, for actor_rollout (or actor and rollout apart), ref, critic and rm. A role that is left
+    out joins the actor's pool."""
 
     @model_validator(mode="before")
     @classmethod

@@ -129,7 +129,9 @@ READ_ELSEWHERE = {
         for name in ("enable_chunked_prefill", "enable_prefix_caching", "enforce_eager", "max_num_batched_tokens")
     },
     "actor_rollout_ref.actor.policy_loss.dro_beta": "algos/policy_losses.py",  # a run has one loss
+    "actor_rollout_ref.actor.checkpoint.load_contents": "workers/actor_rollout_ref.py",  # on resume
     "data.custom_cls.name": "data/custom.py",
+    "data.truncation": "data/dataset.py",  # where a prompt is too long
     "trainer.nnodes": "config/trainer.py",  # the size of pools
     "trainer.total_epochs": "config/arithmetic.py",
     "trainer.total_training_steps": "config/arithmetic.py",
