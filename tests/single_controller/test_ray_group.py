@@ -371,7 +371,8 @@ def test_a_cluster_without_the_devices_is_refused_at_once_by_name(ray_session: N
     assert time.monotonic() - start < 5
 
 
-def test_a_full_cluster_is_waited_for_within_the_deadline(ray_session: None) -> None:
+def test_a_full_cluster_is_waited_for_within_the_deadline(pool: RayResourcePool) -> None:
+    pool.get_placement_groups()  # takes 8 of the session's 16 CPUs
     most = RayResourcePool([6], use_gpu=False)
     late = RayResourcePool([7], use_gpu=False, placement_timeout_s=1.0, name_prefix="late")
     try:
