@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import os
-import signal
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -35,7 +33,6 @@ class Script:
         delay_s: How long a request takes, in seconds.
         hang_after: Requests from this number on are never answered.
         die_after: From this number on the engine is dead.
-        die_by_signal: Dying means SIGKILL to this process.
         empty_every: Each response whose number is a multiple of this is empty.
         extra_tokens: How much longer than asked for every response is.
         missing_log_probs: Log-probs left out at the end of every response.
@@ -53,7 +50,6 @@ class Script:
     delay_s: float = 0.0
     hang_after: int | None = None
     die_after: int | None = None
-    die_by_signal: bool = False
     empty_every: int | None = None
     extra_tokens: int = 0
     missing_log_probs: int = 0
@@ -204,7 +200,5 @@ class ScriptedEngine(RolloutEngine):
             raise EngineUnusableError(f"scripted engine: asleep; wake {tag!r} first")
 
     def _die(self) -> None:
-        if self._script.die_by_signal:
-            os.kill(os.getpid(), signal.SIGKILL)
         self._dead = True
         raise EngineDeadError("the scripted engine has died, as its script says")

@@ -239,7 +239,7 @@ class Manifest:
             # A tensor without elements is one empty piece.
             for start in range(0, max(tensor.nbytes, 1), limit):
                 nbytes = min(tensor.nbytes - start, limit)
-                if pieces and (end + nbytes > limit or (tensor.nbytes > limit and start == 0)):
+                if pieces and end + nbytes > limit:
                     buckets.append(Bucket(tuple(pieces), end))
                     pieces, end = [], 0
                 pieces.append(Piece(tensor, start, end, nbytes))

@@ -31,6 +31,7 @@ from hrl.workers.rollout.base import (
 from hrl.workers.rollout.host import ENGINES, RolloutHost, prompt_tokens, response_columns
 from hrl.workers.rollout.scripted import ScriptedEngine
 from hrl.workers.weight_sync import cuda_ipc
+from hrl.workers.weight_sync.shared_memory import SharedMemorySender
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.models.tiny import SHAPE
 from tests.workers.rollout.settings import engine_setup, prompt_batch
@@ -278,6 +279,21 @@ def test_after_a_failed_commit_the_engine_refuses_to_sample_until_a_good_sync():
         host.push_weights(2, SPECS, weights(2))
 
         assert host.generate_sequences(prompt_batch([[1]], n=2, width=2)).meta_info["policy_version"] == 2
+
+
+def test_an_engine_whose_commit_failed_is_not_sampled_from_even_if_nobody_aborts_the_sync():
+    async def commit(engine: ScriptedEngine) -> None:
+        manifest = Manifest.build(SPECS, 1 << 20)
+        sender = SharedMemorySender(manifest)
+        await engine.weights_begin(manifest, sender.handle(), 1)
+        with pytest.raises(WeightSyncError, match="0 of 1 buckets have arrived"):
+            await engine.weights_commit()
+        sender.close()
+
+    with scripted() as host:
+        host._running().run(commit(host.engine), timeout_s=10, what="a commit")
+        with pytest.raises(EngineUnusableError, match="its last weight sync did not finish"):
+            host.generate_sequences(prompt_batch([[1]], n=2, width=2))
 
 
 @pytest.mark.parametrize("fault", ["sync_hang", "sync_die"])
