@@ -31,6 +31,7 @@ _ROWS_AT_ONCE = 1024
 _BAD_ROWS_SHOWN = 5
 
 R = TypeVar("R", bound=DataRow)
+X = TypeVar("X")
 T = TypeVar("T")
 Item = TypeVar("Item")
 
@@ -114,8 +115,8 @@ class Intake:
         return counts
 
 
-class TokenisedDataset(ABC, Generic[R, T]):
-    """Checked rows of type R with their tokens, of type T.
+class TokenisedDataset(ABC, Generic[R, X, T]):
+    """Checked rows of type R, rendered as texts of type X, with their tokens, of type T.
 
     Args:
         data_files: One source or the names of several, see `hrl.data.rows.Source`.
@@ -160,7 +161,7 @@ class TokenisedDataset(ABC, Generic[R, T]):
         """Return a raw row as a checked one, or a sentence about what is wrong with it."""
 
     @abstractmethod
-    def render(self, row: R) -> Any:
+    def render(self, row: R) -> X:
         """Return the texts of a row as `encode` takes them.
 
         Raises:
@@ -168,7 +169,7 @@ class TokenisedDataset(ABC, Generic[R, T]):
         """
 
     @abstractmethod
-    def encode(self, rendered: Sequence[Any]) -> Iterable[T | None]:
+    def encode(self, rendered: Sequence[X]) -> Iterable[T | None]:
         """Return the tokens of several rows; None for a row that lacks a prompt or an answer."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["DatasetCounts", "DatasetError", "RLHFDataset", "collate_fn", "dataset_class"]
 
 
-class RLHFDataset(TokenisedDataset[PromptRow, np.ndarray]):
+class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
     """Prompts with what their reward function needs; tokens of a prompt are int32 (P,), without padding."""
 
     config: DataConfig

@@ -29,7 +29,7 @@ class Prompt(NamedTuple):
     tools: list[dict[str, Any]] | None
 
 
-class OfflineDataset(TokenisedDataset[R, list[Answer]]):
+class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
     """Rows with their answers as tokens, one answer per row of a batch.
 
     Args:
