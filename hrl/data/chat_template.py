@@ -33,19 +33,15 @@ class ChatTemplateError(HrlError, ValueError):
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """One prompt of the data set with a made-up answer.
+    """What one prompt of the data set says about the chat template.
 
     Attributes:
         prompt: Its text as it is sent to the model.
-        tokens: Prompt, answer and end token, one string per token; without the answer where there is a fault.
-        trained: Per token whether it stands where the policy samples.
         has_template: False for a base model, whose prompts are sent as raw text.
         faults: Why answers that were not sampled can't be trained on, a sentence each.
     """
 
     prompt: str
-    tokens: tuple[str, ...]
-    trained: tuple[bool, ...]
     has_template: bool
     faults: tuple[str, ...] = ()
 
@@ -137,18 +133,16 @@ def inspect_chat_template(
     """
     kwargs = dict(template_kwargs or {})
     prompt = render_prompt(tokenizer, messages, kwargs)
-    prompt_ids = encode_texts(tokenizer, [prompt])[0]
     if tokenizer.chat_template is None:
-        return _report(tokenizer, prompt, prompt_ids, [])
+        return TemplateReport(prompt, has_template=False)
     faults = []
     if kwargs.get("tools") and render_prompt(tokenizer, messages, {**kwargs, "tools": None}) == prompt:
         faults.append("the rows bring tools, but the chat template does not show them to the model")
     try:
-        answer_ids = _answer_ids(tokenizer, messages, prompt, prompt_ids, stop_ids, kwargs)
+        _check_answer(tokenizer, messages, prompt, stop_ids, kwargs)
     except (ChatTemplateError, TemplateError) as error:
         faults.append(str(error))
-        answer_ids = []
-    return _report(tokenizer, prompt, prompt_ids, answer_ids, faults)
+    return TemplateReport(prompt, has_template=True, faults=tuple(faults))
 
 
 def check_chat_template(
@@ -168,22 +162,21 @@ def check_chat_template(
     return report
 
 
-def _answer_ids(
+def _check_answer(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Message],
     prompt: str,
-    prompt_ids: Sequence[int],
     stop_ids: Sequence[int],
     kwargs: Mapping[str, Any],
-) -> list[int]:
-    """Return the tokens of a made-up answer up to the one that ends it; see `inspect_chat_template` for the rules."""
+) -> None:
+    """Refuse a template that would not let a made-up answer be trained on; see `inspect_chat_template`."""
+    prompt_ids = encode_texts(tokenizer, [prompt])[0]
     full = render_chat(tokenizer, [*messages, {"role": "assistant", "content": PROBE_ANSWER}], kwargs)
     full_ids = encode_texts(tokenizer, [full])[0]
-    if full_ids[: len(prompt_ids)] != list(prompt_ids):
+    if full_ids[: len(prompt_ids)] != prompt_ids:
         raise ChatTemplateError(_prefix_difference(tokenizer, prompt_ids, full_ids))
     opening = full[len(prompt) :].partition(PROBE_ANSWER)[0]
-    answer_ids = full_ids[len(prompt_ids) :]
-    closing = _closing_ids(tokenizer, answer_ids)
+    closing = _closing_ids(tokenizer, full_ids[len(prompt_ids) :])
     if opening.strip():
         raise ChatTemplateError(
             f"the chat template's generation prompt does not open the answer: the prompt ends {prompt[-60:]!r}, and "
@@ -195,7 +188,6 @@ def _answer_ids(
             f"at {_show(tokenizer, stop_ids)}: set the tokenizer's eos_token or generation_config's eos_token_id to "
             "the token that closes an answer"
         )
-    return answer_ids[: len(answer_ids) - len(closing) + min(len(closing), 1)]
 
 
 def _render(
@@ -237,19 +229,3 @@ def _prefix_difference(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[
 
 def _show(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
     return " ".join(f"{tokenizer.decode([i])!r}({i})" for i in ids[:_SHOWN_TOKENS])
-
-
-def _report(
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    prompt_ids: Sequence[int],
-    answer_ids: Sequence[int],
-    faults: Sequence[str] = (),
-) -> TemplateReport:
-    return TemplateReport(
-        prompt=prompt,
-        tokens=tuple(tokenizer.decode([i]) for i in (*prompt_ids, *answer_ids)),
-        trained=(False,) * len(prompt_ids) + (True,) * len(answer_ids),
-        has_template=tokenizer.chat_template is not None,
-        faults=tuple(faults),
-    )

@@ -1,6 +1,12 @@
 import pytest
 
-from hrl.data.chat_template import ChatTemplateError, check_chat_template, inspect_chat_template, with_tools
+from hrl.data.chat_template import (
+    ChatTemplateError,
+    TemplateReport,
+    check_chat_template,
+    inspect_chat_template,
+    with_tools,
+)
 
 CHAT = [{"role": "user", "content": "hi"}]
 HEAD = "{% for m in messages %}"
@@ -9,11 +15,9 @@ TAIL = "{% endfor %}"
 PROMPT = "{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
 
 
-def test_a_good_template_reports_the_prompt_and_what_is_trained(tokenizer):
+def test_a_good_template_has_no_fault_and_the_prompt_is_reported(tokenizer):
     report = check_chat_template(tokenizer, CHAT, [tokenizer.eos_token_id])
-    trained = [token for token, flag in zip(report.tokens, report.trained, strict=True) if flag]
-    assert "".join(trained) == "Forty-two.<|end|>"
-    assert "".join(report.tokens).startswith("<|start|>user\nhi<|end|>\n<|start|>assistant\n")
+    assert report == TemplateReport("<|start|>user\nhi<|end|>\n<|start|>assistant\n", has_template=True)
 
 
 def test_a_template_that_rewrites_the_prompt_is_refused_with_the_difference(tokenizer_with):
@@ -38,7 +42,7 @@ def test_a_template_that_closes_with_another_token_than_generation_stops_at_is_r
 def test_any_of_several_stop_ids_may_close_an_answer(tokenizer_with):
     tokenizer = tokenizer_with(eos_token="<pad>")
     end = tokenizer.convert_tokens_to_ids("<|end|>")
-    assert check_chat_template(tokenizer, CHAT, [tokenizer.eos_token_id, end]).trained[-1]
+    assert not check_chat_template(tokenizer, CHAT, [tokenizer.eos_token_id, end]).faults
 
 
 def test_a_template_that_changes_the_answer_is_refused(tokenizer_with):
@@ -50,7 +54,7 @@ def test_a_template_that_changes_the_answer_is_refused(tokenizer_with):
 
 def test_a_tokenizer_without_a_template_has_nothing_to_check(tokenizer_with):
     tokenizer = tokenizer_with(None)
-    assert check_chat_template(tokenizer, CHAT, [tokenizer.eos_token_id]).tokens == ("h", "i")
+    assert check_chat_template(tokenizer, CHAT, [tokenizer.eos_token_id]) == TemplateReport("hi", has_template=False)
 
 
 # What the templates of models do that most papers start from, in small.
@@ -90,7 +94,6 @@ def test_what_only_answers_that_were_not_sampled_need_is_a_warning_for_sampling(
     (warning,) = report.warnings_for_sampling()
     assert fault in warning
     assert report.prompt == tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
-    assert not any(report.trained)
     with pytest.raises(ChatTemplateError, match=fault):
         check_chat_template(tokenizer, CHAT, [tokenizer.eos_token_id])
 
@@ -100,7 +103,6 @@ def test_a_template_whose_prompt_ends_without_a_header_is_right_for_both(tokeniz
     report = check_chat_template(tokenizer, CHAT, [tokenizer.eos_token_id])
     assert report.prompt == "[INST] hi [/INST]"
     assert report.warnings_for_sampling() == []
-    assert "".join(t for t, flag in zip(report.tokens, report.trained, strict=True) if flag) == " Forty-two.<|end|>"
 
 
 def test_a_model_without_a_template_is_said_to_read_raw_text(tokenizer_with):

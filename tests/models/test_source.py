@@ -171,8 +171,7 @@ def test_the_bundled_tokenizer_splits_digits_off_and_ends_turns():
     assert (ids.pad, ids.stop, ids.vocab_size) == (2, (2,), 49152)
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("\n\n123")) == ["ĊĊ", "1", "2", "3"]
     chat = [{"role": "user", "content": "What is 7 + 5?"}]
-    report = check_chat_template(tokenizer, chat, ids.stop)
-    assert report.tokens[-1] == "<|im_end|>"
+    assert check_chat_template(tokenizer, chat, ids.stop).prompt.endswith("<|im_end|>\n<|im_start|>assistant\n")
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
