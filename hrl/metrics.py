@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, get_args
 
@@ -118,6 +118,19 @@ def reduce_metrics(metrics: Mapping[str, Metric | Sequence[Metric | float] | flo
         if merged is not None and not merged.is_empty:
             reduced[name] = merged.result()
     return reduced
+
+
+def merge_metrics(observations: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge what several ranks have measured, by name; the order of ranks is that of time.
+
+    Raises:
+        ValueError: Two observations of a name are of different kinds.
+    """
+    merged: dict[str, Metric] = {}
+    for metrics in observations:
+        for name, metric in metrics.items():
+            merged[name] = merged[name].merge(metric) if name in merged else metric
+    return merged
 
 
 class StepMetrics(dict[str, float]):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.config.actor import ActorRolloutRefConfig
 from hrl.config.arithmetic import step_sizes
+from hrl.config.model import OptimConfig
 from hrl.config.offline import OfflineConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
@@ -22,6 +24,7 @@ from hrl.single_controller.worker import RayClassWithInitArgs, create_colocated_
 from hrl.single_controller.worker_group import GroupFuture, RayWorkerGroup, wait_for_all
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker
+from hrl.workers.requests import Training
 from hrl.workers.reward_model import RewardModelWorker
 from hrl.workers.runtime import Runtime
 
@@ -50,47 +53,56 @@ def worker_mapping(
         total_training_steps: Steps of the trainer; schedules run over the optimizer steps these make.
     """
     if isinstance(config, PPOTrainerConfig):
-        built = _ppo_workers(config, total_training_steps)
+        built = _ppo_workers(config, runtime, total_training_steps)
     else:
-        built = _offline_workers(config, total_training_steps)
+        built = _offline_workers(config, runtime, total_training_steps)
     folder_of = {Role.Critic: "critic", Role.RewardModel: "rm"}
     paths = {role: str(folders[folder_of.get(role, "actor")]) for role in roles}
-    return {
-        role: RayClassWithInitArgs(worker, *arguments, runtime=runtime, model_path=paths[role])
-        for role, (worker, *arguments) in built.items()
-        if role in paths
-    }
+    return {role: make(runtime=runtime, model_path=paths[role]) for role, make in built.items() if role in paths}
 
 
-def _ppo_workers(config: PPOTrainerConfig, steps: int) -> dict[Role, tuple[Any, ...]]:
+_Workers = dict[Role, Callable[..., RayClassWithInitArgs]]
+
+
+def _ppo_workers(config: PPOTrainerConfig, runtime: Runtime, steps: int) -> _Workers:
     actor_steps = max(steps - config.trainer.critic_warmup, 0) * step_sizes(config).optimizer_steps
     critic_steps = steps * step_sizes(config, config.critic).optimizer_steps
-    policy = with_absolute_tokenizer(config.actor_rollout_ref)
-    return {
-        Role.ActorRollout: (ActorRolloutRefWorker, policy, "actor_rollout", actor_steps),
-        Role.Actor: (ActorRolloutRefWorker, policy, "actor", actor_steps),
-        Role.Rollout: (ActorRolloutRefWorker, policy, "rollout"),
-        Role.RefPolicy: (ActorRolloutRefWorker, policy, "ref"),
-        Role.Critic: (CriticWorker, config.critic, critic_steps),
-        Role.RewardModel: (RewardModelWorker, config.reward.reward_model),
-    }
-
-
-def _offline_workers(config: OfflineConfig, steps: int) -> dict[Role, tuple[Any, ...]]:
-    default = PPOTrainerConfig().actor_rollout_ref
-    learner = default.actor.model_copy(
-        update={
-            "optim": config.optim,
-            "grad_clip": config.optim.clip_grad,
-            "fsdp_config": config.model.fsdp_config,
-            "checkpoint": config.checkpoint,
-        }
+    policy, critic = with_absolute_tokenizer(config.actor_rollout_ref), config.critic
+    actor = policy.actor
+    of_policy = partial(RayClassWithInitArgs, ActorRolloutRefWorker, policy.model)
+    learns = partial(
+        of_policy,
+        fsdp=actor.fsdp_config,
+        training=_training(actor.optim, actor.grad_clip, actor_steps, runtime),
+        checkpoint=actor.checkpoint,
+        rollout=policy.rollout,
     )
-    policy = default.model_copy(update={"model": config.model, "actor": learner})
+    of_critic = _training(critic.optim, critic.grad_clip, critic_steps, runtime)
     return {
-        Role.Actor: (ActorRolloutRefWorker, policy, "actor", steps),
-        Role.RewardModel: (RewardModelWorker, config, learner, steps),
+        Role.ActorRollout: partial(learns, role="actor_rollout"),
+        Role.Actor: partial(learns, role="actor"),
+        Role.Rollout: partial(of_policy, role="rollout", rollout=policy.rollout),
+        Role.RefPolicy: partial(of_policy, role="ref", fsdp=policy.ref.fsdp_config),
+        Role.Critic: partial(RayClassWithInitArgs, CriticWorker, critic.model, of_critic),
+        Role.RewardModel: partial(RayClassWithInitArgs, RewardModelWorker, config.reward.reward_model.model),
     }
+
+
+def _offline_workers(config: OfflineConfig, runtime: Runtime, steps: int) -> _Workers:
+    learns: dict[str, Any] = {
+        "training": _training(config.optim, config.optim.clip_grad, steps, runtime),
+        "checkpoint": config.checkpoint,
+    }
+    policy = partial(RayClassWithInitArgs, ActorRolloutRefWorker, config.model, role="actor")
+    return {
+        Role.Actor: partial(policy, fsdp=config.model.fsdp_config, **learns),
+        Role.RewardModel: partial(RayClassWithInitArgs, RewardModelWorker, config.model, **learns),
+    }
+
+
+def _training(optim: OptimConfig, grad_clip: float, total_steps: int, runtime: Runtime) -> Training:
+    run_folder = Path(runtime.run_folder)
+    return Training(optim=optim, grad_clip=grad_clip, total_steps=total_steps, seed=runtime.seed, run_folder=run_folder)
 
 
 def with_absolute_tokenizer(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:

@@ -99,6 +99,7 @@ class ForwardShardingConfig(_ShardingConfig):
     """FSDP2 settings of a model that is only evaluated."""
 
     reshard_after_forward: ClassVar[bool] = True  # no backward pass will want them again
+    optimizer_offload: ClassVar[bool] = False  # there are no moments
 
     @property
     def model_dtype(self) -> str:

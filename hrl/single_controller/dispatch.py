@@ -8,7 +8,7 @@ here: a rank's share is `BatchRows`, a batch and some of its row indices, and `t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from hrl.metrics import merge_metrics
 from hrl.protocol import DataProto, unpad_dataproto
 
 _SPEC_ATTRIBUTE = "_hrl_method_spec"
@@ -43,8 +44,8 @@ class Dispatch(Enum):
     DP_COMPUTE_METRIC = "dp_compute_metric"
     """Cut as DP_COMPUTE_PROTO but never padded (a padded row would be measured twice); results are a list by rank."""
     DP_COMPUTE_PLAN = "dp_compute_plan"
-    """`method(batch, plan)`: rank i gets the rows `plan.rows[i]` of the batch and `plan.ranks[i]`. Rows that come back
-    return to the batch's order; results without rows are joined. With `plan=None`, as DP_COMPUTE_PROTO."""
+    """`method(batch, request)`: rank i gets the rows `request.rows[i]` of the batch, of them `request.columns`, and
+    `request.for_rank(i)`. Rows that come back return to the batch's order, and dicts of metrics are merged by name."""
 
 
 class Execute(Enum):
@@ -383,39 +384,63 @@ def _join_from_mesh(mesh_name: str, group: CalledGroup, results: list[Any]) -> D
 # ---- batches by plan -------------------------------------------------------------------------------------------
 
 
+class PlannedRequest(Protocol):
+    """What a call by `DP_COMPUTE_PLAN` asks of the ranks."""
+
+    @property
+    def rows(self) -> Sequence[Sequence[int]]:
+        """Per rank the rows of the batch that it gets."""
+
+    @property
+    def columns(self) -> Collection[str]:
+        """Names of the batch's columns that the ranks read; no other travels."""
+
+    def for_rank(self, rank: int) -> Any:
+        """Return what that rank is asked for."""
+
+
 def _dp_compute_plan(call: DriverCall) -> GroupCall:
-    def arguments(batch: Any, plan: Any = None) -> tuple[Any, Any]:
-        return batch, plan
+    def arguments(batch: Any, request: PlannedRequest) -> tuple[Any, PlannedRequest]:
+        return batch, request
 
-    batch, plan = arguments(*call.args, **call.kwargs)
+    batch, request = arguments(*call.args, **call.kwargs)
     num_rows = _common_length([("'batch'", batch)], "DP_COMPUTE_PLAN")
-    if plan is None:
-        chunks = _padded_chunks(num_rows, call.world_size)
-        ranks = tuple(RankCall((BatchRows(batch, rows, call.columns), None), {}) for rows in chunks)
-        return GroupCall(ranks, lambda results: _join(results, chunks, num_rows))
-    rows_by_rank = _checked_plan(plan, num_rows, call.world_size)
+    rows_by_rank = _checked_rows(request, num_rows, call.world_size)
+    columns = _checked_columns(request, batch)
     ranks = tuple(
-        RankCall((BatchRows(batch, rows, call.columns), rank_plan), {})
-        for rows, rank_plan in zip(rows_by_rank, plan.ranks, strict=True)
+        RankCall((BatchRows(batch, rows, columns), request.for_rank(rank)), {})
+        for rank, rows in enumerate(rows_by_rank)
     )
-    return GroupCall(ranks, lambda results: _restore_order(results, rows_by_rank, num_rows))
+    return GroupCall(ranks, lambda results: _join_planned(results, rows_by_rank, num_rows))
 
 
-def _checked_plan(plan: Any, num_rows: int, world_size: int) -> list[np.ndarray]:
-    if len(plan.rows) != world_size or len(plan.ranks) != world_size:
-        raise ValueError(f"a plan for {len(plan.rows)} rows/{len(plan.ranks)} ranks can't run on {world_size} ranks")
-    rows_by_rank = [np.asarray(rows, dtype=np.int64) for rows in plan.rows]
+def _checked_columns(request: PlannedRequest, batch: DataProto) -> tuple[str, ...]:
+    has = {*([] if batch.batch is None else batch.batch.keys()), *batch.non_tensor_batch}
+    missing = sorted(set(request.columns) - has)
+    if missing:
+        raise ValueError(f"{type(request).__name__} reads the columns {missing}, and the batch has only {sorted(has)}")
+    return tuple(sorted(request.columns))
+
+
+def _checked_rows(request: PlannedRequest, num_rows: int, world_size: int) -> list[np.ndarray]:
+    if len(request.rows) != world_size:
+        raise ValueError(f"a plan for {len(request.rows)} ranks can't run on {world_size} ranks")
+    rows_by_rank = [np.asarray(rows, dtype=np.int64) for rows in request.rows]
     for rank, rows in enumerate(rows_by_rank):
         if len(rows) and (rows.min() < 0 or rows.max() >= num_rows):
             raise ValueError(f"the plan gives rank {rank} rows {rows.min()}..{rows.max()} of a batch of {num_rows}")
     return rows_by_rank
 
 
-def _restore_order(results: list[Any], rows_by_rank: list[np.ndarray], num_rows: int) -> DataProto:
-    """Put the ranks' rows back in the batch's order; join results that have no rows."""
-    results = _checked_results(results)
-    if all(len(result) == 0 for result in results):
-        return DataProto.concat(results)
+def _join_planned(results: list[Any], rows_by_rank: list[np.ndarray], num_rows: int) -> Any:
+    """Join rows, or merge metrics."""
+    if all(isinstance(result, dict) for result in results):
+        return merge_metrics(results)
+    return _restore_order(_checked_results(results), rows_by_rank, num_rows)
+
+
+def _restore_order(results: list[DataProto], rows_by_rank: list[np.ndarray], num_rows: int) -> DataProto:
+    """Put the ranks' rows back in the batch's order."""
     for rank, (result, rows) in enumerate(zip(results, rows_by_rank, strict=True)):
         if len(result) != len(rows):
             raise ValueError(f"rank {rank} got {len(rows)} rows and returned {len(result)}; a plan needs one for each")

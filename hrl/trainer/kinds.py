@@ -18,8 +18,9 @@ from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.offline.dpo import DPOTrainer
 from hrl.trainer.offline.rm import RMTrainer
 from hrl.trainer.offline.sft import SFTTrainer
+from hrl.trainer.ppo.old_log_probs import needs_old_log_prob
 from hrl.trainer.ppo.online_dpo import OnlineDPOTrainer
-from hrl.trainer.ppo.ray_trainer import RayPPOTrainer, needs_old_log_prob
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.ppo.rewards import RewardService
 
 Services = AbstractContextManager[Mapping[str, Any]]

@@ -35,7 +35,18 @@ from hrl.workers.runtime import Runtime, join_world, release_cached_memory
 
 if TYPE_CHECKING:
     from hrl.batching import RankPlan
+    from hrl.config.model import CheckpointConfig, ForwardShardingConfig, FsdpConfig, ModelConfig
+    from hrl.config.rollout import RolloutConfig
+    from hrl.metrics import Metric
     from hrl.workers.policy import Policy
+    from hrl.workers.requests import (
+        LogProbRequest,
+        PolicyUpdate,
+        PreferenceUpdate,
+        SampleRequest,
+        SupervisedUpdate,
+        Training,
+    )
     from hrl.workers.rollout.host import RolloutHost
     from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead
     from hrl.workers.weight_sync.sender import SyncReport, WeightSync
@@ -46,44 +57,45 @@ logger = logging.getLogger(__name__)
 ROLES = ("actor_rollout", "actor", "rollout", "ref")
 ENGINE_ROLES = ("actor_rollout", "rollout")
 
-#: What a model needs to see of a row.
-ROW_COLUMNS = ("prompts", "responses", "attention_mask", "response_mask", "uid")
-UPDATE_COLUMNS = (
-    *ROW_COLUMNS,
-    "advantages",
-    "old_log_probs",
-    "ref_log_prob",
-    "rollout_log_probs",
-    "rollout_is_weights",
-    "selected_tokens",
-)
-PAIR_COLUMNS = ("is_chosen", "ref_sequence_log_prob", "rollout_log_probs", "margin")
-PROMPT_COLUMNS = ("prompts", "attention_mask", "uid", "sample_index", "greedy")
-
 
 class ActorRolloutRefWorker(ModelWorker):
     """One rank of the actor, the rollout, the reference policy, or of actor and rollout together.
 
     Args:
-        config: The `actor_rollout_ref` part of the configuration.
+        model: The policy's section.
         role: One of `ROLES`.
+        fsdp: How the trained or frozen model is sharded; `None` where there is none.
+        training: How the model learns; `None` for a role that does not.
+        checkpoint: What is saved and loaded of a model that learns.
+        rollout: The engine's section; `None` where there is none.
         runtime: Device, threads, widths and deadlines of this process.
         model_path: Folder of the model on the driver's node.
-        total_optimizer_steps: Length of the run, over which learning rate schedules are stretched.
 
     Raises:
         ValueError: `role` is unknown.
     """
 
     def __init__(
-        self, config: Any, role: str, total_optimizer_steps: int | None = None, *, runtime: Runtime, model_path: str
+        self,
+        model: ModelConfig,
+        role: str,
+        *,
+        fsdp: FsdpConfig | ForwardShardingConfig | None = None,
+        training: Training | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        rollout: RolloutConfig | None = None,
+        runtime: Runtime,
+        model_path: str,
     ) -> None:
         super().__init__(runtime, model_path)
         if role not in ROLES:
             raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}")
-        self.config = config
+        self.model = model
         self.role = role
-        self.total_optimizer_steps = total_optimizer_steps
+        self.fsdp = fsdp
+        self.training = training
+        self.checkpoint = checkpoint
+        self._rollout = rollout
         self._policy: Policy | None = None
         self._host: RolloutHost | None = None
         self._broadcast: WeightSync | None = None
@@ -110,9 +122,16 @@ class ActorRolloutRefWorker(ModelWorker):
         return self._host
 
     @property
+    def rollout(self) -> RolloutConfig:
+        """The engine's section; only in roles that sample, or give weights to those that do."""
+        if self._rollout is None:
+            raise RuntimeError(f"role {self.role!r} was built without rollout settings")
+        return self._rollout
+
+    @property
     def drives_engine(self) -> bool:
         """Whether this is the first of the ranks that form one tensor-parallel engine."""
-        return self.role in ENGINE_ROLES and self.rank % self.config.rollout.tensor_model_parallel_size == 0
+        return self.role in ENGINE_ROLES and self.rank % self.rollout.tensor_model_parallel_size == 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -123,7 +142,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         self.model_path = str(find_on_this_node(self.model_path))
         if self.role in ENGINE_ROLES:
-            self._tokenizer_path = find_tokenizer_on_this_node(self.config.model.tokenizer_path or self.model_path)
+            self._tokenizer_path = find_tokenizer_on_this_node(self.model.tokenizer_path or self.model_path)
         self.device = join_world(self.runtime)
         visible_devices = self._engine_devices() if self.role in ENGINE_ROLES else None
         if self.drives_engine:
@@ -137,7 +156,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if self.role != "rollout":
             self._policy = self._build_policy()
             # vLLM refuses to start where less is free than it is to use: what may leave the device leaves it before.
-            self._policy.offload()
+            self._policy.engine.offload()
         release_cached_memory(self.device)
         if self._host is not None:
             self._host.start(timeout_s=self.runtime.init_timeout_s)
@@ -145,16 +164,9 @@ class ActorRolloutRefWorker(ModelWorker):
     def _build_policy(self) -> Policy:
         from hrl.workers.policy import Policy
 
-        trained = self.role != "ref"
-        return Policy(
-            self.model_source(self.config.model),
-            self.config.actor if trained else None,
-            self.config.actor.fsdp_config if trained else self.config.ref.fsdp_config,
-            device=self.device,
-            total_steps=self.total_optimizer_steps if trained else None,
-            run_folder=Path(self.runtime.run_folder),
-            seed=self.runtime.seed,
-        )
+        if self.fsdp is None:
+            raise RuntimeError(f"role {self.role!r} has a model, and was built without fsdp settings")
+        return Policy(self.model_source(self.model), self.training, self.fsdp, device=self.device)
 
     def _engine_devices(self) -> str | None:
         """Return the GPUs of the ranks that form this rank's engine, as CUDA_VISIBLE_DEVICES names them.
@@ -169,9 +181,9 @@ class ActorRolloutRefWorker(ModelWorker):
         if self.device.type == "cpu":
             return None
         own = own_device(os.environ.get("CUDA_VISIBLE_DEVICES"), self.device.index)
-        size = self.config.rollout.tensor_model_parallel_size
+        size = self.rollout.tensor_model_parallel_size
         first = self.rank - self.rank % size
-        together = self.role == "actor_rollout" and self.config.rollout.name == "vllm" and size > 1
+        together = self.role == "actor_rollout" and self.rollout.name == "vllm" and size > 1
         if together and self.drives_engine:
             from hrl.workers.weight_sync.engine_ranks import Lead
 
@@ -182,7 +194,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if together and not self.drives_engine:
             from hrl.workers.weight_sync.engine_ranks import FellowRank
 
-            sync = self.config.rollout.weight_sync
+            sync = self.rollout.weight_sync
             self._fellow = FellowRank(
                 places[first][2],
                 self.rank,
@@ -197,12 +209,12 @@ class ActorRolloutRefWorker(ModelWorker):
         from hrl.models.tokenizer import TokenIds
         from hrl.workers.rollout.host import RolloutHost
 
-        runtime, source = self.runtime, self.model_source(self.config.model)
+        runtime, source = self.runtime, self.model_source(self.model)
         embedded = load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
         # Models pad their embedding beyond the tokenizer, and a sampler can draw what is there.
         vocab_size = max(runtime.vocab_size, embedded.get_text_config().vocab_size)
         setup = EngineSetup(
-            self.config.rollout,
+            self.rollout,
             source,
             TokenIds(runtime.pad_token_id, runtime.stop_token_ids, vocab_size),
             self.device,
@@ -225,58 +237,59 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
         """Write the sharded state to `folder`."""
-        self.policy.save(Path(folder), self.config.actor.checkpoint.save_contents)
+        self.policy.engine.save(Path(folder), self._contents.save_contents)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, folder: str) -> None:
         """Write weights for transformers and vLLM to `folder`."""
-        self.policy.export_hf(Path(folder))
+        self.policy.engine.export_hf(Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
         """Load what `save_checkpoint` wrote."""
-        self.policy.load(Path(folder), self.config.actor.checkpoint.load_contents)
+        self.policy.engine.load(Path(folder), self._contents.load_contents)
+
+    @property
+    def _contents(self) -> CheckpointConfig:
+        if self.checkpoint is None:
+            raise RuntimeError(f"role {self.role!r} has no state of its own to save or load")
+        return self.checkpoint
 
     # ------------------------------------------------------------------ scoring and training
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
-    def compute_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Log-probs `old_log_probs (B, R)` of the sampled tokens, no gradient.
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
+    def compute_log_prob(self, batch: DataProto, request: LogProbRequest[RankPlan]) -> DataProto:
+        """Compute log-probs `old_log_probs (B, R)` of the sampled tokens and what else is asked, no gradient."""
+        return self.policy.compute_log_prob(batch, request)
 
-        With `meta_info["with_entropy"]` also `entropys (B, R)`, with `meta_info["with_sum_pi_squared"]` also
-        `sum_pi_squared (B, R)`.
-        """
-        asked = {name: batch.meta_info.get(name, False) for name in ("with_entropy", "with_sum_pi_squared")}
-        return self.policy.compute_log_prob(batch, plan, **asked)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
+    def compute_ref_log_prob(self, batch: DataProto, request: LogProbRequest[RankPlan]) -> DataProto:
+        """Compute log-probs `ref_log_prob (B, R)` of the sampled tokens under the reference policy, no gradient."""
+        return self.policy.compute_log_prob(batch, request).rename("old_log_probs", "ref_log_prob")
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
-    def compute_ref_log_prob(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Log-probs `ref_log_prob (B, R)` of the sampled tokens under the reference policy, no gradient."""
-        return self.policy.compute_log_prob(batch, plan).rename("old_log_probs", "ref_log_prob")
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
+    def update_actor(self, batch: DataProto, request: PolicyUpdate[RankPlan]) -> dict[str, Metric]:
+        """Take every optimizer step of the plan; returns its metrics."""
+        return self.policy.update(batch, request)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=UPDATE_COLUMNS)
-    def update_actor(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """Run every optimizer step of the plan and return its metrics."""
-        return DataProto(meta_info={"metrics": self.policy.update(batch, plan)})
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=(*ROW_COLUMNS, *PAIR_COLUMNS))
-    def update_preference(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """As `update_actor`, on pairs of which one answer is preferred; see `hrl.workers.offline_updates`."""
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
+    def update_preference(self, batch: DataProto, request: PreferenceUpdate[RankPlan]) -> dict[str, Metric]:
+        """Do as `update_actor`, on pairs of which one answer is preferred."""
         from hrl.workers.offline_updates import update_preference
 
-        return DataProto(meta_info={"metrics": update_preference(self.policy.engine, batch, plan)})
+        return update_preference(self.policy, batch, request)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=ROW_COLUMNS)
-    def update_supervised(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """As `update_actor`, on answers to imitate; see `hrl.workers.offline_updates`."""
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
+    def update_supervised(self, batch: DataProto, request: SupervisedUpdate[RankPlan]) -> dict[str, Metric]:
+        """Do as `update_actor`, on answers to imitate."""
         from hrl.workers.offline_updates import update_supervised
 
-        return DataProto(meta_info={"metrics": update_supervised(self.policy.engine, batch, plan)})
+        return update_supervised(self.policy, batch, request)
 
     # ------------------------------------------------------------------ sampling
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN, columns=PROMPT_COLUMNS)
-    def generate_sequences(self, batch: DataProto, plan: Any = None) -> DataProto:
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
+    def generate_sequences(self, batch: DataProto, request: SampleRequest[RankPlan]) -> DataProto:
         """Sample one response per row.
 
         Each finished sample goes to the reward service at once, so that rewards are computed while the rest of the
@@ -292,7 +305,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def set_reward_sink(self, sink: Any) -> None:
         """Names the Ray actor that finished samples are sent to (`None`: nobody)."""
         self._reward_sink = sink
-        self._tokenizer = load_tokenizer(self._tokenizer_path, trust_remote_code=self.config.model.trust_remote_code)
+        self._tokenizer = load_tokenizer(self._tokenizer_path, trust_remote_code=self.model.trust_remote_code)
 
     def _reward_hook(self, batch: DataProto) -> Callable[[int, list[int], str], None] | None:
         if self._reward_sink is None:
@@ -323,7 +336,7 @@ class ActorRolloutRefWorker(ModelWorker):
         The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need, and
         finds that memory free again when they are through.
         """
-        self.policy.offload()  # before the engine takes back what it gave the trainer
+        self.policy.engine.offload()  # before the engine takes back what it gave the trainer
         release_cached_memory(self.device)
         try:
             report = self._push_weights(version)
@@ -336,8 +349,8 @@ class ActorRolloutRefWorker(ModelWorker):
 
     def _push_weights(self, version: int) -> SyncReport | None:
         """This rank's part of a sync. Every rank gathers all weights, and no reference to them outlives the call."""
-        dtype = getattr(torch, self.config.rollout.dtype)
-        weights, kept = self.policy.iter_full_params(dtype), self.policy.frozen_names()
+        dtype = getattr(torch, self.rollout.dtype)
+        weights, kept = self.policy.engine.iter_full_params(dtype), self.policy.engine.frozen_names()
         if self._host is not None:
             try:
                 self._host.wake(("weights",))
@@ -346,9 +359,9 @@ class ActorRolloutRefWorker(ModelWorker):
                 for _ in weights:  # the other ranks are gathering already
                     pass
                 raise
-            return self._host.push_weights(version, self.policy.param_specs(dtype), weights, kept)
+            return self._host.push_weights(version, self.policy.engine.param_specs(dtype), weights, kept)
         if self._fellow is not None:
-            return self._fellow.push_weights(version, self.policy.param_specs(dtype), weights, kept)
+            return self._fellow.push_weights(version, self.policy.engine.param_specs(dtype), weights, kept)
         for _ in weights:  # a rank of a tensor-parallel engine on a CPU, whose lead sends for all
             pass
         return None
@@ -362,9 +375,9 @@ class ActorRolloutRefWorker(ModelWorker):
         from hrl.workers.weight_sync.sender import WeightSync
         from hrl.workers.weight_sync.wire import Manifest
 
-        rollout, sync = self.config.rollout, self.config.rollout.weight_sync
-        specs = self.policy.param_specs(getattr(torch, rollout.dtype))
-        manifest = Manifest.build(specs, sync.bucket_mb << 20, self.policy.frozen_names())
+        rollout, sync = self.rollout, self.rollout.weight_sync
+        specs = self.policy.engine.param_specs(getattr(torch, rollout.dtype))
+        manifest = Manifest.build(specs, sync.bucket_mb << 20, self.policy.engine.frozen_names())
         sender = BroadcastSender(manifest, num_receivers, device=self.device, timeout_s=sync.timeout_s, address=address)
         self._broadcast = WeightSync(manifest, sender, timeout_s=sync.timeout_s)
         return manifest, sender.handle()
@@ -372,7 +385,7 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> dict[str, float]:
         """Broadcasts the policy's weights; every trainer rank gathers, rank 0 sends."""
-        weights = self.policy.iter_full_params(getattr(torch, self.config.rollout.dtype))
+        weights = self.policy.engine.iter_full_params(getattr(torch, self.rollout.dtype))
         if self._broadcast is None:
             for _ in weights:
                 pass

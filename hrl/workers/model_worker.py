@@ -16,7 +16,8 @@ from hrl.single_controller.worker import Worker
 from hrl.workers.runtime import Runtime, local_device
 
 if TYPE_CHECKING:
-    from hrl.config.model import ModelConfig
+    from hrl.config.model import BackboneConfig
+    from hrl.config.reward import RewardBackboneConfig
     from hrl.models.loading import ModelSource
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,8 @@ class ModelWorker(Worker):
         self.runtime = runtime
         self.model_path = model_path
 
-    def model_source(self, section: ModelConfig) -> ModelSource:
-        """From the role's `model` section, the folder that this node has, and what holds for every role."""
+    def model_source(self, section: BackboneConfig | RewardBackboneConfig) -> ModelSource:
+        """Make it of the role's `model` section, the folder that this node has, and what holds for every role."""
         from hrl.models.loading import ModelSource
 
         return ModelSource(

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hrl.models.source import find_on_this_node
 from hrl.single_controller.dispatch import Dispatch, register
 from hrl.workers.model_worker import ModelWorker
 from hrl.workers.runtime import Runtime, join_world
 
+if TYPE_CHECKING:
+    from hrl.config.critic import CriticModelConfig
+    from hrl.config.offline import OfflineModelConfig
+    from hrl.config.reward import RewardBackboneConfig
+    from hrl.workers.requests import Training
+
+    ScalarModelSection = CriticModelConfig | RewardBackboneConfig | OfflineModelConfig
+
 
 class ScalarModelWorker(ModelWorker):
     """One rank of a model with one number per token.
 
     Args:
-        config: Its section `model` is read.
-        train: `optim`, `grad_clip` and what else its updates want; `None` for a frozen model.
-        total_optimizer_steps: Length of the run, over which learning rate schedules are stretched.
+        model: Its section.
+        training: How it learns; `None` for a frozen model.
         runtime: Device, threads, widths and deadlines of this process.
         model_path: Folder of the model it starts from, on the driver's node.
     """
 
     def __init__(
-        self,
-        config: Any,
-        train: Any | None,
-        total_optimizer_steps: int | None,
-        *,
-        runtime: Runtime,
-        model_path: str,
+        self, model: ScalarModelSection, training: Training | None = None, *, runtime: Runtime, model_path: str
     ) -> None:
         super().__init__(runtime, model_path)
-        self.config = config
-        self.train = train
-        self.total_optimizer_steps = total_optimizer_steps
+        self.model = model
+        self.training = training
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -43,13 +42,5 @@ class ScalarModelWorker(ModelWorker):
 
         self.model_path = str(find_on_this_node(self.model_path))
         device = join_world(self.runtime)
-        source = self.model_source(self.config.model)
-        self.value_model = ValueModel(
-            source,
-            self.train,
-            self.config.model.fsdp_config,
-            device=device,
-            total_steps=self.total_optimizer_steps,
-            run_folder=Path(self.runtime.run_folder),
-            seed=self.runtime.seed,
-        )
+        source = self.model_source(self.model)
+        self.value_model = ValueModel(source, self.training, self.model.fsdp_config, device=device)

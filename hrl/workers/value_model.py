@@ -2,65 +2,59 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.value_loss import value_loss
-from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.models.loading import dtype_of, load_scalar_model
-from hrl.models.micro_batch import PackedMicroBatch, TokenRows, take_columns
+from hrl.models.micro_batch import PackedMicroBatch, TokenRows
 from hrl.models.packed_model import PackedScalarModel
 from hrl.protocol import DataProto
-from hrl.workers.engine.engine import Engine, Meter, require_plan
-from hrl.workers.engine.model import EngineModel
+from hrl.workers.engine.engine import Engine, Piece, UpdateNames
+from hrl.workers.requests import ScalarRequest, Training, ValueUpdate
+
+if TYPE_CHECKING:
+    from hrl.batching import RankPlan
+    from hrl.config.model import ForwardShardingConfig, FsdpConfig
+    from hrl.models.loading import ModelSource
+
+NAMES = UpdateNames("critic", "critic/grad_norm", "critic/lr", "critic/skipped_steps", "perf/mfu/critic")
 
 
-class ValueModel(EngineModel):
+class ValueModel:
     """A sharded model with one number per token.
 
     A critic may start from a causal language model; its head then starts at zero, so that the first values are 0
-    everywhere. A reward model (`train=None`) must bring its own head.
+    everywhere. A frozen reward model must bring its own head.
 
     Args:
-        model: `path` (a local folder), `share_prefix`, `enable_gradient_checkpointing`, `override_config`,
-            `trust_remote_code`.
-        train: The `critic` configuration; `None` for a frozen reward model.
+        model: Which model, and how it is loaded.
+        training: How it learns; `None` for a frozen reward model.
         fsdp: The sharding's configuration.
         device: Of this rank.
-        total_steps: Length of the run in optimizer steps, for schedules that need it.
-        run_folder: Where batches are kept whose loss or gradient is not finite; `None` outside of a run.
-        seed: Of the run, by which bfloat16 masters are rounded.
     """
 
     def __init__(
         self,
-        model: Any,
-        train: Any | None,
-        fsdp: Any,
+        model: ModelSource,
+        training: Training | None,
+        fsdp: FsdpConfig | ForwardShardingConfig,
         *,
         device: torch.device,
-        total_steps: int | None,
-        run_folder: Path | None = None,
-        seed: int = 0,
     ) -> None:
         dtype = dtype_of(fsdp.model_dtype)
-        self.config: Any = train
         self.engine = Engine(
-            lambda meta: load_scalar_model(model, dtype, meta=meta, head_required=train is None),
+            lambda meta: load_scalar_model(model, dtype, meta=meta, head_required=training is None),
             PackedScalarModel,
             share_prefix=model.share_prefix,
-            train=train,
+            training=training,
             fsdp=fsdp,
             device=device,
-            total_steps=total_steps,
-            run_folder=run_folder,
-            seed=seed,
         )
 
     def export_classifier(self, folder: Path, *, pad_token_id: int) -> None:
@@ -75,79 +69,49 @@ class ValueModel(EngineModel):
         config.architectures = [type(self.engine.module.model).__name__]
         config.num_labels = 1
         config.pad_token_id = pad_token_id
-        self.export_hf(folder)
+        self.engine.export_hf(folder)
 
-    def compute_values(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """`values (B, R)` float32: the value of the state *before* each trained response token, zero elsewhere.
+    def compute_values(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
+        """Compute `values (B, R)` float32: of the state *before* each trained response token, zero elsewhere.
 
         So `values[:, 0]` is read from the prompt's last token, before anything was sampled.
         """
-        (values,) = self.engine.forward(TokenRows.of(batch), plan, self._run, num_outputs=1)
+        (values,) = self.engine.forward(TokenRows.of(batch), request.plan, self.run, num_outputs=1)
         return DataProto.from_dict(tensors={"values": values})
 
-    def compute_scores(self, batch: DataProto, plan: RankPlan | None) -> DataProto:
-        """`rm_scores (B,)` float32: the head's number at the last token of prompt and response."""
-        (scores,) = self.engine.forward(TokenRows.of(batch), plan, self._run, num_outputs=1, wanted="last")
+    def compute_scores(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
+        """Compute `rm_scores (B,)` float32: the head's number at the last token of prompt and response."""
+        (scores,) = self.engine.forward(TokenRows.of(batch), request.plan, self.run, num_outputs=1, wanted="last")
         return DataProto.from_dict(tensors={"rm_scores": scores})
 
-    def _run(self, packed: PackedMicroBatch) -> tuple[Tensor]:
+    def run(self, packed: PackedMicroBatch) -> tuple[Tensor]:
+        """Return the head's numbers `(N,)`."""
         return (self.engine.module(packed),)
 
-    def update(self, batch: DataProto, plan: RankPlan | None) -> dict[str, Metric]:
-        """Run every optimizer step of the plan on a value loss.
+    def update(self, batch: DataProto, request: ValueUpdate[RankPlan]) -> dict[str, Metric]:
+        """Take every optimizer step of the plan on a value loss.
 
         Args:
-            batch: The rows' columns, `values` and `returns`. `meta_info["value_loss"]` may name the loss, a key
-                of `VALUE_LOSSES`; otherwise `cliprange_value` says whether it is the clipped one.
-            plan: Mini-batches with the counts of all ranks.
+            batch: The rows' columns, `values` and `returns`.
+            request: Mini-batches with the counts of all ranks, and what the loss is made of.
 
         Returns:
             Metrics under verl's names, `critic/...`.
 
         Raises:
-            ValueError: No plan, an unknown loss, or a column is missing.
+            ValueError: Unknown loss.
             NonFiniteStepError: Several steps in a row were not finite.
         """
-        plan = require_plan(plan)
-        missing = sorted({"values", "returns"} - set(batch.batch.keys()))
-        if missing:
-            raise ValueError(f"update_critic lacks the columns {missing}; the batch has {sorted(batch.batch.keys())}")
-        rows, meter = TokenRows.of(batch), Meter(self.engine, dist.get_world_size())
+        return self.engine.learn(batch, request, self.run, partial(_loss, request), NAMES, with_head=False)
 
-        def loss_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
-            return self._loss(batch, rows, picked, mini_batch, meter, len(plan.mini_batches))
 
-        return self.engine.update(plan, loss_of, name="critic", batch=batch, meter=meter)
-
-    def _loss(
-        self,
-        batch: DataProto,
-        rows: TokenRows,
-        picked: tuple[int, ...],
-        mini_batch: MiniBatchPlan,
-        meter: Meter,
-        num_mini_batches: int,
-    ) -> Tensor:
-        """One micro-batch's share of the mini-batch's loss."""
-        config = self.config
-        packed = self.engine.pack(rows, picked)
-        flat = self.engine.module(packed)
-        if packed.is_empty:
-            return flat.sum() * 0.0
-        meter.add_work(packed, with_head=False)
-        mask = packed.mask
-        columns = take_columns(batch, ("values", "returns"), picked, packed)
-        loss_mat, metrics = value_loss(
-            packed.unpack(flat),
-            columns["values"],
-            columns["returns"],
-            mask,
-            config.cliprange_value,
-            name=batch.meta_info.get("value_loss"),
-        )
-        counts = Counts(mini_batch.num_tokens, mini_batch.num_sequences, mini_batch.num_groups)
-        loss = aggregate(loss_mat, mask, config.loss_agg_mode, counts, norm=rows.responses.shape[1])
-        meter.add_share("critic/vf_loss", loss, num_mini_batches)
-        for name, (total, count) in metrics.items():
-            meter.add(f"critic/{name}", total, count)
-        return loss
+def _loss(request: ValueUpdate[RankPlan], piece: Piece) -> Tensor:
+    """One micro-batch's share of the mini-batch's loss."""
+    columns, clip = piece.tokens("values", "returns"), request.loss.cliprange_value
+    loss_mat, metrics = value_loss(
+        piece.result(), columns["values"], columns["returns"], piece.mask, clip, name=request.loss_name
+    )
+    loss = piece.aggregate(loss_mat, request.loss.loss_agg_mode, norm=piece.width)
+    piece.meter.add_share("critic/vf_loss", loss)
+    piece.meter.add_all({f"critic/{name}": pair for name, pair in metrics.items()})
+    return loss

@@ -164,8 +164,9 @@ def test_processes_are_told_the_tokenizers_folder_by_its_absolute_path(
                 f"actor_rollout_ref.model.tokenizer_path={named}",
             ]
         )
-        worker = worker_mapping(config, [Role.ActorRollout], None, {"actor": "/model"}, 1)[Role.ActorRollout]
-        assert worker.args[0].model.tokenizer_path == told
+        runtime = SimpleNamespace(seed=1, run_folder="/run")
+        worker = worker_mapping(config, [Role.ActorRollout], runtime, {"actor": "/model"}, 1)[Role.ActorRollout]
+        assert worker.args[0].tokenizer_path == told
 
 
 class Answering:

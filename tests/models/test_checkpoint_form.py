@@ -34,23 +34,23 @@ def mixture(request, tmp_path_factory) -> Path:
 def trained(folder: Path):
     """A policy that has left the weights of its folder."""
     policy, batch = policy_of(folder, "float32"), make_batch()
-    policy.update(batch, plan_rows(batch, 1, 2).ranks[0])
+    policy.learn(batch, plan_rows(batch, 1, 2).ranks[0])
     return policy
 
 
 def test_what_leaves_the_trainer_is_what_lies_in_the_folder(mixture):
     policy, want = policy_of(mixture, "float32"), load_file(mixture / "model.safetensors")
-    got = dict(policy.iter_full_params(torch.float32))
+    got = dict(policy.engine.iter_full_params(torch.float32))
     assert len(want) > len(parameters(policy))  # experts are fused in memory
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
     assert [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in got.items()] == [
-        tuple(spec) for spec in policy.param_specs(torch.float32)
+        tuple(spec) for spec in policy.engine.param_specs(torch.float32)
     ]
 
 
 def test_an_export_loads_with_the_trained_weights(mixture, tmp_path):
     policy = trained(mixture)
-    policy.export_hf(tmp_path)
+    policy.engine.export_hf(tmp_path)
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").named_parameters())
     ours = {name.removeprefix("model."): tensor for name, tensor in parameters(policy).items()}
     start = load_file(mixture / "model.safetensors")
@@ -62,7 +62,7 @@ def test_an_export_loads_with_the_trained_weights(mixture, tmp_path):
 
 def test_a_sync_gives_another_model_the_trained_weights(mixture):
     policy, model = trained(mixture), AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
-    sent, writer = dict(policy.iter_full_params(torch.float32)), HfModelWriter(model)
+    sent, writer = dict(policy.engine.iter_full_params(torch.float32)), HfModelWriter(model)
     writer.begin()
     writer.write(list(sent.items()))
     writer.finish()
@@ -83,7 +83,7 @@ def test_an_expert_that_was_not_sent_is_named(mixture):
 
 def test_a_packed_mixture_has_the_log_probs_of_plain_forwards(mixture):
     batch = make_batch()
-    got = policy_of(mixture, "float32").compute_log_prob(batch, plan_rows(batch, 1, 2).ranks[0])
+    got = policy_of(mixture, "float32").log_probs(batch, plan_rows(batch, 1, 2).ranks[0])
     model = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         want = plain_log_probs(model, batch, 1.0)
@@ -94,9 +94,9 @@ def test_a_persistent_buffer_goes_along_in_its_own_dtype(tmp_path):
     policy = policy_of(save_llama(tmp_path), "float32")
     policy.engine.module.model.register_buffer("bias_of_the_router", torch.tensor([0.1], dtype=torch.float64))
     policy.engine.form = CheckpointForm.of(policy.engine.module.model)
-    *_, (name, last) = policy.iter_full_params(torch.bfloat16)
+    *_, (name, last) = policy.engine.iter_full_params(torch.bfloat16)
     assert name == "bias_of_the_router" and last.dtype == torch.float64 and last.item() == 0.1
-    assert tuple(policy.param_specs(torch.bfloat16)[-1]) == (name, torch.float64, (1,))
+    assert tuple(policy.engine.param_specs(torch.bfloat16)[-1]) == (name, torch.float64, (1,))
 
 
 def test_a_model_that_merges_parameters_on_the_way_back_is_refused_with_their_names(tmp_path):

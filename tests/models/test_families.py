@@ -21,6 +21,7 @@ from tests.models.tiny import (
     plan_rows,
     world_of_one,
 )
+from tests.workers.asked import Actor
 from tests.workers.engine.ranks import CPU, gradients
 
 DROPOUT = {"attention_dropout": 0.3, "residual_dropout": 0.3}
@@ -57,7 +58,7 @@ def folder(tmp_path_factory):
 
 def policy_of(path: Path, *, checkpointing: bool = False) -> Policy:
     model = model_config(path, enable_gradient_checkpointing=checkpointing, max_model_len=16)
-    return Policy(model, actor_config(), fsdp_config("float32"), device=CPU, total_steps=None)
+    return Actor(model, actor_config(), fsdp_config("float32"), device=CPU, total_steps=None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -65,8 +66,8 @@ def test_log_probs_are_those_of_the_definition_before_and_in_the_update(family, 
     """Of an update on policy, the ratio to another pass over the same rows in another packing is 1."""
     path = folder(family)
     policy, batch = policy_of(path, checkpointing=True), make_batch()
-    old = policy.compute_log_prob(batch, plan_rows(batch, 1, 3).ranks[0]).batch["old_log_probs"]
-    again = policy.compute_log_prob(batch, plan_rows(batch, 1, 2).ranks[0]).batch["old_log_probs"]
+    old = policy.log_probs(batch, plan_rows(batch, 1, 3).ranks[0]).batch["old_log_probs"]
+    again = policy.log_probs(batch, plan_rows(batch, 1, 2).ranks[0]).batch["old_log_probs"]
     torch.testing.assert_close(again, old, rtol=0, atol=5e-5)
 
     own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager").eval()
@@ -74,7 +75,7 @@ def test_log_probs_are_those_of_the_definition_before_and_in_the_update(family, 
     torch.testing.assert_close(old, plain_log_probs(own, batch, 1.0), rtol=0, atol=5e-5)
 
     batch.batch["old_log_probs"] = old
-    metrics = policy.update(batch, plan_rows(batch, 1, 1).ranks[0])
+    metrics = policy.learn(batch, plan_rows(batch, 1, 1).ranks[0])
     assert abs(metrics["actor/ppo_kl"].result()) < 1e-5
     assert metrics["actor/pg_clipfrac"].result() == 0.0
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -22,7 +20,6 @@ from transformers import (
 from hrl.models import flops
 from hrl.models.flops import ModelFlops, peak_flops, peak_flops_of_card
 from hrl.models.loading import dtype_of, load_causal_lm, load_scalar_model
-from hrl.workers.engine.engine import Meter
 from tests.models.tiny import SHAPE, model_config, save_llama
 
 FLOAT32 = torch.float32
@@ -167,12 +164,6 @@ def test_what_cannot_be_counted_is_none():
             module.top_k = None
     model.config.num_experts_per_tok = None
     assert ModelFlops.of(model) is None
-
-
-def test_a_model_that_cannot_be_counted_has_no_utilisation():
-    meter = Meter(SimpleNamespace(flops=None, device=torch.device("cpu")), world_size=1)
-    meter.add_work(SimpleNamespace(is_empty=False), with_head=True)
-    assert "perf/mfu/actor" not in meter.metrics("actor", [])
 
 
 def test_the_peak_of_a_cpu_is_measured_once():

@@ -20,7 +20,6 @@ from hrl.workers.policy import Policy
 from hrl.workers.rollout.hf_engine import HfModelWriter
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.rollout.vllm_worker import is_kept
-from hrl.workers.value_model import ValueModel
 from hrl.workers.weight_sync.receiver import ModelWriter, WeightReceiver
 from hrl.workers.weight_sync.sender import WeightSync
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
@@ -38,6 +37,7 @@ from tests.models.tiny import (
     save_mixture,
     world_of_one,
 )
+from tests.workers.asked import Actor, Critic
 from tests.workers.engine.ranks import CPU, parameters, policy_of
 
 TOWERS = ("model.model.vision_tower.", "model.model.multi_modal_projector.")
@@ -57,7 +57,7 @@ def gemma3(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def train(policy: Policy, steps: int) -> None:
     batch = make_batch()
     for _ in range(steps):
-        policy.update(batch, plan_rows(batch, 1, 2).ranks[0])
+        policy.learn(batch, plan_rows(batch, 1, 2).ranks[0])
 
 
 # ---------------------------------------------------------------------------------------------- what is found
@@ -79,7 +79,7 @@ def test_the_towers_of_a_multimodal_model_are_frozen_and_have_no_moments(gemma3,
 
 
 def test_the_towers_of_a_critic_are_frozen_too_and_its_head_is_not(gemma3) -> None:
-    critic = ValueModel(model_config(gemma3), critic_config(), fsdp_config("float32"), device=CPU, total_steps=10)
+    critic = Critic(model_config(gemma3), critic_config(), fsdp_config("float32"), device=CPU, total_steps=10)
     frozen = critic.engine.frozen
     assert frozen and all("vision_tower" in name or "multi_modal_projector" in name for name in frozen)
     assert "model.score.weight" in critic.engine.optimizer.moment_steps
@@ -131,15 +131,15 @@ def test_a_model_that_does_not_run_around_its_decoder_is_trained_whole_and_that_
 def test_a_resumed_run_is_bit_identical(gemma3, tmp_path, stored) -> None:
     def build() -> Policy:
         precision = fsdp_config("float32", model_dtype=stored)
-        return Policy(model_config(gemma3), actor_config(), precision, device=CPU, total_steps=10, seed=7)
+        return Actor(model_config(gemma3), actor_config(), precision, device=CPU, total_steps=10, seed=7)
 
     straight = build()
     start = parameters(straight)
     train(straight, 3)
-    straight.save(tmp_path / "state")
+    straight.engine.save(tmp_path / "state")
     train(straight, 2)
     resumed = build()
-    resumed.load(tmp_path / "state")
+    resumed.engine.load(tmp_path / "state")
     train(resumed, 2)
     want, got = parameters(straight), parameters(resumed)
     for name, value in want.items():
@@ -147,7 +147,7 @@ def test_a_resumed_run_is_bit_identical(gemma3, tmp_path, stored) -> None:
         assert torch.equal(start[name], value) == name.startswith(TOWERS), name
     assert resumed.engine.optimizer.moment_steps == straight.engine.optimizer.moment_steps
     if stored == "bfloat16":
-        other = Policy(
+        other = Actor(
             model_config(gemma3), actor_config(), fsdp_config("float32", model_dtype=stored), device=CPU, total_steps=10
         )
         train(other, 5)
@@ -167,9 +167,9 @@ def test_each_parameter_resumes_with_its_own_step_count(tmp_path) -> None:
     straight = policy_of(folder)
     train(straight, 2)
     late(straight)
-    straight.save(tmp_path / "state")
+    straight.engine.save(tmp_path / "state")
     resumed = policy_of(folder)
-    resumed.load(tmp_path / "state")
+    resumed.engine.load(tmp_path / "state")
     assert sorted(set(resumed.engine.optimizer.moment_steps.values())) == [0, 2]
     train(straight, 1)
     train(resumed, 1)
@@ -182,22 +182,22 @@ def test_the_older_format_is_read_unless_it_lost_the_step_count(tmp_path, count,
     folder = save_llama(tmp_path / "model")
     saved = policy_of(folder)
     train(saved, 2)
-    saved.save(tmp_path / "state")
+    saved.engine.save(tmp_path / "state")
     file = tmp_path / "state" / STATE_FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 3, "moment_steps": count}))
     resumed = policy_of(folder)
     if not is_read:
         with pytest.raises(ValueError, match="lost the step count.*start anew|lost the step count.*Start anew"):
-            resumed.load(tmp_path / "state")
+            resumed.engine.load(tmp_path / "state")
         return
-    resumed.load(tmp_path / "state")
+    resumed.engine.load(tmp_path / "state")
     assert set(resumed.engine.optimizer.moment_steps.values()) == {2}
 
 
 def test_the_export_has_the_towers(gemma3, tmp_path) -> None:
     policy = policy_of(gemma3, "float32")
     train(policy, 1)
-    policy.export_hf(tmp_path)
+    policy.engine.export_hf(tmp_path)
     exported, own = (load_file(folder / "model.safetensors") for folder in (tmp_path, gemma3))
     assert exported.keys() == own.keys()
     for name in own:
@@ -236,10 +236,10 @@ class InThread:
 
 
 def sync(policy: Policy, writer: ModelWriter, kept: list[str]) -> None:
-    manifest = Manifest.build(policy.param_specs(torch.float32), 1 << 20, kept)
+    manifest = Manifest.build(policy.engine.param_specs(torch.float32), 1 << 20, kept)
     sync = WeightSync(manifest, SharedMemorySender(manifest), [InThread(writer)], timeout_s=30)
     try:
-        sync.push(1, policy.iter_full_params(torch.float32))
+        sync.push(1, policy.engine.iter_full_params(torch.float32))
     finally:
         sync.close()
 
@@ -248,14 +248,14 @@ def test_a_sync_sends_what_is_trained_and_the_engine_keeps_the_rest(gemma3) -> N
     policy = policy_of(gemma3, "float32")
     train(policy, 1)
     dictionary = DictWriter(Script())
-    sync(policy, dictionary, policy.frozen_names())
+    sync(policy, dictionary, policy.engine.frozen_names())
     own = load_file(gemma3 / "model.safetensors")
-    assert {spec.name for spec in policy.param_specs(torch.float32)} == dictionary.weights.keys()
+    assert {spec.name for spec in policy.engine.param_specs(torch.float32)} == dictionary.weights.keys()
     assert dictionary.weights.keys() == {name for name in own if name.startswith("language_model")}
-    assert sorted(own.keys() - dictionary.weights.keys()) == policy.frozen_names()
+    assert sorted(own.keys() - dictionary.weights.keys()) == policy.engine.frozen_names()
 
     engine = AutoModelForCausalLM.from_pretrained(gemma3, dtype=torch.float32)
-    sync(policy, HfModelWriter(engine), policy.frozen_names())
+    sync(policy, HfModelWriter(engine), policy.engine.frozen_names())
     for name, value in parameters(policy).items():
         assert torch.equal(engine.get_parameter(name.removeprefix("model.")), value), name
 
@@ -264,7 +264,7 @@ def test_a_tensor_that_is_neither_sent_nor_to_be_kept_is_missing(gemma3) -> None
     policy = policy_of(gemma3, "float32")
     engine = AutoModelForCausalLM.from_pretrained(gemma3, dtype=torch.float32)
     with pytest.raises(WeightSyncError, match=r"sent nothing for vision_tower"):
-        sync(policy, HfModelWriter(engine), policy.frozen_names()[:-1])
+        sync(policy, HfModelWriter(engine), policy.engine.frozen_names()[:-1])
 
 
 def test_an_engine_that_fuses_and_renames_keeps_whole_towers_only() -> None:

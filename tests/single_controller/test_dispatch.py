@@ -10,14 +10,17 @@ import numpy as np
 import pytest
 import torch
 
+from hrl.metrics import Metric
 from hrl.protocol import DataProto, DataProtoFuture
 from hrl.single_controller.dispatch import (
     BatchRows,
     Dispatch,
     Execute,
     RankCall,
+    dispatch,
     make_nd_compute_dataproto_dispatch_fn,
     register,
+    registered_methods,
 )
 from hrl.single_controller.worker import RayClassWithInitArgs, Worker
 from hrl.single_controller.worker_group import WorkerGroup
@@ -112,12 +115,12 @@ class Recorder(Worker):
         return int(data.batch["x"].sum())
 
     @register(Dispatch.DP_COMPUTE_PLAN)
-    def planned(self, batch: DataProto, plan: Any) -> DataProto:
-        return DataProto.from_dict({"out": batch.batch["x"] * 2}, meta_info={"metrics": {"plan": plan}})
+    def planned(self, batch: DataProto, request: Any) -> DataProto:
+        return DataProto.from_dict({"out": batch.batch["x"] * 2}, meta_info={"metrics": {"asked": request}})
 
     @register(Dispatch.DP_COMPUTE_PLAN)
-    def update(self, batch: DataProto, plan: Any) -> DataProto:
-        return DataProto(meta_info={"metrics": {"rows": len(batch), "plan": plan}})
+    def update(self, batch: DataProto, request: Any) -> dict[str, Metric]:
+        return {"rows": Metric.total(len(batch)), f"of {request}": Metric.last(1)}
 
     @register({"dispatch_fn": every_other, "collect_fn": lambda group, results: sum(results)})
     def custom(self, x: int) -> int:
@@ -126,8 +129,14 @@ class Recorder(Worker):
 
 @dataclass
 class Plan:
+    """A request."""
+
     rows: list[list[int]]
     ranks: list[Any]
+    columns: frozenset[str] = frozenset({"x"})
+
+    def for_rank(self, rank: int) -> Any:
+        return self.ranks[rank]
 
 
 def batch_of(num_rows: int) -> DataProto:
@@ -227,24 +236,27 @@ def test_metrics_are_never_computed_over_padding() -> None:
 def test_a_plan_chooses_the_rows_and_the_batch_keeps_its_order() -> None:
     out = group_of(2).planned(batch_of(5), Plan([[4, 0], [3, 1, 2]], ["a", "b"]))
     assert out.batch["out"].tolist() == [0, 2, 4, 6, 8]
-    assert out.meta_info["metrics"] == {"plan": ["a", "b"]}
+    assert out.meta_info["metrics"] == {"asked": ["a", "b"]}
 
 
 def test_a_rank_may_have_no_row() -> None:
-    out = group_of(3).planned(batch_of(2), plan=Plan([[1], [], [0]], [1, 2, 3]))
+    out = group_of(3).planned(batch_of(2), request=Plan([[1], [], [0]], [1, 2, 3]))
     assert out.batch["out"].tolist() == [0, 2]
-    assert out.meta_info["metrics"] == {"plan": [1, 2, 3]}
+    assert out.meta_info["metrics"] == {"asked": [1, 2, 3]}
 
 
-def test_results_without_rows_are_joined_and_need_no_cover() -> None:
-    out = group_of(2).update(batch_of(5), Plan([[4], [1, 2]], ["a", "b"]))
-    assert len(out) == 0 and out.meta_info["metrics"] == {"rows": [1, 2], "plan": ["a", "b"]}
+def test_metrics_are_merged_by_name_and_need_no_cover() -> None:
+    metrics = group_of(2).update(batch_of(5), Plan([[4], [1, 2]], ["a", "b"]))
+    assert {name: metric.result() for name, metric in metrics.items()} == {"rows": 3, "of a": 1, "of b": 1}
 
 
-def test_without_a_plan_rows_are_padded_and_cut_evenly() -> None:
-    out = group_of(2).planned(batch_of(3), None)
-    assert out.batch["out"].tolist() == [0, 2, 4]
-    assert out.meta_info["metrics"] == {"plan": [None, None]}
+def test_ranks_get_the_columns_of_the_request_alone_and_a_missing_one_is_named() -> None:
+    batch = batch_of(2).union(DataProto.from_dict({"y": torch.ones(2)}))
+    spec = registered_methods(Recorder)["planned"]
+    call = dispatch(spec, group_of(2), (batch, Plan([[0], [1]], [0, 0])), {})
+    assert [rank.args[0].columns for rank in call.ranks] == [("x",), ("x",)]
+    with pytest.raises(ValueError, match=r"Plan reads the columns \['z'\], and the batch has only \['uid', 'x', 'y'\]"):
+        group_of(2).planned(batch, Plan([[0], [1]], [0, 0], frozenset({"x", "z"})))
 
 
 @pytest.mark.parametrize(

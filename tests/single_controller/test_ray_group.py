@@ -50,8 +50,8 @@ class Adder(Worker):
         return DataProto.from_dict(non_tensors={"names": [names] * len(data)})
 
     @register(Dispatch.DP_COMPUTE_PLAN)
-    def planned(self, batch: DataProto, plan: Any) -> DataProto:
-        return DataProto.from_dict({"out": batch.batch["x"] * plan})
+    def planned(self, batch: DataProto, request: Any) -> DataProto:
+        return DataProto.from_dict({"out": batch.batch["x"] * request})
 
     @register(Dispatch.ONE_TO_ALL)
     def echo(self, value: Any) -> Any:
@@ -176,7 +176,10 @@ def test_only_registered_columns_travel(adders: RayWorkerGroup) -> None:
 def test_a_plan_places_rows_on_ranks(adders: RayWorkerGroup) -> None:
     class Plan:
         rows = ((3, 0), (1, 2, 4))
-        ranks = (10, 100)
+        columns = ("x",)
+
+        def for_rank(self, rank: int) -> int:
+            return (10, 100)[rank]
 
     assert adders.planned(batch_of(5), Plan()).batch["out"].tolist() == [0, 100, 200, 30, 400]
 

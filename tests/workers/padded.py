@@ -91,18 +91,24 @@ def _whole(loss_mat: Tensor, batch: DataProto, mode: str) -> Tensor:
     return aggregate(loss_mat, mask, mode, Counts.of(mask), norm=mask.shape[1])
 
 
-def policy_gradients(plain: Plain, batch: DataProto, config: Any) -> dict[str, Tensor]:
+def policy_gradients(
+    plain: Plain,
+    batch: DataProto,
+    config: Any,
+    *,
+    correction: Any | None,
+    old_log_probs: str = "old_log_probs",
+) -> dict[str, Tensor]:
     """Of the configured policy loss, entropy and KL."""
     log_prob, entropy = plain.statistics(batch)
     columns = batch.batch
     optional = {name: columns[name] for name in ("rollout_is_weights", "selected_tokens") if name in columns.keys()}
-    old = columns["old_log_probs" if "old_log_probs" in columns.keys() else "rollout_log_probs"]
-    inp = PolicyLossInput(log_prob, old, columns["advantages"], columns["response_mask"], **optional)
-    name, bypass = config.policy_loss.loss_mode, batch.meta_info.get("bypass")
-    if bypass is None:
+    inp = PolicyLossInput(log_prob, columns[old_log_probs], columns["advantages"], columns["response_mask"], **optional)
+    name = config.policy_loss.loss_mode
+    if correction is None:
         output = policy_loss(name, inp, config)
     else:
-        output, _, _ = bypass_loss(name, inp, config, bypass, columns["rollout_log_probs"])
+        output, _, _ = bypass_loss(name, inp, config, correction, columns["rollout_log_probs"])
     loss = _whole(output.loss_mat - config.entropy_coeff * entropy, batch, config.loss_agg_mode)
     if config.use_kl_loss:
         divergence = kl_penalty(log_prob, columns["ref_log_prob"], config.kl_loss_type)
@@ -110,34 +116,32 @@ def policy_gradients(plain: Plain, batch: DataProto, config: Any) -> dict[str, T
     return gradients(plain.actor, loss)
 
 
-def value_gradients(plain: Plain, batch: DataProto, config: Any) -> dict[str, Tensor]:
+def value_gradients(plain: Plain, batch: DataProto, config: Any, name: str) -> dict[str, Tensor]:
     """Of the named value loss."""
-    columns, name = batch.batch, batch.meta_info["value_loss"]
-    old, returns, mask = (columns[name] for name in ("values", "returns", "response_mask"))
+    old, returns, mask = (batch.batch[column] for column in ("values", "returns", "response_mask"))
     loss_mat, _ = value_loss(plain.values(batch), old, returns, mask, config.cliprange_value, name=name)
     return gradients(plain.critic, _whole(loss_mat, batch, config.loss_agg_mode))
 
 
-def preference_gradients(plain: Plain, batch: DataProto) -> dict[str, Tensor]:
+def preference_gradients(plain: Plain, batch: DataProto, name: str, options: PairOptions) -> dict[str, Tensor]:
     """Of the named loss of pairs, rows 2i and 2i + 1 being the chosen and the rejected answer of pair i."""
-    settings = dict(batch.meta_info["preference"])
-    name, mask = settings.pop("loss_type"), batch.batch["response_mask"]
+    mask = batch.batch["response_mask"]
     sums = (plain.statistics(batch)[0] * mask).sum(-1)
     scale = mask.sum(-1).clamp(min=1) if pair_loss_traits(name).mean_log_prob else 1
     ours, theirs = sums / scale, batch.batch["ref_sequence_log_prob"] / scale
     reference = (None, None) if not pair_loss_traits(name).reference else (theirs[0::2], theirs[1::2])
-    losses, _ = preference_loss(name, PairInput(ours[0::2], ours[1::2], *reference), PairOptions(**settings))
+    losses, _ = preference_loss(name, PairInput(ours[0::2], ours[1::2], *reference), options)
     return gradients(plain.actor, losses.mean())
 
 
-def supervised_gradients(plain: Plain, batch: DataProto) -> dict[str, Tensor]:
+def supervised_gradients(plain: Plain, batch: DataProto, name: str, mode: str) -> dict[str, Tensor]:
     """Of the named loss of demonstrations."""
-    loss_mat = sft_loss(plain.statistics(batch)[0], batch.batch["response_mask"], name=batch.meta_info["loss_type"])
-    return gradients(plain.actor, _whole(loss_mat, batch, batch.meta_info["loss_agg_mode"]))
+    loss_mat = sft_loss(plain.statistics(batch)[0], batch.batch["response_mask"], name=name)
+    return gradients(plain.actor, _whole(loss_mat, batch, mode))
 
 
-def reward_model_gradients(plain: Plain, batch: DataProto) -> dict[str, Tensor]:
+def reward_model_gradients(plain: Plain, batch: DataProto, name: str) -> dict[str, Tensor]:
     """Of the named loss of scores."""
-    scores, name = plain.scores(batch), batch.meta_info["loss_type"]
+    scores = plain.scores(batch)
     losses, _ = reward_model_loss(scores[0::2], scores[1::2], batch.batch["margin"][0::2], name=name)
     return gradients(plain.critic, losses.mean())

@@ -29,19 +29,16 @@ from hrl.algos.aggregation import AGGREGATION_MODES, Counts
 from hrl.algos.bypass import LOSS_TYPES
 from hrl.algos.kl import KL_ESTIMATORS
 from hrl.algos.policy_losses import POLICY_LOSSES, PolicyLossInput, PolicyLossOutput
-from hrl.algos.preference import PAIR_LOSSES, REWARD_MODEL_LOSSES, SFT_LOSSES
+from hrl.algos.preference import PAIR_LOSSES, REWARD_MODEL_LOSSES, SFT_LOSSES, PairOptions
 from hrl.algos.registry import Registry, pair_loss_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import VALUE_LOSSES
 from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
 from hrl.workers.engine.optim import StepReport
-from hrl.workers.offline_updates import update_preference, update_reward_model, update_supervised
-from hrl.workers.policy import Policy
-from hrl.workers.value_model import ValueModel
+from hrl.workers.requests import OldLogProbs
 from tests.algos.batches import ACTOR
 from tests.models.tiny import (
-    RESPONSE_WIDTH,
     SHAPE,
     actor_config,
     critic_config,
@@ -50,6 +47,7 @@ from tests.models.tiny import (
     model_config,
 )
 from tests.workers import padded
+from tests.workers.asked import Actor, Critic, learn_answers, learn_pairs, learn_scores
 
 CPU = torch.device("cpu")
 CUTS = (1, 2, 3, 8)
@@ -98,7 +96,7 @@ REGISTRIES: list[tuple[Registry[Any, Any], Callable[..., Any]]] = [
 
 def members(registry: Registry[Any, Any]) -> dict[str, Any]:
     """All entries but ``every`` and aliases."""
-    first = {id(entry): name for name, entry in reversed(registry.items())}
+    first = {id(entry): name for name, entry in reversed([*registry.items()])}
     return {name: entry for name, entry in registry.items() if name != EVERY and first[id(entry)] == name}
 
 
@@ -146,8 +144,8 @@ class Models:
 
     def __init__(self, path: Path, dtype: str) -> None:
         model, fsdp = model_config(path, share_prefix=True), fsdp_config(dtype)
-        self.actor = Policy(model, actor_config(), fsdp, device=CPU, total_steps=10)
-        self.critic = ValueModel(model, critic_config(), fsdp, device=CPU, total_steps=10)
+        self.actor = Actor(model, actor_config(), fsdp, device=CPU, total_steps=10)
+        self.critic = Critic(model, critic_config(), fsdp, device=CPU, total_steps=10)
         torch.nn.init.constant_(self.critic.engine.module.model.score.weight, padded.HEAD)
 
 
@@ -165,7 +163,7 @@ class Subject:
     """
 
     batch: DataProto
-    update: Callable[[Models], tuple[Policy | ValueModel, Update]]
+    update: Callable[[Models], tuple[Actor | Critic, Update]]
     plain: Callable[[padded.Plain], Gradients]
 
 
@@ -178,17 +176,16 @@ def policy_subject(
     batch = batch_for("clip_cov" if loss == EVERY else loss)
     if still:
         batch.batch["advantages"].zero_()
+    asked: dict[str, Any] = {"correction": bypass}
     if bypass is not None:
-        batch.meta_info["bypass"] = bypass
         batch.batch["rollout_log_probs"] = batch.batch["ref_log_prob"]
-        if not gate_closed:
-            batch.pop(batch_keys=["old_log_probs"])
+        asked["old_log_probs"] = OldLogProbs.COLUMN if gate_closed else OldLogProbs.SAMPLER
 
-    def update(models: Models) -> tuple[Policy, Update]:
-        models.actor.config = config
-        return models.actor, models.actor.update
+    def update(models: Models) -> tuple[Actor, Update]:
+        models.actor.loss = config
+        return models.actor, partial(models.actor.learn, **asked)
 
-    return Subject(batch, update, lambda plain: padded.policy_gradients(plain, batch, config))
+    return Subject(batch, update, lambda plain: padded.policy_gradients(plain, batch, config, **asked))
 
 
 def kl_subject(kind: str) -> Subject:
@@ -205,13 +202,12 @@ def bypass_subject(loss_type: str, *, gate_closed: bool = False) -> Subject:
 
 def value_subject(name: str, mode: str = EVERY) -> Subject:
     config, batch = critic_config(loss_agg_mode=mode), batch_for("vanilla")
-    batch.meta_info["value_loss"] = name
 
-    def update(models: Models) -> tuple[ValueModel, Update]:
-        models.critic.config = config
-        return models.critic, models.critic.update
+    def update(models: Models) -> tuple[Critic, Update]:
+        models.critic.loss = config
+        return models.critic, partial(models.critic.learn, loss_name=name)
 
-    return Subject(batch, update, lambda plain: padded.value_gradients(plain, batch, config))
+    return Subject(batch, update, lambda plain: padded.value_gradients(plain, batch, config, name))
 
 
 def as_pairs(batch: DataProto) -> DataProto:
@@ -227,32 +223,30 @@ def as_pairs(batch: DataProto) -> DataProto:
 def pair_subject(name: str) -> Subject:
     batch = as_pairs(make_batch(num_groups=4, samples=4, temperature=TEMPERATURE))
     constants = {"beta": 0.4, "label_smoothing": 0.1, "target_margin": 0.3}
-    read = {constant: value for constant, value in constants.items() if getattr(pair_loss_traits(name), constant)}
-    batch.meta_info["preference"] = {"loss_type": name} | read
+    read = {constant: value for constant, value in constants.items() if getattr(pair_loss_traits(name), constant, True)}
+    options = PairOptions(**read)
     return Subject(
         batch,
-        lambda models: (models.actor, partial(update_preference, models.actor.engine)),
-        lambda plain: padded.preference_gradients(plain, batch),
+        lambda models: (models.actor, partial(learn_pairs, models.actor, loss_type=name, options=options)),
+        lambda plain: padded.preference_gradients(plain, batch, name, options),
     )
 
 
 def supervised_subject(name: str, mode: str = EVERY) -> Subject:
     batch = batch_for("vanilla")
-    batch.meta_info |= {"loss_type": name, "loss_agg_mode": mode, "loss_scale_factor": RESPONSE_WIDTH}
     return Subject(
         batch,
-        lambda models: (models.actor, partial(update_supervised, models.actor.engine)),
-        lambda plain: padded.supervised_gradients(plain, batch),
+        lambda models: (models.actor, partial(learn_answers, models.actor, loss_type=name, loss_agg_mode=mode)),
+        lambda plain: padded.supervised_gradients(plain, batch, name, mode),
     )
 
 
 def reward_model_subject(name: str) -> Subject:
     batch = as_pairs(make_batch(num_groups=4, samples=4, temperature=TEMPERATURE))
-    batch.meta_info["loss_type"] = name
     return Subject(
         batch,
-        lambda models: (models.critic, partial(update_reward_model, models.critic.engine)),
-        lambda plain: padded.reward_model_gradients(plain, batch),
+        lambda models: (models.critic, partial(learn_scores, models.critic, loss_type=name)),
+        lambda plain: padded.reward_model_gradients(plain, batch, name),
     )
 
 
@@ -300,7 +294,7 @@ def batch_for(loss: str) -> DataProto:
 # ------------------------------------------------------------------------------------------- gradients
 
 
-def local_gradients(model: Policy | ValueModel, update: Update, batch: DataProto, plan: RankPlan) -> Gradients:
+def local_gradients(model: Actor | Critic, update: Update, batch: DataProto, plan: RankPlan) -> Gradients:
     """This rank's shards of the gradients of the plan's only mini-batch, before clipping; the weights stay."""
     optimizer, found = model.engine.optimizer, {}
     apply = optimizer.step

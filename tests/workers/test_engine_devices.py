@@ -73,7 +73,7 @@ def test_the_ranks_of_an_engine_on_gpus_find_their_lead_if_they_send_to_it(role,
         meeting.enter(rank)
         worker = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
         worker.rank_env = RankEnv(rank, 4, rank, 4, "127.0.0.1", 1)
-        worker.config = type("Config", (), {"rollout": rollout_config("vllm", tensor_model_parallel_size=2)})
+        worker._rollout = rollout_config("vllm", tensor_model_parallel_size=2)
         worker.role, worker.device = role, torch.device("cuda", rank)
         worker._lead = worker._fellow = None
         return worker, worker._engine_devices()

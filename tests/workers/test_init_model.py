@@ -32,8 +32,8 @@ def test_a_rank_whose_node_lacks_the_model_says_so_before_it_joins_the_others(wo
 
 def test_a_rank_whose_node_lacks_the_tokenizer_says_so_too(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    config = SimpleNamespace(model=SimpleNamespace(tokenizer_path=str(tmp_path / "words")))
-    worker = ActorRolloutRefWorker(config, "rollout", runtime=None, model_path=str(tmp_path))
+    model = SimpleNamespace(tokenizer_path=str(tmp_path / "words"))
+    worker = ActorRolloutRefWorker(model, "rollout", runtime=None, model_path=str(tmp_path))
     with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: .*{tmp_path}/words"):
         worker.init_model()
 
@@ -51,11 +51,14 @@ class Recorder:
 
 def test_the_trainers_state_is_off_the_gpu_before_the_engine_starts_and_before_it_wakes(tmp_path, monkeypatch):
     """vLLM wants gpu_memory_utilization of the whole card free at its start, beside whatever the trainer holds."""
-    config = SimpleNamespace(
-        model=SimpleNamespace(tokenizer_path=None),
+    worker = ActorRolloutRefWorker(
+        SimpleNamespace(tokenizer_path=None),
+        "actor_rollout",
         rollout=SimpleNamespace(tensor_model_parallel_size=1, dtype="bfloat16"),
+        runtime=None,
+        model_path=str(tmp_path),
     )
-    worker, calls = ActorRolloutRefWorker(config, "actor_rollout", runtime=None, model_path=str(tmp_path)), []
+    calls: list[str] = []
     for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"):
@@ -68,9 +71,11 @@ def test_the_trainers_state_is_off_the_gpu_before_the_engine_starts_and_before_i
     engine = Recorder(
         calls, engine=SimpleNamespace(own_process=True), push_weights=lambda *args: calls.append("push") or 1
     )
-    for name, made in {"_engine_devices": "0", "probe": None, "model_source": None, "_build_host": engine}.items():
+    for name, made in {"_engine_devices": "0", "model_source": None, "_build_host": engine}.items():
         monkeypatch.setattr(worker, name, lambda *args, made=made: made)
-    monkeypatch.setattr(worker, "_build_policy", lambda: calls.append("load") or Recorder(calls))
+    monkeypatch.setattr(
+        worker, "_build_policy", lambda: calls.append("load") or SimpleNamespace(engine=Recorder(calls))
+    )
     worker.runtime = SimpleNamespace(init_timeout_s=1.0)
 
     worker.init_model()

@@ -14,10 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hrl.algos.preference import REWARD_MODEL_LOSSES, SFT_LOSSES
+from hrl.algos.preference import REWARD_MODEL_LOSSES, SFT_LOSSES, PairOptions
 from hrl.batching import MiniBatchPlan, RankPlan
-from hrl.workers.offline_updates import update_preference, update_reward_model, update_supervised
-from hrl.workers.value_model import ValueModel
 from tests.models.tiny import (
     critic_config,
     fsdp_config,
@@ -28,11 +26,13 @@ from tests.models.tiny import (
     trim,
     world_of_one,
 )
+from tests.workers.asked import Critic, learn_answers, learn_pairs, learn_scores
 from tests.workers.engine.ranks import CPU, policy_of
 from tests.workers.partition import as_pairs, deal, local_gradients
 
 NORM_ERROR = {"rtol": 2e-5, "atol": 2e-6}
 BETA = 0.4
+learn = partial(learn_pairs, options=PairOptions(BETA))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,11 +46,9 @@ def llama(tmp_path_factory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
-def pairs_of(seed: int = 0, **preference):
+def pairs_of(seed: int = 0):
     """Eight pairs of answers with text, a tool's tokens in some of them."""
-    batch = as_pairs(make_batch(num_groups=5, samples=4, seed=seed).slice(4, 20))
-    batch.meta_info["preference"] = {"loss_type": "sigmoid", "beta": BETA} | preference
-    return batch
+    return as_pairs(make_batch(num_groups=5, samples=4, seed=seed).slice(4, 20))
 
 
 def plain_sums(path: Path, batch) -> tuple[torch.nn.Module, torch.Tensor]:
@@ -81,10 +79,10 @@ def test_the_dpo_loss_is_that_of_the_paper(llama):
     policy, plan = policy_of(llama), deal(batch, 1, 3)
     mine = batch.select_idxs(list(plan.rows[0]))
 
-    found = local_gradients(policy, lambda b, p: update_preference(policy.engine, b, p), mine, plan.ranks[0])
+    found = local_gradients(policy, partial(learn, policy), mine, plan.ranks[0])
     same_gradients(found, model)
 
-    metrics = {n: m.result() for n, m in update_preference(policy.engine, mine, plan.ranks[0]).items()}
+    metrics = {n: m.result() for n, m in learn(policy, mine, plan.ranks[0]).items()}
     by_hand, ratios, sums = margins.detach().tolist(), ratios.detach(), sums.detach()
     expected = {
         "train/loss": -sum(map(log_sigmoid, by_hand)) / 8,
@@ -101,14 +99,15 @@ def test_the_dpo_loss_is_that_of_the_paper(llama):
 
 @pytest.mark.parametrize("loss_type", ["ipo", "simpo"])
 def test_losses_of_means_divide_policy_and_reference_by_the_answers_length(llama, loss_type):
-    batch = pairs_of(loss_type=loss_type)
+    batch = pairs_of()
     _, sums = plain_sums(llama, batch)
     lengths = batch.batch["response_mask"].sum(-1)
     means = (sums if loss_type == "simpo" else sums - batch.batch["ref_sequence_log_prob"]) / lengths
     lead = means[0::2] - means[1::2]
     by_hand = {"ipo": (lead - 0.5 / BETA).square(), "simpo": -torch.nn.functional.logsigmoid(BETA * lead)}
     plan = deal(batch, 1, 2)
-    metrics = update_preference(policy_of(llama).engine, batch.select_idxs(list(plan.rows[0])), plan.ranks[0])
+    mine = batch.select_idxs(list(plan.rows[0]))
+    metrics = learn(policy_of(llama), mine, plan.ranks[0], loss_type=loss_type, has_reference=loss_type != "simpo")
     assert metrics["train/loss"].result() == pytest.approx(float(by_hand[loss_type].detach().mean()), rel=1e-4)
 
 
@@ -117,7 +116,7 @@ def test_without_reference_columns_the_reference_is_a_uniform_one(llama):
     _, sums = plain_sums(llama, batch)
     batch.pop(batch_keys=["ref_sequence_log_prob"])
     plan = deal(batch, 1, 1)
-    metrics = update_preference(policy_of(llama).engine, batch.select_idxs(list(plan.rows[0])), plan.ranks[0])
+    metrics = learn(policy_of(llama), batch.select_idxs(list(plan.rows[0])), plan.ranks[0])
     leads = BETA * (sums[0::2] - sums[1::2])
     assert metrics["rewards/margins"].result() == pytest.approx(float(leads.mean()), rel=1e-4)
 
@@ -126,7 +125,7 @@ def test_a_step_on_pairs_widens_their_margins(llama):
     batch, policy = pairs_of(), policy_of(llama)
     plan = deal(batch, 1, 2)
     mine = batch.select_idxs(list(plan.rows[0]))
-    margins = [update_preference(policy.engine, mine, plan.ranks[0])["rewards/margins"].result() for _ in range(4)]
+    margins = [learn(policy, mine, plan.ranks[0])["rewards/margins"].result() for _ in range(4)]
     assert margins == sorted(margins) and margins[-1] > margins[0] + 0.1
 
 
@@ -134,7 +133,7 @@ def test_a_pair_that_is_torn_apart_is_named(llama):
     batch = pairs_of()
     torn = RankPlan((MiniBatchPlan(((0, 1, 2), (3, *range(4, 16))), 1, 16, 8),))
     with pytest.raises(ValueError, match=r"pair 1 is not whole.*plan_pairs"):
-        update_preference(policy_of(llama).engine, batch, torn)
+        learn(policy_of(llama), batch, torn)
 
 
 # ---------------------------------------------------------------------------------------------- demonstrations
@@ -143,7 +142,7 @@ def test_a_pair_that_is_torn_apart_is_named(llama):
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm"])
 def test_the_supervised_loss_is_the_mean_negative_log_likelihood_of_trained_tokens(llama, mode):
     batch = make_batch()
-    batch.meta_info |= {"loss_type": "nll", "loss_agg_mode": mode, "loss_scale_factor": 20}
+    learn = partial(learn_answers, loss_agg_mode=mode, loss_scale_factor=20)
     mask = batch.batch["response_mask"].bool()
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64, attn_implementation="eager")
     nll = -plain_log_probs(model, batch, 1.0) * mask
@@ -157,9 +156,9 @@ def test_the_supervised_loss_is_the_mean_negative_log_likelihood_of_trained_toke
     loss.backward()
     policy, plan = policy_of(llama), deal(batch, 1, 3)
     mine = batch.select_idxs(list(plan.rows[0]))
-    found = local_gradients(policy, lambda b, p: update_supervised(policy.engine, b, p), mine, plan.ranks[0])
+    found = local_gradients(policy, partial(learn, policy), mine, plan.ranks[0])
     same_gradients(found, model)
-    metrics = update_supervised(policy.engine, mine, plan.ranks[0])
+    metrics = learn(policy, mine, plan.ranks[0])
     assert metrics["train/loss"].result() == pytest.approx(float(loss.detach()), rel=1e-4)
     assert metrics["train/nll"].result() == pytest.approx(float(nll.sum() / mask.sum()), rel=1e-4)
     assert metrics["train/nll"].count == int(mask.sum())
@@ -167,19 +166,17 @@ def test_the_supervised_loss_is_the_mean_negative_log_likelihood_of_trained_toke
 
 def test_a_supervised_loss_of_ones_own_is_told_by_name(llama, monkeypatch):
     batch, policy = make_batch(), policy_of(llama)
-    batch.meta_info |= {"loss_type": "nll", "loss_agg_mode": "token-mean"}
     plan = deal(batch, 1, 2)
-    mine, update = batch.select_idxs(list(plan.rows[0])), partial(update_supervised, policy.engine)
+    mine, update = batch.select_idxs(list(plan.rows[0])), partial(learn_answers, policy)
     usual = local_gradients(policy, update, mine, plan.ranks[0])
     monkeypatch.setitem(SFT_LOSSES, "twice", lambda log_prob: -2.0 * log_prob)
-    mine.meta_info["loss_type"] = "twice"
+    update = partial(update, loss_type="twice")
     for name, gradient in local_gradients(policy, update, mine, plan.ranks[0]).items():
         torch.testing.assert_close(gradient, 2.0 * usual[name], rtol=1e-12, atol=0)
     metrics = update(mine, plan.ranks[0])
     assert metrics["train/loss"].result() == pytest.approx(2.0 * metrics["train/nll"].result())
-    mine.meta_info["loss_type"] = "thrice"
     with pytest.raises(ValueError, match="unknown supervised loss 'thrice'"):
-        update(mine, plan.ranks[0])
+        update(mine, plan.ranks[0], loss_type="thrice")
 
 
 # ---------------------------------------------------------------------------------------------- reward models
@@ -195,8 +192,8 @@ def plain_scores(path: Path, batch, head: float) -> tuple[torch.nn.Module, torch
     return model, torch.stack(outputs)
 
 
-def classifier_of(path: Path, head: float) -> ValueModel:
-    model = ValueModel(model_config(path), critic_config(), fsdp_config(), device=CPU, total_steps=10)
+def classifier_of(path: Path, head: float) -> Critic:
+    model = Critic(model_config(path), critic_config(), fsdp_config(), device=CPU, total_steps=10)
     torch.nn.init.constant_(model.engine.module.model.score.weight, head)
     return model
 
@@ -204,7 +201,6 @@ def classifier_of(path: Path, head: float) -> ValueModel:
 @pytest.mark.parametrize("with_margin", [True, False])
 def test_the_reward_models_loss_is_that_of_bradley_and_terry_at_the_last_token(llama, with_margin):
     batch = pairs_of()
-    batch.meta_info["loss_type"] = "bradley_terry"
     if not with_margin:
         batch.pop(batch_keys=["margin"])
     model, scores = plain_scores(llama, batch, head=0.1)
@@ -214,9 +210,9 @@ def test_the_reward_models_loss_is_that_of_bradley_and_terry_at_the_last_token(l
     loss.backward()
     mine, plan = classifier_of(llama, 0.1), deal(batch, 1, 3)
     held = batch.select_idxs(list(plan.rows[0]))
-    found = local_gradients(mine, lambda b, p: update_reward_model(mine.engine, b, p), held, plan.ranks[0])
+    found = local_gradients(mine, partial(learn_scores, mine), held, plan.ranks[0])
     same_gradients(found, model)
-    metrics = {n: m.result() for n, m in update_reward_model(mine.engine, held, plan.ranks[0]).items()}
+    metrics = {n: m.result() for n, m in learn_scores(mine, held, plan.ranks[0]).items()}
     expected = {
         "train/loss": float(loss.detach()),
         "rewards/chosen": float(scores[0::2].mean()),
@@ -229,11 +225,10 @@ def test_the_reward_models_loss_is_that_of_bradley_and_terry_at_the_last_token(l
 
 def test_a_fresh_head_starts_at_even_odds(llama):
     batch = pairs_of()
-    batch.meta_info["loss_type"] = "bradley_terry"
     batch.pop(batch_keys=["margin"])
     plan = deal(batch, 1, 1)
-    model = ValueModel(model_config(llama), critic_config(), fsdp_config(), device=CPU, total_steps=10)
-    metrics = update_reward_model(model.engine, batch.select_idxs(list(plan.rows[0])), plan.ranks[0])
+    model = Critic(model_config(llama), critic_config(), fsdp_config(), device=CPU, total_steps=10)
+    metrics = learn_scores(model, batch.select_idxs(list(plan.rows[0])), plan.ranks[0])
     assert metrics["train/loss"].result() == pytest.approx(math.log(2))
     assert metrics["rewards/accuracies"].result() == 0.0  # a tie is not won
 
@@ -243,25 +238,23 @@ def test_a_reward_models_loss_of_ones_own_is_told_by_name(llama, monkeypatch):
     batch.pop(batch_keys=["margin"])
     _, scores = plain_scores(llama, batch, head=0.1)
     plan = deal(batch, 1, 2)
-    mine, engine = batch.select_idxs(list(plan.rows[0])), classifier_of(llama, 0.1).engine
+    mine, model = batch.select_idxs(list(plan.rows[0])), classifier_of(llama, 0.1)
     monkeypatch.setitem(REWARD_MODEL_LOSSES, "hinge", lambda lead: torch.relu(0.5 - lead))
-    mine.meta_info["loss_type"] = "hinge"
     by_hand = torch.relu(0.5 - (scores[0::2] - scores[1::2])).mean()
-    metrics = update_reward_model(engine, mine, plan.ranks[0])
+    metrics = learn_scores(model, mine, plan.ranks[0], loss_type="hinge")
     assert metrics["train/loss"].result() == pytest.approx(float(by_hand.detach()), rel=1e-4)
-    mine.meta_info["loss_type"] = "squared"
     with pytest.raises(ValueError, match="unknown reward model loss 'squared'"):
-        update_reward_model(engine, mine, plan.ranks[0])
+        learn_scores(model, mine, plan.ranks[0], loss_type="squared")
 
 
 def test_an_exported_classifier_scores_the_same_in_transformers_and_as_a_frozen_reward_model(llama, tmp_path):
     batch, pad = make_batch(num_groups=2, samples=3), 60
     batch.batch["responses"][batch.batch["responses"] == pad] = 1  # the padding token is in no answer
     model = classifier_of(llama, 0.1)
-    scores = model.compute_scores(batch, None).batch["rm_scores"]
+    scores = model.scores(batch).batch["rm_scores"]
     model.export_classifier(tmp_path / "hf", pad_token_id=pad)
-    frozen = ValueModel(model_config(tmp_path / "hf"), None, fsdp_config(), device=CPU, total_steps=None)
-    torch.testing.assert_close(frozen.compute_scores(batch, None).batch["rm_scores"], scores, **NORM_ERROR)
+    frozen = Critic(model_config(tmp_path / "hf"), None, fsdp_config(), device=CPU, total_steps=None)
+    torch.testing.assert_close(frozen.scores(batch).batch["rm_scores"], scores, **NORM_ERROR)
 
     theirs = AutoModelForSequenceClassification.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     assert theirs.config.architectures == ["LlamaForSequenceClassification"] and theirs.num_labels == 1

@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.kl import kl_penalty
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.batching import MiniBatchPlan, RankPlan, plan_update
+from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.workers.engine.nonfinite import NonFiniteStepError
-from hrl.workers.policy import Policy
+from hrl.workers.requests import OldLogProbs
 from tests.models.tiny import (
     actor_config,
     fsdp_config,
@@ -30,6 +31,7 @@ from tests.models.tiny import (
     trim,
     world_of_one,
 )
+from tests.workers.asked import Actor
 from tests.workers.engine.ranks import CPU, gradients, parameters, policy_of
 
 #: transformers computes its norms in float32 whatever the model's dtype, so two orders of summation differ by this.
@@ -70,7 +72,7 @@ def test_log_probs_equal_plain_forwards(family, temperature, share_prefix, reque
     path = request.getfixturevalue(family)
     policy = policy_of(path, share_prefix=share_prefix)
     batch = make_batch(temperature=temperature)
-    got = policy.compute_log_prob(batch, one_plan(batch, 2), with_entropy=True)
+    got = policy.log_probs(batch, one_plan(batch, 2), with_entropy=True)
     with torch.no_grad():
         want = plain_log_probs(plain_model(path), batch, temperature)
     torch.testing.assert_close(got.batch["old_log_probs"], want.float(), **NORM_ERROR)
@@ -80,7 +82,7 @@ def test_log_probs_equal_plain_forwards(family, temperature, share_prefix, reque
 
 def test_sums_of_squared_probabilities_are_those_of_the_sampled_distributions(llama):
     batch = make_batch(temperature=0.7)
-    got = policy_of(llama).compute_log_prob(batch, one_plan(batch, 2), with_sum_pi_squared=True).batch
+    got = policy_of(llama).log_probs(batch, one_plan(batch, 2), with_sum_pi_squared=True).batch
     assert set(got.keys()) == {"old_log_probs", "sum_pi_squared"}
     tokens, prompt_length, columns = trim(batch, 5)
     with torch.no_grad():
@@ -90,27 +92,27 @@ def test_sums_of_squared_probabilities_are_those_of_the_sampled_distributions(ll
     assert (got["sum_pi_squared"][batch.batch["response_mask"] == 0] == 0).all()
 
 
-def test_no_plan_runs_all_rows_at_once(llama):
+def test_micro_batches_change_no_log_prob(llama):
     policy, batch = policy_of(llama), make_batch()
-    planned = policy.compute_log_prob(batch, one_plan(batch, 3)).batch["old_log_probs"]
-    torch.testing.assert_close(policy.compute_log_prob(batch, None).batch["old_log_probs"], planned, **NORM_ERROR)
+    planned = policy.log_probs(batch, one_plan(batch, 3)).batch["old_log_probs"]
+    torch.testing.assert_close(policy.log_probs(batch).batch["old_log_probs"], planned, **NORM_ERROR)
 
 
 def test_a_reference_without_training_has_no_gradients_and_no_optimizer(llama):
-    policy = Policy(model_config(llama), None, fsdp_config(), device=CPU, total_steps=None)
+    policy = Actor(model_config(llama), None, fsdp_config(), device=CPU, total_steps=None)
     assert policy.engine.optimizer is None
     assert not any(p.requires_grad for p in policy.engine.module.parameters())
     batch = make_batch()
-    want = policy_of(llama).compute_log_prob(batch, None).batch["old_log_probs"]
-    assert torch.equal(policy.compute_log_prob(batch, None).batch["old_log_probs"], want)
+    want = policy_of(llama).log_probs(batch).batch["old_log_probs"]
+    assert torch.equal(policy.log_probs(batch).batch["old_log_probs"], want)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_a_frozen_model_loses_nothing_by_being_stored_in_the_dtype_it_computes_in(family, request):
     path, batch = request.getfixturevalue(family), make_batch()
     got = [
-        Policy(model_config(path), None, fsdp_config("bfloat16", model_dtype=stored), device=CPU, total_steps=None)
-        .compute_log_prob(batch, None)
+        Actor(model_config(path), None, fsdp_config("bfloat16", model_dtype=stored), device=CPU, total_steps=None)
+        .log_probs(batch)
         .batch["old_log_probs"]
         for stored in ("float32", "bfloat16")
     ]
@@ -119,9 +121,9 @@ def test_a_frozen_model_loses_nothing_by_being_stored_in_the_dtype_it_computes_i
 
 def test_log_probs_follow_the_weights_after_an_update(llama):
     policy, batch = policy_of(llama), make_batch()
-    before = policy.compute_log_prob(batch, None).batch["old_log_probs"]
-    policy.update(batch, one_plan(batch))
-    after = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    before = policy.log_probs(batch).batch["old_log_probs"]
+    policy.learn(batch, one_plan(batch))
+    after = policy.log_probs(batch).batch["old_log_probs"]
     assert (before - after).abs().max() > 1e-3
 
 
@@ -138,14 +140,7 @@ def test_bad_masks_name_the_row(llama, column, row, value, message):
     policy, batch = policy_of(llama), make_batch()
     batch.batch[column][row] = value
     with pytest.raises(ValueError, match=message):
-        policy.compute_log_prob(batch, None)
-
-
-def test_a_missing_temperature_is_an_error(llama):
-    policy, batch = policy_of(llama), make_batch()
-    del batch.meta_info["temperature"]
-    with pytest.raises(ValueError, match="temperature"):
-        policy.compute_log_prob(batch, None)
+        policy.log_probs(batch)
 
 
 # ---------------------------------------------------------------------------------------------- gradients
@@ -195,63 +190,43 @@ def test_gradient_checkpointing_changes_no_number(llama):
 
 def test_on_policy_ratio_is_exactly_one(llama):
     policy, batch = policy_of(llama, "float32"), make_batch()
-    batch = batch.select(["prompts", "responses", "attention_mask", "response_mask", "advantages"])
-    batch.meta_info["on_policy"] = True
-    metrics = policy.update(batch, one_plan(batch, 2))
+    metrics = policy.learn(batch, one_plan(batch, 2), old_log_probs=OldLogProbs.OWN)
     assert metrics["actor/ppo_kl"].result() == 0.0
     assert metrics["actor/pg_clipfrac"].result() == 0.0
     mask = batch.batch["response_mask"].bool()
     assert metrics["actor/pg_loss"].result() == pytest.approx(-float(batch.batch["advantages"][mask].mean()), rel=1e-6)
 
 
-def test_old_log_probs_may_only_be_left_out_for_one_step_on_policy(llama):
-    policy, batch = policy_of(llama), make_batch()
-    batch.pop(batch_keys=["old_log_probs"])
-    with pytest.raises(ValueError, match="lacks old_log_probs"):
-        policy.update(batch, one_plan(batch))
-    batch.meta_info["on_policy"] = True
-    with pytest.raises(ValueError, match="steps in the plan: 2"):
-        policy.update(batch, RankPlan(one_plan(batch).mini_batches * 2))
-
-
-def bypass(**changes) -> SimpleNamespace:
-    base = {
-        "loss_type": "ppo_clip",
-        "rollout_is": None,
-        "rollout_is_threshold": 2.0,
-        "rollout_is_batch_normalize": False,
-    }
-    return SimpleNamespace(**(base | {"rollout_rs": None, "rollout_rs_threshold": None} | changes))
+def bypass(**changes) -> dict[str, Any]:
+    """Of a request, in bypass mode."""
+    correction = RolloutCorrectionConfig(bypass_mode=True, **changes)
+    return {"old_log_probs": OldLogProbs.SAMPLER, "correction": correction}
 
 
 def test_in_bypass_mode_the_samplers_log_probs_are_the_old_ones(llama):
     batch = make_batch()
     want = gradients(policy_of(llama), batch, one_plan(batch, 2))
-    batch.rename("old_log_probs", "rollout_log_probs").meta_info["bypass"] = bypass()
-    got = gradients(policy_of(llama), batch, one_plan(batch, 2))
+    batch.rename("old_log_probs", "rollout_log_probs")
+    got = gradients(policy_of(llama), batch, one_plan(batch, 2), **bypass())
     assert all(torch.equal(got[name], want[name]) for name in want)
-    batch.pop(batch_keys=["rollout_log_probs"])
-    with pytest.raises(ValueError, match="lacks rollout_log_probs"):
-        policy_of(llama).update(batch, one_plan(batch))
 
 
 def test_bypass_mode_rejects_by_the_policy_in_training_for_any_cut(llama):
     batch = make_batch()
     policy, trained = policy_of(llama), batch.batch["response_mask"].bool()
-    now = policy.compute_log_prob(batch, None).batch["old_log_probs"]
-    batch.pop(batch_keys=["old_log_probs"])
+    now = policy.log_probs(batch).batch["old_log_probs"]
     # Sampler and trainer agree everywhere but on row 4, which a rule for sequences leaves out.
     batch.batch["rollout_log_probs"] = torch.where(trained, now + 0.01, 0.0)
     batch.batch["rollout_log_probs"][4] += 1.0
-    batch.meta_info["bypass"] = bypass(rollout_rs="seq_mean_k2", rollout_rs_threshold=0.1)
-    whole = gradients(policy, batch, one_plan(batch, 1))
-    for name, cut in gradients(policy, batch, one_plan(batch, 3)).items():
+    asked = bypass(rollout_rs="seq_mean_k2", rollout_rs_threshold=0.1)
+    whole = gradients(policy, batch, one_plan(batch, 1), **asked)
+    for name, cut in gradients(policy, batch, one_plan(batch, 3), **asked).items():
         torch.testing.assert_close(cut, whole[name], rtol=1e-4, atol=1e-7)
-    metrics = policy.update(batch, one_plan(batch, 3))
+    metrics = policy.learn(batch, one_plan(batch, 3), **asked)
     share = float(trained[4].sum() / trained.sum())
     assert metrics["rollout_corr/rollout_rs_masked_fraction"].result() == pytest.approx(share)
     batch.batch["advantages"][4] = 0.0
-    without = gradients(policy_of(llama), batch, one_plan(batch, 1))
+    without = gradients(policy_of(llama), batch, one_plan(batch, 1), **asked)
     for name in whole:
         torch.testing.assert_close(whole[name], without[name], rtol=1e-4, atol=1e-7)
 
@@ -260,43 +235,42 @@ def test_bypass_mode_rejects_by_the_policy_in_training_for_any_cut(llama):
 def test_other_old_log_probs_in_bypass_mode_move_the_clipped_ratio_and_nothing_else(llama, loss_type):
     batch = make_batch()
     policy, trained = policy_of(llama), batch.batch["response_mask"].bool()
-    now = policy.compute_log_prob(batch, None).batch["old_log_probs"]
-    batch.pop(batch_keys=["old_log_probs"])
+    now = policy.log_probs(batch).batch["old_log_probs"]
     batch.batch["rollout_log_probs"] = torch.where(trained, now + 0.01, 0.0)
     batch.batch["rollout_log_probs"][4] += 1.0  # rejected, and left in the divisor
     weights = "token" if loss_type == "reinforce" else None
     correction = {"rollout_is": weights, "rollout_rs": "seq_mean_k2", "rollout_rs_threshold": 0.1}
-    batch.meta_info["bypass"] = bypass(loss_type=loss_type, **correction)
-    against_sampler = gradients(policy, batch, one_plan(batch, 2))
-    batch.meta_info["on_policy"] = True  # the gate is closed: the update's own log-probs are the old ones
-    got = gradients(policy, batch, one_plan(batch, 2))
+    asked = bypass(loss_type=loss_type, **correction)
+    against_sampler = gradients(policy, batch, one_plan(batch, 2), **asked)
+    asked |= {"old_log_probs": OldLogProbs.OWN, "measures_mismatch": False}  # as behind a closed gate
+    got = gradients(policy, batch, one_plan(batch, 2), **asked)
     if loss_type == "reinforce":
         want = against_sampler
     else:  # the ratio is 1 and not exp(-0.01), inside of the clip
         want = {name: gradient * math.exp(0.01) for name, gradient in against_sampler.items()}
     for name in want:
         torch.testing.assert_close(got[name], want[name], rtol=1e-4, atol=1e-7)
-    metrics = policy.update(batch, one_plan(batch, 2))
+    metrics = policy.learn(batch, one_plan(batch, 2), **asked)
     share = float(trained[4].sum() / trained.sum())
     assert metrics["rollout_corr/rollout_rs_masked_fraction"].result() == pytest.approx(share)
     assert metrics["actor/ppo_kl"].result() == 0.0
-    assert "rollout/logprob_diff_mean" not in metrics, "it was measured with the old log-probs"
+    assert "rollout/logprob_diff_mean" not in metrics, "it was measured before"
 
 
 def test_the_mismatch_is_measured_until_the_weights_move(llama):
     policy, batch = policy_of(llama), make_batch()
     mask = batch.batch["response_mask"].bool()
     batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
-    before = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    before = policy.log_probs(batch).batch["old_log_probs"]
     want = (before - batch.batch["rollout_log_probs"])[mask].abs().mean()
-    metrics = policy.update(batch, RankPlan(one_plan(batch, 2).mini_batches * 3))
+    metrics = policy.learn(batch, RankPlan(one_plan(batch, 2).mini_batches * 3))
     assert metrics["rollout/logprob_diff_mean"].result() == pytest.approx(float(want), rel=1e-5)
     assert metrics["rollout/logprob_diff_mean"].count == metrics["rollout_corr/kl"].count == int(mask.sum())
 
 
 def test_metrics_carry_verls_names_and_their_counts(llama):
     policy, batch = policy_of(llama, use_kl_loss=True), make_batch()
-    metrics = policy.update(batch, one_plan(batch, 3))
+    metrics = policy.learn(batch, one_plan(batch, 3))
     tokens = int(batch.batch["response_mask"].sum())
     for name in ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/entropy", "actor/kl_loss"):
         assert metrics[name].count == tokens, name
@@ -306,13 +280,19 @@ def test_metrics_carry_verls_names_and_their_counts(llama):
     assert metrics["perf/mfu/actor"].result() > 0
 
 
+def test_a_model_that_cannot_be_counted_has_no_utilisation(llama):
+    policy, batch = policy_of(llama), make_batch()
+    policy.engine.flops = None
+    assert "perf/mfu/actor" not in policy.learn(batch, one_plan(batch))
+
+
 def test_pg_loss_is_the_mean_over_mini_batches_of_whole_losses(llama):
     policy, batch = policy_of(llama), make_batch()
-    first = policy.update(batch, one_plan(batch, 2))["actor/pg_loss"]
+    first = policy.learn(batch, one_plan(batch, 2))["actor/pg_loss"]
     fresh = policy_of(llama)
     plans = one_plan(batch, 2).mini_batches * 2
-    both = fresh.update(batch, RankPlan(plans))["actor/pg_loss"]
-    second = policy.update(batch, one_plan(batch, 2))["actor/pg_loss"]
+    both = fresh.learn(batch, RankPlan(plans))["actor/pg_loss"]
+    second = policy.learn(batch, one_plan(batch, 2))["actor/pg_loss"]
     assert both.result() == pytest.approx((first.result() + second.result()) / 2, rel=1e-9)
 
 
@@ -342,7 +322,7 @@ def test_rows_left_out_by_the_plan_count_in_the_divisor(llama):
 def test_a_mini_batch_of_which_no_row_runs_is_still_a_step(llama):
     policy, batch = policy_of(llama), make_batch()
     before = parameters(policy)
-    metrics = policy.update(batch, RankPlan((MiniBatchPlan((), 40, 11, 3),)))
+    metrics = policy.learn(batch, RankPlan((MiniBatchPlan((), 40, 11, 3),)))
     assert metrics["actor/grad_norm"].result() == 0.0
     decayed = {name: value * (1 - 1e-3 * 0.01) for name, value in before.items()}
     for name, value in parameters(policy).items():
@@ -366,29 +346,29 @@ def test_non_finite_steps_are_not_applied_and_stop_after_three(llama):
     batch.batch["advantages"][5, 0] = float("nan")
     plan = one_plan(batch, 2)
     for _ in range(2):
-        assert policy.update(batch, plan)["actor/skipped_steps"].result() == 1
+        assert policy.learn(batch, plan)["actor/skipped_steps"].result() == 1
     for name, value in parameters(policy).items():
         assert torch.equal(value, before[name])
     with pytest.raises(NonFiniteStepError, match="3 optimizer steps in a row"):
-        policy.update(batch, plan)
+        policy.learn(batch, plan)
 
 
 def test_moments_come_with_the_optimizer_and_the_schedule_with_the_extras(llama, tmp_path):
     batch = make_batch()
     saved = policy_of(llama)
     for _ in range(2):
-        saved.update(batch, one_plan(batch))
-    saved.save(tmp_path)
+        saved.learn(batch, one_plan(batch))
+    saved.engine.save(tmp_path)
     for contents, steps in ({("model", "optimizer"): (2, 0), ("model", "extra"): (0, 2)}).items():
         resumed = policy_of(llama)
-        resumed.load(tmp_path, contents)
+        resumed.engine.load(tmp_path, contents)
         optimizer = resumed.engine.optimizer
         assert (set(optimizer.moment_steps.values()), optimizer.steps_taken) == ({steps[0]}, steps[1])
 
 
 def test_an_export_is_configured_as_the_model_that_was_trained(llama, tmp_path):
     model = model_config(llama, override_config={"max_position_embeddings": 64, "rms_norm_eps": 1e-5})
-    Policy(model, None, fsdp_config(), device=CPU, total_steps=None).export_hf(tmp_path)
+    Actor(model, None, fsdp_config(), device=CPU, total_steps=None).engine.export_hf(tmp_path)
     exported, own = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path, llama))
     changed = {key: exported[key] for key in own if exported.get(key) != own[key]}
     assert changed == {"max_position_embeddings": 64, "rms_norm_eps": 1e-5}
@@ -398,10 +378,10 @@ def test_state_is_saved_loaded_and_exported_from_where_it_lies(llama, tmp_path, 
     """Beside an engine that is awake a GPU has no room for parameters and moments."""
     policy = policy_of(llama)
     monkeypatch.setattr(policy.engine, "onload", lambda **_: pytest.fail("brought to the device"))
-    policy.save(tmp_path / "state")
-    policy.load(tmp_path / "state")
-    policy.export_hf(tmp_path / "hf")
-    assert sum(1 for _ in policy.iter_full_params(torch.bfloat16)) == len(parameters(policy))
+    policy.engine.save(tmp_path / "state")
+    policy.engine.load(tmp_path / "state")
+    policy.engine.export_hf(tmp_path / "hf")
+    assert sum(1 for _ in policy.engine.iter_full_params(torch.bfloat16)) == len(parameters(policy))
 
 
 def test_a_finite_step_starts_the_count_again(llama):
@@ -409,26 +389,12 @@ def test_a_finite_step_starts_the_count_again(llama):
     bad.batch["advantages"][5, 0] = float("inf")
     for _ in range(2):
         for batch in (bad, bad, good):
-            policy.update(batch, one_plan(batch))
+            policy.learn(batch, one_plan(batch))
     assert policy.engine.optimizer.steps_taken == 2
 
 
-def test_missing_columns_and_plans_are_named(llama):
-    policy, batch = policy_of(llama, use_kl_loss=True), make_batch()
-    with pytest.raises(ValueError, match="plan_update"):
-        policy.update(batch, None)
-    batch.pop(batch_keys=["ref_log_prob"])
-    with pytest.raises(ValueError, match="ref_log_prob"):
-        policy.update(batch, one_plan(batch))
-
-
-def test_k1_as_a_loss_is_refused(llama):
-    with pytest.raises(ValueError, match="kl"):
-        policy_of(llama, use_kl_loss=True, kl_loss_type="kl")
-
-
 def test_bfloat16_compute_keeps_float32_master_weights(llama):
-    policy = Policy(
+    policy = Actor(
         model_config(llama),
         actor_config(),
         fsdp_config("bfloat16", model_dtype="fp32"),
@@ -436,11 +402,11 @@ def test_bfloat16_compute_keeps_float32_master_weights(llama):
         total_steps=1,
     )
     batch = make_batch()
-    batch.batch["old_log_probs"] = policy.compute_log_prob(batch, None).batch["old_log_probs"]
+    batch.batch["old_log_probs"] = policy.log_probs(batch).batch["old_log_probs"]
     with torch.no_grad():
         want = plain_log_probs(plain_model(llama), batch, 1.0)
     mask = batch.batch["response_mask"].bool()
     assert (batch.batch["old_log_probs"] - want)[mask].abs().mean() < 0.1
-    metrics = policy.update(batch, one_plan(batch))
+    metrics = policy.learn(batch, one_plan(batch))
     assert metrics["actor/ppo_kl"].result() == pytest.approx(0.0, abs=1e-2)
     assert {p.dtype for p in policy.engine.module.parameters()} == {torch.float32}

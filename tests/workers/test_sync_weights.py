@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from tests.workers.rollout.settings import rollout_config
 NAMES = ["a", "b"]
 
 
-class Policy:
+class Engine:
     def __init__(self, events: list[str]) -> None:
         self._events = events
 
@@ -70,9 +71,9 @@ def events(monkeypatch) -> list[str]:
 
 def worker(events: list[str], **parts: Any) -> ActorRolloutRefWorker:
     worker = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
-    worker.config = type("Config", (), {"rollout": rollout_config("vllm")})
+    worker._rollout = rollout_config("vllm")
     worker.device = torch.device("cpu")
-    worker._policy, worker._host, worker._fellow = Policy(events), None, None
+    worker._policy, worker._host, worker._fellow = SimpleNamespace(engine=Engine(events)), None, None
     for name, part in parts.items():
         setattr(worker, name, part)
     return worker

@@ -11,7 +11,6 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.value_loss import VALUE_LOSSES, value_loss
 from hrl.models.micro_batch import TokenRows
-from hrl.workers.value_model import ValueModel
 from tests.models.tiny import (
     RESPONSE_WIDTH,
     SHAPE,
@@ -24,6 +23,7 @@ from tests.models.tiny import (
     trim,
     world_of_one,
 )
+from tests.workers.asked import Critic
 from tests.workers.engine.ranks import CPU, gradients, parameters
 
 NORM_ERROR = {"rtol": 2e-5, "atol": 2e-6}
@@ -43,8 +43,8 @@ def classifier(tmp_path_factory):
     return folder
 
 
-def critic_of(path, **changes) -> ValueModel:
-    return ValueModel(model_config(path), critic_config(**changes), fsdp_config(), device=CPU, total_steps=10)
+def critic_of(path, **changes) -> Critic:
+    return Critic(model_config(path), critic_config(**changes), fsdp_config(), device=CPU, total_steps=10)
 
 
 def plain_head_outputs(path, batch, *, grad: bool = False):
@@ -63,11 +63,11 @@ def plain_head_outputs(path, batch, *, grad: bool = False):
 
 def test_values_stand_before_each_token_and_scores_at_the_last(classifier):
     batch = make_batch()
-    model = ValueModel(model_config(classifier), None, fsdp_config(), device=CPU, total_steps=None)
+    model = Critic(model_config(classifier), None, fsdp_config(), device=CPU, total_steps=None)
     plan = plan_rows(batch, 1, 3).ranks[0]
     _, values, scores = plain_head_outputs(classifier, batch)
-    torch.testing.assert_close(model.compute_values(batch, plan).batch["values"], values.float(), **NORM_ERROR)
-    torch.testing.assert_close(model.compute_scores(batch, plan).batch["rm_scores"], scores.float(), **NORM_ERROR)
+    torch.testing.assert_close(model.values(batch, plan).batch["values"], values.float(), **NORM_ERROR)
+    torch.testing.assert_close(model.scores(batch, plan).batch["rm_scores"], scores.float(), **NORM_ERROR)
 
 
 def test_gradients_equal_those_of_plain_forwards(classifier):
@@ -87,22 +87,21 @@ def test_the_loss_is_the_named_one_or_follows_the_clip_range(classifier, monkeyp
         VALUE_LOSSES, "absolute", lambda new, old, to, clip: ((new - to).abs(), (new - old).abs() > clip)
     )
     batch = make_batch()
-    if cliprange is not None:
-        batch.meta_info["value_loss"] = named
+    asked = {"loss_name": None if cliprange is None else named}
     _, values, _ = plain_head_outputs(classifier, batch)
     error = (values - batch.batch["returns"])[batch.batch["response_mask"].bool()]
     by_hand = {"squared": 0.5 * error.square(), "absolute": error.abs()}[named].mean()
-    metrics = critic_of(classifier, cliprange_value=cliprange).update(batch, plan_rows(batch, 1, 2).ranks[0])
+    metrics = critic_of(classifier, cliprange_value=cliprange).learn(batch, plan_rows(batch, 1, 2).ranks[0], **asked)
     assert metrics["critic/vf_loss"].result() == pytest.approx(float(by_hand), rel=1e-4)
 
 
 def test_a_critic_from_a_causal_model_starts_at_zero_and_learns(tmp_path):
     critic = critic_of(save_llama(tmp_path / "llama"))
     batch = make_batch()
-    assert not critic.compute_values(batch, None).batch["values"].any()
+    assert not critic.values(batch).batch["values"].any()
     batch.batch["values"] = torch.zeros(len(batch), RESPONSE_WIDTH)
     batch.batch["returns"] = torch.full((len(batch), RESPONSE_WIDTH), 0.4)
-    losses = [critic.update(batch, plan_rows(batch, 1, 2).ranks[0])["critic/vf_loss"].result() for _ in range(12)]
+    losses = [critic.learn(batch, plan_rows(batch, 1, 2).ranks[0])["critic/vf_loss"].result() for _ in range(12)]
     assert losses[0] == pytest.approx(0.5 * 0.4**2, rel=1e-6)
     assert losses[-1] < 0.5 * losses[0]
 
@@ -112,15 +111,15 @@ def test_prompts_are_packed_as_the_configuration_says(classifier):
     _, values, _ = plain_head_outputs(classifier, batch)
     for shared in (True, False):
         config = model_config(classifier, share_prefix=shared)
-        model = ValueModel(config, None, fsdp_config(), device=CPU, total_steps=None)
+        model = Critic(config, None, fsdp_config(), device=CPU, total_steps=None)
         tokens[shared] = model.engine.pack(TokenRows.of(batch), tuple(range(len(batch)))).input_ids.numel()
-        torch.testing.assert_close(model.compute_values(batch, None).batch["values"], values.float(), **NORM_ERROR)
+        torch.testing.assert_close(model.values(batch).batch["values"], values.float(), **NORM_ERROR)
     assert tokens[True] < tokens[False]
 
 
 def test_metrics_carry_verls_names(classifier):
     batch = make_batch()
-    metrics = critic_of(classifier).update(batch, plan_rows(batch, 1, 2).ranks[0])
+    metrics = critic_of(classifier).learn(batch, plan_rows(batch, 1, 2).ranks[0])
     assert {"critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm", "critic/lr"} <= set(
         metrics
     )
@@ -129,22 +128,13 @@ def test_metrics_carry_verls_names(classifier):
 
 def test_a_critic_is_saved_loaded_and_exported(classifier, tmp_path):
     critic, batch = critic_of(classifier), make_batch()
-    critic.update(batch, plan_rows(batch, 1, 1).ranks[0])
-    critic.save(tmp_path / "state")
-    critic.export_hf(tmp_path / "hf")
+    critic.learn(batch, plan_rows(batch, 1, 1).ranks[0])
+    critic.engine.save(tmp_path / "state")
+    critic.engine.export_hf(tmp_path / "hf")
     resumed = critic_of(classifier)
-    resumed.load(tmp_path / "state")
+    resumed.engine.load(tmp_path / "state")
     for name, value in parameters(critic).items():
         assert torch.equal(parameters(resumed)[name], value)
-    scores = ValueModel(model_config(tmp_path / "hf"), None, fsdp_config(), device=CPU, total_steps=None)
-    want = critic.compute_scores(batch, None).batch["rm_scores"]
-    torch.testing.assert_close(scores.compute_scores(batch, None).batch["rm_scores"], want, rtol=1e-4, atol=1e-5)
-
-
-def test_missing_columns_and_plans_are_named(classifier):
-    critic, batch = critic_of(classifier), make_batch()
-    with pytest.raises(ValueError, match="plan_update"):
-        critic.update(batch, None)
-    batch.pop(batch_keys=["returns"])
-    with pytest.raises(ValueError, match="returns"):
-        critic.update(batch, plan_rows(batch, 1, 1).ranks[0])
+    scores = Critic(model_config(tmp_path / "hf"), None, fsdp_config(), device=CPU, total_steps=None)
+    want = critic.scores(batch).batch["rm_scores"]
+    torch.testing.assert_close(scores.scores(batch).batch["rm_scores"], want, rtol=1e-4, atol=1e-5)

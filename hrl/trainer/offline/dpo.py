@@ -9,14 +9,15 @@ computed once, by the same engine, before a checkpoint is loaded or a step is ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from hrl.algos.preference import PairOptions, pairs_of_sums, preference_loss
-from hrl.batching import BatchPlan
+from hrl.metrics import Metric
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import FORWARD_ITEMS, OfflineTrainer
+from hrl.workers.requests import PreferenceUpdate, temperature_of
 
 if TYPE_CHECKING:
     from hrl.data.offline.pairs import PairDataset
@@ -26,11 +27,10 @@ class DPOTrainer(OfflineTrainer):
     """Learns from pairs by any loss of `hrl.algos.preference.PAIR_LOSSES`."""
 
     @property
-    def preference(self) -> dict[str, Any]:
-        """The loss and its constants, as workers take them."""
+    def options(self) -> PairOptions:
+        """The constants of the loss."""
         algorithm = self.config.algorithm
-        names = ("loss_type", "beta", "label_smoothing", "target_margin")
-        return {name: getattr(algorithm, name) for name in names}
+        return PairOptions(algorithm.beta, algorithm.label_smoothing, algorithm.target_margin)
 
     def before_load(self) -> None:
         """Ask the reference, which is the model before its first step, for all pairs that are still to come."""
@@ -57,18 +57,21 @@ class DPOTrainer(OfflineTrainer):
         for block, sums in zip(blocks, found, strict=True):
             dataset.set_reference(block, sums)
 
-    def plan(self, batch: DataProto) -> BatchPlan:
-        world_size = self.workers.model.world_size
-        return self.planner.pairs(batch, world_size, self.limits, mini_batch_pairs=len(batch) // 2)
-
-    def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
-        batch.meta_info["preference"] = self.preference
-        return self.workers.model.update_preference(batch, plan)
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        request = PreferenceUpdate(
+            plan=self.pair_plan(batch),
+            step=self.global_steps,
+            temperature=temperature_of(batch.meta_info),
+            loss_type=self.config.algorithm.loss_type,
+            options=self.options,
+            has_reference=self.config.needs_reference,
+            measures_mismatch=False,
+        )
+        return self.workers.model.update_preference(batch, request)
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
-        """Loss and implicit rewards of every pair."""
-        settings = self.preference
-        name, options = settings.pop("loss_type"), PairOptions(**settings)
+        """Return loss and implicit rewards of every pair."""
+        name, options = self.config.algorithm.loss_type, self.options
         columns, slots = batch.batch, range(0, len(batch), 2)
         pairs = pairs_of_sums(
             name,
@@ -76,7 +79,7 @@ class DPOTrainer(OfflineTrainer):
             columns["response_mask"].sum(-1),
             [*slots],
             [slot + 1 for slot in slots],
-            columns["ref_sequence_log_prob"] if "ref_sequence_log_prob" in columns.keys() else None,
+            columns["ref_sequence_log_prob"] if self.config.needs_reference else None,
         )
         chosen, rejected = (options.beta * margin for margin in pairs.margins())
         return {

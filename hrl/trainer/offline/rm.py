@@ -12,10 +12,11 @@ from typing import ClassVar
 from torch import Tensor
 
 from hrl.algos.preference import reward_model_loss
-from hrl.batching import BatchPlan
 from hrl.cluster.roles import Role
+from hrl.metrics import Metric
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import OfflineTrainer
+from hrl.workers.requests import RewardModelUpdate, ScalarRequest
 
 
 class RMTrainer(OfflineTrainer):
@@ -28,17 +29,19 @@ class RMTrainer(OfflineTrainer):
     learners = (Role.RewardModel,)
     loss_type: ClassVar[str] = "bradley_terry"
 
-    def plan(self, batch: DataProto) -> BatchPlan:
-        world_size = self.workers.model.world_size
-        return self.planner.pairs(batch, world_size, self.limits, mini_batch_pairs=len(batch) // 2)
-
-    def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
-        batch.meta_info["loss_type"] = self.loss_type
-        return self.workers.model.update_reward_model(batch, plan)
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        request = RewardModelUpdate(
+            plan=self.pair_plan(batch),
+            step=self.global_steps,
+            loss_type=self.loss_type,
+            has_margin="margin" in batch.batch.keys(),
+        )
+        return self.workers.model.update_reward_model(batch, request)
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
-        """Loss and scores of every pair."""
-        scores = self.workers.model.compute_rm_score(batch, self.forward_plan(batch)).batch["rm_scores"].double()
+        """Return loss and scores of every pair."""
+        request = ScalarRequest(plan=self.forward_plan(batch))
+        scores = self.workers.model.compute_rm_score(batch, request).batch["rm_scores"].double()
         chosen, rejected = scores[0::2], scores[1::2]
         margin = batch.batch["margin"][0::2] if "margin" in batch.batch.keys() else None
         return {

@@ -11,9 +11,10 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from hrl.batching import BatchPlan
+from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import OfflineTrainer
+from hrl.workers.requests import SupervisedUpdate, temperature_of
 
 
 class SFTTrainer(OfflineTrainer):
@@ -25,20 +26,21 @@ class SFTTrainer(OfflineTrainer):
 
     loss_type: ClassVar[str] = "nll"
 
-    def plan(self, batch: DataProto) -> BatchPlan:
-        return self.planner.update(
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        plan = self.planner.update(
             batch, self.workers.model.world_size, self.limits, mini_batch_rows=len(batch), epochs=1
         )
+        request = SupervisedUpdate(
+            plan=plan,
+            step=self.global_steps,
+            temperature=temperature_of(batch.meta_info),
+            loss_type=self.loss_type,
+            loss_agg_mode=self.config.algorithm.loss_agg_mode,
+            loss_scale_factor=self.config.data.max_length,  # as long as any answer may be, and the same in all steps
+        )
+        return self.workers.model.update_supervised(batch, request)
 
-    def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
-        batch.meta_info |= {
-            "loss_type": self.loss_type,
-            "loss_agg_mode": self.config.algorithm.loss_agg_mode,
-            "loss_scale_factor": self.config.data.max_length,  # as long as any answer may be, and the same in all steps
-        }
-        return self.workers.model.update_supervised(batch, plan)
-
-    def train_step(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         batch = super().train_step(batch, metrics)
         metrics["train/perplexity"] = math.exp(metrics["train/nll"])
         return batch

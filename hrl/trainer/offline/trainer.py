@@ -12,10 +12,11 @@ from torch import Tensor
 from hrl.batching import BatchPlan
 from hrl.cluster.planner import MicroBatchLimits, Planner
 from hrl.cluster.roles import Role
-from hrl.metrics import reduce_metrics
+from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.offline.metrics import batch_metrics, metrics_by_source
+from hrl.workers.requests import LogProbRequest, temperature_of
 
 #: Items of one forward pass over a data set: enough to fill every rank, few enough for a call's deadline.
 FORWARD_ITEMS = 512
@@ -43,12 +44,8 @@ class OfflineTrainer(TrainingLoop):
     # ------------------------------------------------------------------ what a trainer is
 
     @abstractmethod
-    def plan(self, batch: DataProto) -> BatchPlan:
-        """Return the one optimizer step of a batch."""
-
-    @abstractmethod
-    def update(self, batch: DataProto, plan: BatchPlan) -> DataProto:
-        """Take it; `meta_info["metrics"]` has its metrics."""
+    def update(self, batch: DataProto) -> dict[str, Metric]:
+        """Take the one optimizer step of a batch; returns its metrics."""
 
     @abstractmethod
     def score(self, batch: DataProto) -> dict[str, Tensor]:
@@ -59,10 +56,9 @@ class OfflineTrainer(TrainingLoop):
 
     # ------------------------------------------------------------------ the loop's parts
 
-    def train_step(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        batch.meta_info["step"] = self.global_steps
+    def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         with self.phase("update"):
-            metrics |= reduce_metrics(self.update(batch, self.plan(batch)).meta_info["metrics"])
+            metrics.observe(self.update(batch))
         return batch
 
     def validate(self) -> dict[str, float]:
@@ -81,13 +77,18 @@ class OfflineTrainer(TrainingLoop):
     def save_contents(self) -> Sequence[str]:
         return self.config.checkpoint.save_contents
 
-    # ------------------------------------------------------------------ forward passes
+    # ------------------------------------------------------------------ plans and passes
+
+    def pair_plan(self, batch: DataProto) -> BatchPlan:
+        """Return one step over a batch of pairs."""
+        world_size = self.workers.model.world_size
+        return self.planner.pairs(batch, world_size, self.limits, mini_batch_pairs=len(batch) // 2)
 
     def forward_plan(self, batch: DataProto) -> BatchPlan:
-        """Every row once, for a pass without gradients."""
+        """Return a pass over every row, without gradients."""
         return self.planner.forward(batch, self.workers.model.world_size, self.limits)
 
     def log_probs(self, batch: DataProto) -> Tensor:
-        """Log-probs `(B, R)` of the trained tokens under the present weights, float64, zero elsewhere."""
-        found = self.workers.model.compute_log_prob(batch, self.forward_plan(batch))
-        return found.batch["old_log_probs"].double()
+        """Return log-probs `(B, R)` of the trained tokens under the present weights, float64, zero elsewhere."""
+        request = LogProbRequest(plan=self.forward_plan(batch), temperature=temperature_of(batch.meta_info))
+        return self.workers.model.compute_log_prob(batch, request).batch["old_log_probs"].double()

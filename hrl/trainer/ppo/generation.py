@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from hrl.errors import HrlError
+from hrl.metrics import Metric
 from hrl.protocol import DataProto
 
 
@@ -78,3 +79,17 @@ def check_policy_version(batch: DataProto, expected: int) -> None:
             f"this batch was sampled from policy version {found}, but the policy is at version {expected}: "
             "the last weight sync did not reach the engine"
         )
+
+
+def count_troubles(samples: DataProto) -> dict[str, Metric]:
+    """Return counts that tell a silent failure of sampling from a response.
+
+    Args:
+        samples: `response_mask (B, R)` as the engine gave it, and `finish_reason`.
+    """
+    reasons = samples.non_tensor_batch["finish_reason"]
+    return {
+        "rollout/empty_responses": Metric.total((~samples.batch["response_mask"].bool().any(-1)).sum()),
+        "rollout/aborted_responses": Metric.total((reasons == "abort").sum()),
+        "rollout/truncated_responses": Metric.total((reasons == "length").sum()),
+    }

@@ -11,9 +11,11 @@ from dataclasses import replace
 import torch
 
 from hrl.algos.groups import best_against_worst, group_codes
+from hrl.algos.preference import PairOptions
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
+from hrl.workers.requests import PreferenceUpdate, temperature_of
 
 
 class OnlineDPOTrainer(RayPPOTrainer):
@@ -78,6 +80,13 @@ class OnlineDPOTrainer(RayPPOTrainer):
             mini_batch_pairs=settings.ppo_mini_batch_size,
             epochs=settings.ppo_epochs,
         )
-        algorithm = self.config.algorithm
-        batch.meta_info["preference"] = {"loss_type": algorithm.preference_loss, "beta": self.kl_ctrl.value}
-        metrics.observe(actor.update_preference(batch, plan).meta_info["metrics"])
+        request = PreferenceUpdate(
+            plan=plan,
+            step=self.global_steps,
+            temperature=temperature_of(batch.meta_info),
+            loss_type=self.config.algorithm.preference_loss,
+            options=PairOptions(beta=self.kl_ctrl.value),
+            has_reference=self.use_reference_policy,
+            measures_mismatch=True,
+        )
+        metrics.observe(actor.update_preference(batch, request))

@@ -9,10 +9,9 @@ from hrl.algos.bypass import bypass_loss_name
 from hrl.algos.kl import AdaptiveKLController, get_kl_controller
 from hrl.algos.registry import POLICY_LOSS_TRAITS, estimator_traits
 from hrl.algos.reward_placement import place_scores
-from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.cluster.planner import AllLimits, Planner, plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
-from hrl.metrics import Metric, StepMetrics, reduce_metrics
+from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.samples import rollout_records
 from hrl.single_controller.worker_group import RayWorkerGroup
@@ -20,11 +19,11 @@ from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.baselines import take_baselines
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
-from hrl.trainer.ppo.generation import check_policy_version, prompt_batch
+from hrl.trainer.ppo.generation import check_policy_version, count_troubles, prompt_batch
 from hrl.trainer.ppo.metrics import compute_data_metrics, count_left_out, validation_metrics, validation_troubles
+from hrl.trainer.ppo.old_log_probs import needs_old_log_prob, policy_update, update_measures_mismatch
 from hrl.trainer.ppo.sampler_mismatch import (
     DriftGate,
-    compared_rows,
     correct_for_sampler,
     corrects,
     drift_alarm,
@@ -33,6 +32,7 @@ from hrl.trainer.ppo.sampler_mismatch import (
     with_sample_sizes,
 )
 from hrl.trainer.ppo.selection import draw_by_score, mark_tokens, step_generator
+from hrl.workers.requests import LogProbRequest, SampleRequest, ScalarRequest, ValueUpdate, temperature_of
 
 if TYPE_CHECKING:
     import torch
@@ -43,31 +43,6 @@ if TYPE_CHECKING:
     from hrl.trainer.ppo.rewards import RewardService
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
-
-
-def is_on_policy(config: Any) -> bool:
-    """Return whether a batch is used for one optimizer step only.
-
-    Then the old log-probs are the update's own and cost no forward pass: the ratio is exactly 1.
-    """
-    actor = config.actor_rollout_ref.actor
-    return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
-
-
-def needs_old_log_prob(config: Any) -> bool:
-    """Return whether a run has the phase that computes `old_log_probs`.
-
-    Something reads them before or in the update.
-    """
-    algorithm = config.algorithm
-    return algorithm.preference_loss is None and (
-        not is_on_policy(config)
-        or algorithm.use_kl_in_reward
-        or algorithm.rollout_correction.bypass_mode
-        or corrects(algorithm.rollout_correction)
-        or estimator_traits(algorithm.adv_estimator).needs_old_log_probs
-        or config.actor_rollout_ref.actor.policy_loss.loss_mode in TOKEN_SELECTORS
-    )
 
 
 class RayPPOTrainer(TrainingLoop):
@@ -127,7 +102,6 @@ class RayPPOTrainer(TrainingLoop):
         self.use_critic = config.needs_critic
         self.use_reference_policy = config.needs_reference
         self.use_rm = config.needs_reward_model
-        self.on_policy = is_on_policy(config)
         self.needs_old_log_prob = needs_old_log_prob(config)
         self.estimator = estimator_traits(config.algorithm.adv_estimator)
         self.drift_gate = DriftGate(config.actor_rollout_ref.rollout.logprob_diff_alarm)
@@ -249,9 +223,11 @@ class RayPPOTrainer(TrainingLoop):
             self.config.actor_rollout_ref.rollout.tensor_model_parallel_size,
         )
         self.rewards.begin(rows)
-        sampled = rollout.generate_sequences(rows, plan)
+        sampled = rollout.generate_sequences(
+            rows, SampleRequest(plan=plan, with_greedy="greedy" in rows.non_tensor_batch)
+        )
         check_policy_version(sampled, self.policy_version)
-        metrics.observe(sampled.meta_info.pop("metrics"))
+        metrics.observe(count_troubles(sampled))
         for sent in (rows, sampled):
             sent.meta_info.pop("reward_round", None)  # of the call, not of the rows
         # The sampler's columns are prompt and response together; they replace the prompt's own.
@@ -276,7 +252,7 @@ class RayPPOTrainer(TrainingLoop):
         if not self.use_rm:
             return batch
         plan = self.planner.forward(batch, self.workers.rm.world_size, self.limits.rm)
-        return batch.union(self.workers.rm.compute_rm_score(batch, plan))
+        return batch.union(self.workers.rm.compute_rm_score(batch, ScalarRequest(plan=plan)))
 
     @property
     def bypasses(self) -> bool:
@@ -293,10 +269,15 @@ class RayPPOTrainer(TrainingLoop):
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             return batch
         actor, correction = self.workers.actor, self.config.algorithm.rollout_correction
-        batch.meta_info["with_sum_pi_squared"] = self.estimator.needs_sum_pi_squared
         plan = self.planner.forward(batch, actor.world_size, self.limits.log_prob)
-        batch = batch.union(actor.compute_log_prob(batch, plan))
-        metrics.observe(sampler_drift(batch))
+        request = LogProbRequest(
+            plan=plan,
+            temperature=temperature_of(batch.meta_info),
+            with_sum_pi_squared=self.estimator.needs_sum_pi_squared,
+        )
+        batch = batch.union(actor.compute_log_prob(batch, request))
+        columns = batch.batch
+        metrics.observe(sampler_drift(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]))
         if corrects(correction) and not correction.bypass_mode:
             batch, counts = correct_for_sampler(batch, correction)
             metrics.observe(counts)
@@ -306,13 +287,14 @@ class RayPPOTrainer(TrainingLoop):
         """Add `ref_log_prob (B, R)` of the reference policy."""
         ref = self.workers.ref
         plan = self.planner.forward(batch, ref.world_size, self.limits.ref)
-        return batch.union(ref.compute_ref_log_prob(batch, plan))
+        request = LogProbRequest(plan=plan, temperature=temperature_of(batch.meta_info))
+        return batch.union(ref.compute_ref_log_prob(batch, request))
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """Add the critic's `values (B, R)`."""
         critic = self.workers.critic
         plan = self.planner.forward(batch, critic.world_size, self.limits.values)
-        return batch.union(critic.compute_values(batch, plan))
+        return batch.union(critic.compute_values(batch, ScalarRequest(plan=plan)))
 
     def compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Add `token_level_rewards`, `advantages` and `returns`, each (B, R)."""
@@ -331,8 +313,8 @@ class RayPPOTrainer(TrainingLoop):
             config=algorithm,
         )
 
-    def update_critic(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        """Teaches the critic the returns."""
+    def update_critic(self, batch: DataProto, metrics: StepMetrics) -> None:
+        """Teach the critic the returns."""
         settings = self.config.critic
         plan = self.planner.update(
             batch,
@@ -342,10 +324,11 @@ class RayPPOTrainer(TrainingLoop):
             epochs=settings.ppo_epochs,
             shuffle_seed=self._shuffle_seed(),
         )
-        metrics |= reduce_metrics(self.workers.critic.update_critic(batch, plan).meta_info["metrics"])
+        request = ValueUpdate(plan=plan, step=self.global_steps, loss=settings)
+        metrics.observe(self.workers.critic.update_critic(batch, request))
 
     def compare_with_sampler(self, batch: DataProto, compared: Collection[int], metrics: StepMetrics) -> None:
-        """Before an update: compares some of the rows that it does not run, where these are too few to judge by.
+        """Before an update: compare some of the rows that it does not run, where these are too few to judge by.
 
         Nothing where all rows were compared when the old log-probs were computed.
 
@@ -355,20 +338,19 @@ class RayPPOTrainer(TrainingLoop):
             metrics: Receives `rollout/logprob_diff_*`, `rollout_corr/*` and `actor/entropy` of the others, which
                 those of the update are merged with.
         """
-        if self.needs_old_log_prob and not self.bypasses:
+        if not update_measures_mismatch(self.config, bypasses=self.bypasses):
             return
         has_tokens = batch.batch["response_mask"].bool().any(-1)
-        metrics.observe(compared_rows(has_tokens[list(compared)].sum()))
+        metrics.observe({"rollout/logprob_diff_rows": Metric.total(has_tokens[list(compared)].sum())})
         rows = spot_check(batch, compared)
         if not len(rows):
             return
         actor, sample = self.workers.actor, batch.select_idxs(rows)
-        sample.meta_info = sample.meta_info | {"with_entropy": True, "with_sum_pi_squared": False}
         plan = self.planner.forward(sample, actor.world_size, self.limits.log_prob)
-        scored = actor.compute_log_prob(sample, plan).batch
-        sample.batch["old_log_probs"] = scored["old_log_probs"]
-        metrics.observe(sampler_drift(sample))
-        entropies = scored["entropys"][sample.batch["response_mask"].bool()]
+        request = LogProbRequest(plan=plan, temperature=temperature_of(batch.meta_info), with_entropy=True)
+        scored, mask = actor.compute_log_prob(sample, request).batch, sample.batch["response_mask"]
+        metrics.observe(sampler_drift(scored["old_log_probs"], sample.batch["rollout_log_probs"], mask))
+        entropies = scored["entropys"][mask.bool()]
         metrics.observe({"actor/entropy": Metric.mean(entropies.sum(), entropies.numel())})
 
     def update_actor(self, batch: DataProto, metrics: StepMetrics) -> None:
@@ -395,19 +377,14 @@ class RayPPOTrainer(TrainingLoop):
         )
         self.compare_with_sampler(batch, rows_of_first_step(plan), metrics)
         metrics["actor/rows_run"] = float(sum(map(len, plan.rows)))
-        batch.meta_info |= {
-            "on_policy": self.on_policy and not self.bypasses,  # the update's own log-probs are the old ones
-            "bypass": correction if correction.bypass_mode else None,
-        }
-        kept_back = set()
-        if self.on_policy or self.bypasses:
-            # On the weights that sampled the update's own log-probs are the old ones, bit for bit; in bypass mode the
-            # sampler's are, which travel under their own name.
-            kept_back.add("old_log_probs")
-        if self.needs_old_log_prob and not correction.bypass_mode:
-            kept_back.add("rollout_log_probs")  # they have been compared already
-        batch = batch.select(batch_keys=[name for name in batch.batch.keys() if name not in kept_back])
-        metrics.observe(self.workers.actor.update_actor(batch, plan).meta_info["metrics"])
+        request = policy_update(
+            self.config,
+            plan,
+            step=self.global_steps,
+            temperature=temperature_of(batch.meta_info),
+            bypasses=self.bypasses,
+        )
+        metrics.observe(self.workers.actor.update_actor(batch, request))
 
     def judge_mismatch(self, metrics: dict[str, float]) -> None:
         """Say how far sampler and trainer are apart, and whether the next step may take the sampler's log-probs."""

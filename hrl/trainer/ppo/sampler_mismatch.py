@@ -2,54 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, SupportsFloat
+from collections.abc import Collection
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from hrl.algos.reward_placement import place_scores
-from hrl.algos.rollout_correction import correct, effective_share, mismatch
+from hrl.algos.rollout_correction import correct, effective_share
+from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
-
-PREFIX = "rollout_corr/"
+from hrl.workers.engine.meter import Meter
+from hrl.workers.mismatch import measure_mismatch
 
 SPOT_CHECK_ROWS = 16
-"""So many rows of a step are compared with the sampler at least, where it has so many with a trained token."""
+"""At least this many rows of a step are compared with the sampler, if it has as many with a trained token."""
 
 
-def sampler_drift(batch: DataProto) -> dict[str, Metric]:
+def sampler_drift(trainer: Tensor, sampler: Tensor, mask: Tensor) -> dict[str, Metric]:
     """Return how far the trainer's log-probs of the sampled tokens are from the sampler's.
 
     Args:
-        batch: `old_log_probs` as the trainer computed them, `rollout_log_probs` and `response_mask`, (B, R) each.
+        trainer: `(B, R)`.
+        sampler: `(B, R)`.
+        mask: `(B, R)`, set at trained tokens.
 
     Returns:
-        Mean, p99 and maximum of the absolute difference as `rollout/logprob_diff_*`, the number of rows that they
-        stand for as `rollout/logprob_diff_rows`, and the rest as `rollout_corr/*`; nothing without the sampler's
-        log-probs or without a trained token.
+        What `measure_mismatch` measures, and the number of rows that it stands for; nothing without a trained token.
     """
-    if "rollout_log_probs" not in batch.batch:
+    tokens = mask.bool()
+    if not tokens.any():
         return {}
-    trainer, sampler, mask = (batch.batch[name] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
-    difference = (trainer - sampler)[mask.bool()].abs().double()
-    if difference.numel() == 0:
-        return {}
-    return (
-        {
-            "rollout/logprob_diff_mean": Metric.mean(difference.sum(), difference.numel()),
-            "rollout/logprob_diff_p99": Metric.max(np.quantile(difference.numpy(), 0.99)),
-            "rollout/logprob_diff_max": Metric.max(difference.max()),
-        }
-        | compared_rows(mask.bool().any(-1).sum())
-        | _metrics(mismatch(trainer, sampler, mask))
-    )
-
-
-def compared_rows(count: SupportsFloat) -> dict[str, Metric]:
-    """Return how many rows `rollout/logprob_diff_*` stand for."""
-    return {"rollout/logprob_diff_rows": Metric.total(count)}
+    meter = Meter()
+    measure_mismatch(meter, trainer, sampler, mask, lambda column: column[tokens])
+    return {**meter.metrics(), "rollout/logprob_diff_rows": Metric.total(tokens.any(-1).sum())}
 
 
 def spot_check(batch: DataProto, compared: Collection[int]) -> np.ndarray:
@@ -63,8 +50,7 @@ def spot_check(batch: DataProto, compared: Collection[int]) -> np.ndarray:
         compared: Rows that the update compares.
 
     Returns:
-        Evenly over the other rows with a trained token, as many as lack to `SPOT_CHECK_ROWS`; the same for the same
-        arguments.
+        Evenly spaced other rows with a trained token that bring the total to `SPOT_CHECK_ROWS`, or all there are.
     """
     has_tokens = batch.batch["response_mask"].bool().any(-1).numpy()
     is_compared = np.isin(np.arange(len(batch)), list(compared))
@@ -74,19 +60,20 @@ def spot_check(batch: DataProto, compared: Collection[int]) -> np.ndarray:
     return others[np.arange(count) * len(others) // max(count, 1)]
 
 
-def corrects(settings: Any) -> bool:
+def corrects(settings: RolloutCorrectionConfig) -> bool:
     """Return whether `algorithm.rollout_correction` asks for weights or for rejection."""
     return settings.rollout_is is not None or bool(settings.rollout_rs)
 
 
-def correct_for_sampler(batch: DataProto, settings: Any) -> tuple[DataProto, dict[str, Metric]]:
-    """Weighs and rejects by the ratio of trainer to sampler, once over the whole batch.
+def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, Metric]]:
+    """Weigh and reject by the ratio of trainer to sampler, once over the whole batch.
 
     What is rejected leaves `response_mask`: it trains nothing, and a sequence that leaves whole has no part in its
     group. A score that stood on a rejected token moves to the last one that is left.
 
     Args:
-        batch: The columns of `sampler_drift` and `token_level_scores`.
+        batch: `old_log_probs` as the trainer computed them, `rollout_log_probs`, `response_mask` and
+            `token_level_scores`, `(B, R)` each.
         settings: `algorithm.rollout_correction`.
 
     Returns:
@@ -105,21 +92,18 @@ def correct_for_sampler(batch: DataProto, settings: Any) -> tuple[DataProto, dic
     if not torch.equal(kept, mask):
         columns["token_level_scores"] = place_scores(columns["token_level_scores"].sum(-1), kept)
         columns["response_mask"] = kept
-    return batch, _metrics(metrics)
-
-
-def _metrics(sums: Mapping[str, tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Metric]:
-    return {f"{PREFIX}{name}": Metric.mean(total, count) for name, (total, count) in sums.items()}
+    return batch, {f"rollout_corr/{name}": Metric.mean(*pair) for name, pair in metrics.items()}
 
 
 def with_sample_sizes(metrics: dict[str, float]) -> None:
     """Add the effective sample sizes, of the batch as it was sampled and as it is weighed, in place."""
-    ratio, mean = metrics.pop(f"{PREFIX}ratio", None), metrics.get(f"{PREFIX}rollout_is_mean")
+    ratio, mean = metrics.pop("rollout_corr/ratio", None), metrics.get("rollout_corr/rollout_is_mean")
     if ratio is not None:
-        metrics[f"{PREFIX}eff_sample_size"] = effective_share(ratio, metrics[f"{PREFIX}chi2_token"] + 1.0)
+        second_moment = metrics["rollout_corr/chi2_token"] + 1.0
+        metrics["rollout_corr/eff_sample_size"] = effective_share(ratio, second_moment)
     if mean is not None:
-        square = metrics.pop(f"{PREFIX}rollout_is_mean_square")
-        metrics[f"{PREFIX}rollout_is_eff_sample_size"] = effective_share(mean, square)
+        square = metrics.pop("rollout_corr/rollout_is_mean_square")
+        metrics["rollout_corr/rollout_is_eff_sample_size"] = effective_share(mean, square)
 
 
 def is_apart(drift: float, limit: float) -> bool:

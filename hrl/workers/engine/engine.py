@@ -5,30 +5,102 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from hrl.algos.aggregation import Counts, aggregate
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.flops import ModelFlops, peak_flops
 from hrl.models.loading import Loaded, dtype_of
-from hrl.models.micro_batch import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch
+from hrl.models.micro_batch import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
+from hrl.models.ops.layout import to_device
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
 from hrl.workers.engine.host_memory import HostCopies, local
+from hrl.workers.engine.meter import Meter
 from hrl.workers.engine.nonfinite import SkippedStep, Symptoms, names_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport
 from hrl.workers.engine.sharding import build_mesh, build_sharded, keeps_cast_parameters
 from hrl.workers.engine.weights import PREFIX, ParamSpec, export_hf, iter_full_params, param_specs
 
 if TYPE_CHECKING:
+    from hrl.config.model import ForwardShardingConfig, FsdpConfig
     from hrl.protocol import DataProto
+    from hrl.workers.requests import Training, Update
+
+
+@dataclass(frozen=True)
+class UpdateNames:
+    """What an update and its metrics are called.
+
+    Attributes:
+        update: In messages and names of files.
+        grad_norm: Mean norm of the gradients of the steps that were applied.
+        lr: The rate of the last step.
+        skipped_steps: Steps that were not finite.
+        mfu: Share of the device's peak that forward and backward passes reached.
+    """
+
+    update: str
+    grad_norm: str
+    lr: str
+    skipped_steps: str
+    mfu: str
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One micro-batch of an update after its forward pass: b rows, r response columns.
+
+    Attributes:
+        batch: All rows of the rank.
+        picked: Those of the micro-batch.
+        packed: How they were run.
+        flat: The model's results, `(N,)` each.
+        mini_batch: Its counts are the divisors.
+        width: Response columns of the batch.
+        meter: Takes metrics.
+        moved: A step of this update has moved the weights already.
+    """
+
+    batch: DataProto
+    picked: tuple[int, ...]
+    packed: PackedMicroBatch
+    flat: tuple[Tensor, ...]
+    mini_batch: MiniBatchPlan
+    width: int
+    meter: Meter
+    moved: bool
+
+    @property
+    def mask(self) -> Tensor:
+        """`(b, r)`, true at trained tokens."""
+        return self.packed.mask
+
+    def result(self, index: int = 0) -> Tensor:
+        """Return one of the model's results, `(b, r)`; `(b, 1)` for one number per row."""
+        return self.packed.unpack(self.flat[index])
+
+    def rows(self, name: str) -> Tensor:
+        """Return a column `(B,)`, as `(b,)` on the device."""
+        return to_device([self.batch.batch[name][list(self.picked)]], self.mask.device)[0]
+
+    def tokens(self, *names: str) -> dict[str, Tensor]:
+        """Return columns `(B, R)`, as `(b, r)` on the device."""
+        return take_columns(self.batch, names, self.picked, self.packed)
+
+    def aggregate(self, loss_mat: Tensor, mode: str, norm: float | None) -> Tensor:
+        """Return this micro-batch's share of the mini-batch's loss."""
+        counted = Counts(self.mini_batch.num_tokens, self.mini_batch.num_sequences, self.mini_batch.num_groups)
+        return aggregate(loss_mat, self.mask, mode, counted, norm)
 
 
 class Engine:
@@ -38,12 +110,9 @@ class Engine:
         load: `load(meta)` gives the transformers model, with or without storage.
         wrap: From the transformers model to the module whose `forward` is run.
         share_prefix: Compute equal prompts of a micro-batch once.
-        train: `optim` and `grad_clip`; `None` for a model that isn't trained.
+        training: How the model learns; `None` for a frozen one.
         fsdp: The sharding's configuration.
         device: Of this rank.
-        total_steps: Length of the run in optimizer steps.
-        run_folder: Where batches are kept whose loss or gradient is not finite; `None` outside of a run.
-        seed: Of the run, by which bfloat16 masters are rounded.
     """
 
     def __init__(
@@ -52,19 +121,15 @@ class Engine:
         wrap: Callable[[Any], nn.Module],
         *,
         share_prefix: bool,
-        train: Any | None,
-        fsdp: Any,
+        training: Training | None,
+        fsdp: FsdpConfig | ForwardShardingConfig,
         device: torch.device,
-        total_steps: int | None,
-        run_folder: Path | None = None,
-        seed: int = 0,
     ) -> None:
         self.device = device
-        self.run_folder = run_folder
-        self.train_config = train
+        self.training = training
         self.share_prefix = share_prefix
         self.mesh = build_mesh(device, fsdp.fsdp_size)
-        self.module, loaded = build_sharded(load, wrap, fsdp, self.mesh, device, train=train is not None)
+        self.module, loaded = build_sharded(load, wrap, fsdp, self.mesh, device, train=training is not None)
         self.source_config = loaded.source_config
         self.form = CheckpointForm.of(loaded.model)
         self.flops = ModelFlops.of(loaded.model)
@@ -72,7 +137,7 @@ class Engine:
         # On a CPU there is nothing to gain: the host's memory is the device's.
         movable = device.type != "cpu"
         self.optimizer: Optimizer | None = None
-        if train is None:
+        if training is None:
             self.module.requires_grad_(False)
             self.module.eval()
         else:
@@ -80,12 +145,12 @@ class Engine:
             self.frozen = frozenset(name for name, parameter in parameters if not parameter.requires_grad)
             self.optimizer = Optimizer(
                 self.module,
-                train.optim,
-                train.grad_clip,
-                total_steps,
+                training.optim,
+                training.grad_clip,
+                training.total_steps,
                 device=device,
                 offload=movable and fsdp.optimizer_offload,
-                seed=seed,
+                seed=training.seed,
             )
         self.host_copies = HostCopies(self.module, device) if movable and fsdp.param_offload else None
         self._keeps_cast = keeps_cast_parameters(self.mesh.size(), device, fsdp.reshard_after_forward)
@@ -105,7 +170,7 @@ class Engine:
     def forward(
         self,
         rows: TokenRows,
-        plan: RankPlan | None,
+        plan: RankPlan,
         run: Callable[[PackedMicroBatch], tuple[Tensor, ...]],
         *,
         num_outputs: int,
@@ -115,7 +180,7 @@ class Engine:
 
         Args:
             rows: This rank's rows.
-            plan: Exactly one mini-batch; `None` runs all rows in one micro-batch.
+            plan: Exactly one mini-batch, which holds every row.
             run: From a packed micro-batch to `(N,)` results.
             num_outputs: How many results `run` gives.
             wanted: Which hidden states it needs.
@@ -143,38 +208,70 @@ class Engine:
         columns[:, order] = torch.zeros_like(columns).masked_scatter(mask[order].expand_as(columns), found)
         return [column.squeeze(1) if wanted == "last" else column for column in columns.unbind()]
 
-    def update(
+    def learn(
         self,
-        plan: RankPlan,
-        loss_of: Callable[[MiniBatchPlan, tuple[int, ...]], Tensor],
-        *,
-        name: str,
         batch: DataProto,
-        meter: Meter,
+        request: Update[RankPlan],
+        run: Callable[[PackedMicroBatch], tuple[Tensor, ...]],
+        loss_of: Callable[[Piece], Tensor],
+        names: UpdateNames,
+        *,
+        with_head: bool,
+        wanted: Wanted = "next",
     ) -> dict[str, Metric]:
-        """Every optimizer step of the plan.
+        """Take every optimizer step of the request's plan.
 
         Args:
-            plan: This rank's part of the mini-batches.
-            loss_of: From a mini-batch and a micro-batch's rows to what `step` wants of them.
-            name: Of the update, in front of its metrics.
             batch: The rank's rows.
-            meter: Takes the metrics of `loss_of`.
+            request: What is asked for.
+            run: From a packed micro-batch to `(N,)` results.
+            loss_of: From a micro-batch and its results to its share of the mini-batch's loss, divided by the counts of
+                all ranks; it may add to the piece's meter.
+            names: Of the update and its metrics.
+            with_head: The results come from the language model's head, whose work counts.
+            wanted: Which hidden states `run` needs.
 
         Returns:
-            The meter's metrics.
+            What `loss_of` has measured, and the metrics of `names`.
 
         Raises:
             NonFiniteStepError: Several steps in a row were not finite.
         """
+        plan, (optimizer, _) = request.plan, self._trained
+        rows, meter = TokenRows.of(batch), Meter(dist.get_world_size(), len(plan.mini_batches))
+        start, steps_before, num_flops = time.perf_counter(), optimizer.steps_taken, 0.0
+
+        def share_of(mini_batch: MiniBatchPlan, picked: tuple[int, ...]) -> Tensor:
+            nonlocal num_flops
+            packed = self.pack(rows, picked, wanted)
+            flat = run(packed)
+            if packed.is_empty:
+                return flat[0].sum() * 0.0
+            if self.flops is not None:
+                head_tokens = packed.labels.numel() if with_head else 0
+                num_flops += self.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
+            moved = optimizer.steps_taken != steps_before
+            return loss_of(Piece(batch, picked, packed, flat, mini_batch, rows.responses.shape[1], meter, moved))
+
         reports = []
         with self.resident():
             for index, mini_batch in enumerate(plan.mini_batches):
-                report = self.step(mini_batch, partial(loss_of, mini_batch))
+                report = self.step(mini_batch, partial(share_of, mini_batch))
                 reports.append(report)
                 if not report.applied:
-                    self._skip(report, name, index, batch, mini_batch, meter)
-        return meter.metrics(name, reports)
+                    self._skip(report, names.update, index, batch, request, meter)
+        elapsed_s = time.perf_counter() - start
+        metrics = meter.metrics()
+        applied = [report for report in reports if report.applied]
+        metrics[names.grad_norm] = Metric.mean(sum(r.grad_norm for r in applied), len(applied))
+        if reports:
+            metrics[names.lr] = Metric.last(reports[-1].lr)
+        # Every rank skips the same steps; each reports its part of the sum.
+        metrics[names.skipped_steps] = Metric.total((len(reports) - len(applied)) / meter.world_size)
+        peak = peak_flops(self.device)
+        if peak is not None and num_flops > 0:
+            metrics[names.mfu] = Metric.mean(num_flops / elapsed_s / peak, 1.0)
+        return metrics
 
     def step(self, micro_batches: MiniBatchPlan, loss_of: Callable[[tuple[int, ...]], Tensor]) -> StepReport:
         """One optimizer step: forward and backward of every micro-batch, then the update.
@@ -183,7 +280,7 @@ class Engine:
             micro_batches: This rank's part of the mini-batch.
             loss_of: From a micro-batch's rows to its share of the mini-batch's loss, divided by the global counts.
         """
-        optimizer = self._trained
+        optimizer, _ = self._trained
         optimizer.zero_grad()
         losses = []
         last = len(micro_batches.micro_batches) - 1
@@ -198,12 +295,12 @@ class Engine:
         return report if report.applied else replace(report, losses=tuple(map(float, losses)))
 
     @property
-    def _trained(self) -> Optimizer:
-        assert self.optimizer is not None, "this engine was built without a training configuration"
-        return self.optimizer
+    def _trained(self) -> tuple[Optimizer, Training]:
+        assert self.optimizer is not None and self.training is not None, "this engine's model is frozen"
+        return self.optimizer, self.training
 
     def _skip(
-        self, report: StepReport, name: str, index: int, batch: DataProto, mini_batch: MiniBatchPlan, meter: Meter
+        self, report: StepReport, update: str, index: int, batch: DataProto, request: Update[RankPlan], meter: Meter
     ) -> None:
         weights = {name: local(parameter.detach()) for name, parameter in self.module.named_parameters()}
         symptoms = Symptoms(
@@ -214,9 +311,9 @@ class Engine:
             report.nonfinite_gradients,
             names_of_nonfinite(weights),
         )
-        step = batch.meta_info.get("step", self._trained.steps_taken + 1)
-        in_a_row = self._trained.skipped_in_a_row
-        skip(SkippedStep(name, step, index, in_a_row, batch, mini_batch, self.train_config, symptoms), self.run_folder)
+        optimizer, training = self._trained
+        skipped = SkippedStep(update, request, index, optimizer.skipped_in_a_row, batch, training, symptoms)
+        skip(skipped, training.run_folder)
 
     def _keep_gathered(self, keep: bool) -> None:
         """Where they may stay, the cast parameters stay until the weights change."""
@@ -293,113 +390,15 @@ class Engine:
         return sorted(piece.name for name in kept for piece in self.form.pieces(name.removeprefix(PREFIX)))
 
 
-def forward_micro_batches(plan: RankPlan | None, num_rows: int) -> tuple[tuple[int, ...], ...]:
+def forward_micro_batches(plan: RankPlan, num_rows: int) -> tuple[tuple[int, ...], ...]:
     """Return the micro-batches of a plain forward.
 
     Raises:
         ValueError: The plan has not exactly one mini-batch, or does not cover every row once.
     """
-    if plan is None:
-        return (tuple(range(num_rows)),)
     if len(plan.mini_batches) != 1:
         raise ValueError(f"a forward's plan has one mini-batch, this one has {len(plan.mini_batches)}")
     micro_batches = plan.mini_batches[0].micro_batches
     if sorted(row for picked in micro_batches for row in picked) != list(range(num_rows)):
         raise ValueError(f"a forward's plan must cover each of the {num_rows} rows of this rank once")
     return micro_batches
-
-
-def require_plan(plan: RankPlan | None) -> RankPlan:
-    """Return an update needs the global counts, which only the driver knows.
-
-    Raises:
-        ValueError: There is no plan.
-    """
-    if plan is None:
-        raise ValueError("an update needs a plan with the counts of the whole mini-batch: see hrl.batching.plan_update")
-    return plan
-
-
-#: `torch.quantile` takes no more numbers than this.
-QUANTILE_LIMIT = 1 << 24
-
-
-class Meter:
-    """Collects (sum, count) pairs and the work done during one update."""
-
-    def __init__(self, engine: Engine, world_size: int) -> None:
-        self.engine = engine
-        self.world_size = world_size
-        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
-        self._distances: dict[str, list[Tensor]] = {}
-        self._flops = 0.0
-        self._start = time.perf_counter()
-
-    def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
-        """Add to a mean over tokens or rows."""
-        total = total.detach()
-        old = self._sums.get(name)
-        if not isinstance(count, Tensor):  # filled in on the device, not copied to it
-            count = torch.full((), float(count), dtype=total.dtype, device=total.device)
-        count = count.to(total)
-        self._sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
-
-    def add_share(self, name: str, share: Tensor, num_mini_batches: int) -> None:
-        """Add a share of a mini-batch's loss: summed over micro-batches and ranks, averaged over mini-batches."""
-        self.add(name, share, 0.0)
-        total, _ = self._sums[name]
-        self._sums[name] = (total, torch.full_like(total, num_mini_batches / self.world_size))
-
-    def add_distances(self, name: str, distances: Tensor) -> None:
-        """Collect distances `(n,)`, of which `name_mean`, `name_p99` and `name_max` are reported."""
-        self._distances.setdefault(name, []).append(distances)
-
-    def add_work(self, packed: PackedMicroBatch, *, with_head: bool) -> None:
-        """Count the FLOPs of one forward and backward."""
-        if not packed.is_empty and self.engine.flops is not None:
-            head_tokens = packed.labels.numel() if with_head else 0
-            self._flops += self.engine.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
-
-    def nonfinite(self) -> tuple[str, ...]:
-        """Names of what is not finite by now."""
-        distances = {name: torch.cat(parts) for name, parts in self._distances.items()}
-        return names_of_nonfinite({name: total for name, (total, _) in self._sums.items()} | distances)
-
-    def metrics(self, prefix: str, reports: list[StepReport]) -> dict[str, Metric]:
-        """Everything under `prefix/`, with `perf/mfu/<prefix>`."""
-        elapsed_s = time.perf_counter() - self._start
-        sums, spreads = self._on_host()
-        metrics = {name: Metric.mean(total, count) for name, (total, count) in sums.items()}
-        for name, (total, p99, largest, count) in spreads.items():
-            metrics[f"{name}_mean"] = Metric.mean(total, int(count))
-            # Over several ranks the largest of their 99th percentiles, which is not below that of all tokens.
-            metrics[f"{name}_p99"] = Metric.max(p99)
-            metrics[f"{name}_max"] = Metric.max(largest)
-        applied = [report for report in reports if report.applied]
-        metrics[f"{prefix}/grad_norm"] = Metric.mean(sum(r.grad_norm for r in applied), len(applied))
-        if reports:
-            metrics[f"{prefix}/lr"] = Metric.last(reports[-1].lr)
-        # Every rank skips the same steps; each reports its part of the sum.
-        metrics[f"{prefix}/skipped_steps"] = Metric.total((len(reports) - len(applied)) / self.world_size)
-        peak = peak_flops(self.engine.device)
-        if peak is not None and self._flops > 0:
-            metrics[f"perf/mfu/{prefix}"] = Metric.mean(self._flops / elapsed_s / peak, 1.0)
-        return metrics
-
-    def _on_host(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-        """Totals and counts; sums, 99th percentiles, largest and numbers of distances. One wait for all of them."""
-        rows = {name: torch.stack(pair).double() for name, pair in self._sums.items()}
-        spreads = {name: torch.cat(parts).double() for name, parts in self._distances.items()}
-        for name, distances in spreads.items():
-            if distances.numel() > 0:
-                p99 = torch.quantile(distances[:QUANTILE_LIMIT], 0.99)
-                number = torch.full_like(p99, distances.numel())
-                rows[f"distances of {name}"] = torch.stack([distances.sum(), p99, distances.max(), number])
-        if not rows:
-            return {}, {}
-        flat = torch.cat(list(rows.values())).tolist()
-        found = {name: [flat.pop(0) for _ in range(row.numel())] for name, row in rows.items()}
-        return (
-            {name: found[name] for name in self._sums},
-            {name: found[f"distances of {name}"] for name in spreads if f"distances of {name}" in found},
-        )

@@ -29,7 +29,9 @@ from hrl.batching import MiniBatchPlan
 from hrl.errors import HrlError
 
 if TYPE_CHECKING:
+    from hrl.batching import RankPlan
     from hrl.protocol import DataProto
+    from hrl.workers.requests import Training, Update
 
 logger = logging.getLogger(__name__)
 
@@ -74,23 +76,31 @@ class SkippedStep:
 
     Attributes:
         update: As its metrics call it: `actor`, `critic`, `train`.
-        step: Of the run; of the optimizer, where the batch does not say.
+        request: What the rank was asked for.
         index: Of the mini-batch in the update.
         in_a_row: Skipped steps up to and with this one.
         batch: The rank's rows.
-        plan: Which of them made up the mini-batch.
-        config: Of the update.
+        config: How the model is trained.
         symptoms: What was seen.
     """
 
     update: str
-    step: int
+    request: Update[RankPlan]
     index: int
     in_a_row: int
     batch: DataProto
-    plan: MiniBatchPlan
-    config: Any
+    config: Training
     symptoms: Symptoms
+
+    @property
+    def step(self) -> int:
+        """Of the run."""
+        return self.request.step
+
+    @property
+    def plan(self) -> MiniBatchPlan:
+        """Which of the rank's rows made up the mini-batch."""
+        return self.request.plan.mini_batches[self.index]
 
     @property
     def name(self) -> str:
@@ -106,7 +116,7 @@ def names_of_nonfinite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
 
 
 def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
-    """Keep what a step was made of, and says so.
+    """Keep what a step was made of, and say so.
 
     Args:
         skipped: The step.
@@ -178,6 +188,7 @@ def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str,
             "weights": symptoms.weights,
         },
         "meta_info": skipped.batch.meta_info,
+        "request": {name: value for name, value in vars(skipped.request).items() if name != "plan"},
         "config": skipped.config,
     }
 

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hrl.metrics import Metric
 from hrl.protocol import DataProto
 from hrl.workers.rollout.base import (
     DROP_WEIGHTS,
@@ -159,7 +158,7 @@ class RolloutHost:
 
         Returns:
             In the order of the rows, the columns of `response_columns`; `uid`, `sample_index` and `finish_reason`;
-            meta_info with `temperature`, `policy_version` and `metrics`.
+            meta_info with `temperature` and `policy_version`.
 
         Raises:
             RolloutError: Names the row, or the engine.
@@ -188,7 +187,6 @@ class RolloutHost:
             **batch.meta_info,
             "temperature": sampling.temperature,
             "policy_version": self.policy_version,
-            "metrics": sample_metrics(outputs),
         }
         return DataProto.from_dict(tensors=columns, non_tensors={**kept, "finish_reason": reasons}, meta_info=meta)
 
@@ -446,15 +444,6 @@ def response_columns(
         "position_ids": (attention_mask.cumsum(dim=1) - 1).clamp_(min=0),
         "response_mask": response_mask,
         "rollout_log_probs": torch.from_numpy(log_probs),
-    }
-
-
-def sample_metrics(outputs: Sequence[SampleOutput]) -> dict[str, Metric]:
-    """Return counts of responses by which a silent failure of sampling shows."""
-    return {
-        "rollout/empty_responses": Metric.total(sum(not output.token_ids for output in outputs)),
-        "rollout/aborted_responses": Metric.total(sum(output.finish_reason == "abort" for output in outputs)),
-        "rollout/truncated_responses": Metric.total(sum(output.finish_reason == "length" for output in outputs)),
     }
 
 

@@ -53,7 +53,7 @@ class Workers:
     Attributes:
         sampler, trainer: what each takes for the log-prob of every token.
         sampled, scored, learnt: the batches that were asked for, given log-probs and learnt from.
-        plan: of the last update.
+        asked: the requests of the updates.
     """
 
     world_size = 1
@@ -66,8 +66,13 @@ class Workers:
         self.sampled: list[DataProto] = []
         self.scored: list[DataProto] = []
         self.learnt: list[DataProto] = []
-        self.plan: Any = None
+        self.asked: list[Any] = []
         self.trained: list[Any] = []
+
+    @property
+    def plan(self) -> Any:
+        """Of the last update."""
+        return self.asked[-1].plan
 
     def peak_memory(self) -> dict[str, float]:
         return {}
@@ -79,7 +84,7 @@ class Workers:
     def sleep_rollout(self) -> None:
         self.done.append("sleep")
 
-    def generate_sequences(self, rows: DataProto, plan: Any) -> DataProto:
+    def generate_sequences(self, rows: DataProto, request: Any) -> DataProto:
         self.done.append("generate")
         self.sampled.append(rows)
         ones = torch.ones(len(rows), 2, dtype=torch.int64)
@@ -91,35 +96,33 @@ class Workers:
                 "response_mask": ones.clone(),
                 "rollout_log_probs": torch.full((len(rows), 2), self.sampler),
             },
-            non_tensors={"finish_reason": np.array(["stop"] * len(rows), dtype=object)},
-            meta_info={"policy_version": self.version, "metrics": {"rollout/empty_responses": Metric.total(1)}},
+            non_tensors={"finish_reason": np.array(["length"] + ["stop"] * (len(rows) - 1), dtype=object)},
+            meta_info={"policy_version": self.version},
         )
 
-    def compute_log_prob(self, batch: DataProto, plan: Any) -> DataProto:
+    def compute_log_prob(self, batch: DataProto, request: Any) -> DataProto:
         self.done.append("log_prob")
         self.scored.append(batch)
         columns = {"old_log_probs": torch.full((len(batch), 2), self.trainer) * batch.batch["response_mask"]}
-        if batch.meta_info.get("with_entropy", False):
+        if request.with_entropy:
             columns["entropys"] = torch.full((len(batch), 2), 0.25)
-        if batch.meta_info["with_sum_pi_squared"]:
+        if request.with_sum_pi_squared:
             columns["sum_pi_squared"] = torch.full((len(batch), 2), 0.5)
         return DataProto.from_dict(tensors=columns)
 
-    def compute_rm_score(self, batch: DataProto, plan: Any) -> DataProto:
+    def compute_rm_score(self, batch: DataProto, request: Any) -> DataProto:
         self.done.append("reward model")
         return DataProto.from_dict(tensors={"rm_scores": torch.full((len(batch),), 5.0)})
 
-    def update_actor(self, batch: DataProto, plan: Any) -> DataProto:
+    def update_actor(self, batch: DataProto, request: Any) -> dict[str, Metric]:
         self.done.append("update")
-        self.plan = plan
+        assert request.columns <= {*batch.batch.keys(), *batch.non_tensor_batch}
         self.learnt.append(batch)
-        metrics = {}
-        rows, old = rows_of_first_step(plan), "old_log_probs" in batch.batch.keys() or batch.meta_info["on_policy"]
-        if "rollout_log_probs" in batch.batch.keys() and not (batch.meta_info["bypass"] and old):
-            # As the policy does: nobody else has compared them.
-            count = int(batch.batch["response_mask"][rows].sum())
-            metrics["rollout/logprob_diff_mean"] = Metric.mean(count * abs(self.trainer - self.sampler), count)
-        return DataProto(meta_info={"metrics": metrics})
+        self.asked.append(request)
+        if not request.measures_mismatch:
+            return {}
+        count = int(batch.batch["response_mask"][rows_of_first_step(request.plan)].sum())
+        return {"rollout/logprob_diff_mean": Metric.mean(count * abs(self.trainer - self.sampler), count)}
 
     def save(self, folder: Path, contents: list[str]) -> None:
         (folder / "weights").write_text("w")

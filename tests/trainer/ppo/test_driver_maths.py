@@ -100,7 +100,10 @@ def test_sampler_drift_counts_trained_tokens_only() -> None:
         rollout_log_probs=torch.tensor([[-1.1, -2.3], [-1.0, 0.0]]),
         response_mask=torch.tensor([[1, 1], [1, 0]]),
     )
-    drift = reduce_metrics(sampler_drift(data))
+    columns = data.batch
+    drift = reduce_metrics(
+        sampler_drift(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"])
+    )
     assert drift["rollout/logprob_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.0) / 3, abs=1e-6)
     assert drift["rollout/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
     assert drift["rollout/logprob_diff_p99"] == pytest.approx(0.1 + 0.98 * 0.2, abs=1e-6)  # of 0, 0.1 and 0.3

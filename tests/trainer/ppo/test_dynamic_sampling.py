@@ -69,7 +69,7 @@ def test_a_batch_is_filled_with_the_first_groups_that_differ(tmp_path: Path) -> 
     assert metrics["rollout/filter_groups/gen_batches"] == 3
     assert metrics["rollout/filter_groups/dropped"] == 3
     assert metrics["rollout/filter_groups/surplus"] == 1  # order[5]; not kept for a later policy
-    assert metrics["rollout/empty_responses"] == 3  # counted in every batch, one each
+    assert metrics["rollout/truncated_responses"] == 3  # counted in every batch, one each
     # The engine sleeps once, when nothing more is to be sampled.
     assert driver.workers.done == ["generate", "generate", "generate", "sleep", "update"]
     assert driver.trainer.data_position.offset == 6

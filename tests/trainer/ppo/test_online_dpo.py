@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from hrl.algos.preference import PairOptions
 from hrl.config import ConfigError, compose_cli
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
@@ -25,16 +26,16 @@ class Learner(Workers):
         super().__init__()
         self.ref = self
 
-    def compute_ref_log_prob(self, batch: DataProto, plan: Any) -> DataProto:
+    def compute_ref_log_prob(self, batch: DataProto, request: Any) -> DataProto:
         self.done.append("ref")
         rows = torch.arange(len(batch), dtype=torch.float32)
         return DataProto.from_dict(tensors={"ref_log_prob": -rows[:, None] - torch.arange(2.0)})
 
-    def update_preference(self, batch: DataProto, plan: Any) -> DataProto:
+    def update_preference(self, batch: DataProto, request: Any) -> dict[str, Metric]:
         self.done.append("update")
-        self.plan = plan
+        self.asked.append(request)
         self.learnt.append(batch)
-        return DataProto(meta_info={"metrics": {"train/loss": Metric.mean(0.5, 1)}})
+        return {"train/loss": Metric.mean(0.5, 1)}
 
 
 def run(path: Path, *scores: float | None) -> Driver:
@@ -55,7 +56,9 @@ def test_the_best_and_the_worst_sample_of_each_prompt_are_a_pair(tmp_path: Path)
     assert uids[0] == uids[1] != uids[2] == uids[3]
     # The reference saw the four rows in the order of the batch: worst, best; worst, best.
     assert pairs.batch["ref_sequence_log_prob"].tolist() == [-3.0, -1.0, -7.0, -5.0]
-    assert pairs.meta_info["preference"] == {"loss_type": "sigmoid", "beta": 0.1}
+    (asked,) = driver.workers.asked
+    assert (asked.loss_type, asked.options) == ("sigmoid", PairOptions(0.1))
+    assert asked.has_reference and asked.measures_mismatch and asked.columns <= {*pairs.batch.keys(), "uid"}
     assert driver.workers.plan.ranks[0].mini_batches[0].num_groups == 2
     (record,) = read_jsonl(tmp_path / "metrics.jsonl")
     assert (record["rollout/pairs"], record["train/loss"]) == (2.0, 0.5)

@@ -68,7 +68,7 @@ def test_validation_by_a_reward_model_alone(tmp_path: Path) -> None:
 def test_a_validation_of_which_everything_was_left_out_says_so(tmp_path: Path) -> None:
     driver = Driver(tmp_path, scores=[None, None, None])
     driver.trainer.sync_weights()
-    assert driver.trainer.validate() == {"val/sums/skipped": 3.0, "val/rollout/empty_responses": 1.0}
+    assert driver.trainer.validate() == {"val/sums/skipped": 3.0, "val/rollout/truncated_responses": 1.0}
 
 
 def test_what_went_wrong_in_a_validation_is_counted_over_its_batches(tmp_path: Path) -> None:
@@ -79,8 +79,8 @@ def test_what_went_wrong_in_a_validation_is_counted_over_its_batches(tmp_path: P
 
     driver = Driver(tmp_path, "data.val_batch_size=1", rewards=Late([1.0]))
     driver.trainer.sync_weights()
-    metrics = driver.trainer.validate()  # three batches; the engine counts an empty response in each
-    assert (metrics["val/reward/num_timeouts"], metrics["val/rollout/empty_responses"]) == (6.0, 3.0)
+    metrics = driver.trainer.validate()  # three batches; the engine cuts a response in each
+    assert (metrics["val/reward/num_timeouts"], metrics["val/rollout/truncated_responses"]) == (6.0, 3.0)
     assert "val/reward/num_retries" not in metrics, "nothing was retried"
 
 
@@ -180,6 +180,7 @@ def test_rows_without_advantage_are_spared_only_where_the_loss_allows_it(
     batch = driver.workers.generate_sequences(Prompts().batch([0, 1, 2]), None)
     batch.non_tensor_batch["uid"] = np.array(["a", "b", "c"], dtype=object)
     batch.batch["advantages"] = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, -1.0]])
+    batch.meta_info["temperature"] = 1.0
     driver.trainer.update_actor(batch, StepMetrics())
     rows, (mini_batch,) = driver.workers.plan.rows[0], driver.workers.plan.ranks[0].mini_batches
     run = {rows[i] for micro_batch in mini_batch.micro_batches for i in micro_batch}

@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.metrics import StepMetrics
+from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.run_folder import read_jsonl
 from hrl.trainer.ppo.sampler_mismatch import SPOT_CHECK_ROWS, DriftGate, drift_alarm, spot_check
+from hrl.workers.requests import OldLogProbs
 from tests.trainer.ppo.driver import Driver, Workers
 
 QUIET = ("trainer.val_before_train=false", "trainer.val_after_train=false")
@@ -33,9 +34,9 @@ class Apart(Workers):
         super().__init__(sampler=-1.0, trainer=-1.5)
         self.in_update = in_update
 
-    def update_actor(self, batch: DataProto, plan: object) -> DataProto:
+    def update_actor(self, batch: DataProto, request: object) -> dict[str, Metric]:
         self.trainer = self.sampler - self.in_update
-        return super().update_actor(batch, plan)
+        return super().update_actor(batch, request)
 
 
 def one_step(driver: Driver) -> StepMetrics:
@@ -110,11 +111,11 @@ def test_the_gate_closes_when_every_reward_is_equal(tmp_path: Path) -> None:
 
 def test_while_only_the_critic_learns_both_are_compared_as_well(tmp_path: Path) -> None:
     class WithCritic(Apart):
-        def compute_values(self, batch: DataProto, plan: object) -> DataProto:
+        def compute_values(self, batch: DataProto, request: object) -> DataProto:
             return DataProto.from_dict(tensors={"values": torch.zeros(len(batch), 2)})
 
-        def update_critic(self, batch: DataProto, plan: object) -> DataProto:
-            return DataProto(meta_info={"metrics": {}})
+        def update_critic(self, batch: DataProto, request: object) -> dict[str, Metric]:
+            return {}
 
     options = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=1", *QUIET)
     driver = Driver(tmp_path, *options, workers=WithCritic(), scores=[1.0, 0.0, 0.0])
@@ -136,7 +137,6 @@ def test_the_figures_are_means_over_the_tokens_of_the_rows_that_run_and_of_those
     assert checked.batch["token_level_scores"].sum(-1).tolist() == [10.0] * 4 + [0.0] * 4
     assert (metrics["actor/rows_run"], metrics["rollout/logprob_diff_rows"]) == (8, 16)
     assert metrics["rollout/logprob_diff_mean"] == pytest.approx((8 * 0.5 + 8 * 0.1) / 16)
-    assert "with_entropy" not in driver.workers.learnt[0].meta_info
 
 
 def test_where_enough_rows_run_no_others_are_looked_at(tmp_path: Path) -> None:
@@ -187,9 +187,10 @@ def test_a_closed_gate_changes_the_old_log_probs_and_nothing_else(tmp_path: Path
     metrics = one_step(driver)
     opened, closed = driver.workers.learnt
     assert metrics["rollout_corr/recomputed"] == 1 and driver.workers.done.count("log_prob") == 1
-    assert closed.meta_info["bypass"] == opened.meta_info["bypass"]
-    assert closed.meta_info["bypass"].loss_type == loss_type
-    assert (opened.meta_info["on_policy"], closed.meta_info["on_policy"]) == (False, True)
+    before, after = driver.workers.asked
+    assert before.correction == after.correction and after.correction.loss_type == loss_type
+    assert (before.old_log_probs, after.old_log_probs) == (OldLogProbs.SAMPLER, OldLogProbs.OWN)
+    assert (before.measures_mismatch, after.measures_mismatch) == (True, False)
     # Every token is to be rejected; that is the update's to do, so the divisor and the groups are those of the batch.
     for column in ("response_mask", "advantages", "rollout_log_probs"):
         assert torch.equal(closed.batch[column], opened.batch[column]), column

@@ -12,6 +12,7 @@ import torch
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.reward_parts import RewardPartError
+from hrl.workers.requests import OldLogProbs
 from tests.trainer.ppo.driver import Driver, Rewards, Workers
 
 QUIET = ("trainer.val_before_train=false", "trainer.val_after_train=false")
@@ -108,7 +109,7 @@ def test_the_optimal_token_baseline_asks_the_actor_for_its_columns(tmp_path: Pat
     assert workers.done == ["generate", "sleep", "log_prob", "update"]
     # Equal energies, 1 - 2 * 0.5 + 0.5, everywhere: the baseline is the group's mean return.
     assert batch.batch["advantages"][:2].tolist() == [[5.0, 5.0], [-5.0, -5.0]]
-    assert "old_log_probs" not in workers.learnt[0].batch.keys()  # one step on policy: the update's own are exact
+    assert workers.asked[0].old_log_probs is OldLogProbs.OWN  # one step on policy: the update's own are exact
 
 
 def test_others_spare_that_forward_pass_on_policy(tmp_path: Path) -> None:
@@ -174,8 +175,8 @@ def test_importance_weights_are_made_once_from_the_trainers_log_probs(tmp_path: 
 
 def test_a_rejected_sequence_has_no_part_in_its_group_and_a_rejected_token_hands_its_score_on(tmp_path: Path) -> None:
     class Disagreeing(Workers):
-        def compute_log_prob(self, batch: DataProto, plan: Any) -> DataProto:
-            result = super().compute_log_prob(batch, plan)
+        def compute_log_prob(self, batch: DataProto, request: Any) -> DataProto:
+            result = super().compute_log_prob(batch, request)
             result.batch["old_log_probs"][0] = -9.0  # a whole sequence
             result.batch["old_log_probs"][3, 1] = -2.0  # the last token of another, which carries its score
             return result
@@ -203,9 +204,9 @@ def test_bypass_mode_learns_against_the_sampler_without_a_forward_pass(tmp_path:
     driver = Driver(tmp_path, *BYPASS, workers=workers, rewards=PerRow([1.0, 0.0] * 3))
     batch, metrics = one_step(driver)
     assert workers.done == ["generate", "sleep", "update"]
-    (learnt,) = workers.learnt
-    assert learnt.meta_info["bypass"].loss_type == "ppo_clip"
-    assert "old_log_probs" not in learnt.batch.keys() and "rollout_log_probs" in learnt.batch.keys()
+    (asked,) = workers.asked
+    assert asked.correction.loss_type == "ppo_clip"
+    assert asked.old_log_probs is OldLogProbs.SAMPLER and "old_log_probs" not in asked.columns
     assert batch.batch["old_log_probs"].tolist() == [[-1.0, -1.0]] * 6
     assert metrics["rollout_corr/recomputed"] == 0.0
 
@@ -216,7 +217,7 @@ def test_the_drift_gate_brings_the_forward_pass_back_and_says_so(tmp_path: Path)
     steps = [one_step(driver)[1]["rollout_corr/recomputed"]]
     assert "sampler and trainer differ by 0.500 per token, above rollout.logprob_diff_alarm=0.1" in driver.shown
     steps.append(one_step(driver)[1]["rollout_corr/recomputed"])
-    assert workers.learnt[1].meta_info["on_policy"], "the old log-probs are the update's own"
+    assert workers.asked[1].old_log_probs is OldLogProbs.OWN
     assert driver.trainer.state()["drift_gate_closed"]
 
     workers.trainer = -1.05  # they agree again, which the forward pass finds out

@@ -15,8 +15,6 @@ from hrl.protocol import DataProto
 from hrl.workers.engine.adamw import AdamW
 from hrl.workers.engine.host_memory import HostCopies
 from hrl.workers.engine.optim import StepReport
-from hrl.workers.policy import Policy
-from hrl.workers.value_model import ValueModel
 from tests.models.tiny import (
     actor_config,
     critic_config,
@@ -26,6 +24,7 @@ from tests.models.tiny import (
     optim_config,
     plan_rows,
 )
+from tests.workers.asked import Actor, Critic
 
 CPU = torch.device("cpu")
 
@@ -35,7 +34,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor().clone() if hasattr(tensor, "full_tensor") else tensor.clone()
 
 
-def gradients(model: Policy | ValueModel, batch: Any, plan: Any) -> dict[str, torch.Tensor]:
+def gradients(model: Actor | Critic, batch: Any, plan: Any, **asked: Any) -> dict[str, torch.Tensor]:
     """Full gradients of the plan's only mini-batch, as they are before clipping; the weights stay."""
     optimizer, found = model.engine.optimizer, {}
     apply = optimizer.step
@@ -47,12 +46,12 @@ def gradients(model: Policy | ValueModel, batch: Any, plan: Any) -> dict[str, to
         return StepReport(0.0, 0.0, applied=True)
 
     optimizer.step = look
-    model.update(batch, plan)
+    model.learn(batch, plan, **asked)
     optimizer.step = apply
     return found
 
 
-def parameters(model: Policy | ValueModel) -> dict[str, torch.Tensor]:
+def parameters(model: Actor | Critic) -> dict[str, torch.Tensor]:
     """Full parameters."""
     return {name: full(p.detach()) for name, p in model.engine.module.named_parameters()}
 
@@ -62,7 +61,7 @@ def policy_of(
 ):
     """A trained policy."""
     model = model_config(path, share_prefix=share_prefix, enable_gradient_checkpointing=checkpointing)
-    return Policy(model, actor_config(**actor), fsdp_config(dtype), device=CPU, total_steps=10)
+    return Actor(model, actor_config(**actor), fsdp_config(dtype), device=CPU, total_steps=10)
 
 
 def partition_gradients(rank: int, path: Path, world_size: int, dtype: str) -> dict[str, Any]:
@@ -76,7 +75,7 @@ def partition_gradients(rank: int, path: Path, world_size: int, dtype: str) -> d
             mine = batch.select_idxs(list(plan.rows[rank]))
             name = f"actor ranks={world_size} micro={micro_batches} empty={empty} shared={share_prefix}"
             found[name] = gradients(policy, mine, plan.ranks[rank])
-    critic = ValueModel(model_config(path), critic_config(), fsdp_config(dtype), device=CPU, total_steps=10)
+    critic = Critic(model_config(path), critic_config(), fsdp_config(dtype), device=CPU, total_steps=10)
     set_head(critic)
     for micro_batches in (1, 3):
         plan = plan_rows(batch, world_size, micro_batches, empty=True)
@@ -85,7 +84,7 @@ def partition_gradients(rank: int, path: Path, world_size: int, dtype: str) -> d
     return found
 
 
-def set_head(critic: ValueModel) -> None:
+def set_head(critic: Critic) -> None:
     """Gives a fresh head some weights: at zero it passes no gradient to the backbone."""
     with torch.no_grad():
         critic.engine.module.model.score.weight.fill_(0.1)
@@ -105,10 +104,10 @@ def train_and_save(rank: int, path: Path, folder: Path, world_size: int) -> dict
     """Two steps, save and export, two more steps: parameters after each half, and what else a resume must give."""
     policy, mine, plan = _resumable(rank, path, world_size)
     for _ in range(2):
-        policy.update(mine, plan)
+        policy.learn(mine, plan)
     torch.manual_seed(100 + rank)
-    policy.save(folder / "state")
-    policy.export_hf(folder / "hf")
+    policy.engine.save(folder / "state")
+    policy.engine.export_hf(folder / "hf")
     saved = parameters(policy)
     return {"saved": saved} | _continue(policy, mine, plan)
 
@@ -116,20 +115,20 @@ def train_and_save(rank: int, path: Path, folder: Path, world_size: int) -> dict
 def load_and_train(rank: int, path: Path, folder: Path, world_size: int) -> dict[str, Any]:
     """A fresh policy resumes from ``folder`` and takes two more steps."""
     policy, mine, plan = _resumable(rank, path, world_size)
-    policy.load(folder / "state")
+    policy.engine.load(folder / "state")
     return {"saved": parameters(policy)} | _continue(policy, mine, plan)
 
 
-def _resumable(rank: int, path: Path, world_size: int) -> tuple[Policy, DataProto, RankPlan]:
+def _resumable(rank: int, path: Path, world_size: int) -> tuple[Actor, DataProto, RankPlan]:
     batch = make_batch()
     plan = plan_rows(batch, world_size, 2)
     policy = policy_of(path, optim=optim_config(lr_warmup_steps=6))
     return policy, batch.select_idxs(list(plan.rows[rank])), plan.ranks[rank]
 
 
-def _continue(policy: Policy, batch: DataProto, plan: RankPlan) -> dict[str, Any]:
+def _continue(policy: Actor, batch: DataProto, plan: RankPlan) -> dict[str, Any]:
     random = torch.rand(1)
-    rates = [policy.update(batch, plan)["actor/lr"].result() for _ in range(2)]
+    rates = [policy.learn(batch, plan)["actor/lr"].result() for _ in range(2)]
     return {"after": parameters(policy), "rates": rates, "random": random}
 
 
@@ -149,12 +148,12 @@ def offloading_changes_nothing(rank: int, path: Path, folder: Path) -> bool:
                 device=CPU,
                 offload=True,
             )
-        policy.offload()
-        policy.update(mine, plan.ranks[rank])
-        policy.save(folder / str(moves))
-        policy.update(mine, plan.ranks[rank])
-        policy.load(folder / str(moves))
-        policy.update(mine, plan.ranks[rank])
+        policy.engine.offload()
+        policy.learn(mine, plan.ranks[rank])
+        policy.engine.save(folder / str(moves))
+        policy.learn(mine, plan.ranks[rank])
+        policy.engine.load(folder / str(moves))
+        policy.learn(mine, plan.ranks[rank])
         found.append(parameters(policy))
     return all(torch.equal(found[0][name], found[1][name]) for name in found[0])
 
@@ -177,22 +176,22 @@ def everything_on_two_ranks(
 ) -> dict[str, Any]:
     """All that the tests want to know of two ranks, in one start of two processes."""
     policy = policy_of(path, "float32")
-    rounded = dict(policy.iter_full_params(torch.bfloat16))
+    rounded = dict(policy.engine.iter_full_params(torch.bfloat16))
     return {
         "float64": partition_gradients(rank, path, 2, "float64"),
         "float32": partition_gradients(rank, path, 2, "float32"),
         "one_sided": one_sided_gradients(rank, path, 2),
         "specs_match": all(
             (spec.dtype, spec.shape) == (rounded[spec.name].dtype, tuple(rounded[spec.name].shape))
-            for spec in policy.param_specs(torch.bfloat16)
+            for spec in policy.engine.param_specs(torch.bfloat16)
         ),
         "full": rounded,
-        "mixture": dict(policy_of(mixture, "float32").iter_full_params(torch.float32)),
+        "mixture": dict(policy_of(mixture, "float32").engine.iter_full_params(torch.float32)),
         "straight": train_and_save(rank, path, double, 2),
         "resumed": load_and_train(rank, path, double, 2),
         "from_one_rank": load_and_train(rank, path, single, 2),
         "offloading_changes_nothing": offloading_changes_nothing(rank, path, double.with_name("moved")),
         "rounded": rounded_weights(rank),
         "untied": one_sided_gradients(rank, untied, 2),
-        "frozen": sorted(policy_of(gemma3, "float32").frozen_names()),
+        "frozen": sorted(policy_of(gemma3, "float32").engine.frozen_names()),
     }

@@ -26,6 +26,7 @@ from tests.models.tiny import (
     save_llama,
     save_mixture,
 )
+from tests.workers.asked import Actor
 from tests.workers.engine.ranks import CPU, gradients
 
 pytestmark = pytest.mark.gpu
@@ -49,7 +50,7 @@ def llama(tmp_path_factory) -> Path:
 
 
 def policy_on(device: torch.device, folder: Path, dtype: str = "float32", **fsdp) -> Policy:
-    return Policy(model_config(folder), actor_config(), fsdp_config(dtype, **fsdp), device=device, total_steps=10)
+    return Actor(model_config(folder), actor_config(), fsdp_config(dtype, **fsdp), device=device, total_steps=10)
 
 
 def batch_and_plan() -> tuple[DataProto, RankPlan]:
@@ -91,7 +92,7 @@ def test_log_probs_and_gradients_are_those_of_a_cpu(llama):
     ours, theirs = policy_on(CUDA, llama), policy_on(CPU, llama)
     assert dist.get_backend_config(dist.group.WORLD) == "cpu:gloo,cuda:nccl" and ours.engine.mesh.device_type == "cuda"
 
-    got, want = (p.compute_log_prob(batch, plan).batch["old_log_probs"] for p in (ours, theirs))
+    got, want = (p.log_probs(batch, plan).batch["old_log_probs"] for p in (ours, theirs))
     assert got.device == CPU
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     got_gradients, want_gradients = gradients(ours, batch, plan), gradients(theirs, batch, plan)
@@ -102,18 +103,18 @@ def test_log_probs_and_gradients_are_those_of_a_cpu(llama):
 def test_bfloat16_takes_the_variable_length_kernels_and_stays_near_float32(llama):
     batch, plan = batch_and_plan()
     policy = policy_on(CUDA, llama, "bfloat16", model_dtype="float32")
-    got = policy.compute_log_prob(batch, plan).batch["old_log_probs"]
-    want = policy_on(CUDA, llama).compute_log_prob(batch, plan).batch["old_log_probs"]
+    got = policy.log_probs(batch, plan).batch["old_log_probs"]
+    want = policy_on(CUDA, llama).log_probs(batch, plan).batch["old_log_probs"]
     mask = batch.batch["response_mask"].bool()
     assert 0 < (got - want)[mask].abs().mean() < 0.05
-    metrics = policy.update(batch, plan)
+    metrics = policy.learn(batch, plan)
     assert metrics["actor/skipped_steps"].result() == 0 and metrics["actor/grad_norm"].result() > 0
     assert {p.dtype for p in policy.engine.module.parameters()} == {torch.float32}
 
 
 def test_a_mixture_of_experts_leaves_the_gpu_as_it_lies_in_its_folder(tmp_path):
     folder = save_mixture(tmp_path, "qwen3_moe")
-    sent = dict(policy_on(CUDA, folder, **OFFLOAD).iter_full_params(torch.float32))
+    sent = dict(policy_on(CUDA, folder, **OFFLOAD).engine.iter_full_params(torch.float32))
     want = load_file(folder / "model.safetensors")
     assert sent.keys() == want.keys() and all(torch.equal(sent[name].cpu(), want[name]) for name in want)
 
@@ -128,15 +129,15 @@ def test_offloading_moves_everything_there_and_back_and_changes_no_number(llama)
     policy = policy_on(CUDA, llama, **OFFLOAD)
     assert homes(policy) == ON_HOST
     for _ in range(2):
-        policy.update(batch, plan)
+        policy.learn(batch, plan)
         assert homes(policy) == ON_HOST
     state = state_of(policy)
-    offloaded = policy.compute_log_prob(batch, plan).batch["old_log_probs"]
+    offloaded = policy.log_probs(batch, plan).batch["old_log_probs"]
     assert homes(policy) == ON_HOST
-    policy.onload()
+    policy.engine.onload()
     assert homes(policy) == ({"cuda"}, {"cpu"}), "moments visit a bucket at a time"
     assert_equal(state_of(policy), state)
-    policy.offload()
+    policy.engine.offload()
     assert homes(policy) == ON_HOST
     assert_equal(state_of(policy), state)
 
@@ -145,7 +146,7 @@ def test_offloading_moves_everything_there_and_back_and_changes_no_number(llama)
     with torch.no_grad():
         for name, tensor in weights_of(stayed).items():
             tensor.copy_(state[name])
-    torch.testing.assert_close(stayed.compute_log_prob(batch, plan).batch["old_log_probs"], offloaded)
+    torch.testing.assert_close(stayed.log_probs(batch, plan).batch["old_log_probs"], offloaded)
 
 
 def test_an_offloaded_policy_holds_no_memory_of_the_gpu_between_its_calls(tmp_path):
@@ -155,8 +156,8 @@ def test_an_offloaded_policy_holds_no_memory_of_the_gpu_between_its_calls(tmp_pa
 
     def work() -> Policy:
         policy = policy_on(CUDA, tmp_path, **OFFLOAD)
-        policy.update(batch, plan)
-        policy.compute_log_prob(batch, plan)
+        policy.learn(batch, plan)
+        policy.log_probs(batch, plan)
         torch.cuda.synchronize()
         return policy
 
@@ -205,25 +206,25 @@ def test_an_offloaded_state_is_saved_exported_and_loaded_where_it_lies(llama, tm
     """Beside an engine that is awake a GPU has no room for parameters and moments."""
     batch, plan = batch_and_plan()
     policy, resumed = (policy_on(CUDA, llama, **OFFLOAD) for _ in range(2))
-    policy.update(batch, plan)
+    policy.learn(batch, plan)
     with monkeypatch.context() as patch:
         for engine in (policy.engine, resumed.engine):
             patch.setattr(engine, "onload", lambda **_: pytest.fail("brought to the GPU"))
-        policy.save(tmp_path / "state")
-        policy.export_hf(tmp_path / "hf")
-        resumed.load(tmp_path / "state")
+        policy.engine.save(tmp_path / "state")
+        policy.engine.export_hf(tmp_path / "hf")
+        resumed.engine.load(tmp_path / "state")
 
     assert homes(resumed) == ON_HOST
     assert_equal(state_of(resumed), state_of(policy))
     exported = load_file(tmp_path / "hf" / "model.safetensors")
     assert_equal(exported, {name.removeprefix("model."): tensor for name, tensor in weights_of(policy).items()})
-    norms = [p.update(batch, plan)["actor/grad_norm"].result() for p in (policy, resumed)]
+    norms = [p.learn(batch, plan)["actor/grad_norm"].result() for p in (policy, resumed)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
 
 def test_weights_for_a_sync_are_gathered_on_the_gpu(llama):
     policy = policy_on(CUDA, llama, **OFFLOAD)
     want = load_file(llama / "model.safetensors")
-    for name, tensor in policy.iter_full_params(torch.bfloat16):
+    for name, tensor in policy.engine.iter_full_params(torch.bfloat16):
         assert tensor.is_cuda and tensor.dtype == torch.bfloat16
         assert torch.equal(tensor.cpu(), want[name].bfloat16()), name

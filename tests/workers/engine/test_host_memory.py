@@ -38,14 +38,14 @@ def offloading(llama: Path) -> Policy:
     policy = policy_of(llama, "float32")
     policy.engine.host_copies = HostCopies(policy.engine.module, CPU)
     policy.engine._is_changed = False
-    policy.offload()
+    policy.engine.offload()
     return policy
 
 
 def train(policy: Policy, steps: int = 2) -> None:
     batch = make_batch()
     for _ in range(steps):
-        policy.update(batch, plan_rows(batch, 1, 2).ranks[0])
+        policy.learn(batch, plan_rows(batch, 1, 2).ranks[0])
 
 
 def test_offloading_changes_no_number(llama) -> None:
@@ -55,7 +55,7 @@ def test_offloading_changes_no_number(llama) -> None:
         train(policy)
     want, got = parameters(stayed), parameters(moved)
     assert all(torch.equal(got[name], value) for name, value in want.items())
-    scores = [policy.compute_log_prob(batch, None).batch["old_log_probs"] for policy in (stayed, moved)]
+    scores = [policy.log_probs(batch).batch["old_log_probs"] for policy in (stayed, moved)]
     assert torch.equal(*scores)
 
 
@@ -70,10 +70,10 @@ def test_parameters_have_one_home_on_the_host_and_are_elsewhere_while_they_are_u
     )
     train(policy)
     assert addresses(policy) == home and not set(during) & set(home)
-    policy.offload()
+    policy.engine.offload()
     assert addresses(policy) == home
     for _ in range(2):
-        policy.onload()
+        policy.engine.onload()
     assert not set(addresses(policy)) & set(home)
 
 
@@ -82,21 +82,21 @@ def test_what_did_not_change_is_not_copied_back(llama) -> None:
     name, parameter = next(iter(policy.engine.module.named_parameters()))
     before = parameters(policy)[name]
     for changed in (False, True):
-        policy.onload()
+        policy.engine.onload()
         with torch.no_grad():
             local(parameter).add_(1.0)  # behind the engine's back
         policy.engine._is_changed = changed
-        policy.offload()
+        policy.engine.offload()
         assert torch.equal(parameters(policy)[name], before + 1.0 if changed else before)
 
 
 def test_a_checkpoint_is_loaded_into_the_home_and_seen_on_the_device(llama, tmp_path) -> None:
     trained = offloading(llama)
     train(trained)
-    trained.save(tmp_path)
+    trained.engine.save(tmp_path)
     fresh = offloading(llama)
     home = addresses(fresh)
-    fresh.load(tmp_path)
+    fresh.engine.load(tmp_path)
     assert addresses(fresh) == home
     for policy in (trained, fresh):
         train(policy, 1)

@@ -18,8 +18,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hrl.algos.policy_losses import POLICY_LOSSES
+from hrl.algos.preference import PairOptions
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.config.actor import PolicyLossConfig
+from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.models.loading import load_causal_lm, load_scalar_model
 from hrl.models.micro_batch import TokenRows, pack_micro_batch, take_columns
 from hrl.models.ops.layout import to_device
@@ -27,9 +29,7 @@ from hrl.models.packed_model import PackedCausalLM, PackedScalarModel
 from hrl.protocol import DataProto
 from hrl.workers.engine import engine
 from hrl.workers.engine.optim import StepReport
-from hrl.workers.offline_updates import update_preference
-from hrl.workers.policy import Policy
-from hrl.workers.value_model import ValueModel
+from hrl.workers.requests import OldLogProbs
 from tests.models.tiny import (
     critic_config,
     fsdp_config,
@@ -39,6 +39,7 @@ from tests.models.tiny import (
     save_llama,
     world_of_one,
 )
+from tests.workers.asked import Actor, Critic, learn_pairs
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
 from tests.workers.engine.ranks import CPU, policy_of
 
@@ -82,7 +83,7 @@ def sampled(loss_mode: str) -> DataProto:
     return batch
 
 
-def policy_for(llama: Path, loss_mode: str) -> Policy:
+def policy_for(llama: Path, loss_mode: str) -> Actor:
     section = SimpleNamespace(**PolicyLossConfig().model_dump() | {"loss_mode": loss_mode, "dro_beta": 1.0})
     constants = {"tau_pos": 1.0, "tau_neg": 1.05}
     return policy_of(llama, "float32", policy_loss=section, use_kl_loss=True, entropy_coeff=0.1, **constants)
@@ -115,7 +116,7 @@ def plans_of(batch: DataProto) -> list[RankPlan]:
 def test_no_micro_batch_of_an_update_makes_anybody_wait(llama, loss_mode) -> None:
     batch, policy = sampled(loss_mode), policy_for(llama, loss_mode)
     for plan in plans_of(batch):
-        assert waits_of(lambda plan=plan: policy.update(batch, plan)) == Counter()
+        assert waits_of(lambda plan=plan: policy.learn(batch, plan)) == Counter()
 
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])
@@ -123,9 +124,12 @@ def test_nor_does_bypass_mode(llama, loss_type) -> None:
     batch, policy = sampled("vanilla"), policy_of(llama, "float32")
     correction = {"rollout_is": "token", "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False}
     rejection = {"rollout_rs": "seq_mean_k2", "rollout_rs_threshold": 0.1}
-    batch.meta_info["bypass"] = SimpleNamespace(loss_type=loss_type, **correction, **rejection)
+    asked = {
+        "correction": RolloutCorrectionConfig(bypass_mode=True, loss_type=loss_type, **correction, **rejection),
+        "old_log_probs": OldLogProbs.SAMPLER,
+    }
     for plan in plans_of(batch):
-        assert waits_of(lambda plan=plan: policy.update(batch, plan)) == Counter()
+        assert waits_of(lambda plan=plan: policy.learn(batch, plan, **asked)) == Counter()
 
 
 def test_scoring_makes_nobody_wait_for_a_micro_batch(llama) -> None:
@@ -133,14 +137,14 @@ def test_scoring_makes_nobody_wait_for_a_micro_batch(llama) -> None:
     everything = {"with_entropy": True, "with_sum_pi_squared": True}
     for cut in (1, 4):
         plan = plan_rows(batch, 1, cut).ranks[0]
-        assert waits_of(lambda plan=plan: policy.compute_log_prob(batch, plan, **everything)) == Counter()
+        assert waits_of(lambda plan=plan: policy.log_probs(batch, plan, **everything)) == Counter()
 
 
 def test_an_update_of_a_critic_waits_for_no_micro_batch(llama) -> None:
     batch = make_batch()
-    critic = ValueModel(model_config(llama), critic_config(), fsdp_config("float32"), device=CPU, total_steps=10)
+    critic = Critic(model_config(llama), critic_config(), fsdp_config("float32"), device=CPU, total_steps=10)
     for plan in plans_of(batch):
-        assert waits_of(lambda plan=plan: critic.update(batch, plan)) == Counter()
+        assert waits_of(lambda plan=plan: critic.learn(batch, plan)) == Counter()
 
 
 def test_numbers_come_to_the_host_once_per_step_once_per_update_and_once_per_scoring(llama, monkeypatch) -> None:
@@ -157,17 +161,17 @@ def test_numbers_come_to_the_host_once_per_step_once_per_update_and_once_per_sco
     in_rows = 4  # of the batch, which is there already
     for plan in plans_of(batch):
         fetched.clear()
-        policy.update(batch, plan)
+        policy.learn(batch, plan)
         assert fetched == {"tolist": 2 + 1, "cpu": in_rows}, "two steps and the metrics"
         fetched.clear()
-        policy.compute_log_prob(batch, RankPlan(plan.mini_batches[:1]), with_entropy=True)
+        policy.log_probs(batch, RankPlan(plan.mini_batches[:1]), with_entropy=True)
         assert fetched == {"cpu": in_rows + 1}
 
 
 # ---------------------------------------------------------------------------------------------- without data
 
 
-def on_meta(model: Policy | ValueModel, module: torch.nn.Module) -> Policy | ValueModel:
+def on_meta(model: Actor | Critic, module: torch.nn.Module) -> Actor | Critic:
     """The same model on a device without data; what ends a step, which waits once, is left out."""
     engine = model.engine
     engine.module, engine.device = module.to(DEVICE), DEVICE
@@ -175,11 +179,11 @@ def on_meta(model: Policy | ValueModel, module: torch.nn.Module) -> Policy | Val
     return model
 
 
-def update_on_meta(model: Policy | ValueModel, batch: DataProto, plan: RankPlan) -> list[tuple[str, int]]:
+def update_on_meta(model: Actor | Critic, batch: DataProto, plan: RankPlan) -> list[tuple[str, int]]:
     taken: list[Any] = []
     with FakeDevice() as recorded, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine.Meter, "metrics", lambda meter, prefix, reports: taken.append(reports) or {})
-        model.update(batch, plan)
+        patch.setattr(engine.Meter, "metrics", lambda meter: taken.append(meter) or {})
+        model.learn(batch, plan)
     assert len(taken) == 1
     return recorded.copies
 
@@ -200,21 +204,20 @@ def test_so_does_a_micro_batch_of_pairs(llama) -> None:
     batch.batch["is_chosen"] = torch.tensor([1, 0] * 6)
     batch.batch["ref_sequence_log_prob"] = torch.zeros(12)
     batch.batch["rollout_log_probs"] = batch.batch["old_log_probs"]
-    batch.meta_info["preference"] = {"loss_type": "sigmoid", "beta": 0.1}
     plan = RankPlan((MiniBatchPlan((tuple(range(4)), tuple(range(4, 12))), 40, 12, 6),))
     for place in (CPU, DEVICE):
         if place == DEVICE:
             on_meta(policy, PackedCausalLM(load_causal_lm(model_config(llama), torch.float32, meta=True).model))
         with FakeDevice() as recorded, Waits() as waits, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(engine.Meter, "metrics", lambda meter, prefix, reports: {})
-            update_preference(policy.engine, batch, plan)
+            patch.setattr(engine.Meter, "metrics", lambda meter: {})
+            learn_pairs(policy, batch, plan, options=PairOptions(0.1))
         assert +waits.seen == Counter()
     assert {direction for direction, _ in recorded.copies} == {"in"}
 
 
 def test_a_critics_micro_batch_does_too(llama) -> None:
     batch = make_batch()
-    critic = ValueModel(model_config(llama), critic_config(), fsdp_config("float32"), device=CPU, total_steps=10)
+    critic = Critic(model_config(llama), critic_config(), fsdp_config("float32"), device=CPU, total_steps=10)
     module = PackedScalarModel(load_scalar_model(model_config(llama), torch.float32, meta=True).model)
     copies = update_on_meta(on_meta(critic, module), batch, plan_rows(batch, 1, 3).ranks[0])
     assert {direction for direction, _ in copies} == {"in"}

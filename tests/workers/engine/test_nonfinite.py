@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 
 from hrl.workers.engine import nonfinite
 from hrl.workers.engine.nonfinite import NonFiniteStepError, unpadded
-from hrl.workers.policy import Policy
 from tests.models.tiny import (
     PROMPT_WIDTH,
     actor_config,
@@ -25,6 +24,7 @@ from tests.models.tiny import (
     save_llama,
     world_of_one,
 )
+from tests.workers.asked import Actor
 from tests.workers.engine.ranks import CPU, parameters
 
 POISONED = 5
@@ -41,8 +41,8 @@ def llama(tmp_path_factory) -> Path:
     return save_llama(tmp_path_factory.mktemp("llama"))
 
 
-def policy_in(run_folder: Path | None, llama: Path) -> Policy:
-    return Policy(
+def policy_in(run_folder: Path | None, llama: Path) -> Actor:
+    return Actor(
         model_config(llama),
         actor_config(),
         fsdp_config("float32"),
@@ -52,11 +52,11 @@ def policy_in(run_folder: Path | None, llama: Path) -> Policy:
     )
 
 
-def poisoned_batch(step: int = 7):
+def poisoned_batch():
     """One advantage of row 5 is NaN."""
     batch = make_batch()
     batch.batch["advantages"][POISONED, 0] = float("nan")
-    batch.meta_info |= {"step": step, "threshold": float("inf"), "rules": SimpleNamespace(kinds=("k1", None))}
+    batch.meta_info |= {"threshold": float("inf"), "rules": SimpleNamespace(kinds=("k1", None))}
     return batch, plan_rows(batch, 1, 3).ranks[0]
 
 
@@ -68,7 +68,7 @@ def read_strictly(path: Path) -> dict:
 def test_the_batch_is_kept_with_what_was_not_finite(llama, tmp_path):
     policy, (batch, plan) = policy_in(tmp_path, llama), poisoned_batch()
     before = parameters(policy)
-    policy.update(batch, plan)
+    policy.learn(batch, plan)
 
     record = read_strictly(tmp_path / "nonfinite" / "step_7_rank_0.actor-0.json")
     micro_batches = plan.mini_batches[0].micro_batches
@@ -80,15 +80,17 @@ def test_the_batch_is_kept_with_what_was_not_finite(llama, tmp_path):
     assert found["columns"] == ["advantages"] and "actor/pg_loss" in found["metrics"] and found["weights"] == []
     assert set(found["gradients"]) <= set(before) and "model.model.norm.weight" in found["gradients"]
     assert (record["step"], record["rank"], record["update"], record["grad_norm"]) == (7, 0, "actor", "nan")
-    assert record["config"]["optim"] == vars(policy.config.optim) | {"betas": [0.9, 0.999]}
-    facts = {"temperature": 1.0, "step": 7, "threshold": "inf", "rules": {"kinds": ["k1", None]}}
-    assert record["meta_info"] == facts
+    assert record["config"]["optim"] == vars(policy.loss.optim) | {"betas": [0.9, 0.999]}
+    assert record["meta_info"] == {"temperature": 1.0, "threshold": "inf", "rules": {"kinds": ["k1", None]}}
+    asked_for = record["request"]
+    assert (asked_for["step"], asked_for["old_log_probs"], asked_for["temperature"]) == (7, "old_log_probs", 1.0)
+    assert asked_for["loss"]["clip_ratio_high"] == 0.2 and "plan" not in asked_for
     assert all(torch.equal(value, before[name]) for name, value in parameters(policy).items())
 
 
 def test_the_kept_columns_are_the_rows_in_the_order_they_ran(llama, tmp_path):
     policy, (batch, plan) = policy_in(tmp_path, llama), poisoned_batch()
-    policy.update(batch, plan)
+    policy.learn(batch, plan)
 
     kept = load_file(tmp_path / "nonfinite" / "step_7_rank_0.actor-0.safetensors")
     order = [row for picked in plan.mini_batches[0].micro_batches for row in picked]
@@ -112,24 +114,24 @@ def test_weights_that_are_not_finite_are_named(llama, tmp_path):
     policy, batch = policy_in(tmp_path, llama), make_batch()
     with torch.no_grad():
         policy.engine.module.get_parameter("model.model.norm.weight").to_local()[0] = float("inf")
-    policy.update(batch, plan_rows(batch, 1, 1).ranks[0])
+    policy.learn(batch, plan_rows(batch, 1, 1).ranks[0])
     (record,) = (tmp_path / "nonfinite").glob("*.json")
     assert read_strictly(record)["not_finite"]["weights"] == ["model.model.norm.weight"]
 
 
 def test_finite_steps_leave_nothing(llama, tmp_path):
     policy, batch = policy_in(tmp_path, llama), make_batch()
-    policy.update(batch, plan_rows(batch, 1, 2).ranks[0])
+    policy.learn(batch, plan_rows(batch, 1, 2).ranks[0])
     assert list(tmp_path.iterdir()) == []
 
 
 def test_the_error_names_the_last_batch_and_nothing_is_half_written(llama, tmp_path):
     policy = policy_in(tmp_path, llama)
     for step in (1, 2):
-        policy.update(*poisoned_batch(step))
+        policy.learn(*poisoned_batch(), step=step)
     last = tmp_path / "nonfinite" / "step_3_rank_0.actor-0.json"
     with pytest.raises(NonFiniteStepError, match=f"3 optimizer steps in a row.*This rank's rows are in {last}"):
-        policy.update(*poisoned_batch(3))
+        policy.learn(*poisoned_batch(), step=3)
     names = {file.name for file in last.parent.iterdir()}
     assert names == {f"step_{n}_rank_0.actor-0.{kind}" for n in (1, 2, 3) for kind in ("json", "safetensors")}
 
@@ -138,7 +140,7 @@ def test_a_rank_keeps_no_more_than_a_few_of_a_run(llama, tmp_path, monkeypatch, 
     monkeypatch.setattr(nonfinite, "MAX_DUMPS", 1)
     policy = policy_in(tmp_path, llama)
     for step in (1, 2):
-        policy.update(*poisoned_batch(step))
+        policy.learn(*poisoned_batch(), step=step)
     assert [file.name for file in (tmp_path / "nonfinite").glob("*.json")] == ["step_1_rank_0.actor-0.json"]
     assert "step_2_rank_0.actor-0 is not kept: this rank has kept 1 batches" in caplog.text
 
@@ -146,6 +148,6 @@ def test_a_rank_keeps_no_more_than_a_few_of_a_run(llama, tmp_path, monkeypatch, 
 def test_a_disk_that_refuses_does_not_hide_the_skipped_step(llama, tmp_path, caplog):
     (tmp_path / "nonfinite").touch()
     with caplog.at_level(logging.WARNING):
-        metrics = policy_in(tmp_path, llama).update(*poisoned_batch())
+        metrics = policy_in(tmp_path, llama).learn(*poisoned_batch())
     assert metrics["actor/skipped_steps"].result() == 1
     assert "could not be written" in caplog.text and "mini-batch 0 of update actor not applied" in caplog.text

@@ -116,8 +116,8 @@ def test_a_mixture_of_experts_leaves_two_ranks_as_it_lies_in_its_folder(folders,
 
 def test_one_rank_gives_the_same_parameters_in_the_same_order(folders, two):
     policy = policy_of(folders["model"], "float32")
-    mine = dict(policy.iter_full_params(torch.bfloat16))
-    assert list(mine) == list(two[0]["full"]) == [spec.name for spec in policy.param_specs(torch.bfloat16)]
+    mine = dict(policy.engine.iter_full_params(torch.bfloat16))
+    assert list(mine) == list(two[0]["full"]) == [spec.name for spec in policy.engine.param_specs(torch.bfloat16)]
     assert all(torch.equal(mine[name], two[0]["full"][name]) for name in mine)
 
 
@@ -143,7 +143,7 @@ def test_bfloat16_masters_are_rounded_alike_on_any_number_of_ranks(two):
 
 
 def test_every_rank_freezes_what_rank_0_found(folders, two):
-    alone = sorted(policy_of(folders["gemma3"], "float32").frozen_names())
+    alone = sorted(policy_of(folders["gemma3"], "float32").engine.frozen_names())
     assert alone and all(rank["frozen"] == alone for rank in two)
 
 
@@ -176,12 +176,12 @@ def test_a_checkpoint_of_another_model_is_refused(folders, tmp_path, other, mess
     path = save_llama(tmp_path / "other", tied=False) if other == "untied" else folders["model"]
     source = folders["single"] / "state" if other == "untied" else tmp_path
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        policy_of(path).load(source)
+        policy_of(path).engine.load(source)
 
 
 def test_contents_that_were_not_saved_are_refused(folders, tmp_path):
     policy = policy_of(folders["model"])
-    policy.save(tmp_path / "weights", ["model"])
+    policy.engine.save(tmp_path / "weights", ["model"])
     with pytest.raises(ValueError, match=r"holds \['model'\], but .*optimizer"):
-        policy.load(tmp_path / "weights")
-    policy.load(tmp_path / "weights", ["model"])
+        policy.engine.load(tmp_path / "weights")
+    policy.engine.load(tmp_path / "weights", ["model"])

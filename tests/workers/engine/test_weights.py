@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hrl.workers.policy import Policy
 from tests.models.tiny import fsdp_config, model_config, save_llama, world_of_one
+from tests.workers.asked import Actor
 
 #: As early Llama 2 and Vicuna have it. transformers reads it, and refuses to write it.
 SAMPLING_WITHOUT_DO_SAMPLE = b'{\n  "bos_token_id": 1,\n  "temperature": 0.9,\n  "top_p": 0.6\n}\n'
@@ -24,11 +25,11 @@ def world() -> Iterator[None]:
 
 
 def policy_of(source: Path) -> Policy:
-    return Policy(model_config(source), None, fsdp_config("float32"), device=torch.device("cpu"), total_steps=None)
+    return Actor(model_config(source), None, fsdp_config("float32"), device=torch.device("cpu"), total_steps=None)
 
 
 def export(source: Path, target: Path) -> Path:
-    policy_of(source).export_hf(target)
+    policy_of(source).engine.export_hf(target)
     return target
 
 
@@ -53,7 +54,7 @@ def test_a_config_with_odd_fields_is_exported_and_loads_again(tmp_path: Path) ->
     policy.engine.source_config.top_k = 5  # as a class of its own would leave it in the configuration
     with pytest.raises(ValueError, match="generation parameters"):
         policy.engine.source_config.save_pretrained(tmp_path / "strict")
-    policy.export_hf(tmp_path / "hf")
+    policy.engine.export_hf(tmp_path / "hf")
     written = json.loads((tmp_path / "hf" / "config.json").read_text())
     assert written["own_field"] == [1, 2] and "transformers_weights" not in written
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")

@@ -20,6 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hrl.config.rollout import RolloutConfig, ValKwargsConfig, WeightSyncConfig
 from hrl.models.tokenizer import TokenIds
+from hrl.trainer.ppo.generation import count_troubles
 from hrl.workers.rollout.base import (
     EngineDeadError,
     EngineUnusableError,
@@ -118,7 +119,7 @@ def test_a_response_without_a_stop_token_ends_at_the_limit_and_is_counted():
 
     assert out.batch["response_mask"].sum(1).tolist() == [R] * 3
     assert out.non_tensor_batch["finish_reason"].tolist() == ["length"] * 3
-    assert out.meta_info["metrics"]["rollout/truncated_responses"].result() == 3
+    assert count_troubles(out)["rollout/truncated_responses"].result() == 3
 
 
 def test_an_empty_response_is_a_row_without_trained_tokens_and_counted():
@@ -126,7 +127,7 @@ def test_an_empty_response_is_a_row_without_trained_tokens_and_counted():
         out = host.generate_sequences(prompt_batch([[1]], n=4, width=2))
 
     assert sorted(out.batch["response_mask"].sum(1).eq(0).tolist()) == [False, False, True, True]
-    assert out.meta_info["metrics"]["rollout/empty_responses"].result() == 2
+    assert count_troubles(out)["rollout/empty_responses"].result() == 2
 
 
 def test_samples_depend_on_what_they_are_and_not_on_where_they_are_drawn():

@@ -26,6 +26,7 @@ from hrl.workers.weight_sync.broadcast import BroadcastSender
 from hrl.workers.weight_sync.sender import WeightSync
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.models import tiny
+from tests.workers.asked import Actor
 from tests.workers.rollout import models
 from tests.workers.rollout.settings import engine_setup, prompt_batch
 
@@ -206,11 +207,11 @@ def test_after_an_optimizer_step_engine_and_trainer_agree_and_before_the_sync_th
     train = tiny.actor_config(optim=tiny.optim_config(lr=1e-4))
     precision = tiny.fsdp_config(str(DTYPE).removeprefix("torch."), model_dtype="float32")
     with tiny.world_of_one():
-        policy = Policy(tiny.model_config(folder), train, precision, device=torch.device("cpu"), total_steps=None)
+        policy = Actor(tiny.model_config(folder), train, precision, device=torch.device("cpu"), total_steps=None)
         at_first = difference(host, policy, batch)
-        policy.update(batch, tiny.plan_rows(batch, 1, 1).ranks[0])
+        policy.learn(batch, tiny.plan_rows(batch, 1, 1).ranks[0])
         before_the_sync = difference(host, policy, batch)
-        host.push_weights(31, policy.param_specs(DTYPE), policy.iter_full_params(DTYPE))
+        host.push_weights(31, policy.engine.param_specs(DTYPE), policy.engine.iter_full_params(DTYPE))
         after_it = difference(host, policy, batch)
 
     original = models.load(folder)
@@ -222,7 +223,7 @@ def test_after_an_optimizer_step_engine_and_trainer_agree_and_before_the_sync_th
 
 def difference(host: RolloutHost, policy: Policy, batch: DataProto) -> float:
     """Mean absolute difference between the engine's and the trainer's log-probs of the batch's responses."""
-    trainer, trained = policy.compute_log_prob(batch, None).batch["old_log_probs"], batch.batch["response_mask"].bool()
+    trainer, trained = policy.log_probs(batch).batch["old_log_probs"], batch.batch["response_mask"].bool()
     differences = []
     for row, mask in enumerate(trained):
         tokens = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()].tolist()

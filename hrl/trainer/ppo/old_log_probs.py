@@ -1,0 +1,84 @@
+"""Whose log-probs are the old ones of a step's update, who computes them, and what else the update is asked for.
+
+Decided here on the driver, as a request; no rank decides any of it again.
+"""
+
+from __future__ import annotations
+
+from hrl.algos.kl import check_kl_loss_type
+from hrl.algos.registry import estimator_traits
+from hrl.algos.token_selection import TOKEN_SELECTORS
+from hrl.batching import BatchPlan
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.trainer.ppo.sampler_mismatch import corrects
+from hrl.workers.requests import OldLogProbs, PolicyUpdate
+
+
+def is_on_policy(config: PPOTrainerConfig) -> bool:
+    """Return whether a batch is used for one optimizer step only.
+
+    Then the old log-probs are the update's own and cost no forward pass: the ratio is exactly 1.
+    """
+    actor = config.actor_rollout_ref.actor
+    return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
+
+
+def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
+    """Return whether a run has the phase that computes `old_log_probs`, because something reads them."""
+    algorithm = config.algorithm
+    return algorithm.preference_loss is None and (
+        not is_on_policy(config)
+        or algorithm.use_kl_in_reward
+        or algorithm.rollout_correction.bypass_mode
+        or corrects(algorithm.rollout_correction)
+        or estimator_traits(algorithm.adv_estimator).needs_old_log_probs
+        or config.actor_rollout_ref.actor.policy_loss.loss_mode in TOKEN_SELECTORS
+    )
+
+
+def update_measures_mismatch(config: PPOTrainerConfig, *, bypasses: bool) -> bool:
+    """Return whether the update compares sampler and trainer: where no phase before it has.
+
+    Args:
+        config: The whole configuration.
+        bypasses: The sampler's log-probs are this step's old ones.
+    """
+    return bypasses or not needs_old_log_prob(config)
+
+
+def old_log_probs_of(config: PPOTrainerConfig, *, bypasses: bool) -> OldLogProbs:
+    """Return whose log-probs the update takes for the old ones; arguments as there."""
+    if bypasses:
+        return OldLogProbs.SAMPLER
+    return OldLogProbs.OWN if is_on_policy(config) else OldLogProbs.COLUMN
+
+
+def policy_update(
+    config: PPOTrainerConfig, plan: BatchPlan, *, step: int, temperature: float, bypasses: bool
+) -> PolicyUpdate[BatchPlan]:
+    """Return the request of a step's update.
+
+    Args:
+        config: The whole configuration.
+        plan: Its mini-batches.
+        step: Of the run.
+        temperature: That the batch was sampled at.
+        bypasses: The sampler's log-probs are this step's old ones, as in bypass mode unless they drifted too far.
+
+    Raises:
+        ValueError: The KL term's estimator is unknown, or has no gradient in a loss.
+    """
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    if actor.use_kl_loss:
+        check_kl_loss_type(actor.kl_loss_type)
+    return PolicyUpdate(
+        plan=plan,
+        step=step,
+        temperature=temperature,
+        loss=actor,
+        old_log_probs=old_log_probs_of(config, bypasses=bypasses),
+        correction=correction if correction.bypass_mode else None,
+        measures_mismatch=update_measures_mismatch(config, bypasses=bypasses),
+        is_weighted=correction.rollout_is is not None and not correction.bypass_mode,
+        selects_tokens=actor.policy_loss.loss_mode in TOKEN_SELECTORS,
+    )

@@ -1,0 +1,275 @@
+"""What the driver asks of the ranks, as values: decided once, sent with the batch, and obeyed.
+
+A request carries the plan of its rows and names the columns that it reads. Only these travel, and a batch that lacks
+one is refused on the driver. A rank gets the same request with its own part of the plan. No rank infers anything from
+what a batch has or lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from hrl.algos.preference import PairOptions
+    from hrl.batching import BatchPlan, RankPlan
+    from hrl.config.actor import ActorConfig
+    from hrl.config.algorithm import RolloutCorrectionConfig
+    from hrl.config.critic import CriticConfig
+    from hrl.config.model import OptimConfig
+
+P = TypeVar("P", bound="BatchPlan | RankPlan")
+
+#: What a model reads of a row.
+ROW_COLUMNS = frozenset({"prompts", "responses", "attention_mask", "response_mask", "uid"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request(Generic[P]):
+    """A pass over a batch.
+
+    Attributes:
+        plan: Which rank runs which rows; on a rank, what it runs.
+    """
+
+    plan: P
+
+    @property
+    def rows(self: Request[BatchPlan]) -> Sequence[Sequence[int]]:
+        """Per rank the rows of the batch that it gets."""
+        return self.plan.rows
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Names of the columns, tensors and others, that the ranks read."""
+        return ROW_COLUMNS
+
+    def for_rank(self: Request[BatchPlan], rank: int) -> Request[RankPlan]:
+        """Return what that rank is asked for."""
+        whole: Any = self
+        return replace(whole, plan=self.plan.ranks[rank])
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleRequest(Request[P]):
+    """One response to every row; its columns are those of a prompt.
+
+    Attributes:
+        with_greedy: Rows marked `greedy` take the most likely tokens.
+    """
+
+    with_greedy: bool
+
+    @property
+    def columns(self) -> frozenset[str]:
+        names = {"prompts", "attention_mask", "uid", "sample_index"}
+        return frozenset(names | {"greedy"} if self.with_greedy else names)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScalarRequest(Request[P]):
+    """Values of a critic, or scores of a reward model."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbRequest(Request[P]):
+    """Log-probs of the trained response tokens.
+
+    Attributes:
+        temperature: Of the distribution that was sampled from.
+        with_entropy: Also the entropy of each token's distribution.
+        with_sum_pi_squared: Also the sum of its squared probabilities.
+    """
+
+    temperature: float
+    with_entropy: bool = False
+    with_sum_pi_squared: bool = False
+
+
+def temperature_of(meta_info: Mapping[str, Any]) -> float:
+    """Return the temperature that a batch was sampled at: log-probs are those of the distribution that was sampled.
+
+    Raises:
+        ValueError: The batch does not say.
+    """
+    if "temperature" not in meta_info:
+        raise ValueError(
+            "meta_info['temperature'] is missing: log-probs are those of the distribution that was sampled"
+        )
+    return float(meta_info["temperature"])
+
+
+# ------------------------------------------------------------------ updates
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a model learns, whatever from: what its worker is built with.
+
+    Attributes:
+        optim: Optimizer and schedule.
+        grad_clip: Largest global gradient norm.
+        total_steps: Length of the run in optimizer steps, for schedules that need it.
+        seed: Of the run, by which bfloat16 masters are rounded.
+        run_folder: Where batches are kept whose loss or gradient is not finite; `None` outside of a run.
+    """
+
+    optim: OptimConfig
+    grad_clip: float
+    total_steps: int | None
+    seed: int
+    run_folder: Path | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update(Request[P]):
+    """Every optimizer step of the plan.
+
+    Attributes:
+        step: Of the run, for messages and for the names of batches that are kept.
+    """
+
+    step: int
+
+
+class OldLogProbs(StrEnum):
+    """Whose log-probs are the old ones, to which a policy loss takes its ratio. The value is the column, if any."""
+
+    COLUMN = "old_log_probs"
+    """The trainer's, computed before the update."""
+    OWN = "own"
+    """The update's own, without gradient: in a batch's only step, bit for bit those of the weights that sampled."""
+    SAMPLER = "rollout_log_probs"
+    """The sampler's."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolicyUpdate(Update[P]):
+    """Move the policy along the advantages.
+
+    Attributes:
+        temperature: Of the distribution that was sampled from.
+        loss: Policy loss, entropy bonus and KL term, and how tokens become one number.
+        old_log_probs: Whose they are.
+        correction: In bypass mode, by what the update weighs and rejects against the sampler; else None.
+        measures_mismatch: Until a step moves the weights, measure how far the sampler's log-probs are from the
+            update's own.
+        is_weighted: The batch's `rollout_is_weights` weigh the loss of each token.
+        selects_tokens: The loss treats the batch's `selected_tokens` differently.
+
+    Raises:
+        ValueError: The update's own log-probs are to be the old ones in a second step, when the weights have moved.
+    """
+
+    temperature: float
+    loss: ActorConfig
+    old_log_probs: OldLogProbs
+    correction: RolloutCorrectionConfig | None
+    measures_mismatch: bool
+    is_weighted: bool
+    selects_tokens: bool
+
+    def __post_init__(self) -> None:
+        plan: Any = self.plan
+        rank_plan = getattr(plan, "ranks", [plan])[0]
+        if self.old_log_probs is OldLogProbs.OWN and len(rank_plan.mini_batches) != 1:
+            raise ValueError(
+                f"an update's own log-probs are the old ones in its first step only, and the plan has "
+                f"{len(rank_plan.mini_batches)} steps: run compute_log_prob first, and name its column"
+            )
+
+    @property
+    def token_columns(self) -> list[str]:
+        """Names of the columns `(B, R)` that the loss reads beside the mask."""
+        reads_sampler = self.measures_mismatch or self.correction is not None
+        is_read = {
+            "advantages": True,
+            "old_log_probs": self.old_log_probs is OldLogProbs.COLUMN,
+            "ref_log_prob": self.loss.use_kl_loss,
+            "rollout_is_weights": self.is_weighted,
+            "rollout_log_probs": self.old_log_probs is OldLogProbs.SAMPLER or reads_sampler,
+            "selected_tokens": self.selects_tokens,
+        }
+        return [name for name, read in is_read.items() if read]
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return ROW_COLUMNS | set(self.token_columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueUpdate(Update[P]):
+    """Teach a critic the returns.
+
+    Attributes:
+        loss: Clip range, and how tokens become one number.
+        loss_name: A key of `hrl.algos.value_loss.VALUE_LOSSES`; None lets the clip range decide.
+    """
+
+    loss: CriticConfig
+    loss_name: str | None = None
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return ROW_COLUMNS | {"values", "returns"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreferenceUpdate(Update[P]):
+    """Move a policy towards the chosen and away from the rejected answers.
+
+    Attributes:
+        temperature: Of the distribution whose log-probs are compared.
+        loss_type: A key of `hrl.algos.preference.PAIR_LOSSES`.
+        options: Its constants.
+        has_reference: `ref_sequence_log_prob` has the reference's log-probs, summed over each answer's trained tokens.
+        measures_mismatch: The answers were sampled, and the update measures as `PolicyUpdate` does.
+    """
+
+    temperature: float
+    loss_type: str
+    options: PairOptions
+    has_reference: bool
+    measures_mismatch: bool
+
+    @property
+    def columns(self) -> frozenset[str]:
+        is_read = {"ref_sequence_log_prob": self.has_reference, "rollout_log_probs": self.measures_mismatch}
+        return ROW_COLUMNS | {"is_chosen"} | {name for name, read in is_read.items() if read}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SupervisedUpdate(Update[P]):
+    """Make a policy more likely to say what the rows say.
+
+    Attributes:
+        temperature: Of the distribution whose log-probs are raised.
+        loss_type: A key of `hrl.algos.preference.SFT_LOSSES`.
+        loss_agg_mode: How tokens become one number.
+        loss_scale_factor: The constant divisor of `seq-mean-token-sum-norm`, in tokens.
+    """
+
+    temperature: float
+    loss_type: str
+    loss_agg_mode: str
+    loss_scale_factor: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModelUpdate(Update[P]):
+    """Make a classifier score the chosen answer of every pair above the rejected one.
+
+    Attributes:
+        loss_type: A key of `hrl.algos.preference.REWARD_MODEL_LOSSES`.
+        has_margin: The chosen row's `margin` is the lead that its score must have.
+    """
+
+    loss_type: str
+    has_margin: bool
+
+    @property
+    def columns(self) -> frozenset[str]:
+        return ROW_COLUMNS | {"is_chosen"} | ({"margin"} if self.has_margin else set())
