@@ -53,6 +53,14 @@ data:
   train_files: [train.parquet]
 ```
 
+In Python a configuration is a nested dict, with the same defaults and rules (and without the quickstart's values):
+
+```python
+from hrl.config import load_config
+
+config = load_config({"data": {"train_files": ["train.parquet"]}, "trainer": {"seed": 3}})
+```
+
 Names and meanings are verl's where both have a key. Interpolations such as `${data.max_prompt_length}` may refer to any
 key, set or not. *follows* in the column of defaults means that the default comes from other keys, as the sentence says.
 Keys that several roles have stand in one row, with every place that they have.

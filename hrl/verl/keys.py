@@ -287,7 +287,7 @@ def _absent(says: str, keys: Iterable[str], *, same: Iterable[Any] = (None, Fals
 OUTSIDE: dict[str, Verdict] = {
     # The model and its memory.
     **_switch("padding never enters a model", True, _each((*_MODELS, *_SCORED), "use_remove_padding")),
-    **_switch("model files are read where they lie", False, [*_each(_MODELS, "use_shm"), "data.use_shm"]),
+    **_switch("model files are read from where they are", False, [*_each(_MODELS, "use_shm"), "data.use_shm"]),
     **_switch(
         "log-probs and entropy run over the vocabulary in chunks",
         True,
@@ -313,7 +313,7 @@ OUTSIDE: dict[str, Verdict] = {
     **_how("MLPs run over whole rows", _each(_MODELS, "tiled_mlp.*")),
     **_switch("the model runs uncompiled", False, _each((*_SCORED, *_SHARDED), "use_torch_compile")),
     **_how(
-        "micro-batches have the length that their rows have",
+        "micro-batches are as long as their rows",
         _each((*_SCORED, *_SHARDED), "pad_to_length", "pad_to_length_bucket"),
     ),
     **_switch("FSDP2 keeps the original parameters", True, _each(_SHARDED, "use_orig_params")),
@@ -328,9 +328,13 @@ OUTSIDE: dict[str, Verdict] = {
         "a model that is only evaluated is stored in the dtype it computes in, fsdp_config.dtype",
         _each(_FROZEN, "model_dtype"),
     ),
-    **_switch("a model that is only evaluated frees what it gathered", True, _each(_FROZEN, "reshard_after_forward")),
+    **_switch(
+        "a model that is only evaluated frees gathered parameters after its forward pass",
+        True,
+        _each(_FROZEN, "reshard_after_forward"),
+    ),
     **_how("a model that is only evaluated has no optimizer", _each(_FROZEN, "optimizer_offload"), same=(False,)),
-    **_how("what is evaluated and what is trained is known", _each(_SHARDED, "forward_only")),
+    **_how("which models are trained follows from their roles", _each(_SHARDED, "forward_only")),
     **_how(
         "trainer.seed seeds everything",
         [*_each(_SHARDED, "seed"), *_each(_TRAINED, "data_loader_seed"), *_each(_SCORED, "seed")],
@@ -361,19 +365,19 @@ OUTSIDE: dict[str, Verdict] = {
         _LATER_LORA._replace(same=(0, None)),
     ),
     **_how("LoRA comes later", _each(_MODELS, "lora_alpha", "target_modules", "exclude_modules", "lora.*")),
-    **_absent("quantisation-aware training is not here", [*_each((*_SCORED, *_SHARDED, ROLLOUT), "qat.enable")]),
-    **_how("quantisation-aware training is not here", [*_each((*_SCORED, *_SHARDED, ROLLOUT), "qat.*")]),
-    **_absent("multi-token prediction is not here", _each((*_MODELS, ROLLOUT), "mtp.enable")),
-    **_how("multi-token prediction is not here", _each((*_MODELS, ROLLOUT), "mtp.*")),
+    **_absent("quantisation-aware training is not supported", [*_each((*_SCORED, *_SHARDED, ROLLOUT), "qat.enable")]),
+    **_how("quantisation-aware training is not supported", [*_each((*_SCORED, *_SHARDED, ROLLOUT), "qat.*")]),
+    **_absent("multi-token prediction is not supported", _each((*_MODELS, ROLLOUT), "mtp.enable")),
+    **_how("multi-token prediction is not supported", _each((*_MODELS, ROLLOUT), "mtp.*")),
     **_absent(
-        "router replay is not here",
+        "router replay is not supported",
         [*_each(_SCORED, "router_replay.mode"), f"{ROLLOUT}.enable_rollout_routing_replay"],
         same=("disabled", None, False),
     ),
-    **_how("router replay is not here", _each(_SCORED, "router_replay.*")),
-    **_how("text never reaches other towers, and they are not trained", _each(_SCORED, "freeze_vision_tower")),
+    **_how("router replay is not supported", _each(_SCORED, "router_replay.*")),
+    **_how("only the text model is trained; other towers keep their weights", _each(_SCORED, "freeze_vision_tower")),
     **_set(
-        "code of your own is found by Python",
+        "your own code is an ordinary Python import",
         "put it into the model folder and set trust_remote_code, or import it before the trainer starts",
         _each(_MODELS, "external_lib"),
     ),
@@ -384,7 +388,7 @@ OUTSIDE: dict[str, Verdict] = {
     ),
     **_set("the model's folder has its config.json", "set override_config", _each(_MODELS, "hf_config_path")),
     **_set("the model's folder has its config.json", "edit it there", [f"{RM}.model.override_config"], same=(None, {})),
-    **_set("dtypes belong to FSDP2", f"set {ACTOR}.fsdp_config.dtype", _each(_MODELS, "torch_dtype")),
+    **_set("the dtype is a setting of FSDP2", f"set {ACTOR}.fsdp_config.dtype", _each(_MODELS, "torch_dtype")),
     "critic.model.tokenizer_path": Verdict(
         "the critic reads the policy's tokens", f"set {MODEL}.tokenizer_path", same=(None,)
     ),
@@ -394,7 +398,7 @@ OUTSIDE: dict[str, Verdict] = {
     f"{RM}.max_length": Verdict("a reward model reads whole rows", same=(None,)),
     # The update.
     **_set(
-        "schedules run over the length of the run",
+        "a schedule has the length of the run",
         "set trainer.total_training_steps or total_epochs",
         _each(_TRAINED, "optim.total_training_steps"),
         same=(-1, None),
@@ -402,7 +406,7 @@ OUTSIDE: dict[str, Verdict] = {
     **_absent("the optimizer is torch's AdamW", _each(_TRAINED, "optim.optimizer"), same=("AdamW", "adamw", None)),
     **_absent("the optimizer is torch's AdamW", _each(_TRAINED, "optim.optimizer_impl"), same=("torch.optim", None)),
     **_absent(
-        "the settings of other engines' optimizers are not here",
+        "the settings of other engines' optimizers are not supported",
         _each(
             _TRAINED,
             "optim.override_optimizer_config.*",
@@ -436,10 +440,10 @@ OUTSIDE: dict[str, Verdict] = {
     **_switch("a checkpoint is complete when the step ends", False, _each(_TRAINED, "checkpoint.async_save")),
     f"{ACTOR}.checkpoint.strict": Verdict("a state that doesn't match is an error", same=(True,)),
     **_absent("checkpoints are FSDP2's", [f"{ACTOR}.checkpoint.mbridge_config.*"], same=(None, {})),
-    **_how("the critic is saved whole beside the actor", ["critic.checkpoint.*"]),
+    **_how("the critic is saved completely, with the actor", ["critic.checkpoint.*"]),
     **_switch("entropy is measured", True, _each(_SCORED, "calculate_entropy")),
     **_switch(
-        "it is computed exactly when algorithm.adv_estimator reads it",
+        "it is computed if algorithm.adv_estimator reads it",
         True,
         _each(_SCORED, "calculate_sum_pi_squared"),
     ),
@@ -452,7 +456,7 @@ OUTSIDE: dict[str, Verdict] = {
         "the critic's seq-mean-token-sum-norm divides by data.max_response_length", same=(None,)
     ),
     **_how(
-        "critic.ppo_micro_batch_size_per_gpu holds for values too",
+        "critic.ppo_micro_batch_size_per_gpu also applies to values",
         ["critic.forward_micro_batch_size", "critic.forward_micro_batch_size_per_gpu"],
     ),
     f"{ACTOR}.tis_imp_ratio_cap": Verdict(
@@ -475,13 +479,17 @@ OUTSIDE: dict[str, Verdict] = {
         "an engine is tensor parallel", "set tensor_model_parallel_size", same=(1, None)
     ),
     **_how(
-        "experts are split as the engine's other weights are",
+        "experts are split like the engine's other weights",
         _each([ROLLOUT], "expert_parallel_size", "moe_tensor_parallel_size"),
         same=(1, None),
     ),
     **_switch("the sampler's log-probs are kept", True, [f"{ROLLOUT}.calculate_log_probs"]),
     **_switch("weights are gathered bucket by bucket", True, [f"{ROLLOUT}.layered_summon"]),
-    **_how("a sleeping engine drops its weights, which are synced anew", [f"{ROLLOUT}.sleep_level"], same=(2, None)),
+    **_how(
+        "a sleeping engine drops its weights and gets them again when it wakes",
+        [f"{ROLLOUT}.sleep_level"],
+        same=(2, None),
+    ),
     **_switch("an engine wakes in stages", True, [f"{ROLLOUT}.multi_stage_wake_up"]),
     **_switch("an engine sleeps when free_cache_engine says so", True, [f"{ROLLOUT}.enable_sleep_mode"]),
     f"{ROLLOUT}.load_format": Verdict(
@@ -509,9 +517,9 @@ OUTSIDE: dict[str, Verdict] = {
         "vLLM chooses the sizes of its graphs, or engine_kwargs.vllm.cudagraph_capture_sizes does", same=(None,)
     ),
     f"{ROLLOUT}.quantization": Verdict(
-        "an engine's quantisation is an argument of its own", "set engine_kwargs.vllm.quantization=fp8", same=(None,)
+        "quantisation is an argument of the engine", "set engine_kwargs.vllm.quantization=fp8", same=(None,)
     ),
-    **_absent("an engine has no file of its quantisation", [f"{ROLLOUT}.quantization_config_file"], same=(None,)),
+    **_absent("an engine reads no quantisation file", [f"{ROLLOUT}.quantization_config_file"], same=(None,)),
     **_absent("SGLang comes later", _each([ROLLOUT], "server.*", "sglang_rollout_mode")),
     **_absent("prefill and decoding run in one engine", [f"{ROLLOUT}.disaggregation.enabled"]),
     **_how("prefill and decoding run in one engine", [f"{ROLLOUT}.disaggregation.*"]),
@@ -520,12 +528,12 @@ OUTSIDE: dict[str, Verdict] = {
         [f"{ROLLOUT}.checkpoint_engine.*"],
     ),
     f"{ROLLOUT}.over_sample_rate": Verdict(
-        "exactly as many prompts are sampled as are wanted", same=(0, 0.0, None), reason=Reason.ABSENT
+        "no more prompts are sampled than a step needs", same=(0, 0.0, None), reason=Reason.ABSENT
     ),
     **_absent(
-        "samples of an earlier run can't be taken up", [f"{ROLLOUT}.skip_rollout", "skip.*"], same=(None, False, [])
+        "samples of an earlier run can't be reused", [f"{ROLLOUT}.skip_rollout", "skip.*"], same=(None, False, [])
     ),
-    **_how("samples of an earlier run can't be taken up", [f"{ROLLOUT}.skip_dump_dir"]),
+    **_how("samples of an earlier run can't be reused", [f"{ROLLOUT}.skip_dump_dir"]),
     f"{ROLLOUT}.agent.default_agent_loop": _LATER_TURNS._replace(same=(None, "single_turn_agent")),
     **_how("prompts are sent as they come", [f"{ROLLOUT}.agent.num_workers"]),
     **dict.fromkeys(_each([ROLLOUT], "multi_turn.*", "agent.*"), _LATER_TURNS),
@@ -539,11 +547,14 @@ OUTSIDE: dict[str, Verdict] = {
     **_how("token ids travel with their row", ["data.return_raw_input_ids"]),
     **_how("rollouts/step_N.jsonl holds the prompts", ["data.return_full_prompt"]),
     **_switch("validation keeps the order of the file", False, ["data.validation_shuffle"]),
-    **_how("rows become tokens once, at load", ["data.filter_overlong_prompts_workers", "data.dataloader_num_workers"]),
+    **_how(
+        "rows are tokenised once, when they are read",
+        ["data.filter_overlong_prompts_workers", "data.dataloader_num_workers"],
+    ),
     **_set("the tokenizer is the model's", f"set {MODEL}.tokenizer_path", ["data.tokenizer"]),
     **_set("rows come in the order of (seed, epoch)", "subclass the trainer for another one", ["data.sampler.*"]),
     **_absent("rows are not made while training", ["data.datagen.*"]),
-    **_absent("a response has no shortest length", ["data.min_response_length"], same=(None, 0)),
+    **_absent("a response has no minimum length", ["data.min_response_length"], same=(None, 0)),
     **dict.fromkeys(
         _each(
             ["data"],
@@ -560,7 +571,9 @@ OUTSIDE: dict[str, Verdict] = {
     "data.tool_config_path": _LATER_TURNS,
     "data.function_tool_path": _LATER_TURNS,
     # Rewards.
-    "reward.overlong_buffer.log": how("the penalty is a reward part of its own, overlong", same=(True, False)),
+    "reward.overlong_buffer.log": how(
+        "the penalty is always recorded, as the reward part overlong", same=(True, False)
+    ),
     "reward.reward_manager.name": Verdict(
         "rewards run concurrently, one call per sample",
         "use naive, or dapo with reward.overlong_buffer; what another manager computes is a function, "
@@ -575,7 +588,8 @@ OUTSIDE: dict[str, Verdict] = {
         "arguments go to the function", "set reward.custom_reward_function.reward_kwargs", same=(None,)
     ),
     **_how(
-        "rewards are computed while others are sampled", ["reward.use_reward_loop", "reward.launch_reward_fn_async"]
+        "rewards are computed while other responses are sampled",
+        ["reward.use_reward_loop", "reward.launch_reward_fn_async"],
     ),
     "reward.sandbox_fusion.url": Verdict(
         "code runs in a sandbox of your own", "call it from reward.custom_reward_function", same=(None,)
@@ -594,7 +608,7 @@ OUTSIDE: dict[str, Verdict] = {
     # The algorithm.
     **_how("one batch is sampled after the other", ["algorithm.filter_groups.max_inflight_gen_batches"]),
     "algorithm.rollout_correction.rollout_rs_threshold_lower": Verdict(
-        "both bounds stand in one key", "write rollout_rs_threshold='\"0.999_1.001\"'", same=(None,)
+        "one key holds both bounds", "write rollout_rs_threshold='\"0.999_1.001\"'", same=(None,)
     ),
     "algorithm.rollout_correction.rollout_token_veto_threshold": Verdict(
         "rules of rollout_rs leave sequences out by their worst token", "set rollout_rs=seq_max_k3", same=(None,)
@@ -603,7 +617,7 @@ OUTSIDE: dict[str, Verdict] = {
     **_switch("rows are balanced over processes", True, ["trainer.balance_batch"]),
     **_set("checkpoints go to trainer.default_local_dir", "mount or copy from there", ["trainer.default_hdfs_dir"]),
     **_set(
-        "checkpoints stay where they were read",
+        "checkpoints are not deleted when they are read",
         "set trainer.max_ckpt_to_keep",
         ["trainer.del_local_ckpt_after_load"],
         same=(None, False),
@@ -631,7 +645,7 @@ OUTSIDE: dict[str, Verdict] = {
         _each(["ray_kwargs.ray_init", "ray_init"], "runtime_env.py_executable"),
         same=(None,),
     ),
-    **_absent("distillation is not here", ["distillation.enabled", "distillation.*"]),
+    **_absent("distillation is not supported", ["distillation.enabled", "distillation.*"]),
     **_how("rows travel packed through Ray's object store", ["transfer_queue.*"]),
     **dict.fromkeys(_each((*_SCORED, ROLLOUT, RM), "profiler.enable"), _NO_PROFILE),
     **dict.fromkeys(["global_profiler.tool", "global_profiler.steps"], _NO_PROFILE._replace(same=(None, []))),
@@ -708,7 +722,7 @@ _OWN_COLUMNS = Verdict(
     "write them so, and set data.prompt_key and data.completion_key",
     same=(None, []),
 )
-_ONE_LENGTH = Verdict("prompt and answer have one length", "set data.max_length, of both together", same=(None,))
+_ONE_LENGTH = Verdict("prompt and answer share one limit", "set data.max_length, for both together", same=(None,))
 
 SFT_RENAMED: dict[str, str] = {
     "model.partial_pretrain": "model.path",
@@ -732,14 +746,14 @@ SFT_OUTSIDE: dict[str, Verdict] = {
     **of_section("trainer", "trainer"),
     **of_section("global_profiler", "global_profiler"),
     **of_section("hydra", "hydra"),
-    "data.multiturn.enable": how("rows say themselves whether they are a whole chat"),
+    "data.multiturn.enable": how("each row shows whether it is a whole chat"),
     "data.multiturn.*": Verdict("a chat is one column", "set data.messages_key", same=(None,)),
     "data.prompt_dict_keys": _OWN_COLUMNS,
     "data.response_dict_keys": _OWN_COLUMNS,
     "data.pad_mode": Verdict("rows are packed, not padded", noted=None),
     "data.ignore_input_ids_mismatch": how("every row is rendered once, whole"),
     "data.balance_dp_token": how("rows are balanced over processes"),
-    "data.num_workers": how("rows become tokens once, at load"),
+    "data.num_workers": how("rows are tokenised once, when they are read"),
     "data.micro_batch_size": Verdict(
         "a micro-batch belongs to one process", "set data.micro_batch_size_per_gpu", same=(None,)
     ),

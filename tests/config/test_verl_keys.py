@@ -126,7 +126,7 @@ def test_one_line_lists_what_was_taken_without_effect_by_what_hrl_does_instead()
     }
     assert validate(given).remarks == (
         f"taken without effect: {MODEL}.use_remove_padding=false, critic.model.use_remove_padding=false "
-        "(padding never enters a model); data.use_shm=true (model files are read where they lie).",
+        "(padding never enters a model); data.use_shm=true (model files are read from where they are).",
     )
 
 
