@@ -10,6 +10,7 @@ from hrl.algos.registry import estimator_traits
 from hrl.config.actor import ActorConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
+from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.section import Section, WholeConfig, leaves
@@ -53,7 +54,7 @@ def step_sizes(config: PPOTrainerConfig, learner: ActorConfig | CriticConfig | N
     )
 
 
-def total_steps(config: PPOTrainerConfig | OfflineConfig, train_rows: int) -> int:
+def total_steps(config: RunConfiguration, train_rows: int) -> int:
     """Return steps of the run over `train_rows` rows.
 
     The rows that don't fill an epoch's last batch are left out of it.
@@ -69,7 +70,8 @@ def batch_arithmetic(config: PPOTrainerConfig, *, train_rows: int | None = None)
         config: A valid configuration.
         train_rows: Training rows after filtering, once they are known; None before the data are read.
     """
-    return [*_step_facts(config), _length_fact(config, train_rows), *_micro_batch_facts(config), *_engine_facts(config)]
+    length = _length_fact(config, train_rows, "prompt", step_sizes(config).optimizer_steps)
+    return [*_step_facts(config), length, *_micro_batch_facts(config), *_engine_facts(config)]
 
 
 def _step_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
@@ -101,23 +103,23 @@ def _update_sentence(sizes: StepSizes, mini_batch_prompts: int) -> str:
     )
 
 
-def _length_fact(config: PPOTrainerConfig, train_rows: int | None) -> Fact:
-    trainer, sizes = config.trainer, step_sizes(config)
-    epochs = count(trainer.total_epochs, "epoch")
+def _length_fact(config: RunConfiguration, train_rows: int | None, row: str, updates_per_step: int | None) -> Fact:
+    trainer, size = config.trainer, config.data.train_batch_size
+
+    def in_words(steps: int) -> str:
+        updates = updates_per_step and f" = {count(steps * updates_per_step, 'optimizer step')} of the actor"
+        return f"{count(steps, 'step')}{updates or ''}"
+
     if trainer.total_training_steps is not None:
-        steps = trainer.total_training_steps
-        text = f"{count(steps, 'step')} = {count(steps * sizes.optimizer_steps, 'optimizer step')} of the actor"
-    elif train_rows is None:
-        text = f"{epochs} of (training rows ÷ {sizes.prompts:,}) steps, counted when the rows have been read"
-    else:
-        per_epoch, left = divmod(train_rows, sizes.prompts)
-        rest = f", {left} left over," if left else ""
-        steps = total_steps(config, train_rows)
-        updates = count(steps * sizes.optimizer_steps, "optimizer step")
-        text = (
-            f"{train_rows:,} rows ÷ {count(sizes.prompts, 'prompt')} = {count(per_epoch, 'step')} an epoch{rest} × "
-            f"{epochs} = {count(steps, 'step')} = {updates} of the actor"
-        )
+        return Fact("run", in_words(trainer.total_training_steps))
+    epochs = count(trainer.total_epochs, "epoch")
+    if train_rows is None:
+        return Fact("run", f"{epochs} of (training rows ÷ {size:,}) steps, counted when the rows have been read")
+    per_epoch, left = divmod(train_rows, size)
+    batch = count(size, row) if row else f"{size:,}"
+    rest = f", {left} left over," if left else ""
+    steps = in_words(total_steps(config, train_rows))
+    text = f"{train_rows:,} rows ÷ {batch} = {count(per_epoch, 'step')} an epoch{rest} × {epochs} = {steps}"
     return Fact("run", text)
 
 
@@ -173,7 +175,7 @@ def offline_batch_arithmetic(config: OfflineConfig, *, train_rows: int | None = 
         config: A valid configuration.
         train_rows: Training rows that are kept, once they are known; None before the data are read.
     """
-    return [*_offline_step_facts(config), _offline_length_fact(config, train_rows), _offline_micro_batch_fact(config)]
+    return [*_offline_step_facts(config), _length_fact(config, train_rows, "", None), _offline_micro_batch_fact(config)]
 
 
 def _offline_step_facts(config: OfflineConfig) -> Iterator[Fact]:
@@ -185,21 +187,6 @@ def _offline_step_facts(config: OfflineConfig) -> Iterator[Fact]:
     yield Fact("one step", f"{text}; one optimizer step")
     if isinstance(config, DPOTrainerConfig) and config.needs_reference:
         yield Fact("reference", "the model before its first step; its log-probs of every pair are computed once")
-
-
-def _offline_length_fact(config: OfflineConfig, train_rows: int | None) -> Fact:
-    trainer, size = config.trainer, config.data.train_batch_size
-    epochs = count(trainer.total_epochs, "epoch")
-    if trainer.total_training_steps is not None:
-        text = count(trainer.total_training_steps, "step")
-    elif train_rows is None:
-        text = f"{epochs} of (training rows ÷ {size:,}) steps, counted when the rows have been read"
-    else:
-        per_epoch, left = divmod(train_rows, size)
-        rest = f", {left} left over," if left else ""
-        steps = count(total_steps(config, train_rows), "step")
-        text = f"{train_rows:,} rows ÷ {size:,} = {count(per_epoch, 'step')} an epoch{rest} × {epochs} = {steps}"
-    return Fact("run", text)
 
 
 def _offline_micro_batch_fact(config: OfflineConfig) -> Fact:

@@ -9,18 +9,18 @@ from hrl.algos.registry import (
     estimator_traits,
     pair_loss_traits,
 )
-from hrl.config.loggers import JSON_CONSOLE
 from hrl.config.model import FsdpConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
+from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.trainer import JSON_CONSOLE
 from hrl.errors import Problem, Reason
 from hrl.nearest import did_you_mean
 from hrl.verl.keys import ACTOR, MODEL, REF, ROLLOUT
 
 Rule = Callable[[Any], Iterator[Problem]]
 """Takes the configuration of the kinds of run whose tuple of rules names it."""
-AnyConfig = PPOTrainerConfig | OfflineConfig
 
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = f"{ACTOR}.policy_loss"
@@ -42,7 +42,7 @@ def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem(_SHAPING, "clips to no limit.", "Give one, e.g. {clip: 5}.")
 
 
-def one_console_writes(config: AnyConfig) -> Iterator[Problem]:
+def one_console_writes(config: RunConfiguration) -> Iterator[Problem]:
     """Standard output is for people or for programs."""
     if {"console", JSON_CONSOLE} <= set(config.trainer.logger):
         what = f"names console and {JSON_CONSOLE}, which both write to standard output."
@@ -168,7 +168,7 @@ def engine_holds_whole_sequences(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", what, "Set it to 1.", (f"{ROLLOUT}.name",))
 
 
-def trained_shards(config: AnyConfig) -> dict[str, FsdpConfig]:
+def trained_shards(config: RunConfiguration) -> dict[str, FsdpConfig]:
     """Return the sharding of every model that is trained, by its key."""
     if isinstance(config, OfflineConfig):
         return {"model.fsdp_config": config.model.fsdp_config}
@@ -176,7 +176,7 @@ def trained_shards(config: AnyConfig) -> dict[str, FsdpConfig]:
     return found | ({"critic.model.fsdp_config": config.critic.model.fsdp_config} if config.needs_critic else {})
 
 
-def gradients_have_their_range(config: AnyConfig) -> Iterator[Problem]:
+def gradients_have_their_range(config: RunConfiguration) -> Iterator[Problem]:
     """Small gradients vanish in float16, and nothing scales the loss."""
     for key, sharding in trained_shards(config).items():
         if sharding.dtype == "float16":
@@ -232,7 +232,7 @@ def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem("data.custom_cls.path", "needs the Python file that defines data.custom_cls.name.")
 
 
-def validation_has_rows(config: AnyConfig) -> Iterator[Problem]:
+def validation_has_rows(config: RunConfiguration) -> Iterator[Problem]:
     """Whoever asks for validation names rows for it."""
     trainer = config.trainer
     if config.data.val_files or config.data.val_max_samples == 0:
@@ -246,7 +246,7 @@ def validation_has_rows(config: AnyConfig) -> Iterator[Problem]:
             yield Problem(f"trainer.{name}", what, "Name validation rows, or set it to false.", ("data.val_files",))
 
 
-def resume_names_its_folder(config: AnyConfig) -> Iterator[Problem]:
+def resume_names_its_folder(config: RunConfiguration) -> Iterator[Problem]:
     """A path to resume from is given exactly when it is used."""
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
@@ -256,7 +256,7 @@ def resume_names_its_folder(config: AnyConfig) -> Iterator[Problem]:
         yield Problem("trainer.resume_from_path", what, hint, ("trainer.resume_mode",))
 
 
-def checkpoints_can_be_resumed(config: AnyConfig) -> Iterator[Problem]:
+def checkpoints_can_be_resumed(config: RunConfiguration) -> Iterator[Problem]:
     """A run continues from the sharded weights."""
     owner, key = (config, "") if isinstance(config, OfflineConfig) else (config.actor_rollout_ref.actor, f"{ACTOR}.")
     saved = owner.checkpoint.save_contents

@@ -5,8 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from hrl.config.loggers import LOGGERS
 from hrl.config.section import ONE_OR_MANY, Get, Label, MinusOneOrMore, NameOf, Section, Unit, follows, section
+
+JSON_CONSOLE = "console-json"
+WITHOUT_TRACKER = ("console", JSON_CONSOLE, "file")
+"""Entries of `trainer.logger` that no tracker stands behind: a run is shown and logged in any case."""
+LOGGERS = (*WITHOUT_TRACKER, "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
+"""Entries of `trainer.logger`."""
 
 Frequency = Annotated[MinusOneOrMore, BeforeValidator(lambda value: -1 if value is False else value)]
 """Every so many steps; false is never, as are -1 and 0."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hrl.config.loggers import WITHOUT_TRACKER
+from hrl.config.trainer import WITHOUT_TRACKER
 from hrl.nearest import nearest
 from hrl.report.run_folder import json_line, read_jsonl, write_text, writing_to
 from hrl.report.samples import Sample

@@ -19,9 +19,8 @@ from hrl.cluster.precision import with_dtypes
 from hrl.cluster.roles import pool_manager_of
 from hrl.cluster.worker_groups import worker_mapping
 from hrl.config.load import load_kind
-from hrl.config.loggers import JSON_CONSOLE
 from hrl.config.outline import RunConfiguration
-from hrl.config.trainer import RunConfig
+from hrl.config.trainer import JSON_CONSOLE, RunConfig
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight, preflight

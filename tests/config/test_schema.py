@@ -12,9 +12,9 @@ import torch
 from pydantic import ValidationError
 
 from hrl.config import PPOTrainerConfig, load_config
-from hrl.config.loggers import LOGGERS, WITHOUT_TRACKER
 from hrl.config.section import leaves, sections
 from hrl.config.spellings import PPO_SYNONYMS, lookup
+from hrl.config.trainer import LOGGERS, WITHOUT_TRACKER
 from hrl.errors import ConfigError
 from hrl.verl.keys import CONVERTED, MUST_EQUAL, OUTSIDE, RENAMED
 
