@@ -206,7 +206,7 @@ def _render(
 
 
 def _closing_ids(tokenizer: PreTrainedTokenizerBase, answer_ids: Sequence[int]) -> list[int]:
-    """Return what the template puts after the answer: the ids behind the shortest head that spells the answer out."""
+    """Return what the template puts after the answer: the ids that follow the first ones to spell it out."""
     for length in range(1, len(answer_ids) + 1):
         if PROBE_ANSWER in tokenizer.decode(answer_ids[:length]):
             return list(answer_ids[length:])

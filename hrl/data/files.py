@@ -172,7 +172,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
             try:
                 batch = next(batches, None)
             except (pa.ArrowException, OSError) as error:
-                raise DatasetError(f"data file {path} is damaged behind row {number}: {error}") from error
+                raise DatasetError(f"data file {path} is damaged after row {number}: {error}") from error
             if batch is None:
                 return
             for offset in range(batch.num_rows):

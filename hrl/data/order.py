@@ -104,7 +104,7 @@ class EpochOrder:
         if not 1 <= batch_size <= self.num_rows:
             raise ValueError(f"a batch of {batch_size} rows can't be drawn from a data set of {self.num_rows} rows")
         if position.offset > self.num_rows:
-            raise ValueError(f"{position} lies beyond the data set's {self.num_rows} rows: it belongs to another one")
+            raise ValueError(f"{position} lies beyond the data set's {self.num_rows} rows: it belongs to other data")
 
 
 def _mix(values: np.ndarray) -> np.ndarray:

@@ -74,5 +74,5 @@ def test_flipped_bytes_in_a_parquet_file_are_told_with_the_place(tmp_path, check
     for position in range(start + 40, start + 400):
         content[position] ^= 0xFF
     file.write_bytes(content)
-    with pytest.raises(DatasetError, match=r"rows\.parquet is damaged behind row [0-9]+: "):
+    with pytest.raises(DatasetError, match=r"rows\.parquet is damaged after row [0-9]+: "):
         list(read_rows([str(file)], check))

@@ -75,7 +75,7 @@ def check_pair(raw: Mapping[str, Any], config: PairDataConfig) -> PairRow | str:
     for key, answer in zip((config.chosen_key, config.rejected_key), answers, strict=True):
         if not answer or answer[0]["role"] != "assistant":
             found = f"a message of role {answer[0]['role']!r}" if answer else "nothing"
-            return f"{key!r} has {found} behind the prompt, expected one of the assistant: answers share their prompt"
+            return f"{key!r} has {found} after the prompt, expected the assistant's: both answers share the prompt"
     if answers[0] == answers[1]:
         return f"{config.chosen_key!r} and {config.rejected_key!r} are the same answer"
     return PairRow(before, *answers, margin, tools, data_source=source)

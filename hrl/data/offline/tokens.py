@@ -1,4 +1,4 @@
-"""An answer with its prompt as tokens, and which of them are trained on: known from positions, never from ids.
+"""An answer with its prompt as tokens, and which of them are trained on, known from positions and never from ids.
 
 A conversation is rendered message by message. Tokens of the prompt are those that a sampler would be given, so that the
 model learns in the contexts it will be asked in. An assistant's message is trained on whole, whatever it holds, with
@@ -70,7 +70,7 @@ class Passage:
     Attributes:
         text: As rendered.
         trained: Whether it is trained on.
-        closing: What stands behind an answer's own text; it is trained on up to its first stop token.
+        closing: What the template puts after an answer's own text; trained on up to its first stop token.
     """
 
     text: str
@@ -126,7 +126,7 @@ def _closing(
     after: str,
     template_kwargs: Mapping[str, Any],
 ) -> str:
-    """Return what the template writes behind the answer of a turn.
+    """Return what the template writes after the answer of a turn.
 
     It is found with another answer in its place: the message itself may hold the same text, or end in it. What else the
     message holds, such as tool calls, is part of its answer, unless the template then closes it in another way.
@@ -183,12 +183,12 @@ def _until_stop(closing: Sequence[int], stop_ids: Sequence[int]) -> int:
 def encode_pieces(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[str]]) -> list[Pieces]:
     """Return the token ids of every text of every row.
 
-    Tokens of a whole need not be those of its beginning and others behind: a token may span the border, and how a run
-    of spaces is cut depends on what follows it. So the tokens before a border are those of the text before it, encoded
+    The tokens of a text need not begin with the tokens of its beginning: a token may span the border, and how a run of
+    spaces is cut depends on what follows it. So the tokens before a border are those of the text before it, encoded
     alone.
 
-    Texts 0 … k of a row as one text have the tokens of its pieces 0 … k. Where a token would span the border behind a
-    text, the one that follows is encoded by itself.
+    Texts 0 … k of a row as one text have the tokens of its pieces 0 … k. Where a token would span the border after a
+    text, the text that follows is encoded by itself.
     """
     if not rows:
         return []

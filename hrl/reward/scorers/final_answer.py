@@ -1,8 +1,8 @@
 """Where a response says its final answer: a box, `#### …`, a sentence such as "The answer is …", or an answer tag.
 
 What stands in a closed thinking block is reasoning, and thinking that never ends has no final answer. All explicit
-answers are given, because a scorer pays only if every one of them is right: boxing or naming one candidate after the
-other is worth nothing, while the same answer twice is one answer.
+answers are given, because a scorer pays only if every one of them is right: boxing or naming several candidates is
+worth nothing, while the same answer twice counts as one.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def boxed_answers(text: str) -> tuple[str, ...]:
 
 
 def hashed_answers(text: str) -> tuple[str, ...]:
-    """Return what stands behind `####` in its line, each once."""
+    """Return what follows `####` on its line, each once."""
     return _distinct([match.group(1).strip(_DECORATION) for match in _HASHES.finditer(text)])
 
 

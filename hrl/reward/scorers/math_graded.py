@@ -155,7 +155,7 @@ def _score_geometry(text: str, truth: MathTruth) -> dict[str, float]:
 
 
 def _in_order(text: str, marks: tuple[str, ...]) -> bool:
-    """Return whether `text` has all marks, each behind the one before; in time linear in its length, as `.*` is not."""
+    """Return whether `text` has all marks in this order, in time linear in its length, which `.*` would not be."""
     position = 0
     for mark in marks:
         found = text.find(mark, position)
