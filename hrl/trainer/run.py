@@ -58,9 +58,12 @@ def run(
     """
     given = given or Given()
     made_of = KINDS[kind]
+    if not isinstance(config, made_of.config.schema):
+        schema, found = made_of.config.schema.__name__, type(config).__name__
+        raise TypeError(f"a run of kind {kind!r} takes a {schema}, and was given a {found}")
     config = given.named_in(config)
     checked = load_kind(made_of.config, config)
-    config = config if checked == config else checked
+    config = config if checked == config else checked  # which knows where its values come from
     ready = preflight(config, given)
     display = display or display_of(config.trainer, ready.total_training_steps, made_of.phases(config))
     _show(display, made_of, config, ready)
