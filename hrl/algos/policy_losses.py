@@ -75,7 +75,10 @@ class PolicyLossInput:
 
 @dataclass(frozen=True)
 class PolicyLossOutput:
-    """A loss per token `(B, R)`, 0 outside the mask, and metrics as (sum, count) over trained tokens."""
+    """A loss per token `(B, R)`, 0 outside the mask, and metrics as (sum, count) over trained tokens.
+
+    Metrics have their full names, `actor/...`.
+    """
 
     loss_mat: Tensor
     metrics: Metrics
@@ -147,7 +150,7 @@ def policy_loss(name: str, inp: PolicyLossInput, config: PolicyLossSettings) -> 
         config: The `actor` part of the configuration.
 
     Returns:
-        The loss per token, and the loss's own metrics with `ppo_kl`, the sum of old minus new log-probs: k1's
+        The loss per token, and the loss's own metrics with `actor/ppo_kl`, the sum of old minus new log-probs: k1's
         estimate of KL(old || new), which is the same quantity for every loss and may be below 0.
 
     Raises:
@@ -157,7 +160,7 @@ def policy_loss(name: str, inp: PolicyLossInput, config: PolicyLossSettings) -> 
     trained = inp.trained()
     output = loss(trained, config)
     check_shapes(inp.response_mask, loss_mat=output.loss_mat)
-    drift = {"ppo_kl": sum_and_count(-trained.log_ratio(), inp.response_mask)}
+    drift = {"actor/ppo_kl": sum_and_count(-trained.log_ratio(), inp.response_mask)}
     return PolicyLossOutput(keep(output.loss_mat, inp.response_mask), output.metrics | drift)
 
 
@@ -167,14 +170,18 @@ def clip_bounds(config: PolicyLossSettings) -> tuple[float, float]:
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 
 
-def _output(inp: PolicyLossInput, loss_mat: Tensor, **per_token: Tensor) -> PolicyLossOutput:
+def _output(inp: PolicyLossInput, loss_mat: Tensor, per_token: dict[str, Tensor] | None = None) -> PolicyLossOutput:
     if inp.rollout_is_weights is not None:
         loss_mat = loss_mat * inp.rollout_is_weights
-    return _unweighted_output(inp, loss_mat, **per_token)
+    return _unweighted_output(inp, loss_mat, per_token)
 
 
-def _unweighted_output(inp: PolicyLossInput, loss_mat: Tensor, **per_token: Tensor) -> PolicyLossOutput:
-    metrics = {name: sum_and_count(value.to(loss_mat.dtype), inp.response_mask) for name, value in per_token.items()}
+def _unweighted_output(
+    inp: PolicyLossInput, loss_mat: Tensor, per_token: dict[str, Tensor] | None = None
+) -> PolicyLossOutput:
+    metrics = {
+        name: sum_and_count(value.to(loss_mat.dtype), inp.response_mask) for name, value in (per_token or {}).items()
+    }
     return PolicyLossOutput(loss_mat, metrics)
 
 
@@ -201,8 +208,7 @@ def vanilla(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutpu
     return _output(
         inp,
         torch.where(negative, torch.minimum(surrogate, worst), surrogate),
-        pg_clipfrac=clipped > plain,
-        pg_clipfrac_lower=negative & (surrogate > worst),
+        {"actor/pg_clipfrac": clipped > plain, "actor/pg_clipfrac_lower": negative & (surrogate > worst)},
     )
 
 
@@ -221,7 +227,7 @@ def gspo(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     ratio = (of_sequence.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()
     plain = -inp.advantages * ratio
     clipped = -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
-    return _output(inp, torch.maximum(plain, clipped), pg_clipfrac=clipped > plain)
+    return _output(inp, torch.maximum(plain, clipped), {"actor/pg_clipfrac": clipped > plain})
 
 
 @register_policy_loss("cispo")
@@ -234,7 +240,7 @@ def cispo(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     ratio = inp.ratio().detach()
     weight = ratio.clamp(1.0 - low, 1.0 + high)
     loss_mat = -weight * inp.advantages * inp.log_prob
-    return _output(inp, loss_mat, pg_clipfrac=weight != ratio)
+    return _output(inp, loss_mat, {"actor/pg_clipfrac": weight != ratio})
 
 
 @register_policy_loss("gpg")
@@ -276,8 +282,10 @@ def geo_mean(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutp
     return _unweighted_output(
         inp,
         broadcast_rows(row_loss, mask, row_loss.dtype),
-        pg_clipfrac=outside & (inp.advantages > 0),
-        pg_clipfrac_lower=outside & (inp.advantages < 0),
+        {
+            "actor/pg_clipfrac": outside & (inp.advantages > 0),
+            "actor/pg_clipfrac_lower": outside & (inp.advantages < 0),
+        },
     )
 
 
@@ -285,7 +293,7 @@ def _trust_region(inp: PolicyLossInput, config: PolicyLossSettings, inside: Tens
     ceiling = config.clip_ratio_c
     ratio = inp.ratio().detach()
     loss_mat = -inp.advantages * ratio.clamp(max=ceiling) * inp.log_prob * inside
-    return _output(inp, loss_mat, pg_clipfrac=~inside, pg_clipfrac_lower=inside & (ratio > ceiling))
+    return _output(inp, loss_mat, {"actor/pg_clipfrac": ~inside, "actor/pg_clipfrac_lower": inside & (ratio > ceiling)})
 
 
 @register_policy_loss("dppo_tv")
@@ -353,7 +361,7 @@ def clip_cov(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutp
     clipped = -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
     dropped = _selected(inp) & (clipped <= plain)
     surrogate = torch.maximum(plain, clipped).masked_fill(dropped, 0.0)
-    return _output(inp, surrogate, pg_clipfrac=dropped)
+    return _output(inp, surrogate, {"actor/pg_clipfrac": dropped})
 
 
 @register_policy_loss("kl_cov")

@@ -157,7 +157,7 @@ def pairs_of_sums(
     return PairInput(values[chosen], values[rejected], references[chosen], references[rejected])
 
 
-def _per_pair(**values: Tensor) -> Metrics:
+def _per_pair(values: dict[str, Tensor]) -> Metrics:
     return {name: (value.detach().sum(), value.new_full((), len(value))) for name, value in values.items()}
 
 
@@ -171,8 +171,8 @@ def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Te
         options: Constants.
 
     Returns:
-        Losses `(N,)`, and metrics as (sum, count): `rewards_chosen`, `rewards_rejected`, `rewards_margin`,
-        `accuracy`.
+        Losses `(N,)`, and metrics as (sum, count): `rewards/chosen`, `rewards/rejected`,
+        `rewards/margins`, `rewards/accuracies`.
 
     Raises:
         ValueError: Unknown name; a reference for a loss without one; a constant that the loss does not read.
@@ -186,10 +186,12 @@ def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Te
     chosen, rejected = inp.margins()
     losses = loss(chosen, rejected, options)
     return losses, _per_pair(
-        rewards_chosen=options.beta * chosen,
-        rewards_rejected=options.beta * rejected,
-        rewards_margin=options.beta * (chosen - rejected),
-        accuracy=(chosen > rejected).to(chosen.dtype),
+        {
+            "rewards/chosen": options.beta * chosen,
+            "rewards/rejected": options.beta * rejected,
+            "rewards/margins": options.beta * (chosen - rejected),
+            "rewards/accuracies": (chosen > rejected).to(chosen.dtype),
+        }
     )
 
 
@@ -220,7 +222,7 @@ def reward_model_loss(
         name: A key of :data:`REWARD_MODEL_LOSSES`.
 
     Returns:
-        Losses `(N,)`, and metrics as (sum, count): `accuracy`, `score_margin`.
+        Losses `(N,)`, and metrics as (sum, count): `rewards/accuracies`, `rewards/margins`.
 
     Raises:
         ValueError: Unknown name.
@@ -228,7 +230,7 @@ def reward_model_loss(
     loss = REWARD_MODEL_LOSSES.find(name)
     lead = chosen_scores - rejected_scores
     losses = loss(lead if target_margin is None else lead - target_margin)
-    return losses, _per_pair(accuracy=(lead > 0).to(lead.dtype), score_margin=lead)
+    return losses, _per_pair({"rewards/accuracies": (lead > 0).to(lead.dtype), "rewards/margins": lead})
 
 
 def _nll(log_prob: Tensor) -> Tensor:

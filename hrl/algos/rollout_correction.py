@@ -192,7 +192,7 @@ def correct(log_ratio: Tensor, mask: Tensor, settings: CorrectionSettings) -> tu
             (:func:`hrl.algos.ratio_bounds.parse_rejections`).
 
     Returns:
-        Weights `(B, R)` or None; the mask without what was rejected; and metrics: `rollout_is_mean`,
+        Weights `(B, R)` or None; the mask without what was rejected; and metrics, `rollout_corr/`: `rollout_is_mean`,
         `rollout_is_mean_square` (:func:`effective_share` makes the effective sample size of the two),
         `rollout_is_ratio_fraction_high` and `_low` (tokens whose ratio is out of bounds), and for rejection
         `rollout_rs_masked_fraction` of the tokens and `rollout_rs_seq_masked_fraction` of the sequences that lost
@@ -207,10 +207,10 @@ def correct(log_ratio: Tensor, mask: Tensor, settings: CorrectionSettings) -> tu
         ratios = IMPORTANCE_LEVELS[settings.rollout_is][0](_clamped(log_ratio, mask))
         low = 1.0 / accepted.upper if accepted.lower is None else accepted.lower
         metrics |= {
-            "rollout_is_mean": sum_and_count(weights, mask),
-            "rollout_is_mean_square": sum_and_count(weights.square(), mask),
-            "rollout_is_ratio_fraction_high": _share(ratios > accepted.upper, mask),
-            "rollout_is_ratio_fraction_low": _share(ratios < low, mask),
+            "rollout_corr/rollout_is_mean": sum_and_count(weights, mask),
+            "rollout_corr/rollout_is_mean_square": sum_and_count(weights.square(), mask),
+            "rollout_corr/rollout_is_ratio_fraction_high": _share(ratios > accepted.upper, mask),
+            "rollout_corr/rollout_is_ratio_fraction_low": _share(ratios < low, mask),
         }
     kept = mask
     rules = parse_rejections(settings.rollout_rs, settings.rollout_rs_threshold)
@@ -218,9 +218,9 @@ def correct(log_ratio: Tensor, mask: Tensor, settings: CorrectionSettings) -> tu
         kept_by_rule = rejection_mask(log_ratio, mask, rule, threshold)
         kept = kept * kept_by_rule
         if len(rules) > 1:
-            metrics |= _rejected(f"rollout_rs_{rule}_", kept_by_rule, mask)
+            metrics |= _rejected(f"rollout_corr/rollout_rs_{rule}_", kept_by_rule, mask)
     if rules:
-        metrics |= _rejected("rollout_rs_", kept, mask)
+        metrics |= _rejected("rollout_corr/rollout_rs_", kept, mask)
     return weights, kept, metrics
 
 
@@ -249,8 +249,8 @@ def mismatch(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -
     """Return how far the trainer's log-probs are from the sampler's, over the trained tokens.
 
     Returns:
-        Means over tokens: `kl` and `k3_kl`, two estimates of KL(sampler || trainer); `ratio` of trainer to
-        sampler; `chi2_token`, the chi-squared divergence, which is the mean squared ratio less 1, so that
+        Under `rollout_corr/`, means over tokens: `kl` and `k3_kl`, two estimates of KL(sampler || trainer); `ratio` of
+        trainer to sampler; `chi2_token`, the chi-squared divergence, which is the mean squared ratio less 1, so that
         `effective_share(ratio, chi2_token + 1)` is the effective sample size of the uncorrected batch. Means over
         sequences: `training_ppl`, `rollout_ppl` (perplexity, `exp` of minus the mean log-prob), `ppl_ratio` of
         the two, its logarithm `log_ppl_diff` and the magnitude of that, `log_ppl_abs_diff`.
@@ -260,10 +260,10 @@ def mismatch(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -
     clamped = (trainer - sampler).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = clamped.exp()
     of_tokens = {
-        "kl": -clamped,
-        "k3_kl": ratio - 1.0 - clamped,
-        "ratio": ratio,
-        "chi2_token": ratio.square() - 1.0,
+        "rollout_corr/kl": -clamped,
+        "rollout_corr/k3_kl": ratio - 1.0 - clamped,
+        "rollout_corr/ratio": ratio,
+        "rollout_corr/chi2_token": ratio.square() - 1.0,
     }
     rows = rows_with_tokens(mask)
     # Rows without a token are left out at the end, by a factor: to pick the others, a GPU would make the host wait.
@@ -271,11 +271,11 @@ def mismatch(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -
     trainer_mean, sampler_mean = (column.sum(dim=-1) / tokens for column in (trainer, sampler))
     difference = (sampler_mean - trainer_mean).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     of_sequences = {
-        "training_ppl": (-trainer_mean).clamp(max=MAX_LOG_RATIO).exp(),
-        "rollout_ppl": (-sampler_mean).clamp(max=MAX_LOG_RATIO).exp(),
-        "ppl_ratio": difference.exp(),
-        "log_ppl_diff": difference,
-        "log_ppl_abs_diff": difference.abs(),
+        "rollout_corr/training_ppl": (-trainer_mean).clamp(max=MAX_LOG_RATIO).exp(),
+        "rollout_corr/rollout_ppl": (-sampler_mean).clamp(max=MAX_LOG_RATIO).exp(),
+        "rollout_corr/ppl_ratio": difference.exp(),
+        "rollout_corr/log_ppl_diff": difference,
+        "rollout_corr/log_ppl_abs_diff": difference.abs(),
     }
     return {name: sum_and_count(value, mask) for name, value in of_tokens.items()} | {
         name: (torch.where(rows, value, 0.0).sum(), rows.sum()) for name, value in of_sequences.items()

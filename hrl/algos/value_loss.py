@@ -55,7 +55,8 @@ def value_loss(
         name: A key of :data:`VALUE_LOSSES`; None is `clipped` where there is a clip range and `squared` without.
 
     Returns:
-        The loss per token `(B, R)`, 0 outside the mask, and metrics as (sum, count): `vf_clipfrac`, `vpred_mean`.
+        The loss per token `(B, R)`, 0 outside the mask, and metrics as (sum, count): `critic/vf_clipfrac` and
+        `critic/vpred_mean`.
 
     Raises:
         ValueError: Unknown name; shapes that differ.
@@ -67,7 +68,7 @@ def value_loss(
     vpreds, values, returns = (keep(column, response_mask) for column in (vpreds, values, returns))
     loss_mat, held = loss(vpreds, values, returns, clip)
     metrics = {
-        "vf_clipfrac": sum_and_count(held.to(vpreds.dtype), response_mask),
-        "vpred_mean": sum_and_count(vpreds, response_mask),
+        "critic/vf_clipfrac": sum_and_count(held.to(vpreds.dtype), response_mask),
+        "critic/vpred_mean": sum_and_count(vpreds, response_mask),
     }
     return keep(loss_mat, response_mask), metrics

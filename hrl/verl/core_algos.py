@@ -360,7 +360,7 @@ def _settings(config: Any, defaults: dict[str, Any]) -> Any:
 def _reduced(output: PolicyLossOutput, mask: Tensor, given: Given, **metrics: float) -> tuple[Tensor, dict[str, Any]]:
     counts = _option(given["config"], "global_batch_info", {})
     loss = agg_loss(output.loss_mat, mask, given["loss_agg_mode"], **counts)
-    return loss, {f"actor/{key}": _mean(metric).item() for key, metric in output.metrics.items()} | metrics
+    return loss, {key: _mean(metric).item() for key, metric in output.metrics.items()} | metrics
 
 
 def _loss_door(
@@ -406,7 +406,7 @@ def _bypass_mode(given: Given) -> tuple[Tensor, dict[str, Any]]:
     inp = PolicyLossInput(given["log_prob"], given["old_log_prob"], given["advantages"], given["response_mask"])
     settings = _settings(given["config"], {})
     output, kept, corrected = bypass_loss("vanilla", inp, settings, _section(correction, _CORRECTION))
-    metrics = {f"rollout_corr/{key}": _mean(metric).item() for key, metric in corrected.items()}
+    metrics = {key: _mean(metric).item() for key, metric in corrected.items()}
     return _reduced(output, kept, given, **metrics)
 
 
@@ -495,7 +495,7 @@ def _per_token(name: str, function: PolicyLossFn) -> native_losses.PolicyLoss:
                 "agg_loss(..., loss_agg_mode=loss_agg_mode, **config.global_batch_info)"
             )
         tokens = inp.response_mask.sum()
-        means = {key.removeprefix("actor/"): torch.as_tensor(value) for key, value in metrics.items()}
+        means = {key if "/" in key else f"actor/{key}": torch.as_tensor(value) for key, value in metrics.items()}
         return PolicyLossOutput(loss_mat, {key: (value * tokens, tokens) for key, value in means.items()})
 
     return adapted
@@ -539,7 +539,8 @@ def compute_policy_loss(
     }
     inp = PolicyLossInput(log_prob, old_log_prob, advantages, response_mask)
     output = native_losses.policy_loss("vanilla", inp, _settings(None, given))
-    clipped, drift, floored = (_mean(output.metrics[key]) for key in ("pg_clipfrac", "ppo_kl", "pg_clipfrac_lower"))
+    names = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
+    clipped, drift, floored = (_mean(output.metrics[key]) for key in names)
     return agg_loss(output.loss_mat, response_mask, loss_agg_mode), clipped, drift, floored
 
 
@@ -558,7 +559,7 @@ def compute_value_loss(
     """See :func:`hrl.algos.value_loss.value_loss`. Gives the loss and the share of clipped tokens."""
     loss_mat, metrics = value_loss(vpreds, values, returns, response_mask, cliprange_value)
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
-    return agg_loss(loss_mat, response_mask, loss_agg_mode, *counts), _mean(metrics["vf_clipfrac"])
+    return agg_loss(loss_mat, response_mask, loss_agg_mode, *counts), _mean(metrics["critic/vf_clipfrac"])
 
 
 def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: str = "token-mean") -> Tensor:

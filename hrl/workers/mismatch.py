@@ -38,4 +38,4 @@ def measure_mismatch(
         of_tokens: As there.
     """
     measure_difference(meter, trainer, sampler, of_tokens)
-    meter.add_all({f"rollout_corr/{name}": pair for name, pair in mismatch(trainer, sampler, mask).items()})
+    meter.add_all(mismatch(trainer, sampler, mask))

@@ -35,15 +35,6 @@ if TYPE_CHECKING:
 
 NAMES = UpdateNames("train", "train/grad_norm", "train/lr", "train/skipped_steps", "perf/mfu/train")
 
-#: From the names of `hrl.algos.preference` to those that TRL's users know.
-_METRICS = {
-    "rewards_chosen": "rewards/chosen",
-    "rewards_rejected": "rewards/rejected",
-    "rewards_margin": "rewards/margins",
-    "score_margin": "rewards/margins",
-    "accuracy": "rewards/accuracies",
-}
-
 
 def _slots_of_pairs(piece: Piece) -> tuple[Tensor, Tensor]:
     """Where in the micro-batch the chosen and the rejected row of each pair stand, `(N,)` each, on the device.
@@ -93,7 +84,7 @@ def update_preference(policy: Policy, batch: DataProto, request: PreferenceUpdat
         reference = piece.rows("ref_sequence_log_prob") if request.has_reference else None
         pairs = pairs_of_sums(request.loss_type, sums, piece.mask.sum(-1), chosen, rejected, reference)
         losses, metrics = preference_loss(request.loss_type, pairs, request.options)
-        meter.add_all({_METRICS[name]: pair for name, pair in metrics.items()})
+        meter.add_all(metrics)
         meter.add("logps/chosen", sums[chosen].sum(), len(chosen))
         meter.add("logps/rejected", sums[rejected].sum(), len(rejected))
         loss = mean_over_pairs(losses, piece.mini_batch.num_groups)
@@ -152,7 +143,7 @@ def update_reward_model(model: ValueModel, batch: DataProto, request: RewardMode
         (chosen, rejected), scores, meter = _slots_of_pairs(piece), piece.result()[:, 0], piece.meter
         margin = piece.rows("margin")[chosen].to(scores.dtype) if request.has_margin else None
         losses, metrics = reward_model_loss(scores[chosen], scores[rejected], margin, name=request.loss_type)
-        meter.add_all({_METRICS[name]: pair for name, pair in metrics.items()})
+        meter.add_all(metrics)
         meter.add("rewards/chosen", scores[chosen].sum(), len(chosen))
         meter.add("rewards/rejected", scores[rejected].sum(), len(rejected))
         loss = mean_over_pairs(losses, piece.mini_batch.num_groups)

@@ -126,10 +126,10 @@ def _loss(request: PolicyUpdate[RankPlan], piece: Piece) -> Tensor:
     else:
         sampler = columns["rollout_log_probs"]
         result, _, correction = bypass_loss(config.policy_loss.loss_mode, inputs, config, request.correction, sampler)
-        meter.add_all({f"rollout_corr/{name}": pair for name, pair in correction.items()})
+        meter.add_all(correction)
     loss = share(result.loss_mat)
     meter.add_share("actor/pg_loss", loss)
-    meter.add_all({f"actor/{name}": pair for name, pair in result.metrics.items()})
+    meter.add_all(result.metrics)
     meter.add("actor/entropy", piece.flat[1].sum(), piece.flat[1].numel())
     if config.entropy_coeff != 0:
         loss = loss - config.entropy_coeff * share(entropy)

@@ -113,5 +113,5 @@ def _loss(request: ValueUpdate[RankPlan], piece: Piece) -> Tensor:
     )
     loss = piece.aggregate(loss_mat, request.loss.loss_agg_mode, norm=piece.width)
     piece.meter.add_share("critic/vf_loss", loss)
-    piece.meter.add_all({f"critic/{name}": pair for name, pair in metrics.items()})
+    piece.meter.add_all(metrics)
     return loss

@@ -64,7 +64,7 @@ def _value(name: str, params: dict, inputs: dict) -> dict:
     loss_mat, metrics = value_loss(vpreds, inputs["values"], inputs["returns"], mask, **params)
     loss = aggregate(loss_mat, mask, name)
     loss.backward()
-    return {"loss": loss.detach(), "grad": vpreds.grad, "clipfrac": _ratio(metrics["vf_clipfrac"])}
+    return {"loss": loss.detach(), "grad": vpreds.grad, "clipfrac": _ratio(metrics["critic/vf_clipfrac"])}
 
 
 def _policy(name: str, params: dict, inputs: dict) -> dict:
@@ -73,7 +73,7 @@ def _policy(name: str, params: dict, inputs: dict) -> dict:
     output = policy_loss(name, inp, SimpleNamespace(clip_ratio=None, **params))
     loss = aggregate(output.loss_mat, mask, params["loss_agg_mode"], norm=mask.shape[1])
     loss.backward()
-    metrics = {key.removeprefix("pg_"): _ratio(metric) for key, metric in output.metrics.items()}
+    metrics = {key.removeprefix("actor/").removeprefix("pg_"): _ratio(metric) for key, metric in output.metrics.items()}
     return {"loss": loss.detach(), "grad": log_prob.grad} | metrics
 
 

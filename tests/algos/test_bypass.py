@@ -77,9 +77,9 @@ def test_what_is_rejected_has_no_loss() -> None:
     )
     assert kept.tolist() == [[0, 1]]
     assert output.loss_mat[0, 0] == 0 and output.loss_mat[0, 1] == 3.0 * 2.0
-    total, count = metrics["rollout_rs_masked_fraction"]
+    total, count = metrics["rollout_corr/rollout_rs_masked_fraction"]
     assert (float(total), float(count)) == (1.0, 2.0)
-    assert float(output.metrics["ppo_kl"][0]) == pytest.approx(math.log(2.0))  # of the token that is left
+    assert float(output.metrics["actor/ppo_kl"][0]) == pytest.approx(math.log(2.0))  # of the token that is left
 
 
 @pytest.mark.parametrize("loss_type", ["ppo_clip", "reinforce"])

@@ -116,7 +116,7 @@ def test_a_value_loss() -> None:
     value_loss.VALUE_LOSSES["absolute"] = lambda v, old, target, clip: ((v - target).abs(), (v - old).abs() > clip)
     loss_mat, metrics = value_loss.value_loss(3 * ONES, 2 * ONES, ONES, MASK, 0.5, name="absolute")
     assert loss_mat.tolist() == [[2.0, 2.0, 0.0], [2.0, 0.0, 0.0]]
-    assert [number.item() for number in metrics["vf_clipfrac"]] == [3.0, 3]
+    assert [number.item() for number in metrics["critic/vf_clipfrac"]] == [3.0, 3]
 
 
 def test_a_kl_estimator_and_its_plus() -> None:

@@ -134,7 +134,7 @@ def test_drift_is_the_same_signed_number_for_every_loss(name: str) -> None:
     log_prob = torch.tensor([[-1.5, -1.0, -9.0]])
     inp = PolicyLossInput(log_prob, torch.tensor([[-1.0, -3.0, -1.0]]), torch.ones(1, 3), torch.tensor([[1, 1, 0]]))
     inp = replace(inp, selected_tokens=torch.tensor([[True, False, False]]))
-    total, count = policy_loss(name, inp, ACTOR).metrics["ppo_kl"]
+    total, count = policy_loss(name, inp, ACTOR).metrics["actor/ppo_kl"]
     assert (total.item(), count.item()) == (-1.5, 2)
 
 
@@ -158,8 +158,8 @@ def test_on_policy_every_loss_is_the_policy_gradient(name: str) -> None:
     inp = PolicyLossInput(log_prob, log_prob.detach(), row_advantages, batch.mask)
     inp = replace(inp, selected_tokens=torch.zeros_like(batch.mask, dtype=torch.bool))
     output = policy_loss(name, inp, ACTOR)
-    assert output.metrics["ppo_kl"][0].item() == 0.0
-    for key in ("pg_clipfrac", "pg_clipfrac_lower"):
+    assert output.metrics["actor/ppo_kl"][0].item() == 0.0
+    for key in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower"):
         if key in output.metrics:
             assert output.metrics[key][0].item() == 0.0
     aggregate(output.loss_mat, batch.mask, "seq-mean-token-sum").backward()
@@ -214,7 +214,7 @@ def test_gspo_clips_by_the_geometric_mean() -> None:
     output = policy_loss("gspo", PolicyLossInput(new, old, torch.ones(1, 2), torch.ones(1, 2)), ACTOR)
     output.loss_mat.sum().backward()
     assert output.loss_mat.tolist() == [[-1.0, -1.0]]
-    assert output.metrics["pg_clipfrac"][0].item() == 0
+    assert output.metrics["actor/pg_clipfrac"][0].item() == 0
     assert new.grad is not None
     assert new.grad.tolist() == [[-1.0, -1.0]]
 

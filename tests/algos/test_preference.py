@@ -49,8 +49,8 @@ def log_sigmoid(x: float) -> float:
 def test_by_hand(name: str, options: PairOptions, expected: list[float]) -> None:
     losses, metrics = preference_loss(name, PAIR, options)
     assert losses.tolist() == pytest.approx(expected)
-    assert [number.item() for number in metrics["accuracy"]] == [1.0, 2.0]
-    assert metrics["rewards_margin"][0].item() == pytest.approx(options.beta * -0.5)
+    assert [number.item() for number in metrics["rewards/accuracies"]] == [1.0, 2.0]
+    assert metrics["rewards/margins"][0].item() == pytest.approx(options.beta * -0.5)
 
 
 def test_simpo_has_a_margin_and_no_reference() -> None:
@@ -66,7 +66,7 @@ def test_orpo_by_hand() -> None:
     free = PairInput(vector(math.log(0.5)), vector(math.log(0.25)))
     losses, metrics = preference_loss("orpo", free, PairOptions(beta=0.3))
     assert losses.tolist() == pytest.approx([math.log(2.0) - 0.3 * log_sigmoid(math.log(3.0))])
-    assert [number.item() for number in metrics["accuracy"]] == [1.0, 1.0]
+    assert [number.item() for number in metrics["rewards/accuracies"]] == [1.0, 1.0]
 
 
 def test_orpo_is_finite_at_probability_one() -> None:
@@ -109,8 +109,8 @@ def test_far_apart_pairs_stay_finite() -> None:
 def test_reward_model_loss() -> None:
     losses, metrics = reward_model_loss(vector(2.0, 0.0), vector(1.0, 0.5), target_margin=vector(0.0, 1.0))
     assert losses.tolist() == pytest.approx([-log_sigmoid(1.0), -log_sigmoid(-1.5)])
-    assert [number.item() for number in metrics["accuracy"]] == [1.0, 2.0]
-    assert [number.item() for number in metrics["score_margin"]] == [0.5, 2.0]
+    assert [number.item() for number in metrics["rewards/accuracies"]] == [1.0, 2.0]
+    assert [number.item() for number in metrics["rewards/margins"]] == [0.5, 2.0]
 
 
 def test_log_probs_of_sequences_and_tokens() -> None:

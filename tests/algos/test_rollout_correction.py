@@ -107,17 +107,19 @@ def test_mismatch_by_hand() -> None:
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
     got = means(mismatch(trainer, torch.zeros_like(trainer), mask))
     assert got == {
-        "kl": pytest.approx(-log2 / 2),
-        "k3_kl": pytest.approx((1.0 - log2) / 2),
-        "ratio": pytest.approx((1.0 + 2.0) / 2),
-        "chi2_token": pytest.approx((1.0 + 4.0) / 2 - 1.0),
-        "training_ppl": pytest.approx(2**-0.5),
-        "rollout_ppl": pytest.approx(1.0),
-        "ppl_ratio": pytest.approx(2**-0.5),
-        "log_ppl_diff": pytest.approx(-log2 / 2),
-        "log_ppl_abs_diff": pytest.approx(log2 / 2),
+        "rollout_corr/kl": pytest.approx(-log2 / 2),
+        "rollout_corr/k3_kl": pytest.approx((1.0 - log2) / 2),
+        "rollout_corr/ratio": pytest.approx((1.0 + 2.0) / 2),
+        "rollout_corr/chi2_token": pytest.approx((1.0 + 4.0) / 2 - 1.0),
+        "rollout_corr/training_ppl": pytest.approx(2**-0.5),
+        "rollout_corr/rollout_ppl": pytest.approx(1.0),
+        "rollout_corr/ppl_ratio": pytest.approx(2**-0.5),
+        "rollout_corr/log_ppl_diff": pytest.approx(-log2 / 2),
+        "rollout_corr/log_ppl_abs_diff": pytest.approx(log2 / 2),
     }
-    assert effective_share(got["ratio"], got["chi2_token"] + 1.0) == pytest.approx(9.0 / (2 * 5.0))
+    assert effective_share(got["rollout_corr/ratio"], got["rollout_corr/chi2_token"] + 1.0) == pytest.approx(
+        9.0 / (2 * 5.0)
+    )
     assert {float(count) for _, count in mismatch(trainer, trainer, mask * 0).values()} == {0.0}
 
 
@@ -142,8 +144,12 @@ def test_weights_and_their_effective_sample_size() -> None:
     torch.testing.assert_close(weights, torch.tensor([[0.0, 0.8, 0.0]], dtype=torch.float64))
     assert torch.equal(kept, ONES)  # IcePop gives tokens no weight, it does not take them out of the batch
     got = means(metrics)
-    assert got["rollout_is_ratio_fraction_high"] == got["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 3)
-    share = effective_share(got["rollout_is_mean"], got["rollout_is_mean_square"])
+    assert (
+        got["rollout_corr/rollout_is_ratio_fraction_high"]
+        == got["rollout_corr/rollout_is_ratio_fraction_low"]
+        == pytest.approx(1 / 3)
+    )
+    share = effective_share(got["rollout_corr/rollout_is_mean"], got["rollout_corr/rollout_is_mean_square"])
     assert share == pytest.approx(effective_sample_size(weights, ONES)) == pytest.approx(1 / 3)
 
 
@@ -154,12 +160,12 @@ def test_a_token_stays_where_every_rule_keeps_it() -> None:
     assert torch.equal(correct(LOG_RATIO, MASK, turned)[1], kept)
     assert kept.tolist() == [[1, 1, 1], [0, 0, 0], [1, 1, 0]]
     assert means(metrics) == {
-        "rollout_rs_token_k1_masked_fraction": pytest.approx(1 / 8),
-        "rollout_rs_token_k1_seq_masked_fraction": pytest.approx(1 / 3),
-        "rollout_rs_seq_max_k2_masked_fraction": pytest.approx(3 / 8),
-        "rollout_rs_seq_max_k2_seq_masked_fraction": pytest.approx(1 / 3),
-        "rollout_rs_masked_fraction": pytest.approx(3 / 8),
-        "rollout_rs_seq_masked_fraction": pytest.approx(1 / 3),
+        "rollout_corr/rollout_rs_token_k1_masked_fraction": pytest.approx(1 / 8),
+        "rollout_corr/rollout_rs_token_k1_seq_masked_fraction": pytest.approx(1 / 3),
+        "rollout_corr/rollout_rs_seq_max_k2_masked_fraction": pytest.approx(3 / 8),
+        "rollout_corr/rollout_rs_seq_max_k2_seq_masked_fraction": pytest.approx(1 / 3),
+        "rollout_corr/rollout_rs_masked_fraction": pytest.approx(3 / 8),
+        "rollout_corr/rollout_rs_seq_masked_fraction": pytest.approx(1 / 3),
     }
 
 

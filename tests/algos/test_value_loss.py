@@ -14,8 +14,8 @@ def test_by_hand() -> None:
     mask = torch.tensor([[1, 1, 1, 0]])
     loss_mat, metrics = value_loss(vpreds, values, returns, mask, cliprange_value=0.5)
     assert loss_mat[0].tolist() == pytest.approx([0.5 * 0.9**2, 0.5 * 0.5**2, 0.5 * 9.0, 0.0])
-    assert [number.item() for number in metrics["vf_clipfrac"]] == [1.0, 3]
-    assert [number.item() for number in metrics["vpred_mean"]] == pytest.approx([2.1, 3])
+    assert [number.item() for number in metrics["critic/vf_clipfrac"]] == [1.0, 3]
+    assert [number.item() for number in metrics["critic/vpred_mean"]] == pytest.approx([2.1, 3])
     loss_mat.sum().backward()
     assert vpreds.grad is not None
     assert vpreds.grad[0].tolist() == pytest.approx([-0.9, 0.0, -3.0, 0.0])
@@ -26,7 +26,7 @@ def test_without_a_clip_leaving_the_range_pays() -> None:
     values, returns, mask = torch.ones(1, 2), torch.full((1, 2), 2.0), torch.ones(1, 2)
     loss_mat, metrics = value_loss(vpreds, values, returns, mask, cliprange_value=0.5, name="squared")
     assert loss_mat[0].tolist() == pytest.approx([0.5 * 0.9**2, 0.0])
-    assert metrics["vf_clipfrac"][0].item() == 0.0
+    assert metrics["critic/vf_clipfrac"][0].item() == 0.0
     assert torch.equal(value_loss(vpreds, values, returns, mask, cliprange_value=None)[0], loss_mat)
 
 

@@ -246,7 +246,7 @@ def test_losses_give_what_the_algorithm_gives(name: str) -> None:
     inp = PolicyLossInput(BATCH.log_prob, BATCH.old_log_prob, BATCH.advantages, BATCH.mask, BATCH.weights)
     output = policy_loss(name, inp, ACTOR)
     torch.testing.assert_close(loss, 2 * aggregate(output.loss_mat, BATCH.mask, "token-mean", Counts(50, 16)))
-    total, count = output.metrics["ppo_kl"]
+    total, count = output.metrics["actor/ppo_kl"]
     assert metrics["actor/ppo_kl"] == pytest.approx((total / count).item())
 
 
@@ -322,7 +322,7 @@ def test_a_loss_in_verls_form_is_as_invariant_as_our_own(mode: str) -> None:
         output = policy_loss(
             "mine", PolicyLossInput(piece.log_prob, piece.old_log_prob, piece.advantages, piece.mask), ACTOR
         )
-        total, count = output.metrics["bound"]
+        total, count = output.metrics["actor/bound"]
         assert total.item() == pytest.approx(0.25 * count.item())
         return aggregate(output.loss_mat, piece.mask, mode, counts, norm=6.0)
 

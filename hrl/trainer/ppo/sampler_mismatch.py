@@ -92,7 +92,7 @@ def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> 
     if not torch.equal(kept, mask):
         columns["token_level_scores"] = place_scores(columns["token_level_scores"].sum(-1), kept)
         columns["response_mask"] = kept
-    return batch, {f"rollout_corr/{name}": Metric.mean(*pair) for name, pair in metrics.items()}
+    return batch, {name: Metric.mean(*pair) for name, pair in metrics.items()}
 
 
 def with_sample_sizes(metrics: dict[str, float]) -> None:
