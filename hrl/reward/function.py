@@ -156,7 +156,13 @@ def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
     if spec.pickled is not None:
         sys.path += [entry for entry in spec.import_path if entry not in sys.path]
         # The run's own process sent this; nothing of it was read from a disk or comes from the model.
-        return cloudpickle.loads(base64.b64decode(spec.pickled))
+        try:
+            return cloudpickle.loads(base64.b64decode(spec.pickled))
+        except ModuleNotFoundError as error:
+            raise RewardFunctionError(
+                f"{error} in the processes of reward functions. Put its folder on PYTHONPATH, or name the function's "
+                "file with reward.custom_reward_function.path"
+            ) from error
     if spec.path is None:
         from hrl.reward import score
 

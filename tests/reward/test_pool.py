@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import Future
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -486,6 +487,18 @@ def test_a_function_given_as_an_object_is_under_the_same_limits_and_errors():
         error = score(pool, "raise").error
     assert error.endswith("ZeroDivisionError: by the user")
     assert "test_pool.py" in error and "hrl/reward" not in error
+
+
+def test_a_function_of_a_module_that_its_processes_do_not_find_is_told_at_start(monkeypatch):
+    def judge(**sample):
+        return 1.0
+
+    module = ModuleType("made_up_in_memory")
+    module.judge, judge.__module__, judge.__qualname__ = judge, module.__name__, "judge"
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    pool = RewardPool(RewardSpec.of_callable(judge), reward())
+    with pytest.raises(RewardFunctionError, match="No module named 'made_up_in_memory'.*PYTHONPATH"):
+        pool.start()
 
 
 def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out():
