@@ -39,11 +39,7 @@ def load_kind(kind: RunKind[C], tree: DictConfig | Mapping[str, Any] | WholeConf
     Raises:
         ConfigError: Something is wrong; lists all problems at once.
     """
-    plain: Any = tree
-    if isinstance(tree, DictConfig):
-        plain = OmegaConf.to_container(tree, resolve=True)
-    elif isinstance(tree, WholeConfig):
-        plain = dict(tree)
+    plain: Any = OmegaConf.to_container(tree, resolve=True) if isinstance(tree, DictConfig) else tree
     return validate_kind(kind, dict(flatten(plain, kind.schema)))
 
 

@@ -232,8 +232,10 @@ def _compatibility() -> Iterator[str]:
     yield "Other values than the accepted ones; a feature that is absent is marked so.\n"
     yield "| keys | accepted | otherwise |\n| --- | --- | --- |"
     for verdict, keys in _by_verdict():
-        if verdict.noted is not None:
-            yield f"| {keys} | {_values((*verdict.same, *verdict.noted))} | {_refusal(verdict)} |"
+        accepted = (*verdict.same, *(verdict.noted or ()))
+        either_way = any(value is True for value in accepted) and any(value is False for value in accepted)
+        if verdict.noted is not None and not either_way:
+            yield f"| {keys} | {_values(accepted)} | {_refusal(verdict)} |"
     for (key, value), verdict in VALUES.items():
         yield f"| `{key}={value}` | | {_refusal(verdict)} |"
     yield "\n## Coming from TRL or OpenRLHF\n"

@@ -143,6 +143,8 @@ _FOLLOWS = "follows"
 def follows(source: str | Derive) -> Any:
     """Declare a field whose default comes from other keys.
 
+    The whole configuration fills it in; a section that is built alone has to be given a value for it.
+
     Args:
         source: The key that it equals by default, `.name` for one of the same section; or a function of the values of
             the whole configuration, which is called before validation, with values that may have wrong types.
