@@ -11,6 +11,10 @@ import sys
 import pytest
 import torch
 
+from hrl.config.load import load_kind
+from hrl.config.outline import outline_of
+from hrl.config.run_kind import KINDS
+from hrl.models.tokenizer import TokenIds
 from hrl.single_controller import ray_cluster
 from hrl.workers.runtime import Runtime, local_device
 
@@ -90,3 +94,25 @@ def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
 
     assert local_device(SEES_FOUR) == torch.device("cuda", 0)
+
+
+def test_the_processes_of_a_node_divide_its_cores_and_every_setting_is_the_runs(tmp_path):
+    config = load_kind(
+        KINDS["ppo"],
+        {
+            "data": {"max_prompt_length": 30, "max_response_length": 12},
+            "trainer": {"nnodes": 2, "n_gpus_per_node": 3, "seed": 7, "timeouts": {"init_s": 100.0, "call_s": 10.0}},
+        },
+    )
+
+    def of(config):
+        ids = TokenIds(pad=5, stop=(6,), vocab_size=11)
+        return Runtime.of(config.trainer, outline_of(config), ids, device="cpu", num_cores=8, run_folder=tmp_path)
+
+    found = of(config)
+    assert (found.num_threads, found.engine_threads, found.seed) == (2, None, 7)  # 8 cores, 3 processes
+    assert (found.init_timeout_s, found.collective_timeout_s) == (90.0, 9.0)
+    assert (found.max_prompt_length, found.max_response_length, found.max_model_len) == (30, 12, 42)
+    assert (found.pad_token_id, found.stop_token_ids, found.vocab_size) == (5, (6,), 11)
+    own = config.model_copy(update={"trainer": config.trainer.model_copy(update={"cpu_threads_per_worker": 5})})
+    assert (of(own).num_threads, of(own).engine_threads) == (5, 5)
