@@ -30,6 +30,7 @@ from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hrl.config.outline import RunConfiguration
     from hrl.report.reporter import RunReporter
 
 
@@ -53,11 +54,12 @@ class TrainingLoop(ABC):
         data_position: Where the next batch starts.
     """
 
+    config: RunConfiguration
     learners: ClassVar[tuple[Role, ...]]
 
     def __init__(
         self,
-        config: Any,
+        config: RunConfiguration,
         tokenizer: PreTrainedTokenizerBase,
         role_worker_mapping: Mapping[Role, RayClassWithInitArgs],
         resource_pool_manager: ResourcePoolManager,

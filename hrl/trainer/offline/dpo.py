@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from hrl.algos.preference import PairOptions, pairs_of_sums, preference_loss
+from hrl.config.offline import DPOTrainerConfig
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import FORWARD_ITEMS, OfflineTrainer
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 
 class DPOTrainer(OfflineTrainer):
     """Learns from pairs by any loss of `hrl.algos.preference.PAIR_LOSSES`."""
+
+    config: DPOTrainerConfig
 
     @property
     def options(self) -> PairOptions:

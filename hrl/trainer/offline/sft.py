@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from hrl.config.offline import SFTTrainerConfig
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import OfflineTrainer
@@ -23,6 +24,8 @@ class SFTTrainer(OfflineTrainer):
     Attributes:
         loss_type: A key of `hrl.algos.preference.SFT_LOSSES`; a subclass may name another.
     """
+
+    config: SFTTrainerConfig
 
     loss_type: ClassVar[str] = "nll"
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hrl.batching import BatchPlan
 from hrl.cluster.planner import MicroBatchLimits, Planner
 from hrl.cluster.roles import Role
+from hrl.config.offline import OfflineConfig
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.loop import TrainingLoop
@@ -25,6 +26,7 @@ FORWARD_ITEMS = 512
 class OfflineTrainer(TrainingLoop):
     """What the offline trainers share; each says how it plans, learns and scores."""
 
+    config: OfflineConfig
     learners = (Role.Actor,)
 
     @cached_property

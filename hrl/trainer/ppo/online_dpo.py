@@ -84,7 +84,7 @@ class OnlineDPOTrainer(RayPPOTrainer):
             plan=plan,
             step=self.global_steps,
             temperature=temperature_of(batch.meta_info),
-            loss_type=self.config.algorithm.preference_loss,
+            loss_type=str(self.config.algorithm.preference_loss),  # named wherever this trainer runs
             options=PairOptions(beta=self.kl_ctrl.value),
             has_reference=self.use_reference_policy,
             measures_mismatch=True,

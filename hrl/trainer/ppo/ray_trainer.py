@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedTokenizerBase
 
+    from hrl.config.ppo import PPOTrainerConfig
     from hrl.data.dataset import RLHFDataset
     from hrl.report.reporter import RunReporter
     from hrl.trainer.ppo.rewards import RewardService
@@ -66,12 +67,13 @@ class RayPPOTrainer(TrainingLoop):
         group_filter: Which groups `algorithm.filter_groups` keeps; a subclass may name another.
     """
 
+    config: PPOTrainerConfig
     learners = (Role.ActorRollout, Role.Actor, Role.Critic)
     group_filter: ClassVar[type[GroupFilter]] = GroupFilter
 
     def __init__(
         self,
-        config: Any,
+        config: PPOTrainerConfig,
         tokenizer: PreTrainedTokenizerBase,
         role_worker_mapping: dict[Role, Any],
         resource_pool_manager: ResourcePoolManager,
