@@ -1,9 +1,9 @@
-"""Numbers that know how they are reduced: every metric carries its kind, a mean carries (sum, count)."""
+"""Numbers that know how they are merged: every metric carries its kind, and a mean its sum and count."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, SupportsFloat, get_args
 
@@ -98,38 +98,19 @@ _MERGE: dict[str, Callable[[float, float], float]] = {
 }
 
 
-def reduce_metrics(metrics: Mapping[str, Metric | Sequence[Metric | float] | float]) -> dict[str, float]:
-    """Reduce the metrics of many micro-batches and ranks to one float per name.
-
-    Args:
-        metrics: Per name one `Metric`, one number, or a list of either. Metrics are merged by their kind, plain numbers
-            are averaged.
-
-    Returns:
-        Per name the number. A name that saw nothing (an empty list, a mean of count 0) is absent rather than NaN.
-
-    Raises:
-        ValueError: A name holds metrics of different kinds, or metrics beside plain numbers.
-        TypeError: A name holds something that is no number.
-    """
-    reduced: dict[str, float] = {}
-    for name, value in metrics.items():
-        merged = _merge_all(name, [value] if isinstance(value, Metric | SupportsFloat) else value)
-        if merged is not None and not merged.is_empty:
-            reduced[name] = merged.result()
-    return reduced
-
-
 def merge_metrics(observations: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge what several ranks have measured, by name; the order of ranks is that of time.
+    """Merge by name what ranks, micro-batches or phases have observed, the earliest first.
 
     Raises:
-        ValueError: Two observations of a name are of different kinds.
+        ValueError: Two observations of a name are of different kinds; names it.
     """
     merged: dict[str, Metric] = {}
     for metrics in observations:
         for name, metric in metrics.items():
-            merged[name] = merged[name].merge(metric) if name in merged else metric
+            earlier = merged.get(name)
+            if earlier is not None and earlier.kind != metric.kind:
+                raise ValueError(f"metric {name!r} mixes kinds: {earlier.kind}, {metric.kind}")
+            merged[name] = metric if earlier is None else earlier.merge(metric)
     return merged
 
 
@@ -140,36 +121,12 @@ class StepMetrics(dict[str, float]):
         super().__init__()
         self._observed: dict[str, Metric] = {}
 
-    def observe(self, metrics: Mapping[str, Metric | Sequence[Metric]]) -> None:
-        """Take metrics in. A name that saw nothing yet is absent rather than NaN.
+    def observe(self, metrics: Mapping[str, Metric]) -> None:
+        """Add observations. A name of which nothing was observed yet is absent rather than NaN.
 
         Raises:
-            ValueError: Two observations of a name are of different kinds.
+            ValueError: Two observations of a name are of different kinds; names it.
         """
-        for name, value in metrics.items():
-            earlier = [self._observed[name]] if name in self._observed else []
-            merged = _merge_all(name, [*earlier, *([value] if isinstance(value, Metric) else value)])
-            if merged is None:
-                continue
-            self._observed[name] = merged
-            if not merged.is_empty:
-                self[name] = merged.result()
-
-
-def _merge_all(name: str, values: Sequence[Metric | float]) -> Metric | None:
-    """Merge the observations of one name, or return None when there are none."""
-    kinds = {value.kind if isinstance(value, Metric) else "plain number" for value in values}
-    if len(kinds) > 1:
-        raise ValueError(f"metric {name!r} mixes kinds: {', '.join(sorted(kinds))}")
-    merged: Metric | None = None
-    for value in values:
-        metric = value if isinstance(value, Metric) else Metric.mean(_as_float(name, value), 1)
-        merged = metric if merged is None else merged.merge(metric)
-    return merged
-
-
-def _as_float(name: str, value: SupportsFloat) -> float:
-    # float() would parse text: "nan" or "1" arriving here is a mistake of the sender, not a number.
-    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
-        raise TypeError(f"metric {name!r} holds {value!r} of type {type(value).__name__}, which is no number")
-    return float(value)
+        self._observed = merge_metrics([self._observed, metrics])
+        found = {name: self._observed[name] for name in metrics}
+        self.update({name: metric.result() for name, metric in found.items() if not metric.is_empty})

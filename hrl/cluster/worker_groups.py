@@ -17,7 +17,7 @@ from hrl.config.offline import OfflineConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.trainer import TimeoutsConfig
-from hrl.metrics import reduce_metrics
+from hrl.metrics import Metric, merge_metrics
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.single_controller.errors import WorkerError, WorkerTimeoutError
 from hrl.single_controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
@@ -283,13 +283,11 @@ class WorkerGroups:
         for role in self.learners:
             self.groups[role].load_checkpoint(str(folder / _FOLDERS.get(role, role.value)))
 
-    def peak_memory(self) -> dict[str, float]:
+    def peak_memory(self) -> dict[str, Metric]:
         """Return `perf/max_memory_gib` and its like: the largest of any rank of any pool."""
         # Any role of a process speaks for all of them.
         asked = [getattr(group, f"{group.roles[0]}_peak_memory")() for group in self.processes]
-        ranks = [metrics for answer in asked for metrics in answer.get()]
-        names = sorted({name for metrics in ranks for name in metrics})
-        return reduce_metrics({name: [metrics[name] for metrics in ranks if name in metrics] for name in names})
+        return merge_metrics(metrics for answer in asked for metrics in answer.get())
 
     def shutdown(self) -> None:
         """End every process of every pool."""

@@ -157,7 +157,7 @@ class TrainingLoop(ABC):
                     batch = self.train_step(batch, metrics)
                 if self.is_due(self.config.trainer.test_freq, self.config.trainer.val_after_train):
                     metrics |= self.validate()
-                metrics |= self.workers.peak_memory()
+                metrics.observe(self.workers.peak_memory())
                 self.on_step_end(batch, metrics)
             metrics |= self.describe(batch)
             self._tell_of_skipped_steps(metrics)

@@ -182,7 +182,8 @@ def test_the_peak_of_a_run_is_that_of_its_largest_process_on_whichever_pool() ->
     trainers = Answering(("actor", "ref"), {"perf/max_memory_gib": 2.0}, {"perf/max_memory_gib": 5.0})
     critics = Answering(("critic",), {"perf/max_memory_gib": 3.0})
     engines = Answering(("rollout",), {"perf/max_memory_gib": 1.0, "perf/max_child_memory_gib": 4.0})
-    assert WorkerGroups({}, [], [trainers, critics, engines], [], 1.0).peak_memory() == {
+    peaks = WorkerGroups({}, [], [trainers, critics, engines], [], 1.0).peak_memory()
+    assert {name: peak.result() for name, peak in peaks.items()} == {
         "perf/max_memory_gib": 5.0,
         "perf/max_child_memory_gib": 4.0,
     }

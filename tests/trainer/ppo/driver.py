@@ -74,7 +74,7 @@ class Workers:
         """Of the last update."""
         return self.asked[-1].plan
 
-    def peak_memory(self) -> dict[str, float]:
+    def peak_memory(self) -> dict[str, Metric]:
         return {}
 
     def sync_weights(self, version: int, timeout_s: float) -> dict[str, float]:

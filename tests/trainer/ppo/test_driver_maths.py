@@ -11,7 +11,7 @@ import torch
 
 from hrl.algos.kl import AdaptiveKLController, FixedKLController
 from hrl.cluster.planner import plan_generation
-from hrl.metrics import reduce_metrics
+from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.generation import PolicyVersionError, check_policy_version, prompt_batch
@@ -101,9 +101,8 @@ def test_sampler_drift_counts_trained_tokens_only() -> None:
         response_mask=torch.tensor([[1, 1], [1, 0]]),
     )
     columns = data.batch
-    drift = reduce_metrics(
-        sampler_drift(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"])
-    )
+    drift = StepMetrics()
+    drift.observe(sampler_drift(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"]))
     assert drift["rollout/logprob_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.0) / 3, abs=1e-6)
     assert drift["rollout/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
     assert drift["rollout/logprob_diff_p99"] == pytest.approx(0.1 + 0.98 * 0.2, abs=1e-6)  # of 0, 0.1 and 0.3
