@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed-from-$(notdir $(LOCK))
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install demo test test-fast test-gpu first-light mutation models lint type format clean
+.PHONY: help install demo test test-engines test-without-engines test-fast test-processes test-without-processes test-gpu first-light mutation models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -37,11 +37,30 @@ $(STAMP): $(LOCK) pyproject.toml
 demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine
 	$(BIN)/python -m hrl.trainer.main_ppo
 
+# Two processes at a time, each output in one piece: most of what a test waits for is one core that imports torch.
+BOTH := $(MAKE) --no-print-directory -j2 -O
+FAST := -m "not engine and not gpu"
+WITH_PROCESSES := tests/workers tests/single_controller
+
 test: lint type  ## everything CI runs
-	$(BIN)/python -m pytest
+	@echo 'tests run in two processes; each shows its output when it ends'
+	@$(BOTH) test-engines test-without-engines
 
 test-fast: install  ## the tests that start no real engine
-	$(BIN)/python -m pytest -m "not engine and not gpu"
+	@echo 'tests run in two processes; each shows its output when it ends'
+	@$(BOTH) test-processes test-without-processes
+
+test-engines:
+	$(BIN)/python -m pytest -m "engine or gpu"
+
+test-without-engines:
+	$(BIN)/python -m pytest $(FAST)
+
+test-processes:
+	$(BIN)/python -m pytest $(FAST) $(WITH_PROCESSES)
+
+test-without-processes:
+	$(BIN)/python -m pytest $(FAST) $(WITH_PROCESSES:%=--ignore=%)
 
 test-gpu: install  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
