@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hrl.batching.balance import balance, longest_first
-from hrl.batching.packing import pack
+from hrl.batching.balance import balance, longest_first, pack
 from hrl.batching.rows import Rows
 
 _CLOSE_ENOUGH = (

@@ -5,13 +5,29 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from hrl.protocol import DataProto
 
 # Matrix products cost in proportion to L, attention to L²; they are equal at a length of 6 hidden sizes: 24,576 tokens
 # for a model of 7B parameters (hidden size 4096). Smaller models meet earlier, at lengths where L² is small anyway.
 EQUAL_COST_TOKENS = 24576
+
+
+def lengths_of(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Return the tokens of prompt and response, int64 (B,) each: from the mask, never from token ids.
+
+    Args:
+        batch: `attention_mask (B, P+R)` and `responses (B, R)`.
+    """
+    mask = batch.batch["attention_mask"]
+    prompt_width = mask.shape[-1] - batch.batch["responses"].shape[-1]
+    return mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from hrl.batching import BatchPlan, RankPlan, plan_forward, plan_pairs, plan_update
-from hrl.batching.lengths import lengths_of
+from hrl.batching.rows import lengths_of
 from hrl.protocol import DataProto
 
 

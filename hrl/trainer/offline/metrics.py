@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hrl.batching.lengths import lengths_of
+from hrl.batching.rows import lengths_of
 from hrl.protocol import DataProto
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hrl.batching.lengths import lengths_of
+from hrl.batching.rows import lengths_of
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
 
