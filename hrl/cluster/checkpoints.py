@@ -9,8 +9,8 @@ disk, `state.json` last, so a folder with the final name is always whole:
       hf/         config, weights and tokenizer: transformers and vLLM load it as it is
       state.json  the driver's state: step, position in the data and which data that is, KL coefficient, reward shaping
 
-A run that resumes from an older checkpoint makes the later steps again; what it had of them, metrics and samples
-included, moves to `checkpoints/superseded/<n>/`.
+A run that resumes from an older checkpoint makes the later steps again; its metrics and samples of them
+move to `checkpoints/superseded/<n>/`.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class CheckpointStore:
         return temporary
 
     def commit(self, step: int, state: dict[str, Any]) -> Path:
-        """Write the driver's state, makes everything durable and give the folder its final name.
+        """Write the driver's state, make everything durable and give the folder its final name.
 
         Raises:
             CheckpointError: There is a checkpoint of this step already.

@@ -1,4 +1,4 @@
-"""The Ray this run uses: its own on this machine, or the cluster that the configuration or the environment names."""
+"""What a run computes on: the cores and devices that it may take, and the Ray that it starts or joins."""
 
 from __future__ import annotations
 

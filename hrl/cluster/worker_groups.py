@@ -19,8 +19,8 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.trainer import TimeoutsConfig
 from hrl.metrics import Metric, merge_metrics
 from hrl.models.tokenizer import resolve_tokenizer
-from hrl.single_controller.errors import WorkerError, WorkerTimeoutError
 from hrl.single_controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
+from hrl.single_controller.worker_errors import WorkerError, WorkerTimeoutError
 from hrl.single_controller.worker_group import GroupFuture, RayWorkerGroup, wait_for_all
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker

@@ -172,7 +172,7 @@ def _unrendered(data: DataConfig, data_files: DataFiles, most: int) -> _Unrender
 def _look_at_columns(
     findings: Findings, key: str, sources: Sequence[str], needed: Mapping[str, tuple[str, ...]]
 ) -> bool:
-    """Every source can be read and has the columns that rows need.
+    """Check that every source can be read and has the columns that rows need.
 
     Args:
         findings: Takes what is wrong.
@@ -244,7 +244,7 @@ def look_at_batch(findings: Findings, config: RunConfiguration, train: Any) -> N
 
 
 def _look_at_size(findings: Findings, rows: Any, wanted: int, *, suggested_at_most: int) -> None:
-    """The training rows fill a batch."""
+    """Check that the training rows fill a batch."""
     try:
         rows.require_rows(wanted, f"one batch ({_BATCH})")
     except DatasetError as error:

@@ -20,7 +20,7 @@ class PreflightError(ConfigError):
 
 @dataclass
 class Findings:
-    """The book of a preflight.
+    """What a preflight has found so far.
 
     Attributes:
         problems: What keeps the run from starting.
@@ -42,7 +42,7 @@ class Findings:
 
     @contextmanager
     def about(self, key: str) -> Iterator[None]:
-        """Around a look: an error that explains itself becomes a problem of `key`, and other looks go on."""
+        """Turn an error that explains itself into a problem of `key`, so that other looks go on."""
         try:
             yield
         except (HrlError, TemplateError) as error:

@@ -1,4 +1,4 @@
-"""What would become of the run folder: made, continued, or refused. Nothing is written."""
+"""What will happen to the run folder: made, continued or refused. Nothing is written."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class FolderPlan:
 
 
 def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
-    """Decides where a run begins, and looks whether its folder can be had.
+    """Decide where a run begins, and check that its folder can be used.
 
     Args:
         trainer: The section of the configuration.
@@ -100,7 +100,7 @@ def check_writable(path: Path) -> None:
 
 
 def look_at_run_folder(findings: Findings, trainer: RunConfig, train_dataset: Any) -> None:
-    """The run folder can be had; see `plan_run_folder`."""
+    """Check that the run folder can be used; see `plan_run_folder`."""
     resumed = trainer.resume_mode == "resume_path"
     with findings.about("trainer.resume_from_path" if resumed else "trainer.default_local_dir"):
         findings.facts.append(Fact("run folder", str(plan_run_folder(trainer, train_dataset))))

@@ -17,7 +17,7 @@ from hrl.report.tracking import installed_trackers
 
 
 def look_at_trackers(findings: Findings, names: Sequence[str]) -> None:
-    """Every tracker's package is installed."""
+    """Check that every tracker's package is installed."""
     for name in names:
         try:
             installed_trackers([name])
@@ -27,7 +27,7 @@ def look_at_trackers(findings: Findings, names: Sequence[str]) -> None:
 
 
 def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:
-    """The engine's package is installed, and its release takes the arguments that it is given."""
+    """Check that the engine's package is installed, and that its release takes the arguments it is given."""
     if rollout.name != "vllm":
         return
     vllm = importlib.util.find_spec("vllm")
@@ -59,7 +59,7 @@ def _vllm_arguments(package: Path) -> set[str]:
 
 
 def look_at_devices(findings: Findings, trainer: RunConfig, processes: int) -> None:
-    """This machine has the GPUs that the run asks for; on a cluster that is running already, Ray says so.
+    """Check that this machine has the GPUs that the run asks for; on a running cluster, Ray does that.
 
     Args:
         findings: Takes what is wrong.

@@ -113,7 +113,7 @@ def _look_at_model(findings: Findings, model: NamedModel, *, download: bool, tru
 
 
 def _check_type(folder: Path, trust_remote_code: bool) -> None:
-    """transformers knows such a model.
+    """Check that transformers knows such a model.
 
     Raises:
         ModelSourceError: It does not, or its code would have to be trusted.
@@ -152,7 +152,7 @@ def _tokenizer_is_cached(hub_id: str) -> bool:
 
 
 def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> None:
-    """The longest sequence fits the model's positions."""
+    """Check that the longest sequence fits the model's positions."""
     model, wanted, keys = outline.model, outline.lengths.total, outline.lengths.keys
     used = load_config(folder, model.override_config, trust_remote_code=model.trust_remote_code)
     limit = getattr(used.get_text_config(), "max_position_embeddings", None)
@@ -166,7 +166,7 @@ def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> No
 def _look_at_vocabulary(
     findings: Findings, key: str, folder: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
 ) -> None:
-    """Critic and reward model read the policy's token ids, so they must mean the same by them."""
+    """Check that a critic or reward model means by a token id what the policy means, whose ids it reads."""
     if load_tokenizer(folder, trust_remote_code=trust_remote_code).get_vocab() != tokenizer.get_vocab():
         what = (
             f"names {folder.name}, which has another vocabulary than the policy: it reads the policy's ids as they are."

@@ -62,12 +62,12 @@ def _look_for_ground_truth(findings: Findings, name: str, train: Any, val: Any) 
 
 
 def _without_ground_truth(rows: Any) -> list[PromptRow]:
-    """Rows whose answer nobody said; a data set of the user's own may not tell."""
+    """Return the rows without a ground truth."""
     return [row for row in getattr(rows, "rows", ()) if row.reward_model.get("ground_truth") is None]
 
 
 def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str, ...]:
-    """Built-in scorers know every data source, and find the ground truth in every row."""
+    """Check that built-in scorers know every data source, and find the ground truth in every row."""
     known: dict[str, None] = {}
     for key, rows in datasets.items():
         for source in () if rows is None else rows.data_sources:

@@ -19,7 +19,7 @@ from hrl.report.phases import Tokens, timing_metrics
 from hrl.report.run_folder import RunFolder
 from hrl.report.samples import Sample, compare_validations
 from hrl.report.tracking import Tracking
-from hrl.single_controller.errors import phase as worker_phase
+from hrl.single_controller.worker_errors import phase as worker_phase
 
 logger = logging.getLogger(__name__)
 

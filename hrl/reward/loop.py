@@ -26,7 +26,7 @@ from hrl.metrics import Metric
 from hrl.processes.lifetime import die_with_parent
 from hrl.reward.function import RewardSpec
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
-from hrl.single_controller.errors import cause_of, death_reason, is_death
+from hrl.single_controller.worker_errors import cause_of, death_reason, is_death
 
 if TYPE_CHECKING:
     from hrl.config.reward import RewardConfig

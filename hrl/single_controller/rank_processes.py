@@ -18,7 +18,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.single_controller import transport
 from hrl.single_controller.dispatch import RankCall
-from hrl.single_controller.errors import (
+from hrl.single_controller.resource_pool import RayResourcePool, Slot
+from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs, Worker
+from hrl.single_controller.worker_errors import (
     WorkerDiedError,
     WorkerError,
     WorkerTimeoutError,
@@ -28,8 +30,6 @@ from hrl.single_controller.errors import (
     is_death,
     without_colours,
 )
-from hrl.single_controller.resource_pool import RayResourcePool, Slot
-from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs, Worker
 
 logger = logging.getLogger(__name__)
 

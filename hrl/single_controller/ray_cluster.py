@@ -15,7 +15,7 @@ from ray._private import ray_constants
 from ray._private.utils import get_shared_memory_bytes
 
 from hrl.processes.lifetime import guarded_processes
-from hrl.single_controller.errors import PlacementError
+from hrl.single_controller.worker_errors import PlacementError
 
 _PROBE_S = 10.0
 _SHARED_MEMORY_SHARE = 0.95  # of what is free, as Ray takes it

@@ -15,7 +15,7 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 
-from hrl.single_controller.errors import PlacementError
+from hrl.single_controller.worker_errors import PlacementError
 
 _FRACTION = 10_000  # Ray counts resources in ten-thousandths
 

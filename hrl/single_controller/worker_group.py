@@ -15,10 +15,10 @@ import ray
 
 from hrl.protocol import DataProtoFuture
 from hrl.single_controller.dispatch import Dispatch, Execute, MethodSpec, RankCall, dispatch
-from hrl.single_controller.errors import WorkerError
 from hrl.single_controller.rank_processes import PendingCalls, RankProcesses
 from hrl.single_controller.resource_pool import RayResourcePool
 from hrl.single_controller.worker import RANK_ENV_NAMES, ColocatedClasses, RayClassWithInitArgs, RoleMethod
+from hrl.single_controller.worker_errors import WorkerError
 
 logger = logging.getLogger(__name__)
 

@@ -22,8 +22,8 @@ from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens
 from hrl.report.run_folder import writing_to
-from hrl.single_controller.errors import phase as worker_phase
 from hrl.single_controller.worker import RayClassWithInitArgs
+from hrl.single_controller.worker_errors import phase as worker_phase
 from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 
@@ -120,7 +120,7 @@ class TrainingLoop(ABC):
         """Take back what `state` returned."""
 
     def on_step_end(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        """Called before a step's metrics are reported."""
+        """Look at a finished step, or add to its metrics: called before they are reported."""
 
     # ------------------------------------------------------------------ the loop
 
@@ -273,7 +273,7 @@ class TrainingLoop(ABC):
             self._workers.shutdown()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Time a phase as `timing_s/<name>` and shows it while it lasts."""
+        """Time a phase as `timing_s/<name>` and show it while it lasts."""
         return self.reporter.phase(name)
 
     def is_due(self, every: int, also_last: bool = False) -> bool:

@@ -14,7 +14,7 @@ from hrl.cluster.worker_groups import WorkerGroups, worker_mapping
 from hrl.config import compose_cli
 from hrl.config.trainer import TimeoutsConfig
 from hrl.metrics import Metric
-from hrl.single_controller.errors import WorkerDiedError, WorkerError, WorkerTimeoutError
+from hrl.single_controller.worker_errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 INIT_S = 100.0

@@ -20,7 +20,7 @@ TWO_NODES = """
 import json, ray
 from ray.cluster_utils import Cluster
 from hrl.single_controller.dispatch import Dispatch, register
-from hrl.single_controller.errors import PlacementError
+from hrl.single_controller.worker_errors import PlacementError
 from hrl.single_controller.worker import Worker
 from hrl.single_controller.ray_cluster import ray_cluster
 from hrl.single_controller.resource_pool import RayResourcePool

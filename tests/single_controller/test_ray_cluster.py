@@ -4,8 +4,8 @@ import socket
 
 import pytest
 
-from hrl.single_controller.errors import PlacementError
 from hrl.single_controller.ray_cluster import ray_cluster, reaching
+from hrl.single_controller.worker_errors import PlacementError
 
 
 @pytest.mark.parametrize("scheme", ["", "ray://"])

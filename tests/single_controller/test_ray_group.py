@@ -17,7 +17,6 @@ import torch
 
 from hrl.protocol import DataProto, DataProtoFuture
 from hrl.single_controller.dispatch import Dispatch, Execute, register
-from hrl.single_controller.errors import PlacementError, WorkerDiedError, WorkerError, WorkerTimeoutError, phase
 from hrl.single_controller.resource_pool import RayResourcePool, merge_resource_pool, split_resource_pool
 from hrl.single_controller.worker import (
     RayClassWithInitArgs,
@@ -25,6 +24,7 @@ from hrl.single_controller.worker import (
     create_colocated_worker_cls,
     create_colocated_worker_raw_cls,
 )
+from hrl.single_controller.worker_errors import PlacementError, WorkerDiedError, WorkerError, WorkerTimeoutError, phase
 from hrl.single_controller.worker_group import RayWorkerGroup
 from tests.processes.process_table import still_alive
 

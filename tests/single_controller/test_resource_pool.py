@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hrl.single_controller.errors import PlacementError
 from hrl.single_controller.resource_pool import (
     RayResourcePool,
     Slot,
@@ -15,6 +14,7 @@ from hrl.single_controller.resource_pool import (
     merge_resource_pool,
     split_resource_pool,
 )
+from hrl.single_controller.worker_errors import PlacementError
 
 
 def reserved(counts: list[int], name: str, first_node: int = 1, **kwargs: int | bool) -> RayResourcePool:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from hrl.single_controller.dispatch import Dispatch, register
-from hrl.single_controller.errors import WorkerError
 from hrl.single_controller.resource_pool import RayResourcePool
 from hrl.single_controller.worker import RayClassWithInitArgs, Worker
+from hrl.single_controller.worker_errors import WorkerError
 from hrl.single_controller.worker_group import GroupFuture, RayWorkerGroup, wait_for_all
 
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from hrl.single_controller.errors import WorkerError
+from hrl.single_controller.worker_errors import WorkerError
 from hrl.trainer.command import exit_status
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 
