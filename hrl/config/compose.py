@@ -4,8 +4,7 @@ Hydra's own override handling stops at the first key it doesn't know. Here hydra
 are read with hydra's grammar and applied afterwards, so that every wrong key is reported at once, with its suggestion.
 
 The quickstart's values suit a small model and short answers. They stand in `configs/quickstart/`, apart from the
-primary files, and are in force for hrl's own model and rows alone: a run on anything else starts from the schema's
-defaults.
+primary files, and apply to hrl's own model and rows only: a run on anything else starts from the schema's defaults.
 """
 
 import argparse
@@ -42,13 +41,13 @@ _BUNDLED = "bundled:"
 _NEEDS_GRAMMAR = frozenset("[]{}'\"$,()")
 _PARSER = OverridesParser.create()
 _BESIDE_THE_PROGRAM = ("config", "./config")
-"""Where verl's launch lines say that its own YAML files are, relative to its programs: hrl's own are meant."""
+"""What verl's launch lines give as `--config-path`: the folder beside its programs. hrl's own folder is meant."""
 YOURS = "yours"
 """The origin of what stands on the command line or in a YAML file of the user's."""
 
 
 @dataclass
-class Composition:
+class _Composition:
     """What the files and the command line say, before validation.
 
     Attributes:
@@ -63,7 +62,7 @@ class Composition:
 
 
 @dataclass(frozen=True)
-class Options:
+class _Options:
     """A command line, taken apart.
 
     Attributes:
@@ -120,10 +119,10 @@ def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
         ConfigError: Lists every problem at once.
         SystemExit: After `--help` or `--cfg` has been answered.
     """
-    options = parse_options(argv, kind.config_name)
+    options = _parse_options(argv, kind.config_name)
     if options.help:
         _answer(run_help(kind=kind))
-    composition = compose_tree(options, kind)
+    composition = _compose_tree(options, kind)
     config = validate_kind(kind, composition.values, tuple(composition.problems))
     if options.cfg:
         _answer(to_yaml(config))
@@ -158,7 +157,7 @@ def _answer(text: str) -> NoReturn:
     raise SystemExit(0)
 
 
-def parse_options(argv: Sequence[str], config_name: str) -> Options:
+def _parse_options(argv: Sequence[str], config_name: str) -> _Options:
     """Take a command line apart; `--config-path` is relative to the working folder.
 
     Raises:
@@ -176,7 +175,7 @@ def parse_options(argv: Sequence[str], config_name: str) -> Options:
     if own and str(known.config_path) in _BESIDE_THE_PROGRAM and not known.config_path.is_dir():
         known.config_path = None
     rest = list(_with_their_values(rest))
-    return Options(
+    return _Options(
         config_path=known.config_path.resolve() if known.config_path else None,
         config_name=name,
         config_dir=known.config_dir.resolve() if known.config_dir else None,
@@ -199,17 +198,17 @@ def _with_their_values(arguments: Sequence[str]) -> Iterator[str]:
         yield text
 
 
-def compose_tree(options: Options, kind: RunKind[WholeConfig]) -> Composition:
+def _compose_tree(options: _Options, kind: RunKind[WholeConfig]) -> _Composition:
     """Compose the YAML files and put the overrides on top; collects problems instead of stopping.
 
     hrl's own model and rows get the quickstart's values, unless another YAML file or a quickstart was chosen.
     """
-    composition = Composition()
+    composition = _Composition()
     problems = composition.problems
     choices: dict[str, str] = {}
     overrides: list[Override] = []
     for text in options.overrides:
-        override = option_problem(text, kind) if text.startswith("-") else read_override(text)
+        override = option_problem(text, kind) if text.startswith("-") else _read_override(text)
         if isinstance(override, Problem):
             problems.append(override)
         elif group := _group_options(options.folders, override.key_or_group, kind):
@@ -221,7 +220,7 @@ def compose_tree(options: Options, kind: RunKind[WholeConfig]) -> Composition:
     asked = choices.pop(QUICKSTART, None)
     tree, files = _compose_files(options, list(choices.values()), problems)
     for override in overrides:
-        problem = apply_override(tree, override, kind.schema)
+        problem = _apply_override(tree, override, kind.schema)
         problems += [problem] if problem else []
     present = kind.spellings.present_name
     values: dict[str, Any] = dict(flatten(OmegaConf.to_container(tree, resolve=False), kind.schema))  # type: ignore[arg-type]
@@ -229,14 +228,14 @@ def compose_tree(options: Options, kind: RunKind[WholeConfig]) -> Composition:
     origins |= dict.fromkeys((present(override.key_or_group) for override in overrides), YOURS)
     meant = {present(key): value for key, value in values.items()}
     removed = [present(override.key_or_group) for override in overrides if override.is_delete()]
-    if asked == _origin(kind) or (asked is None and options.own_file is None and is_the_quickstarts_task(kind, meant)):
+    if asked == _origin(kind) or (asked is None and options.own_file is None and _is_the_quickstarts_task(kind, meant)):
         for key, value in _values_of(config_folder() / QUICKSTART / f"{kind.name}.yaml", kind).items():
             if key not in meant and not any(f"{key}.".startswith(f"{gone}.") for gone in removed):
                 values[key], origins[key] = value, _origin(kind)
-    for key in without_its_critic(kind, values, origins):  # before the estimator is derived from it
+    for key in _without_its_critic(kind, values, origins):  # before the estimator is derived from it
         del values[key], origins[key]
     values = _resolve(values, kind, problems)
-    for key in without_its_validation(kind, values, origins):
+    for key in _without_its_validation(kind, values, origins):
         del values[key], origins[key]
     if not any(problem.key in (TRAIN_FILES, f"{options.config_name}.yaml") for problem in problems):
         problems += _missing_rows(kind, values, origins)
@@ -269,12 +268,12 @@ def _choice_problem(override: Override, group: list[str]) -> Problem | None:
 
 
 def _compose_files(
-    options: Options, choices: Sequence[str], problems: list[Problem]
+    options: _Options, choices: Sequence[str], problems: list[Problem]
 ) -> tuple[DictConfig, dict[Path, str]]:
     """Let hydra compose the primary file with its groups; an empty tree, and a problem, if it can't.
 
     Returns:
-        The tree; and every file that went into it and holds values of a run, with what `Composition.origins` calls it.
+        The tree; and every file that went into it and holds values of a run, with what `_Composition.origins` calls it.
     """
     primary, *others = options.folders
     if not primary.is_dir():
@@ -314,7 +313,7 @@ def _compose_files(
     return tree, files
 
 
-def _composition_problem(options: Options, message: str) -> Problem:
+def _composition_problem(options: _Options, message: str) -> Problem:
     file, folder = f"{options.config_name}.yaml", options.folders[0]
     if any(engine in options.config_name or f"{engine}_trainer" in message for engine in OTHER_ENGINES):
         return Problem(file, "is for another engine:", ONLY_FSDP2.hint, reason=Reason.ABSENT)
@@ -344,7 +343,7 @@ def _resolve(given: Mapping[str, Any], kind: RunKind[WholeConfig], problems: lis
     return values
 
 
-def read_override(text: str) -> Override | Problem:
+def _read_override(text: str) -> Override | Problem:
     """Read one argument of the command line.
 
     A value that hydra's grammar rejects but that is plainly one string (`?`, `&`, `=` or `~` in a path) is taken as
@@ -376,7 +375,7 @@ def _quoting(key: str, value: str) -> str:
     return f"Quote the value: '{key}=\"{value}\"'." if '"' not in value and "'" not in value else "Check its quotes."
 
 
-def apply_override(tree: DictConfig, override: Override, root: type[Section]) -> Problem | None:
+def _apply_override(tree: DictConfig, override: Override, root: type[Section]) -> Problem | None:
     """Set or remove one key; `+` and `++` mean what no prefix means. A key that holds a dict is replaced whole."""
     key = override.key_or_group
     try:
@@ -396,7 +395,7 @@ def _remove(tree: DictConfig, key: str) -> None:
         node.pop(name, None)
 
 
-def is_the_quickstarts_task(kind: RunKind[WholeConfig], values: Mapping[str, Any]) -> bool:
+def _is_the_quickstarts_task(kind: RunKind[WholeConfig], values: Mapping[str, Any]) -> bool:
     """Return whether neither another model nor other rows are named.
 
     Args:
@@ -411,18 +410,18 @@ def is_the_quickstarts_task(kind: RunKind[WholeConfig], values: Mapping[str, Any
     return not isinstance(held_out, list) or all(str(source).startswith(_BUNDLED) for source in held_out)
 
 
-def without_its_validation(
+def _without_its_validation(
     kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]
 ) -> set[str]:
-    """Keys of the quickstart that make no sense without its validation rows, where other rows are trained on."""
+    """Return the quickstart's keys that need its validation rows, if a run trains on other rows and names none."""
     default = leaves(kind.schema)[TRAIN_FILES].plain
     own_rows = _as_list(values.get(TRAIN_FILES, default)) != default
     lonely = own_rows and _VAL_FILES not in values and origins.get(_TEST_FREQ) == _origin(kind)
     return {_TEST_FREQ} if lonely else set()
 
 
-def without_its_critic(kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]) -> set[str]:
-    """Keys of the quickstart's critic where nothing else asks for one; left in, they would choose its estimator."""
+def _without_its_critic(kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]) -> set[str]:
+    """Return the quickstart's keys of the critic if nothing else asks for one; they would make gae the estimator."""
     settings = {key: value for key, value in values.items() if key.startswith("critic.")}
     its_own = {key for key in settings if origins.get(key) == _origin(kind)}
     estimator = values.get("algorithm.adv_estimator")
@@ -434,7 +433,7 @@ def without_its_critic(kind: RunKind[WholeConfig], values: Mapping[str, Any], or
 def _missing_rows(
     kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """A task of one's own has rows of its own."""
+    """Report that a run on something else than the quickstart names no training rows."""
     if TRAIN_FILES not in values and _origin(kind) not in origins.values():
         hint = (
             f"Name yours, e.g. {TRAIN_FILES}=train.parquet; or add {_origin(kind)}, which brings bundled rows and "

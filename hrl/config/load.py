@@ -17,7 +17,7 @@ from hrl.verl.keys import Conversion, Verdict
 
 _POLICY = "actor_rollout_ref"
 _FEW_KEYS = 12
-"""So many keys of a section are listed in a hint; more would be a page."""
+"""A hint lists the keys of a section that has at most so many."""
 
 
 def load_config(tree: DictConfig | Mapping[str, Any] | PPOTrainerConfig) -> PPOTrainerConfig:
@@ -141,12 +141,12 @@ def _translate(
 
 
 def _names_a_class_of_verl(key: str, value: object) -> bool:
-    """Return whether this is what verl's YAML files say of every section: the class that it becomes."""
+    """Return whether this is a `_target_` key, by which verl's YAML files name the class of a section."""
     return key.rpartition(".")[2] == "_target_" and str(value).startswith("verl.")
 
 
 def _taken_without_effect(taken: Iterable[tuple[str, Any, Verdict]]) -> Iterator[str]:
-    """One line that lists keys whose value makes no difference, with what hrl does in their place."""
+    """Yield one line that lists the keys whose value makes no difference, with what hrl does instead."""
     by_reason: dict[str, list[str]] = {}
     for written, value, verdict in taken:
         by_reason.setdefault(verdict.says, []).append(f"{written}={_show(value)}")
@@ -180,7 +180,7 @@ def _of_the_policy(key: str, kind: RunKind[WholeConfig]) -> str | None:
 
 
 def _unknown(written: str, key: str, kind: RunKind[WholeConfig]) -> Problem:
-    """The problem with a key that is neither here nor in verl, with the key that was meant, as far as that is clear."""
+    """Return the problem with a key that neither hrl nor verl has, with the key that was probably meant."""
     if (full := _of_the_policy(key, kind)) is not None:
         return Problem(written, "is not a key of hrl.", f"Did you mean {full}?", involves=(full,))
     synonym = _synonym(key, kind)
@@ -198,7 +198,7 @@ def _unknown(written: str, key: str, kind: RunKind[WholeConfig]) -> Problem:
 
 
 def nearest_keys(key: str, aliases: Mapping[str, str], root: type[Section]) -> list[str]:
-    """Right names that `key` is a misspelling of, or whose end it is, or the other way round; none of another section.
+    """Return the keys that `key` misspells, or whose end it is, or that are its end; none of another section.
 
     Args:
         key: The unknown dotted key.
@@ -233,7 +233,7 @@ def option_problem(text: str, kind: RunKind[WholeConfig]) -> Problem:
 
 
 def _synonym(key: str, kind: RunKind[WholeConfig]) -> Synonym | None:
-    """Return what the name is in another library, where its section doesn't say that it is something else."""
+    """Return what a name of another library is here, unless its section shows that something else is meant."""
     section, _, name = key.rpartition(".")
     synonym = kind.spellings.synonyms.get(name)
     if synonym is None:

@@ -37,13 +37,13 @@ _SHARED_ROWS = tuple(
 
 
 def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Other members of `reward.shaping` have none."""
+    """`clip` needs a number; other members of `reward.shaping` have none."""
     if "clip" in config.reward.shaping and config.reward.shaping["clip"] is None:
         yield Problem(_SHAPING, "clips to no limit.", "Give one, e.g. {clip: 5}.")
 
 
 def one_console_writes(config: RunConfiguration) -> Iterator[Problem]:
-    """Standard output is for people or for programs."""
+    """Only one of the two consoles writes to standard output."""
     if {"console", JSON_CONSOLE} <= set(config.trainer.logger):
         what = f"names console and {JSON_CONSOLE}, which both write to standard output."
         yield Problem("trainer.logger", what, "Name one of them; metrics.jsonl is written in any case.")
@@ -84,7 +84,7 @@ def groups_are_large_enough(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def critic_fits_the_estimator(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """GAE has a value model; warm-up warms something up."""
+    """GAE needs a critic, and so does a warm-up of the critic."""
     name = config.algorithm.adv_estimator
     if estimator_traits(name).needs_critic and config.critic.enable is False:
         what = f"is false, but {_ESTIMATOR}={name} needs values."
@@ -168,7 +168,7 @@ def engine_holds_whole_sequences(config: PPOTrainerConfig) -> Iterator[Problem]:
         yield Problem(f"{ROLLOUT}.tensor_model_parallel_size", what, "Set it to 1.", (f"{ROLLOUT}.name",))
 
 
-def trained_shards(config: RunConfiguration) -> dict[str, FsdpConfig]:
+def _trained_shards(config: RunConfiguration) -> dict[str, FsdpConfig]:
     """Return the sharding of every model that is trained, by its key."""
     if isinstance(config, OfflineConfig):
         return {"model.fsdp_config": config.model.fsdp_config}
@@ -178,7 +178,7 @@ def trained_shards(config: RunConfiguration) -> dict[str, FsdpConfig]:
 
 def gradients_have_their_range(config: RunConfiguration) -> Iterator[Problem]:
     """Small gradients vanish in float16, and nothing scales the loss."""
-    for key, sharding in trained_shards(config).items():
+    for key, sharding in _trained_shards(config).items():
         if sharding.dtype == "float16":
             what = "is float16, in which small gradients become zero: the loss isn't scaled."
             yield Problem(f"{key}.dtype", what, "Set it to bfloat16.")
@@ -224,7 +224,7 @@ def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """A data set class of one's own has both a file and a name."""
+    """A data set class of the user has both a file and a name."""
     custom = config.data.custom_cls
     if custom.path and not custom.name:
         yield Problem("data.custom_cls.name", "needs the name of the class in data.custom_cls.path.")
@@ -233,7 +233,7 @@ def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def validation_has_rows(config: RunConfiguration) -> Iterator[Problem]:
-    """Whoever asks for validation names rows for it."""
+    """Validation needs rows."""
     trainer = config.trainer
     if config.data.val_files or config.data.val_max_samples == 0:
         return
@@ -268,7 +268,7 @@ def checkpoints_can_be_resumed(config: RunConfiguration) -> Iterator[Problem]:
 
 
 def policy_losses_have_their_constants(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """`dro` has no published default for beta; a share of no token selects none."""
+    """`dro` needs its beta, which has no published default; shares of tokens lie above 0 and at most at 1."""
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "dro" and loss.dro_beta is None:
         yield Problem(f"{_LOSS}.dro_beta", "needs a value, because loss_mode is dro.")
@@ -358,7 +358,7 @@ def bypass_mode_does_what_is_set(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """With a preference loss, what only advantages know of would have no effect."""
+    """Settings that only a run with advantages reads are refused beside a preference loss."""
     algorithm, actor, key = config.algorithm, config.actor_rollout_ref.actor, "algorithm.preference_loss"
     if algorithm.preference_loss is None:
         return
@@ -378,7 +378,9 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
     }
     for name, value in without_effect.items():
         if value:
-            yield Problem(name, f"has no effect on {key}, which compares two samples.", "Remove one of both.", (key,))
+            yield Problem(
+                name, f"has no effect on {key}, which compares two samples.", "Remove one of the two.", (key,)
+            )
     pair = config.data.max_prompt_length + 2 * config.data.max_response_length
     budget, rows = actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu
     if actor.use_dynamic_bsz and budget < pair:
@@ -424,7 +426,7 @@ _SET_BY = {
     },
     "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
 }
-"""vLLM's arguments that have a key here: said twice, one of the two would be wrong."""
+"""vLLM's arguments that have a key of hrl: one value must not be given in two places."""
 
 _FIXED = {
     "logprobs_mode": "log-probs are those of the distribution that was sampled from",
@@ -439,7 +441,7 @@ _FIXED = {
 
 
 def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Arguments stand below the name of an engine, and none of them is said elsewhere."""
+    """Arguments stand below the name of an engine, and none of them has a key of its own or is fixed."""
     for engine, arguments in config.actor_rollout_ref.rollout.engine_kwargs.items():
         if engine not in _ENGINES or not isinstance(arguments, dict):
             if engine in _ELSEWHERE:
