@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from hrl.batching import BatchPlan, RankPlan, plan_forward, plan_pairs, plan_update
 from hrl.batching.rows import lengths_of
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.section import Section
 from hrl.protocol import DataProto
 
 
@@ -27,7 +28,7 @@ class MicroBatchLimits:
     budget_key: str
 
     @classmethod
-    def of(cls, section: Any, name: str, dynamic: str, tokens: str, rows: str) -> MicroBatchLimits:
+    def of(cls, section: Section, name: str, dynamic: str, tokens: str, rows: str) -> MicroBatchLimits:
         """Read the three keys that verl's scripts set.
 
         Args:
@@ -172,7 +173,7 @@ class AllLimits:
     rm: MicroBatchLimits
 
     @classmethod
-    def of(cls, config: Any) -> AllLimits:
+    def of(cls, config: PPOTrainerConfig) -> AllLimits:
         """From the whole configuration."""
         policy = config.actor_rollout_ref
         read = MicroBatchLimits.of

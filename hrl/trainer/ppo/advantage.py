@@ -5,11 +5,9 @@ Both run over the whole batch on the driver, so neither can depend on how the ba
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from hrl.algos.advantages import AdvantageConfig, AdvantageInput, compute_advantages
+from hrl.algos.advantages import AdvantageConfig, AdvantageInput, AdvantageSettings, compute_advantages
 from hrl.algos.groups import group_codes
 from hrl.algos.kl import KLController, penalise_rewards
 from hrl.protocol import DataProto
@@ -52,7 +50,7 @@ def compute_advantage(
     lam: float = 1.0,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
+    config: AdvantageSettings | None = None,
 ) -> DataProto:
     """Add `advantages` and `returns`, both (B, R), by the named estimator.
 
@@ -70,9 +68,8 @@ def compute_advantage(
     Raises:
         ValueError: There is no such estimator, it needs a column that the batch lacks, or a reward is not finite.
     """
-    columns, settings = data.batch, config
-    if settings is None:
-        settings = AdvantageConfig(gamma, lam, norm_adv_by_std_in_grpo)
+    columns = data.batch
+    settings = AdvantageConfig(gamma, lam, norm_adv_by_std_in_grpo) if config is None else config
     part_names = getattr(settings, "gdpo_reward_keys", None)
     inputs = AdvantageInput(
         token_level_rewards=columns["token_level_rewards"],

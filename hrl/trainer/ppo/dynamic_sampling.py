@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from math import ceil
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from hrl.algos.groups import filter_groups, group_codes
+from hrl.config.algorithm import FilterGroupsConfig
 from hrl.errors import HrlError
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.reward_parts import reward_values
@@ -35,7 +36,7 @@ class GroupFilter:
 
     rule: ClassVar[str] = "spread"
 
-    def __init__(self, settings: Any, num_groups: int, step: int) -> None:
+    def __init__(self, settings: FilterGroupsConfig, num_groups: int, step: int) -> None:
         self._settings = settings
         self._wanted = num_groups
         self._step = step

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any
 
 import numpy as np
 
+from hrl.config.rollout import RolloutConfig
 from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
@@ -18,7 +18,7 @@ class PolicyVersionError(HrlError, RuntimeError):
 
 def prompt_batch(
     prompts: DataProto,
-    rollout: Any,
+    rollout: RolloutConfig,
     *,
     step: int,
     validate: bool = False,
@@ -40,7 +40,7 @@ def prompt_batch(
         `n` consecutive rows per prompt, with non-tensor `uid` (B,) and `sample_index` (B,).
     """
     settings = rollout.val_kwargs if validate else rollout
-    greedy = validate and not settings.do_sample
+    greedy = validate and not rollout.val_kwargs.do_sample
     # Derived, not random: the same run draws the same samples when it is started again. From the number in the data
     # set, not in the batch: the prompts of a validation in several batches stay apart.
     again = f"/{wave}" if wave else ""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import torch
 
 from hrl.algos.policy_filtration import draw_rows
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
+from hrl.config.actor import ActorConfig
+from hrl.config.algorithm import PfPpoConfig
 from hrl.protocol import DataProto
 
 
@@ -19,7 +20,9 @@ def step_generator(seed: int, step: int, purpose: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
-def draw_by_score(batch: DataProto, settings: Any, generator: torch.Generator) -> tuple[DataProto, dict[str, float]]:
+def draw_by_score(
+    batch: DataProto, settings: PfPpoConfig, generator: torch.Generator
+) -> tuple[DataProto, dict[str, float]]:
     """Rows drawn with replacement, those with decided scores more often (PF-PPO, arXiv:2409.06957).
 
     Args:
@@ -41,7 +44,7 @@ def draw_by_score(batch: DataProto, settings: Any, generator: torch.Generator) -
     return drawn, {"pf_ppo/distinct_rows": rows.unique().numel() / max(len(rows), 1)}
 
 
-def mark_tokens(batch: DataProto, actor: Any, generator: torch.Generator) -> dict[str, float]:
+def mark_tokens(batch: DataProto, actor: ActorConfig, generator: torch.Generator) -> dict[str, float]:
     """Add `selected_tokens (B, R)` for a policy loss that treats some tokens differently; nothing for others.
 
     Args:
