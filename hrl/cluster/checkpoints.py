@@ -62,7 +62,7 @@ class CheckpointStore:
         return self.folder / f"step_{step}"
 
     def holds(self, path: Path) -> bool:
-        """Return whether a checkpoint is one of this run; another run's is only branched off from."""
+        """Return whether a checkpoint is this run's own; another run's is only a starting point."""
         return path.resolve().is_relative_to(self.folder.resolve())
 
     def begin(self, step: int) -> Path:
@@ -100,11 +100,11 @@ class CheckpointStore:
             shutil.rmtree(self.path(step))
 
     def interrupted(self) -> list[Path]:
-        """Return what saves that were killed left behind; never resumed from."""
+        """Return the folders that killed saves left behind; no run resumes from them."""
         return sorted(self.folder.glob("tmp.step_*"))
 
     def next_superseded(self) -> Path:
-        """Return the folder for what a run has of steps that it makes again; not yet made."""
+        """Return the folder for records of steps that a run makes again; it does not exist yet."""
         return next_numbered(self.folder / "superseded")
 
     def supersede(self, after: int, aside: Path) -> bool:
@@ -180,7 +180,7 @@ def load_state(path: Path, parts: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse a position in other data than the present: from there rows would repeat or never come.
+    """Refuse to continue in other data: rows would repeat or never come.
 
     Args:
         path: Of the checkpoint.

@@ -55,7 +55,7 @@ def available_cores() -> int:
 
 
 def scarcity(wanted: str, device: str, num_processes: int) -> str | None:
-    """Return what to say when a run that would take GPUs found none and has more processes than cores; None otherwise.
+    """Warn of a run that would take GPUs, found none and has more processes than cores; None otherwise.
 
     Args:
         wanted: `trainer.device`.

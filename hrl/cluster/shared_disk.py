@@ -69,7 +69,7 @@ def require_shared(run_folder: Path, groups: Iterable[Any], patience_s: float = 
 def require_all_shards(
     folder: Path, groups: Iterable[Any], run_folder: Path, patience_s: float = _SHARDS_PATIENCE_S
 ) -> None:
-    """Look whether everything that ranks see of a checkpoint is in the driver's folder, whole.
+    """Check that everything that ranks see of a checkpoint is in the driver's folder, whole.
 
     Args:
         folder: Of the checkpoint, not yet published.

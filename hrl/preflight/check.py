@@ -143,7 +143,7 @@ def summary(config: WholeConfig, said: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _joined(lines: Mapping[str, str]) -> str:
-    """Several lines in one; equal texts share their label's place."""
+    """Join several lines into one; labels with the same text share it."""
     labels: dict[str, list[str]] = {}
     for label, text in lines.items():
         labels.setdefault(text, []).append(label)
@@ -151,7 +151,7 @@ def _joined(lines: Mapping[str, str]) -> str:
 
 
 def settings(config: WholeConfig) -> Iterator[tuple[str, str]]:
-    """Yield which values come from where: by origin, and the telling ones among the defaults."""
+    """Yield values by origin, and those defaults that a reader should have seen."""
     origins = dict(config.origins or {})
     by_origin: dict[str, list[str]] = {}
     for key, origin in origins.items():
@@ -165,7 +165,7 @@ def settings(config: WholeConfig) -> Iterator[tuple[str, str]]:
 
 
 def _assignments(config: WholeConfig, keys: list[str]) -> str:
-    """Keys with their values, the telling ones first; the others are counted where there are many."""
+    """Return keys with their values, the telling ones first; beyond a few the others are only counted."""
     known = leaves(type(config))
     ordered = sorted(keys, key=lambda key: key not in _TELLING)
     shown = [f"{key}={_as_typed(value_of(config, key))}" if key in known else key for key in ordered[:_SHOWN]]

@@ -1,4 +1,4 @@
-"""How much memory every phase of a run takes, added up before anything starts.
+"""How much memory every phase of a run takes, added up before anything starts, and whether that fits.
 
 A model's sizes come from its config (`hrl.models.footprint`); what is resident in which phase follows from the
 placement and from what is offloaded. On a GPU the account is one card's; on a CPU it is the machine's, whose memory all
@@ -442,7 +442,7 @@ def _card(models: list[ResidentModel], engine: EngineMemory | None, capacity_byt
 
 
 def _reload(engine: EngineMemory) -> Iterator[Entry]:
-    """Yield what new weights pass through beside the engine's own: outside of its share, which vLLM has reserved.
+    """Yield what new weights pass through beside the engine's own memory, outside the share that vLLM has reserved.
 
     A tensor larger than a bucket is put together whole, and the layer that loads it is made a second time.
     """
@@ -456,7 +456,7 @@ def _least(engine: EngineMemory) -> float:
 
 
 def engine_too_small(engine_share_bytes: float, config: PPOTrainerConfig, size: Footprint) -> str | None:
-    """Return what to say where a card's share can't hold the engine's weights and one sequence; None where it can."""
+    """Say that a card's share can't hold the engine's weights and one sequence; None where it can."""
     engine = _engine_of(config, size, shares=True)
     if _least(engine) <= engine_share_bytes:
         return None
@@ -496,7 +496,7 @@ def _machine(
 
 
 def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
-    """Return what to say of an account of which already what is certain does not fit; None where that does."""
+    """Say that even what is certain does not fit; None where it does."""
     worst = max(ledger.phases, key=lambda phase: phase.certain_bytes)
     if worst.certain_bytes <= capacity_bytes:
         return None
@@ -506,7 +506,7 @@ def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
 
 
 def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
-    """Return what to say of an account that fits only if its micro-batches stay below what the configuration allows."""
+    """Say that the account fits only if micro-batches stay below what the configuration allows; None elsewhere."""
     peak = ledger.peak
     if peak.num_bytes <= capacity_bytes or too_large(ledger, capacity_bytes) is not None:
         return None
@@ -514,7 +514,7 @@ def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
 
 
 def gib(num_bytes: float) -> str:
-    """Return a number of GiB, with one digit behind the point below 100."""
+    """Return a number of GiB, with one decimal below 100."""
     return f"{num_bytes / GIB:.1f}" if num_bytes < 100 * GIB else f"{num_bytes / GIB:,.0f}"
 
 

@@ -101,7 +101,7 @@ def memory_here() -> float:
 
 
 def _levers(section: str, fsdp: FsdpConfig, outline: Outline, device: str) -> Iterator[str]:
-    """Yield what of a trained model can still be moved off a GPU or made again."""
+    """Yield the keys that move more of a trained model off a GPU, or recompute it."""
     if device != "cpu" and not fsdp.optimizer_offload:
         yield f"{section}.optimizer_offload=true"
     if device != "cpu" and not fsdp.param_offload:
