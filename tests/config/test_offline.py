@@ -172,8 +172,7 @@ def test_every_registered_loss_of_pairs_is_accepted_one_of_the_user_too(monkeypa
 
 
 @EVERY_KIND
-def test_check_says_what_a_run_would_do(kind, capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("HRL_CACHE", str(tmp_path))
+def test_check_says_what_a_run_would_do(kind, capsys):
     assert cli.main(["check", kind.name, "trainer.nnodes=2"]) == 0
     text = capsys.readouterr().out
     assert "2 processes (1 on each of 2 machines)" in text and "one optimizer step" in text
