@@ -34,13 +34,12 @@ def bypass_loss(
 ) -> tuple[PolicyLossOutput, Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return a policy loss against the sampler's log-probs.
 
-    Where these are too far from the trainer's to stand for the old ones, the ratio of the clipped losses is taken to
-    the trainer's own instead, and nothing else changes: the same loss, the same weights and rejection against the
-    sampler, the same divisor.
+    Where the sampler's log-probs are too far from the trainer's to stand for the old ones, the clipped losses take their
+    ratio to the trainer's own instead. Nothing else changes: same loss, same weights, same rejection, same divisor.
 
-    Weights and rejection are decided here, from the policy in training, and not before the update: nobody else has its
-    log-probs. What is rejected has no loss and still counts in the divisor, which was fixed before the batch was cut.
-    A normalisation of the weights would need the whole batch; given one row or a part of it, it is of that part.
+    Weights and rejection follow from the policy in training, so they are decided here and not before the update. A
+    rejected token has no loss and still counts in the divisor, which was fixed before the batch was cut. Weights are
+    normalised over the rows given here, which may be a part of the batch.
 
     Args:
         loss_mode: A key of :data:`hrl.algos.policy_losses.POLICY_LOSSES`.

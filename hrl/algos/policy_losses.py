@@ -1,9 +1,8 @@
 """Policy losses: one pure function each, from log-probs and advantages to a loss per token.
 
 A loss is a function `(PolicyLossInput, config) -> PolicyLossOutput`, registered under the name that
-`actor.policy_loss.loss_mode` takes. It returns the loss of every token; how tokens become one number is not its
-business (:mod:`hrl.algos.aggregation`), so every loss works with every aggregation and with every cut into
-micro-batches. Metrics are (sum, count) pairs.
+`actor.policy_loss.loss_mode` takes. It returns the loss of every token. :mod:`hrl.algos.aggregation` makes one number
+of them, so every loss works with every aggregation and with every cut into micro-batches. Metrics are (sum, count) pairs.
 
 `r` is the ratio of new to old probability of a token, `A` its advantage.
 """
@@ -34,8 +33,8 @@ class PolicyLossInput:
         log_prob: Log-probs of the sampled tokens under the policy in training; has the gradient.
         old_log_prob: The same under the policy the batch was sampled from.
         advantages: Advantage of each token.
-        response_mask: 1 on trained tokens; what stands elsewhere in the other columns is ignored, NaN included: a loss
-            finds 0 there.
+        response_mask: 1 on trained tokens. Elsewhere the other columns are ignored, NaN included; a loss finds 0
+            there.
         rollout_is_weights: Weight of each token's loss, correcting for the sampler.
         selected_tokens: For losses of :data:`hrl.algos.token_selection.TOKEN_SELECTORS`: the tokens they treat
             differently, chosen over the whole batch before it was cut.

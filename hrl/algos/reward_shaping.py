@@ -1,6 +1,6 @@
-"""What may happen to rewards between the judge and the learner.
+"""Combine and rescale rewards before they are trained on.
 
-Judges are added up (:func:`combine_rewards`), then any of :data:`REWARD_SHAPERS` may follow.
+The rewards of a response are added up (:func:`combine_rewards`); then any of :data:`REWARD_SHAPERS` may follow.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
 
 
 def combine_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -> Tensor:
-    """Weighted sum of several judges' rewards, each `(B,)`.
+    """Return the weighted sum of several rewards of each response, `(B,)` each.
 
     Raises:
         ValueError: Parts and weights don't have the same names, or there are none.

@@ -32,7 +32,7 @@ def _squared(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) 
 
 VALUE_LOSSES: Registry[ValueLoss, Traits] = Registry("value loss", {"clipped": _clipped, "squared": _squared})
 """From predictions now, predictions then, targets `(B, R)` and the clip range to the loss of every token and to the
-tokens that the clip holds. How tokens become one number is the aggregation's business."""
+tokens that the clip holds. :mod:`hrl.algos.aggregation` makes one number of them."""
 
 
 def value_loss(
@@ -50,7 +50,7 @@ def value_loss(
         vpreds: Values predicted now `(B, R)`; has the gradient.
         values: Values predicted when the batch was made `(B, R)`.
         returns: Their targets `(B, R)`.
-        response_mask: `(B, R)`; what stands outside in the other columns is ignored.
+        response_mask: `(B, R)`; outside it the other columns are ignored.
         cliprange_value: How far a prediction may gain by moving from its old value; None for no clip.
         name: A key of :data:`VALUE_LOSSES`; None is `clipped` where there is a clip range and `squared` without.
 

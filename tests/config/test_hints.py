@@ -134,30 +134,33 @@ def test_a_section_that_is_right_lists_its_keys():
 # Names of TRL and OpenRLHF.
 
 
+NAMES_ELSEWHERE = {
+    "learning_rate": "actor_rollout_ref.actor.optim.lr",
+    "beta": "actor_rollout_ref.actor.kl_loss_coef",
+    "num_generations": "actor_rollout_ref.rollout.n",
+    "max_completion_length": "data.max_response_length",
+    "n_samples_per_prompt": "actor_rollout_ref.rollout.n",
+    "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "max_prompt_length": "data.max_prompt_length",
+    "micro_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+    "rollout_batch_size": "data.train_batch_size",
+    "loss_type": "actor_rollout_ref.actor.loss_agg_mode",
+    "bf16": "actor_rollout_ref.actor.fsdp_config.dtype",
+    "init_kl_coef": "algorithm.kl_ctrl.kl_coef",
+    "advantage_estimator": "algorithm.adv_estimator",
+}
+SPELLINGS = ["{}=1", "--{}=1", "--{} 1", "--{dashed} 1", "actor.{}=1"]
+
+
 @pytest.mark.parametrize(
-    ("name", "key"),
-    {
-        "learning_rate": "actor_rollout_ref.actor.optim.lr",
-        "beta": "actor_rollout_ref.actor.kl_loss_coef",
-        "num_generations": "actor_rollout_ref.rollout.n",
-        "max_completion_length": "data.max_response_length",
-        "n_samples_per_prompt": "actor_rollout_ref.rollout.n",
-        "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-        "gradient_accumulation_steps": "actor_rollout_ref.actor.ppo_mini_batch_size",
-        "max_prompt_length": "data.max_prompt_length",
-        "micro_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-        "rollout_batch_size": "data.train_batch_size",
-        "loss_type": "actor_rollout_ref.actor.loss_agg_mode",
-        "bf16": "actor_rollout_ref.actor.fsdp_config.dtype",
-        "init_kl_coef": "algorithm.kl_ctrl.kl_coef",
-        "advantage_estimator": "algorithm.adv_estimator",
-    }.items(),
+    ("name", "spelt"),
+    [(name, "{}=1") for name in NAMES_ELSEWHERE] + [("learning_rate", spelt) for spelt in SPELLINGS],
 )
-@pytest.mark.parametrize("spelt", ["{}=1", "--{}=1", "--{} 1", "--{dashed} 1", "actor.{}=1"])
-def test_a_name_of_another_library_is_answered_with_the_key(name, key, spelt):
+def test_a_name_of_another_library_is_answered_with_the_key(name, spelt):
     written = spelt.format(name, dashed=name.replace("_", "-"))
     (problem,) = config_problems(PPO, ["data.train_files=rows.parquet", *written.split(" ")])
-    assert problem.hint.startswith(f"It is {key} here")
+    assert problem.hint.startswith(f"It is {NAMES_ELSEWHERE[name]} here")
 
 
 def test_a_synonym_says_where_its_unit_differs():
