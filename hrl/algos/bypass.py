@@ -34,8 +34,8 @@ def bypass_loss(
 ) -> tuple[PolicyLossOutput, Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return a policy loss against the sampler's log-probs.
 
-    Where the sampler's log-probs are too far from the trainer's to stand for the old ones, the clipped losses take their
-    ratio to the trainer's own instead. Nothing else changes: same loss, same weights, same rejection, same divisor.
+    Where the sampler's log-probs are too far from the trainer's to stand for the old ones, the clipped losses take
+    their ratio to the trainer's own instead. Nothing else changes: loss, weights, rejection and divisor are the same.
 
     Weights and rejection follow from the policy in training, so they are decided here and not before the update. A
     rejected token has no loss and still counts in the divisor, which was fixed before the batch was cut. Weights are

@@ -2,7 +2,8 @@
 
 A loss is a function `(PolicyLossInput, config) -> PolicyLossOutput`, registered under the name that
 `actor.policy_loss.loss_mode` takes. It returns the loss of every token. :mod:`hrl.algos.aggregation` makes one number
-of them, so every loss works with every aggregation and with every cut into micro-batches. Metrics are (sum, count) pairs.
+of them, so every loss works with every aggregation and with every cut into micro-batches. Metrics
+are (sum, count) pairs.
 
 `r` is the ratio of new to old probability of a token, `A` its advantage.
 """
