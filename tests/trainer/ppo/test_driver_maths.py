@@ -97,7 +97,7 @@ def test_prompts_of_different_batches_are_different_groups_and_samples_of_one_pr
 def test_sampler_drift_counts_trained_tokens_only() -> None:
     data = batch(
         old_log_probs=torch.tensor([[-1.0, -2.0], [-1.0, 5.0]]),
-        rollout_log_probs=torch.tensor([[-1.1, -2.3], [-1.0, 0.0]]),
+        rollout_log_probs=torch.tensor([[-1.1, -1.7], [-1.0, 0.0]]),
         response_mask=torch.tensor([[1, 1], [1, 0]]),
     )
     columns = data.batch
@@ -106,7 +106,7 @@ def test_sampler_drift_counts_trained_tokens_only() -> None:
     assert drift["rollout/logprob_diff_mean"] == pytest.approx((0.1 + 0.3 + 0.0) / 3, abs=1e-6)
     assert drift["rollout/logprob_diff_max"] == pytest.approx(0.3, abs=1e-6)
     assert drift["rollout/logprob_diff_p99"] == pytest.approx(0.1 + 0.98 * 0.2, abs=1e-6)  # of 0, 0.1 and 0.3
-    assert drift["rollout_corr/kl"] == pytest.approx(-(0.1 + 0.3 + 0.0) / 3, abs=1e-6)  # sampler less trainer
+    assert drift["rollout_corr/kl"] == pytest.approx(-(0.1 - 0.3 + 0.0) / 3, abs=1e-6)  # sampler less trainer
 
 
 def test_a_token_that_the_trainer_finds_unlikely_is_rejected_and_its_score_moves() -> None:
