@@ -137,14 +137,22 @@ def _no_config(folder: Path) -> str:
     return f"model folder {folder} has no config.json; name a folder that save_pretrained wrote"
 
 
-def _cached(hub_id: str) -> Path | None:
+def _snapshot(hub_id: str, **options: Any) -> Path:
+    """Return the folder of a hub's repository, from the cache or fetched."""
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
-        folder = Path(snapshot_download(hub_id, allow_patterns=_PATTERNS, local_files_only=True))
+        return Path(snapshot_download(hub_id, allow_patterns=_PATTERNS, **options))
     except HFValidationError as error:
         raise ModelSourceError(f"{hub_id!r} is neither a folder nor a hub id: {error}{_advice()}") from error
+
+
+def _cached(hub_id: str) -> Path | None:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = _snapshot(hub_id, local_files_only=True)
     except LocalEntryNotFoundError:
         return None
     whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
@@ -192,14 +200,11 @@ def _make_again(folder: Path, wait_s: float) -> Path | None:
 
 
 def _download(hub_id: str, revision: str | None = None) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     advice = _advice()
     try:
-        folder = Path(snapshot_download(hub_id, revision=revision, allow_patterns=_PATTERNS))
-    except HFValidationError as error:
-        raise ModelSourceError(f"{hub_id!r} is neither a folder nor a hub id: {error}{advice}") from error
+        folder = _snapshot(hub_id, revision=revision)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelSourceError(f"can't fetch model {hub_id!r} from the hub: {error}{advice}") from error
     if not any(folder.glob("*.safetensors")):

@@ -175,7 +175,7 @@ class AdamW:
     def _fetch(self, bucket: Sequence[Piece], slot: Mapping[tuple[str, torch.dtype], Tensor]) -> list[list[Tensor]]:
         """Copy a bucket's moments to the device; return a list for each moment, in the order of the pieces."""
         visitors: list[list[Tensor]] = []
-        with self._coming:
+        with self._coming.copies():
             for moment in MOMENTS:
                 ends: dict[torch.dtype, int] = {}
                 column = []
@@ -190,7 +190,7 @@ class AdamW:
 
     def _store(self, bucket: Sequence[Piece], visitors: Sequence[Sequence[Tensor]]) -> None:
         """Copy a bucket's moments back to host memory."""
-        with self._going:
+        with self._going.copies():
             for moment, column in zip(MOMENTS, visitors, strict=True):
                 for piece, visitor in zip(bucket, column, strict=True):
                     piece.of(self.state[piece.parameter][moment]).copy_(visitor, non_blocking=True)

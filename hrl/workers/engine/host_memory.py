@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import mmap
 import weakref
-from types import TracebackType
-from typing import Any
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -51,19 +50,10 @@ class Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._context: Any = None
 
-    def __enter__(self) -> None:
-        if self._stream is not None:
-            self._context = torch.cuda.stream(self._stream)
-            self._context.__enter__()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._context is not None:
-            self._context.__exit__(kind, error, trace)
-            self._context = None
+    def copies(self) -> AbstractContextManager[object]:
+        """Return a context inside of which copies are queued on this stream."""
+        return torch.cuda.stream(self._stream)  # does nothing without a stream
 
     def mark(self) -> torch.cuda.Event | None:
         """Return an event at the stream's present end."""

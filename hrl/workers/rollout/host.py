@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -167,15 +167,15 @@ class RolloutHost:
         width = prompts.shape[1]
         prompt_mask = batch.batch["attention_mask"][:, :width]
         sampling = self._sampling(batch.meta_info)
-        names = [SampleName(row, *key) for row, key in enumerate(sample_keys(batch))]
-        is_greedy = batch.non_tensor_batch.get("greedy", np.zeros(len(names), dtype=object))
+        keys = sample_keys(batch)
+        is_greedy = batch.non_tensor_batch.get("greedy", np.zeros(len(keys), dtype=object))
         samplings = [replace(sampling, temperature=0.0) if greedy else sampling for greedy in is_greedy]
         loop, token_ids = self._running(), prompt_tokens(prompts, prompt_mask)
         # One thread, so that calls come one at a time; not the engine's, which has other requests to serve meanwhile.
         listener = ThreadPoolExecutor(1, f"{self.name} samples")
-        work = self._generate_all(token_ids, names, samplings, batch.meta_info, on_sample, listener)
+        work = self._generate_all(token_ids, keys, samplings, batch.meta_info, on_sample, listener)
         try:
-            outputs = loop.run(work, timeout_s=timeout_s, what=f"{self.name}: sampling {len(names)} rows")
+            outputs = loop.run(work, timeout_s=timeout_s, what=f"{self.name}: sampling {len(keys)} rows")
         except TimeoutError as error:
             raise RolloutError(str(error)) from None
         finally:
@@ -301,7 +301,7 @@ class RolloutHost:
     async def _generate_all(
         self,
         prompts: list[list[int]],
-        names: list[SampleName],
+        keys: list[tuple[str, int]],
         samplings: list[SamplingParams],
         meta: Mapping[str, Any],
         on_sample: OnSample | None,
@@ -315,19 +315,20 @@ class RolloutHost:
         wave = self._requests
         loop = asyncio.get_running_loop()
 
-        async def one(prompt: list[int], name: SampleName, sampling: SamplingParams) -> SampleOutput:
-            params = replace(sampling, seed=sample_seed(run_seed, step, name.uid, name.sample_index))
-            output = await self.engine.generate(prompt, params, f"{wave}-{name.row}")
-            check_output(
-                output, name, max_tokens=params.max_tokens, vocab_size=self._setup.tokens.vocab_size, version=version
-            )
+        async def one(row: int, prompt: list[int], key: tuple[str, int], sampling: SamplingParams) -> SampleOutput:
+            params = replace(sampling, seed=sample_seed(run_seed, step, *key))
+            output = await self.engine.generate(prompt, params, f"{wave}-{row}")
+            uid, index = key
+            name, vocab_size = f"row {row} (uid {uid}, sample {index})", self._setup.tokens.vocab_size
+            check_output(output, name, max_tokens=params.max_tokens, vocab_size=vocab_size, version=version)
             if on_sample is not None:
-                await loop.run_in_executor(listener, on_sample, name.row, output.token_ids, output.finish_reason)
+                await loop.run_in_executor(listener, on_sample, row, output.token_ids, output.finish_reason)
             return output
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(*row)) for row in zip(prompts, names, samplings, strict=True)]
+                requests = enumerate(zip(prompts, keys, samplings, strict=True))
+                tasks = [group.create_task(one(row, *request)) for row, request in requests]
         except ExceptionGroup as failures:  # the first is the cause; the others were cancelled or failed because of it
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
@@ -359,18 +360,6 @@ class RolloutHost:
 # ---------------------------------------------------------------------- batches to requests and back
 
 
-@dataclass(frozen=True)
-class SampleName:
-    """Which sample an error is about."""
-
-    row: int
-    uid: str
-    sample_index: int
-
-    def __str__(self) -> str:
-        return f"row {self.row} (uid {self.uid}, sample {self.sample_index})"
-
-
 def prompt_tokens(prompts: Tensor, attention_mask: Tensor) -> list[list[int]]:
     """Return each row's prompt tokens from left-padded columns `(B, P)`.
 
@@ -386,7 +375,7 @@ def prompt_tokens(prompts: Tensor, attention_mask: Tensor) -> list[list[int]]:
     return rows
 
 
-def check_output(output: SampleOutput, name: SampleName, *, max_tokens: int, vocab_size: int, version: int) -> None:
+def check_output(output: SampleOutput, name: str, *, max_tokens: int, vocab_size: int, version: int) -> None:
     """Refuse an answer that cannot be what was asked for.
 
     Raises:
