@@ -213,9 +213,9 @@ class RolloutEngine(ABC):
         self._next_version = version
         await self._begin_weights(manifest, handle, version)
 
+    @abstractmethod
     async def weights_load(self, index: int) -> None:
         """Take one published bucket."""
-        await self._load_weights(index)
 
     async def weights_commit(self) -> list[ReceiverReport]:
         """Serve the new version from here on, and forget everything computed with the old one."""
@@ -251,9 +251,6 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None: ...
-
-    @abstractmethod
-    async def _load_weights(self, index: int) -> None: ...
 
     @abstractmethod
     async def _commit_weights(self) -> list[ReceiverReport]: ...

@@ -141,7 +141,7 @@ class HfEngine(RolloutEngine):
     async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
         await self._in_thread(self._running(self._receiver).begin, manifest, handle, version)
 
-    async def _load_weights(self, index: int) -> None:
+    async def weights_load(self, index: int) -> None:
         await self._in_thread(self._running(self._receiver).load, index)
 
     async def _commit_weights(self) -> list[ReceiverReport]:

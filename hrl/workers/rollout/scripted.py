@@ -165,7 +165,7 @@ class ScriptedEngine(RolloutEngine):
         self._require_awake("weights")
         self._receiver.begin(manifest, handle, version)
 
-    async def _load_weights(self, index: int) -> None:
+    async def weights_load(self, index: int) -> None:
         self._require_alive()
         if self._script.sync_die:
             self._die()

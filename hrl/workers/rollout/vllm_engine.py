@@ -204,7 +204,7 @@ class VllmEngine(RolloutEngine):
     async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
         await self._call("hrl_weights_begin", manifest.to_plain(), dict(handle), version)
 
-    async def _load_weights(self, index: int) -> None:
+    async def weights_load(self, index: int) -> None:
         await self._call("hrl_weights_load", index)
 
     async def _commit_weights(self) -> list[ReceiverReport]:

@@ -204,11 +204,14 @@ def _await_receivers(store: dist.Store, world_size: int, timeout_s: float) -> No
     """Wait until every receiver has come to the store, then let them go on."""
     missing = _missing(store, [_arrival(rank) for rank in range(1, world_size)], timeout_s)
     if missing:
-        raise WeightSyncError(
-            f"rank 0 of {world_size} could not join the weight broadcast within {timeout_s:g} s: "
-            f"{_receivers(missing, world_size - 1)} did not come"
-        )
+        raise _not_joined(0, world_size, timeout_s, f"{_receivers(missing, world_size - 1)} did not come")
     store.set(_COMPLETE, "")
+
+
+def _not_joined(rank: int, world_size: int, timeout_s: float, why: object) -> WeightSyncError:
+    return WeightSyncError(
+        f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: {why}"
+    )
 
 
 def _missing(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[int]:
@@ -229,10 +232,8 @@ def _await_the_others(store: dist.Store, rank: int, world_size: int, timeout_s: 
     try:
         store.wait([_COMPLETE], timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        raise WeightSyncError(
-            f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: the sender has "
-            f"gone, or waits for another of the {world_size - 1} receivers: {error}"
-        ) from error
+        why = f"the sender has gone, or waits for another of the {world_size - 1} receivers: {error}"
+        raise _not_joined(rank, world_size, timeout_s, why) from error
 
 
 def _arrival(rank: int) -> str:
@@ -262,17 +263,14 @@ def _join(
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             torch.cuda.set_device(device)
-            return _connected(
-                dist.ProcessGroupNCCL(store, rank, world_size, options), rank, world_size, device, timeout_s
-            )
+            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
+            return _connected(group, rank, world_size, device, timeout_s)
         gloo = dist.ProcessGroupGloo._Options()
         gloo._timeout = timeout
         gloo._devices = [_gloo_device(address)]
         return dist.ProcessGroupGloo(store, rank, world_size, gloo)
     except RuntimeError as error:
-        raise WeightSyncError(
-            f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: {error}"
-        ) from error
+        raise _not_joined(rank, world_size, timeout_s, error) from error
 
 
 def _connected(
@@ -295,11 +293,8 @@ def _connected(
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        raise WeightSyncError(
-            f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: all ranks have "
-            "come, but NCCL does not connect them: NCCL_DEBUG=INFO says where it waits, NCCL_SOCKET_IFNAME names the "
-            "network that it takes"
-        )
+        why = "all ranks have come, but NCCL does not connect them: NCCL_DEBUG=INFO says where it waits, "
+        raise _not_joined(rank, world_size, timeout_s, f"{why}NCCL_SOCKET_IFNAME names the network that it takes")
     if failures:
         raise failures[0]
     return group
