@@ -23,6 +23,23 @@ def ray_session() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="module")
+def world() -> Iterator[None]:
+    """A `torch.distributed` world of this process alone."""
+    from tests.models.tiny import world_of_one
+
+    with world_of_one():
+        yield
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random Llama. Tests read it and write elsewhere."""
+    from tests.models.tiny import save_llama
+
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
 @pytest.fixture
 def own_registries() -> Iterator[None]:
     """What a test registers in `hrl.algos` is gone after it."""

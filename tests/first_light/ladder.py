@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.models.micro_batch import PackedMicroBatch, TokenRows
 from hrl.workers.engine.engine import Engine
 from tests.first_light.random_model import SHAPES, build_engine, join_alone, num_parameters, one_step, random_rows
@@ -117,4 +118,5 @@ def _forward(engine: Engine, rows: TokenRows) -> None:
     def log_probs(packed: PackedMicroBatch) -> tuple[Tensor]:
         return (engine.module(packed, 1.0, False).log_prob,)
 
-    engine.forward(rows, None, log_probs, num_outputs=1)
+    plan = RankPlan((MiniBatchPlan(((0, 1),), int(rows.trained.sum()), 2, 1),))
+    engine.forward(rows, plan, log_probs, num_outputs=1)

@@ -18,6 +18,7 @@ from hrl.models.micro_batch import TokenRows
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.packed_model import PackedCausalLM
 from hrl.workers.engine.engine import Engine
+from hrl.workers.requests import Training
 from tests.first_light.stages import Setup
 
 #: Shapes of published models of the Qwen2.5 family: (hidden, inner, layers, heads, key heads, vocabulary, tied).
@@ -97,7 +98,7 @@ def build_engine(
         load,
         PackedCausalLM,
         share_prefix=True,
-        train=SimpleNamespace(optim=optim, grad_clip=1.0) if trained else None,
+        training=Training(optim=optim, grad_clip=1.0, total_steps=None, seed=0, run_folder=None) if trained else None,
         fsdp=SimpleNamespace(
             dtype="bf16",
             model_dtype=masters,
@@ -107,7 +108,6 @@ def build_engine(
             optimizer_offload=optimizer_offload,
         ),
         device=device,
-        total_steps=None,
     )
 
 

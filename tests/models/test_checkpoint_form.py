@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,12 @@ from transformers.core_model_loading import Chunk, WeightConverter
 from hrl.models.checkpoint_form import CheckpointForm
 from hrl.workers.rollout.hf_engine import HfModelWriter
 from hrl.workers.weight_sync.wire import WeightSyncError
-from tests.models.tiny import make_batch, plain_log_probs, plan_rows, save_llama, save_mixture, world_of_one
+from tests.models.tiny import make_batch, plain_log_probs, plan_rows, save_llama, save_mixture
 from tests.workers.engine.ranks import parameters, policy_of
 
+pytestmark = pytest.mark.usefixtures("world")
+
 FAMILIES = ("qwen3_moe", "mixtral")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 @pytest.fixture(scope="module", params=FAMILIES)

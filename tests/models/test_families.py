@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,10 +18,11 @@ from tests.models.tiny import (
     model_config,
     plain_log_probs,
     plan_rows,
-    world_of_one,
 )
 from tests.workers.asked import Actor
 from tests.workers.engine.ranks import CPU, gradients
+
+pytestmark = pytest.mark.usefixtures("world")
 
 DROPOUT = {"attention_dropout": 0.3, "residual_dropout": 0.3}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [6.0] * 4, "rope_theta": 1e4}
@@ -34,12 +34,6 @@ FAMILIES = {
     "llama": {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", "factor": 8.0}},
 }
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,6 @@ from tests.models.tiny import SHAPE, model_config, save_llama
 FLOAT32 = torch.float32
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory):
-    return save_llama(tmp_path_factory.mktemp("llama"))
-
-
 def save_classifier(folder, num_labels: int):
     torch.manual_seed(3)
     LlamaForSequenceClassification(LlamaConfig(**SHAPE, num_labels=num_labels, pad_token_id=0)).save_pretrained(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -35,18 +34,13 @@ from tests.models.tiny import (
     save_gemma3,
     save_llama,
     save_mixture,
-    world_of_one,
 )
 from tests.workers.asked import Actor, Critic
 from tests.workers.engine.ranks import CPU, parameters, policy_of
 
+pytestmark = pytest.mark.usefixtures("world")
+
 TOWERS = ("model.model.vision_tower.", "model.model.multi_modal_projector.")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 @pytest.fixture(scope="module")

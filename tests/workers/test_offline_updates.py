@@ -6,7 +6,6 @@ That no gradient depends on the cut, for every loss on 1, 2 and 4 ranks, is in `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -22,28 +21,17 @@ from tests.models.tiny import (
     make_batch,
     model_config,
     plain_log_probs,
-    save_llama,
     trim,
-    world_of_one,
 )
 from tests.workers.asked import Critic, learn_answers, learn_pairs, learn_scores
 from tests.workers.engine.ranks import CPU, policy_of
 from tests.workers.partition import as_pairs, deal, local_gradients
 
+pytestmark = pytest.mark.usefixtures("world")
+
 NORM_ERROR = {"rtol": 2e-5, "atol": 2e-6}
 BETA = 0.4
 learn = partial(learn_pairs, options=PairOptions(BETA))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def pairs_of(seed: int = 0):

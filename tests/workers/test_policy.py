@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,27 +25,16 @@ from tests.models.tiny import (
     model_config,
     plain_log_probs,
     plan_rows,
-    save_llama,
     save_qwen2,
     trim,
-    world_of_one,
 )
 from tests.workers.asked import Actor
 from tests.workers.engine.ranks import CPU, gradients, parameters, policy_of
 
+pytestmark = pytest.mark.usefixtures("world")
+
 #: transformers computes its norms in float32 whatever the model's dtype, so two orders of summation differ by this.
 NORM_ERROR = {"rtol": 2e-5, "atol": 2e-6}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 @pytest.fixture(scope="module")

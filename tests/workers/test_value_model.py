@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
@@ -21,18 +19,13 @@ from tests.models.tiny import (
     plan_rows,
     save_llama,
     trim,
-    world_of_one,
 )
 from tests.workers.asked import Critic
 from tests.workers.engine.ranks import CPU, gradients, parameters
 
+pytestmark = pytest.mark.usefixtures("world")
+
 NORM_ERROR = {"rtol": 2e-5, "atol": 2e-6}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 @pytest.fixture(scope="module")

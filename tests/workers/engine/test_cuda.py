@@ -23,7 +23,6 @@ from tests.models.tiny import (
     make_batch,
     model_config,
     plan_rows,
-    save_llama,
     save_mixture,
 )
 from tests.workers.asked import Actor
@@ -42,11 +41,6 @@ def world() -> Iterator[None]:
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=CUDA)
     yield
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def policy_on(device: torch.device, folder: Path, dtype: str = "float32", **fsdp) -> Policy:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import mmap
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,20 +12,11 @@ import torch
 from hrl.workers.engine.host_memory import HostCopies, host_zeros_like, local
 from hrl.workers.engine.sharding import keeps_cast_parameters
 from hrl.workers.policy import Policy
-from tests.models.tiny import make_batch, plan_rows, save_llama, world_of_one
+from tests.models.tiny import make_batch, plan_rows
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
 from tests.workers.engine.ranks import CPU, parameters, policy_of
 
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama"))
+pytestmark = pytest.mark.usefixtures("world")
 
 
 def addresses(policy: Policy) -> list[int]:

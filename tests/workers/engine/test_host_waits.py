@@ -7,7 +7,6 @@ tensors, which have no data, such an operation is an error, as is a copy to the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,12 +35,12 @@ from tests.models.tiny import (
     make_batch,
     model_config,
     plan_rows,
-    save_llama,
-    world_of_one,
 )
 from tests.workers.asked import Actor, Critic, learn_pairs
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
 from tests.workers.engine.ranks import CPU, policy_of
+
+pytestmark = pytest.mark.usefixtures("world")
 
 #: Their result's size or value depends on data, which the host has to wait for.
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "unique_dim", "_unique2", "is_nonzero", "item"}
@@ -61,17 +60,6 @@ class Waits(TorchDispatchMode):
         if name in ("index", "index_put", "index_put_"):
             self.seen["index by mask"] += any(isinstance(i, Tensor) and i.dtype == torch.bool for i in args[1])
         return func(*args, **(kwargs or {}))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def sampled(loss_mode: str) -> DataProto:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,24 +20,13 @@ from tests.models.tiny import (
     make_batch,
     model_config,
     plan_rows,
-    save_llama,
-    world_of_one,
 )
 from tests.workers.asked import Actor
 from tests.workers.engine.ranks import CPU, parameters
 
+pytestmark = pytest.mark.usefixtures("world")
+
 POISONED = 5
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
-
-
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory) -> Path:
-    return save_llama(tmp_path_factory.mktemp("llama"))
 
 
 def policy_in(run_folder: Path | None, llama: Path) -> Actor:

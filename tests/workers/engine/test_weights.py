@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,17 +10,13 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hrl.workers.policy import Policy
-from tests.models.tiny import fsdp_config, model_config, save_llama, world_of_one
+from tests.models.tiny import fsdp_config, model_config, save_llama
 from tests.workers.asked import Actor
+
+pytestmark = pytest.mark.usefixtures("world")
 
 #: As early Llama 2 and Vicuna have it. transformers reads it, and refuses to write it.
 SAMPLING_WITHOUT_DO_SAMPLE = b'{\n  "bos_token_id": 1,\n  "temperature": 0.9,\n  "top_p": 0.6\n}\n'
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world() -> Iterator[None]:
-    with world_of_one():
-        yield
 
 
 def policy_of(source: Path) -> Policy:
