@@ -1,7 +1,7 @@
 """The typed configuration: schema, composition, validation. Imports neither torch nor ray.
 
-`compose_cli` and `load_config` are found on first use: a worker that unpickles a configuration needs the schema
-alone, not hydra.
+`compose_cli` and `load_config` are imported on first use, because a worker that unpickles a configuration needs only
+the schema and not hydra.
 """
 
 from typing import TYPE_CHECKING, Any

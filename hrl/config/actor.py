@@ -57,7 +57,7 @@ class ActorConfig(Section):
     """Fill micro-batches up to a token budget instead of a fixed number of rows. Default: true, unless
     `actor.ppo_micro_batch_size_per_gpu` is set."""
     ppo_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = 16384
-    """Most tokens in one micro-batch on one process."""
+    """Maximum number of tokens in one micro-batch on one process."""
     ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = None
     """Sequences in one micro-batch on one process, with `use_dynamic_bsz=false`."""
     shuffle: bool = False
@@ -71,13 +71,13 @@ class ActorConfig(Section):
     clip_ratio_high: NonNegativeFloat | None = None
     """Clip range above 1 (DAPO's clip-higher); null is `clip_ratio`."""
     clip_ratio_c: float = Field(default=3.0, gt=1.0)
-    """Dual clip: for negative advantages the ratio counts as at most this."""
+    """Dual clip: for negative advantages the ratio is capped at this value."""
     tau_pos: PositiveFloat = 1.0
     """`sapo`: temperature of the gate for positive advantages."""
     tau_neg: PositiveFloat = 1.05
     """`sapo`: temperature of the gate for negative advantages."""
     loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = "token-mean"
-    """How the losses of tokens become one number; divisors are counted over the whole mini-batch on all processes."""
+    """How token losses are averaged into one number; divisors count the whole mini-batch on all processes."""
     loss_scale_factor: PositiveFloat | None = None
     """The constant that `seq-mean-token-sum-norm` divides by; null is `data.max_response_length`."""
     entropy_coeff: float = 0.0

@@ -18,13 +18,13 @@ class KlCtrlConfig(Section):
     """`algorithm.kl_ctrl`: the weight of the KL penalty in the reward."""
 
     type: Literal["fixed", "adaptive"] = "fixed"
-    """Keep the weight (fixed), or steer the KL divergence towards `target_kl` with it (adaptive)."""
+    """Keep the weight constant (fixed), or adjust it so that the KL divergence approaches `target_kl` (adaptive)."""
     kl_coef: NonNegativeFloat = 0.001
     """The weight; with `type=adaptive` its first value."""
     horizon: Annotated[PositiveInt, Unit("sequences")] = 10000
-    """Adaptive: sequences over which the weight follows; more is slower."""
+    """Adaptive: number of sequences over which the weight adjusts; a larger number adjusts it more slowly."""
     target_kl: PositiveFloat = 0.1
-    """Adaptive: the KL divergence to hold."""
+    """Adaptive: the KL divergence to aim for."""
 
 
 class PfPpoConfig(Section):
@@ -42,13 +42,13 @@ class FilterGroupsConfig(Section):
 
     enable: bool = False
     """Train only on groups whose samples differ; further prompts are sampled in the same step until the batch is full.
-    An epoch then has fewer steps, the run as many as before."""
+    An epoch then has fewer steps, but the run has the same number."""
     metric: str = "reward"
-    """What has to differ: reward (the one that is trained on), score (the reward function's own), or another number
-    that the function returns, e.g. acc."""
+    """What has to differ: reward (the value trained on), score (the reward function's own), or another number that the
+    function returns, e.g. acc."""
     max_num_gen_batches: Annotated[PositiveInt, Unit("batches of prompts per step")] = 10
-    """Most batches of `data.train_batch_size` prompts that one step may sample; a run that needs more stops and says
-    why."""
+    """Maximum number of batches of `data.train_batch_size` prompts that one step may sample; a run that needs more
+    stops with an error that says why."""
 
 
 class RolloutCorrectionConfig(Section):
@@ -58,14 +58,14 @@ class RolloutCorrectionConfig(Section):
     """Weight losses by the ratio of the trainer's probability to the sampler's, per token (token) or as the product
     over a sequence (sequence); null is off."""
     rollout_is_threshold: float | str = 2.0
-    """Larger ratios count as this; "0.5_5.0" gives ratios outside the two bounds the weight 0 (IcePop)."""
+    """Ratios are capped at this value; "0.5_5.0" gives ratios outside the two bounds the weight 0 (IcePop)."""
     rollout_is_batch_normalize: bool = False
     """Divide the weights by their mean over the batch."""
     rollout_rs: str | None = None
     """Leave out tokens or sequences on which sampler and trainer disagree, by rules such as token_k1 or
     "token_k1,seq_max_k3" (token, seq_sum, seq_mean or seq_max, of k1, k2 or k3)."""
     rollout_rs_threshold: float | str | None = None
-    """Largest divergence that is kept, one for all rules or one each ("0.1,0.5"); k1 takes bounds of the ratio,
+    """Largest divergence that is kept: one for all rules, or one for each ("0.1,0.5"); k1 takes bounds of the ratio,
     "0.5_2.0"."""
     bypass_mode: bool = False
     """Use the sampler's log-probs as the old ones and skip that forward pass. When they differ from the trainer's by
@@ -101,12 +101,12 @@ class AlgorithmConfig(Section):
     """Learn from the best and the worst sample of each prompt by this loss instead of advantages (online DPO); its beta
     is `kl_ctrl.kl_coef`. null is off."""
     gdpo_reward_keys: StrList = Field(default_factory=list)
-    """gdpo: the rewards that are normalised one by one in their group: numbers that the reward function returns, score,
+    """gdpo: the rewards, each normalised separately within its group: numbers that the reward function returns, score,
     reward_model, or overlong (with `reward.overlong_buffer.enable`)."""
     gdpo_reward_weights: list[float] | None = None
     """gdpo: one weight per reward; null weighs them equally."""
     use_pf_ppo: bool = False
-    """Policy filtration (PF-PPO): draw the batch's samples again, with replacement and weighted by their scores."""
+    """Policy filtration (PF-PPO): resample the batch with replacement, weighted by the samples' scores."""
     pf_ppo: PfPpoConfig = section(PfPpoConfig)
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig)
     rollout_correction: RolloutCorrectionConfig = section(RolloutCorrectionConfig)

@@ -45,7 +45,7 @@ class StepSizes(NamedTuple):
 
 
 def step_sizes(config: PPOTrainerConfig, learner: ActorConfig | CriticConfig | None = None) -> StepSizes:
-    """Return counts of one step of the actor, or of another learner."""
+    """Count one step of the actor, or of another learner."""
     learner = learner or config.actor_rollout_ref.actor
     prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini_batches = prompts // learner.ppo_mini_batch_size
@@ -55,16 +55,13 @@ def step_sizes(config: PPOTrainerConfig, learner: ActorConfig | CriticConfig | N
 
 
 def total_steps(config: RunConfiguration, train_rows: int) -> int:
-    """Return steps of the run over `train_rows` rows.
-
-    The rows that don't fill an epoch's last batch are left out of it.
-    """
+    """Return the number of steps over `train_rows` rows; rows that don't fill an epoch's last batch are skipped."""
     by_epochs = train_rows // config.data.train_batch_size * config.trainer.total_epochs
     return by_epochs if config.trainer.total_training_steps is None else config.trainer.total_training_steps
 
 
 def batch_arithmetic(config: PPOTrainerConfig, *, train_rows: int | None = None) -> list[Fact]:
-    """Return the run in numbers.
+    """Describe the run in numbers.
 
     Args:
         config: A valid configuration.
@@ -154,7 +151,7 @@ def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
 
 
 def placement_facts(config: PPOTrainerConfig) -> list[Fact]:
-    """Return which roles live on which processes."""
+    """Describe which roles live on which processes."""
     placement = resolve_placement(config)
     return [Fact(f"pool {pool}", _pool_sentence(placement, pool)) for pool in placement.pools]
 
@@ -169,7 +166,7 @@ def _pool_sentence(placement: Placement, pool: str) -> str:
 
 
 def offline_batch_arithmetic(config: OfflineConfig, *, train_rows: int | None = None) -> list[Fact]:
-    """Return the run in numbers.
+    """Describe the run in numbers.
 
     Args:
         config: A valid configuration.
@@ -200,16 +197,16 @@ def _offline_micro_batch_fact(config: OfflineConfig) -> Fact:
 
 
 def offline_placement_facts(config: OfflineConfig) -> list[Fact]:
-    """On how many processes the model lives."""
+    """Describe on how many processes the model lives."""
     trainer = config.trainer
     machines = f" ({trainer.n_gpus_per_node} on each of {trainer.nnodes} machines)" if trainer.nnodes > 1 else ""
     return [Fact("model", f"{count(config.num_processes, 'process', 'processes')}{machines}")]
 
 
 def units_in_words(config: WholeConfig) -> list[Fact]:
-    """Return the keys that take part in this run and whose name hides what they count, with value and unit.
+    """Return value and unit of the keys that this run uses and whose name doesn't tell their unit.
 
-    What is off or not built is left out.
+    Keys of features that are off or not built are left out.
     """
     absent: tuple[str, ...] = ()
     if isinstance(config, PPOTrainerConfig):
@@ -238,7 +235,7 @@ def value_of(config: Section, key: str) -> Any:
 
 
 def differences(config: Section) -> Mapping[str, tuple[Any, Any]]:
-    """Keys that differ from the schema's plain default: key → (value, default)."""
+    """Return the keys that differ from the schema's plain default: key → (value, default)."""
     values = {key: (value_of(config, key), leaf.default) for key, leaf in leaves(type(config)).items()}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 

@@ -1,7 +1,7 @@
 """From a command line to a configuration: hydra composes the YAML tree, overrides go on top, validation follows.
 
-Hydra's own override handling stops at the first key it doesn't know. Here hydra composes files and groups only; values
-are read with hydra's grammar and applied afterwards, so that every wrong key is reported at once, with its suggestion.
+Hydra's own override handling stops at the first key it doesn't know. Here hydra composes only files and groups; values
+are parsed with hydra's grammar and applied afterwards, so all wrong keys are reported at once, each with a suggestion.
 
 The quickstart's values suit a small model and short answers. They stand in `configs/quickstart/`, apart from the
 primary files, and apply to hrl's own model and rows only: a run on anything else starts from the schema's defaults.
@@ -41,19 +41,19 @@ _BUNDLED = "bundled:"
 _NEEDS_GRAMMAR = frozenset("[]{}'\"$,()")
 _PARSER = OverridesParser.create()
 _BESIDE_THE_PROGRAM = ("config", "./config")
-"""What verl's launch lines give as `--config-path`: the folder beside its programs. hrl's own folder is meant."""
+"""The `--config-path` of verl's launch lines, a folder beside its programs. It is read as hrl's own folder."""
 YOURS = "yours"
-"""The origin of what stands on the command line or in a YAML file of the user's."""
+"""The origin of values from the command line or from the user's own YAML file."""
 
 
 @dataclass
 class _Composition:
-    """What the files and the command line say, before validation.
+    """The values that files and command line give, before validation.
 
     Attributes:
         values: Dotted key → value, interpolations resolved.
         origins: Dotted key → who set it: `YOURS`, or a chosen file such as `recipe=ppo`; other keys have their default.
-        problems: What could not be read.
+        problems: Values that could not be read.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -66,12 +66,12 @@ class _Options:
     """A command line, taken apart.
 
     Attributes:
-        config_path: Folder of the primary YAML file; None is hrl's own.
-        config_name: Its name without the suffix.
-        config_dir: One more folder that groups are looked for in.
-        overrides: The rest, to be read as `key=value`.
-        help: `--help` was asked.
-        cfg: `--cfg` was asked.
+        config_path: Folder of the primary YAML file; None for hrl's own.
+        config_name: Name of the primary YAML file, without the suffix.
+        config_dir: An additional folder to look for groups in.
+        overrides: The remaining arguments, to be read as `key=value`.
+        help: Whether `--help` was given.
+        cfg: Whether `--cfg` was given.
     """
 
     config_path: Path | None
@@ -83,13 +83,13 @@ class _Options:
 
     @property
     def own_file(self) -> Path | None:
-        """The primary YAML file, where it is one of the user's."""
+        """The primary YAML file if it is the user's own, else None."""
         file = self.folders[0] / f"{self.config_name}.yaml"
         return None if file.parent == config_folder() else file
 
     @property
     def folders(self) -> list[Path]:
-        """Every folder that holds YAML files, the primary first."""
+        """All folders with YAML files, that of the primary file first."""
         primary = self.config_path or config_folder()
         more = [self.config_dir] if self.config_dir else []
         return list(dict.fromkeys([primary, *more, config_folder()]))
@@ -101,15 +101,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def compose_cli(argv: Sequence[str]) -> PPOTrainerConfig:
-    """Compose and validate what the command line of a PPO run asks for; see `compose_kind`."""
+    """Compose and validate the configuration of a PPO run from its command line; see `compose_kind`."""
     return compose_kind(PPO, argv)
 
 
 def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
-    """Compose and validate what a command line asks for.
+    """Compose and validate a configuration from a command line.
 
     Args:
-        kind: Of the run; it names the primary YAML file unless `--config-name` names another.
+        kind: Kind of run; it names the primary YAML file unless `--config-name` names another.
         argv: `key=value` overrides, `--config-path DIR`, `--config-name NAME`, `--config-dir DIR`, `--cfg`, `--help`.
 
     Returns:
@@ -130,11 +130,11 @@ def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
 
 
 def config_problems(kind: RunKind[WholeConfig], argv: Sequence[str]) -> tuple[Problem, ...]:
-    """Return what is wrong with a command line, judged by itself: no file that it names is opened, no device looked at.
+    """Return the problems of a command line, without opening files that it names and without looking at devices.
 
     Args:
-        kind: Of the run.
-        argv: As `compose_kind` takes it.
+        kind: Kind of run.
+        argv: Arguments as for `compose_kind`.
     """
     try:
         compose_kind(kind, argv)
@@ -144,21 +144,18 @@ def config_problems(kind: RunKind[WholeConfig], argv: Sequence[str]) -> tuple[Pr
 
 
 def to_yaml(config: Section) -> str:
-    """Return the whole configuration as YAML, every default filled in.
-
-    Composing it again gives the same configuration.
-    """
+    """Return the whole configuration as YAML with all defaults; composing it again gives the same configuration."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
 
 
 def _answer(text: str) -> NoReturn:
-    """Answer a question about the program on standard output and end it, as argparse does for `--help`."""
+    """Print an answer such as the help text and exit, as argparse does for `--help`."""
     sys.stdout.write(text if text.endswith("\n") else f"{text}\n")
     raise SystemExit(0)
 
 
 def _parse_options(argv: Sequence[str], config_name: str) -> _Options:
-    """Take a command line apart; `--config-path` is relative to the working folder.
+    """Split a command line into options and overrides; `--config-path` is relative to the working folder.
 
     Raises:
         ConfigError: An option lacks its value.
@@ -186,7 +183,7 @@ def _parse_options(argv: Sequence[str], config_name: str) -> _Options:
 
 
 def _with_their_values(arguments: Sequence[str]) -> Iterator[str]:
-    """Join `--name value`, as other programs take it, to one argument, so that one problem names both."""
+    """Join `--name value`, the syntax of other programs, into one argument, so that one problem names both."""
     at = 0
     while at < len(arguments):
         text = arguments[at]
@@ -199,7 +196,7 @@ def _with_their_values(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _compose_tree(options: _Options, kind: RunKind[WholeConfig]) -> _Composition:
-    """Compose the YAML files and put the overrides on top; collects problems instead of stopping.
+    """Compose the YAML files and apply the overrides, collecting problems instead of stopping at the first.
 
     hrl's own model and rows get the quickstart's values, unless another YAML file or a quickstart was chosen.
     """
@@ -250,7 +247,7 @@ def _values_of(file: Path, kind: RunKind[WholeConfig]) -> dict[str, Any]:
 
 
 def _group_options(folders: Sequence[Path], name: str, kind: RunKind[WholeConfig]) -> list[str]:
-    """Return the YAML files of the group `name` that suit the kind of run; empty if no folder holds such a group."""
+    """Return the YAML files of the group `name` that suit the kind of run; empty if no folder has the group."""
     if name == QUICKSTART:
         return [kind.name]
     if "." in name:
@@ -270,10 +267,10 @@ def _choice_problem(override: Override, group: list[str]) -> Problem | None:
 def _compose_files(
     options: _Options, choices: Sequence[str], problems: list[Problem]
 ) -> tuple[DictConfig, dict[Path, str]]:
-    """Let hydra compose the primary file with its groups; an empty tree, and a problem, if it can't.
+    """Compose the primary file and its groups with hydra; on failure return an empty tree and record a problem.
 
     Returns:
-        The tree; and every file that went into it and holds values of a run, with what `_Composition.origins` calls it.
+        The tree, and the files with values of a run that went into it, each with its name in `_Composition.origins`.
     """
     primary, *others = options.folders
     if not primary.is_dir():
@@ -323,7 +320,7 @@ def _composition_problem(options: _Options, message: str) -> Problem:
 
 
 def _resolve(given: Mapping[str, Any], kind: RunKind[WholeConfig], problems: list[Problem]) -> dict[str, Any]:
-    """Resolve interpolations; they may also refer to keys that stand at their default."""
+    """Resolve interpolations, which may also refer to keys left at their default."""
     values = dict(given)
     open_values = {key: value for key, value in values.items() if "${" in str(value)}
     if open_values:
@@ -347,7 +344,7 @@ def _read_override(text: str) -> Override | Problem:
     """Read one argument of the command line.
 
     A value that hydra's grammar rejects but that is plainly one string (`?`, `&`, `=` or `~` in a path) is taken as
-    that string, so that `data.train_files=reasoning_gym:gsm_symbolic?size=100&seed=1` needs no inner quotes.
+    that string: `data.train_files=reasoning_gym:gsm_symbolic?size=100&seed=1` needs no inner quotes.
     """
     key, equals, value = text.partition("=")
     if not equals and not key.startswith("~"):
@@ -376,7 +373,7 @@ def _quoting(key: str, value: str) -> str:
 
 
 def _apply_override(tree: DictConfig, override: Override, root: type[Section]) -> Problem | None:
-    """Set or remove one key; `+` and `++` mean what no prefix means. A key that holds a dict is replaced whole."""
+    """Set or remove one key; the prefixes `+` and `++` change nothing. A key that holds a dict is replaced whole."""
     key = override.key_or_group
     try:
         if override.type is OverrideType.DEL:
@@ -396,10 +393,10 @@ def _remove(tree: DictConfig, key: str) -> None:
 
 
 def _is_the_quickstarts_task(kind: RunKind[WholeConfig], values: Mapping[str, Any]) -> bool:
-    """Return whether neither another model nor other rows are named.
+    """Return whether the run names neither a model nor rows other than the quickstart's.
 
     Args:
-        kind: Of the run.
+        kind: Kind of run.
         values: Dotted key → value, without the quickstart's own.
     """
     known = leaves(kind.schema)
@@ -413,7 +410,7 @@ def _is_the_quickstarts_task(kind: RunKind[WholeConfig], values: Mapping[str, An
 def _without_its_validation(
     kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]
 ) -> set[str]:
-    """Return the quickstart's keys that need its validation rows, if a run trains on other rows and names none."""
+    """Return the quickstart's keys that need its validation rows, if a run trains on other rows without naming any."""
     default = leaves(kind.schema)[TRAIN_FILES].plain
     own_rows = _as_list(values.get(TRAIN_FILES, default)) != default
     lonely = own_rows and _VAL_FILES not in values and origins.get(_TEST_FREQ) == _origin(kind)
@@ -421,7 +418,7 @@ def _without_its_validation(
 
 
 def _without_its_critic(kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]) -> set[str]:
-    """Return the quickstart's keys of the critic if nothing else asks for one; they would make gae the estimator."""
+    """Return the quickstart's `critic.*` keys if nothing else asks for a critic; they would make gae the estimator."""
     settings = {key: value for key, value in values.items() if key.startswith("critic.")}
     its_own = {key for key in settings if origins.get(key) == _origin(kind)}
     estimator = values.get("algorithm.adv_estimator")
@@ -433,7 +430,7 @@ def _without_its_critic(kind: RunKind[WholeConfig], values: Mapping[str, Any], o
 def _missing_rows(
     kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]
 ) -> Iterator[Problem]:
-    """Report that a run on something else than the quickstart names no training rows."""
+    """Report that a run other than the quickstart names no training rows."""
     if TRAIN_FILES not in values and _origin(kind) not in origins.values():
         hint = (
             f"Name yours, e.g. {TRAIN_FILES}=train.parquet; or add {_origin(kind)}, which brings bundled rows and "

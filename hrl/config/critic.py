@@ -35,7 +35,7 @@ class CriticConfig(Section):
     ppo_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
-    """Most tokens in one micro-batch of the update. Default: the actor's."""
+    """Maximum number of tokens in one micro-batch of the update. Default: the actor's."""
     ppo_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
         f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     )
@@ -43,12 +43,13 @@ class CriticConfig(Section):
     forward_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         ".ppo_max_token_len_per_gpu"
     )
-    """Most tokens in one micro-batch when values are computed. Default: `critic.ppo_max_token_len_per_gpu`."""
+    """Maximum number of tokens in one micro-batch when values are computed. Default:
+    `critic.ppo_max_token_len_per_gpu`."""
     grad_clip: PositiveFloat = 1.0
     """Largest global gradient norm."""
     cliprange_value: NonNegativeFloat | None = 0.5
     """How far a value may move from its old one before the loss is clipped; null does not clip."""
     loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = follows(f"{ACTOR}.loss_agg_mode")
-    """How the losses of tokens become one number. Default: the actor's."""
+    """How token losses are averaged into one number. Default: the actor's."""
     model: CriticModelConfig = section(CriticModelConfig)
     optim: OptimConfig = section(OptimConfig, lr=1e-5)

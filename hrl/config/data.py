@@ -17,7 +17,7 @@ class CustomClassConfig(Section):
 
 
 def val_files_beside(get: Get) -> object:
-    """Return the bundled validation rows beside the bundled training rows; other training rows bring their own."""
+    """Return the bundled validation rows that belong to bundled training rows; empty for other training rows."""
     train, bundled = get(".train_files"), get.plain(".train_files")
     is_bundled = ([train] if isinstance(train, str) else train) == bundled
     return [name.removesuffix("/train") + "/val" for name in bundled] if is_bundled else []
@@ -39,7 +39,7 @@ class DataConfig(Section):
     max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 512
     """Longest prompt in tokens, chat template included."""
     max_response_length: Annotated[PositiveInt, Unit("tokens")] = 512
-    """Most tokens that are generated per sample."""
+    """Maximum number of tokens generated per sample."""
     train_batch_size: Annotated[PositiveInt, Unit("prompts per step")] = 1024
     """Prompts per step; each is sampled `actor_rollout_ref.rollout.n` times."""
     val_batch_size: Annotated[PositiveInt | None, Unit("prompts generated at once")] = None

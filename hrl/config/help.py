@@ -9,12 +9,12 @@ _WIDTH = 100
 
 
 def run_help(program: str | None = None, kind: RunKind[WholeConfig] = PPO, options: str = "") -> str:
-    """Usage, groups, most used keys and examples.
+    """Return usage, groups, most used keys and examples.
 
     Args:
-        program: What is asked for help; the kind's own program by default.
-        kind: Of the run.
-        options: Which `program` takes beside those of a run, for the line of usage.
+        program: The program asked for help; the kind's own by default.
+        kind: Kind of run.
+        options: Further options of `program`, for the usage line.
     """
     program = program or kind.program
     groups = [line for group in kind.help.groups for line in _group_lines(group)]
@@ -45,7 +45,7 @@ def run_help(program: str | None = None, kind: RunKind[WholeConfig] = PPO, optio
 
 
 def check_help(kind: RunKind[WholeConfig] = PPO) -> str:
-    """Usage of `hrl check`: its own options, and then those of the run."""
+    """Return the usage of `hrl check`: its own options, then those of the run."""
     own = [
         "hrl check takes the look that a run takes before it starts anything: files, columns, model, reward function,",
         "run folder, packages and devices. It lists everything that is wrong, and starts and downloads nothing.",

@@ -17,7 +17,7 @@ from hrl.verl.keys import Conversion, Verdict
 
 _POLICY = "actor_rollout_ref"
 _FEW_KEYS = 12
-"""A hint lists the keys of a section that has at most so many."""
+"""A hint lists the keys of a section if it has at most this many."""
 
 
 def load_config(tree: DictConfig | Mapping[str, Any] | PPOTrainerConfig) -> PPOTrainerConfig:
@@ -26,18 +26,18 @@ def load_config(tree: DictConfig | Mapping[str, Any] | PPOTrainerConfig) -> PPOT
 
 
 def load_kind(kind: RunKind[C], tree: DictConfig | Mapping[str, Any] | WholeConfig) -> C:
-    """Validate a configuration; reads what it is given alone: no file, no network, no device.
+    """Validate a configuration without looking at files, network or devices.
 
     Args:
-        kind: Of the run.
-        tree: Nested keys and values, as hydra composes them or as a plain dict, in which a section may be an object; or
-            a configuration that was built by its class, which does not look at the rules between keys.
+        kind: Kind of run.
+        tree: Nested keys and values, from hydra or as a plain dict, in which a section may be an object; or a
+            configuration built directly from its class, which does not check the rules between keys.
 
     Returns:
         The configuration with every default filled in, as a command line with the same keys gives it.
 
     Raises:
-        ConfigError: Something is wrong; lists all problems at once.
+        ConfigError: Lists all problems at once.
     """
     plain: Any = OmegaConf.to_container(tree, resolve=True) if isinstance(tree, DictConfig) else tree
     return validate_kind(kind, dict(flatten(plain, kind.schema)))
@@ -47,9 +47,9 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Pr
     """Validate dotted keys.
 
     Args:
-        kind: Of the run.
+        kind: Kind of run.
         given: Dotted key → value.
-        problems: What was found before, while composing; listed first.
+        problems: Problems found while composing; listed first.
 
     Raises:
         ConfigError: As `load_kind`.
@@ -59,12 +59,12 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Pr
     doubtful = {key for problem in found for key in (problem.key, *problem.involves)}
     given_keys = frozenset(values)
     config, wrong = _build(values, kind.schema)
-    # A wrong value also fails in the defaults that follow from it; it is reported where it was written.
+    # A wrong value also fails in the defaults derived from it; report it only where it was written.
     found += [problem for problem in wrong if _was_given(problem.key, given_keys)]
     doubtful.update(problem.key for problem in wrong)
     for rule in kind.rules:
         sound = [problem for problem in rule(config) if doubtful.isdisjoint((problem.key, *problem.involves))]
-        # Values that don't go together: the hint says what does.
+        # These values contradict each other; the hint names values that don't.
         found += [problem._replace(reason=problem.reason or Reason.ALTERNATIVE) for problem in sound]
     if found:
         raise ConfigError(found)
@@ -78,10 +78,10 @@ def _was_given(key: str, given: frozenset[str]) -> bool:
 def _translate(
     given: Mapping[str, Any], kind: RunKind[WholeConfig]
 ) -> tuple[dict[str, Any], list[Problem], tuple[str, ...]]:
-    """Bring every key to its present name; report those that have none here.
+    """Translate every key to its name in the schema; report those without one.
 
     Returns:
-        Key of the schema → value; the problems; and what to say of keys that were taken in another way than written.
+        Key of the schema → value, the problems, and remarks about keys that were not taken as written.
     """
     spellings = kind.spellings
     values: dict[str, Any] = {}
@@ -141,12 +141,12 @@ def _translate(
 
 
 def _names_a_class_of_verl(key: str, value: object) -> bool:
-    """Return whether this is a `_target_` key, by which verl's YAML files name the class of a section."""
+    """Return whether this is a `_target_` key, which names the class of a section in verl's YAML files."""
     return key.rpartition(".")[2] == "_target_" and str(value).startswith("verl.")
 
 
 def _taken_without_effect(taken: Iterable[tuple[str, Any, Verdict]]) -> Iterator[str]:
-    """Yield one line that lists the keys whose value makes no difference, with what hrl does instead."""
+    """Yield one line that lists the keys that have no effect, with what hrl does instead."""
     by_reason: dict[str, list[str]] = {}
     for written, value, verdict in taken:
         by_reason.setdefault(verdict.says, []).append(f"{written}={_show(value)}")
@@ -156,7 +156,7 @@ def _taken_without_effect(taken: Iterable[tuple[str, Any, Verdict]]) -> Iterator
 
 
 def _is_schema_key(key: str, root: type[Section]) -> bool:
-    """Return whether validation can judge `key`: it is in the schema, or lies under or over a value of it."""
+    """Return whether validation can judge `key`: the schema has it, a key above it, or keys below it."""
     parts = key.split(".")
     above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
     return key in leaves(root) or key in sections(root) or any(prefix in leaves(root) for prefix in above)
@@ -174,13 +174,13 @@ def _refusal(written: str, value: object, verdict: Verdict, or_meant: str | None
 
 
 def _of_the_policy(key: str, kind: RunKind[WholeConfig]) -> str | None:
-    """Return the key that was meant where only the name of the policy's section was left out, as in `rollout.n`."""
+    """Return the key that was meant if only the policy's section is missing in front, as in `rollout.n`."""
     full = f"{_POLICY}.{key}"
     return full if "." in key and full in leaves(kind.schema) else None
 
 
 def _unknown(written: str, key: str, kind: RunKind[WholeConfig]) -> Problem:
-    """Return the problem with a key that neither hrl nor verl has, with the key that was probably meant."""
+    """Return the problem of a key that neither hrl nor verl has, suggesting the key that was probably meant."""
     if (full := _of_the_policy(key, kind)) is not None:
         return Problem(written, "is not a key of hrl.", f"Did you mean {full}?", involves=(full,))
     synonym = _synonym(key, kind)
@@ -198,15 +198,15 @@ def _unknown(written: str, key: str, kind: RunKind[WholeConfig]) -> Problem:
 
 
 def nearest_keys(key: str, aliases: Mapping[str, str], root: type[Section]) -> list[str]:
-    """Return the keys that `key` misspells, or whose end it is, or that are its end; none of another section.
+    """Return keys of the same section that `key` may stand for: a near spelling, or one path is the end of the other.
 
     Args:
         key: The unknown dotted key.
-        aliases: Accepted older spellings and what they became; a misspelt alias suggests its present name.
+        aliases: Accepted older spelling → present name; a misspelt alias suggests its present name.
         root: The schema.
 
     Returns:
-        At most two, the likeliest first.
+        At most two keys, the likeliest first.
     """
     known = {**{name: name for name in leaves(root)}, **aliases}
     parent, _, name = key.rpartition(".")
@@ -220,12 +220,12 @@ def nearest_keys(key: str, aliases: Mapping[str, str], root: type[Section]) -> l
 
 
 def _is_slip(key: str, other: str) -> bool:
-    """Return whether two paths of the same depth differ by one slip."""
+    """Return whether two paths of the same depth differ by one typing error."""
     return key.count(".") == other.count(".") and abs(len(key) - len(other)) <= 1 and edit_distance(key, other) == 1
 
 
 def option_problem(text: str, kind: RunKind[WholeConfig]) -> Problem:
-    """Return the problem with an argument such as `--n_samples_per_prompt 8`, as other programs take it."""
+    """Return the problem of an argument such as `--n_samples_per_prompt 8`, the syntax of other programs."""
     name = text.lstrip("-").replace("=", " ").partition(" ")[0].replace("-", "_")
     synonym = _synonym(name, kind)
     hint = f"{synonym.hint} Write key=value." if synonym is not None else "Write key=value; see --help."
@@ -233,7 +233,7 @@ def option_problem(text: str, kind: RunKind[WholeConfig]) -> Problem:
 
 
 def _synonym(key: str, kind: RunKind[WholeConfig]) -> Synonym | None:
-    """Return what a name of another library is here, unless its section shows that something else is meant."""
+    """Return hrl's key for a name of another library, unless its section shows that something else is meant."""
     section, _, name = key.rpartition(".")
     synonym = kind.spellings.synonyms.get(name)
     if synonym is None:
@@ -249,7 +249,7 @@ def _capitalised(sentence: str) -> str:
 
 
 def _build(values: Mapping[str, Any], root: type[C]) -> tuple[C, list[Problem]]:
-    """Validate field by field; wrong fields fall back to their default so that the cross-field rules can still run."""
+    """Validate field by field; a wrong field falls back to its default so that rules between keys can still run."""
     try:
         return root.model_validate(unflatten(dict(values))), []
     except ValidationError as error:
@@ -290,7 +290,7 @@ _EXPECTED = {
 
 
 def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Problem:
-    """Say in the user's words what pydantic found."""
+    """Rephrase an error of pydantic for the user."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     where = ".".join(map(str, detail["loc"])).removeprefix(key).strip(".")
     item = f"[{where}] " if where else ""
@@ -330,7 +330,7 @@ def _literals(annotation: Any) -> Iterator[Any]:
 
 
 def _show(value: object) -> str:
-    """Return a value as YAML writes it."""
+    """Return a value in YAML syntax."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -12,7 +12,7 @@ _SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}
 
 
 def _spelt(names: dict[str, str]) -> BeforeValidator:
-    """Other spellings of a dtype, with or without `torch.` in front, mean the same one."""
+    """Accept other spellings of a dtype, with or without `torch.` in front."""
 
     def translate(value: object) -> object:
         plain = value.removeprefix("torch.") if isinstance(value, str) else value
@@ -28,7 +28,7 @@ _ACTORS_FLAG = f"{ACTOR}.use_dynamic_bsz"
 
 
 def packs_as_the_actor(rows_key: str) -> Derive:
-    """Return whether micro-batches are packed: as the actor's where its flag was written, else unless `rows_key` is."""
+    """Derive whether micro-batches are packed: the actor's flag if it was given, else true unless `rows_key` was."""
 
     def derive(get: Get) -> object:
         return (
@@ -49,11 +49,11 @@ class LogProbConfig(Section):
     log_prob_max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
-    """Most tokens in one such micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
+    """Maximum number of tokens in such a micro-batch. Default: `actor.ppo_max_token_len_per_gpu`."""
     log_prob_micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(
         f"{ACTOR}.ppo_micro_batch_size_per_gpu"
     )
-    """Sequences in one such micro-batch, with `log_prob_use_dynamic_bsz=false`. Default:
+    """Sequences in such a micro-batch, with `log_prob_use_dynamic_bsz=false`. Default:
     `actor.ppo_micro_batch_size_per_gpu`."""
 
 
@@ -72,38 +72,38 @@ class ModelConfig(BackboneConfig):
     """The policy: the transformer that is trained and sampled from."""
 
     trust_remote_code: bool = False
-    """Let transformers and vLLM run code from model folders; one switch for the models of all roles."""
+    """Let transformers and vLLM run code from model folders; applies to the models of all roles."""
     probe: bool = True
-    """Before anything starts, compare a few layers of every role's model, on packed rows as in training, with the
+    """Before anything starts, compare a few layers of every role's model on packed rows, as in training, with the
     model's own forward pass, and refuse a model that packed training would compute wrongly. Takes seconds."""
-    # The prompt of a group is computed once for all samples that share a micro-batch, in every model. That changes no
-    # number, which the probe compares.
+    # The probe also covers shared prompts: a group's prompt is computed once for all its samples in a micro-batch,
+    # which must not change any number.
     share_prefix: ClassVar[bool] = True
     tokenizer_path: str | None = None
     """Folder or hub id of the tokenizer; null uses the model's own."""
 
 
 class _ShardingConfig(Section):
-    """What FSDP2 has to know of every model."""
+    """FSDP2 settings common to all models."""
 
     param_offload: bool = False
     """Keep the parameters in pinned host memory while the model is idle. No effect on a CPU."""
     fsdp_size: MinusOneOrMore = -1
     """Processes that share one sharded copy; -1 uses all processes of the pool."""
     dtype: DType = "auto"
-    """Dtype of the matrix products; gradients are reduced in fp32. `auto` is bfloat16, except on a CPU that has no
-    matrix instructions for it and is faster in float32."""
+    """Dtype of matrix products; gradients are reduced in fp32. `auto` is bfloat16, or float32 on a CPU without matrix
+    instructions for bfloat16, where it is faster."""
 
 
 class ForwardShardingConfig(_ShardingConfig):
     """FSDP2 settings of a model that is only evaluated."""
 
-    reshard_after_forward: ClassVar[bool] = True  # no backward pass will want them again
-    optimizer_offload: ClassVar[bool] = False  # there are no moments
+    reshard_after_forward: ClassVar[bool] = True  # no backward pass needs the parameters again
+    optimizer_offload: ClassVar[bool] = False  # there is no optimizer
 
     @property
     def model_dtype(self) -> str:
-        """Dtype of the stored parameters: nothing but the matrix products reads them."""
+        """Dtype of the stored parameters; the same as `dtype`, because only matrix products read them."""
         return self.dtype
 
 
@@ -111,10 +111,10 @@ class FsdpConfig(_ShardingConfig):
     """FSDP2 settings of a model that is trained."""
 
     model_dtype: Annotated[Literal["fp32", "bf16"], _spelt(_SHORT_NAMES)] = "fp32"
-    """Dtype of the master weights. With bf16, AdamW rounds stochastically, so that on average a weight moves by its
-    update, even by 1e-6 of it; moments stay fp32, and gradients of micro-batches add up in bf16."""
+    """Dtype of the master weights. With bf16, AdamW rounds stochastically, so even an update of 1e-6 of a weight takes
+    effect on average; moments stay in fp32, and the gradients of micro-batches are summed in bf16."""
     reshard_after_forward: bool = True
-    """Free gathered parameters between the forward and the backward pass; on a single GPU these are the copies in the
+    """Free the gathered parameters between forward and backward pass; on a single GPU these are the copies in the
     compute dtype, half the size of the model."""
     optimizer_offload: bool = False
     """Keep AdamW's moments in pinned host memory; an optimizer step copies them to the GPU and back 256 MiB at a time.

@@ -20,16 +20,16 @@ class OfflineDataConfig(Section):
     """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
     bundled `train_files`, none beside others."""
     data_source_key: str = "data_source"
-    """Column that names the row's source, which groups validation metrics; without it the file's name does."""
+    """Column with the row's source, by which validation metrics are grouped; the file's name if there is no column."""
     train_batch_size: Annotated[PositiveInt, Unit("rows per optimizer step")] = 64
     """Rows per step, which is one optimizer step; in DPO and reward models a row is a pair."""
     max_length: Annotated[PositiveInt, Unit("tokens")] = 1024
-    """Most tokens of prompt and answer together, after the chat template."""
+    """Maximum number of tokens of prompt and answer together, after the chat template."""
     truncation: Literal["error", "drop", "left", "right"] = "error"
     """What happens to a longer row: stop the run (error), leave it out and count it (drop), cut the beginning of the
     prompt (left), or the end of the answer (right)."""
     max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = 16384
-    """Most tokens in one micro-batch on one process."""
+    """Maximum number of tokens in one micro-batch on one process."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("rows per process")] = None
     """Rows in one micro-batch on one process; null fills it up to `max_token_len_per_gpu`."""
     shuffle: bool = True
@@ -47,11 +47,11 @@ class OfflineDataConfig(Section):
 
 
 class PairDataConfig(OfflineDataConfig):
-    """`data.*`: pairs of answers, of which one was preferred."""
+    """`data.*`: pairs of a preferred and a rejected answer."""
 
     prompt_key: str = "prompt"
-    """Column that holds the prompt, a chat or a string; in rows without it, the prompt is what both answers begin
-    with."""
+    """Column that holds the prompt, a chat or a string; in rows without it, the prompt is the common beginning of both
+    answers."""
     chosen_key: str = "chosen"
     """Column that holds the preferred answer: a chat or a string."""
     rejected_key: str = "rejected"
@@ -59,10 +59,10 @@ class PairDataConfig(OfflineDataConfig):
 
 
 class ScoredPairDataConfig(PairDataConfig):
-    """`data.*`: pairs of answers, of which one was preferred, and by how much."""
+    """`data.*`: pairs of a preferred and a rejected answer, optionally with a margin."""
 
     margin_key: str = "margin"
-    """Column that holds the margin by which the preferred answer's score has to win; 0 in rows without it."""
+    """Column with the margin by which the preferred answer should score higher; 0 in rows without it."""
 
 
 class DemonstrationDataConfig(OfflineDataConfig):
@@ -95,11 +95,11 @@ class OfflineRunConfig(RunConfig):
     total_epochs: Annotated[PositiveInt, Unit("passes over the training rows")] = 1
     """Passes over the training rows."""
     save_freq: Annotated[Frequency, Unit("steps between checkpoints")] = 500
-    """Write a checkpoint every so many steps and after the last one; -1 or 0 is never."""
+    """Write a checkpoint every this many steps and after the last one; -1 or 0 is never."""
 
 
 class OfflineConfig(WholeConfig):
-    """What the three trainers have in common."""
+    """The sections that the three offline trainers have in common."""
 
     data: OfflineDataConfig
     model: OfflineModelConfig = section(OfflineModelConfig)
@@ -109,7 +109,7 @@ class OfflineConfig(WholeConfig):
 
     @property
     def num_processes(self) -> int:
-        """Processes that hold the model."""
+        """Number of processes that hold the model."""
         return self.trainer.nnodes * self.trainer.n_gpus_per_node
 
 
@@ -119,14 +119,14 @@ class DPOAlgorithmConfig(Section):
     loss_type: Annotated[str, NameOf(PAIR_LOSS_TRAITS)] = "sigmoid"
     """The loss of a pair: sigmoid is DPO, hinge is SLiC; simpo and orpo need no reference."""
     beta: PositiveFloat = 0.1
-    """How strongly the policy is held to the reference; for ipo its tau, for simpo its scale, for orpo the weight of
-    its ratio."""
+    """How strongly the policy is kept close to the reference; tau for ipo, the scale for simpo, the weight of the odds
+    ratio for orpo."""
     label_smoothing: float = Field(default=0.0, ge=0.0, lt=0.5)
     """Probability that the two answers of a pair are swapped (conservative DPO)."""
     target_margin: NonNegativeFloat = 0.0
-    """`simpo`: gamma, the margin by which the preferred answer has to win."""
+    """`simpo`: gamma, the margin by which the preferred answer should win."""
     reference_free: bool = False
-    """Use no reference model: all answers count as equally likely."""
+    """Use no reference model; all answers count as equally likely under it."""
 
 
 class DPOTrainerConfig(OfflineConfig):
@@ -146,9 +146,8 @@ class SFTAlgorithmConfig(Section):
     """`algorithm.*`: how token losses become one number."""
 
     loss_agg_mode: Annotated[str, NameOf(AGGREGATION_NAMES)] = "token-mean"
-    """How the losses of tokens become one number: each token has the same weight (token-mean), or each answer (the
-    seq-mean modes; -norm also divides by `data.max_length`). Divisors are counted over the whole batch on all
-    processes."""
+    """How token losses are averaged into one number: each token has the same weight (token-mean), or each answer (the
+    seq-mean modes; -norm also divides by `data.max_length`). Divisors count the whole batch on all processes."""
 
 
 class SFTTrainerConfig(OfflineConfig):

@@ -1,4 +1,4 @@
-"""What every kind of run has, under one name, wherever its schema keeps it: models, rows, lengths and processes."""
+"""A common view of all kinds of run: models, lengths and processes, wherever a kind's schema keeps them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +17,10 @@ class NamedModel:
     """A model that a run reads.
 
     Attributes:
-        key: That names it.
-        path: The key's value: a folder or a hub id.
-        override_config: Fields of its config.json to replace.
-        is_scalar: It gives one number per token: a critic or a reward model.
+        key: Key of the configuration that names the model.
+        path: Value of that key, a folder or hub id.
+        override_config: Fields of the model's config.json to replace.
+        is_scalar: Whether the model gives one number per token, as critics and reward models do.
     """
 
     key: str
@@ -36,9 +36,9 @@ class Lengths:
     Attributes:
         prompt: P, the width of the prompt columns.
         response: R, the width of the response columns.
-        total: Of prompt and response together.
-        keys: Whose values add up to `total`.
-        model: The longest sequence that a model is opened for.
+        total: Prompt and response together.
+        keys: Keys whose values add up to `total`.
+        model: The longest sequence that models must support.
     """
 
     prompt: int
@@ -53,12 +53,12 @@ class Outline:
     """One run.
 
     Attributes:
-        section: Key of the section of the model that learns.
-        model: That section, which also holds what goes for the models of all roles.
-        models: By role (`actor`, `critic`, `rm`), the one that brings the tokenizer first. The reference and the
-            engine have the actor's.
-        lengths: Of its sequences.
-        placement: Its processes, and the roles on them.
+        section: Key of the section of the trained model.
+        model: That section, which also has the settings that apply to the models of all roles.
+        models: Role (`actor`, `critic`, `rm`) → model, the one with the tokenizer first. The reference and the engine
+            use the actor's.
+        lengths: Lengths of the run's sequences.
+        placement: Processes and the roles on them.
     """
 
     section: str
@@ -69,12 +69,12 @@ class Outline:
 
     @property
     def num_processes(self) -> int:
-        """Worker processes of the run."""
+        """Number of worker processes of the run."""
         return sum(map(sum, self.placement.pools.values()))
 
     @property
     def most_processes_on_a_node(self) -> int:
-        """Processes of a pool on one node, at most."""
+        """The largest number of processes that a pool has on one node."""
         return max(map(max, self.placement.pools.values()))
 
 

@@ -22,11 +22,11 @@ class Placement(NamedTuple):
     roles: dict[str, str]
 
     def processes(self, role: str) -> int:
-        """Number of processes that hold `role`."""
+        """Return the number of processes that hold `role`."""
         return sum(self.pools[self.roles[role]])
 
     def roles_on(self, pool: str) -> list[str]:
-        """Roles that share the processes of `pool`."""
+        """Return the roles that share the processes of `pool`."""
         return [role for role, place in self.roles.items() if place == pool]
 
     @property
@@ -41,7 +41,7 @@ class Placement(NamedTuple):
 
 
 def resolve_placement(config: PPOTrainerConfig) -> Placement:
-    """Put every role that the run builds on its pool; roles without an entry join the actor's pool."""
+    """Assign every role that the run builds to its pool; roles without an entry join the actor's pool."""
     wanted, pools = config.trainer.role_pools, config.trainer.resource_pools
     apart = "actor" in wanted or "rollout" in wanted
     home = wanted.get("actor" if apart else "actor_rollout", next(iter(pools)))
@@ -60,7 +60,7 @@ def _optional_roles(config: PPOTrainerConfig) -> Mapping[str, bool]:
 
 
 def placement_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Unknown roles and pools, and roles spelt both joined and apart."""
+    """Yield a problem for unknown roles and pools, and for `actor_rollout` beside `actor` or `rollout`."""
     pools, wanted = config.trainer.resource_pools, config.trainer.role_pools
     if not pools:
         yield Problem("trainer.resource_pools", "has no pool.", "Name one, e.g. {global: [1]}.")

@@ -16,16 +16,16 @@ from hrl.verl.keys import ACTOR, REF, RM, ROLLOUT
 
 
 class MicroBatches(NamedTuple):
-    """How a role's rows are cut into micro-batches.
+    """How a role's rows are split into micro-batches.
 
     Attributes:
-        role: Whose; `rollout` for the log-probs of the policy's own samples.
-        section: Its key.
-        dynamic: Packed up to a token budget, instead of a number of rows.
-        flag: Name of the key that says so; empty where the number of rows does.
+        role: Name of the role; `rollout` for the log-probs of the policy's own samples.
+        section: Key of the role's section.
+        dynamic: Whether micro-batches are packed up to a token budget instead of a number of rows.
+        flag: Name of the key that sets `dynamic`; empty if it follows from the number of rows.
         tokens: Keys of the budgets → tokens per process.
-        rows: Sequences per process, where not dynamic.
-        rows_name: Name of its key.
+        rows: Sequences per process, if not dynamic.
+        rows_name: Name of the key of `rows`.
     """
 
     role: str
@@ -38,7 +38,7 @@ class MicroBatches(NamedTuple):
 
 
 class PPOTrainerConfig(WholeConfig):
-    """Everything a PPO run reads, with every default filled in; `load_config` also checks what holds between keys."""
+    """Everything that a PPO run reads, with all defaults; `load_config` also checks the rules between keys."""
 
     data: DataConfig = section(DataConfig)
     actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig)
@@ -67,7 +67,7 @@ class PPOTrainerConfig(WholeConfig):
         return self.reward.reward_model.enable
 
     def micro_batches(self) -> Iterator[MicroBatches]:
-        """Yield the micro-batches of every role that the run builds, the actor first."""
+        """Yield the micro-batch settings of every role that the run builds, the actor's first."""
         actor, rollout, critic = self.actor_rollout_ref.actor, self.actor_rollout_ref.rollout, self.critic
         yield _of_learner("actor", ACTOR, actor, ())
         yield _of_scorer("rollout", ROLLOUT, rollout)

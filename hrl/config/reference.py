@@ -1,4 +1,4 @@
-"""Writes the pages of keys from the schemas.
+"""Write the documentation pages of all keys from the schemas.
 
 `python -m hrl.config.reference > docs/configuration.md`
 `python -m hrl.config.reference offline > docs/configuration-offline.md`
@@ -39,8 +39,8 @@ $ python -m hrl.trainer.main_ppo --config-path my/configs --config-name my_run t
 The bare command takes the quickstart's values from `configs/quickstart/ppo.yaml`: short answers, small batches, a
 learning rate for 135M parameters. Recipes, placements and single keys go on top of them. As soon as a line names
 another model (`actor_rollout_ref.model.path`), other rows (`data.train_files`, `data.val_files`) or a YAML file of your
-own, none of these values is in force any more: every key that you leave out has the default that stands below, and
-`data.train_files` is asked for. `quickstart=ppo` brings the values back, also beside a model of your own.
+own, none of these values applies any more: every key that you leave out has the default listed below, and
+`data.train_files` is required. `quickstart=ppo` brings the values back, also with a model of your own.
 
 A file of your own starts from hrl's by naming it:
 
@@ -72,10 +72,10 @@ _OFFLINE_HEAD = """\
 
 <!-- Written by `python -m hrl.config.reference offline > docs/configuration-offline.md`; edit the schema instead. -->
 
-Keys of `python -m hrl.trainer.main_dpo`, `main_sft` and `main_rm`. They are composed, checked and overridden as those
+Keys of `python -m hrl.trainer.main_dpo`, `main_sft` and `main_rm`. They are composed, checked and overridden like those
 of [PPO](configuration.md); `hrl check dpo key=value ...` (or `sft`, `rm`) says what a run would do and starts nothing.
-Names are those of verl's SFT trainer where it has the thing. A key or a default with names of trainers in brackets is
-theirs alone; *follows* means that the default comes from other keys, as the sentence says.
+Names are those of verl's SFT trainer where it has an equivalent. A key or a default with names of trainers in brackets
+applies to these only; *follows* means that the default comes from other keys, as the sentence says.
 """
 
 
@@ -98,7 +98,7 @@ class _Place(typing.NamedTuple):
 
 
 def _tables(kinds: Sequence[RunKind[WholeConfig]]) -> Iterator[str]:
-    """Yield one table for every section, or for all sections that say the same."""
+    """Yield one table per section; sections with the same keys share one."""
     places: dict[str, dict[str, list[_Place]]] = {}
     for kind in kinds:
         for key, leaf in leaves(kind.schema).items():
@@ -152,12 +152,12 @@ def _default(places: Sequence[_Place]) -> str:
 
 
 def _cell(text: str) -> str:
-    """Text that stays within its cell of a table."""
+    """Escape text for a table cell."""
     return text.replace("|", "\\|")
 
 
 def type_in_words(field: FieldInfo) -> str:
-    """Return a field's type and bounds as a person would say them."""
+    """Describe a field's type and bounds in words."""
     words = _names_in_words(field.metadata) or _annotation_in_words(field.annotation)
     words += " or null" if type(None) in typing.get_args(field.annotation) and "null" not in words else ""
     return " ".join([words, *_bounds_in_words(field.metadata)])
@@ -179,7 +179,7 @@ def _bounds_in_words(metadata: list[Any]) -> Iterator[str]:
 
 
 def _names_in_words(marks: Iterable[Any]) -> str:
-    """Return the names that a text may be, if it is one of a table; what a user registers joins them."""
+    """Return the allowed names if a field takes names from a table, to which users can register their own."""
     for mark in marks:
         if isinstance(mark, NameOf):
             names = ", ".join(f"`{name}`" for name in mark.table)
@@ -222,14 +222,14 @@ def _compatibility() -> Iterator[str]:
     yield "| key | must equal |\n| --- | --- |"
     yield "\n".join(f"| `{key}` | `{other}` |" for key, other in MUST_EQUAL.items()) + "\n"
     yield "### Taken without effect\n"
-    yield "They say how fast a run is and not what it learns. One line of `hrl check` and of the banner lists them.\n"
+    yield "They affect how fast a run is, not what it learns. One line of `hrl check` and of the banner lists them.\n"
     yield "| keys | with the values | what hrl does |\n| --- | --- | --- |"
     for verdict, keys in _by_verdict():
         if verdict.noted or verdict.noted is None:
             taken = "all" if verdict.noted is None else _values((*verdict.same, *verdict.noted))
             yield f"| {keys} | {taken} | {_cell(verdict.says)} |"
     yield "\n### What is refused\n"
-    yield "Other values than the accepted ones; a feature that is absent is marked so.\n"
+    yield "Values other than the accepted ones; absent features are marked.\n"
     yield "| keys | accepted | otherwise |\n| --- | --- | --- |"
     for verdict, keys in _by_verdict():
         accepted = (*verdict.same, *(verdict.noted or ()))
@@ -239,13 +239,13 @@ def _compatibility() -> Iterator[str]:
     for (key, value), verdict in VALUES.items():
         yield f"| `{key}={value}` | | {_refusal(verdict)} |"
     yield "\n## Coming from TRL or OpenRLHF\n"
-    yield "Their names are not accepted; the error says what to write.\n"
+    yield "Their names are not accepted; the error says what to write instead.\n"
     yield "| name | here | |\n| --- | --- | --- |"
     yield from (f"| `{name}` | `{other.key}` | {_cell(other.but)} |" for name, other in PPO_SYNONYMS.items())
 
 
 def _by_verdict() -> Iterator[tuple[Verdict, str]]:
-    """Yield every verdict once, with all keys that it is on."""
+    """Yield every verdict once, with all keys that it applies to."""
     keys: dict[str, tuple[Verdict, list[str]]] = {}
     for key, verdict in OUTSIDE.items():
         keys.setdefault(repr(verdict), (verdict, []))[1].append(f"`{key}`")
@@ -257,7 +257,7 @@ def _refusal(verdict: Verdict) -> str:
 
 
 def _ends_here(target: str) -> bool:
-    """Return whether a renaming leads to keys of the schema, and not to what becomes of another of verl's keys."""
+    """Return whether a renaming leads to a key of the schema, not to another key of verl."""
     return target.removesuffix(".*") in {*leaves(PPO.schema), *sections(PPO.schema)}
 
 

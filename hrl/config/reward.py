@@ -19,7 +19,7 @@ class CustomRewardFunctionConfig(Section):
     """Name of the function in that file."""
     reward_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of every call. `api_key: "env:NAME"` passes the value of the environment variable NAME, which
-    the function's process then has too; other variables that look like secrets are kept from that process."""
+    is then also set in the function's process; other variables that look like secrets are not passed to it."""
 
 
 class RewardBackboneConfig(Section):
@@ -39,7 +39,7 @@ class RewardModelConfig(Section):
     """`reward.reward_model`: a sequence classifier that scores responses."""
 
     enable: bool = False
-    """Score responses with a reward model, too."""
+    """Also score responses with a reward model."""
     model_path: str | None = None
     """Folder or hub id of a sequence classifier with one label."""
     weight: float = 1.0
@@ -47,7 +47,7 @@ class RewardModelConfig(Section):
     max_token_len_per_gpu: Annotated[PositiveInt, Unit("tokens per process")] = follows(
         f"{ACTOR}.ppo_max_token_len_per_gpu"
     )
-    """Most tokens in one micro-batch. Default: `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`."""
+    """Maximum number of tokens in one micro-batch. Default: `actor_rollout_ref.actor.ppo_max_token_len_per_gpu`."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("sequences per process")] = follows(_actor_rows)
     """Sequences in one micro-batch; null fills it up to the token budget. Default: the actor's."""
     model: RewardBackboneConfig = section(RewardBackboneConfig)
@@ -87,12 +87,12 @@ class RewardConfig(Section):
     num_workers: Annotated[PositiveInt, Unit("processes")] = 1
     """Processes that run reward functions."""
     timeout_s: PositiveFloat = 30.0
-    """Seconds that one call of a reward function may take; then it is cancelled, or its process replaced."""
+    """Seconds that one call of a reward function may take; then it is cancelled or its process is replaced."""
     max_concurrency: Annotated[PositiveInt, Unit("async calls per process")] = 64
     """Calls of an async reward function that one process awaits at the same time; other functions run one call at a
     time."""
     memory_limit_gib: PositiveFloat | None = 8.0
-    """Address space of one such process in GiB, so that a function that uses too much memory fails alone. null is no
+    """Address space of one such process in GiB; a function that uses more fails without affecting others. null sets no
     limit, which a function on a GPU needs."""
     on_error: Literal["raise", "skip"] = "raise"
     """What happens when a reward function fails: stop the run (raise), or leave the sample out of training and count it
@@ -102,9 +102,9 @@ class RewardConfig(Section):
     """Weight of the reward function's score in the sum. Default: 1; 0 beside a reward model, unless a function is named
     by `custom_reward_function.path`."""
     shaping: dict[Annotated[str, NameOf(REWARD_SHAPER_NAMES)], PositiveFloat | None] = Field(default_factory=dict)
-    """What is done to that sum before training, in the order written, e.g. `{standardise: null, clip: 5}`: clip limits
-    it to [-limit, limit], scale divides by its standard deviation over the run, standardise subtracts its mean over the
-    run first."""
+    """Transformations of the weighted sum before training, in the order written, e.g. `{standardise: null, clip: 5}`:
+    clip limits it to [-limit, limit], scale divides it by its standard deviation over the run, standardise subtracts
+    its mean over the run first."""
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)

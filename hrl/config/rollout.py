@@ -9,12 +9,12 @@ from hrl.config.model import DType, LogProbConfig
 from hrl.config.section import Fraction, Get, MinusOneOrMore, Section, Unit, follows, section
 
 SYNC_MARGIN_S = 60.0
-"""Time that the workers have to report an aborted weight sync before the driver gives up on them."""
+"""Time for the workers to report an aborted weight sync before the driver gives up on them."""
 
 
 _GROUP_SIZE = 8
 _OWN_GPU_SHARE = 0.9
-"""vLLM's own default, a little lower: the buffer of a weight sync comes on top."""
+"""A little lower than vLLM's own default, to leave room for the buffer of a weight sync."""
 _SHARED_GPU_SHARE = 0.5
 
 
@@ -30,7 +30,7 @@ def _validates_by_samples(get: Get) -> bool:
 
 
 def _gpu_share(get: Get) -> float:
-    # An engine whose pool holds no other role has its GPUs to itself, whether or not the other roles are built.
+    # An engine that is the only role on its pool has its GPUs to itself, whether or not the other roles are built.
     placed, pools = get("trainer.role_pools"), get("trainer.resource_pools")
     pool = placed.get("rollout") if isinstance(placed, dict) else None
     home = placed.get("actor", next(iter(pools))) if pool is not None and isinstance(pools, dict) and pools else pool
@@ -44,17 +44,17 @@ class ValKwargsConfig(Section):
     n: PositiveInt = 1
     """Samples per validation prompt."""
     do_sample: bool = follows(_validates_by_samples)
-    """Draw tokens; false takes the most likely one. Default: whether `val_kwargs.temperature` is above 0."""
+    """Sample tokens; false takes the most likely one. Default: whether `val_kwargs.temperature` is above 0."""
     temperature: NonNegativeFloat = 0.0
     """Sampling temperature, with `do_sample=true`."""
     top_p: Fraction = 1.0
     """Sample from the most likely tokens that together have this probability; 1 is off."""
     top_k: int = Field(default=-1, ge=-1)
-    """Sample from this many most likely tokens; -1 is off."""
+    """Sample from this many of the most likely tokens; -1 is off."""
 
 
 class WeightSyncConfig(Section):
-    """`rollout.weight_sync`: from the trainer's weights to the sampler's."""
+    """`rollout.weight_sync`: the transfer of weights from the trainer to the sampler."""
 
     bucket_mb: Annotated[PositiveInt, Unit("MiB per buffer")] = 256
     """Size of one transfer buffer in MiB; there are two."""
@@ -63,7 +63,7 @@ class WeightSyncConfig(Section):
 
     @property
     def driver_timeout_s(self) -> float:
-        """How long the driver waits: the workers, who know why a sync is late, report it first."""
+        """Seconds that the driver waits, long enough for the workers to report first why a sync is late."""
         return self.timeout_s + SYNC_MARGIN_S
 
 
@@ -75,15 +75,15 @@ class RolloutConfig(LogProbConfig):
     n: Annotated[PositiveInt, Unit("samples per prompt")] = follows(_samples)
     """Samples per prompt. Default: 8 for estimators that compare samples of a group (grpo, rloo, …), 1 for others."""
     temperature: PositiveFloat = 1.0
-    """Temperature of training samples, and of their log-probs in the trainer."""
+    """Temperature of training samples and of their log-probs in the trainer."""
     top_p: Fraction = 1.0
     """Sample from the most likely tokens that together have this probability; 1 is off."""
     top_k: MinusOneOrMore = -1
-    """Sample from this many most likely tokens; -1 is off."""
+    """Sample from this many of the most likely tokens; -1 is off."""
     seed: NonNegativeInt = follows("trainer.seed")
-    """Seed of the samples; step, prompt and number of the sample go into it too. Default: `trainer.seed`."""
+    """Seed of the samples, combined with step, prompt and number of the sample. Default: `trainer.seed`."""
     dtype: DType = "auto"
-    """Dtype of the engine's weights; `auto` means what it means for the trainer's `fsdp_config.dtype`."""
+    """Dtype of the engine's weights; `auto` means the same as for the trainer's `fsdp_config.dtype`."""
     tensor_model_parallel_size: Annotated[PositiveInt, Unit("processes per engine")] = 1
     """Processes that share one engine."""
     gpu_memory_utilization: Annotated[Fraction, Unit("of a GPU's memory")] = follows(_gpu_share)
@@ -94,23 +94,23 @@ class RolloutConfig(LogProbConfig):
     max_num_seqs: Annotated[PositiveInt, Unit("sequences per engine at once")] = 256
     """Sequences that one engine decodes together."""
     max_num_batched_tokens: Annotated[PositiveInt, Unit("tokens per engine iteration")] = 8192
-    """Most tokens that one engine processes in an iteration."""
+    """Maximum number of tokens that one engine processes in an iteration."""
     max_model_len: Annotated[PositiveInt | None, Unit("tokens")] = None
     """Longest sequence that the engine accepts, in tokens; null uses prompt + response."""
     enforce_eager: bool = False
-    """Run the engine without CUDA graphs: it starts faster and samples slower."""
+    """Run the engine without CUDA graphs: it starts faster but samples more slowly."""
     enable_chunked_prefill: bool | None = None
-    """Split long prompts over several iterations; null is true with a GPU and false on a CPU, where seeded requests
+    """Split long prompts over several iterations; null means true with a GPU and false on a CPU, where seeded requests
     need whole prompts."""
     enable_prefix_caching: bool = True
     """Share the prompt's KV cache among the samples of a group."""
     free_cache_engine: bool = True
-    """Put an engine that shares its GPU with the trainer to sleep while the trainer works. No effect with engines that
-    can't sleep, as on a CPU."""
+    """Put an engine that shares its GPU with the trainer to sleep while the trainer works. No effect on engines that
+    can't sleep, e.g. on a CPU."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
     logprob_diff_alarm: PositiveFloat = 0.1
-    """Warn when sampler and trainer differ by more than this in a token's log-prob, on average of absolute
-    differences."""
+    """Warn when the log-probs of sampler and trainer differ by more than this, as the mean absolute difference over
+    tokens."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)

@@ -1,4 +1,4 @@
-"""Rules that hold between keys. Each is a generator of problems, named for what it enforces."""
+"""Rules between keys. Each is a generator of problems and is named after what it enforces."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ from hrl.nearest import did_you_mean
 from hrl.verl.keys import ACTOR, MODEL, REF, ROLLOUT
 
 Rule = Callable[[Any], Iterator[Problem]]
-"""Takes the configuration of the kinds of run whose tuple of rules names it."""
+"""A rule; it takes the configuration of those kinds of run that list it."""
 
 _ESTIMATOR = "algorithm.adv_estimator"
 _LOSS = f"{ACTOR}.policy_loss"
@@ -33,17 +33,18 @@ _SHARED_ROWS = tuple(
     for owner in (ACTOR, REF, "critic")
     for section in ("", ".fsdp_config")
 )
-"""Keys of verl that cut a row over several processes: beside them, a budget smaller than a row is no second mistake."""
+"""Keys of verl that split a row over several processes. hrl refuses them, and then a token budget smaller than a row is
+not reported as a second mistake."""
 
 
 def clipped_rewards_have_a_limit(config: PPOTrainerConfig) -> Iterator[Problem]:
     """`clip` needs a number; other members of `reward.shaping` have none."""
     if "clip" in config.reward.shaping and config.reward.shaping["clip"] is None:
-        yield Problem(_SHAPING, "clips to no limit.", "Give one, e.g. {clip: 5}.")
+        yield Problem(_SHAPING, "has clip without a limit.", "Give one, e.g. {clip: 5}.")
 
 
 def one_console_writes(config: RunConfiguration) -> Iterator[Problem]:
-    """Only one of the two consoles writes to standard output."""
+    """Only one of the two consoles may write to standard output."""
     if {"console", JSON_CONSOLE} <= set(config.trainer.logger):
         what = f"names console and {JSON_CONSOLE}, which both write to standard output."
         yield Problem("trainer.logger", what, "Name one of them; metrics.jsonl is written in any case.")
@@ -62,7 +63,7 @@ def mini_batches_divide_the_batch(config: PPOTrainerConfig) -> Iterator[Problem]
 
 
 def _without_followers(wrong: dict[str, int]) -> dict[str, int]:
-    """Leave out keys with the same wrong value as the first: they follow it unless they were set apart."""
+    """Drop keys with the same wrong value as the first, whose value they follow by default."""
     first = next(iter(wrong), None)
     return {key: value for key, value in wrong.items() if key == first or value != wrong[first]}  # type: ignore[index]
 
@@ -75,7 +76,7 @@ def _nearest_divisors(number: int, wanted: int) -> str:
 
 
 def groups_are_large_enough(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """An estimator that compares the samples of a prompt gets several of them."""
+    """An estimator that compares the samples of a prompt needs several of them."""
     name, samples = config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     smallest = estimator_traits(name).min_group_size
     if samples < smallest:
@@ -84,7 +85,7 @@ def groups_are_large_enough(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def critic_fits_the_estimator(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """GAE needs a critic, and so does a warm-up of the critic."""
+    """GAE and a warm-up of the critic need a critic."""
     name = config.algorithm.adv_estimator
     if estimator_traits(name).needs_critic and config.critic.enable is False:
         what = f"is false, but {_ESTIMATOR}={name} needs values."
@@ -105,7 +106,7 @@ def kl_in_the_loss_has_a_gradient(config: PPOTrainerConfig) -> Iterator[Problem]
 
 
 def training_samples_come_from_the_policy(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Samples of a truncated distribution are not the policy's, and nothing corrects for them."""
+    """Training samples come from the whole distribution; a truncated one is not corrected for."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.top_p < 1.0:
         what = f"is {rollout.top_p}, so samples would not come from the distribution that is trained."
@@ -118,7 +119,7 @@ def training_samples_come_from_the_policy(config: PPOTrainerConfig) -> Iterator[
 
 
 def validation_sampling_makes_sense(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Greedy validation has one answer; sampled validation has a temperature."""
+    """Greedy validation takes one answer per prompt; sampled validation needs a temperature."""
     val, key = config.actor_rollout_ref.rollout.val_kwargs, f"{ROLLOUT}.val_kwargs"
     if not val.do_sample and val.n > 1:
         what = f"is {val.n}, but greedy decoding gives the same answer every time."
@@ -131,7 +132,7 @@ def validation_sampling_makes_sense(config: PPOTrainerConfig) -> Iterator[Proble
 
 
 def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """The hard cap of a micro-batch admits the longest row."""
+    """The token budget of a micro-batch is large enough for the longest row."""
     row = config.data.max_prompt_length + config.data.max_response_length
     budgets = {key: tokens for each in config.micro_batches() if each.dynamic for key, tokens in each.tokens.items()}
     too_small = {key: budget for key, budget in budgets.items() if budget < row}
@@ -144,7 +145,7 @@ def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]
 def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Without dynamic packing the number of rows must be given."""
     for each in config.micro_batches():
-        # Where the actor lacks it, passes that follow the actor are right with it.
+        # If the actor's is missing, don't report it again for passes that follow the actor.
         follows = each.role in ("rollout", "ref") and not config.actor_rollout_ref.actor.use_dynamic_bsz
         if each.flag and not each.dynamic and each.rows is None and not follows:
             flag = f"{each.section}.{each.flag}"
@@ -177,7 +178,7 @@ def _trained_shards(config: RunConfiguration) -> dict[str, FsdpConfig]:
 
 
 def gradients_have_their_range(config: RunConfiguration) -> Iterator[Problem]:
-    """Small gradients vanish in float16, and nothing scales the loss."""
+    """No float16 in training: the loss is not scaled, so small gradients would become zero."""
     for key, sharding in _trained_shards(config).items():
         if sharding.dtype == "float16":
             what = "is float16, in which small gradients become zero: the loss isn't scaled."
@@ -185,7 +186,7 @@ def gradients_have_their_range(config: RunConfiguration) -> Iterator[Problem]:
 
 
 def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Every role has its pool, and engines and shards divide the pools' processes."""
+    """Every role has a pool, and the sizes of engines and shards divide the pool's processes."""
     broken = list(placement_problems(config))
     yield from broken
     if broken:
@@ -209,7 +210,7 @@ def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """There is a reward, and what it needs is given."""
+    """The run has a reward, and the reward has the values it needs."""
     reward = config.reward
     if reward.reward_model.enable and not reward.reward_model.model_path:
         what = "needs a folder or hub id, because the reward model is enabled."
@@ -224,7 +225,7 @@ def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """A data set class of the user has both a file and a name."""
+    """A custom data set class needs both a file and a name."""
     custom = config.data.custom_cls
     if custom.path and not custom.name:
         yield Problem("data.custom_cls.name", "needs the name of the class in data.custom_cls.path.")
@@ -247,7 +248,7 @@ def validation_has_rows(config: RunConfiguration) -> Iterator[Problem]:
 
 
 def resume_names_its_folder(config: RunConfiguration) -> Iterator[Problem]:
-    """A path to resume from is given exactly when it is used."""
+    """A path to resume from is given if and only if it is used."""
     trainer = config.trainer
     if trainer.resume_mode == "resume_path" and not trainer.resume_from_path:
         yield Problem("trainer.resume_from_path", "needs a checkpoint folder, because resume_mode is resume_path.")
@@ -257,7 +258,7 @@ def resume_names_its_folder(config: RunConfiguration) -> Iterator[Problem]:
 
 
 def checkpoints_can_be_resumed(config: RunConfiguration) -> Iterator[Problem]:
-    """A run continues from the sharded weights."""
+    """A checkpoint needs sharded weights for a run to continue from it."""
     owner, key = (config, "") if isinstance(config, OfflineConfig) else (config.actor_rollout_ref.actor, f"{ACTOR}.")
     saved = owner.checkpoint.save_contents
     if config.trainer.save_freq > 0 and "model" not in saved:
@@ -268,14 +269,14 @@ def checkpoints_can_be_resumed(config: RunConfiguration) -> Iterator[Problem]:
 
 
 def policy_losses_have_their_constants(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """`dro` needs its beta, which has no published default; shares of tokens lie above 0 and at most at 1."""
+    """`dro` needs its beta, which has no published default; shares of tokens are above 0 and at most 1."""
     loss = config.actor_rollout_ref.actor.policy_loss
     if loss.loss_mode == "dro" and loss.dro_beta is None:
         yield Problem(f"{_LOSS}.dro_beta", "needs a value, because loss_mode is dro.")
     shares = {"clip_cov": loss.clip_cov_ratio, "kl_cov": loss.kl_cov_ratio}
     share = shares.get(loss.loss_mode)
     if share is not None and not 0 < share <= 1:
-        what = f"is {share:g}, which is no share of the tokens."
+        what = f"is {share:g}, but must be a share of the tokens."
         yield Problem(f"{_LOSS}.{loss.loss_mode}_ratio", what, "Set it above 0 and at most 1.", (f"{_LOSS}.loss_mode",))
     if loss.clip_cov_lb >= loss.clip_cov_ub:
         what = f"is {loss.clip_cov_lb:g}, not below clip_cov_ub={loss.clip_cov_ub:g}."
@@ -283,7 +284,7 @@ def policy_losses_have_their_constants(config: PPOTrainerConfig) -> Iterator[Pro
 
 
 def gdpo_knows_its_rewards(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """gdpo reads named parts of the reward, and nothing else."""
+    """gdpo needs the names of the reward's parts, and reads nothing else."""
     algorithm = config.algorithm
     keys, weights, wanted = algorithm.gdpo_reward_keys, algorithm.gdpo_reward_weights, algorithm.adv_estimator == "gdpo"
     name = "algorithm.gdpo_reward_keys"
@@ -304,16 +305,16 @@ def gdpo_knows_its_rewards(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def filtered_groups_can_differ(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """A group of one sample has no spread."""
+    """Filtering groups needs at least two samples in a group."""
     samples = config.actor_rollout_ref.rollout.n
     if config.algorithm.filter_groups.enable and samples < 2:
-        what = f"is {samples}, so that no group could ever have different rewards."
+        what = f"is {samples}, so no group could ever have different rewards."
         hint = f"Set {ROLLOUT}.n=8, or algorithm.filter_groups.enable=false."
         yield Problem(f"{ROLLOUT}.n", what, hint, ("algorithm.filter_groups.enable",))
 
 
 def ratios_have_bounds(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Thresholds of the sampler's correction can be read, and cut off what they should."""
+    """Thresholds of the rollout correction can be parsed and lie where they have an effect."""
     settings = config.algorithm.rollout_correction
     key = f"{_CORRECTION}.rollout_is_threshold"
     try:
@@ -335,7 +336,7 @@ def ratios_have_bounds(config: PPOTrainerConfig) -> Iterator[Problem]:
 
 
 def bypass_mode_does_what_is_set(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """With the sampler's log-probs for the old ones, some settings have no meaning."""
+    """Settings that have no meaning with the sampler's log-probs as the old ones are refused, and the reverse."""
     settings, loss = config.algorithm.rollout_correction, config.actor_rollout_ref.actor.policy_loss.loss_mode
     bypass, reinforce = f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.loss_type"
     if not settings.bypass_mode:
@@ -344,16 +345,16 @@ def bypass_mode_does_what_is_set(config: PPOTrainerConfig) -> Iterator[Problem]:
             yield Problem(reinforce, what, f"Set {bypass}=true, or {_LOSS}.loss_mode=gpg.", (bypass,))
         return
     if config.algorithm.adv_estimator == "optimal_token_baseline":
-        what = f"is true, but {_ESTIMATOR}=optimal_token_baseline needs the forward pass that it spares."
+        what = f"is true, but {_ESTIMATOR}=optimal_token_baseline needs the forward pass that it skips."
         yield Problem(bypass, what, "Set it to false.", (_ESTIMATOR,))
     if settings.loss_type == "ppo_clip" and settings.rollout_is is not None:
-        what = f"is {settings.rollout_is}, but the clipped loss of bypass mode has that ratio inside already."
+        what = f"is {settings.rollout_is}, but the clipped loss of bypass mode already contains that ratio."
         yield Problem(f"{_CORRECTION}.rollout_is", what, f"Remove it, or set {reinforce}=reinforce.", (bypass,))
     if settings.loss_type == "reinforce" and loss != "vanilla":
-        what = f"is reinforce, which would take the place of {_LOSS}.loss_mode={loss}."
+        what = f"is reinforce, which would replace {_LOSS}.loss_mode={loss}."
         yield Problem(reinforce, what, "Set only one of the two.", (f"{_LOSS}.loss_mode",))
     if settings.rollout_is_batch_normalize:
-        what = "is true, but bypass mode weighs each micro-batch when it is learnt, and not the whole batch before."
+        what = "is true, but bypass mode computes weights per micro-batch during the update, not for the whole batch."
         yield Problem(f"{_CORRECTION}.rollout_is_batch_normalize", what, f"Set it to false, or {bypass}.", (bypass,))
 
 
@@ -391,7 +392,7 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
         what = f"is {rows}, but a pair is two sequences."
         yield Problem(f"{ACTOR}.ppo_micro_batch_size_per_gpu", what, "Set it to at least 2.", (key,))
     if algorithm.kl_ctrl.type == "adaptive":
-        what = f"is adaptive, but the beta of {key} stays."
+        what = f"is adaptive, but the beta of {key} is constant."
         yield Problem("algorithm.kl_ctrl.type", what, "Set it to fixed.", (key,))
     if algorithm.kl_ctrl.kl_coef == 0:
         what = f"is 0, but it is the beta of {key}."
@@ -426,22 +427,22 @@ _SET_BY = {
     },
     "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
 }
-"""vLLM's arguments that have a key of hrl: one value must not be given in two places."""
+"""Arguments of vLLM that hrl has a key for, so they are refused here."""
 
 _FIXED = {
     "logprobs_mode": "log-probs are those of the distribution that was sampled from",
-    "skip_tokenizer_init": "engines see token ids alone",
-    "generation_config": "sampling is what the keys say, not what the model's folder says",
+    "skip_tokenizer_init": "engines get and return only token ids",
+    "generation_config": "sampling follows the keys, not the model's folder",
     "distributed_executor_backend": "engine processes end with their rank",
-    "worker_extension_cls": "weights come in through it",
+    "worker_extension_cls": "weight sync uses it",
     "data_parallel_size": "every group of processes has an engine of its own",
-    "pipeline_parallel_size": "an engine is tensor parallel",
+    "pipeline_parallel_size": "engines are tensor parallel only",
 }
-"""vLLM's arguments on which the rest of a run relies."""
+"""Arguments of vLLM whose value the rest of a run relies on, and why."""
 
 
 def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Arguments stand below the name of an engine, and none of them has a key of its own or is fixed."""
+    """`engine_kwargs` is keyed by engine and has no argument that hrl has a key for or fixes."""
     for engine, arguments in config.actor_rollout_ref.rollout.engine_kwargs.items():
         if engine not in _ENGINES or not isinstance(arguments, dict):
             if engine in _ELSEWHERE:
@@ -450,7 +451,7 @@ def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Proble
                     yield Problem(f"{_ENGINE_KWARGS}.{engine}", what, hint, (f"{ROLLOUT}.name",), Reason.ABSENT)
                 continue
             hint = did_you_mean(engine, _ENGINES, f"Write it as {{vllm: {{{engine}: ...}}}}.")
-            yield Problem(_ENGINE_KWARGS, f"has {engine!r}, which is no engine with its arguments.", hint)
+            yield Problem(_ENGINE_KWARGS, f"has {engine!r}, which is not an engine with arguments.", hint)
         elif engine == "vllm":
             for name in arguments:
                 if name in _SET_BY:
@@ -460,7 +461,7 @@ def engines_are_told_what_is_theirs(config: PPOTrainerConfig) -> Iterator[Proble
 
 
 def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Problem]:
-    """The hard cap of a micro-batch admits the longest row, or both answers of the longest pair."""
+    """The token budget of a micro-batch is large enough for the longest row, or both answers of the longest pair."""
     data = config.data
     pairs = isinstance(data, PairDataConfig)
     longest = data.max_length * (2 if pairs else 1)
@@ -471,7 +472,7 @@ def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Pro
 
 
 def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
-    """Every process is part of exactly one sharded copy."""
+    """The size of a sharded copy divides the number of processes."""
     size, processes = config.model.fsdp_config.fsdp_size, config.num_processes
     if size != -1 and (size == 0 or processes % size):
         what = f"is {size}, which does not divide the {processes} processes."
@@ -533,7 +534,7 @@ DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 
 
 def ppo_warnings(config: PPOTrainerConfig) -> list[str]:
-    """What is allowed but probably not meant, one sentence each; shown by `hrl check` and by the run's banner."""
+    """Return what is allowed but probably not meant, one sentence each, for `hrl check` and the run's banner."""
     actor, trainer, estimator = config.actor_rollout_ref.actor, config.trainer, config.algorithm.adv_estimator
     found = list(config.remarks)
     if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
@@ -553,12 +554,12 @@ def ppo_warnings(config: PPOTrainerConfig) -> list[str]:
 
 
 def offline_warnings(config: OfflineConfig) -> list[str]:
-    """What is allowed but probably not meant, one sentence each."""
+    """Return what is allowed but probably not meant, one sentence each."""
     found = list(config.remarks)
     if config.model.trust_remote_code:
         found.append("model.trust_remote_code=true: code from the model's folder runs with your rights.")
     if config.trainer.save_freq <= 0:
-        found.append("trainer.save_freq is off: what the run has learnt is not written anywhere.")
+        found.append("trainer.save_freq is off: the trained model is not written anywhere.")
     elif "hf_model" not in config.checkpoint.save_contents:
-        found.append("checkpoint.save_contents has no hf_model: no folder that transformers and vLLM load is written.")
+        found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
     return found

@@ -1,4 +1,4 @@
-"""The kinds of run, as far as their configuration goes: a schema, and everything that follows from it."""
+"""The kinds of run as seen by the configuration: a schema and everything derived from it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,15 +22,15 @@ C_co = TypeVar("C_co", bound=WholeConfig, covariant=True)
 
 @dataclass(frozen=True)
 class Help:
-    """What `--help` says of a kind of run.
+    """The text of `--help` for a kind of run.
 
     Attributes:
         summary: What happens without arguments.
         groups: Groups of YAML files to choose from.
-        most_used: Keys that people set most.
-        examples: What may follow the program's name.
-        check: What may follow `hrl check`.
-        page: Where all keys are.
+        most_used: The keys set most often.
+        examples: Example arguments of the program.
+        check: Example arguments of `hrl check`.
+        page: The page that documents all keys.
     """
 
     summary: str
@@ -46,9 +46,9 @@ class Words:
     """A configuration in words, for `hrl check` and the banner.
 
     Attributes:
-        arithmetic: One step and the whole run in numbers; takes `train_rows`, where these are known.
-        placement: Which roles live on which processes.
-        warnings: What is allowed but probably not meant.
+        arithmetic: Describes a step and the whole run in numbers; takes `train_rows` once it is known.
+        placement: Describes which roles live on which processes.
+        warnings: Returns what is allowed but probably not meant.
     """
 
     arithmetic: Callable[..., list[Fact]]
@@ -61,14 +61,14 @@ class RunKind(Generic[C_co]):
     """A kind of run.
 
     Attributes:
-        name: As `hrl check` takes it.
-        schema: The class of its whole configuration.
-        config_name: Its primary YAML file.
-        program: How it is started.
-        rules: What must hold between keys.
-        spellings: What becomes of keys that are no fields of the schema.
-        help: For `--help`.
-        words: For `hrl check` and the banner.
+        name: Name for `hrl check`.
+        schema: Class of the whole configuration.
+        config_name: Name of the primary YAML file.
+        program: Command that starts the run.
+        rules: Rules between keys.
+        spellings: How keys that are not in the schema are read.
+        help: Text for `--help`.
+        words: Descriptions for `hrl check` and the banner.
     """
 
     name: str
@@ -220,7 +220,7 @@ RM = RunKind(
 )
 OFFLINE_KINDS: dict[str, RunKind[OfflineConfig]] = {kind.name: kind for kind in (DPO, SFT, RM)}
 KINDS: dict[str, RunKind[RunConfiguration]] = {PPO.name: PPO, **OFFLINE_KINDS}
-"""By name, as `hrl check` takes it."""
+"""Name for `hrl check` → kind of run."""
 
 
 @cache

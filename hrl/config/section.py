@@ -1,7 +1,7 @@
-"""What every section of the schema has in common, and a schema as a flat table of dotted keys.
+"""The base class of schema sections, and a schema as a flat table of dotted keys.
 
-A default stands once, at its field: as a plain value, as `follows(...)` where it comes from other keys, or in `section`
-where one place of a section wants another than the rest.
+A default is written once, at its field: as a plain value, as `follows(...)` if it comes from other keys, or in
+`section` if a section has a different default in one place.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ MinusOneOrMore = Annotated[int, Field(ge=-1)]
 
 
 class Unit(NamedTuple):
-    """What a key counts, where its name does not say so; an annotation of its field."""
+    """The unit of a key whose name does not tell it; an annotation of its field."""
 
     name: str
 
 
 @dataclass(frozen=True, eq=False)
 class NameOf:
-    """A name out of a table of `hrl.algos.registry`; what a user registers is known to it from then on.
+    """A name from a table of `hrl.algos.registry`, including names that users register.
 
     Attributes:
         table: The known names.
-        suffix: What may stand behind a name.
+        suffix: An optional suffix of a name.
     """
 
     table: Collection[str]
     suffix: str = ""
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Look a valid text up."""
+        """Validate as a string, then look it up in the table."""
         return core_schema.no_info_after_validator_function(self._known, handler(source))
 
     def _known(self, name: str | None) -> str | None:
@@ -70,7 +70,7 @@ class Section(BaseModel):
         frozen=True,
         allow_inf_nan=False,
         use_attribute_docstrings=True,
-        # `model` is a section name here, so pydantic's protection of the prefix `model_` only gets in the way.
+        # Sections have fields that begin with `model`, so pydantic's protection of the prefix `model_` is switched off.
         protected_namespaces=(),
     )
 
@@ -78,37 +78,37 @@ class Section(BaseModel):
     _origins: Mapping[str, str] | None = PrivateAttr(None)
 
     def __eq__(self, other: object) -> bool:
-        """Equal values; what is known about them beside does not count."""
+        """Compare values; remarks and origins do not count."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
 
     @property
     def remarks(self) -> tuple[str, ...]:
-        """What was noticed while this was composed and can't be seen from the values; a warning each."""
+        """Warnings from composing that can't be derived from the values."""
         return self._remarks
 
     @property
     def origins(self) -> Mapping[str, str] | None:
-        """Dotted key → who set it (`yours`, `recipe=ppo`, …), of keys that are not at their default.
+        """Dotted key → who set it (`yours`, `recipe=ppo`, …) for keys that are not at their default.
 
-        None where this was not composed from a command line.
+        None if this was not composed from a command line.
         """
         return self._origins
 
     def with_remarks(self, *remarks: str) -> Self:
-        """Return the same values with remarks."""
+        """Return a copy with these remarks."""
         copy = self.model_copy()
         copy._remarks = remarks
         return copy
 
     def with_origins(self, origins: Mapping[str, str]) -> Self:
-        """Return the same values, knowing where they come from."""
+        """Return a copy with these origins."""
         copy = self.model_copy()
         copy._origins = dict(origins)
         return copy
 
 
 class Get:
-    """The values of a whole configuration before validation: given, or by default.
+    """The values of a whole configuration before validation, given or default.
 
     Attributes:
         given: Dotted key → value, as the user wrote it; may hold wrong types, which validation reports later.
@@ -120,7 +120,7 @@ class Get:
         self._parent = parent
 
     def __call__(self, key: str) -> Any:
-        """Return the value of a key; `.name` is one of the same section."""
+        """Return the value of a key; `.name` refers to the same section."""
         key = self.full(key)
         if key in self.given:
             return self.given[key]
@@ -128,7 +128,7 @@ class Get:
         return leaf.plain if leaf.derive is None else leaf.derive(Get(self.given, self._root, key.rpartition(".")[0]))
 
     def full(self, key: str) -> str:
-        """Return the whole dotted key of `.name`."""
+        """Return the full dotted key of `.name`."""
         return f"{self._parent}{key}" if key.startswith(".") else key
 
     def plain(self, key: str) -> Any:
@@ -143,17 +143,17 @@ _FOLLOWS = "follows"
 def follows(source: str | Derive) -> Any:
     """Declare a field whose default comes from other keys.
 
-    The whole configuration fills it in; a section that is built alone has to be given a value for it.
+    The whole configuration fills it in; a section that is built alone must be given a value.
 
     Args:
-        source: The key that it equals by default, `.name` for one of the same section; or a function of the values of
-            the whole configuration, which is called before validation, with values that may have wrong types.
+        source: The key whose value is the default, `.name` for one of the same section; or a function of the values of
+            the whole configuration. The function is called before validation, so values may have wrong types.
     """
     return Field(json_schema_extra={_FOLLOWS: (lambda get: get(source)) if isinstance(source, str) else source})  # type: ignore[dict-item]
 
 
 def section(kind: type[S], **defaults: Any) -> S:
-    """Declare a section, with the defaults that are other ones in this place."""
+    """Declare a section, optionally with defaults that differ from its class's."""
     return Field(default_factory=partial(kind, **defaults))  # type: ignore[no-any-return]
 
 
@@ -162,9 +162,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         key: The dotted key.
-        field: Its field.
-        plain: Its default where that is a plain value.
-        derive: Its default as a function of other keys; None where it is a plain value.
+        field: Field of the schema.
+        plain: The default, if it is a plain value.
+        derive: The default as a function of other keys; None if it is a plain value.
         root: The schema.
     """
 
@@ -176,7 +176,7 @@ class Leaf(NamedTuple):
 
     @property
     def default(self) -> Any:
-        """Its value in the configuration that is at its defaults throughout."""
+        """Value of the key in the configuration with all defaults."""
         return defaults(self.root)[self.key]
 
     @property
@@ -186,17 +186,17 @@ class Leaf(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that it may be, where it is one of a table."""
+        """The allowed names if the key takes names from a table, else empty."""
         return next((tuple(mark.table) for mark in self.field.metadata if isinstance(mark, NameOf)), ())
 
     @property
     def unit(self) -> str | None:
-        """What it counts, where its name does not say so."""
+        """Unit of the value if the key's name does not tell it."""
         return next((mark.name for mark in self.field.metadata if isinstance(mark, Unit)), None)
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """Return the class of a field that is a section."""
+    """Return the section class of a field; None if the field is not a section."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
@@ -220,19 +220,19 @@ def _walk(kind: type[Section], prefix: str, here: Mapping[str, Any], root: type[
 
 @cache
 def leaves(root: type[Section]) -> dict[str, Leaf]:
-    """Every key of the schema with its field, in the order of the schema."""
+    """Return every key of the schema with its field, in schema order."""
     return {leaf.key: leaf for leaf in _walk(root, "", {}, root)}
 
 
 @cache
 def defaults(root: type[Section]) -> dict[str, Any]:
-    """Every key of the schema with its value where nothing is given."""
+    """Return every key of the schema with its default value."""
     return dict(flatten(root().model_dump(), root))
 
 
 @cache
 def sections(root: type[Section]) -> frozenset[str]:
-    """Every dotted prefix of a key, such as `actor_rollout_ref` and `actor_rollout_ref.actor`."""
+    """Return every dotted prefix of a key, such as `actor_rollout_ref` and `actor_rollout_ref.actor`."""
     parts = (key.split(".") for key in leaves(root))
     return frozenset(".".join(names[:depth]) for names in parts for depth in range(1, len(names)))
 
@@ -240,7 +240,7 @@ def sections(root: type[Section]) -> frozenset[str]:
 def flatten(tree: Mapping[str, Any] | Section, root: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (dotted key, value) for the values of nested dicts and sections.
 
-    A schema key that holds a dict stays whole; of a section that was built in Python, what it was given is yielded.
+    A schema key that holds a dict stays whole. A section built in Python yields only the values it was given.
     """
     if isinstance(tree, Section):
         tree = {name: getattr(tree, name) for name in type(tree).model_fields if name in tree.model_fields_set}
@@ -254,10 +254,7 @@ def flatten(tree: Mapping[str, Any] | Section, root: type[Section], prefix: str 
 
 
 def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the nested dict of dotted keys.
-
-    A value where a section belongs is kept, so that validation can name it.
-    """
+    """Build a nested dict from dotted keys; a value in place of a section is kept for validation to report."""
     tree: dict[str, Any] = {}
     for key, value in values.items():
         *path, name = key.split(".")
@@ -273,7 +270,7 @@ def unflatten(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WholeConfig(Section):
-    """The configuration of a whole run: what is not given is filled in before validation, in every section."""
+    """The configuration of a whole run; missing values of all sections are filled in before validation."""
 
     @model_validator(mode="before")
     @classmethod
@@ -296,8 +293,8 @@ def _one_or_many(value: object) -> object:
 
 
 Label = Annotated[str, BeforeValidator(_number_to_str)]
-"""A free name. YAML reads `experiment_name=42` as a number; here it is a name all the same."""
+"""A free name. A value such as `experiment_name=42`, a number in YAML, is accepted too."""
 
 ONE_OR_MANY = BeforeValidator(_one_or_many)
 StrList = Annotated[list[str], ONE_OR_MANY]
-"""A list of strings that may be written as one string."""
+"""A list of strings; a single string is accepted too."""

@@ -1,4 +1,4 @@
-"""How a key that is no field of the schema is read: by verl's tables, or as a name from TRL or OpenRLHF."""
+"""How keys outside the schema are read: by verl's tables, or as names from TRL or OpenRLHF."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,11 +9,11 @@ from hrl.verl.keys import ACTOR, MODEL, ROLLOUT, Conversion, Verdict
 
 
 class Synonym(NamedTuple):
-    """What a name is here.
+    """The counterpart in hrl of another library's name.
 
     Attributes:
-        key: The key that means it.
-        but: Where meaning or unit differ; a clause.
+        key: Key with the same meaning.
+        but: How meaning or unit differ, as a clause.
     """
 
     key: str
@@ -21,7 +21,7 @@ class Synonym(NamedTuple):
 
     @property
     def hint(self) -> str:
-        """What to write."""
+        """A sentence that tells the user what to write instead."""
         return f"It is {self.key} here{f': {self.but}' if self.but else ''}."
 
 
@@ -162,7 +162,7 @@ PPO_SYNONYMS: dict[str, Synonym] = {
     "wandb_project": Synonym("trainer.project_name"),
     "wandb_run_name": Synonym("trainer.experiment_name"),
 }
-"""Name without section, in TRL or OpenRLHF → the key of a PPO run. Of two meanings it is the one of RL."""
+"""Name in TRL or OpenRLHF, without section → key of a PPO run; of a name with two meanings, the one in RL."""
 
 OFFLINE_SYNONYMS: dict[str, Synonym] = {
     "learning_rate": Synonym("optim.lr"),
@@ -196,21 +196,21 @@ OFFLINE_SYNONYMS: dict[str, Synonym] = {
     "report_to": Synonym("trainer.logger", "a list, e.g. [console,wandb]"),
     "seed": Synonym("trainer.seed"),
 }
-"""Likewise the keys of a run of SFT, DPO or a reward model."""
+"""Name in TRL or OpenRLHF → key of a run of SFT, DPO or a reward model."""
 
 
 @dataclass(frozen=True)
 class Spellings:
-    """What becomes of keys that are no fields of a schema; the tables of `hrl.verl.keys` and the synonyms.
+    """How keys outside a schema are read: the tables of `hrl.verl.keys` and the synonyms.
 
     Attributes:
-        renamed: Other spelling → the key of hrl.
-        must_equal: A second spelling of a value that has one key here → that key.
-        outside: Key that hrl does not have → what becomes of it.
-        values: (Key, value) that hrl does not have → what becomes of it.
+        renamed: Other spelling → key of hrl.
+        must_equal: Second key of verl for a value that has one key in hrl → that key.
+        outside: Key that hrl does not have → verdict on it.
+        values: (key, value) that hrl does not have → verdict on it.
         null_is_unset: Keys whose null means their default.
-        synonyms: A name that another library has, without its section → what it is here.
-        converted: Keys whose value becomes that of other keys.
+        synonyms: Another library's name, without section → its counterpart in hrl.
+        converted: Keys whose value is converted to values of other keys.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -222,7 +222,7 @@ class Spellings:
     converted: Mapping[str, Conversion] = field(default_factory=dict)
 
     def present_name(self, key: str) -> str:
-        """Return the name of `key` in hrl; `key` itself when it was never renamed."""
+        """Return the name of `key` in hrl; `key` itself if it was never renamed."""
         entry = lookup(self.renamed, key)
         if entry is None:
             return key
@@ -231,11 +231,7 @@ class Spellings:
 
 
 def lookup(table: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
-    """Return the entry for `key`: itself, or the longest prefix pattern `a.b.*` above it.
-
-    Returns:
-        (pattern, value) or None.
-    """
+    """Return the (pattern, value) for `key`, by the key itself or the longest pattern `a.b.*` above it, else None."""
     if key in table:
         return key, table[key]
     parts = key.split(".")

@@ -9,17 +9,17 @@ from hrl.config.section import ONE_OR_MANY, Get, Label, MinusOneOrMore, NameOf, 
 
 JSON_CONSOLE = "console-json"
 WITHOUT_TRACKER = ("console", JSON_CONSOLE, "file")
-"""Entries of `trainer.logger` that no tracker stands behind: a run is shown and logged in any case."""
+"""Entries of `trainer.logger` that are not trackers; a run is shown and logged in any case."""
 LOGGERS = (*WITHOUT_TRACKER, "tensorboard", "wandb", "mlflow", "swanlab", "trackio")
 """Entries of `trainer.logger`."""
 
 Frequency = Annotated[MinusOneOrMore, BeforeValidator(lambda value: -1 if value is False else value)]
-"""Every so many steps; false is never, as are -1 and 0."""
+"""A number of steps between two events; false, -1 and 0 mean never."""
 Pools = dict[str, Annotated[list[PositiveInt], Field(min_length=1)]]
 
 
-#: What a rank gets of the driver's deadline, whose clock starts earlier: the rank knows what it waits for, so its error
-#: should come first.
+#: A rank's share of the driver's deadline, whose clock starts earlier. The rank's error should come first, because the
+#: rank can say what it was waiting for.
 RANK_SHARE = 0.9
 
 
@@ -33,22 +33,22 @@ class TimeoutsConfig(Section):
 
     @property
     def rank_init_s(self) -> float:
-        """How long a rank waits within a start; see `RANK_SHARE`."""
+        """Seconds that a rank waits during the start; see `RANK_SHARE`."""
         return RANK_SHARE * self.init_s
 
     @property
     def rank_call_s(self) -> float:
-        """How long a rank waits within a phase; see `RANK_SHARE`."""
+        """Seconds that a rank waits within a phase; see `RANK_SHARE`."""
         return RANK_SHARE * self.call_s
 
 
 def _validates(get: Get) -> bool:
-    # Whoever names training rows alone asks for no validation; an empty `data.val_files` is said aloud.
+    # A run that names only training rows does not validate; an explicitly empty `data.val_files` is an error.
     return "data.val_files" in get.given or bool(get("data.val_files"))
 
 
 class RunConfig(Section):
-    """`trainer.*`: what every run is asked, whatever it trains."""
+    """`trainer.*`: settings common to all kinds of run."""
 
     total_epochs: Annotated[PositiveInt, Unit("passes over the training rows")] = 30
     """Passes over the training rows."""
@@ -59,7 +59,7 @@ class RunConfig(Section):
     n_gpus_per_node: Annotated[PositiveInt, Unit("processes per machine")] = 1
     """Processes per machine: one per GPU, or CPU processes where there is none."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where models run; auto uses GPUs if there are any."""
+    """Devices that models run on; auto uses GPUs if there are any."""
     cpu_threads_per_worker: PositiveInt | None = None
     """Threads of torch in each CPU process; null divides the available cores. With GPUs, threads of the engine's
     processes; null leaves the number to the engine."""
@@ -79,11 +79,11 @@ class RunConfig(Section):
     val_after_train: bool = follows(_validates)
     """Validate after the last step. Default: whether there are validation rows."""
     test_freq: Annotated[Frequency, Unit("steps between validations")] = -1
-    """Validate every so many steps; -1 or 0 is never."""
+    """Validate every this many steps; -1 or 0 is never."""
     save_freq: Annotated[Frequency, Unit("steps between checkpoints")] = -1
-    """Write a checkpoint every so many steps; -1 or 0 is never."""
+    """Write a checkpoint every this many steps; -1 or 0 is never."""
     max_ckpt_to_keep: Annotated[PositiveInt | None, Unit("checkpoints")] = None
-    """Checkpoints that are kept, the newest ones; null keeps all."""
+    """Number of checkpoints to keep, the newest ones; null keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Continue from the newest valid checkpoint of the run folder (auto), start from the beginning (disable), or
     continue from `resume_from_path` (resume_path)."""
@@ -99,9 +99,9 @@ class TrainerConfig(RunConfig):
     """`trainer.*`: the run itself."""
 
     critic_warmup: Annotated[NonNegativeInt, Unit("steps")] = 0
-    """Steps at the beginning in which only the critic is trained."""
+    """Number of steps at the beginning in which only the critic is trained."""
     log_rollouts_freq: Annotated[MinusOneOrMore, Unit("steps between tables of samples")] = 10
-    """Show the best, the median and the worst sample every so many steps; -1 or 0 is never. All samples are in
+    """Show the best, the median and the worst sample every this many steps; -1 or 0 is never. All samples are in
     rollouts/."""
     log_val_generations: Annotated[NonNegativeInt, Unit("samples")] = 0
     """Samples of each validation that are sent to the trackers."""
@@ -109,17 +109,17 @@ class TrainerConfig(RunConfig):
     """Name of a pool → its processes, one number per machine or one for all. Default: one pool `global` with
     `n_gpus_per_node` on each machine."""
     role_pools: dict[str, str] = Field(default_factory=dict)
-    """Role → name of its pool, for actor_rollout (or actor and rollout apart), ref, critic and rm. A role that is left
-    out joins the actor's pool."""
+    """Role → name of its pool, for actor_rollout (or actor and rollout separately), ref, critic and rm. A role without
+    an entry joins the actor's pool."""
 
     @model_validator(mode="before")
     @classmethod
     def _spread_pools(cls, tree: Any) -> Any:
-        """A pool that is written as one number has so many processes on each machine."""
+        """Expand a pool written as one number to that many processes on each machine."""
         pools = tree.get("resource_pools") if isinstance(tree, Mapping) else None
         if not isinstance(pools, dict):
             return tree
         nodes = tree.get("nnodes")
-        machines = max(nodes, 1) if isinstance(nodes, int) else 1  # validation says so where it is no number
+        machines = max(nodes, 1) if isinstance(nodes, int) else 1  # validation reports anything but a number
         spread = {pool: [size] * machines if isinstance(size, int) else size for pool, size in pools.items()}
         return {**tree, "resource_pools": spread}

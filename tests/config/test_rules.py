@@ -64,7 +64,7 @@ CASES = [
         {f"{ROLLOUT}.enable_chunked_prefill": False, f"{ROLLOUT}.max_num_batched_tokens": 512},
         "Set it to at least 1024.",
     ),
-    ({f"{ROLLOUT}.engine_kwargs": {"vlm": {}}}, "has 'vlm', which is no engine with its arguments. Did you mean vllm?"),
+    ({f"{ROLLOUT}.engine_kwargs": {"vlm": {}}}, "has 'vlm', which is not an engine with arguments. Did you mean vllm?"),
     ({f"{ROLLOUT}.engine_kwargs": {"swap_space": 4}}, "Write it as {vllm: {swap_space: ...}}."),
     (
         {f"{ROLLOUT}.engine_kwargs": {"vllm": {"tensor_parallel_size": 2}}},
@@ -109,11 +109,11 @@ CASES = [
     ({f"{ACTOR}.policy_loss.loss_mode": "dro"}, f"{ACTOR}.policy_loss.dro_beta needs a value"),
     (
         {f"{ACTOR}.policy_loss.loss_mode": "kl_cov", f"{ACTOR}.policy_loss.kl_cov_ratio": 0.0},
-        f"{ACTOR}.policy_loss.kl_cov_ratio is 0, which is no share of the tokens.",
+        f"{ACTOR}.policy_loss.kl_cov_ratio is 0, but must be a share of the tokens.",
     ),
     ({f"{ACTOR}.policy_loss.clip_cov_lb": 6.0}, f"{ACTOR}.policy_loss.clip_cov_lb is 6, not below clip_cov_ub=5."),
     ({"reward.shaping": {"clamp": 5.0}}, "reward.shaping names 'clamp', which nothing is registered under."),
-    ({"reward.shaping": {"clip": None}}, "reward.shaping clips to no limit. Give one, e.g. {clip: 5}."),
+    ({"reward.shaping": {"clip": None}}, "reward.shaping has clip without a limit. Give one, e.g. {clip: 5}."),
     ({"algorithm.adv_estimator": "gdpo"}, "algorithm.gdpo_reward_keys needs the names of the rewards"),
     ({"algorithm.gdpo_reward_keys": ["a"]}, "algorithm.gdpo_reward_keys is not read by grpo. Set algorithm.adv_est"),
     (GDPO | {"algorithm.gdpo_reward_keys": ["a", "a"]}, "names a reward twice"),
@@ -121,7 +121,7 @@ CASES = [
     (GDPO | {"algorithm.use_kl_in_reward": True}, "which hold no KL"),
     (
         {"algorithm.adv_estimator": "reinforce_plus_plus", "algorithm.filter_groups.enable": True, f"{ROLLOUT}.n": 1},
-        f"{ROLLOUT}.n is 1, so that no group could ever have different rewards.",
+        f"{ROLLOUT}.n is 1, so no group could ever have different rewards.",
     ),
     ({"algorithm.filter_groups.max_num_gen_batches": 0}, "max_num_gen_batches is 0, must be more than 0."),
     ({f"{CORRECTION}.rollout_is_threshold": "a_b"}, f"{CORRECTION}.rollout_is_threshold can't be read: 'a_b' is no"),
@@ -134,14 +134,14 @@ CASES = [
     ({f"{CORRECTION}.loss_type": "reinforce"}, f"{CORRECTION}.loss_type is reinforce, which only bypass mode reads."),
     (
         BYPASS | {"algorithm.adv_estimator": "optimal_token_baseline"},
-        "needs the forward pass that it spares. Set it to false.",
+        "needs the forward pass that it skips. Set it to false.",
     ),
-    (BYPASS | {f"{CORRECTION}.rollout_is": "token"}, "has that ratio inside already"),
+    (BYPASS | {f"{CORRECTION}.rollout_is": "token"}, "already contains that ratio"),
     (
         BYPASS | {f"{CORRECTION}.loss_type": "reinforce", f"{ACTOR}.policy_loss.loss_mode": "gspo"},
-        f"would take the place of {ACTOR}.policy_loss.loss_mode=gspo.",
+        f"would replace {ACTOR}.policy_loss.loss_mode=gspo.",
     ),
-    (BYPASS | {f"{CORRECTION}.rollout_is_batch_normalize": True}, "and not the whole batch before"),
+    (BYPASS | {f"{CORRECTION}.rollout_is_batch_normalize": True}, "not for the whole batch"),
 ]
 
 
