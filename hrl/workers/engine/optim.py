@@ -1,23 +1,51 @@
-"""An optimizer step: learning rate, global gradient norm, clipping, and what happens if something is not finite."""
+"""An optimizer step: learning rate, global gradient norm, clipping, what happens if something is not finite, and AdamW.
+
+AdamW works on this rank's shards, with state per parameter. Its arithmetic is torch's (`torch.optim.adamw`, its fused
+kernel), on
+
+- **whole shards**, where moments are on the device and masters are float32 (or float64);
+- **buckets** of at most `BUCKET_ELEMENTS` elements otherwise. With `offload` the moments are allocated in host memory,
+  and at most two buckets of them visit the device: while one is computed with, the next comes and the one before goes,
+  each on its own stream. bfloat16 masters are widened to float32 a bucket at a time and rounded back stochastically;
+  their moments are float32.
+
+Stochastic rounding: bfloat16 has 8 significant bits, so neighbours are 0.4 to 0.8 % of a weight apart. An update of
+1e-6 to a weight of 0.02 is a hundredth of that; rounded to nearest it is lost every time, and all but the smallest
+weights never move. Here a number `x` between neighbours `a` and `b` becomes `b` with probability `(x - a) / (b - a)`
+and `a` otherwise, so that its expectation is `x` (Gupta et al. 2015, "Deep learning with limited numerical precision").
+The chance is a hash of (seed, parameter, its step, the element's place in the whole parameter), not drawn from a
+generator. So a resumed run rounds as the straight one does, and so does a run on another number of ranks.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.optim.adamw import adamw
 
-from hrl.workers.engine.adamw import AdamW
-from hrl.workers.engine.host_memory import local
+from hrl.workers.engine.host_memory import Lane, host_zeros_like, local
 from hrl.workers.engine.nonfinite import names_of_nonfinite
 
 if TYPE_CHECKING:
     from hrl.config.model import OptimConfig
+
+#: Elements whose moments visit the device together: 128 MiB for each of the two moments in float32.
+BUCKET_ELEMENTS = 1 << 25
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_EPS = 1e-8
+
+_WORD = 1 << 32
+_DROPPED_BITS = 16  # of a float32's 23, those that a bfloat16 lacks
+_DROPPED = (1 << _DROPPED_BITS) - 1
 
 
 @dataclass(frozen=True)
@@ -191,3 +219,295 @@ def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple
     square, num_bad = total.tolist()
     norm = math.sqrt(square / replicas)
     return norm, math.isfinite(norm) and num_bad == 0.0
+
+
+class Piece(NamedTuple):
+    """Elements `start` to `stop` of a parameter's flattened shard."""
+
+    parameter: nn.Parameter
+    start: int
+    stop: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """Return these elements of the parameter, its gradient or a moment, as a view `(n,)`."""
+        return local(tensor).view(-1)[self.start : self.stop]
+
+
+class AdamW:
+    """AdamW over sharded parameters.
+
+    Args:
+        names: Names of the trained parameters.
+        betas: Decay rates of the moments.
+        weight_decay: Decoupled weight decay.
+        device: Where parameters and gradients are during a step.
+        offload: Keep the moments in host memory.
+        seed: Of the run, by which bfloat16 masters are rounded.
+        bucket_elements: See `BUCKET_ELEMENTS`.
+
+    Attributes:
+        state: `exp_avg` and `exp_avg_sq` of each parameter, sharded as it is. They exist from the start, so that a
+            checkpoint has the same keys before and after the first step.
+        steps: How many updates the moments of each parameter have seen, which gives its bias correction.
+
+    Raises:
+        ValueError: A parameter's dtype is neither float32, float64 nor bfloat16.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[nn.Parameter, str],
+        *,
+        betas: tuple[float, float],
+        weight_decay: float,
+        device: torch.device,
+        offload: bool = False,
+        seed: int = 0,
+        bucket_elements: int = BUCKET_ELEMENTS,
+    ) -> None:
+        self._names = names
+        self._betas = betas
+        self._weight_decay = weight_decay
+        self._device = device
+        self._seed = seed
+        self._bucket_elements = bucket_elements
+        self.offload = offload
+        self.steps = dict.fromkeys(names, 0)
+        self.state = {parameter: self._moments(parameter, name) for parameter, name in names.items()}
+        self._coming, self._going = Lane(device), Lane(device)
+
+    def _moments(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
+        wide = {torch.bfloat16: torch.float32}.get(parameter.dtype, parameter.dtype)
+        if wide not in (torch.float32, torch.float64):
+            raise ValueError(f"{name} is {parameter.dtype}: AdamW trains float32 and bfloat16 weights (model_dtype)")
+        if self.offload:
+            return {moment: host_zeros_like(parameter, wide, self._device) for moment in MOMENTS}
+        return {moment: torch.zeros_like(parameter, dtype=wide, device=self._device) for moment in MOMENTS}
+
+    @torch.no_grad()
+    def step(self, lr: float) -> None:
+        """Update every parameter that has a gradient; others keep weight, moments and step count."""
+        moved = [p for p in self._names if p.grad is not None]
+        for parameter in moved:
+            self.steps[parameter] += 1
+        shards = [p for p in moved if local(p).numel() > 0]
+        if self.offload:
+            self._step_with_visiting_moments(shards, lr)
+            return
+        wide = [p for p in shards if p.dtype != torch.bfloat16]
+        if wide:
+            columns = zip(*map(self._tensors, wide), strict=True)
+            self._adamw([[local(tensor) for tensor in column] for column in columns], self._counts(wide), lr)
+        for bucket in self._buckets([p for p in shards if p.dtype == torch.bfloat16]):
+            moments = [[piece.of(self.state[piece.parameter][moment]) for piece in bucket] for moment in MOMENTS]
+            self._update(bucket, moments, self._counts([piece.parameter for piece in bucket]), lr)
+
+    def _tensors(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        assert parameter.grad is not None
+        return (parameter.detach(), parameter.grad, *(self.state[parameter][moment] for moment in MOMENTS))
+
+    def _step_with_visiting_moments(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
+        buckets = list(self._buckets(parameters))
+        if not buckets:
+            return
+        counts = self._counts([piece.parameter for bucket in buckets for piece in bucket])
+        slots = [self._slot(buckets) for _ in buckets[:2]]
+        visitors: list[list[list[Tensor]]] = [[] for _ in buckets]
+        gone: list[torch.cuda.Event | None] = [None] * len(buckets)
+
+        def fetch(index: int) -> None:
+            self._coming.wait(gone[index - 2] if index > 1 else self._here())
+            visitors[index] = self._fetch(buckets[index], slots[index % 2])
+
+        fetch(0)
+        for index, bucket in enumerate(buckets):
+            arrived = self._coming.mark()
+            if index + 1 < len(buckets):
+                fetch(index + 1)
+            self._wait_here(arrived)
+            self._update(bucket, visitors[index], counts[: len(bucket)], lr)
+            counts = counts[len(bucket) :]
+            self._going.wait(self._here())
+            self._store(bucket, visitors[index])
+            gone[index] = self._going.mark()
+        # Now the slots may go back to the allocator, and host memory may be read.
+        self._wait_here(gone[-1])
+        self._going.finish()
+
+    def _slot(self, buckets: Sequence[Sequence[Piece]]) -> dict[tuple[str, torch.dtype], Tensor]:
+        """Allocate memory on the device for the moments of any one bucket, by moment and dtype."""
+        sizes: dict[torch.dtype, int] = {}
+        for bucket in buckets:
+            for dtype, size in self._sizes(bucket).items():
+                sizes[dtype] = max(size, sizes.get(dtype, 0))
+        return {
+            (moment, dtype): torch.empty(size, dtype=dtype, device=self._device)
+            for dtype, size in sizes.items()
+            for moment in MOMENTS
+        }
+
+    def _sizes(self, bucket: Sequence[Piece]) -> dict[torch.dtype, int]:
+        sizes: dict[torch.dtype, int] = {}
+        for parameter, start, stop in bucket:
+            dtype = self.state[parameter][MOMENTS[0]].dtype
+            sizes[dtype] = sizes.get(dtype, 0) + stop - start
+        return sizes
+
+    def _fetch(self, bucket: Sequence[Piece], slot: Mapping[tuple[str, torch.dtype], Tensor]) -> list[list[Tensor]]:
+        """Copy a bucket's moments to the device; return a list for each moment, in the order of the pieces."""
+        visitors: list[list[Tensor]] = []
+        with self._coming.copies():
+            for moment in MOMENTS:
+                ends: dict[torch.dtype, int] = {}
+                column = []
+                for piece in bucket:
+                    home = piece.of(self.state[piece.parameter][moment])
+                    start = ends.get(home.dtype, 0)
+                    ends[home.dtype] = start + home.numel()
+                    place = slot[moment, home.dtype][start : ends[home.dtype]]
+                    column.append(place.copy_(home, non_blocking=True))
+                visitors.append(column)
+        return visitors
+
+    def _store(self, bucket: Sequence[Piece], visitors: Sequence[Sequence[Tensor]]) -> None:
+        """Copy a bucket's moments back to host memory."""
+        with self._going.copies():
+            for moment, column in zip(MOMENTS, visitors, strict=True):
+                for piece, visitor in zip(bucket, column, strict=True):
+                    piece.of(self.state[piece.parameter][moment]).copy_(visitor, non_blocking=True)
+
+    def _update(
+        self, bucket: Sequence[Piece], moments: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float
+    ) -> None:
+        """Update flat pieces, bfloat16 ones in float32 and rounded back stochastically."""
+        weights = [piece.of(piece.parameter.detach()) for piece in bucket]
+        # A gradient is only read, so a copy will do where its shard is not contiguous.
+        grads = [local(p.grad).reshape(-1)[start:stop] for p, start, stop in bucket if p.grad is not None]
+        wide = [weight.float() if weight.dtype == torch.bfloat16 else weight for weight in weights]
+        grads = [grad.to(weight.dtype) for grad, weight in zip(grads, wide, strict=True)]
+        self._adamw([wide, grads, *moments], counts, lr)
+        for piece, weight, number in zip(bucket, weights, wide, strict=True):
+            if number is not weight:
+                parameter = piece.parameter
+                key = rounding_key(self._seed, self._names[parameter], self.steps[parameter])
+                weight.copy_(round_stochastically(number, key, _first_element(parameter) + piece.start))
+
+    def _adamw(self, columns: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float) -> None:
+        """Run torch's arithmetic in place; `columns` are weights, gradients and both moments."""
+        weights, grads, exp_avgs, exp_avg_sqs = map(list, columns)
+        adamw(
+            weights,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            counts,
+            fused=True,
+            amsgrad=False,
+            beta1=self._betas[0],
+            beta2=self._betas[1],
+            lr=lr,
+            weight_decay=self._weight_decay,
+            eps=_EPS,
+            maximize=False,
+        )
+
+    def _counts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Return how many updates each parameter had before this one, on the device; the kernel adds one itself."""
+        before = torch.tensor([float(self.steps[parameter] - 1) for parameter in parameters])
+        if self._device.type == "cuda":
+            before = before.pin_memory()
+        return list(before.to(self._device, non_blocking=True).unbind())
+
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:
+        """Yield pieces of all parameters, in buckets of at most `bucket_elements` elements."""
+        bucket: list[Piece] = []
+        room = self._bucket_elements
+        for parameter in parameters:
+            size, start = local(parameter).numel(), 0
+            while start < size:
+                stop = min(size, start + room)
+                bucket.append(Piece(parameter, start, stop))
+                room -= stop - start
+                start = stop
+                if room == 0:
+                    yield bucket
+                    bucket, room = [], self._bucket_elements
+        if bucket:
+            yield bucket
+
+    def _here(self) -> torch.cuda.Event | None:
+        """Return an event at the present end of the stream that computes."""
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def _wait_here(self, event: torch.cuda.Event | None) -> None:
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)
+
+
+def _first_element(parameter: nn.Parameter) -> int:
+    """Return where this rank's shard begins in the flattened whole parameter; shards are runs of rows."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    if any(offset[1:]):
+        raise ValueError("bfloat16 masters are rounded by rows: a parameter must be sharded along its first dimension")
+    return offset[0] * (parameter.numel() // parameter.shape[0])
+
+
+# ---------------------------------------------------------------------- stochastic rounding
+
+
+def rounding_key(seed: int, name: str, step: int) -> int:
+    """Return 64 bits that decide how a parameter is rounded at one of its steps."""
+    text = f"{seed}/{name}/{step}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@torch.no_grad()
+def round_stochastically(wide: Tensor, key: int, first: int) -> Tensor:
+    """Round float32 numbers to bfloat16, each to one of its two neighbours by chance.
+
+    Args:
+        wide: `(n,)` float32.
+        key: See `rounding_key`.
+        first: Place of `wide[0]` in the flattened whole parameter.
+
+    Returns:
+        `(n,)` bfloat16. NaN and infinities stay what they are.
+    """
+    # As integers, the bits of float32 numbers of one sign grow with the magnitude: adding chance below the cut carries
+    # into the kept bits with exactly the probability that is wanted.
+    bits = wide.view(torch.int32) + noise(wide.numel(), key, first, wide.device)
+    rounded = bits.bitwise_and_(~_DROPPED).view(torch.float32)
+    return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)
+
+
+def noise(count: int, key: int, first: int, device: torch.device) -> Tensor:
+    """Return `(count,)` int32, uniform in [0, 65536); element i depends on `key` and `first + i` alone."""
+    out = torch.empty(count, dtype=torch.int32, device=device)
+    start = 0
+    while start < count:  # once, unless a parameter has more elements than 32 bits can count
+        block, low = divmod(first + start, _WORD)
+        stop = min(count, start + _WORD - low)
+        places = torch.arange(stop - start, dtype=torch.int32, device=device)
+        out[start:stop] = _hash(places.add_(_signed(low)), _signed((key ^ (key >> 32) * (2 * block + 1)) % _WORD))
+        start = stop
+    return out.bitwise_and_(_DROPPED)
+
+
+def _hash(words: Tensor, key: int) -> Tensor:
+    """Mix int32 words in place: xor-shift and multiply, twice (the constants of Wellons' `lowbias32`)."""
+    words.bitwise_xor_(key)
+    words.bitwise_xor_(_shifted(words, 16)).mul_(0x7FEB352D)
+    words.bitwise_xor_(_shifted(words, 15)).mul_(_signed(0x846CA68B))
+    return words.bitwise_xor_(_shifted(words, 16))
+
+
+def _shifted(words: Tensor, bits: int) -> Tensor:
+    """Shift to the right and fill with zeros, where torch's shift of a signed word repeats its sign."""
+    return (words >> bits).bitwise_and_((1 << (32 - bits)) - 1)
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word

@@ -12,9 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from hrl.batching import MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
-from hrl.workers.engine.adamw import AdamW
 from hrl.workers.engine.host_memory import HostCopies
-from hrl.workers.engine.optim import StepReport
+from hrl.workers.engine.optim import AdamW, StepReport
 from tests.models.tiny import (
     actor_config,
     fsdp_config,

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hrl.batching import RankPlan
 from hrl.protocol import DataProto
-from hrl.workers.engine.adamw import AdamW, round_stochastically
+from hrl.workers.engine.optim import AdamW, round_stochastically
 from hrl.workers.policy import Policy
 from tests.models.tiny import (
     SHAPE,
