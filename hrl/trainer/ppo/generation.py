@@ -1,11 +1,14 @@
-"""Around a sampling call: which rows go in, and whether what comes back may be trained on."""
+"""Around a sampling call: which rows go in, whether what comes back may be trained on, and what leaves as baselines."""
 
 from __future__ import annotations
 
 import uuid
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from hrl.batching.rows import lengths_of
 from hrl.config.rollout import RolloutConfig
 from hrl.errors import HrlError
 from hrl.metrics import Metric
@@ -25,7 +28,7 @@ def prompt_batch(
     wave: int = 0,
     with_greedy: bool = False,
 ) -> DataProto:
-    """Repeats every prompt once per sample and stamps the rows with group, sample number and sampling settings.
+    """Repeat every prompt once per sample and stamp the rows with group, sample number and sampling settings.
 
     Args:
         prompts: One row per prompt, from `RLHFDataset.batch`; its `index` tells prompts apart.
@@ -92,4 +95,36 @@ def count_troubles(samples: DataProto) -> dict[str, Metric]:
         "rollout/empty_responses": Metric.total((~samples.batch["response_mask"].bool().any(-1)).sum()),
         "rollout/aborted_responses": Metric.total((reasons == "abort").sum()),
         "rollout/truncated_responses": Metric.total((reasons == "length").sum()),
+    }
+
+
+def take_baselines(batch: DataProto, scores: Tensor, kept: Tensor) -> tuple[DataProto, dict[str, Metric]]:
+    """Take the greedy rows out of a scored batch and give their scores to the samples of the same prompt.
+
+    The greedy response of a prompt is the baseline of its samples (ReMax, arXiv:2310.10505).
+    Where the reward function left a greedy row out there is no baseline: the samples of that prompt train nothing.
+
+    Args:
+        batch: Sampled rows with `uid` and `greedy`.
+        scores: (B,), also of responses without a token, which have no token to put a score on.
+        kept: (B,) bool, rows that have a score.
+
+    Returns:
+        The sampled rows with `reward_baselines (B,)`; and `reward/baseline_mean`, `reward/baselines_left_out` and
+        `response_length/greedy_mean`.
+    """
+    greedy = torch.tensor([bool(mark) for mark in batch.non_tensor_batch["greedy"]])
+    uids = batch.non_tensor_batch["uid"]
+    baseline_of = {uids[row]: row for row in greedy.nonzero()[:, 0].tolist()}
+    samples = batch.select_idxs(~greedy)
+    samples.pop(non_tensor_batch_keys=["greedy"])
+    rows = torch.tensor([baseline_of[uid] for uid in samples.non_tensor_batch["uid"]])
+    samples.batch["reward_baselines"] = torch.where(kept[rows], scores[rows], 0.0).float()
+    samples.batch["response_mask"] = samples.batch["response_mask"] * kept[rows, None]
+    scored = greedy & kept
+    lengths = lengths_of(batch)[1][greedy]
+    return samples, {
+        "reward/baseline_mean": Metric.mean(scores[scored].sum(), scored.sum()),
+        "reward/baselines_left_out": Metric.total((greedy & ~kept).sum()),
+        "response_length/greedy_mean": Metric.mean(lengths.sum(), len(lengths)),
     }

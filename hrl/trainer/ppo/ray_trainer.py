@@ -17,9 +17,8 @@ from hrl.report.samples import rollout_records
 from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
-from hrl.trainer.ppo.baselines import take_baselines
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
-from hrl.trainer.ppo.generation import check_policy_version, count_troubles, prompt_batch
+from hrl.trainer.ppo.generation import check_policy_version, count_troubles, prompt_batch, take_baselines
 from hrl.trainer.ppo.metrics import compute_data_metrics, count_left_out, validation_metrics, validation_troubles
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob, policy_update, update_measures_mismatch
 from hrl.trainer.ppo.sampler_mismatch import (
@@ -187,17 +186,12 @@ class RayPPOTrainer(TrainingLoop):
             metrics: Receives the engines' counts.
             wave: How many batches the step has sampled before this one.
         """
-        rows = prompt_batch(
-            batch,
-            self.config.actor_rollout_ref.rollout,
-            step=self.global_steps,
-            wave=wave,
-            with_greedy=self.estimator.needs_baseline,
-        )
-        return self._sample(rows, metrics)
+        rollout, with_greedy = self.config.actor_rollout_ref.rollout, self.estimator.needs_baseline
+        rows = prompt_batch(batch, rollout, step=self.global_steps, wave=wave, with_greedy=with_greedy)
+        return self._sample(rows, metrics, with_greedy=with_greedy)
 
     def refill(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """Drop groups without spread and samples further prompts until the batch is full (DAPO's dynamic sampling).
+        """Drop groups without spread and sample further prompts until the batch is full (DAPO's dynamic sampling).
 
         Engines stay awake meanwhile: a reward model on the same devices scores beside them.
 
@@ -217,7 +211,7 @@ class RayPPOTrainer(TrainingLoop):
         metrics |= counts
         return batch
 
-    def _sample(self, rows: DataProto, metrics: StepMetrics) -> DataProto:
+    def _sample(self, rows: DataProto, metrics: StepMetrics, *, with_greedy: bool) -> DataProto:
         rollout = self.workers.rollout
         plan = plan_generation(
             rows.non_tensor_batch["uid"],
@@ -225,9 +219,7 @@ class RayPPOTrainer(TrainingLoop):
             self.config.actor_rollout_ref.rollout.tensor_model_parallel_size,
         )
         self.rewards.begin(rows)
-        sampled = rollout.generate_sequences(
-            rows, SampleRequest(plan=plan, with_greedy="greedy" in rows.non_tensor_batch)
-        )
+        sampled = rollout.generate_sequences(rows, SampleRequest(plan=plan, with_greedy=with_greedy))
         check_policy_version(sampled, self.policy_version)
         metrics.observe(count_troubles(sampled))
         for sent in (rows, sampled):
@@ -452,7 +444,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def _validate_batch(self, prompts: DataProto, counters: StepMetrics) -> DataProto:
         rows = prompt_batch(prompts, self.config.actor_rollout_ref.rollout, step=self.global_steps, validate=True)
-        batch = self._with_model_scores(self._sample(rows, counters))
+        batch = self._with_model_scores(self._sample(rows, counters, with_greedy=False))
         combined = self.rewards.collect(batch, counters)
         batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])
         batch.batch["kept"] = combined.kept
