@@ -5,16 +5,173 @@ Ranks never negotiate. A plan is a function of its arguments, so a rerun plans t
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hrl.batching.micro import Limits, MicroBatches, cut_micro_batches
+from hrl.batching.balance import balance, longest_first, pack
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
-from hrl.batching.rows import Rows, counts
+from hrl.batching.rows import Rows, counts, lengths_of
+
+if TYPE_CHECKING:
+    from hrl.protocol import DataProto
 
 Lengths = Sequence[int] | np.ndarray
+
+_CLOSE_ENOUGH = (
+    1.02  # heaviest rank over the mean at which groups are not cut further: each cut computes a prompt again
+)
+
+_MicroBatches = list[list[np.ndarray]]  # per rank, per micro-batch: positions, ascending
+
+
+@dataclass(frozen=True)
+class MicroBatchLimits:
+    """How large a micro-batch of one rank may be, and the key that raises it.
+
+    Attributes:
+        max_tokens: Hard cap on its tokens; `None` only together with `max_rows`.
+        max_rows: Fixed number of its rows (the last one has the rest), pairs where pairs are planned; `None` to fill
+            it up to `max_tokens`.
+        budget_key: The configuration key of `max_tokens`, for errors.
+    """
+
+    max_tokens: int | None
+    max_rows: int | None
+    budget_key: str
+
+    @property
+    def token_cap(self) -> int:
+        """`max_tokens`, or a number that no micro-batch reaches."""
+        return sys.maxsize if self.max_tokens is None else self.max_tokens
+
+    def check(self) -> None:
+        """Check the limits; no token budget at all is fine where the number of rows is fixed.
+
+        Raises:
+            ValueError: There is no limit, or one below 1.
+        """
+        if self.max_tokens is None and self.max_rows is None:
+            raise ValueError("a micro-batch needs a limit: give max_tokens, max_rows or both")
+        for name, limit in (("max_tokens", self.max_tokens), ("max_rows", self.max_rows)):
+            if limit is not None and limit < 1:
+                raise ValueError(f"{name} must be at least 1, got {limit}")
+
+    def check_rows(self, rows: Rows, positions: np.ndarray) -> None:
+        """Raise a ValueError that names the first row which alone exceeds the token budget."""
+        tokens = (rows.prompt + rows.response)[positions]
+        too_long = rows.index[positions[tokens > self.token_cap]]
+        if len(too_long):
+            row = int(too_long.min())
+            length = int(tokens[rows.index[positions] == row][0])
+            raise ValueError(
+                f"row {row} alone has {length} tokens, more than the {self.token_cap} that one micro-batch may hold; "
+                f"set {self.budget_key} to at least {length}, or shorten prompts or responses"
+            )
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Plans a batch for the worker groups.
+
+    Attributes:
+        share_prefix: The samples of a group compute their prompt once.
+    """
+
+    share_prefix: bool
+
+    def forward(self, batch: DataProto, world_size: int, limits: MicroBatchLimits) -> BatchPlan:
+        """Every row once, balanced over ranks: for log-probs, values and reward models."""
+        prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
+        return plan_forward(
+            prompt,
+            response,
+            world_size=world_size,
+            limits=limits,
+            group_ids=batch.non_tensor_batch["uid"],
+            share_prefix=self.share_prefix,
+        )
+
+    def update(
+        self,
+        batch: DataProto,
+        world_size: int,
+        limits: MicroBatchLimits,
+        *,
+        mini_batch_rows: int,
+        epochs: int,
+        skip: np.ndarray | None = None,
+        shuffle_seed: int | None = None,
+    ) -> BatchPlan:
+        """`epochs` passes over mini-batches of `mini_batch_rows` rows; rows in `skip` count but do not run."""
+        prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
+        return plan_update(
+            prompt,
+            response,
+            batch.batch["response_mask"].sum(-1).numpy(),
+            world_size=world_size,
+            mini_batch_rows=mini_batch_rows,
+            epochs=epochs,
+            limits=limits,
+            group_ids=batch.non_tensor_batch["uid"],
+            share_prefix=self.share_prefix,
+            skip=skip,
+            shuffle_seed=shuffle_seed,
+        )
+
+    def pairs(
+        self,
+        batch: DataProto,
+        world_size: int,
+        limits: MicroBatchLimits,
+        *,
+        mini_batch_pairs: int,
+        epochs: int = 1,
+    ) -> BatchPlan:
+        """As `update`, of a batch whose rows 2i and 2i + 1 are a pair; `limits.max_rows` counts pairs."""
+        prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
+        return plan_pairs(
+            prompt,
+            response,
+            batch.batch["response_mask"].sum(-1).numpy(),
+            world_size=world_size,
+            mini_batch_pairs=mini_batch_pairs,
+            limits=limits,
+            epochs=epochs,
+            share_prefix=self.share_prefix,
+        )
+
+
+def rows_of_first_step(plan: BatchPlan) -> list[int]:
+    """Return the rows of the batch that the first optimizer step of an update runs, over all ranks."""
+    return [
+        held[place]
+        for held, rank in zip(plan.rows, plan.ranks, strict=True)
+        if rank is not None
+        for mini_batch in rank.mini_batches[:1]
+        for micro_batch in mini_batch.micro_batches
+        for place in micro_batch
+    ]
+
+
+def plan_generation(group_ids: np.ndarray, world_size: int, tensor_parallel_size: int) -> BatchPlan:
+    """Whole groups, in turn, to the ranks that drive an engine; their tensor-parallel peers get no row.
+
+    Args:
+        group_ids: (B,) the uid of every row.
+        world_size: Ranks of the rollout's worker group.
+        tensor_parallel_size: Ranks that form one engine; the first of them drives it.
+    """
+    leaders = range(0, world_size, tensor_parallel_size)
+    _, first, group = np.unique(group_ids, return_index=True, return_inverse=True)
+    order_of_appearance = np.argsort(np.argsort(first))[group]
+    engine = order_of_appearance * len(leaders) // len(first)
+    rows = [tuple(np.flatnonzero(engine == k).tolist()) for k in range(len(leaders))]
+    per_rank = tuple(rows[rank // tensor_parallel_size] if rank in leaders else () for rank in range(world_size))
+    return BatchPlan(rows=per_rank, ranks=(RankPlan(mini_batches=()),) * world_size)
 
 
 def plan_forward(
@@ -22,11 +179,9 @@ def plan_forward(
     response_lens: Lengths,
     *,
     world_size: int,
-    max_tokens: int | None,
-    max_rows: int | None = None,
+    limits: MicroBatchLimits,
     group_ids: Sequence[Hashable] | np.ndarray | None = None,
     share_prefix: bool = False,
-    budget_key: str = "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
 ) -> BatchPlan:
     """Plan one pass over all rows without an optimizer step: log-probs, values, reward models.
 
@@ -34,19 +189,17 @@ def plan_forward(
         prompt_lens: (B,) tokens of every prompt.
         response_lens: (B,) tokens of every response.
         world_size: Number of ranks.
-        max_tokens: Hard cap on the tokens of a rank's micro-batch; None only together with `max_rows`.
-        max_rows: Fixed number of rows per micro-batch.
+        limits: Of a rank's micro-batch.
         group_ids: (B,) group of every row (its `uid`); None makes every row a group.
         share_prefix: The rows of a group that share a micro-batch count (and compute) their prompt once.
-        budget_key: The configuration key that an error about `max_tokens` names.
 
     Returns:
         A plan of exactly one mini-batch that holds every row once. Its counts take every response token as trained.
 
     Raises:
-        ValueError: A row alone exceeds `max_tokens` (row, length, budget and key are named), or arguments don't fit.
+        ValueError: A row alone exceeds the token budget (row, length, budget, key are named), or arguments don't fit.
     """
-    limits = Limits.of(max_tokens, max_rows, budget_key)
+    limits.check()
     rows = Rows.of(prompt_lens, response_lens, group_ids, share_prefix)
     step = _plan_step(rows, np.arange(len(rows)), rows.response, None, world_size, limits)
     return _assemble(rows, [step], world_size, repeats=1)
@@ -60,13 +213,11 @@ def plan_update(
     world_size: int,
     mini_batch_rows: int,
     epochs: int,
-    max_tokens: int | None,
-    max_rows: int | None = None,
+    limits: MicroBatchLimits,
     group_ids: Sequence[Hashable] | np.ndarray | None = None,
     share_prefix: bool = False,
     skip: Sequence[bool] | np.ndarray | None = None,
     shuffle_seed: int | None = None,
-    budget_key: str = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
 ) -> BatchPlan:
     """Plan the optimizer steps of a batch: `epochs` times over mini-batches of `mini_batch_rows` rows.
 
@@ -81,13 +232,11 @@ def plan_update(
         world_size: Number of ranks.
         mini_batch_rows: Rows per optimizer step, over all ranks.
         epochs: Passes over the batch.
-        max_tokens: Hard cap on the tokens of a rank's micro-batch; None only together with `max_rows`.
-        max_rows: Fixed number of rows per micro-batch.
+        limits: Of a rank's micro-batch.
         group_ids: (B,) group of every row; groups whose rows lie apart are brought together.
         share_prefix: The rows of a group that share a micro-batch count (and compute) their prompt once.
         skip: (B,) rows that can't move a weight. They count in the divisors and are neither sent nor run.
         shuffle_seed: Shuffle the groups before cutting, anew in each epoch; None keeps their order.
-        budget_key: The configuration key that an error about `max_tokens` names.
 
     Returns:
         A plan with the mini-batches of all epochs, in order. A mini-batch that skips all its rows stays, as a step
@@ -99,7 +248,7 @@ def plan_update(
     for name, number in (("mini_batch_rows", mini_batch_rows), ("epochs", epochs)):
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    limits = Limits.of(max_tokens, max_rows, budget_key)
+    limits.check()
     rows = Rows.of(prompt_lens, response_lens, group_ids, share_prefix)
     trained = counts(trained_tokens, "trained_tokens", num_rows=len(rows))[rows.index]
     if (trained > rows.response).any():
@@ -119,7 +268,7 @@ def plan_update(
 class _Step:
     """One mini-batch before rows get their place on a rank."""
 
-    ranks: MicroBatches
+    ranks: _MicroBatches
     num_tokens: int
     num_sequences: int
     num_groups: int
@@ -131,14 +280,14 @@ def _plan_step(
     trained: np.ndarray,
     left_out: np.ndarray | None,
     world_size: int,
-    limits: Limits,
+    limits: MicroBatchLimits,
 ) -> _Step:
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
     run = np.sort(positions if left_out is None else positions[~left_out[positions]])
     with_tokens = positions[trained[positions] > 0]
     return _Step(
-        ranks=cut_micro_batches(rows, run, world_size, limits),
+        ranks=_cut_micro_batches(rows, run, world_size, limits),
         num_tokens=int(trained[positions].sum()),
         num_sequences=len(with_tokens),
         num_groups=len(np.unique(rows.group[with_tokens])),
@@ -195,3 +344,189 @@ def _mask(skip: Sequence[bool] | np.ndarray, num_rows: int) -> np.ndarray:
     if mask.shape != (num_rows,) or mask.dtype != bool:
         raise ValueError(f"skip must be {num_rows} booleans, got shape {mask.shape} of {mask.dtype}")
     return mask
+
+
+def plan_pairs(
+    prompt_lens: Lengths,
+    response_lens: Lengths,
+    trained_tokens: Lengths,
+    *,
+    world_size: int,
+    mini_batch_pairs: int,
+    limits: MicroBatchLimits,
+    epochs: int = 1,
+    share_prefix: bool = False,
+    shuffle_seed: int | None = None,
+) -> BatchPlan:
+    """Plan the optimizer steps of a batch of N pairs, rows 2i and 2i + 1 being a pair.
+
+    Args:
+        prompt_lens: (2N,) tokens of every prompt, the same for both rows of a pair.
+        response_lens: (2N,) tokens of every answer.
+        trained_tokens: (2N,) tokens of every answer that are trained on, at least one.
+        world_size: Number of ranks.
+        mini_batch_pairs: Pairs per optimizer step, over all ranks.
+        limits: Of a rank's micro-batch; `max_rows` counts pairs.
+        epochs: Passes over the batch.
+        share_prefix: Both answers of a pair count (and compute) their prompt once.
+        shuffle_seed: Shuffle the pairs before cutting, anew in each epoch; None keeps their order.
+
+    Returns:
+        A plan of rows. `num_groups` counts pairs, the divisor of a loss per pair; `num_sequences` counts answers.
+
+    Raises:
+        ValueError: An odd number of rows, an answer without trained tokens, two prompts in a pair, or a pair that alone
+            exceeds `limits.max_tokens`; the pair is named.
+    """
+    if len(prompt_lens) % 2:
+        raise ValueError(f"{len(prompt_lens)} rows are no pairs")
+    named = {"prompt_lens": prompt_lens, "response_lens": response_lens, "trained_tokens": trained_tokens}
+    prompt, response, trained = (
+        counts(lens, name, num_rows=len(prompt_lens)).reshape(-1, 2) for name, lens in named.items()
+    )
+    for wrong, what in (
+        (prompt[:, 0] != prompt[:, 1], "has two prompts of different length"),
+        ((trained == 0).any(1), "has an answer without a trained token"),
+    ):
+        if wrong.any():
+            raise ValueError(f"pair {int(np.argmax(wrong))} {what}")
+    once = prompt[:, 0] if share_prefix else prompt.sum(1)
+    tokens = once + response.sum(1)
+    if (tokens > limits.token_cap).any():
+        pair = int(np.argmax(tokens > limits.token_cap))
+        raise ValueError(
+            f"the answers of pair {pair} have {tokens[pair]} tokens with their prompt, more than the "
+            f"{limits.max_tokens} that one micro-batch may hold; set {limits.budget_key} to at least {tokens[pair]}"
+        )
+    pairs = plan_update(
+        once,
+        response.sum(1),
+        trained.sum(1),
+        world_size=world_size,
+        mini_batch_rows=mini_batch_pairs,
+        epochs=epochs,
+        limits=limits,
+        shuffle_seed=shuffle_seed,
+    )
+    return _both_rows(pairs)
+
+
+def _both_rows(pairs: BatchPlan) -> BatchPlan:
+    """Return a plan of pairs as a plan of their rows: pair i is rows 2i and 2i + 1."""
+
+    def both(items: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(row for item in items for row in (2 * item, 2 * item + 1))
+
+    ranks = [
+        RankPlan(
+            tuple(
+                replace(
+                    step,
+                    micro_batches=tuple(map(both, step.micro_batches)),
+                    num_sequences=2 * step.num_groups,
+                )
+                for step in rank.mini_batches
+            )
+        )
+        for rank in pairs.ranks
+        if rank is not None
+    ]
+    return BatchPlan(rows=tuple(map(both, pairs.rows)), ranks=tuple(ranks))
+
+
+def _cut_micro_batches(rows: Rows, positions: np.ndarray, world_size: int, limits: MicroBatchLimits) -> _MicroBatches:
+    """Cut one mini-batch: every position once, as many micro-batches on every rank, none above the limits.
+
+    Ranks are balanced first, because all of them wait for the slowest; then each rank's micro-batches, because ranks
+    meet in every layer of every micro-batch; the costliest comes first on every rank, so that equals meet.
+    """
+    limits.check_rows(rows, positions)
+    if not len(positions):
+        return [[] for _ in range(world_size)]
+    if limits.max_rows is not None:
+        shares = _share_by_count(rows, positions, world_size)
+        ranks = [list(_in_order(rows, share, limits.max_rows, limits.token_cap)) for share in shares]
+    else:
+        ranks = _pack_ranks(rows, _share_by_cost(rows, positions, world_size, limits.token_cap), limits.token_cap)
+    steps = max(map(len, ranks))
+    nothing = np.zeros(0, dtype=np.int64)
+    return [share + [nothing] * (steps - len(share)) for share in ranks]
+
+
+def _share_by_cost(rows: Rows, positions: np.ndarray, world_size: int, max_tokens: int) -> list[list[np.ndarray]]:
+    """Give every rank units (rows of one group that stay together) of about the same cost.
+
+    Whole groups are cheapest, as each computes its prompt once; where they are too few or too unlike to balance, they
+    are cut into 2, 4, ... parts, as long as the heaviest rank gets lighter by it.
+    """
+    groups = rows.runs(positions) if rows.share_prefix else list(positions[:, None])
+    largest = max((len(group) for group in groups), default=0)
+    parts, lightest, shares = 1, np.inf, []
+    while True:
+        units = _cut_groups(rows, groups, parts, max_tokens)
+        cost = rows.cost(units)
+        bins = balance(cost, world_size)
+        heaviest = max(float(cost[units_of_rank].sum()) for units_of_rank in bins)
+        if heaviest < lightest:
+            lightest, shares = heaviest, [[units[u] for u in units_of_rank] for units_of_rank in bins]
+        if parts >= largest or heaviest <= _CLOSE_ENOUGH * cost.sum() / world_size:
+            return shares
+        parts *= 2
+
+
+def _cut_groups(rows: Rows, groups: list[np.ndarray], parts: int, max_tokens: int) -> list[np.ndarray]:
+    """Cut every group into at most `parts` units of about equal length, and into more where the budget asks for it."""
+    units = groups if parts == 1 else [unit for group in groups for unit in _split_evenly(rows, group, parts)]
+    fits = rows.tokens(units) <= max_tokens
+    return [
+        unit
+        for whole, fit in zip(units, fits, strict=True)
+        for unit in ([whole] if fit else _split_to_fit(rows, whole, max_tokens))
+    ]
+
+
+def _split_evenly(rows: Rows, group: np.ndarray, parts: int) -> list[np.ndarray]:
+    if parts >= len(group):
+        return list(group[:, None])
+    return [np.sort(group[part]) for part in longest_first(rows.response[group], parts)]
+
+
+def _split_to_fit(rows: Rows, group: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    room = max_tokens - int(rows.prompt[group[0]])
+    return [np.sort(group[part]) for part in pack(rows.response[group], room)]
+
+
+def _pack_ranks(rows: Rows, shares: list[list[np.ndarray]], max_tokens: int) -> _MicroBatches:
+    """Pack each rank's units into the number of micro-batches that the fullest rank needs, evenly where they fit so."""
+    tokens = [rows.tokens(units) for units in shares]
+    packed = [pack(of_rank, max_tokens) for of_rank in tokens]
+    steps = max(map(len, packed))
+    ranks = []
+    for units, of_rank, bins in zip(shares, tokens, packed, strict=True):
+        cost = rows.cost(units)
+        if steps > 1:
+            even = [part for part in longest_first(cost, steps) if part]
+            bins = even if all(of_rank[part].sum() <= max_tokens for part in even) else bins
+        bins = sorted(bins, key=lambda part: -cost[part].sum())
+        ranks.append([np.sort(np.concatenate([units[u] for u in part])) for part in bins])
+    return ranks
+
+
+def _share_by_count(rows: Rows, positions: np.ndarray, world_size: int) -> list[np.ndarray]:
+    """Give every rank as many rows (to within one) of about the same cost; whole groups where they come out even."""
+    units = rows.runs(positions) if rows.share_prefix else []
+    if len(units) % world_size or len({len(unit) for unit in units}) != 1:
+        units = list(positions[:, None])
+    bins = balance(rows.cost(units), world_size, equal_size=True)
+    return [np.sort(np.concatenate([units[u] for u in share])) if share else positions[:0] for share in bins]
+
+
+def _in_order(rows: Rows, share: np.ndarray, max_rows: int, max_tokens: int) -> Iterator[np.ndarray]:
+    """Cut a rank's rows into runs of `max_rows`, shorter where the token budget ends a run."""
+    start = 0
+    while start < len(share):
+        end = min(start + max_rows, len(share))
+        while rows.num_tokens(share[start:end]) > max_tokens:
+            end -= 1
+        yield share[start:end]
+        start = end

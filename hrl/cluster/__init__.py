@@ -1,1 +1,1 @@
-"""What every trainer shares: roles on pools of processes, worker groups, plans, checkpoints, the machine itself."""
+"""What every trainer shares: roles on pools of processes, worker groups, checkpoints, the machine itself."""

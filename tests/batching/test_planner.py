@@ -6,9 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan, plan_forward, plan_update
+from hrl.batching import BatchPlan, MicroBatchLimits, MiniBatchPlan, RankPlan, plan_forward, plan_pairs, plan_update
 
 BUDGET = 64
+
+
+def limits(max_tokens: int | None, max_rows: int | None = None) -> MicroBatchLimits:
+    return MicroBatchLimits(max_tokens, max_rows, "a.key")
 
 
 @st.composite
@@ -49,7 +53,7 @@ def assert_one_shape_on_all_ranks(plan):
 def test_a_forward_runs_every_row_once_under_the_cap_in_equal_steps(batch, world_size, share_prefix):
     prompts, responses, groups = batch
     plan = plan_forward(
-        prompts, responses, world_size=world_size, max_tokens=BUDGET, group_ids=groups, share_prefix=share_prefix
+        prompts, responses, world_size=world_size, limits=limits(BUDGET), group_ids=groups, share_prefix=share_prefix
     )
     assert sorted(rows_run(plan, 0)) == list(range(len(prompts)))
     assert sorted(itertools.chain(*plan.rows)) == list(range(len(prompts)))
@@ -66,7 +70,7 @@ def test_a_forward_runs_every_row_once_under_the_cap_in_equal_steps(batch, world
 def test_a_fixed_number_of_rows_is_never_exceeded_and_the_steps_are_as_few_as_can_be(batch, world, max_rows, share):
     prompts, responses, groups = batch
     plan = plan_forward(
-        prompts, responses, world_size=world, max_tokens=None, max_rows=max_rows, group_ids=groups, share_prefix=share
+        prompts, responses, world_size=world, limits=limits(None, max_rows), group_ids=groups, share_prefix=share
     )
     assert sorted(rows_run(plan, 0)) == list(range(len(prompts)))
     steps = {len(rank.mini_batches[0].micro_batches) for rank in plan.ranks}
@@ -92,7 +96,7 @@ def test_an_update_runs_each_epochs_rows_once_and_counts_them_like_brute_force(
         world_size=world,
         mini_batch_rows=size,
         epochs=epochs,
-        max_tokens=BUDGET,
+        limits=limits(BUDGET),
         group_ids=groups,
         share_prefix=share,
         skip=skip,
@@ -127,7 +131,7 @@ def test_mini_batches_that_divide_are_consecutive_rows(num_groups, n, groups_per
         world_size=world,
         mini_batch_rows=groups_per_step * n,
         epochs=1,
-        max_tokens=1000,
+        limits=limits(1000),
         group_ids=np.repeat(np.arange(num_groups), n),
         share_prefix=True,
     )
@@ -141,7 +145,7 @@ def test_a_cut_inside_a_group_moves_to_the_groups_nearest_end():
     # Groups of 3, 5 and 4 rows; every 4 rows would cut at 4 and 8: the ends of groups are 3, 8 and 12.
     groups = np.repeat([0, 1, 2], [3, 5, 4])
     plan = plan_update(
-        [1] * 12, [1] * 12, [1] * 12, world_size=1, mini_batch_rows=4, epochs=1, max_tokens=99, group_ids=groups
+        [1] * 12, [1] * 12, [1] * 12, world_size=1, mini_batch_rows=4, epochs=1, limits=limits(99), group_ids=groups
     )
     assert [sorted(rows_run(plan, step)) for step in range(3)] == [[0, 1, 2], [3, 4, 5, 6, 7], [8, 9, 10, 11]]
 
@@ -154,7 +158,7 @@ def test_rows_of_a_group_that_lie_apart_come_together():
         world_size=1,
         mini_batch_rows=2,
         epochs=1,
-        max_tokens=99,
+        limits=limits(99),
         group_ids=["a", "b", "a", "b"],
     )
     assert [sorted(rows_run(plan, step)) for step in range(2)] == [[0, 2], [1, 3]]
@@ -168,7 +172,7 @@ def test_rows_that_are_brought_together_bring_their_counts_and_whether_they_run(
         world_size=1,
         mini_batch_rows=2,
         epochs=1,
-        max_tokens=99,
+        limits=limits(99),
         group_ids=["a", "b", "a", "b"],
         skip=[False, True, False, False],
     )
@@ -184,7 +188,7 @@ def test_a_mini_batch_of_which_every_row_is_left_out_stays_an_optimizer_step():
         world_size=2,
         mini_batch_rows=4,
         epochs=1,
-        max_tokens=100,
+        limits=limits(100),
         group_ids=np.repeat([0, 1, 2, 3], 2),
         skip=np.array([True] * 4 + [False] * 4),
     )
@@ -199,7 +203,7 @@ def test_a_shared_prompt_is_paid_once_and_that_decides_how_many_micro_batches_th
         "prompt_lens": [40] * 4,
         "response_lens": [5] * 4,
         "world_size": 1,
-        "max_tokens": 60,
+        "limits": limits(60),
         "group_ids": [7] * 4,
     }
     shared = plan_forward(**lengths, share_prefix=True)  # 40 + 4 · 5 = 60
@@ -209,15 +213,17 @@ def test_a_shared_prompt_is_paid_once_and_that_decides_how_many_micro_batches_th
 
 
 def test_a_group_too_large_for_the_budget_is_split_and_pays_its_prompt_in_each_part():
-    plan = plan_forward([40] * 6, [10] * 6, world_size=1, max_tokens=60, group_ids=[0] * 6, share_prefix=True)
+    plan = plan_forward([40] * 6, [10] * 6, world_size=1, limits=limits(60), group_ids=[0] * 6, share_prefix=True)
     assert [len(mb) for mb in plan.ranks[0].mini_batches[0].micro_batches] == [2, 2, 2]
 
 
 def test_a_group_is_cut_over_ranks_only_where_ranks_would_wait_otherwise():
-    one_group = plan_forward([4] * 8, [100] * 8, world_size=4, max_tokens=10_000, group_ids=[0] * 8, share_prefix=True)
+    one_group = plan_forward(
+        [4] * 8, [100] * 8, world_size=4, limits=limits(10_000), group_ids=[0] * 8, share_prefix=True
+    )
     assert [len(rows) for rows in one_group.rows] == [2, 2, 2, 2]
     groups = np.repeat(np.arange(8), 8)
-    whole = plan_forward([50] * 64, [10] * 64, world_size=4, max_tokens=10_000, group_ids=groups, share_prefix=True)
+    whole = plan_forward([50] * 64, [10] * 64, world_size=4, limits=limits(10_000), group_ids=groups, share_prefix=True)
     assert all(len(set(groups[list(rows)])) == 2 for rows in whole.rows)
 
 
@@ -235,7 +241,7 @@ def test_each_mini_batch_is_balanced_over_the_ranks(seed):
         world_size=4,
         mini_batch_rows=128,
         epochs=1,
-        max_tokens=8192,
+        limits=limits(8192),
         group_ids=groups,
         share_prefix=True,
     )
@@ -253,7 +259,7 @@ def test_there_is_at_most_one_micro_batch_more_than_the_tokens_of_all_ranks_ask_
     rng = np.random.default_rng(seed)
     prompts = rng.integers(50, 1000, 1024)
     responses = np.clip(rng.lognormal(7.2, 0.8, 1024), 16, 7000).astype(int)
-    plan = plan_forward(prompts, responses, world_size=world_size, max_tokens=16384)
+    plan = plan_forward(prompts, responses, world_size=world_size, limits=limits(16384))
     fewest = math.ceil((prompts + responses).sum() / (world_size * 16384))
     assert len(plan.ranks[0].mini_batches[0].micro_batches) <= fewest + 1
 
@@ -261,7 +267,7 @@ def test_there_is_at_most_one_micro_batch_more_than_the_tokens_of_all_ranks_ask_
 def test_the_costliest_micro_batch_comes_first_on_every_rank():
     rng = np.random.default_rng(0)
     prompts, responses = np.full(64, 10), rng.integers(1, 100, 64)
-    plan = plan_forward(prompts, responses, world_size=2, max_tokens=256)
+    plan = plan_forward(prompts, responses, world_size=2, limits=limits(256))
     for rank in range(2):
         cost = [
             (responses[rows] + 10 + (responses[rows] + 10) ** 2 / 24576).sum() for rows in micro_batches(plan, 0, rank)
@@ -272,7 +278,14 @@ def test_the_costliest_micro_batch_comes_first_on_every_rank():
 def test_shuffling_depends_on_seed_and_epoch_alone():
     def orders(seed):
         plan = plan_update(
-            [1] * 32, [1] * 32, [1] * 32, world_size=2, mini_batch_rows=8, epochs=2, max_tokens=99, shuffle_seed=seed
+            [1] * 32,
+            [1] * 32,
+            [1] * 32,
+            world_size=2,
+            mini_batch_rows=8,
+            epochs=2,
+            limits=limits(99),
+            shuffle_seed=seed,
         )
         return [sorted(rows_run(plan, step)) for step in range(8)]
 
@@ -282,20 +295,20 @@ def test_shuffling_depends_on_seed_and_epoch_alone():
 
 
 def test_no_rows_are_no_work():
-    assert plan_forward([], [], world_size=2, max_tokens=8).rows == ((), ())
-    assert plan_update([], [], [], world_size=2, mini_batch_rows=4, epochs=2, max_tokens=8).ranks[1] == RankPlan(())
+    assert plan_forward([], [], world_size=2, limits=limits(8)).rows == ((), ())
+    assert plan_update([], [], [], world_size=2, mini_batch_rows=4, epochs=2, limits=limits(8)).ranks[1] == RankPlan(())
 
 
 def test_a_row_that_exceeds_the_budget_alone_is_named_with_its_length_and_the_key_to_raise():
     with pytest.raises(ValueError, match=r"row 2 alone has 70 tokens, more than the 64 .* set a\.key to at least 70"):
-        plan_forward([10] * 3, [20, 54, 60], world_size=1, max_tokens=64, budget_key="a.key")
-    with pytest.raises(ValueError, match="row 0 .* actor_rollout_ref.actor.ppo_max_token_len_per_gpu"):
-        plan_update([50], [20], [20], world_size=1, mini_batch_rows=1, epochs=1, max_tokens=64)
+        plan_forward([10] * 3, [20, 54, 60], world_size=1, limits=limits(64))
+    with pytest.raises(ValueError, match=r"row 0 .* a\.key"):
+        plan_update([50], [20], [20], world_size=1, mini_batch_rows=1, epochs=1, limits=limits(64))
 
 
 def test_a_row_that_is_left_out_may_be_longer_than_the_budget():
     plan = plan_update(
-        [10, 10], [99, 9], [99, 9], world_size=1, mini_batch_rows=2, epochs=1, max_tokens=64, skip=[True, False]
+        [10, 10], [99, 9], [99, 9], world_size=1, mini_batch_rows=2, epochs=1, limits=limits(64), skip=[True, False]
     )
     assert rows_run(plan, 0) == [1]
     assert plan.ranks[0].mini_batches[0].num_tokens == 108
@@ -314,8 +327,8 @@ def test_a_row_that_is_left_out_may_be_longer_than_the_budget():
         ({"world_size": 0}, "world_size must be at least 1"),
         ({"mini_batch_rows": 0}, "mini_batch_rows must be at least 1"),
         ({"epochs": 0}, "epochs must be at least 1"),
-        ({"max_tokens": None}, "needs a limit"),
-        ({"max_rows": 0}, "max_rows must be at least 1"),
+        ({"limits": limits(None)}, "needs a limit"),
+        ({"limits": limits(64, 0)}, "max_rows must be at least 1"),
     ],
 )
 def test_bad_input_is_refused_by_name(change, message):
@@ -326,7 +339,7 @@ def test_bad_input_is_refused_by_name(change, message):
         "world_size": 1,
         "mini_batch_rows": 2,
         "epochs": 1,
-        "max_tokens": 64,
+        "limits": limits(64),
         "group_ids": [0, 0],
         "share_prefix": True,
     }
@@ -341,3 +354,92 @@ def test_ranks_that_disagree_are_no_plan():
     with pytest.raises(ValueError, match="rows for each of its ranks"):
         BatchPlan(rows=((0,),), ranks=(one, one))
     assert BatchPlan(rows=((0,), ()), ranks=(None, None)).ranks == (None, None)
+
+
+# ---------------------------------------------------------------------------------------------- pairs
+
+PAIRS = st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12)
+
+
+def columns_of_pairs(lengths):
+    """Prompt and answer lengths (2N,) from (prompt, chosen, rejected)."""
+    return [p for p, _, _ in lengths for _ in range(2)], [n for _, *both in lengths for n in both]
+
+
+def rows_of_micro_batches(plan):
+    """Global rows of every micro-batch of every mini-batch, over all ranks."""
+    for rows, rank in zip(plan.rows, plan.ranks, strict=True):
+        for step in rank.mini_batches:
+            yield from ([rows[i] for i in picked] for picked in step.micro_batches)
+
+
+@given(
+    PAIRS,
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(27, 60),
+    st.booleans(),
+    st.sampled_from([None, 1, 2]),
+    st.sampled_from([None, 3]),
+)
+def test_every_pair_runs_whole_and_once_within_the_limits(lengths, world, size, budget, share, max_pairs, seed):
+    prompt, response = columns_of_pairs(lengths)
+    budget += 0 if share else 9
+    plan = plan_pairs(
+        prompt,
+        response,
+        response,
+        world_size=world,
+        mini_batch_pairs=size,
+        limits=limits(budget, max_pairs),
+        share_prefix=share,
+        shuffle_seed=seed,
+    )
+    seen = []
+    for rows in rows_of_micro_batches(plan):
+        pairs = [row // 2 for row in rows[::2]]
+        assert rows == [row for pair in pairs for row in (2 * pair, 2 * pair + 1)]
+        tokens = sum((lengths[p][0] * (1 if share else 2)) + lengths[p][1] + lengths[p][2] for p in pairs)
+        assert tokens <= budget and (max_pairs is None or len(pairs) <= max_pairs)
+        seen += pairs
+    assert sorted(seen) == list(range(len(lengths)))
+    steps = plan.ranks[0].mini_batches
+    assert sum(step.num_groups for step in steps) == len(lengths)
+    assert sum(step.num_sequences for step in steps) == 2 * len(lengths)
+    assert sum(step.num_tokens for step in steps) == sum(response)
+    assert len(steps) == -(-len(lengths) // size)
+
+
+def test_epochs_of_pairs_repeat_the_steps():
+    plan = plan_pairs(
+        [2] * 8, [3] * 8, [3] * 8, world_size=1, mini_batch_pairs=2, limits=limits(99), epochs=3, share_prefix=True
+    )
+    assert len(plan.ranks[0].mini_batches) == 6
+    assert plan.rows == (tuple(range(8)),)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "trained", "message"),
+    [
+        ([2, 2, 2], [1, 1, 1], [1, 1, 1], "3 rows are no pairs"),
+        ([2, 2, 2, 3], [1, 1, 1, 1], [1, 1, 1, 1], "pair 1 has two prompts of different length"),
+        ([2, 2], [1, 1], [1, 0], "pair 0 has an answer without a trained token"),
+        (
+            [2, 2, 4, 4],
+            [1, 1, 4, 5],
+            [1, 1, 4, 5],
+            "pair 1 have 13 tokens .* a.key to at least",
+        ),
+    ],
+)
+def test_what_is_no_pair_is_named(prompt, response, trained, message):
+    with pytest.raises(ValueError, match=message):
+        plan_pairs(prompt, response, trained, world_size=1, mini_batch_pairs=2, limits=limits(12), share_prefix=True)
+
+
+def test_a_prompt_that_is_not_shared_counts_twice():
+    lengths = ([4, 4], [4, 5], [4, 5])
+    shared = {"world_size": 1, "mini_batch_pairs": 1}
+    assert plan_pairs(*map(np.array, lengths), limits=limits(13), share_prefix=True, **shared).rows == ((0, 1),)
+    with pytest.raises(ValueError, match="17 tokens"):
+        plan_pairs(*lengths, limits=limits(13), share_prefix=False, **shared)

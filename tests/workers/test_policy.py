@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.kl import kl_penalty
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
-from hrl.batching import MiniBatchPlan, RankPlan, plan_update
+from hrl.batching import MicroBatchLimits, MiniBatchPlan, RankPlan, plan_update
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 from hrl.workers.requests import OldLogProbs
@@ -292,7 +292,7 @@ def test_rows_left_out_by_the_plan_count_in_the_divisor(llama):
         "world_size": 1,
         "mini_batch_rows": 12,
         "epochs": 1,
-        "max_tokens": 64,
+        "limits": MicroBatchLimits(64, None, "a.key"),
         "group_ids": batch.non_tensor_batch["uid"],
         "share_prefix": True,
     }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hrl.batching import BatchPlan
-from hrl.cluster.planner import MicroBatchLimits, Planner
+from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.cluster.roles import Role
 from hrl.config.offline import OfflineConfig
 from hrl.metrics import Metric, StepMetrics

@@ -9,7 +9,7 @@ from hrl.algos.bypass import bypass_loss_name
 from hrl.algos.kl import AdaptiveKLController, get_kl_controller
 from hrl.algos.registry import POLICY_LOSS_TRAITS, estimator_traits
 from hrl.algos.reward_placement import place_scores
-from hrl.cluster.planner import AllLimits, Planner, plan_generation, rows_of_first_step
+from hrl.batching.planner import Planner, plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
@@ -19,6 +19,7 @@ from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
 from hrl.trainer.ppo.generation import check_policy_version, count_troubles, prompt_batch, take_baselines
+from hrl.trainer.ppo.limits import AllLimits
 from hrl.trainer.ppo.metrics import compute_data_metrics, count_left_out, validation_metrics, validation_troubles
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob, policy_update, update_measures_mismatch
 from hrl.trainer.ppo.sampler_mismatch import (

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from hrl.cluster.planner import rows_of_first_step
+from hrl.batching.planner import rows_of_first_step
 from hrl.config import compose_cli
 from hrl.data.order import EpochOrder, fingerprint
 from hrl.metrics import Metric, StepMetrics

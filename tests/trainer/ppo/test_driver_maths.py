@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hrl.algos.kl import AdaptiveKLController, FixedKLController
-from hrl.cluster.planner import plan_generation
+from hrl.batching.planner import plan_generation
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
