@@ -1,4 +1,4 @@
-"""What every data set does: read, check, render, tokenise and fit its rows once, and serve them from memory."""
+"""The base of all data sets: read, check, render, tokenise and truncate rows once, then serve them from memory."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class DatasetCounts:
-    """What became of the rows that were read."""
+    """How many rows were read, left out, truncated and kept."""
 
     read: int
     bad: int
@@ -54,15 +54,15 @@ class DatasetCounts:
 
 
 class Intake:
-    """Counts what becomes of rows while a data set is read.
+    """Keeps account of bad, overlong and truncated rows while a data set is read.
 
     Args:
-        sources: Where the rows come from, for messages.
+        sources: Sources of the rows, for messages.
 
     Attributes:
         bad: Rows that can't be used.
-        too_long: File and row of those that don't fit, with their tokens.
-        truncated: Number of rows that were cut.
+        too_long: File, row and number of tokens of each row that doesn't fit.
+        truncated: Number of rows that were truncated.
     """
 
     def __init__(self, sources: Iterable[Source]) -> None:
@@ -73,10 +73,7 @@ class Intake:
         self._name = ", ".join(names) or "the list of rows"
 
     def blocks(self, rows: Iterable[Item | BadRow], max_samples: int) -> Iterator[list[Item]]:
-        """Yield the usable rows, many at a time, at most `max_samples` in all (-1: all of them).
-
-        The others go into `bad`.
-        """
+        """Yield the usable rows in blocks, at most `max_samples` in total (-1: all), and put the others into `bad`."""
         usable = islice(self._sort_out(rows), max_samples if max_samples >= 0 else None)
         while block := list(islice(usable, _ROWS_AT_ONCE)):
             yield block
@@ -89,15 +86,16 @@ class Intake:
                 yield row
 
     def close(self, kept: int, *, skip_bad: bool, too_long: tuple[str, str] | None) -> DatasetCounts:
-        """Say what became of the rows.
+        """Return the counts, or refuse the rows.
 
         Args:
             kept: Number of rows that the data set has.
-            skip_bad: Bad rows are left out (`data.bad_rows=skip`).
-            too_long: What rows are that don't fit, and what can be done; None where they are left out.
+            skip_bad: Whether bad rows are left out (`data.bad_rows=skip`).
+            too_long: For the error about overlong rows, how they are too long and what to do; None if they are left
+                out.
 
         Raises:
-            DatasetError: A row that must not be left out, or no row is left.
+            DatasetError: A row is bad or too long and must not be left out, or no row is left.
         """
         shown = "; ".join(f"{row.origin}: {row.reason}" for row in self.bad[:_BAD_ROWS_SHOWN])
         if self.bad and not skip_bad:
@@ -120,19 +118,19 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
 
     Args:
         data_files: One source or the names of several, see `hrl.data.rows.Source`.
-        tokenizer: Of the model that is trained; its chat template renders the rows.
+        tokenizer: Tokenizer of the trained model; its chat template renders the rows.
         config: The `data` section.
         max_samples: Stop after this many usable rows; -1 reads all.
 
     Attributes:
         rows: The checked rows that are kept.
-        tokens: What each row is as tokens.
-        pad_id: The padding token.
-        counts: What became of the rows that were read.
+        tokens: The tokens of each row.
+        pad_id: Id of the padding token.
+        counts: Counts of rows read, left out, truncated and kept.
         order: The order of the rows, epoch by epoch.
 
     Raises:
-        DatasetError: A bad or overlong row where the configuration doesn't say what to do with it, or no row left.
+        DatasetError: A row is bad or too long and the configuration doesn't allow to leave it out, or no row is left.
     """
 
     def __init__(
@@ -154,15 +152,15 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         self.counts = intake.close(len(self.rows), skip_bad=config.bad_rows == "skip", too_long=self.too_long())
         self.order = EpochOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
 
-    # ------------------------------------------------------------------ what a data set is
+    # ------------------------------------------------------------------ defined by each data set
 
     @abstractmethod
     def check(self, raw: Mapping[str, Any]) -> R | str:
-        """Return a raw row as a checked one, or a sentence about what is wrong with it."""
+        """Check a raw row; return the checked one, or a sentence about what is wrong with it."""
 
     @abstractmethod
     def render(self, row: R) -> X:
-        """Return the texts of a row as `encode` takes them.
+        """Return the texts of a row for `encode`.
 
         Raises:
             ChatTemplateError, jinja2.TemplateError: The chat template refuses the row.
@@ -174,44 +172,44 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
 
     @abstractmethod
     def fit(self, tokens: T) -> T | None:
-        """Return the same tokens where they fit, what the configuration leaves of them, or None where they must go."""
+        """Return the tokens, truncated if the configuration says so; None if the row is too long."""
 
     @abstractmethod
     def length(self, tokens: T) -> int:
-        """Return the number of tokens that has to fit."""
+        """Return the number of tokens that counts against the length limit."""
 
     @abstractmethod
     def too_long(self) -> tuple[str, str] | None:
-        """Return what a row is that does not fit, and what can be done; None where it is left out."""
+        """Return how overlong rows are too long and what to do, for the error; None if they are left out."""
 
     @abstractmethod
     def all_ids(self) -> Iterable[np.ndarray]:
-        """Return the ids of all rows, in their own order."""
+        """Return the token ids of all rows, in their stored order."""
 
-    # ------------------------------------------------------------------ what all of them do
+    # ------------------------------------------------------------------ common to all data sets
 
     def __len__(self) -> int:
         return len(self.rows)
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Which rows these are and in which order they come; see `hrl.data.order.fingerprint`."""
+        """Identity of the rows and of their order; see `hrl.data.order.fingerprint`."""
         return fingerprint(self.order, self.all_ids())
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every row that have to fit, int64 (N,)."""
+        """Tokens of every row that count against the length limit, int64 (N,)."""
         return np.array([self.length(tokens) for tokens in self.tokens], dtype=np.int64)
 
     def require_rows(self, needed: int, purpose: str) -> None:
         """Refuse a data set that is too small for its purpose.
 
         Args:
-            needed: Rows.
-            purpose: What needs them, with the configuration key, e.g. `"one batch (data.train_batch_size)"`.
+            needed: Number of rows needed.
+            purpose: Their use, with the configuration key, e.g. `"one batch (data.train_batch_size)"`.
 
         Raises:
-            DatasetError: With the counts of what was read, left out, kept and needed.
+            DatasetError: There are too few rows; names how many were read, left out, kept and needed.
         """
         if len(self) < needed:
             raise DatasetError(f"too few rows for {purpose}: {self.counts}, {needed} needed")

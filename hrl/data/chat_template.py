@@ -1,8 +1,8 @@
-"""Prompts as the model sees them, and what a look at the chat template at start says about it.
+"""Render prompts with the chat template, and inspect the template before a run.
 
-Sampling needs nothing but a prompt that the template renders. Training on answers that were not sampled (SFT, DPO) asks
-for more: a template that breaks one of the rules of `inspect_chat_template` would train the model on contexts that it
-never samples from, or would not teach it to stop.
+Sampling only needs a prompt that the template can render. Training on answers that were not sampled (SFT, DPO) needs
+more: a template that breaks one of the rules of `inspect_chat_template` would train the model on contexts that it never
+samples from, or would not teach it to stop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 #: Role, content and whatever else the template reads of a message, such as `tool_calls`.
 Message = Mapping[str, Any]
 
-#: An answer that no template has a reason to treat in another way than the next one.
+#: An answer that no template has a reason to treat specially.
 PROBE_ANSWER = "Forty-two."
 _SHOWN_TOKENS = 12
 _SHOWN_CHARACTERS = 400
@@ -33,12 +33,12 @@ class ChatTemplateError(HrlError, ValueError):
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """What one prompt of the data set says about the chat template.
+    """Findings about the chat template, from one prompt of the data set.
 
     Attributes:
-        prompt: Its text as it is sent to the model.
+        prompt: The prompt's text as sent to the model.
         has_template: False for a base model, whose prompts are sent as raw text.
-        faults: Why answers that were not sampled can't be trained on, a sentence each.
+        faults: Reasons why answers that were not sampled can't be trained on, a sentence each.
     """
 
     prompt: str
@@ -47,7 +47,7 @@ class TemplateReport:
 
     @property
     def shown_prompt(self) -> str:
-        """The prompt on one line, its middle cut out if it is long."""
+        """The prompt on one line, with its middle cut out if it is long."""
         text = self.prompt
         if len(text) > _SHOWN_CHARACTERS:
             half = _SHOWN_CHARACTERS // 2
@@ -55,7 +55,7 @@ class TemplateReport:
         return repr(text)
 
     def warnings_for_sampling(self) -> list[str]:
-        """Return what somebody who samples from these prompts should know."""
+        """Return warnings for a run that samples from these prompts."""
         if not self.has_template:
             return [
                 "the tokenizer has no chat template: prompts are sent as raw text, which the model continues. If it is "
@@ -65,7 +65,7 @@ class TemplateReport:
 
 
 def with_tools(template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:
-    """Return the template's arguments for a row: those of the configuration, and the tools that the row brings."""
+    """Return the template's arguments for a row: those of the configuration and the row's tools."""
     return {**template_kwargs, **({"tools": tools} if tools else {})}
 
 
@@ -74,7 +74,7 @@ def render_prompt(
 ) -> str:
     """Return the text of a prompt, ready for the assistant's answer.
 
-    A tokenizer without a chat template, of a base model, takes the text of a single message as it is.
+    With a tokenizer without a chat template (a base model's) the text of a single message is used unchanged.
 
     Raises:
         ChatTemplateError: Several messages, and no chat template.
@@ -93,7 +93,7 @@ def render_prompt(
 def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_kwargs: Mapping[str, Any]
 ) -> str:
-    """Return the text of a chat as it stands, with nothing added for an answer to come.
+    """Return the text of a chat without a generation prompt at its end.
 
     Raises:
         jinja2.TemplateError: The template refuses the chat.
@@ -102,7 +102,7 @@ def render_chat(
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Return the token ids of rendered prompts, whose text has its special tokens unless there is no chat template."""
+    """Return the token ids of rendered prompts; special tokens are added only if there is no chat template."""
     if not texts:
         return []
     return tokenizer(list(texts), add_special_tokens=tokenizer.chat_template is None)["input_ids"]
@@ -114,19 +114,19 @@ def inspect_chat_template(
     stop_ids: Sequence[int],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TemplateReport:
-    """Render one prompt of the data set, and look for what would keep its answers from being trained on.
+    """Render one prompt of the data set and check the rules that training on its answers needs.
 
-    1. The prompt opens the answer: nothing but space stands between the two.
-    2. Prompt tokens are a prefix of the tokens of the same chat with the answer in it.
-    3. The template writes the answer as it is.
-    4. It closes the answer with one of the stop ids, so that the end that is trained is the one sampled.
-    5. Tools that a row brings reach the prompt.
+    1. The prompt opens the answer: only whitespace is between the two.
+    2. Prompt tokens are a prefix of the tokens of the same chat with the answer.
+    3. The template writes the answer unchanged.
+    4. It closes the answer with one of the stop ids, so that the end that is trained is the end that is sampled.
+    5. A row's tools appear in the prompt.
 
     Args:
-        tokenizer: Of the policy.
+        tokenizer: The policy's tokenizer.
         messages: The prompt.
         stop_ids: Tokens at which sampling stops.
-        template_kwargs: Of `data.apply_chat_template_kwargs`, and the row's `tools`.
+        template_kwargs: Arguments from `data.apply_chat_template_kwargs`, and the row's `tools`.
 
     Raises:
         ChatTemplateError, jinja2.TemplateError: The prompt itself can't be rendered.
@@ -151,10 +151,10 @@ def check_chat_template(
     stop_ids: Sequence[int],
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> TemplateReport:
-    """Inspect a chat template for training on answers that were not sampled, where a fault is an error.
+    """Inspect a chat template for training on answers that were not sampled; a fault is an error.
 
     Raises:
-        ChatTemplateError: Naming the rule, with both sides of the difference.
+        ChatTemplateError: A rule is broken; names it and shows both sides of the difference.
     """
     report = inspect_chat_template(tokenizer, messages, stop_ids, template_kwargs)
     if report.faults:
@@ -169,7 +169,7 @@ def _check_answer(
     stop_ids: Sequence[int],
     kwargs: Mapping[str, Any],
 ) -> None:
-    """Refuse a template that would not let a made-up answer be trained on; see `inspect_chat_template`."""
+    """Refuse a template with which a made-up answer can't be trained on; see `inspect_chat_template`."""
     prompt_ids = encode_texts(tokenizer, [prompt])[0]
     full = render_chat(tokenizer, [*messages, {"role": "assistant", "content": PROBE_ANSWER}], kwargs)
     full_ids = encode_texts(tokenizer, [full])[0]
@@ -206,7 +206,7 @@ def _render(
 
 
 def _closing_ids(tokenizer: PreTrainedTokenizerBase, answer_ids: Sequence[int]) -> list[int]:
-    """Return what the template puts after the answer: the ids that follow the first ones to spell it out."""
+    """Return the ids that the template puts after the answer: those after the first ids that spell it out."""
     for length in range(1, len(answer_ids) + 1):
         if PROBE_ANSWER in tokenizer.decode(answer_ids[:length]):
             return list(answer_ids[length:])
@@ -220,8 +220,8 @@ def _prefix_difference(tokenizer: PreTrainedTokenizerBase, prompt_ids: Sequence[
     at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(prompt_ids), len(full_ids)))
     start = max(at - 3, 0)
     return (
-        "the chat template is not prefix-preserving: the prompt that is sampled from is no prefix of the chat with its "
-        f"answer. From token {at} on, the prompt has {_show(tokenizer, prompt_ids[start : start + _SHOWN_TOKENS])}, "
+        "the chat template is not prefix-preserving: the sampled prompt is not a prefix of the chat with its answer. "
+        f"From token {at} on, the prompt has {_show(tokenizer, prompt_ids[start : start + _SHOWN_TOKENS])}, "
         f"the answered chat {_show(tokenizer, full_ids[start : start + _SHOWN_TOKENS])}. "
         "data.apply_chat_template_kwargs can often switch off what rewrites the chat (e.g. enable_thinking)"
     )

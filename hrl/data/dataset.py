@@ -1,4 +1,4 @@
-"""Prompts to train or validate on, and the class of the user's own that may stand in for theirs."""
+"""The data set of prompts to train or validate on, and loading of a user's own class for it."""
 
 from __future__ import annotations
 
@@ -77,10 +77,7 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         }
 
     def batch(self, indices: Iterable[int]) -> DataProto:
-        """Return the prompts of a step.
-
-        `prompts`, `attention_mask`, `position_ids`, int64 (B, P), and object columns (B,).
-        """
+        """Return a batch of prompts: `prompts`, `attention_mask`, `position_ids`, int64 (B, P); object columns (B,)."""
         chosen = list(indices)
         columns = collate_fn([_belongings(self.rows[index], index) for index in chosen])
         return DataProto.from_single_dict({**self._left_padded(chosen), **columns})
@@ -142,10 +139,10 @@ def dataset_class(custom_cls: CustomClassConfig) -> type[RLHFDataset]:
     """Return `RLHFDataset`, or the subclass that `data.custom_cls.{path,name}` names.
 
     Args:
-        custom_cls: Names a Python file and a class in it; or no file.
+        custom_cls: The section with the file's path, which may be null, and the class's name.
 
     Raises:
-        DatasetError: There is no such file or class, or it is no `RLHFDataset`.
+        DatasetError: There is no such file or class, or the class isn't a subclass of `RLHFDataset`.
     """
     if custom_cls.path is None:
         return RLHFDataset

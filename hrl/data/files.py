@@ -1,4 +1,4 @@
-"""Files of rows: whether one can be read, which columns it has, and what it holds."""
+"""Files of rows: check that one can be read, list its columns, read its rows."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JSON_LINES = (".jsonl", ".ndjson")
 READ = (*PARQUET, *JSON_LINES)
 
 DEEPEST = 100
-"""Levels that rows may be nested: deeper ones cannot be sent to another process (`hrl.processes.plain_data`)."""
+"""How deep rows may be nested; deeper ones cannot be sent to another process (`hrl.processes.plain_data`)."""
 
 _ROWS_AT_ONCE = 1024
 _ROWS_LOOKED_AT = 64
@@ -29,7 +29,7 @@ _WAYS_OUT = {
     ".json": "open('rows.jsonl', 'w').writelines(json.dumps(row) + '\\n' for row in json.load(open('rows.json')))",
     ".arrow": "pyarrow.parquet.write_table(pyarrow.ipc.open_stream('rows.arrow').read_all(), 'rows.parquet')",
 }
-"""Suffix → a line of Python that makes a file of such rows one that is read."""
+"""Suffix → a line of Python that converts such a file to a supported format."""
 
 
 class DatasetError(HrlError, ValueError):
@@ -45,13 +45,13 @@ class BadRow:
 
 
 def check_data_file(path: Path) -> None:
-    """Refuse what can't be a file of rows, saying what to name instead.
+    """Refuse a path that can't be a file of rows, with a hint at what to name instead.
 
     Args:
-        path: As the configuration names it, `~` replaced.
+        path: Path from the configuration, with `~` expanded.
 
     Raises:
-        DatasetError: It is missing, a pattern, a folder, empty, unreadable, or of another format.
+        DatasetError: The path is missing, a pattern, a folder, empty, unreadable, or of another format.
     """
     if path.is_dir():
         files = sorted(file for suffix in READ for file in path.glob(f"*{suffix}"))
@@ -89,18 +89,18 @@ def _is_read(path: Path) -> bool:
 
 
 def _named(files: list[Path]) -> str:
-    """Return the files as the configuration takes them."""
+    """List the files in the configuration's syntax."""
     return f"There are: [{listing([str(file) for file in files])}]" if files else "There is no .parquet or .jsonl file"
 
 
 def columns_of(path: Path) -> list[str] | None:
-    """Return the names of a file's columns: of a Parquet file, or all that the first JSON lines have.
+    """Return the names of a file's columns: those of a Parquet file, or all keys in the first JSON lines.
 
     Args:
-        path: Of a file that `check_data_file` admits.
+        path: A file that has passed `check_data_file`.
 
     Returns:
-        None if the file does not say: no line of its beginning is a JSON object.
+        The names, or None if none of the first lines is a JSON object.
 
     Raises:
         DatasetError: A Parquet file can't be read.
@@ -113,7 +113,7 @@ def columns_of(path: Path) -> list[str] | None:
             try:
                 row = json.loads(line.decode("utf-8-sig"))
             except ValueError:
-                continue  # told with its number when the rows are read
+                continue  # reported with its line number when the rows are read
             if isinstance(row, dict):
                 names |= dict.fromkeys(row)
     return list(names) or None
@@ -130,7 +130,7 @@ def _parquet_columns(path: Path) -> list[str]:
 
 
 def rows_of_file(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield every row of a file that `check_data_file` admits, as it stands there, with file and row for messages.
+    """Yield every row of a file that has passed `check_data_file`, unchanged, with file and row for messages.
 
     Raises:
         DatasetError: The file as a whole can't be read, or is damaged.
@@ -186,10 +186,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _without_missing(value: Any) -> Any:
-    """Return what was written.
-
-    Parquet gives every struct in a list the fields of all of them, null where one has none.
-    """
+    """Remove the nulls that Parquet adds: it gives every struct in a list the fields of all structs in it."""
     if isinstance(value, list):
         return [_without_missing(item) for item in value]
     if isinstance(value, dict):

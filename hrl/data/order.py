@@ -1,7 +1,7 @@
-"""The order of the training rows, a place in it that can be saved, and which rows that place belongs to.
+"""The order of the training rows, and a position in it for checkpoints.
 
-The order is a pure function of (seed, epoch). A run that resumes with other rows or another order is found out by the
-`fingerprint` that is saved beside the position.
+The order is a pure function of (seed, epoch). The `fingerprint` saved with a position reveals a resumed run that has
+other rows or another order.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Position:
 
     @classmethod
     def from_dict(cls, state: Mapping[str, Any]) -> Position:
-        """Return what `to_dict` gave.
+        """Return the position from the dict of `to_dict`.
 
         Raises:
-            ValueError: Other keys, or no natural numbers.
+            ValueError: The keys are others, or a value is not a natural number.
         """
         natural = all(isinstance(value, int) and value >= 0 for value in state.values())
         if set(state) != {"epoch", "offset"} or not natural:
@@ -42,14 +42,14 @@ class Position:
 
 @dataclass(frozen=True)
 class EpochOrder:
-    """Deals out row numbers batch by batch, epoch by epoch.
+    """Row numbers batch by batch, epoch by epoch.
 
-    The last rows of an epoch that don't fill a batch are not dealt; with `shuffle` they are other rows every epoch.
+    The last rows of an epoch that don't fill a batch are skipped; with `shuffle` they are different rows every epoch.
 
     Attributes:
-        num_rows: Rows in the data set.
-        seed: Of the shuffling.
-        shuffle: Without it every epoch runs from 0 to `num_rows`.
+        num_rows: Number of rows in the data set.
+        seed: Seed of the shuffling.
+        shuffle: Whether epochs are shuffled; otherwise each one counts from 0 to `num_rows` - 1.
     """
 
     num_rows: int
@@ -63,8 +63,8 @@ class EpochOrder:
     def epoch(self, epoch: int) -> np.ndarray:
         """Return the order of one epoch, int64 `(num_rows,)`.
 
-        Rows are sorted by a hash of (seed, epoch, row), not by a library's generator: the order must outlive
-        versions of numpy.
+        Rows are sorted by a hash of (seed, epoch, row) instead of a library's generator, so that the order doesn't
+        depend on the version of numpy.
         """
         rows = np.arange(self.num_rows, dtype=np.uint64)
         if not self.shuffle:
@@ -73,10 +73,10 @@ class EpochOrder:
         return np.argsort(_mix(rows ^ stream), kind="stable")
 
     def next(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
-        """Return the rows of the next batch, and where the one after it starts.
+        """Return the rows of the next batch and the position after it.
 
         Raises:
-            ValueError: A batch larger than the data set, or a position beyond its end.
+            ValueError: The batch is larger than the data set, or the position is beyond its end.
         """
         self._check(position, batch_size)
         if position.offset + batch_size > self.num_rows:
@@ -86,7 +86,7 @@ class EpochOrder:
         return rows.tolist(), Position(position.epoch, end)
 
     def ahead(self, position: Position, batch_size: int, batches: int) -> np.ndarray:
-        """Return whether each row is in one of the next batches, as `next` deals them: bool `(num_rows,)`.
+        """Return whether each row is in one of the next `batches` batches: bool `(num_rows,)`.
 
         Raises:
             ValueError: As `next` does.
@@ -119,15 +119,15 @@ def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, An
     """Return everything that the row at a position depends on, as plain data for a checkpoint.
 
     Args:
-        order: Of the rows.
-        tokens: Token ids of the rows, `(T,)` each, in the rows' own order.
+        order: Order of the rows.
+        tokens: Token ids of the rows, `(T,)` each, in their stored order.
 
     Returns:
-        `rows`, their number; `shuffle`; `seed`, None where it shuffles nothing; `tokens`, a digest of the ids.
+        `rows`, their number; `shuffle`; `seed`, None without shuffling; `tokens`, a digest of the ids.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for ids in tokens:
-        digest.update(len(ids).to_bytes(4, "little"))  # so that ids can't pass from one row to the next unnoticed
+        digest.update(len(ids).to_bytes(4, "little"))  # reveals ids that moved from one row to the next
         digest.update(np.asarray(ids, dtype="<i4").tobytes())
     return {
         "rows": order.num_rows,
@@ -138,7 +138,7 @@ def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, An
 
 
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
-    """Return what is not as it was, one phrase each; empty for the same rows in the same order."""
+    """Return the differences between two fingerprints, one phrase each; empty for the same rows in the same order."""
     if present == saved:
         return []
     found = []
@@ -147,5 +147,5 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
     elif saved.get("tokens") != present["tokens"]:
         found.append("the rows hold other tokens (files and their order, filters, chat template, tokenizer, lengths)")
     changed = [name for name in ("shuffle", "seed") if saved.get(name) != present[name]]
-    found += [f"data.{name}={present[name]}, was {saved.get(name)}" for name in changed[:1]]  # the one brings the other
+    found += [f"data.{name}={present[name]}, was {saved.get(name)}" for name in changed[:1]]  # one entails the other
     return found

@@ -1,9 +1,9 @@
-"""Rows of a data set, from wherever they come, checked one by one.
+"""Read rows from all kinds of sources and check them one by one.
 
 A row of prompts is a dict with verl's keys: `data_source` (str), `prompt` (a chat, or a string), `reward_model`
 (`{"style": …, "ground_truth": …}`) and `extra_info` (a dict); and, for a chat template that shows them, `tools` (JSON
-schemas of functions). What rows of answers hold is said in `hrl.data.offline`. Reading executes nothing: Parquet, JSON
-and objects of the caller only.
+schemas of functions). Rows with answers are described in `hrl.data.offline`. Reading never runs code: sources are
+Parquet, JSON and objects of the caller.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ DataFiles = Source | Sequence[str]
 
 @dataclass(frozen=True, kw_only=True)
 class DataRow:
-    """What every checked row has.
+    """The fields of every checked row.
 
     Attributes:
-        data_source: Names the scorer and groups validation metrics.
+        data_source: Chooses the scorer and groups validation metrics.
         origin: File and row, for messages.
     """
 
@@ -43,9 +43,9 @@ class PromptRow(DataRow):
 
     Attributes:
         messages: The prompt as a chat; a string prompt is one message of the user. Each has a role, a content, and
-            whatever else of it the chat template may read, such as `tool_calls`.
-        reward_model: `ground_truth` and whatever else the reward function wants; empty if the row has none.
-        extra_info: Free for the reward function.
+            other fields for the chat template, such as `tool_calls`.
+        reward_model: `ground_truth` and other values for the reward function; empty if the row has none.
+        extra_info: Further values for the reward function.
         tools: Schemas of the functions that the prompt offers; None for none.
     """
 
@@ -59,14 +59,14 @@ R = TypeVar("R", bound=DataRow)
 
 
 def read_rows(sources: Iterable[Source], check: Callable[[Mapping[str, Any]], R | str]) -> Iterator[R | BadRow]:
-    """Yield every row of all sources in their order, the unusable ones as `BadRow`.
+    """Yield every row of all sources in order, the unusable ones as `BadRow`.
 
     Args:
-        sources: As `sources_of` gives them.
-        check: From a row as it stands in its source to a checked one, or a sentence about what is wrong with it.
+        sources: Sources from `sources_of`.
+        check: Turns a raw row into a checked one, or into a sentence about what is wrong with it.
 
     Raises:
-        DatasetError: A source as a whole can't be read.
+        DatasetError: A whole source can't be read.
     """
     for source in sources:
         for origin, raw in _raw_rows(source):
@@ -81,10 +81,10 @@ def read_rows(sources: Iterable[Source], check: Callable[[Mapping[str, Any]], R 
 
 
 def sources_of(data_files: DataFiles) -> list[Source]:
-    """Return the sources, one by one; a list of rows is one.
+    """Return the list of sources; a list of rows is a single source.
 
     Raises:
-        DatasetError: A list of names and rows.
+        DatasetError: A list mixes names and rows.
     """
     if isinstance(data_files, str):
         return [data_files]
@@ -96,7 +96,7 @@ def sources_of(data_files: DataFiles) -> list[Source]:
 
 
 def _source_name(source: Source) -> str:
-    """Return what rows are called that do not name their source: `bundled/<task>`, the file's name, or `list`."""
+    """Return the data source of rows that don't name one: `bundled/<task>`, the file's name, or `list`."""
     if not isinstance(source, str):
         return "list"
     if source.startswith(BUNDLED_PREFIX):
@@ -105,7 +105,7 @@ def _source_name(source: Source) -> str:
 
 
 def _raw_rows(source: Source) -> Iterator[tuple[str, object]]:
-    """Yield every row of a source as it stands there, with file and row for messages."""
+    """Yield every row of a source unchanged, with file and row for messages."""
     if not isinstance(source, str):
         return ((f"row {index} of the list", row) for index, row in enumerate(source))
     if source.startswith(BUNDLED_PREFIX):
@@ -124,7 +124,7 @@ def _raw_rows(source: Source) -> Iterator[tuple[str, object]]:
 
 
 def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> PromptRow | str:
-    """Return a raw row as a prompt, or a sentence about what is wrong with it.
+    """Check a raw row; return a prompt, or a sentence about what is wrong with the row.
 
     Args:
         raw: The row.
@@ -165,9 +165,9 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Pr
 def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, Any]] | str:
     """Return a chat, or a sentence about what is wrong with it; a string is one message of `role`.
 
-    Messages keep every field, since only the chat template knows which of them it shows. A content is text, a list of
-    parts of text, or null where the message says something else (an assistant's `tool_calls`). Other fields that are
-    null are left out: Parquet gives every message every field, and templates ask whether a field is there.
+    A content is text, a list of text parts, or null in a message with other content (an assistant's `tool_calls`).
+    Messages keep all other fields for the chat template, except nulls: Parquet gives every message every field, and
+    templates test whether a field is present.
     """
     if isinstance(prompt, str):
         return [{"role": role, "content": prompt}] if prompt else f"{key!r} is an empty string"
@@ -189,7 +189,7 @@ def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, 
 
 
 def _wrong_content(content: object, *, says_more: bool) -> str | None:
-    """Return what a message's content should have been; None if it is right."""
+    """Return what was expected instead of a message's content; None if the content is right."""
     if isinstance(content, str) or (content is None and says_more):
         return None
     if not isinstance(content, Sequence) or not content:
@@ -201,7 +201,7 @@ def _wrong_content(content: object, *, says_more: bool) -> str | None:
 
 
 def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
-    """Return schemas of functions, given as a list or a list in JSON; or a sentence about what is wrong with them."""
+    """Return tool schemas, given as a list or as JSON text of a list; or a sentence about what is wrong with them."""
     if isinstance(tools, str):
         try:
             tools = json.loads(tools)
@@ -215,7 +215,7 @@ def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
 
 
 def _is_unicode(value: object) -> bool:
-    """Return whether all text in a value can be written as UTF-8, without half of a character (a lone surrogate)."""
+    """Return whether all text in a value can be encoded as UTF-8, i.e. has no lone surrogates."""
     if isinstance(value, str):
         return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
     if isinstance(value, Mapping):
@@ -224,7 +224,7 @@ def _is_unicode(value: object) -> bool:
 
 
 def _is_shallow(value: object) -> bool:
-    """Return whether lists and objects in it go no deeper than `DEEPEST`."""
+    """Return whether a value is nested at most `DEEPEST` levels deep."""
     level: list[object] = [value]
     for _ in range(DEEPEST):
         inner = (item for item in level if isinstance(item, Mapping | list | tuple))
@@ -235,7 +235,7 @@ def _is_shallow(value: object) -> bool:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Return what a message says, for people: its text, its text parts joined, or its other fields as JSON."""
+    """Return a message's content as readable text: its text, its joined text parts, or its other fields as JSON."""
     content = message["content"]
     if isinstance(content, str):
         return content
@@ -245,6 +245,6 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def show_value(value: object) -> str:
-    """Return a value in a message: short, and with its type where it was cut."""
+    """Format a value for an error message, shortened and then with its type."""
     text = repr(value)
     return "missing or null" if value is None else f"{text[:60]}… ({type(value).__name__})" if len(text) > 60 else text

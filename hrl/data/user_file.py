@@ -1,4 +1,4 @@
-"""Code of the user's own, named by its file: a reward function, a data set class."""
+"""Load a user's own code from a Python file: a reward function or a data set class."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class UserFileError(HrlError, ValueError):
 
 
 def load_user_file(path: str | Path) -> ModuleType:
-    """Import a Python file as if it were run: its neighbours can be imported too, and it runs with your rights.
+    """Import a Python file as if it were run: with your rights, and with the modules beside it importable.
 
     Raises:
-        UserFileError: No such file, or none that Python can import. What the file itself raises is passed on.
+        UserFileError: There is no such file, or Python can't import it. Exceptions of the file itself are passed on.
     """
     file = _python_file(path)
     spec = importlib.util.spec_from_file_location(f"hrl_user_{file.stem}", file)
@@ -39,7 +39,7 @@ def names_in_user_file(path: str | Path) -> set[str] | None:
     """Return the names that a Python file defines or imports at its top level, without running it.
 
     Returns:
-        None where the source does not tell: it imports `*`.
+        The names, or None if the file imports `*`.
 
     Raises:
         UserFileError: No such file, or its syntax is wrong.
@@ -49,7 +49,7 @@ def names_in_user_file(path: str | Path) -> set[str] | None:
 
 
 def functions_in_user_file(path: str | Path) -> list[str]:
-    """Return the names of the public functions that a Python file defines at its top level, in its order.
+    """Return the names of the public functions that a Python file defines at its top level, in file order.
 
     Raises:
         UserFileError: No such file, or its syntax is wrong.
@@ -63,7 +63,7 @@ def _parsed(path: str | Path) -> ast.Module:
     try:
         return ast.parse(file.read_bytes(), filename=str(file))
     except (SyntaxError, ValueError) as error:
-        raise UserFileError(f"{file} is no valid Python: {error}") from error
+        raise UserFileError(f"{file} is not valid Python: {error}") from error
 
 
 def _python_file(path: str | Path) -> Path:
@@ -84,7 +84,7 @@ def _is_python(path: Path) -> bool:
 
 
 def _top_level_names(node: ast.AST) -> Iterator[str]:
-    """Yield the names bound outside of functions and classes, in conditions and `try` too."""
+    """Yield the names bound outside of functions and classes, including those in conditions and `try`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield child.name

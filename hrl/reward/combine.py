@@ -1,4 +1,4 @@
-"""One score per response out of what the reward function, the reward model, their shaping and the penalty say."""
+"""Combine reward function, reward model, shaping and length penalty into one score per response."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from hrl.algos.reward_shaping import REWARD_SHAPERS, RunningNormalizer
 
 @dataclass(frozen=True)
 class Weighting:
-    """How the sources of reward are joined.
+    """How the sources of reward are combined.
 
     Attributes:
         function: Factor of the reward function's score.
         model: Factor of the reward model's score.
         overlong_buffer_tokens: Length over which DAPO's penalty grows to `overlong_factor`, at the longest response
             allowed; 0 for no penalty.
-        overlong_factor: See there.
+        overlong_factor: The largest penalty, as a positive number.
     """
 
     function: float = 1.0
@@ -38,8 +38,8 @@ class CombinedScores:
         scores: float32 (B,), 0 where not kept.
         kept: Bool (B,); a row that is not kept trains nothing and counts in no statistics of its group.
         overlong: float32 (B,), the penalty inside `scores`, not positive.
-        plain: float32 (B,), what a validation reports: the function's score as it came, or the model's where there is
-            no function; 0 where not kept.
+        plain: float32 (B,), for validation: the function's unweighted score, or the model's if there is no function;
+            0 where not kept.
     """
 
     scores: Tensor
@@ -49,10 +49,10 @@ class CombinedScores:
 
 
 class RewardShaping:
-    """Applies members of `REWARD_SHAPERS` one after the other, each with what it has seen in the run.
+    """Applies members of `REWARD_SHAPERS` in order, each with the statistics it has gathered over the run.
 
     Args:
-        limits: Names of the members in their order, with the limit of those that have one.
+        limits: Name of each member, in order → its limit, or None.
 
     Raises:
         ValueError: No member has that name.
@@ -61,7 +61,7 @@ class RewardShaping:
     def __init__(self, limits: Mapping[str, float | None]) -> None:
         unknown = sorted(limits.keys() - REWARD_SHAPERS.keys())
         if unknown:
-            raise ValueError(f"no reward shaping is called {unknown[0]!r}; there is {', '.join(REWARD_SHAPERS)}")
+            raise ValueError(f"unknown reward shaping {unknown[0]!r}; there are: {', '.join(REWARD_SHAPERS)}")
         self._limits = dict(limits)
         self._seen = {name: RunningNormalizer() for name in limits}
 
@@ -82,11 +82,11 @@ class RewardShaping:
         return torch.where(kept, scores, 0.0)
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return what each member has seen, for a checkpoint."""
+        """Return each member's statistics, for a checkpoint."""
         return {name: seen.state_dict() for name, seen in self._seen.items()}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        """Go on from what `state_dict` gave; members that the checkpoint doesn't know begin anew."""
+        """Restore a `state_dict`; members that the checkpoint lacks start afresh."""
         for name in self._seen.keys() & state.keys():
             self._seen[name].load_state_dict(state[name])
 
@@ -95,9 +95,9 @@ class NonFiniteScoreError(ValueError):
     """A score of the reward model, or the weighted and shaped sum, isn't finite in float32.
 
     Attributes:
-        row: The first such row of the batch.
-        score: Its score.
-        source: What gave it.
+        row: Index of the first such row in the batch.
+        score: Score of that row.
+        source: Name of the score's source.
     """
 
     def __init__(self, row: int, score: float, source: str = "reward model's score") -> None:
@@ -116,16 +116,16 @@ def combine_scores(
     """Return `shaping(function · f + model · m) + overlong penalty`, per response.
 
     Args:
-        function_scores: Of the B responses, `None` for those left out; or `None` without a reward function.
+        function_scores: One per response, `None` for those left out; or `None` without a reward function.
         model_scores: (B,), or `None` without a reward model.
         response_lengths: (B,), in tokens.
         max_response_tokens: The longest response allowed.
         weighting: The factors.
-        shaping: Takes the batch into account; `None` for none.
+        shaping: Applied to the weighted sum; `None` for no shaping.
 
     Raises:
-        ValueError: No source of reward, or another number of scores than responses.
-        NonFiniteScoreError: A score of the reward model, or what is made of the scores, isn't finite.
+        ValueError: There is no source of reward, or the number of scores differs from the number of responses.
+        NonFiniteScoreError: A score of the reward model, or the combined score, isn't finite.
     """
     rows = len(response_lengths)
     if function_scores is None and model_scores is None:

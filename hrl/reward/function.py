@@ -1,4 +1,4 @@
-"""A reward function: where it comes from, and what it may return."""
+"""Reward functions: where they come from and what they may return."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ if TYPE_CHECKING:
     from hrl.config.reward import RewardConfig
 
 HANDED_OVER = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""What every call of a reward function gets, by keyword."""
+"""Keyword arguments of every call of a reward function."""
 
 _ENV = "env:"
 _LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
 class RewardFunctionError(HrlError, ValueError):
-    """A reward function can't be loaded, or returned something that is no reward."""
+    """A reward function can't be loaded, or returned something that isn't a reward."""
 
 
 @dataclass(frozen=True)
 class RewardSpec:
-    """Says which reward function to run; plain data, so that the process that runs it can load it.
+    """Names the reward function to run; plain data, which the reward processes can read.
 
     Attributes:
-        path: A Python file that defines the function; `None` for a function that was given as an object, and for the
+        path: The Python file that defines the function; `None` for a function that was given as an object, and for the
             built-in functions, which are chosen by data source.
-        name: Of the function.
-        kwargs: Handed to every call; a text `env:NAME` stands for the environment variable NAME.
-        data_sources: The data sources to come, so that what their built-in scorers need is loaded beforehand.
-        pickled: The function itself, where it was given as an object: a pickle in base64, see `of_callable`.
-        import_path: Where modules are looked for while that is read, `sys.path` of the process that gave it.
+        name: Name of the function.
+        kwargs: Passed to every call; a text `env:NAME` stands for the environment variable NAME.
+        data_sources: Data sources of the rows; their built-in scorers are loaded before the first sample.
+        pickled: The function itself if it was given as an object: a pickle in base64, see `of_callable`.
+        import_path: `sys.path` of the process that gave the object, used to unpickle it.
     """
 
     path: str | None = None
@@ -59,12 +59,12 @@ class RewardSpec:
     def of_config(
         cls, reward: RewardConfig, data_sources: tuple[str, ...], function: Callable[..., Any] | None = None
     ) -> Self:
-        """Return the reward function of the section `reward`, or one that the caller has as an object.
+        """Return the reward function of the section `reward`, or one that the caller gives as an object.
 
         Args:
-            reward: The section; its `reward_kwargs` are handed to either.
-            data_sources: Of the rows to come.
-            function: Takes the place of the file; see `of_callable`.
+            reward: The section; its `reward_kwargs` are passed in both cases.
+            data_sources: Data sources of the rows.
+            function: Used instead of a file; see `of_callable`.
 
         Raises:
             RewardFunctionError: Both a file and an object, or an object that can't be used.
@@ -83,14 +83,14 @@ class RewardSpec:
 
     @classmethod
     def of_callable(cls, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> Self:
-        """Return a function given as an object, ready to travel to the processes that run it.
+        """Return the specification of a function given as an object, to send to the processes that run it.
 
-        One that its module can be asked for travels as the module's name and its own. Any other (a lambda, a function
-        of a notebook or of the script that runs, an object with `__call__`) travels by value, with what it refers to.
+        A function that can be imported is sent as the names of its module and itself. Any other (a lambda, a function
+        from a notebook or from the running script, an object with `__call__`) is sent by value, with what it refers to.
 
         Args:
-            function: Plain or async, called as `compute_score` is.
-            kwargs: Handed to every call.
+            function: Plain or async, called like `compute_score`.
+            kwargs: Passed to every call.
 
         Raises:
             RewardFunctionError: It can't be called as reward functions are, or can't be sent to another process.
@@ -116,46 +116,46 @@ class RewardSpec:
 
     @property
     def env(self) -> dict[str, str]:
-        """The arguments that stand for environment variables, with the names of those variables."""
+        """Argument → environment variable, for the arguments that stand for one."""
         texts = {name: value for name, value in self.kwargs.items() if isinstance(value, str)}
         return {name: text.removeprefix(_ENV) for name, text in texts.items() if text.startswith(_ENV)}
 
     def resolve(self, environ: Mapping[str, str]) -> Self:
-        """Fill in the environment variables that `kwargs` name; only in the function's own process."""
+        """Fill in the environment variables that `kwargs` name; called only in the function's own process."""
         return replace(self, kwargs={**self.kwargs, **{name: environ[key] for name, key in self.env.items()}})
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the specification as JSON can hold it.
+        """Return the specification as a dict for JSON.
 
         Raises:
-            ValueError: `kwargs` hold something that is no plain data.
+            ValueError: `kwargs` has something other than plain data.
         """
         kwargs = to_plain(self.kwargs, "reward.custom_reward_function.reward_kwargs")
         return to_plain(vars(self) | {"kwargs": {}}) | {"kwargs": kwargs}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Return what `to_plain` was called on."""
+        """Return the specification from the dict of `to_plain`."""
         return cls(**from_plain(plain))
 
     @property
     def title(self) -> str:
-        """What messages call the function: `reward function compute_score in my_reward.py`, or the built-in one."""
+        """The function's name in messages, e.g. `reward function compute_score in my_reward.py`."""
         if self.is_built_in:
             return "the built-in reward function"
         return f"reward function {self.name}" + (f" in {self.path}" if self.path is not None else "")
 
 
 def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
-    """Load the function that `spec` names. It is the user's own code and runs as such.
+    """Load the function that `spec` names, which runs the user's own code.
 
     Raises:
-        RewardFunctionError: No such file, no such function, one that can't be called as it will be, or a data source
-            that no built-in function knows. What the user's code itself raises is passed on.
+        RewardFunctionError: There is no such file or function, it can't be called as reward functions are, or no
+            built-in function knows a data source. Exceptions of the user's code are passed on.
     """
     if spec.pickled is not None:
         sys.path += [entry for entry in spec.import_path if entry not in sys.path]
-        # The run's own process sent this; nothing of it was read from a disk or comes from the model.
+        # Safe to unpickle: the run's own process sent it; it comes neither from a file nor from the model.
         try:
             return cloudpickle.loads(base64.b64decode(spec.pickled))
         except ModuleNotFoundError as error:
@@ -168,7 +168,7 @@ def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
 
         try:
             for data_source in spec.data_sources:
-                score.find_scorer(data_source).load()  # so that the first sample does not pay for it
+                score.find_scorer(data_source).load()  # keeps the loading time out of the first sample's deadline
         except (ValueError, ImportError) as error:
             raise RewardFunctionError(str(error)) from error
         return score.compute_score
@@ -187,19 +187,19 @@ def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
 
 
 def _check_callable(function: Callable[..., Any], name: str, title: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse what can't be called as reward functions are, or gives no reward when it is."""
+    """Refuse anything that can't be called as reward functions are, and classes, whose call doesn't give a reward."""
     if isinstance(function, type) and not issubclass(function, Real | Mapping):
         instance = f"{name.lower()} = {name}()"
         raise RewardFunctionError(
-            f"{title} is a class, and what calling it makes is no reward: write `{instance}` below it, give the class "
-            "`__call__`, and name the instance"
+            f"{title} is a class, and calling it makes an object, not a reward: write `{instance}` below it, give the "
+            "class `__call__`, and name the instance"
         )
     if (problem := signature_problem(function, kwargs)) is not None:
         raise RewardFunctionError(f"{title} {problem}")
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling it gives something to await: an async function, or an object whose `__call__` is one."""
+    """Return whether `function` is async, or an object with an async `__call__`."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, type):
@@ -208,14 +208,14 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def signature_problem(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
-    """Return why a function can't be called as reward functions are, or None if it can; it is not called.
+    """Return why a function can't be called as reward functions are, or None if it can; does not call it.
 
     Args:
         function: Any callable: a function, plain or async, a class, an instance with `__call__`, a partial.
-        kwargs: What the configuration's `reward_kwargs` add to the four arguments.
+        kwargs: The configuration's `reward_kwargs`, passed besides the four arguments.
 
     Returns:
-        What is wrong, as the end of a sentence that begins with the function's name.
+        The problem, as the end of a sentence that begins with the function's name.
     """
     twice = sorted(set(HANDED_OVER) & set(kwargs))
     if twice:
@@ -223,7 +223,7 @@ def signature_problem(function: Callable[..., Any], kwargs: Mapping[str, Any]) -
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
-        return None  # written in C, and silent about it
+        return None  # written in C, without a signature
     handed_over = [*HANDED_OVER, *kwargs]
     parameters = signature.parameters
     by_position = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_ONLY]
@@ -248,13 +248,13 @@ def signature_problem(function: Callable[..., Any], kwargs: Mapping[str, Any]) -
 
 
 def read_reward(value: object) -> tuple[float | None, dict[str, Any]]:
-    """Return what a reward function returned, as (score, parts).
+    """Read the return value of a reward function as (score, parts).
 
-    `None` means that the sample shall be left out. A number is the score. A dict has the score under `"score"`; its
-    other entries are parts: numbers become columns of the metrics, text is kept for the reader.
+    `None` leaves the sample out. A number is the score. A dict has the score under `"score"`; its other entries are
+    parts: numbers become metrics, and text is kept in the saved samples.
 
     Raises:
-        RewardFunctionError: Anything else, or a number that isn't finite in float32, in which rewards are computed.
+        RewardFunctionError: Any other value, or a number that isn't finite in float32, in which rewards are computed.
     """
     if value is None:
         return None, {}

@@ -1,8 +1,8 @@
-"""Rewards of a step, scored while its responses are still being generated.
+"""Score the responses of a step while others are still being generated.
 
-`begin` says which samples will come, `submit` hands over each as it is finished, `collect` waits for the rest and
-gives the results in the order of `begin`. `RewardLoop` does that in its own process, `RewardActor` in a Ray actor on
-the driver's node, where the files are that the configuration names and where all workers can send samples to.
+`begin` announces the samples, `submit` hands over each one when it is finished, and `collect` waits for the rest and
+returns the results in the order of `begin`. `RewardLoop` runs in the caller's process; `RewardActor` runs it in a Ray
+actor on the driver's node, which has the files that the configuration names and which all workers can reach.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _CONCURRENT_CALLS = 8
 
 
 class RewardError(HrlError, RuntimeError):
-    """Rewards of a step can't be had; names function, sample and the first failure's traceback."""
+    """The rewards of a step can't be computed; names function and sample, with the first failure's traceback."""
 
 
 @dataclass(frozen=True)
 class RewardBatch:
-    """What became of the samples of a step, in the order of `begin`."""
+    """Outcomes of a step's samples, in the order of `begin`."""
 
     outcomes: tuple[RewardOutcome, ...]
     metrics: Mapping[str, Metric]
 
     @property
     def scores(self) -> list[float | None]:
-        """One score per sample; `None` leaves it out: it trains nothing and counts in no statistics of its group."""
+        """One score per sample; `None` leaves the sample out of training and of its group's statistics."""
         return [outcome.score for outcome in self.outcomes]
 
 
@@ -70,9 +70,9 @@ class _Step:
 class RewardLoop:
     """Scores the samples of one step at a time.
 
-    A sample fails by an exception, a return value that is no reward, the deadline, or a process that died twice. With
-    `reward.on_error=raise` the first failure ends the step; `skip` leaves failed samples out and counts them, and ends
-    the step when they are more than `MAX_FAILED_SHARE` of it.
+    A sample fails if the function raises, returns something that isn't a reward or exceeds the deadline, or if its
+    process dies twice. With `reward.on_error=raise` the first failure ends the step; `skip` leaves failed samples out
+    and counts them, and ends the step if they are more than `MAX_FAILED_SHARE` of it.
 
     Args:
         spec: The reward function.
@@ -97,12 +97,12 @@ class RewardLoop:
         self._pool.start()
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
-        """Announce the samples of a step; whatever is left of another step is dropped.
+        """Announce the samples of a step and drop what is left of the previous one.
 
         Args:
-            step: Names the samples in the calls to come; never used twice.
+            step: Identifies the samples in later calls; never used twice.
             rows: The samples.
-            title: What messages call them, where that is not the step's number.
+            title: Name of the step in messages, if not its number.
 
         Raises:
             ValueError: Two rows with the same key.
@@ -118,10 +118,10 @@ class RewardLoop:
             self._steps[step] = _Step(title, by_key)
 
     def submit(self, step: int, key: Hashable, solution_str: str) -> None:
-        """Take a finished sample, which is scored at once.
+        """Queue a finished sample for scoring.
 
-        Whoever sends it waits for no answer. So a sample that can't be taken (it was not announced, came before, holds
-        something that is no plain data) is what the next `collect` raises.
+        The sender doesn't wait for an answer. A sample that is refused (it was not announced, was submitted before, or
+        isn't plain data) is therefore reported by the next `collect`.
         """
         with self._changed:
             state = self._steps.get(step)
@@ -138,12 +138,12 @@ class RewardLoop:
         """Wait until every announced sample is scored.
 
         Args:
-            step: As in `begin`.
-            deadline_s: The longest to wait; samples that were never submitted are found out then.
+            step: The step given to `begin`.
+            deadline_s: Seconds to wait, also for samples that were never submitted.
 
         Raises:
-            RewardError: A failure that the policy doesn't allow, a sample that was refused since the last call, or the
-                deadline; no reward of the step is given then.
+            RewardError: A sample failed and `reward.on_error` doesn't allow it, a sample was refused since the last
+                call, or the deadline passed.
         """
         end = time.monotonic() + deadline_s
         with self._changed:
@@ -183,23 +183,23 @@ class RewardLoop:
         name = f"sample {_show(key)} of {state.title} (data source {row.data_source!r})"
         try:
             future = state.submitted[key] = self._pool.submit(row, solution_str, name)
-        except (ValueError, RuntimeError) as error:  # no plain data; the processes have ended
+        except (ValueError, RuntimeError) as error:  # not plain data; or the processes have ended
             self._refuse(step, key, str(error))
         else:
             future.add_done_callback(functools.partial(self._note, state, key))
 
     def _refuse(self, step: int, key: Hashable, reason: str) -> None:
-        if step != self._given_up:  # what still comes for a step that `collect` raised for is no news
+        if step != self._given_up:  # late samples of a step that `collect` raised for need no report
             title = self._steps[step].title if step in self._steps else f"step {step}"
             self._refused.append(f"{_show(key)} of {title}: {reason}")
             self._changed.notify_all()
 
     def _drop(self, step: int) -> None:
         for future in self._steps.pop(step).submitted.values():
-            future.cancel()  # of those still queued; what runs has its deadline
+            future.cancel()  # affects queued samples; running ones end at their deadline
 
     def _note(self, state: _Step, key: Hashable, future: Future[RewardOutcome]) -> None:
-        """Take an outcome from the pool's thread, and wake `collect` if that can change something."""
+        """Record an outcome from the pool's thread, and wake `collect` if it may be done."""
         if future.cancelled():
             return
         with self._changed:
@@ -238,9 +238,9 @@ def _describe_late(state: _Step, deadline_s: float) -> str:
 
 
 def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
-    """Return counts of what went wrong, the time a call took, and the mean of every numeric part.
+    """Return counts of failures, the duration of calls, and the mean of every numeric part.
 
-    `reward/num_unscorable` counts responses that broke a built-in function and got what a wrong answer gets.
+    `reward/num_unscorable` counts responses that a built-in function failed on and scored as wrong answers.
     """
     metrics = {
         name: Metric.total(sum(outcome.status == status for outcome in outcomes))
@@ -276,7 +276,7 @@ class _Actor(RewardLoop):
     """The loop in a process of its own."""
 
     def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
-        die_with_parent()  # the raylet, which ends with the driver: the kernel is quicker to tell than Ray
+        die_with_parent()  # the parent is the raylet, which ends with the driver; the kernel is faster than Ray here
         super().__init__(spec, reward)
 
     def where(self) -> tuple[int, str]:
@@ -292,9 +292,9 @@ class RewardActor:
         reward: The section `reward`.
 
     Attributes:
-        handle: What workers send samples to, as `handle.submit.remote(step, key, text)`, without awaiting an answer.
-        scheduling: Pins the actor to this node.
-        pid, node_id: Its process and node, once started.
+        handle: Handle for workers to send samples with `handle.submit.remote(step, key, text)`, without awaiting it.
+        scheduling: Strategy that pins the actor to this node.
+        pid, node_id: Ids of the actor's process and node, once started.
     """
 
     def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
@@ -308,7 +308,7 @@ class RewardActor:
 
         Raises:
             RewardFunctionError: The function can't be loaded.
-            RewardError: The actor died or did not answer, here as in every other call.
+            RewardError: The actor died or did not answer, as in every other call.
         """
         self.pid, self.node_id = self._call("where")
         self._call("start")
@@ -322,9 +322,9 @@ class RewardActor:
         return self._call("collect", step, deadline_s, timeout_s=deadline_s + _MARGIN_S)
 
     def shutdown(self) -> None:
-        """End the processes with all that reward functions started in them, then the actor.
+        """End the processes and everything that reward functions started in them, then the actor.
 
-        An actor that can't be asked is killed: its processes go with it, and their guards end what these have started.
+        An actor that doesn't answer is killed: its processes end with it, and their guards end what they started.
         """
         try:
             self._call("shutdown", timeout_s=_SHUTDOWN_TIMEOUT_S)
@@ -337,7 +337,7 @@ class RewardActor:
         try:
             return ray.get(getattr(self.handle, method).remote(*args), timeout=timeout_s)
         except RayTaskError as error:
-            # The cause is the loop's own error, which names function and sample; Ray's wrapping says nothing more.
+            # Raise the loop's own error, which names function and sample; Ray's wrapper adds nothing to it.
             cause = cause_of(error)
             raise cause if isinstance(cause, Exception) else RewardError(str(error)) from None
         except GetTimeoutError as error:

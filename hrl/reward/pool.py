@@ -1,10 +1,11 @@
 """Processes for reward functions: each sample under a deadline, each process killable.
 
 One thread of the parent owns all processes. It starts them, hands each as many samples as it takes at once (one, or
-many calls of an async function), and kills the one whose deadline has passed, whatever it is doing, a loop in C
-included. The kernel kills them when that thread ends, so they outlive no parent.
+many for an async function), and kills a process at its deadline whatever it is doing, even in a loop in C. The kernel
+kills the processes when that thread ends, so they never outlive the parent.
 
-A built-in function never fails because of a response: what breaks it scores as a wrong answer does, and is marked.
+A built-in function never fails because of a response: a response that it can't score gets the score of a wrong answer
+and is marked.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BURST = 4
-"""At most so many times `num_workers` processes run while others sit on samples that take long."""
+"""While some processes are busy with slow samples, at most this many times `num_workers` processes run."""
 _SLOW_AFTER_S = 1.0
-"""A sample counts as taking long after this time, or a quarter of its deadline if that is shorter."""
+"""A sample counts as slow after this time, or after a quarter of its deadline if that is shorter."""
 _TICK_S = 0.05
-"""How often deadlines are looked at, or ten times in one if that is shorter."""
+"""Interval at which deadlines are checked; a tenth of the deadline if that is shorter."""
 _LAST_WORDS_S = 0.5
-"""How long a process whose socket has closed may take to end on its own, which tells its exit code."""
+"""How long to wait for the exit code of a process that has closed its socket."""
 _SILENCE_S = 5.0
-"""How much longer than a deadline a process may stand still with no sample in it, before it is killed."""
+"""How much longer than the deadline a process may be blocked outside of any sample before it is killed."""
 _FAILED_STARTS_ALLOWED = 3
 _MAX_ATTEMPTS = 2
 _LONGEST_REASON = 300
@@ -56,11 +57,11 @@ Status = Literal["ok", "skip", "error", "timeout", "crash"]
 
 @dataclass(frozen=True)
 class RewardRow:
-    """What is known of a sample before it is generated.
+    """The part of a sample that is known before its response is generated.
 
     Attributes:
         key: Unique within its step, e.g. `(uid, sample_index)`.
-        data_source, ground_truth, extra_info: Of the prompt's row; plain data.
+        data_source, ground_truth, extra_info: From the prompt's row; plain data.
     """
 
     key: Hashable
@@ -71,17 +72,17 @@ class RewardRow:
 
 @dataclass(frozen=True)
 class RewardOutcome:
-    """What became of a sample.
+    """Result of scoring a sample.
 
     Attributes:
-        status: `ok`; `skip`, the function returned None; `error`, it raised or returned no reward; `timeout`, it was
-            killed at its deadline; `crash`, its process died, twice.
+        status: `ok`; `skip`, the function returned None; `error`, it raised or returned something that isn't a reward;
+            `timeout`, it was killed at its deadline; `crash`, its process died twice.
         score: The reward, if `ok`; `None` leaves the sample out.
-        parts: What the function returned beside it.
-        error: A message or traceback for the last three.
-        duration_s: Of the last attempt.
-        attempts: 2 after a crash.
-        unscorable: Why a built-in function could not score the response, whose score is then that of a wrong answer.
+        parts: Other values that the function returned.
+        error: A message or traceback if `error`, `timeout` or `crash`.
+        duration_s: Duration of the last attempt.
+        attempts: Number of attempts, 2 after a crash.
+        unscorable: Why a built-in function could not score the response, which then scores as a wrong answer.
     """
 
     status: Status
@@ -95,7 +96,7 @@ class RewardOutcome:
 
 @dataclass
 class _Task:
-    """A sample on its way, as its process reads it."""
+    """A submitted sample in the form that its process reads."""
 
     number: int
     name: str
@@ -108,7 +109,7 @@ class _Task:
 
 @dataclass(eq=False)
 class _Process:
-    """A process, and the samples that it has."""
+    """A process and its samples."""
 
     popen: subprocess.Popen[bytes]
     state: SharedState
@@ -125,21 +126,21 @@ class _Process:
 
     @property
     def oldest_s(self) -> float:
-        """The moment at which the oldest of its samples was handed over; now, if it has none."""
+        """Time at which the oldest of its samples was handed over; now if it has none."""
         return min((task.since for task in self.tasks.values()), default=time.monotonic())
 
 
 class RewardPool:
     """Runs one reward function in several processes.
 
-    At the deadline of a call an await is cancelled; anything else ends with its process, which is replaced. A function
-    that needs more memory than a process may have gets a `MemoryError`.
+    At its deadline an async call is cancelled at its await; otherwise its process is killed and replaced. A function
+    that exceeds the memory limit of its process gets a `MemoryError`.
 
     Args:
         spec: The function.
-        reward: The section `reward`, which has processes, calls at once, deadline and memory.
-        num_workers: Processes, where that is not `reward.num_workers`.
-        start_timeout_s: For starting a process and loading the function.
+        reward: The section `reward`, with number of processes, concurrency, deadline and memory limit.
+        num_workers: Number of processes, if not `reward.num_workers`.
+        start_timeout_s: Seconds for starting a process and loading the function.
     """
 
     def __init__(
@@ -198,15 +199,15 @@ class RewardPool:
             raise RewardFunctionError(f"{self._spec.title} can't be loaded: {self._broken}")
 
     def submit(self, row: RewardRow, solution_str: str, name: str) -> Future[RewardOutcome]:
-        """Queue a sample; the future always gets an outcome, also when the process dies or the pool is shut down.
+        """Queue a sample; the future always gets an outcome, even if the process dies or the pool is shut down.
 
         Args:
             row: The sample's row.
             solution_str: The response's text.
-            name: What messages call the sample.
+            name: Name of the sample in messages.
 
         Raises:
-            ValueError: Ground truth or extra info hold something that is no plain data.
+            ValueError: Ground truth or extra info is not plain data.
             RuntimeError: The pool isn't running.
         """
         number = next(self._numbers)
@@ -229,7 +230,7 @@ class RewardPool:
 
     @property
     def process_ids(self) -> tuple[int, ...]:
-        """Ids of the processes that run now."""
+        """Ids of the running processes."""
         return tuple(sorted(process.popen.pid for process in list(self._processes)))
 
     def shutdown(self) -> None:
@@ -275,13 +276,13 @@ class RewardPool:
                     self._put_back(list(process.tasks.values()), charge=True)
 
     def _turn(self) -> None:
-        """Do what can be done now: start or end processes, and hand out samples."""
+        """Start and end processes and hand out samples, as far as possible now."""
         if not self._stopping:
             self._keep_enough_processes()
             self._hand_out()
 
     def _keep_enough_processes(self) -> None:
-        """Replace what was killed; add processes while some sit on slow samples and others wait behind them."""
+        """Replace killed processes; add some while slow samples keep others waiting."""
         slow_since = time.monotonic() - min(_SLOW_AFTER_S, self._timeout_s / 4)
         slow = sum(one.concurrency > 0 and not one.has_room and one.oldest_s < slow_since for one in self._processes)
         wanted = self._num_workers
@@ -307,7 +308,7 @@ class RewardPool:
         process.tending = self._tending.create_task(self._tend(process, ours))
 
     async def _tend(self, process: _Process, connection: socket.socket) -> None:
-        """Read what a process answers, until it ends or is killed, which cancels this."""
+        """Read a process's answers until it ends; killing the process cancels this task."""
         reader, process.writer = await asyncio.open_connection(sock=connection)
         with contextlib.closing(process.writer):
             process.writer.write(self._settings)
@@ -318,7 +319,7 @@ class RewardPool:
             self._turn()
 
     def _hand_out(self) -> None:
-        """Give waiting samples to the processes that have the fewest."""
+        """Give waiting samples to the processes with the fewest samples."""
         with_room = [process for process in self._processes if process.has_room]
         while with_room and (task := self._next_task()) is not None:
             process = min(with_room, key=lambda candidate: len(candidate.tasks))
@@ -330,7 +331,7 @@ class RewardPool:
                 with_room.remove(process)
 
     def _next_task(self) -> _Task | None:
-        """Return the next sample that nobody has cancelled."""
+        """Return the next sample that is not cancelled."""
         while self._queue:
             task = self._queue.popleft()
             if task.future.running() or task.future.set_running_or_notify_cancel():
@@ -338,12 +339,12 @@ class RewardPool:
         return None
 
     def _deadline_s(self, process: _Process) -> float:
-        """Return the moment at which a process is killed if nothing changes; infinite for an idle one."""
+        """Return the time at which to kill a process; infinite for an idle one."""
         if not process.concurrency:
             return process.since + self._start_timeout_s
         if not process.tasks:
             return float("inf")
-        # Awaits have their deadlines inside the process. From here only one that stands still is seen.
+        # Deadlines of awaits are enforced inside the process. The parent only sees that its event loop is blocked.
         holder, since_s, _ = process.state.read()
         return max(since_s, process.oldest_s) + self._timeout_s + (0.0 if holder else _SILENCE_S)
 
@@ -360,7 +361,7 @@ class RewardPool:
         task = process.tasks.pop(message["id"])
         if "timeout" in message:
             self._finish(task, "timeout", error=f"took longer than {self._timeout_s:g} s and was cancelled")
-            if message["stuck"]:  # a call that ignores its cancellation ends with its process
+            if message["stuck"]:  # the call ignores its cancellation, so kill its process
                 self._kill(process)
                 self._put_back(list(process.tasks.values()), charge=False)
         elif "error" in message:
@@ -371,7 +372,7 @@ class RewardPool:
             self._finish(task, status, score=message["score"], parts=message["parts"])
 
     def _with_hint(self, error: str) -> str:
-        """Add to a function's error that a variable it names was withheld, if so."""
+        """Add a hint to an error that names an environment variable withheld from the process."""
         for name in self._withheld:
             if f"'{name}'" in error or f'"{name}"' in error:
                 return (
@@ -381,7 +382,7 @@ class RewardPool:
         return error
 
     def _finish(self, task: _Task, status: Status, blames_response: bool = False, **outcome: Any) -> None:
-        """End a sample; what a response did to a built-in function counts as a wrong answer."""
+        """Set a sample's outcome; a response that a built-in function failed on counts as a wrong answer."""
         duration_s = time.monotonic() - task.since
         if self._spec.is_built_in and blames_response:
             reason = outcome["error"].rstrip().splitlines()[-1][:_LONGEST_REASON]
@@ -391,13 +392,13 @@ class RewardPool:
         task.future.set_result(RewardOutcome(status, duration_s=duration_s, attempts=task.attempts, **outcome))
 
     def _put_back(self, tasks: list[_Task], *, charge: bool) -> None:
-        """Queue samples of a process that is gone again; they are not charged where another one ended it."""
+        """Queue the samples of an ended process again; without `charge` this doesn't count as an attempt."""
         for task in tasks:
             task.attempts -= 0 if charge else 1
         self._queue.extendleft(reversed(tasks))
 
     def _lost(self, process: _Process) -> None:
-        """Take leave of a process that ended by itself; the sample that held it is tried once more, elsewhere."""
+        """Handle a process that ended by itself; the sample that was running is retried once in another process."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(_LAST_WORDS_S)
         holder, _, blames_response = process.state.read()
@@ -412,14 +413,14 @@ class RewardPool:
         self._retry_once(guilty, f"{how}, twice", blames_response)
 
     def _retry_once(self, tasks: list[_Task], error: str, blames_response: bool = False) -> None:
-        """Queue samples again whose process ended at their first attempt, and give up the others."""
+        """Queue samples again after a failed first attempt, and give up those after a second."""
         for task in tasks:
             if task.attempts >= _MAX_ATTEMPTS:
                 self._finish(task, "crash", blames_response, error=error)
         self._put_back([task for task in tasks if task.attempts < _MAX_ATTEMPTS], charge=True)
 
     def _stop(self, process: _Process) -> None:
-        """Kill a process that is over its deadline; the sample that held it is charged, others are tried again."""
+        """Kill a process past its deadline; the sample that blocked it fails, its other samples are queued again."""
         holder, _, blames_response = process.state.read()
         self._kill(process)
         if not process.concurrency:
@@ -442,7 +443,7 @@ class RewardPool:
             self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
-        """End the thread, as no process can be had; samples that wait end with the reason."""
+        """End the thread because no process can be started; waiting samples fail with the reason."""
         self._broken = reason
         self._stopping = True
         self._started.set()
@@ -457,13 +458,13 @@ class RewardPool:
 
 
 def start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket.socket, SharedState]:
-    """Return a process that waits for its settings, this end of its socket, and the state that it shares.
+    """Start a process that waits for its settings; return it with the parent's end of its socket and the shared state.
 
     Args:
-        env: Variables that it gets although they look like secrets.
+        env: Environment variables to pass although they look like secrets.
 
     Raises:
-        OSError: The system refuses one.
+        OSError: The system can't start a process.
     """
     ours, theirs = socket.socketpair()
     with contextlib.ExitStack() as on_failure, theirs:
@@ -475,14 +476,14 @@ def start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket
             env=child_environment(keep=env, OMP_NUM_THREADS="1", PYTHONHASHSEED="0"),
             pass_fds=[theirs.fileno(), shared],
             stdin=subprocess.DEVNULL,
-            start_new_session=True,  # so that its own children can be killed with it, and Ctrl-C is the parent's
+            start_new_session=True,  # its children can be killed with it, and Ctrl-C reaches only the parent
         )
         on_failure.pop_all()
     return popen, ours, SharedState(shared)
 
 
 def describe_exit(code: int | None) -> str:
-    """Return how a process ended, by its exit code."""
+    """Describe how a process ended from its exit code."""
     if code is not None and code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with exit code {code}"

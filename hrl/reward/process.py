@@ -1,11 +1,10 @@
 """The process in which reward functions run: `python -m hrl.reward.process <socket> <state> <parent pid>`.
 
 It imports neither torch nor the parent's main module, loads the function, and answers samples over a socket, in
-length-prefixed JSON. It can be killed at any moment. A plain function gets one sample at a time; of an async function
-many calls are awaited at once, each under its own deadline.
+length-prefixed JSON. It can be killed at any moment. A plain function gets one sample at a time; many calls of an async
+function are awaited at once, each with its own deadline.
 
-When the process stands still, something in it computes or waits without `await`. The parent can see for which sample
-only if that was written down before: in `SharedState`.
+If the event loop is blocked, some call computes or waits without `await`. `SharedState` tells the parent which one.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ _SINCE, _HOLDER, _BLAME, _STATE_BYTES = (place * _NUMBER.size for place in range
 _LONGEST_TRACEBACK = 4000
 _LONGEST_TEXT = 4000
 _ONE_AT_A_TIME = (
-    "{name} returns a coroutine and is not `async def` itself: its calls are awaited one at a time. "
-    "Write `async def` (in a decorator's wrapper, too) and many are awaited at once"
+    "{name} returns a coroutine but is not `async def` itself, so its calls are awaited one at a time. "
+    "With `async def` (also in a decorator's wrapper) many are awaited at once"
 )
 _CANCEL_GRACE_S = 1.0
 """How long a cancelled call may take to end."""
@@ -57,7 +56,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Return the next frame, or `None` when the other side has hung up."""
+    """Return the next frame, or `None` if the other side has closed the connection."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return json.loads(await reader.readexactly(length))
@@ -66,7 +65,7 @@ async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
 
 
 def _read_frame_blocking(stream: BinaryIO) -> dict[str, Any] | None:
-    """Return what `read_frame` does, outside of an event loop."""
+    """Do the same as `read_frame` without an event loop."""
     header = stream.read(_LENGTH.size)
     if len(header) < _LENGTH.size:
         return None
@@ -76,10 +75,10 @@ def _read_frame_blocking(stream: BinaryIO) -> dict[str, Any] | None:
 
 
 class SharedState:
-    """Which sample holds the process and since when, in memory that the parent reads while the process stands still.
+    """Which sample occupies the process and since when, in memory that the parent can read at any time.
 
     Args:
-        descriptor: Of a memory file, as `create` gives; it is closed.
+        descriptor: Descriptor of a memory file from `create`; it is closed.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -88,22 +87,22 @@ class SharedState:
 
     @staticmethod
     def create() -> int:
-        """Return the descriptor of a new memory file, held by no sample since now."""
+        """Return the descriptor of a new memory file, occupied by no sample as of now."""
         descriptor = os.memfd_create("reward-process")
         os.ftruncate(descriptor, _STATE_BYTES)
         os.pwrite(descriptor, _NUMBER.pack(time.monotonic_ns()), _SINCE)
         return descriptor
 
     def hold(self, sample: int) -> None:
-        """Note that a sample holds the process from now on; 0 is none."""
+        """Record that a sample occupies the process from now on; 0 is none."""
         if sample:
             self.blame_response(False)
-        # The time first: a reader that comes between the two writes sees a process that has just moved.
+        # The time is written first: a reader between the two writes sees a process that has just moved on.
         _NUMBER.pack_into(self._memory, _SINCE, time.monotonic_ns())
         _NUMBER.pack_into(self._memory, _HOLDER, sample)
 
     def blame_response(self, is_to_blame: bool) -> None:
-        """Note, before it happens, whose fault it is if the present sample goes wrong."""
+        """Record whether the response is to blame if the current sample fails from now on."""
         _NUMBER.pack_into(self._memory, _BLAME, int(is_to_blame))
 
     def read(self) -> tuple[int, float, bool]:
@@ -112,7 +111,7 @@ class SharedState:
         return holder, since_ns / 1e9, bool(blame)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory.close()
 
 
@@ -120,9 +119,9 @@ class SharedState:
 
 
 def main(socket_number: int, state_number: int, parent_pid: int) -> None:
-    """Load the function, then answer samples until the parent hangs up."""
+    """Load the function, then answer samples until the parent closes the connection."""
     die_with_parent(parent_pid)
-    guard_process_group()  # the kernel ends this process with its parent, but not what the function starts in it
+    guard_process_group()  # the kernel ends this process with its parent, but not the processes it starts
     os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
     state = SharedState(state_number)
     with socket.socket(fileno=socket_number) as connection, connection.makefile("rb") as stream:
@@ -138,7 +137,7 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
             return
         together = is_async(function)
         connection.sendall(encode({"ready": settings["max_concurrency"] if together else 1}))
-        # One loop for all calls: clients that a function keeps stay usable.
+        # One event loop for all calls, so that clients that a function keeps stay usable.
         with asyncio.Runner(loop_factory=functools.partial(AttributingLoop, state)) as runner:
             if together:
                 runner.run(_Judges(function, spec, settings["timeout_s"]).serve(connection))
@@ -162,10 +161,10 @@ def _score(function: Callable[..., Any], arguments: dict[str, Any], runner: asyn
 
 
 class AttributingLoop(asyncio.SelectorEventLoop):
-    """Notes which caller each callback runs for: the one in whose context it was scheduled, tasks of tasks included.
+    """Records which caller each callback runs for: the one that scheduled it, also through tasks of tasks.
 
     Args:
-        state: Where the parent reads it.
+        state: State that the parent reads.
     """
 
     def __init__(self, state: SharedState) -> None:
@@ -176,26 +175,26 @@ class AttributingLoop(asyncio.SelectorEventLoop):
         super().__init__()
 
     def create_attributed(self, caller: int, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Return a task that runs for `caller`, which is not 0."""
+        """Create a task that runs for `caller`, which must not be 0."""
         context = contextvars.copy_context()
         context.run(_CALLER.set, caller)
         self._held_s[caller] = 0.0
         return self.create_task(coroutine, context=context)
 
     def held_by_others_s(self, caller: int) -> float:
-        """Return the seconds that callbacks of all other callers have taken so far."""
+        """Return the seconds spent so far in callbacks of all other callers."""
         return self._all_held_s - self._held_s.get(caller, 0.0)
 
     def forget(self, caller: int) -> None:
-        """End the account of a caller."""
+        """Delete the record of a caller."""
         self._held_s.pop(caller, None)
 
     def note(self, caller: int) -> None:
-        """Note that a caller, or with 0 none, has the loop from now on."""
+        """Record that a caller, or none if 0, occupies the loop from now on."""
         if not self._is_ending:
             self._state.hold(caller)
 
-    def call_soon(  # type: ignore[override]  # the base's type variables say the same at greater length
+    def call_soon(  # type: ignore[override]  # the base has type variables for the arguments
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.Handle:
         """Schedule a callback as asyncio does, to be noted while it runs."""
@@ -217,7 +216,7 @@ class AttributingLoop(asyncio.SelectorEventLoop):
         try:
             callback(*args)
         except (SystemExit, KeyboardInterrupt):
-            self._is_ending = True  # what still runs on the way out must not hide which caller ends the process
+            self._is_ending = True  # callbacks during the exit must not hide which caller ends the process
             raise
         finally:
             held_s = time.monotonic() - begun_s
@@ -227,10 +226,9 @@ class AttributingLoop(asyncio.SelectorEventLoop):
 
 
 class _Judges:
-    """Many calls of an async function at once.
+    """Many concurrent calls of an async function.
 
-    A call's clock stands still while another one holds the loop, so that calls that compute between their awaits are
-    not charged for each other.
+    A call's clock is paused while another one occupies the loop, so calls aren't charged for each other's computation.
     """
 
     def __init__(self, function: Callable[..., Any], spec: RewardSpec, timeout_s: float) -> None:
@@ -239,7 +237,7 @@ class _Judges:
         self._timeout_s = timeout_s
 
     async def serve(self, connection: socket.socket) -> None:
-        """Answer samples as they are done, until the parent hangs up."""
+        """Answer samples as they are done, until the parent closes the connection."""
         self._loop: AttributingLoop = asyncio.get_running_loop()  # type: ignore[assignment]
         reader, self._writer = await asyncio.open_connection(sock=connection)
         answering: set[asyncio.Task[None]] = {self._loop.create_task(self._tick())}
@@ -293,7 +291,7 @@ def _arguments(spec: RewardSpec, sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Run the user's code, which may raise anything: its result, or the traceback for the parent to report."""
+    """Run the user's code, which may raise anything; return its result, or a traceback for the parent to report."""
     try:
         return call(), None
     except Exception as error:  # noqa: BLE001
@@ -307,7 +305,7 @@ def _reward(value: object) -> dict[str, Any]:
 
 
 def _describe(error: BaseException) -> str:
-    """Return the traceback from the user's first frame on, cut in the middle if very long; our own errors in a line."""
+    """Return the traceback from the user's first frame on, shortened if very long; for hrl's own errors one line."""
     if isinstance(error, RewardFunctionError):
         return str(error)
     frames = error.__traceback__

@@ -1,8 +1,8 @@
 """The built-in reward functions, chosen by a row's `data_source`.
 
-Where verl has a function for a data source, the one here pays for the same answers in the same format with the same
-numbers, and is stricter in one respect: it pays for a final answer, explicit and single (`scorers.final_answer`).
-They run in the reward pool's processes: importing this module must stay cheap.
+If verl has a function for a data source, the one here rewards the same answers in the same format with the same
+numbers, and is stricter in one respect: the final answer must be explicit and single (`scorers.final_answer`).
+They run in the reward pool's processes, so importing this module must stay cheap.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ SCORERS: dict[str, Scorer] = {
     "hiyouga/geometry3k": math_graded.GEOMETRY,
     **{f"searchR1_{name}": question_answering.EXACT_MATCH for name in _SEARCH},
 }
-"""By exact data source. The short names are for rows of your own that want one of these rules."""
+"""Exact data source → scorer. The short names are for use in your own rows."""
 
 PREFIXES: dict[str, Scorer] = {"aime": math_text.DAPO, REASONING_GYM: reasoning_gym.REASONING_GYM}
-"""By how a data source begins."""
+"""Prefix of a data source → scorer."""
 
 PROGRAMS = frozenset({"codecontests", "apps", "codeforces", "taco"})
-"""Data sources that verl has functions for and hrl has not: the answers are programs."""
+"""Data sources that verl has functions for but hrl does not, because the answers are programs."""
 
 _OWN = "Give a function of your own with reward.custom_reward_function.path"
 
 
 def why_no_scorer(data_source: str) -> str | None:
-    """Return why no built-in function scores a data source, with the way out; None where one does."""
+    """Return why no built-in function scores a data source, and what to do; None if one does."""
     if data_source in SCORERS or data_source.startswith(tuple(PREFIXES)):
         return None
     if data_source in PROGRAMS:
@@ -84,16 +84,16 @@ def compute_score(
     """Score a response by the built-in function of its data source.
 
     Args:
-        data_source: Of the prompt's row; it chooses the function.
+        data_source: Data source of the prompt's row; it chooses the function.
         solution_str: The response's text.
-        ground_truth: Of the row.
-        extra_info: Of the row.
-        blames_response: Is called with `True` once the row has been read: what goes wrong from then on is the
-            response's fault. Called with `False` if the row turns out to be at fault after all.
+        ground_truth: Ground truth of the row.
+        extra_info: Extra info of the row.
+        blames_response: Called with `True` once the row has been read, because later failures are the response's
+            fault, and with `False` if the row turns out to be at fault after all.
 
     Raises:
-        ValueError: No such function, or a ground truth that it can't read. What a response makes it raise is passed
-            on.
+        ValueError: There is no such function, or it can't read the ground truth. Exceptions that a response causes are
+            passed on.
     """
     scorer = find_scorer(data_source)
     truth = scorer.read_truth(data_source, ground_truth, extra_info or {})

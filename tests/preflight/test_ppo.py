@@ -135,8 +135,8 @@ def test_what_a_reward_function_raises_begins_in_its_own_file(run, tmp_path):
     [
         (None, "path can't be used: .*reward.py does not exist"),
         ("", "name is compute_score, which .*reward.py does not define; it has: nothing. Define it there"),
-        ("def compute_score(:", "path can't be used: .*reward.py is no valid Python"),
-        ("def compute_score(a=1, b):\n    pass", "path can't be used: .*reward.py is no valid Python"),
+        ("def compute_score(:", "path can't be used: .*reward.py is not valid Python"),
+        ("def compute_score(a=1, b):\n    pass", "path can't be used: .*reward.py is not valid Python"),
         (
             "def compute_scor(): pass\ndef aaa(): pass\ndef _own():\n    compute_score = 1",
             r"name is compute_score, which .*reward.py does not define; it has: aaa, compute_scor. "

@@ -79,5 +79,5 @@ def test_a_resumed_run_goes_on_from_what_was_seen():
 
 
 def test_an_unknown_member_is_refused_by_name():
-    with pytest.raises(ValueError, match="no reward shaping is called 'whiten'; there is clip, scale, standardise"):
+    with pytest.raises(ValueError, match="unknown reward shaping 'whiten'; there are: clip, scale, standardise"):
         RewardShaping({"whiten": None})

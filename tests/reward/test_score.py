@@ -130,7 +130,7 @@ def test_dapo_gives_what_verl_gives():
 @pytest.mark.parametrize("data_source", ["math_verify", "numina_cn_k12", "hiyouga/geometry3k"])
 def test_the_row_is_judged_before_the_response_is_looked_at(data_source):
     read = []
-    with pytest.raises(ValueError, match=f"of data source '{data_source}' is no mathematical expression"):
+    with pytest.raises(ValueError, match=f"of data source '{data_source}' is not a mathematical expression"):
         compute_score(data_source, r"\boxed{10^{10^{10}}}", "", blames_response=read.append)
     assert not read
 

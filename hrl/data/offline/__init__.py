@@ -1,1 +1,1 @@
-"""Data sets of answers that are already there: pairs of which one was preferred, and demonstrations."""
+"""Data sets with given answers: preference pairs and demonstrations."""

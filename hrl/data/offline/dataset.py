@@ -1,4 +1,4 @@
-"""What data sets of answers have in common: pairs of which one was preferred, and demonstrations."""
+"""The common base of data sets with given answers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ R = TypeVar("R", bound=DataRow)
 
 
 class Prompt(NamedTuple):
-    """What comes before an answer: a chat, and the functions that it offers."""
+    """The context of an answer: a chat and the tools that it offers."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None
@@ -33,7 +33,7 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
     """Rows with their answers as tokens, one answer per row of a batch.
 
     Args:
-        data_files, tokenizer, config, max_samples: As for `TokenisedDataset`.
+        data_files, tokenizer, config, max_samples: See `TokenisedDataset`.
         stop_ids: Tokens that end an answer.
     """
 
@@ -57,11 +57,11 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
 
     @abstractmethod
     def batch(self, indices: Iterable[int]) -> DataProto:
-        """Return the rows of a step."""
+        """Return a batch of these rows."""
 
     @abstractmethod
     def first_prompt(self) -> Prompt | None:
-        """Return a prompt that the template can be checked on; None where there is only plain text."""
+        """Return a prompt to check the chat template with; None if all rows are plain text."""
 
     @property
     def sources(self) -> list[str]:
@@ -69,7 +69,7 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         return [row.data_source for row in self.rows]
 
     def as_proto(self, tensors: dict[str, torch.Tensor], indices: Sequence[int]) -> DataProto:
-        """Return a batch with the columns that every row has; log-probs are those of the plain distribution."""
+        """Return a batch with the columns common to all rows and temperature 1 for log-probs."""
         columns = {
             "uid": [str(index) for index in indices],
             "data_source": [self.rows[index].data_source for index in indices],
@@ -79,7 +79,7 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"temperature": 1.0})
 
     def in_order(self, size: int) -> Iterator[DataProto]:
-        """Yield the whole data set, in batches of at most `size` rows."""
+        """Yield the whole data set in batches of at most `size` rows."""
         for start in range(0, len(self), size):
             yield self.batch(range(start, min(start + size, len(self))))
 
@@ -98,7 +98,7 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         over = self.length(tokens) - limit
         if over <= 0:
             return tokens
-        if self.config.truncation == "left":  # of all answers the same number, so that a pair keeps one prompt
+        if self.config.truncation == "left":  # cut all answers by the same number, so that a pair keeps one prompt
             cut = [answer.without_beginning(over) for answer in tokens]
         elif self.config.truncation == "right":
             cut = [answer.cut_to(limit) for answer in tokens]

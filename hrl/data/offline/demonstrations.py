@@ -1,8 +1,8 @@
 """Answers to imitate.
 
-A row has `messages`, a whole chat of which every message of the assistant is trained on; or `prompt` and
-`completion` (`response`), each a chat or a string, of which only the answer is. A string prompt is one message of
-the user, a string answer one of the assistant. `tools` are schemas of functions, for a chat template that shows them.
+A row has `messages`, a whole chat in which every message of the assistant is trained on; or `prompt` and `completion`
+(`response`), each a chat or a string, with only the answer trained on. A string prompt is one message of the user, a
+string answer one of the assistant. `tools` are schemas of functions, for a chat template that shows them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Demonstration(DataRow):
 
     Attributes:
         messages: The whole chat.
-        first_trained: Number of the first message whose tokens may be trained on.
+        first_trained: Index of the first message that may be trained on.
         tools: Schemas of the functions that the chat offers; None for none.
     """
 
@@ -39,7 +39,7 @@ class Demonstration(DataRow):
 
 
 def check_demonstration(raw: Mapping[str, Any], config: DemonstrationDataConfig) -> Demonstration | str:
-    """Return a raw row as a demonstration, or a sentence about what is wrong with it."""
+    """Check a raw row; return a demonstration, or a sentence about what is wrong with the row."""
     source = str(raw.get(config.data_source_key) or "")
     tools = as_tools(raw.get("tools"))
     if isinstance(tools, str):

@@ -1,10 +1,10 @@
-"""Pairs of answers to one prompt, of which the first was preferred.
+"""Preference pairs: a preferred and a rejected answer to the same prompt.
 
 A row has `prompt`, `chosen` and `rejected`, each a chat or a string. A string prompt is one message of the user,
-a string answer one of the assistant; either answer may also be a whole chat that begins with the prompt. Of two whole
-chats without a prompt, what both begin with is the prompt (TRL's implicit prompt); two whole texts are cut at the last
-space that they share, and no chat template is applied. `tools` are schemas of functions, for a template that
-shows them.
+a string answer one of the assistant; either answer may also be a whole chat that begins with the prompt. In two whole
+chats without a prompt, the common beginning is the prompt (TRL's implicit prompt); two whole texts are split at the
+last space of their common beginning, and no chat template is applied. `tools` are schemas of functions, for a template
+that shows them.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ class PairRow(DataRow):
     """One checked pair.
 
     Attributes:
-        prompt: A chat; plain text where `chosen` and `rejected` are plain text.
-        chosen: What follows the prompt.
-        rejected: The other answer.
-        margin: The lead that the chosen answer's score must have; None if the row says nothing about it.
+        prompt: A chat; plain text if `chosen` and `rejected` are plain text.
+        chosen: The preferred answer, without the prompt.
+        rejected: The other answer, without the prompt.
+        margin: The margin by which the chosen answer should score higher; None if the row has none.
         tools: Schemas of the functions that the prompt offers; None for none.
     """
 
@@ -47,7 +47,7 @@ class PairRow(DataRow):
 
 
 def check_pair(raw: Mapping[str, Any], config: PairDataConfig) -> PairRow | str:
-    """Return a raw row as a pair, or a sentence about what is wrong with it."""
+    """Check a raw row; return a pair, or a sentence about what is wrong with the row."""
     margin_key = config.margin_key if isinstance(config, ScoredPairDataConfig) else None
     margin = None if margin_key is None else raw.get(margin_key)
     if margin is not None and not (isinstance(margin, int | float) and math.isfinite(margin)):
@@ -82,17 +82,17 @@ def check_pair(raw: Mapping[str, Any], config: PairDataConfig) -> PairRow | str:
 
 
 def _without(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return an answer alone, also of a whole chat that begins with the prompt."""
+    """Remove the prompt from an answer that is a whole chat; return any other answer unchanged."""
     return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
 
 
 def _shared(first: Sequence[Any], second: Sequence[Any]) -> list[Any]:
-    """Return what two sequences begin with."""
+    """Return the common beginning of two sequences."""
     return [a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))]
 
 
 def _split_texts(chosen: str, rejected: str) -> tuple[str, str, str] | str:
-    """Return the prompt and the rests of two texts with the same beginning, cut before a space that both have."""
+    """Split two texts into their common prompt and the two rests, before the last space in their common beginning."""
     if chosen == rejected:
         return "holds the same text twice"
     cut = chosen.rfind(" ", 0, len(_shared(chosen, rejected)))
@@ -111,7 +111,7 @@ class PairDataset(OfflineDataset[PairRow]):
         return check_pair(raw, self.config)
 
     def render(self, row: PairRow) -> list[list[Passage]]:
-        """Return the chosen answer with its prompt, and the rejected one with it."""
+        """Return the passages of prompt and chosen answer, and those of prompt and rejected answer."""
         found = []
         for side in _SIDES:
             answer = getattr(row, side)
@@ -123,10 +123,10 @@ class PairDataset(OfflineDataset[PairRow]):
         return found
 
     def batch(self, indices: Iterable[int]) -> DataProto:
-        """Return two rows per pair, chosen then rejected, of the same `uid`.
+        """Return two rows per pair, chosen then rejected, with the same `uid`.
 
-        Columns: those of `pad_answers`, `is_chosen (B,)` bool, `ref_sequence_log_prob (B,)` once there is a
-        reference, `margin (B,)` where one of the rows has one; non-tensor `uid`, `data_source` and `index`.
+        Columns: those of `pad_answers`, `is_chosen (B,)` bool, `ref_sequence_log_prob (B,)` once the reference is
+        known, `margin (B,)` if any row has one; non-tensor `uid`, `data_source` and `index`.
         """
         chosen = list(indices)
         rows = [answer for index in chosen for answer in self.tokens[index]]
@@ -140,7 +140,7 @@ class PairDataset(OfflineDataset[PairRow]):
         return self.as_proto(tensors, [index for index in chosen for _ in range(2)])
 
     def set_reference(self, indices: Sequence[int], sums: torch.Tensor) -> None:
-        """Take the reference's log-probs of some pairs, summed over trained tokens: (B,), in the order of `batch`.
+        """Store the reference's log-probs of some pairs, summed over trained tokens: (B,), in the order of `batch`.
 
         Raises:
             ValueError: A sum is not finite; names the row.
@@ -154,16 +154,16 @@ class PairDataset(OfflineDataset[PairRow]):
         self._reference[list(indices)] = sums.reshape(-1, 2)
 
     def first_prompt(self) -> Prompt | None:
-        """Return the first row's prompt; None for plain text."""
+        """Return the first row's prompt; None if it is plain text."""
         return next((Prompt(row.prompt, row.tools) for row in self.rows if not isinstance(row.prompt, str)), None)
 
 
 def _known(reference: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
-    """Return what the reference said of these rows (N, 2), if it was asked for all of them."""
+    """Return the reference's log-probs of these rows (N, 2), or refuse if any is missing."""
     unknown = reference[:, 0].isnan().nonzero().flatten().tolist()
     if unknown:
         raise ValueError(
-            f"the reference was not asked for row {indices[unknown[0]]}, only for the rows that the order visits up to "
-            "the last step; a trainer that draws others must ask for them before it starts"
+            f"the reference's log-probs of row {indices[unknown[0]]} were not computed, only those of the rows that "
+            "the order visits up to the last step; a trainer that draws other rows must compute them before it starts"
         )
     return reference

@@ -1,8 +1,8 @@
-"""An answer with its prompt as tokens, and which of them are trained on, known from positions and never from ids.
+"""Tokenise answers with their prompts and mark the trained tokens by their positions, never by their ids.
 
-A conversation is rendered message by message. Tokens of the prompt are those that a sampler would be given, so that the
-model learns in the contexts it will be asked in. An assistant's message is trained on whole, whatever it holds, with
-what the template closes it with, up to the first token there that ends an answer; the rest of the closing is context.
+A conversation is rendered message by message. The tokens of the prompt are those that a sampler would be given, so the
+model learns in the contexts that it will be used in. An assistant's message is trained on completely, together with
+the closing that the template adds, up to the first stop token in it; the rest of the closing is context.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Answer:
     """One row of a model's input.
 
     Attributes:
-        prompt: (P,) int32, not empty; nothing of it is trained on.
+        prompt: (P,) int32, not empty; not trained on.
         answer: (R,) int32; its first and its last token are trained on.
-        trained: (R,) bool.
+        trained: (R,) bool, whether each token of `answer` is trained on.
     """
 
     prompt: np.ndarray
@@ -51,11 +51,11 @@ class Answer:
         return len(self.prompt) + len(self.answer)
 
     def without_beginning(self, tokens: int) -> Answer | None:
-        """Return the row without the prompt's first tokens; None if nothing of the prompt is left."""
+        """Return the row without this many first tokens of the prompt; None if no prompt token is left."""
         return Answer(self.prompt[tokens:], self.answer, self.trained) if tokens < len(self.prompt) else None
 
     def cut_to(self, tokens: int) -> Answer | None:
-        """Return the row without what lies beyond this many tokens; None if nothing trained is left."""
+        """Return the row truncated to this many tokens; None if no trained token is left."""
         kept = np.flatnonzero(self.trained[: max(tokens - len(self.prompt), 0)])
         if not len(kept):
             return None
@@ -68,9 +68,9 @@ class Passage:
     """A piece of a conversation's text.
 
     Attributes:
-        text: As rendered.
-        trained: Whether it is trained on.
-        closing: What the template puts after an answer's own text; trained on up to its first stop token.
+        text: The rendered text.
+        trained: Whether the text is trained on.
+        closing: Text that the template adds after an answer; trained on up to its first stop token.
     """
 
     text: str
@@ -81,13 +81,11 @@ class Passage:
 def passages_of_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, first_trained: int, template_kwargs: Mapping[str, Any]
 ) -> list[Passage]:
-    """Return a conversation as passages.
-
-    The assistant's messages from number `first_trained` on, and what lies between.
+    """Split a conversation into the assistant's messages from number `first_trained` on and the context between them.
 
     Raises:
-        ChatTemplateError: Nothing to train on, nothing to answer, or a template that rewrites earlier messages or
-            closes this answer in another way than others.
+        ChatTemplateError: There is nothing to train on or nothing to answer, or the template rewrites earlier messages
+            or closes this answer differently from others.
         jinja2.TemplateError: The template refuses the chat.
     """
     turns = [i for i, message in enumerate(messages) if i >= first_trained and message["role"] == "assistant"]
@@ -107,7 +105,7 @@ def passages_of_chat(
         after = render_chat(tokenizer, messages[: turn + 1], template_kwargs)
         if not (before.startswith(rendered) and after.startswith(before)):
             raise ChatTemplateError(
-                f"the chat template rewrites what stands before message {turn}, so that no sampler would see the "
+                f"the chat template rewrites the text before message {turn}, so a sampler would never see the "
                 "context that is trained on; data.apply_chat_template_kwargs can often switch that off "
                 "(e.g. enable_thinking)"
             )
@@ -126,13 +124,14 @@ def _closing(
     after: str,
     template_kwargs: Mapping[str, Any],
 ) -> str:
-    """Return what the template writes after the answer of a turn.
+    """Return the text that the template adds after the answer of a turn.
 
-    It is found with another answer in its place: the message itself may hold the same text, or end in it. What else the
-    message holds, such as tool calls, is part of its answer, unless the template then closes it in another way.
+    It is found with a different answer in the turn's place, because the message itself may contain or end in the same
+    text. Other content of the message, such as tool calls, is part of its answer, unless the template then closes it
+    differently.
 
     Raises:
-        ChatTemplateError: Other answers are closed in another way.
+        ChatTemplateError: Other answers are closed differently.
     """
     plain, whole = {"role": "assistant", "content": PROBE_ANSWER}, {**messages[turn], "content": PROBE_ANSWER}
     for probe in (plain, whole):
@@ -149,20 +148,20 @@ def _closing(
 
 
 def passages_of_text(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> list[Passage]:
-    """Return a text and its answer without a chat template; it ends with the tokenizer's end token, if there is one."""
+    """Return the passages of a text and its answer without a chat template, with the tokenizer's end token, if any."""
     return [Passage(prompt, False), Passage(answer, True), Passage(tokenizer.eos_token or "", True, True)]
 
 
 def encode_passages(
     tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[Passage]], stop_ids: Sequence[int]
 ) -> list[Answer | None]:
-    """Return the tokens of every row; None where a row has no token to train on or none before it."""
+    """Return the tokens of every row; None for a row without a token to train on or without a token before it."""
     encoded = encode_pieces(tokenizer, [[passage.text for passage in passages] for passages in rows])
     return [_answer(passages, pieces, stop_ids) for passages, pieces in zip(rows, encoded, strict=True)]
 
 
 def _answer(passages: Sequence[Passage], pieces: Sequence[list[int]], stop_ids: Sequence[int]) -> Answer | None:
-    """Return a row; `pieces[i]` are the tokens of passage `i`."""
+    """Build a row; `pieces[i]` are the tokens of passage `i`."""
     trained: list[bool] = []
     for passage, piece in zip(passages, pieces, strict=True):
         count = _until_stop(piece, stop_ids) if passage.closing else len(piece)
@@ -176,20 +175,19 @@ def _answer(passages: Sequence[Passage], pieces: Sequence[list[int]], stop_ids: 
 
 
 def _until_stop(closing: Sequence[int], stop_ids: Sequence[int]) -> int:
-    """Return the number of tokens up to the first stop token, where a sampler ends; all of them, if there is none."""
+    """Return the number of tokens up to and including the first stop token; all of them if there is none."""
     return next((i + 1 for i, token in enumerate(closing) if token in stop_ids), len(closing))
 
 
 def encode_pieces(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[str]]) -> list[Pieces]:
     """Return the token ids of every text of every row.
 
-    The tokens of a text need not begin with the tokens of its beginning: a token may span the border, and how a run of
-    spaces is cut depends on what follows it. So the tokens before a border are those of the text before it, encoded
-    alone.
-
-    Texts 0 … k of a row as one text have the tokens of its pieces 0 … k. Where a token would span the border after a
-    text, the text that follows is encoded by itself.
+    Pieces 0 … k of a row are the tokens of its texts 0 … k joined to one text. If a token would span the border after
+    a text, the following text is encoded by itself.
     """
+    # The tokens of a text need not begin with the tokens of its beginning: a token may span the border, and how a run
+    # of spaces is split depends on what follows it. So the tokens before a border are those of the text before it,
+    # encoded alone.
     if not rows:
         return []
     # Taken literally that encodes a conversation once per border. A tokenizer that says where its tokens stand does it
@@ -204,7 +202,7 @@ def encode_pieces(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[st
 
 
 def _cut_wholes(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[str]]) -> list[Pieces | None]:
-    """Return the pieces of each row's tokens; None where a border is not between two of them."""
+    """Encode each row as a whole and split its tokens at the borders; None if a token spans a border."""
     wholes = ["".join(texts) for texts in rows]
     encoded = tokenizer(wholes, add_special_tokens=False, return_offsets_mapping=True)
     special = {token for token, added in tokenizer.added_tokens_decoder.items() if added.special}
@@ -218,7 +216,7 @@ def _cut_wholes(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[str]
 def _anchors(
     texts: Sequence[str], whole: str, ids: Sequence[int], spans: Sequence[tuple[int, int]], special: Collection[int]
 ) -> Iterator[tuple[int, str]]:
-    """Yield, for each border, a token that begins at or before it whatever follows, and the text in between."""
+    """Yield, for each border, a token that starts at or before it whatever follows, and the text in between."""
     places = [i for i, token in enumerate(ids) if token in special]
     starts = [spans[i][0] for i in places]
     for border in accumulate(map(len, texts[:-1])):
@@ -231,7 +229,7 @@ def _anchors(
 
 
 def _cut(ids: list[int], borders: Sequence[tuple[int, list[int]]]) -> Pieces | None:
-    """Return tokens cut where those expected from a token up to a border end; None if others stand there."""
+    """Split tokens at the borders; None if the tokens before a border aren't the expected ones."""
     if any(ids[at : at + len(expected)] != expected for at, expected in borders):
         return None
     ends = [0, *(at + len(expected) for at, expected in borders), len(ids)]
@@ -239,7 +237,7 @@ def _cut(ids: list[int], borders: Sequence[tuple[int, list[int]]]) -> Pieces | N
 
 
 def _cut_beginnings(tokenizer: PreTrainedTokenizerBase, rows: Sequence[Sequence[str]]) -> list[Pieces]:
-    """Return the pieces, each text encoded with all that stands before it."""
+    """Return the pieces by encoding each text together with all texts before it."""
     beginnings = [text for texts in rows for text in accumulate(texts)]
     encoded = iter(encode_texts(tokenizer, beginnings))
     return [_differences(tokenizer, texts, [next(encoded) for _ in texts]) for texts in rows]
@@ -259,7 +257,7 @@ def _differences(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], encod
 
 
 def pad_answers(rows: Sequence[Answer], pad_id: int) -> dict[str, torch.Tensor]:
-    """Return the columns of a batch, int64, as wide as its longest rows.
+    """Pad answers to the columns of a batch, int64, as wide as the longest prompt and answer.
 
     Returns:
         `prompts (B, P)` left-padded, `responses (B, R)` right-padded, `attention_mask (B, P+R)` and

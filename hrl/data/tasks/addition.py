@@ -1,10 +1,10 @@
 """One-digit addition: the smallest task on which a 135M model visibly learns.
 
-All 81 sums of 1..9 and 1..9. Sixteen are held out for validation, always with their mirror image: whoever has trained
-on 5 + 7 has seen 7 + 5, so eight pairs of different numbers are held out in both orders.
+All 81 sums of 1..9 and 1..9. Eight pairs of different numbers are held out for validation in both orders, 16 sums in
+total, because a model trained on 5 + 7 effectively knows 7 + 5.
 
-`addition` has prompts with their ground truth, `addition_pairs` the right answer beside wrong ones, `addition_answers`
-the right answer alone.
+`addition` has prompts with their ground truth, `addition_pairs` right answers paired with wrong ones,
+`addition_answers` only the right answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ SPLITS = ("train", "val", "all")
 _HELD_OUT_PAIRS = 8
 _HELD_OUT_SEED = 20_240
 _SMALLEST, _LARGEST = 2, 18
-# Steps around the circle of all sums: every number is wrong about as often as right, so that only the question tells.
+# Offsets in the circle of all sums: every number is wrong about as often as it is right, so the answer alone reveals
+# nothing.
 _ERRORS = (3, 6, 9, 12)
 
 
@@ -50,10 +51,10 @@ def rows(split: str) -> Iterator[dict[str, Any]]:
 
 
 def pairs(split: str) -> Iterator[dict[str, Any]]:
-    """Return every sum of a split four times, its answer beside another sum's.
+    """Return every sum of a split four times, its answer paired with that of another sum.
 
     Raises:
-        DatasetError: As `rows`.
+        DatasetError: No such split.
     """
     return (
         {
@@ -71,7 +72,7 @@ def answers(split: str) -> Iterator[dict[str, Any]]:
     """Return every sum of a split as a chat with its answer.
 
     Raises:
-        DatasetError: As `rows`.
+        DatasetError: No such split.
     """
     return (
         {"data_source": f"{DATA_SOURCE}_answers", "messages": [*_prompt(a, b), *_answer(a + b)]}

@@ -1,8 +1,8 @@
 """Procedural tasks of the package reasoning-gym: `reasoning_gym:<dataset>?size=1000&seed=1&<parameter>=<value>`.
 
-Rows are made from the seed; each keeps its whole entry as the ground truth, and the dataset's own scorer judges the
-answer (`hrl.reward.scorers.reasoning_gym`). Several of its generators walk through sets of strings, whose order Python
-shuffles anew in every process: the rows are therefore made in a child process with a fixed hash seed.
+Rows are generated from the seed. Each has its whole entry as the ground truth, and the dataset's own scorer scores the
+answer (`hrl.reward.scorers.reasoning_gym`). Several generators iterate over sets of strings, whose order differs
+between processes, so the rows are generated in a child process with a fixed hash seed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def reasoning_gym_rows(address: str, *, timeout_s: float = 600.0) -> Iterator[di
     """Return the rows of `<dataset>?size=…&seed=…&…`, the same in every process and on every machine.
 
     Raises:
-        DatasetError: Unknown dataset, a parameter it doesn't have, a value it refuses, or no end in time.
+        DatasetError: The dataset is unknown, has no such parameter, refuses a value, or takes too long.
     """
     name, parameters = parse_address(address)
     command = [sys.executable, "-W", "ignore", "-m", "hrl.data.tasks.reasoning_gym", address]
@@ -55,10 +55,10 @@ def parse_address(address: str) -> tuple[str, dict[str, Any]]:
 
 
 def create_dataset(name: str, parameters: Mapping[str, Any]) -> Any:
-    """Return a `reasoning_gym` dataset.
+    """Create a `reasoning_gym` dataset.
 
     Raises:
-        DatasetError: As for `reasoning_gym_rows`, or the package is missing.
+        DatasetError: The package is missing, or the dataset or its parameters are wrong.
     """
     try:
         import reasoning_gym

@@ -1,7 +1,7 @@
-"""What a built-in scorer is: a way to read the ground truth, and a score for a text against it.
+"""The interface of built-in scorers: read the ground truth, then score a text against it.
 
-The two are apart because they fail through different faults. A ground truth that can't be read is the data's and is
-handled by `reward.on_error`; a text that breaks the scorer once the truth is read is the policy's, and scores as wrong.
+The two are separate because their failures have different causes. A ground truth that can't be read is a fault of the
+data and is handled by `reward.on_error`; a text that the scorer then fails on is the policy's and scores as wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TruthError(ValueError):
 
 
 class RowError(ValueError):
-    """A row that turned out bad when a response was scored by it: the data's fault after all."""
+    """A row that turned out to be bad only when a response was scored."""
 
 
 def _nothing() -> None:
@@ -33,12 +33,12 @@ class Scorer:
     """A built-in reward function.
 
     Attributes:
-        rule: What it pays for, in a phrase, for messages and the documentation.
-        read_truth: From a row's `(data_source, ground_truth, extra_info)` to what `score` compares with.
+        rule: What it rewards, in a phrase for messages and documentation.
+        read_truth: Turns a row's `(data_source, ground_truth, extra_info)` into the truth for `score`.
             Raises `TruthError` or another `ValueError`.
-        score: From a response's text and that truth to the reward. Raises `RowError` where the row is to blame.
+        score: Returns the reward of a response's text, given that truth. Raises `RowError` if the row is to blame.
         wrong: The reward of a wrong answer, and of one that can't be scored.
-        load: Imports what the scorer needs, so that the first sample's deadline doesn't pay for it.
+        load: Imports what the scorer needs, to keep the import time out of the first sample's deadline.
     """
 
     rule: str

@@ -1,8 +1,8 @@
-"""Where a response says its final answer: a box, `#### …`, a sentence such as "The answer is …", or an answer tag.
+"""Find the final answer in a response: a box, `#### …`, a sentence such as "The answer is …", or an answer tag.
 
-What stands in a closed thinking block is reasoning, and thinking that never ends has no final answer. All explicit
-answers are given, because a scorer pays only if every one of them is right: boxing or naming several candidates is
-worth nothing, while the same answer twice counts as one.
+Text in a closed thinking block is ignored, and a response whose thinking never ends has no final answer. All explicit
+answers are returned, because scorers give a reward only if every one is right: boxing or naming several candidates
+earns nothing, while the same answer twice counts as one.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _VALUE = re.compile(
     r"[-+(\[{|√π∞$€£¥]*[-+]?\.?\d|[-+(\[{|]*\\[a-zA-Z({\[]|(?!(?:the|my|our|a|so|thus)\Z)\S{1,40}\Z|[a-zA-Z](?:\([a-zA-Z]\))?\s*(?:[-+*/^=<>]|\\)",
     re.IGNORECASE,
 )
-"""How a value begins: a number, LaTeX, one word, or a variable in a formula. Sentences begin otherwise."""
+"""The beginning of a value: a number, LaTeX, one word, or a variable in a formula, unlike that of a sentence."""
 _LONGEST_TEXT = 50_000
 _LONGEST_STATEMENT = 300
 _MOST_ANSWERS = 8
-"""Further different answers change nothing: several are wrong unless all are right."""
+"""Number of different answers that are enough to look at; several are wrong unless all are right."""
 
 
 def after_thinking(text: str) -> str:
-    """Return what follows the last closed thinking block, from its end `_LONGEST_TEXT` back.
+    """Return the text after the last closed thinking block, at most its last `_LONGEST_TEXT` characters.
 
-    Nothing, if one is still open.
+    Empty if a thinking block is still open.
     """
     start, is_open = 0, False
     for tag in _THINKING.finditer(text):
@@ -49,7 +49,7 @@ def after_thinking(text: str) -> str:
 
 
 def boxed_answers(text: str) -> tuple[str, ...]:
-    r"""Return what `\boxed{…}` and `\fbox{…}` hold in `text`, each once; empty ones only where there is no other.
+    r"""Return the contents of `\boxed{…}` and `\fbox{…}`, without duplicates; an empty one only if all are empty.
 
     A box inside a box counts once. A brace that never closes makes no box.
     """
@@ -62,7 +62,7 @@ def boxed_answers(text: str) -> tuple[str, ...]:
         else:
             end = _closing_brace(text, position)
             if end is None:
-                break  # neither does any box inside it: what follows is inside the open brace
+                break  # everything after it is inside the open brace
             content, position = text[match.end() : end], end + 1
             inner = _BOX.match(content.strip())
             if inner is not None and content.strip().endswith("}"):
@@ -72,22 +72,20 @@ def boxed_answers(text: str) -> tuple[str, ...]:
 
 
 def hashed_answers(text: str) -> tuple[str, ...]:
-    """Return what follows `####` on its line, each once."""
+    """Return the texts after `####` on their lines, without duplicates."""
     return _distinct([match.group(1).strip(_DECORATION) for match in _HASHES.finditer(text)])
 
 
 def tagged_answers(text: str) -> tuple[str, ...]:
-    """Return what stands in `<answer>…</answer>`, each once."""
+    """Return the contents of `<answer>…</answer>`, without duplicates."""
     parts = text.split("<answer>")[1:]
     return _distinct([part.partition("</answer>")[0].strip() for part in parts if "</answer>" in part])
 
 
 def stated_answers(text: str) -> tuple[str, ...]:
-    """Return what sentences and headings call the answer.
+    """Return the answers stated in sentences and headings: "The final answer is $12$.", "**Answer:** 12", not "= 12".
 
-    "The final answer is $12$.", "**Answer:** 12", "= 12" not included.
-
-    Several values named as one answer, "12 or 13", come as one text, which is equal to neither.
+    Several values named as one answer, "12 or 13", are returned as one text, which equals neither.
     """
     markers = sorted(
         [(match.start(), match.end()) for match in _MARKER.finditer(text)]
@@ -102,7 +100,7 @@ def stated_answers(text: str) -> tuple[str, ...]:
 
 
 def explicit_answers(text: str) -> tuple[str, ...]:
-    """Return all that `text` calls its answer: boxes and, after the last of them, statements."""
+    """Return all explicit answers of `text`: boxes, and statements after the last box."""
     boxes = boxed_answers(text)
     if not boxes:
         return stated_answers(text)
@@ -111,9 +109,9 @@ def explicit_answers(text: str) -> tuple[str, ...]:
 
 
 def sides_of(answer: str) -> tuple[str, ...]:
-    """Return the sides of a chain of equations that each claim to be the answer: `x = 1 + 2 = 3` gives `1 + 2` and `3`.
+    """Return the sides of a chain of equations that claim to be the answer: `x = 1 + 2 = 3` gives `1 + 2` and `3`.
 
-    A first side that is a name, or has one in it, says what the answer is of.
+    A first side with a name in it is not an answer but tells what the answer stands for.
     """
     sides = [side.strip() for side in re.split(r"(?<![<>!\\])=", answer)]
     if len(sides) > 1 and re.search(r"[A-Za-z]", re.sub(r"\\(?:d|t)?frac|\\sqrt|\\left|\\right", "", sides[0])):
@@ -131,7 +129,7 @@ def _closing_brace(text: str, position: int) -> int | None:
 
 
 def _first_value(statement: str) -> str:
-    """Return the value that a statement begins with; empty if it begins with words."""
+    """Return the value at the beginning of a statement; empty if it begins with words."""
     statement = statement.lstrip(_DECORATION + ":=")
     statement = re.sub(r"^(?:equal to|approximately|about|indeed|simply|just|therefore)\s+", "", statement)
     if statement.startswith(("\\boxed", "\\fbox")):

@@ -1,8 +1,8 @@
-r"""Answers of mathematics compared by value, with math-verify and sympy, inside bounds.
+r"""Compare mathematical answers by value with math-verify and sympy, within bounds.
 
 sympy computes whatever it is given: `10^{10^{10}}`, `((9!)!)!` and `(x+y+z)^{200}` keep it busy for hours or fill the
-memory. An answer beyond the bounds below is therefore only compared as text. What still takes longer than
-`_LONGEST_CPU_S` of the processor's time is given up.
+memory. An answer beyond the bounds below is therefore compared only as text. A comparison that still takes more than
+`_LONGEST_CPU_S` of processor time is given up.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ _RELATION = re.compile(r"[<>]|\\[lg]eq?(?![a-z])|\\n?eq(?![a-z])|\\in(?![a-z])")
 
 
 class _TookTooLong(BaseException):
-    """Raised by the timer; no `Exception`, because sympy and math-verify catch those and try the next method."""
+    """Raised by the timer; not an `Exception`, because sympy and math-verify catch those and try the next method."""
 
 
 class AnswerTooComplexError(ValueError):
-    """An answer whose text differs from the right one, and which is too large or too odd to compare by value."""
+    """An answer that differs from the truth as text and is too large or too complex to compare by value."""
 
 
 @dataclass(frozen=True)
 class MathTruth:
-    """A ground truth in its text, its normal form, and parsed.
+    """A ground truth as text, in normal form, and parsed.
 
     Attributes:
-        text: Without a box around it.
-        form: The MATH data set's normal form of it.
-        parsed: What math-verify made of it; empty where it lies outside the bounds.
+        text: The text, without a box around it.
+        form: The text in the MATH data set's normal form.
+        parsed: The result of math-verify; empty if it is beyond the bounds.
     """
 
     text: str
@@ -62,13 +62,13 @@ class MathTruth:
 
 
 def equal_by_value(truth: MathTruth, answer: str, decimals: int = 6) -> bool:
-    """Return whether an answer is the truth in another form: the same number, expression, set, interval, equation.
+    """Return whether an answer equals the truth as a number, expression, set, interval or equation.
 
-    Each side of a chain of equations must be, unless the truth is an equation itself. Where one of two numbers is a
+    In a chain of equations each side must equal it, unless the truth is an equation itself. If one of two numbers is a
     decimal fraction, `decimals` places are compared.
 
     Raises:
-        AnswerTooComplexError: That can't be found out within bounds.
+        AnswerTooComplexError: The comparison would exceed the bounds.
     """
     if math_form(answer[:LONGEST_ANSWER]) == truth.form and len(answer) <= LONGEST_ANSWER:
         return True
@@ -89,24 +89,21 @@ def _is_equal(truth: MathTruth, side: str, decimals: int) -> bool:
 
 
 def parse_answer(text: str) -> tuple[Any, ...]:
-    """Return what math-verify makes of an answer.
+    """Parse an answer with math-verify.
 
     Raises:
-        AnswerTooComplexError: It lies beyond the bounds.
+        AnswerTooComplexError: The answer is beyond the bounds.
     """
     parsed = parse_bounded(text)
     if parsed is None:
         raise AnswerTooComplexError(
-            f"an answer of {len(text)} characters is too complex to be computed with: {text[:60]!r}"
+            f"an answer of {len(text)} characters is too complex to compute with: {text[:60]!r}"
         )
     return parsed
 
 
 def parse_bounded(text: str) -> tuple[Any, ...] | None:
-    """Return what math-verify makes of LaTeX or plain mathematics.
-
-    None beyond the bounds, nothing where it makes nothing.
-    """
+    """Parse LaTeX or plain mathematics with math-verify; None beyond the bounds, empty if it can't be parsed."""
     from math_verify import parse
     from math_verify.parser import LatexExtractionConfig
 
@@ -130,10 +127,7 @@ def _nesting(text: str) -> int:
 
 
 def _is_small(expression: Any) -> bool:
-    """Return whether a parsed, not yet computed expression can be computed with.
-
-    Its size, its numbers, its expansions.
-    """
+    """Return whether a parsed, unevaluated expression is within the bounds on size, numbers and expansions."""
     from sympy import Basic, preorder_traversal
 
     if not isinstance(expression, Basic):
@@ -147,7 +141,7 @@ def _is_small(expression: Any) -> bool:
 
 
 def _bits(expression: Any) -> float:
-    """Return an upper bound of log2 of every number that computing passes through; infinite if none is known."""
+    """Return an upper bound on log2 of all numbers that occur in the computation; infinite if none is known."""
     from sympy import Add, Float, Integer, Mul, Pow, Rational, factorial
 
     if isinstance(expression, Float):
@@ -171,7 +165,7 @@ def _bits(expression: Any) -> float:
 
 
 def _terms(expression: Any) -> float:
-    """Return an upper bound of the terms that multiplying the expression out gives."""
+    """Return an upper bound on the number of terms of the expanded expression."""
     from sympy import Add, Integer, Mul, Pow
 
     parts = [_terms(part) for part in expression.args]
@@ -187,10 +181,10 @@ def _terms(expression: Any) -> float:
 
 @contextmanager
 def limited_cpu() -> Iterator[None]:
-    """End what runs inside after `_LONGEST_CPU_S` of processor time, where a signal can: in the main thread.
+    """Limit the block to `_LONGEST_CPU_S` of processor time; works only in the main thread, as it uses a signal.
 
     Raises:
-        AnswerTooComplexError: It was ended.
+        AnswerTooComplexError: The time was exceeded.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -211,7 +205,7 @@ def limited_cpu() -> Iterator[None]:
 
 
 def read_truth(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> MathTruth:
-    """Return a ground truth to compare with: LaTeX, plain mathematics, or a text with its last box.
+    """Read a ground truth: LaTeX, plain mathematics, or a text whose last box counts.
 
     Raises:
         TruthError: It can't be parsed.
@@ -224,12 +218,12 @@ def read_truth(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any
     except AnswerTooComplexError:
         parsed = None
     if parsed == ():
-        raise TruthError(ground_truth, data_source, "is no mathematical expression")
+        raise TruthError(ground_truth, data_source, "is not a mathematical expression")
     return truth_of(text, parsed or ())
 
 
 def truth_of(text: str, parsed: tuple[Any, ...]) -> MathTruth:
-    """Return a truth of a text without a box, and what was made of it."""
+    """Build a truth from a text without a box and its parsed form."""
     return MathTruth(text, math_form(text), parsed)
 
 
@@ -239,7 +233,7 @@ def _score_by_value(text: str, truth: MathTruth) -> float:
 
 
 def load() -> None:
-    """Parse and compare once, which makes the parser build its tables."""
+    """Parse and compare once, so that the parser builds its tables."""
     equal_by_value(read_truth("math_verify", "\\frac{3}{4}", {}), "x+1")
 
 

@@ -1,4 +1,4 @@
-"""Answers of mathematics graded as PRM800K does (Lightman et al. 2023, arXiv:2305.20050, code of the paper).
+"""Grade mathematical answers as PRM800K does (Lightman et al. 2023, arXiv:2305.20050, code of the paper).
 
 verl's functions for Numina's problems (through PRIME, Cui et al. 2025, arXiv:2502.01456) and for geometry3k (through
 mathruler) are built on it.
@@ -47,15 +47,15 @@ _GEOMETRY_FORMAT_WEIGHT = 0.1
 
 
 def graded_equal(truth: MathTruth, answer: str) -> bool:
-    """Return whether an answer is the truth, text for text in normal form, or with a difference of 0.
+    """Return whether an answer is the truth: the same text in normal form, or a difference of 0.
 
-    A whole number must be given as one, a fraction reduced, a tuple or interval in the truth's brackets.
+    Whole numbers must be written as such, fractions reduced, and tuples or intervals in the truth's brackets.
 
     Raises:
-        AnswerTooComplexError: That can't be found out within bounds.
+        AnswerTooComplexError: The comparison would exceed the bounds.
     """
     if len(answer) > LONGEST_ANSWER:
-        raise AnswerTooComplexError(f"an answer of {len(answer)} characters is too long to be graded")
+        raise AnswerTooComplexError(f"an answer of {len(answer)} characters is too long to grade")
     if math_form(answer) == truth.form:
         return True
     wanted, given = graded_form(truth.text), graded_form(answer)
@@ -111,7 +111,7 @@ def is_close(truth: MathTruth, answer: str) -> bool:
     """Return whether numbers are equal by PRIME's tolerance: within 0.01 %, and shares equal to percentages.
 
     Raises:
-        AnswerTooComplexError: As `graded_equal`.
+        AnswerTooComplexError: The comparison would exceed the bounds.
     """
     wanted, given = _value(truth.parsed), _value(parse_answer(re.sub(r"\\?%", "", answer)))
     if wanted is None or given is None:
@@ -122,7 +122,7 @@ def is_close(truth: MathTruth, answer: str) -> bool:
 
 
 def _value(parsed: tuple[Any, ...]) -> float | None:
-    """Return the real number that an expression is; None if it is none."""
+    """Return the value of an expression as a real number; None if it isn't one."""
     from sympy import Expr
 
     if not parsed or not isinstance(parsed[0], Expr) or parsed[0].free_symbols:
@@ -155,7 +155,7 @@ def _score_geometry(text: str, truth: MathTruth) -> dict[str, float]:
 
 
 def _in_order(text: str, marks: tuple[str, ...]) -> bool:
-    """Return whether `text` has all marks in this order, in time linear in its length, which `.*` would not be."""
+    """Return whether `text` has all marks in this order, in linear time, unlike a pattern with `.*`."""
     position = 0
     for mark in marks:
         found = text.find(mark, position)

@@ -1,6 +1,6 @@
-"""Answers of mathematics compared as text, after spellings that mean the same are made one.
+"""Compare mathematical answers as text, after bringing equivalent spellings to one normal form.
 
-Two normal forms are in use, each with the data it was made for: that of the MATH data set (Hendrycks et al. 2021,
+There are two normal forms, each used for the data it was made for: that of the MATH data set (Hendrycks et al. 2021,
 arXiv:2103.03874, code of the paper), and that of Minerva (Lewkowycz et al. 2022, arXiv:2206.14858, listing in the
 appendix), which DAPO took over.
 """
@@ -55,7 +55,7 @@ _MINERVA_UNWRAPPED = (
 def math_form(answer: str) -> str:
     r"""Return MATH's normal form: one spelling of fractions, roots, decimals; no spaces, units, degrees, percents.
 
-    `\dfrac12`, `\frac{1}{2}`, `1/2` and `0.5` are one; `x = 5` is `5`. Numbers are otherwise not computed with.
+    `\dfrac12`, `\frac{1}{2}`, `1/2` and `0.5` become the same; `x = 5` becomes `5`. Nothing else is computed.
     """
     text = answer
     for removed in _MATH_REMOVED[:2]:
@@ -79,7 +79,7 @@ def math_form(answer: str) -> str:
 
 
 def minerva_form(answer: str) -> str:
-    """Return Minerva's normal form: what follows the last `=`, without units, articles, dollars, text commands."""
+    """Return Minerva's normal form: the text after the last `=`, without units, articles, dollars, text commands."""
     text = answer.split("=")[-1]
     for old, new in _MINERVA_REPLACED:
         text = text.replace(old, new)

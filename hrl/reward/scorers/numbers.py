@@ -38,9 +38,9 @@ def as_number(text: str) -> Decimal | None:
 
 
 def single_number(answer: str) -> Decimal | None:
-    """Return the one number that an answer names, with units or words around it; None for none or several.
+    """Return the single number in an answer, which may have units or words around it; None for none or several.
 
-    Of `7 + 5 = 12` that is what stands last, unless another side is a different number.
+    In `7 + 5 = 12` it is the last side, unless another side is a different number.
     """
     sides = [_only_number(side) for side in sides_of(answer)]
     plain = {value for side, value in zip(sides_of(answer), sides, strict=True) if as_number(side) is not None}
@@ -48,10 +48,10 @@ def single_number(answer: str) -> Decimal | None:
 
 
 def concluded_number(text: str) -> Decimal | None:
-    """Return the number that a text without an explicit answer ends in, if it says that number and no other.
+    """Return the number that a text without an explicit answer concludes with, if it is unambiguous.
 
-    That is the only number there is outside of questions, or the last one where it is a conclusion: `7 + 5 = 12`,
-    "the sum is 12". Numbers in a row, alternatives, and different conclusions from the same words are no answer.
+    That is the only number outside of questions, or the last one if it is a conclusion: `7 + 5 = 12`, "the sum is 12".
+    Lists of numbers, alternatives, and different conclusions in the same words are not an answer.
     """
     text = "\n".join(sentence for sentence in sentences(text) if not sentence.rstrip(" *_\"')").endswith("?"))
     found = list(_NUMBER.finditer(text))

@@ -1,4 +1,4 @@
-"""Short answers to questions of fact, compared word by word."""
+"""Compare short answers to factual questions word by word."""
 
 from __future__ import annotations
 

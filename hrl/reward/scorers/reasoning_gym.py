@@ -1,8 +1,8 @@
-"""Answers to reasoning-gym tasks, judged by the task's own scorer, with the door shut to code.
+"""Score answers to reasoning-gym tasks with the task's own scorer, without running code from the model.
 
-Some of those scorers hand the model's answer to `eval`, or to sympy's `parse_expr`, which evaluates too. Model output
-is data: for these datasets an answer must first match a grammar in which nothing but numbers, literals or formulas can
-be written; any other answer scores 0 without reaching the scorer.
+Some of those scorers pass the model's answer to `eval`, or to sympy's `parse_expr`, which also evaluates. For these
+datasets an answer must first match a grammar that only allows numbers, literals or formulas; any other answer scores 0
+without reaching the scorer.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _UNREADABLE_ANSWER = (ArithmeticError, AttributeError, LookupError, TypeError, V
 
 
 def is_arithmetic(answer: str) -> bool:
-    """Return whether an answer is digits, the four operations and brackets; no `**`, whose towers never end."""
+    """Return whether an answer has only digits, the four operations and brackets; no `**`, which could run for ever."""
     return _ARITHMETIC.fullmatch(answer) is not None and "**" not in answer
 
 
 def is_formula(answer: str) -> bool:
-    """Return whether an answer is numbers, operators, one-letter variables, elementary functions and small powers."""
+    """Return whether an answer has only numbers, operators, one-letter variables, basic functions and small powers."""
     return (
         _FORMULA.fullmatch(answer) is not None
         and _ATTRIBUTE.search(answer) is None
@@ -47,7 +47,7 @@ def is_formula(answer: str) -> bool:
 
 
 def is_literal_or_words(answer: str) -> bool:
-    """Return whether an answer is a literal such as `["A", "B"]` or plain words: neither can call anything."""
+    """Return whether an answer is a literal such as `["A", "B"]` or plain words, which can't call anything."""
     if _WORDS.fullmatch(answer):
         return True
     try:
@@ -68,23 +68,23 @@ GRAMMARS: dict[str, Callable[[str], bool]] = {
     "binary_matrix": is_literal_or_words,
     "n_queens": is_literal_or_words,
 }
-"""Datasets whose scorers evaluate the answer. A test holds this against the source of the installed package."""
+"""Datasets whose scorers evaluate the answer. A test compares this with the source of the installed package."""
 
 
 def extract_answer(text: str) -> str | None:
-    """Return what stands in `<answer>…</answer>`, stripped; `None` if there is none, or if several differ."""
+    """Return the stripped content of `<answer>…</answer>`; `None` if there is none, or if several differ."""
     found = tagged_answers(after_thinking(text))
     return found[0] if len(found) == 1 else None
 
 
 @dataclass(frozen=True)
 class Task:
-    """What an answer is held against.
+    """The task that an answer is scored by.
 
     Attributes:
-        dataset: Of reasoning-gym, which has the scorer.
-        entry: The row that it made.
-        allows: The grammar that an answer must match.
+        dataset: The dataset of reasoning-gym, which has the scorer.
+        entry: The dataset's entry for this row.
+        allows: Returns whether an answer matches the dataset's grammar; None if any answer is safe.
     """
 
     dataset: Any
@@ -96,13 +96,13 @@ def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]
     """Return the task of a row.
 
     Raises:
-        ValueError: No data set of reasoning-gym made the row.
+        ValueError: The row was not made by a dataset of reasoning-gym.
     """
     if not isinstance(extra_info, Mapping) or "parameters" not in extra_info:
         raise ValueError(f"extra_info of a {data_source} row has no 'parameters': it was not made by reasoning_gym:…")
     if not isinstance(ground_truth, Mapping):
         raise ValueError(
-            f"ground truth of a {data_source} row is no entry of a dataset, but {str(ground_truth)[:80]!r}"
+            f"ground truth of a {data_source} row is not an entry of a dataset, but {str(ground_truth)[:80]!r}"
         )
     name = data_source.removeprefix(DATA_SOURCE_PREFIX)
     dataset = _dataset(name, json.dumps(extra_info["parameters"], sort_keys=True))
@@ -110,12 +110,12 @@ def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]
 
 
 def score(text: str, task: Task) -> float:
-    """Return the task's own score, 0 to 1, of the answer in `text`; 0 for the right answer among other text.
+    """Return the task's own score, 0 to 1, of the answer in `text`; 0 if the right answer has other text around it.
 
-    An answer that the scorer can't read scores 0, once the right one has shown that the fault is not the row's.
+    An answer that the scorer fails on scores 0, provided that the scorer handles the row's own answer.
 
     Raises:
-        RowError: The right one can't be scored either.
+        RowError: The row's own answer can't be scored either.
     """
     answer = extract_answer(text)
     if answer is None or (task.allows is not None and not task.allows(answer)):
@@ -136,7 +136,7 @@ def _check_right_answer(task: Task) -> None:
 
 
 def _is_paid_for_containing(answer: str, right: Any, value: float) -> bool:
-    """Return whether a score is reasoning-gym's share of an answer that is the right one: 1 of 3 for "4" in "3 4"."""
+    """Return whether a score is the partial reward for containing the right answer, e.g. 1/3 for "4" in "3 4"."""
     if not isinstance(right, str):
         return False
     spellings = [(right, answer), (right.replace(",", ""), answer.replace(",", ""))]  # some scorers leave commas out

@@ -143,7 +143,7 @@ def test_a_pair_that_the_reference_was_not_asked_for_is_not_served(tokenizer):
     dataset = pairs(tokenizer, [{"prompt": "?", "chosen": "y", "rejected": "n"}] * 3)
     dataset.set_reference([2, 0], torch.arange(4.0))
     assert dataset.batch([0, 2]).batch["ref_sequence_log_prob"].tolist() == [2.0, 3.0, 0.0, 1.0]
-    with pytest.raises(ValueError, match="was not asked for row 1"):
+    with pytest.raises(ValueError, match="log-probs of row 1 were not computed"):
         dataset.batch([0, 1])
     with pytest.raises(ValueError, match="answer of row 1 the log-prob nan"):
         dataset.set_reference([0, 1], torch.tensor([0.0, 0.0, 0.0, float("nan")]))

@@ -150,7 +150,7 @@ def test_a_template_that_rewrites_earlier_messages_is_refused():
         "{% for m in messages %}{% if loop.last or m['role'] == 'user' %}<|start|>{{ m['role'] }}\n{{ m['content'] }}"
         "<|end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant\n{% endif %}"
     )
-    with pytest.raises(ChatTemplateError, match="rewrites what stands before message 3"):
+    with pytest.raises(ChatTemplateError, match="rewrites the text before message 3"):
         passages_of_chat(make_tokenizer(forgets), CHAT, 0, {})
 
 

@@ -88,7 +88,7 @@ def test_a_short_run_asks_for_its_own_pairs_only(tmp_path: Path) -> None:
     epoch = short.train_dataset.order.epoch(0).tolist()
     assert short.passes == [epoch[:3], epoch[3:6]]
     assert len(short.make_steps(2)) == 2
-    with pytest.raises(ValueError, match="was not asked for row"):
+    with pytest.raises(ValueError, match="were not computed"):
         short.next_batch()
 
 
