@@ -1,4 +1,4 @@
-"""`@register` and its meaning: how a call on a group is cut into one call per rank, and how results are joined.
+"""`@register`, and how a call on a group is split into one call per rank and the results are joined.
 
 The decorator only writes a `MethodSpec` onto the function: called on the object itself, the method is an ordinary
 method. The worker group reads the spec and calls `dispatch`, which has one small function per mode. No batch is copied
@@ -26,7 +26,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Dispatch(Enum):
-    """How the arguments of a call become the arguments of the ranks, and their results one result."""
+    """How a call's arguments are split over the ranks, and how their results are joined."""
 
     RANK_ZERO = "rank_zero"
     """Called on rank 0 only; its result is the result."""
@@ -40,12 +40,12 @@ class Dispatch(Enum):
     """Every argument is a DataProto, padded to a multiple of the world size and cut into contiguous chunks; the
     results are DataProtos, joined in order without the rows that answer padding."""
     DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
-    """As DP_COMPUTE_PROTO, behind a first argument (a function) that every rank gets as it is."""
+    """As DP_COMPUTE_PROTO, after a first argument (a function) that every rank gets unchanged."""
     DP_COMPUTE_METRIC = "dp_compute_metric"
-    """Cut as DP_COMPUTE_PROTO but never padded (a padded row would be measured twice); results are a list by rank."""
+    """As DP_COMPUTE_PROTO but never padded (a padded row would count twice in metrics); results are a list by rank."""
     DP_COMPUTE_PLAN = "dp_compute_plan"
-    """`method(batch, request)`: rank i gets the rows `request.rows[i]` of the batch, of them `request.columns`, and
-    `request.for_rank(i)`. Rows that come back return to the batch's order, and dicts of metrics are merged by name."""
+    """`method(batch, request)`: rank i gets the rows `request.rows[i]` and columns `request.columns` of the batch, and
+    `request.for_rank(i)`. Returned rows are put back in the batch's order; dicts of metrics are merged by name."""
 
 
 class Execute(Enum):
@@ -60,14 +60,14 @@ class CustomDispatch:
     """A user's own pair of functions, with verl's signatures."""
 
     dispatch_fn: Callable[..., tuple[Sequence[Any], Mapping[str, Any]]]
-    """`(worker_group, *args, **kwargs) -> (args, kwargs)`, which are then cut as by ALL_TO_ALL."""
+    """`(worker_group, *args, **kwargs) -> (args, kwargs)`, which are then split as by ALL_TO_ALL."""
     collect_fn: Callable[[Any, list[Any]], Any]
     """`(worker_group, results by rank) -> result`."""
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """What `register` was told about a method."""
+    """The arguments of `register` for a method."""
 
     dispatch_mode: Dispatch | CustomDispatch
     execute_mode: Execute
@@ -88,10 +88,10 @@ def register(
     Args:
         dispatch_mode: A `Dispatch`, or a dict with `dispatch_fn` and `collect_fn` (see `CustomDispatch`).
         execute_mode: The ranks that run it.
-        blocking: False gives the driver a future with `.get()` in place of the result.
+        blocking: If false, the driver gets a future with `.get()` instead of the result.
         materialize_futures: Wait for arguments that are futures and pass on their results.
-        columns: Names of the batch columns, tensors and non-tensors, that the method reads; no other travels to the
-            ranks. Names that a batch lacks are passed over. None: all travel. Only for modes that cut batches.
+        columns: Names of the batch columns, tensors and non-tensors, that the method reads; only these are sent to the
+            ranks. Names that a batch lacks are ignored. None sends all. Only for modes that split batches.
 
     Raises:
         ValueError: A mode is unknown, or the two modes or `columns` contradict each other.
@@ -155,7 +155,7 @@ class BatchRows:
     Attributes:
         batch: The whole batch; shares of one call refer to the same object.
         rows: (n,) int64 row indices; an index may occur more than once.
-        columns: Names of the columns that travel; None is all.
+        columns: Names of the columns to send; None for all.
     """
 
     batch: DataProto
@@ -171,25 +171,25 @@ class RankCall:
     kwargs: dict[str, Any]
 
     def mapped(self, function: Callable[[Any], Any]) -> RankCall:
-        """Return the call with `function` of every argument in its place."""
+        """Return the call with `function` applied to every argument."""
         return RankCall(tuple(map(function, self.args)), {name: function(arg) for name, arg in self.kwargs.items()})
 
 
 @dataclass(frozen=True)
 class GroupCall:
-    """A call on a group after the cut: one `RankCall` per rank that runs it, and how their results become one."""
+    """A call on a group after splitting: one `RankCall` per rank that runs it, and a function to join the results."""
 
     ranks: tuple[RankCall, ...]
     collect: Callable[[list[Any]], Any]
 
 
 class CalledGroup(Protocol):
-    """What a cut asks of the group that is called."""
+    """The parts of a worker group that splitting a call needs."""
 
     world_size: int
 
     def mesh_places(self, mesh_name: str) -> list[tuple[int, bool]]:
-        """Return each rank's place in a mesh: its part of a batch, and whether it answers for that part."""
+        """Return each rank's place in a mesh: its part of a batch, and whether it returns the result for that part."""
 
 
 @dataclass(frozen=True)
@@ -214,15 +214,15 @@ class DriverCall:
         ]
 
     def for_rank(self, of_rank: Callable[[Any], Any]) -> RankCall:
-        """Return one rank's call: every argument replaced by what `of_rank` makes of it."""
+        """Return one rank's call, with `of_rank` applied to every argument."""
         return RankCall(self.args, self.kwargs).mapped(of_rank)
 
 
 def dispatch(spec: MethodSpec, group: CalledGroup, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GroupCall:
-    """Cut `group.method(*args, **kwargs)` as the method's spec says.
+    """Split `group.method(*args, **kwargs)` according to the method's spec.
 
     Raises:
-        TypeError: An argument is not of the kind that the dispatch mode cuts.
+        TypeError: An argument has a type that the dispatch mode can't split.
         ValueError: Sizes do not fit the group.
     """
     call = DriverCall(group, args, kwargs, spec.columns)
@@ -272,7 +272,7 @@ def _custom(call: DriverCall, mode: CustomDispatch) -> GroupCall:
 
 
 def _common_length(named: list[tuple[str, Any]], mode: str) -> int:
-    """Return the number of rows that all batches of a call have."""
+    """Return the common number of rows of a call's batches."""
     for name, arg in named:
         if not isinstance(arg, DataProto):
             raise TypeError(f"{mode} cuts DataProto arguments; argument {name} is a {type(arg).__name__}")
@@ -288,7 +288,7 @@ def _rows_per_rank(call: DriverCall, chunks: list[np.ndarray]) -> tuple[RankCall
 
 
 def _padded_chunks(num_rows: int, world_size: int) -> list[np.ndarray]:
-    """Return row indices of equal, contiguous chunks; the last ones are filled up with the first rows."""
+    """Return row indices of equal, contiguous chunks; the last ones are padded with the first rows."""
     num_padded = -(-num_rows // world_size) * world_size
     rows = np.arange(num_padded, dtype=np.int64) % max(num_rows, 1)
     return np.split(rows, world_size)
@@ -329,9 +329,9 @@ def _checked_results(results: list[Any]) -> list[DataProto]:
 
 
 def _join(results: list[Any], chunks: list[np.ndarray], num_rows: int) -> DataProto:
-    """Concatenate the ranks' results and take off the rows that answer padding.
+    """Concatenate the ranks' results without the rows that belong to padding.
 
-    A method may return several rows per row, such as samples of a prompt; each row of padding then takes off that many.
+    A method may return several rows per row, such as samples of a prompt; each padded row then removes that many.
     """
     joined = DataProto.concat(_checked_results(results))
     num_sent = sum(map(len, chunks))
@@ -342,7 +342,7 @@ def _join(results: list[Any], chunks: list[np.ndarray], num_rows: int) -> DataPr
     if rest or any(len(result) != per_row * len(rows) for result, rows in zip(results, chunks, strict=True)):
         raise ValueError(
             f"the ranks got {[len(rows) for rows in chunks]} rows ({num_padding} of them padding) and returned "
-            f"{[len(result) for result in results]}: the padding's share can't be told; return a fixed number per row"
+            f"{[len(result) for result in results]}: the padding can't be removed; return a fixed number per row"
         )
     return unpad_dataproto(joined, per_row * num_padding)
 
@@ -351,10 +351,10 @@ def _join(results: list[Any], chunks: list[np.ndarray], num_rows: int) -> DataPr
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """Return a `dispatch_mode` for ranks in a device mesh, as verl's function of this name does.
+    """Return a `dispatch_mode` for ranks in a device mesh, like verl's function of this name.
 
-    Batches are cut over the mesh's data-parallel ranks. Ranks that work on the same part, such as tensor-parallel
-    peers, get the same rows, and one of them returns the result. Each worker says its place with
+    Batches are split over the mesh's data-parallel ranks. Ranks that work on the same part, such as tensor-parallel
+    peers, get the same rows, and one of them returns the result. Each worker registers its place with
     `_register_dispatch_collect_info`.
     """
     return {"dispatch_fn": partial(_cut_over_mesh, mesh_name), "collect_fn": partial(_join_from_mesh, mesh_name)}
@@ -385,18 +385,18 @@ def _join_from_mesh(mesh_name: str, group: CalledGroup, results: list[Any]) -> D
 
 
 class PlannedRequest(Protocol):
-    """What a call by `DP_COMPUTE_PLAN` asks of the ranks."""
+    """The request argument of a `DP_COMPUTE_PLAN` call."""
 
     @property
     def rows(self) -> Sequence[Sequence[int]]:
-        """Per rank the rows of the batch that it gets."""
+        """Indices of the batch's rows that each rank gets."""
 
     @property
     def columns(self) -> Collection[str]:
-        """Names of the batch's columns that the ranks read; no other travels."""
+        """Names of the batch's columns that the ranks read; only these are sent."""
 
     def for_rank(self, rank: int) -> Any:
-        """Return what that rank is asked for."""
+        """Return the request for one rank."""
 
 
 def _dp_compute_plan(call: DriverCall) -> GroupCall:
@@ -433,7 +433,7 @@ def _checked_rows(request: PlannedRequest, num_rows: int, world_size: int) -> li
 
 
 def _join_planned(results: list[Any], rows_by_rank: list[np.ndarray], num_rows: int) -> Any:
-    """Join rows, or merge metrics."""
+    """Join the ranks' rows in the batch's order, or merge their metrics."""
     if all(isinstance(result, dict) for result in results):
         return merge_metrics(results)
     return _restore_order(_checked_results(results), rows_by_rank, num_rows)

@@ -1,4 +1,4 @@
-"""The processes of a group: one Ray actor per rank, started in its slot, called within a deadline, ended politely."""
+"""The processes of a group: one Ray actor per rank, with deadlines for calls and an orderly shutdown."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from hrl.single_controller.worker_errors import (
 logger = logging.getLogger(__name__)
 
 _LOOPBACK = "127.0.0.1"
-_BUSY_GRACE_S = 10.0  # for what a process still does, such as loading a model, when it is to close
-_CLOSE_TIMEOUT_S = 40.0  # for closing; an engine alone has 30 s to leave (hrl.workers.rollout.host)
+_BUSY_GRACE_S = 10.0  # for finishing current work, such as loading a model, before closing
+_CLOSE_TIMEOUT_S = 40.0  # for closing; an engine alone has 30 s (hrl.workers.rollout.host)
 _STUCK_GRACE_S = 10.0
 _DEATH_NOTICE_S = 2.0
 
@@ -45,7 +45,7 @@ _DEATH_NOTICE_S = 2.0
 
 @dataclass(frozen=True)
 class ProcessInfo:
-    """Which process a rank is, and where."""
+    """A rank's process and node."""
 
     pid: int
     node_id: str
@@ -56,29 +56,29 @@ class RankProcess:
     """The process of one rank, with one worker per role. The driver talks to it through `RankProcesses`.
 
     Args:
-        label: What stands in front of the process's log lines.
+        label: Prefix of the process's log lines.
         log_level: Level of the root logger.
     """
 
     def __init__(self, label: str, log_level: int) -> None:
-        # The parent is the raylet, which dies with the driver that started it. Ray notices that within a second or
-        # so; the kernel at once, and also when this process is stuck inside a library.
+        # The parent is the raylet, which dies with the driver that started it. Ray notices that within about a second;
+        # the kernel acts at once, even if this process is stuck inside a library.
         die_with_parent()
         guard_process_group()
         self._label = label
         self._workers: dict[str, Worker] = {}
         logging.basicConfig(level=log_level, format=f"%(asctime)s %(levelname).1s [{label}] %(name)s: %(message)s")
 
-    def __repr__(self) -> str:  # Ray puts it in front of what the process writes
+    def __repr__(self) -> str:  # Ray prefixes the process's output with it
         return self._label
 
     def info(self) -> ProcessInfo:
-        """Return who this process is."""
+        """Return the ids of this process and its node."""
         return ProcessInfo(os.getpid(), ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
     def reserve_port(self) -> int:
-        """Return a TCP port on this node where this process alone can listen (with SO_REUSEADDR)."""
-        self._reserved = socket.socket()  # bound and never listening; open for as long as the process lives
+        """Return a TCP port on this node on which only this process can listen (with SO_REUSEADDR)."""
+        self._reserved = socket.socket()  # bound but never listening; stays open for the life of the process
         self._reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self._reserved.bind(("", 0))
         return self._reserved.getsockname()[1]
@@ -92,12 +92,12 @@ class RankProcess:
         self._workers[role] = spec()
 
     def call(self, role: str, method: str, call: RankCall, transfer_timeout_s: float) -> Any:
-        """Call a method of the role's worker; batches come and go packed."""
+        """Call a method of the role's worker, with batches packed in arguments and result."""
         call = transport.receive(call, transfer_timeout_s)
         return transport.pack_result(getattr(self._workers[role], method)(*call.args, **call.kwargs))
 
     def close(self) -> None:
-        """Close the workers, the last constructed first."""
+        """Close the workers in reverse order of construction."""
         for role in reversed(self._workers):
             self._workers[role].close()
         self._workers.clear()
@@ -110,10 +110,10 @@ class PendingCalls:
     """One method that runs on ranks 0, 1, 2 and so on.
 
     Args:
-        processes: The processes of those ranks. They are told which ranks still run when the call fails.
+        processes: The processes of those ranks; if the call fails, they remember which ranks are still running.
         refs: The Ray reference of each rank's result.
         method: Name for errors, `role.method`.
-        timeout_s: The deadline, counted from now.
+        timeout_s: The deadline in seconds from now.
     """
 
     def __init__(self, processes: RankProcesses, refs: Sequence[ray.ObjectRef], method: str, timeout_s: float) -> None:
@@ -127,7 +127,7 @@ class PendingCalls:
         """Return the results in rank order; a second call returns the same again.
 
         Args:
-            timeout_s: How long to wait at most from now on; None is until the call's own deadline.
+            timeout_s: Seconds to wait at most; None waits until the call's own deadline.
 
         Raises:
             WorkerError: The first failure of a rank.
@@ -158,7 +158,7 @@ class PendingCalls:
         return True
 
     def _take(self, ref: ray.ObjectRef, deadline: float) -> None:
-        """Move a finished rank's result over, or raise its error."""
+        """Store a finished rank's result, or raise its error."""
         rank = self._open[ref]
         try:
             result = ray.get(ref, timeout=max(deadline - time.monotonic(), 1.0))
@@ -172,15 +172,15 @@ class PendingCalls:
         self._results[rank] = transport.unpack_result(result)
 
     def _timed_out(self, ranks: list[int], waiting_s: float) -> WorkerTimeoutError:
-        if time.monotonic() >= self._deadline:  # before that, the caller only did not want to wait any longer
+        if time.monotonic() >= self._deadline:  # before that, only the caller's own `timeout_s` has passed
             self._processes.remember_stuck(self._method, self._open)
         return WorkerTimeoutError(ranks, self._method, self._phase, waiting_s)
 
     def _translated(self, rank: int, error: RayError) -> WorkerError:
         if is_death(error):
             return self._died(rank, error)
-        # When a process dies in a collective, its peers raise "connection closed" before the cluster knows of the
-        # death. The death is the cause, so give its notice a moment to arrive.
+        # When a process dies in a collective, its peers raise "connection closed" before the cluster reports the
+        # death. The death is the cause, so wait a moment for the report.
         death = self._death_of_another()
         if death is not None:
             return death
@@ -205,23 +205,23 @@ class PendingCalls:
         return None
 
     def _died(self, rank: int, error: RayError) -> WorkerDiedError:
-        pids = [info.pid for info in self._processes.infos]  # empty while the processes come up
+        pids = [info.pid for info in self._processes.infos]  # empty while the processes start
         return WorkerDiedError(rank, self._method, self._phase, pids[rank] if pids else -1, death_reason(error))
 
 
 class RankProcesses:
     """One process per slot of a pool; several worker groups may be views of it.
 
-    They start when this is made and are ready for calls after `connect`.
+    The constructor starts the processes; they are ready for calls after `connect`.
 
     Args:
-        pool: Where they run.
-        name: In front of each process's name.
+        pool: The pool that they run on.
+        name: Prefix of each process's name.
         environ: Environment variables that the processes are started with.
         start_timeout_s: Deadline for all processes to be up.
 
     Raises:
-        PlacementError: The cluster lacks the room.
+        PlacementError: The cluster lacks the resources.
     """
 
     def __init__(self, pool: RayResourcePool, name: str, environ: Mapping[str, str], start_timeout_s: float) -> None:
@@ -236,13 +236,13 @@ class RankProcesses:
         try:
             for slot, actor_name in zip(self._slots, self.names, strict=True):
                 self.actors.append(self._start(slot, actor_name, environ))
-        except BaseException:  # whatever comes, Ctrl-C included: no process stays behind
+        except BaseException:  # including Ctrl-C: leave no process behind
             self.shutdown()
             raise
         self._starting = PendingCalls(self, [actor.info.remote() for actor in self.actors], "start", start_timeout_s)
 
     def connect(self) -> None:
-        """Wait until the processes are up, and tell each its place among them.
+        """Wait until the processes are up, and tell each one its rank.
 
         Raises:
             WorkerTimeoutError: A process was not up by the deadline.
@@ -296,21 +296,21 @@ class RankProcesses:
             self._close_workers()
             for actor in self.actors:
                 ray.kill(actor)
-            # Ray answers a call to a killed actor with an error once it knows of the death: that is what to wait for.
+            # Ray answers a call to a killed actor with an error once it has noticed the death, so wait for that.
             refs = [actor.info.remote() for actor in self.actors]
             ray.wait(refs, num_returns=len(refs), timeout=_CLOSE_TIMEOUT_S)
         self._pool.give_back_place(self._slots)
         self.actors, self._slots = [], []
 
     def _close_workers(self) -> None:
-        stuck = self._stuck_ranks(grace_s=1.0)  # their close would wait behind the call that they are stuck in
-        # A process does one thing after the other: one that does not say who it is would not close either.
+        stuck = self._stuck_ranks(grace_s=1.0)  # their close would wait for the call that they are stuck in
+        # A process runs one call at a time: one that doesn't answer `info` would not close either.
         asked = {actor.info.remote(): rank for rank, actor in enumerate(self.actors) if rank not in stuck}
         if not asked:
             return
         free, busy = ray.wait(list(asked), num_returns=len(asked), timeout=_BUSY_GRACE_S)
         for ref in busy:
-            logger.warning("%s is busy for more than %g s and is killed", self.names[asked[ref]], _BUSY_GRACE_S)
+            logger.warning("%s was busy for more than %g s and is killed", self.names[asked[ref]], _BUSY_GRACE_S)
         refs = {self.actors[asked[ref]].close.remote(): asked[ref] for ref in free}
         closed, late = ray.wait(list(refs), num_returns=len(refs), timeout=_CLOSE_TIMEOUT_S)
         for ref in late:
@@ -324,7 +324,7 @@ class RankProcesses:
                 logger.warning("%s failed to close: %s", self.names[refs[ref]], error)
 
     def _refuse_if_unusable(self, method: str) -> None:
-        """Raise if a call can't start: after a failure, peers of the failed rank may be stuck in a collective."""
+        """Raise if a call can't start because peers of a failed rank are stuck in a collective."""
         if not self.actors:
             raise RuntimeError(f"{method}: the group was shut down")
         ranks = self._stuck_ranks(_STUCK_GRACE_S)
@@ -333,14 +333,14 @@ class RankProcesses:
             raise WorkerTimeoutError(ranks, blocker, blocker, _STUCK_GRACE_S)
 
     def _stuck_ranks(self, grace_s: float) -> list[int]:
-        """Return the ranks that are still in a call that failed on another rank, after `grace_s` to come to an end."""
+        """Return the ranks that, after `grace_s`, are still in a call that failed on another rank."""
         if self._stuck:
             _, running = ray.wait(list(self._stuck), num_returns=len(self._stuck), timeout=grace_s)
             self._stuck = {ref: self._stuck[ref] for ref in running}
         return sorted(self._stuck.values())
 
     def remember_stuck(self, method: str, refs: Mapping[ray.ObjectRef, int]) -> None:
-        """Note the ranks, by the references of their results, that are still in a call that failed elsewhere."""
+        """Record the ranks (result reference → rank) that are still in a call that failed elsewhere."""
         self._stuck |= refs
         self._stuck_method = method
 

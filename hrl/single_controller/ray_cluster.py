@@ -1,4 +1,4 @@
-"""Ray itself: starting a cluster or joining one, without noise, and which GPU Ray gave to this process."""
+"""Start or join a Ray cluster quietly, and find the GPU that Ray assigned to this process."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from hrl.processes.lifetime import guarded_processes
 from hrl.single_controller.worker_errors import PlacementError
 
 _PROBE_S = 10.0
-_SHARED_MEMORY_SHARE = 0.95  # of what is free, as Ray takes it
+_SHARED_MEMORY_SHARE = 0.95  # of the free shared memory; Ray's own limit
 
 _SYSTEM_CONFIG = {
-    # Ray starts a worker per core in advance. A worker group's processes have an environment of their own and use none
-    # of them, so they would cost seconds and a hundred megabytes each for nothing.
+    # Ray starts a worker per core in advance. A worker group's processes have their own environment and can't use
+    # them, so each would waste seconds and a hundred megabytes.
     "prestart_worker_first_driver": False,
     "enable_worker_prestart": False,
-    # Ray kills the children and the process group of a worker that it ends, also the resource tracker of
-    # `multiprocessing`, before that has unlinked the others' semaphores. The guard of the group ends them in order.
+    # When Ray ends a worker, it kills its children and process group, including the resource tracker of
+    # `multiprocessing` before it has unlinked the others' semaphores. The group's guard ends them in the right order.
     "kill_child_processes_on_worker_exit": False,
     "process_group_cleanup_enabled": False,
 }
 
 
 def most_object_store_bytes() -> int:
-    """Return what this machine has for batches: Ray's own share of its memory, as far as `/dev/shm` has it free."""
+    """Return the bytes available for batches: Ray's default share of memory, limited by what is free in `/dev/shm`."""
     share = int(get_system_memory() * ray_constants.DEFAULT_OBJECT_STORE_MEMORY_PROPORTION)
     return min(share, int(get_shared_memory_bytes() * _SHARED_MEMORY_SHARE))
 
@@ -48,27 +48,27 @@ def ray_cluster(
     log_to_driver: bool = False,
     **ray_kwargs: Any,
 ) -> Iterator[None]:
-    """Connect this process to a Ray cluster for the time of a `with` block.
+    """Connect this process to a Ray cluster for the duration of a `with` block.
 
-    A cluster that is started here is this machine alone: it listens on loopback, has no dashboard and sends no usage
+    A cluster started here consists of this machine only: it listens on loopback, has no dashboard, sends no usage
     statistics, and its processes end with this one, however it ends.
 
     Args:
         address: `local` starts a cluster; anything else joins one (`auto`, or its address).
-        num_cpus: Processes the machine is to offer; None is its number of cores. Only with `local`.
-        num_gpus: GPUs it is to offer; None is those that Ray finds. Only with `local`.
+        num_cpus: CPUs that the machine offers; None for its number of cores. Only with `local`.
+        num_gpus: GPUs that it offers; None for those that Ray finds. Only with `local`.
         object_store_bytes: Shared memory for batches; None leaves it to Ray. Only with `local`.
-        log_to_driver: Show what workers write in the driver's terminal; otherwise it is in Ray's session folder.
+        log_to_driver: Show the workers' output in the driver's terminal; otherwise it is only in Ray's session folder.
         ray_kwargs: Further arguments of `ray.init`.
 
     Raises:
         PlacementError: No cluster answers at the address.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # what Ray is about to do; without, it warns
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's future default; avoids its warning
     settings: dict[str, Any] = {"logging_level": logging.WARNING, "log_to_driver": log_to_driver}
     if address == "local":
-        # It warns that the cluster is protected by a token, which is as it should be.
+        # Silences a warning that the cluster is protected by a token, which is intended.
         logging.getLogger("ray._private.authentication.authentication_token_setup").setLevel(logging.ERROR)
         settings |= {"num_cpus": num_cpus, "num_gpus": num_gpus, "object_store_memory": object_store_bytes}
         settings |= {"include_dashboard": False, "_system_config": _SYSTEM_CONFIG}
@@ -76,8 +76,8 @@ def ray_cluster(
         ray.init(address=address, **(settings | ray_kwargs))
     try:
         if address == "local":
-            # Ray ends what it starts with this process, except for the agents below the raylet: after a SIGKILL they
-            # try for a minute to tell a cluster that is gone.
+            # Everything that Ray starts ends with this process, except for the raylet's agents: after a SIGKILL they
+            # try for a minute to reach a cluster that is gone.
             with guarded_processes(_raylet_pid()):
                 yield
         else:
@@ -88,7 +88,7 @@ def ray_cluster(
 
 @contextmanager
 def reaching(address: str | None) -> Iterator[None]:
-    """Find out in seconds whether a cluster answers, around `ray.init`: Ray itself tries for minutes and aborts.
+    """Fail within seconds if no cluster answers; wraps `ray.init`, which would try for minutes and then abort.
 
     Args:
         address: `local`, `auto`, `host:port` or `ray://host:port`.
@@ -112,15 +112,16 @@ def reaching(address: str | None) -> Iterator[None]:
 
 @contextmanager
 def _on_loopback(*, alone: bool) -> Iterator[None]:
-    """Make the Ray that is started meanwhile take 127.0.0.1 for this machine's address, if it is alone.
+    """Make a Ray started within the block use 127.0.0.1 as this machine's address, if `alone`.
 
-    Its servers then listen there and nowhere else. Ray does this by itself where it forms no clusters, and has no
-    argument for it (`_node_ip_address=127.0.0.1` is resolved to the machine's own address).
+    Its servers then listen only there.
     """
+    # Ray does this by itself where it can't form clusters, but has no argument for it: `_node_ip_address=127.0.0.1` is
+    # resolved to the machine's own address.
     if not alone:
         yield
         return
-    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR  # for the processes that Ray starts; the constant is for this one
+    name = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR  # read by the processes that Ray starts; this one uses a constant
     before = os.environ.get(name), ray_constants.ENABLE_RAY_CLUSTER
     os.environ[name], ray_constants.ENABLE_RAY_CLUSTER = "0", False
     try:
@@ -138,11 +139,9 @@ def _raylet_pid() -> int:
 
 
 def assigned_gpu() -> str | None:
-    """Return what Ray calls the GPU of this process, as `CUDA_VISIBLE_DEVICES` would.
+    """Return Ray's name for the GPU of this process, as in `CUDA_VISIBLE_DEVICES`; None outside Ray or without a GPU.
 
-    None outside Ray or without a GPU.
-
-    It is right also where `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` keeps Ray from setting that variable.
+    Works even if `RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES` keeps Ray from setting that variable.
     """
     if not ray.is_initialized():
         return None
@@ -151,11 +150,11 @@ def assigned_gpu() -> str | None:
 
 
 def visible_index(gpu: str, visible: str | None) -> int:
-    """Return the number by which this process knows a GPU.
+    """Return the index of a GPU in this process.
 
     Args:
-        gpu: As `CUDA_VISIBLE_DEVICES` would name it.
-        visible: `CUDA_VISIBLE_DEVICES`; None where it is unset, and all GPUs are visible in their own order.
+        gpu: Name of the GPU as in `CUDA_VISIBLE_DEVICES`.
+        visible: Value of `CUDA_VISIBLE_DEVICES`; None if unset, when all GPUs are visible in their own order.
 
     Raises:
         RuntimeError: The GPU is not visible.

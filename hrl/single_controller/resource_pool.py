@@ -1,4 +1,4 @@
-"""Where the processes of worker groups may run: placement groups, one per node, each wholly on its node."""
+"""Resource pools for worker groups: one placement group per node, each confined to its node."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FRACTION = 10_000  # Ray counts resources in ten-thousandths
 
 @dataclass
 class Slot:
-    """The place of one rank: a bundle of a placement group, and the node it lies on.
+    """The place of one rank: a bundle of a placement group and its node.
 
-    Pools that are parts or unions of others share their slots, and with them the count of who uses them.
+    Pools that are parts or unions of others share their slots, including the count of worker groups.
 
     Attributes:
-        num_groups: How many worker groups have a process here.
-        released: Whether the devices went back to the cluster.
+        num_groups: Number of worker groups with a process here.
+        released: Whether the devices were given back to the cluster.
     """
 
     placement_group: PlacementGroup
@@ -42,18 +42,18 @@ class Slot:
 class RayResourcePool:
     """Devices of a Ray cluster, reserved for worker groups.
 
-    Node i of the pool is a placement group of `process_on_nodes[i]` bundles with strategy STRICT_PACK, so that all its
-    processes are on one machine. The reservation is made when the first group asks for it.
+    Node i of the pool is a placement group of `process_on_nodes[i]` bundles with strategy STRICT_PACK, which puts all
+    its processes on one machine. The reservation is made for the first worker group.
 
     Args:
         process_on_nodes: Number of processes, node by node: `[8, 8]` is two nodes of eight.
-        use_gpu: A whole GPU per process; otherwise processes use CPUs only.
+        use_gpu: Reserve a whole GPU per process; otherwise processes use only CPUs.
         name_prefix: Name of the pool in errors and in Ray.
         max_colocate_count: Number of worker groups that share each device. A process takes one CPU and this fraction of
             the GPU. Roles that should share one *process* are merged by `create_colocated_worker_cls` instead.
         detached: Refused when True: hrl's workers die with their driver.
         accelerator_type: A Ray accelerator type (`H100`) that the nodes must have.
-        placement_timeout_s: How long to wait for the cluster to have room.
+        placement_timeout_s: Seconds to wait for free resources in the cluster.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RayResourcePool:
         if max_colocate_count < 1:
             raise ValueError(f"max_colocate_count must be at least 1, got {max_colocate_count}")
         if detached:
-            raise ValueError("detached pools are not offered: the processes of a group die with their driver")
+            raise ValueError("detached pools are not supported: the processes of a group die with their driver")
         self.process_on_nodes = list(process_on_nodes)
         self.max_colocate_count = max_colocate_count
         self.use_gpu = use_gpu
@@ -92,7 +92,7 @@ class RayResourcePool:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """What one device of the pool reserves."""
+        """The resources that one device of the pool reserves."""
         bundle: dict[str, float] = {"CPU": self.max_colocate_count}
         if self.use_gpu:
             bundle["GPU"] = 1
@@ -101,10 +101,10 @@ class RayResourcePool:
         return bundle
 
     def get_placement_groups(self) -> list[PlacementGroup]:
-        """Return the pool's reservation, made if it has not been.
+        """Return the pool's reservation, making it if needed.
 
         Raises:
-            PlacementError: The cluster lacks what the pool needs, now and after `placement_timeout_s`.
+            PlacementError: The cluster lacks the pool's resources, even after `placement_timeout_s`.
         """
         return list({slot.placement_group.id: slot.placement_group for slot in self.slots()}.values())
 
@@ -129,12 +129,12 @@ class RayResourcePool:
         """Return the slots, for one more worker group.
 
         Raises:
-            PlacementError: As `get_placement_groups`; a slot has its `max_colocate_count` groups already, or belongs
-                to a pool that was released.
+            PlacementError: The reservation fails as in `get_placement_groups`, a slot already has `max_colocate_count`
+                groups, or it belongs to a pool that was released.
         """
         slots = self.slots()
         if any(slot.released for slot in slots):
-            raise PlacementError(f"resource pool {self.name!r} was made of a pool that has been released since")
+            raise PlacementError(f"resource pool {self.name!r} was made from a pool that has since been released")
         taken = max(slot.num_groups for slot in slots)
         if taken >= self.max_colocate_count:
             raise PlacementError(
@@ -147,12 +147,12 @@ class RayResourcePool:
 
     @staticmethod
     def give_back_place(slots: Sequence[Slot]) -> None:
-        """Free what `take_place` returned."""
+        """Free the slots that `take_place` returned."""
         for slot in slots:
             slot.num_groups -= 1
 
     def release(self) -> None:
-        """Give the devices back to the cluster; whatever still runs on them is ended by Ray."""
+        """Give the devices back to the cluster; Ray ends any process that still runs on them."""
         for group in self.get_placement_groups() if self._slots else ():
             remove_placement_group(group)
         for slot in self._slots:
@@ -192,7 +192,7 @@ class RayResourcePool:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """Slots of pools that are reserved already. Made by `split_resource_pool` and `merge_resource_pool`."""
+    """A pool of slots that other pools have reserved; made by `split_resource_pool` and `merge_resource_pool`."""
 
     def __init__(self, name: str, slots: Sequence[Slot], like: RayResourcePool) -> None:
         counts = Counter(slot.node_id for slot in slots)
@@ -200,7 +200,7 @@ class SubRayResourcePool(RayResourcePool):
         self._slots = list(slots)
 
     def release(self) -> None:
-        """Refuse: the devices belong to the pools that this one was made of.
+        """Refuse, because the devices belong to the pools that this one was made from.
 
         Raises:
             ValueError: Always.
@@ -209,10 +209,10 @@ class SubRayResourcePool(RayResourcePool):
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequence[int]) -> list[SubRayResourcePool]:
-    """Cut a pool into pools of consecutive ranks, which share its reservation.
+    """Split a pool into pools of consecutive ranks, which share its reservation.
 
     Args:
-        resource_pool: The pool, itself a part of another or not. Its reservation is made if it has not been.
+        resource_pool: The pool, which may itself be a part of another. Its reservation is made if needed.
         split_size: Ranks of each part: one number for all of them, or a list.
 
     Raises:
@@ -231,11 +231,11 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | Sequen
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> SubRayResourcePool:
-    """Return one pool of the slots of two, which share their reservations.
+    """Merge the slots of two pools into one pool, which shares their reservations.
 
     Raises:
-        ValueError: One has GPUs and the other not, their `max_colocate_count` differ, or they share a slot.
-        PlacementError: The cluster lacks what a pool needs.
+        ValueError: Only one has GPUs, their `max_colocate_count` differ, or they share a slot.
+        PlacementError: The cluster lacks a pool's resources.
     """
     for what in ("use_gpu", "max_colocate_count"):
         one, other = getattr(rp1, what), getattr(rp2, what)
@@ -262,8 +262,8 @@ def _total(bundles: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _certainly_missing(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, float]]) -> str | None:
     """Return why the wanted placement groups can never fit on the nodes; None if they may.
 
-    Each group is compared with every node's total, and all groups with the whole cluster. What passes both may still
-    not fit; then the bounded wait says so.
+    Each group is compared with every node's total, and all groups with the whole cluster. Groups that pass both tests
+    may still not fit; then the wait for the reservation times out.
     """
     for name in wanted[0]:
         largest = max(need[name] for need in wanted)
@@ -277,7 +277,7 @@ def _certainly_missing(wanted: Sequence[Mapping[str, float]], nodes: Sequence[Ma
 
 
 def _text(resources: Mapping[str, float], like: Mapping[str, float] | None = None) -> str:
-    """Return `CPU 2, GPU 0`: the countable resources, without Ray's labels for nodes and placement groups."""
+    """Describe countable resources, e.g. `CPU 2, GPU 0`, without Ray's labels for nodes and placement groups."""
     names = dict.fromkeys(["CPU", "GPU", *(like or resources)])
     shown = [name for name in names if name in ("CPU", "GPU") or name.startswith("accelerator_type")]
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in shown)

@@ -1,8 +1,8 @@
 """How rows cross a process boundary: packed once on the driver, picked from shared memory by the ranks.
 
-A padded column `(B, C)` is mostly margins: a row's run of padding on the left and on the right. `pack_column` cuts both
-off and keeps integers in the smallest type that holds them. What is left are plain numpy arrays, which Ray writes to
-shared memory and maps on the other side without a copy. `unpack_batch` restores every bit, of all rows or of some.
+A padded column `(B, C)` is mostly margins: a row's runs of padding on the left and right. `pack_column` removes both
+and stores integers in the smallest type that holds them. The results are plain numpy arrays, which Ray writes to shared
+memory and maps on the other side without a copy. `unpack_batch` restores all or some rows exactly.
 
 The driver puts a batch into the object store once; a rank gets a `RowsRef`, the reference and its row indices.
 """
@@ -28,18 +28,18 @@ _BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 @dataclass(frozen=True)
 class DenseColumn:
-    """A tensor column sent as it is.
+    """A tensor column sent whole.
 
     Attributes:
         values: (B, ...), integers narrowed.
-        dtype: What the tensor's dtype was.
+        dtype: Dtype of the original tensor.
     """
 
     values: np.ndarray
     dtype: torch.dtype
 
     def take(self, rows: np.ndarray) -> torch.Tensor:
-        """Return the given rows, in memory of their own."""
+        """Return a copy of the given rows."""
         return _to_tensor(self.values[rows], self.dtype)
 
 
@@ -52,7 +52,7 @@ class RaggedColumn:
         starts, stops: (B,) the part of each row that is in `values`.
         margins: The value left of `starts` and the value from `stops` on, as arrays () of the type of `values`.
         num_columns: C.
-        dtype: What the tensor's dtype was.
+        dtype: Dtype of the original tensor.
     """
 
     values: np.ndarray
@@ -63,14 +63,14 @@ class RaggedColumn:
     dtype: torch.dtype
 
     def take(self, rows: np.ndarray) -> torch.Tensor:
-        """Return the given rows (n, C), in memory of their own, margins restored."""
+        """Return a copy of the given rows (n, C) with their margins."""
         lengths = self.stops - self.starts
         offsets = np.cumsum(lengths) - lengths
         starts, stops, lengths = self.starts[rows, None], self.stops[rows, None], lengths[rows]
         positions = np.arange(self.num_columns, dtype=self.starts.dtype)
         left, right = self.margins
         out = np.where(positions < starts, left, right)
-        # The k-th value of a row sits at offsets[row] + k; `first` is where each row begins in what is gathered here.
+        # The k-th value of a row is at offsets[row] + k; `first` is the start of each row in the gathered values.
         first = np.cumsum(lengths) - lengths
         gather = np.repeat(offsets[rows] - first, lengths) + np.arange(lengths.sum())
         out[(positions >= starts) & (positions < stops)] = self.values[gather]
@@ -101,7 +101,7 @@ def _to_tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _narrowed(values: np.ndarray) -> np.ndarray:
-    """Return int64 in the smallest signed type that holds every value, everything else as it is."""
+    """Convert int64 to the smallest signed type that holds every value; return other types unchanged."""
     if values.dtype != np.int64 or values.size == 0:
         return values
     low, high = int(values.min()), int(values.max())
@@ -113,7 +113,7 @@ def _narrowed(values: np.ndarray) -> np.ndarray:
 
 
 def _margin_value(edge: np.ndarray) -> np.ndarray:
-    """Return the most frequent value of a column's edge (B,), compared bit by bit: NaN and -0.0 are values too."""
+    """Return the most frequent value of a column's edge (B,), compared bitwise so that NaN and -0.0 count too."""
     bits = edge.view(_BITS[edge.itemsize])
     found, counts = np.unique(bits, return_counts=True)
     return found[counts.argmax()]
@@ -143,14 +143,14 @@ def pack_column(tensor: torch.Tensor) -> DenseColumn | RaggedColumn:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """A DataProto as it travels.
+    """A DataProto packed for sending.
 
     Attributes:
         num_rows: B.
         tensors: Packed columns by name.
         objects: Object columns (B,) by name, as lists.
         others: Columns of other kinds (nested tensors, arrays of numbers), as DataProto pickles them.
-        meta_info: As it is.
+        meta_info: Unchanged.
     """
 
     num_rows: int
@@ -176,7 +176,7 @@ def pack_batch(batch: DataProto, columns: Sequence[str] | None = None) -> Packed
 
 
 def unpack_batch(packed: PackedBatch, rows: np.ndarray | None = None) -> DataProto:
-    """Return the batch again, or the given rows of it (indices, repeats allowed), in memory of its own."""
+    """Restore a copy of the batch, or of the given rows (indices, repeats allowed)."""
     rows = np.arange(packed.num_rows, dtype=np.int64) if rows is None else rows
     others = packed.others.select_idxs(rows) if len(packed.others) else packed.others
     for name, column in packed.tensors.items():
@@ -197,11 +197,11 @@ def _object_array(values: list[Any]) -> np.ndarray:
 
 @dataclass(frozen=True)
 class RowsRef:
-    """Rows of a batch in the object store: what a rank gets in place of a DataProto.
+    """A reference to rows of a batch in the object store; a rank gets it instead of a DataProto.
 
     Attributes:
         packed: Reference to a PackedBatch.
-        rows: (n,) row indices; None is all.
+        rows: (n,) row indices; None for all.
     """
 
     packed: ray.ObjectRef
@@ -209,7 +209,7 @@ class RowsRef:
 
 
 def send(calls: Sequence[RankCall]) -> list[RankCall]:
-    """Return the ranks' calls as they travel, with every batch put into the object store once."""
+    """Prepare the ranks' calls for sending; every batch is put into the object store once."""
     sent: dict[tuple[int, tuple[str, ...] | None], ray.ObjectRef] = {}
 
     def put(batch: DataProto, columns: tuple[str, ...] | None) -> ray.ObjectRef:
@@ -227,7 +227,7 @@ def send(calls: Sequence[RankCall]) -> list[RankCall]:
 
 
 def receive(call: RankCall, timeout_s: float) -> RankCall:
-    """Return, on a rank, the call with its batches as the method expects them.
+    """Restore the batches of a received call; runs on a rank.
 
     Raises:
         ray.exceptions.GetTimeoutError: A batch did not arrive within `timeout_s`.
@@ -240,21 +240,21 @@ def receive(call: RankCall, timeout_s: float) -> RankCall:
 
 
 def pack_result(result: Any) -> Any:
-    """Return, on a rank, a method's result with its batches packed, also those in a tuple, list or dict."""
+    """Pack the batches in a method's result, also those in a tuple, list or dict; runs on a rank."""
     if isinstance(result, DataProto):
         return pack_batch(result)
     return _mapped(pack_result, result)
 
 
 def unpack_result(result: Any) -> Any:
-    """Return, on the driver, what `pack_result` was given."""
+    """Undo `pack_result`; runs on the driver."""
     if isinstance(result, PackedBatch):
         return unpack_batch(result)
     return _mapped(unpack_result, result)
 
 
 def _mapped(function: Any, value: Any) -> Any:
-    """Return `function` of the entries of a plain tuple, list or dict, and any other value as it is."""
+    """Apply `function` to the entries of a plain tuple, list or dict; return any other value unchanged."""
     if type(value) in (tuple, list):
         return type(value)(map(function, value))
     if type(value) is dict:

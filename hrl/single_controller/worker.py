@@ -1,4 +1,4 @@
-"""What runs on a rank: the base class of workers, and the classes that a process constructs, one or several merged."""
+"""The base class of workers, and the classes, one or several merged, that a process constructs workers from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hrl.single_controller.dispatch import Dispatch, Execute, MethodSpec, regist
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Where a process stands in its group, in the environment variables that `torch.distributed` reads."""
+    """A process's place in its group, as in the environment variables of `torch.distributed`."""
 
     rank: int
     world_size: int
@@ -24,7 +24,7 @@ class RankEnv:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str] = os.environ) -> RankEnv:
-        """Read it back.
+        """Read the place from environment variables.
 
         Raises:
             RuntimeError: A variable is missing, because no worker group (nor torchrun) started this process.
@@ -39,7 +39,7 @@ class RankEnv:
         return cls(master_addr=master_addr, **{name: int(value) for name, value in values.items()})
 
     def as_environ(self) -> dict[str, str]:
-        """Return the variables to set, as strings."""
+        """Return the place as environment variables."""
         return {name: str(getattr(self, name.lower())) for name in RANK_ENV_NAMES}
 
 
@@ -50,7 +50,7 @@ class Worker:
     """One rank of a worker group: subclass it and `register` the methods that the driver may call."""
 
     fused_worker_dict: dict[str, Worker]
-    """By role, the workers of the same `create_colocated_worker_raw_cls`; not set elsewhere."""
+    """Role → worker, for the workers of one `create_colocated_worker_raw_cls`; not set otherwise."""
 
     @cached_property
     def rank_env(self) -> RankEnv:
@@ -73,7 +73,7 @@ class Worker:
         return self.rank_env.local_rank
 
     def close(self) -> None:
-        """Release what would outlive the process; called on a polite shutdown."""
+        """Release anything that would outlive the process; called on an orderly shutdown."""
 
     @cached_property
     def _mesh_places(self) -> dict[str, tuple[int, bool]]:
@@ -83,22 +83,22 @@ class Worker:
         """Set this rank's place in a mesh (see `make_nd_compute_dataproto_dispatch_fn`); the name is verl's.
 
         Args:
-            mesh_name: The mesh, as in the method's `dispatch_mode`.
-            dp_rank: Which part of a batch this rank works on.
-            is_collect: Whether it returns the result for that part; one rank of each part does.
+            mesh_name: Name of the mesh in the method's `dispatch_mode`.
+            dp_rank: The part of a batch that this rank works on.
+            is_collect: Whether this rank returns the result for that part; exactly one rank of each part does.
 
         Raises:
-            ValueError: It has a place in that mesh already.
+            ValueError: This rank already has a place in that mesh.
         """
         if mesh_name in self._mesh_places:
             raise ValueError(f"this worker already has a place in mesh {mesh_name!r}: {self._mesh_places[mesh_name]}")
         self._mesh_places[mesh_name] = (dp_rank, is_collect)
 
     def mesh_place(self, mesh_name: str) -> tuple[int, bool]:
-        """Return what `_register_dispatch_collect_info` was told: `(dp_rank, is_collect)`.
+        """Return this rank's place in a mesh, `(dp_rank, is_collect)`.
 
         Raises:
-            ValueError: It was told nothing of that mesh.
+            ValueError: `_register_dispatch_collect_info` was not called for that mesh.
         """
         if mesh_name not in self._mesh_places:
             raise ValueError(
@@ -119,7 +119,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run `func(self, *args, **kwargs)` on every rank, with the DataProto arguments cut over the ranks."""
+        """Run `func(self, *args, **kwargs)` on every rank, with DataProto arguments split over the ranks."""
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
@@ -157,15 +157,15 @@ class RayClassWithInitArgs:
         return self.cls(*self.args, **self.kwargs)
 
     def roles(self) -> dict[str, RayClassWithInitArgs]:
-        """Return what each process of the group holds, by role. A class alone plays the role of its own name."""
+        """Return role → class for the workers of each process; a single class has the role of its own name."""
         return {self.cls.__name__: self}
 
     def methods(self) -> dict[str, RoleMethod]:
-        """Return the registered methods, by the name that the group calls them."""
+        """Return name in the group → registered method."""
         return self.methods_as(self.cls.__name__)
 
     def methods_as(self, role: str, prefix: str = "") -> dict[str, RoleMethod]:
-        """Return the registered methods of a worker that plays `role`, by name behind `prefix`."""
+        """Return the registered methods of a worker with this role, by name with `prefix` in front."""
         return {f"{prefix}{name}": RoleMethod(role, name, spec) for name, spec in registered_methods(self.cls).items()}
 
 
@@ -181,10 +181,10 @@ class ColocatedClasses(RayClassWithInitArgs):
         return self.class_dict
 
     def methods(self) -> dict[str, RoleMethod]:
-        """Return the registered methods of all roles, each behind its role: `critic_update`.
+        """Return the registered methods of all roles, with the role in front: `critic_update`.
 
         Raises:
-            ValueError: Two roles and methods read the same (`a` with `b_c` and `a_b` with `c`).
+            ValueError: Two combinations of role and method have the same name (`a` with `b_c`, `a_b` with `c`).
         """
         methods: dict[str, RoleMethod] = {}
         for role, spec in self.class_dict.items():
@@ -199,28 +199,28 @@ def create_colocated_worker_cls(class_dict: Mapping[str, RayClassWithInitArgs]) 
     """Merge roles into one process per rank, which holds one object per role.
 
     Args:
-        class_dict: The class of each role. A group made of the result has the roles' methods behind their role
-            (`critic_update`); its `spawn` gives one group per role, all on the same processes.
+        class_dict: The class of each role. A group of the result has the roles' methods with the role in front
+            (`critic_update`); its `spawn` returns one group per role, all on the same processes.
 
     Raises:
-        ValueError: There is no role, or a role's name can't stand in front of a method's name.
+        ValueError: There is no role, or a role's name can't prefix a method's name.
         TypeError: A role is not one class.
     """
     if not class_dict:
         raise ValueError("create_colocated_worker_cls needs at least one role")
     for role, spec in class_dict.items():
         if not role.isidentifier():
-            raise ValueError(f"role {role!r} is not a Python name, so no method can be called behind it")
+            raise ValueError(f"role {role!r} is not a Python name, so it can't prefix a method's name")
         if not isinstance(spec, RayClassWithInitArgs) or isinstance(spec, ColocatedClasses):
             raise TypeError(f"role {role!r} must be a RayClassWithInitArgs of one class, got {type(spec).__name__}")
     return ColocatedClasses(class_dict)
 
 
 def create_colocated_worker_raw_cls(class_dict: Mapping[str, RayClassWithInitArgs]) -> type[Worker]:
-    """Return one worker class that constructs a worker for each role, as verl's function of this name does.
+    """Return one worker class that constructs a worker for each role, like verl's function of this name.
 
     A `FusedWorker_actor_critic` has its workers as attributes `actor` and `critic` and in `fused_worker_dict`, which
-    each of them is given too. `_fuw_execute("actor_fwmn_update", ...)` calls `actor.update(...)`.
+    each of them also gets. `_fuw_execute("actor_fwmn_update", ...)` calls `actor.update(...)`.
 
     Args:
         class_dict: The class of each role and its arguments.

@@ -1,4 +1,4 @@
-"""What the driver sees when a worker fails: which rank, in which call, and why; and what Ray's own errors say."""
+"""The errors that the driver raises when a worker fails: which rank, in which call, and why."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PHASE: ContextVar[str | None] = ContextVar("hrl_phase", default=None)
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Name what the driver is doing, so that an error raised by a worker inside says so.
+    """Name the phase that the driver is in, for the errors of workers within the block.
 
     Args:
-        name: The phase of the step (`gen`, `update_actor`), best the same word as the phase's timer.
+        name: The phase of the step (`gen`, `update_actor`), preferably the name of its timer.
     """
     token = _PHASE.set(name)
     try:
@@ -34,14 +34,14 @@ def current_phase(default: str) -> str:
 
 
 class WorkerError(HrlError, RuntimeError):
-    """A method raised an exception on a rank. `__cause__` is the original exception, where it could be pickled.
+    """A method raised an exception on a rank. `__cause__` is the original exception if it could be pickled.
 
     Attributes:
         rank: The rank that failed first.
         method: The method that was called, with its role in front (`actor.update_actor`).
-        phase: What the driver was doing (see `phase`); the method when it did not say.
+        phase: The driver's phase (see `phase`), or the method outside of all phases.
         cause: Type and message of the original exception.
-        traceback_text: The traceback as it was on the rank.
+        traceback_text: The traceback on the rank.
     """
 
     def __init__(self, rank: int, method: str, phase: str, cause: str = "", traceback_text: str = "") -> None:
@@ -67,7 +67,7 @@ class WorkerDiedError(WorkerError):
 
     Attributes:
         pid: The process id the rank had.
-        reason: What the cluster knows about the end.
+        reason: The cluster's information about the end.
     """
 
     def __init__(self, rank: int, method: str, phase: str, pid: int, reason: str) -> None:
@@ -77,7 +77,7 @@ class WorkerDiedError(WorkerError):
 
     @property
     def summary(self) -> str:
-        """One line: rank, pid, method, phase and what is known of the end."""
+        """One line: rank, pid, method, phase and the reason for the end."""
         return f"rank {self.rank}: its process (pid {self.pid}) died in {self._call}. {self.reason}"
 
 
@@ -86,7 +86,7 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
 
     Attributes:
         ranks: The ranks that were still running; `rank` is the first of them.
-        timeout_s: The deadline, in seconds after the call was made.
+        timeout_s: The deadline, in seconds after the start of the call.
     """
 
     def __init__(self, ranks: Sequence[int], method: str, phase: str, timeout_s: float) -> None:
@@ -104,14 +104,14 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
 
 
 class PlacementError(HrlError, RuntimeError):
-    """The cluster lacks what a resource pool asks for."""
+    """The cluster lacks the resources of a pool."""
 
 
 # ---- Ray's errors ----------------------------------------------------------------------------------------------
 
 
 def cause_of(error: RayError) -> BaseException:
-    """Return the exception that the remote method raised; Ray's own where it did not get as far as raising one."""
+    """Return the exception that the remote method raised, or Ray's own if the method raised none."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
@@ -121,7 +121,7 @@ def is_death(error: RayError) -> bool:
 
 
 def death_reason(error: RayError) -> str:
-    """Return what Ray knows about the end of a process, in one line."""
+    """Return Ray's information about the end of a process, in one line."""
     lines = [line.strip() for line in without_colours(str(error)).splitlines() if line.strip()]
     if isinstance(error, ActorDiedError):  # the head only repeats names that the caller's own message has
         keys = ("class_name:", "actor_id:", "pid:", "name:", "namespace:", "ip:")
@@ -130,5 +130,5 @@ def death_reason(error: RayError) -> str:
 
 
 def without_colours(text: str) -> str:
-    """Return a text of Ray's without its terminal colours."""
+    """Remove the terminal colours from a text of Ray."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text)

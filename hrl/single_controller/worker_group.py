@@ -1,4 +1,4 @@
-"""A group of workers that is called as if it were one object: `group.method(...)` runs on all of its ranks."""
+"""A group of workers that is called like one object: `group.method(...)` runs on all of its ranks."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _ON_RANK_ZERO = replace(_ON_ALL, dispatch_mode=Dispatch.RANK_ZERO, execute_mode=
 
 
 class GroupFuture(DataProtoFuture):
-    """What a non-blocking call returns: `get()` waits for the ranks and returns what a blocking call returns."""
+    """The result of a non-blocking call: `get()` waits for the ranks and returns the same as a blocking call."""
 
     def __init__(self, pending: PendingCalls, collect: Callable[[list[Any]], Any]) -> None:
         super().__init__(collect_fn=collect, futures=[pending], resolve_fn=_results_of)
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait for the result, at most `timeout_s` from now; None is until the deadline the call was made with."""
+        """Wait for the result, at most `timeout_s` from now; None waits until the call's own deadline."""
         return self.collect_fn(_results_of(self.futures, timeout_s))
 
     def done(self) -> bool:
@@ -46,10 +46,10 @@ class GroupFuture(DataProtoFuture):
 
 
 def wait_for_all(futures: Sequence[GroupFuture]) -> list[Any]:
-    """Return the results of calls that run side by side, each by its own deadline.
+    """Return the results of concurrent calls, each within its own deadline.
 
     Raises:
-        WorkerError: The first failure of any call, at once. Other calls that have failed by then are logged.
+        WorkerError: A call failed; raised at once for the first failure. Other calls that failed by then are logged.
     """
     waiting = list(futures)
     while waiting:
@@ -85,15 +85,15 @@ def _materialized(arg: Any) -> Any:
 
 
 class WorkerGroup:
-    """Ranks that are called together. A subclass says in `_submit` where they run.
+    """Ranks that are called together. A subclass starts the calls in `_submit`.
 
     Args:
         world_size: Number of ranks.
-        classes: What each rank holds; the registered methods of it become methods of the group.
-        call_timeout_s: Deadline of every call; `with_timeout` gives another.
+        classes: The worker classes of each rank; their registered methods become methods of the group.
+        call_timeout_s: Deadline of every call in seconds; `with_timeout` changes it.
 
     Raises:
-        ValueError: A registered method has the name of one of the group's own.
+        ValueError: A registered method has the name of one of the group's own methods.
     """
 
     def __init__(self, world_size: int, classes: RayClassWithInitArgs, call_timeout_s: float) -> None:
@@ -107,7 +107,7 @@ class WorkerGroup:
             raise ValueError(f"registered methods {taken} hide methods of {type(self).__name__}: give them other names")
 
     def _submit(self, role: str, method: str, calls: Sequence[RankCall]) -> PendingCalls:
-        """Start `method` of the worker that plays `role`, on ranks 0 … len(calls) - 1."""
+        """Start `method` of the worker with this role on ranks 0 … len(calls) - 1."""
         raise NotImplementedError(f"{type(self).__name__} has no processes: use a RayWorkerGroup")
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -138,7 +138,7 @@ class WorkerGroup:
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, Self]:
         """Return one group per role, each with its role's methods under their own names, all on the same processes.
 
-        Shutting one of them down ends the processes of all.
+        Shutting down one of them ends the processes of all.
 
         Raises:
             ValueError: The group was not made by `create_colocated_worker_cls`, or a role is not in it.
@@ -158,11 +158,11 @@ class WorkerGroup:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles whose methods this group calls."""
+        """The roles of this group."""
         return tuple(dict.fromkeys(method.role for method in self._methods.values()))
 
     def mesh_places(self, mesh_name: str) -> list[tuple[int, bool]]:
-        """Return each rank's place in a mesh, `(dp_rank, is_collect)` of `Worker.mesh_place`; ranks are asked once."""
+        """Return each rank's place in a mesh, `(dp_rank, is_collect)` of `Worker.mesh_place`, cached."""
         if mesh_name not in self._mesh_places:
             self._mesh_places[mesh_name] = self.execute_all_sync("mesh_place", mesh_name)
         return self._mesh_places[mesh_name]
@@ -180,20 +180,20 @@ class WorkerGroup:
             kwargs: Its keyword arguments.
 
         Raises:
-            ValueError: The group plays several roles; `spawn` says which one is meant.
+            ValueError: The group has several roles; use `spawn` to choose one.
         """
         return self._execute(_ON_ALL, method, args, kwargs)
 
     def execute_all_sync(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """Run as `execute_all_async` does, and wait for the list of results in rank order."""
+        """Do the same as `execute_all_async`, and wait for the list of results in rank order."""
         return self.execute_all_async(method, *args, **kwargs).get()
 
     def execute_rank_zero_async(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> GroupFuture:
-        """Run as `execute_all_async` does, on rank 0 alone; every argument is passed as it is."""
+        """Do the same as `execute_all_async` on rank 0 only; every argument is passed unchanged."""
         return self._execute(_ON_RANK_ZERO, method, args, kwargs)
 
     def execute_rank_zero_sync(self, method: str | Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run as `execute_rank_zero_async` does, and wait for the result."""
+        """Do the same as `execute_rank_zero_async`, and wait for the result."""
         return self.execute_rank_zero_async(method, *args, **kwargs).get()
 
     execute_all = execute_all_async
@@ -215,24 +215,24 @@ class RayWorkerGroup(WorkerGroup):
     """One process per slot of a resource pool, called as one object.
 
     Every process knows its RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT before its
-    workers are constructed. The processes end with `shutdown()`, and with the driver however that ends.
+    workers are constructed. The processes end with `shutdown()`, and with the driver however it ends.
 
     Args:
-        resource_pool: Where the processes run.
+        resource_pool: The pool that the processes run on.
         ray_cls_with_init: The worker class, or the roles merged by `create_colocated_worker_cls`.
-        name_prefix: In front of the names of the processes.
-        device_name: `cuda` or `cpu`; None is what the pool has.
-        worker_env: Environment variables the processes are started with. Without OMP_NUM_THREADS, here or in the
-            driver's environment, Ray sets it to 1.
-        call_timeout_s: Deadline of every call; `with_timeout` gives another.
+        name_prefix: Prefix of the names of the processes.
+        device_name: `cuda` or `cpu`; None for the pool's device.
+        worker_env: Environment variables of the processes. Without OMP_NUM_THREADS, here or in the driver's
+            environment, Ray sets it to 1.
+        call_timeout_s: Deadline of every call in seconds; `with_timeout` changes it.
         start_timeout_s: Deadline for the processes to be up, and for each role to be constructed.
         wait: Return when the workers are constructed. Otherwise the processes only begin to start, and `start_together`
-            must have been called before anything else.
+            must be called before anything else.
 
     Raises:
-        PlacementError: The cluster lacks what the pool needs.
-        ValueError: `worker_env` sets a variable that the group sets; `device_name` is not what the pool has.
-        WorkerError: A worker's constructor raised; the role, the rank and the traceback are in it.
+        PlacementError: The cluster lacks the pool's resources.
+        ValueError: `worker_env` sets a variable that the group sets, or `device_name` is not the pool's device.
+        WorkerError: A worker's constructor raised; names role and rank, with the traceback.
     """
 
     def __init__(
@@ -264,17 +264,17 @@ class RayWorkerGroup(WorkerGroup):
 
     @classmethod
     def start_together(cls, groups: Sequence[RayWorkerGroup]) -> None:
-        """Wait until all workers of several groups are constructed; none waits for another's processes.
+        """Wait until all workers of several groups are constructed; the groups' processes start concurrently.
 
         Args:
-            groups: Made with `wait=False`. If one fails, all are shut down.
+            groups: Groups made with `wait=False`. If one fails, all are shut down.
 
         Raises:
             WorkerError: A worker's constructor raised, or processes were not up in time.
         """
         try:
             wait_for_all([call for group in groups for call in group._construct()])
-        except BaseException:  # whatever comes, Ctrl-C included: no process stays behind
+        except BaseException:  # including Ctrl-C: leave no process behind
             for group in groups:
                 group.shutdown()
             raise
@@ -282,7 +282,7 @@ class RayWorkerGroup(WorkerGroup):
     def _construct(self) -> list[GroupFuture]:
         self._processes.connect()
         return [
-            # A process constructs one worker after the other: each one's deadline holds the time of those before it.
+            # A process constructs its workers one after the other, so each deadline includes the time of those before.
             GroupFuture(self._processes.construct(role, spec, place * self._start_timeout_s), list)
             for place, (role, spec) in enumerate(self._classes.roles().items(), 1)
         ]

@@ -100,7 +100,7 @@ def test_only_the_whole_gives_devices_back_and_its_parts_know(monkeypatch: pytes
     assert given_back == []
     pool.release()
     assert given_back == ["all1", "all2"]
-    with pytest.raises(PlacementError, match="'all_split_0' was made of a pool that has been released"):
+    with pytest.raises(PlacementError, match="'all_split_0' was made from a pool that has since been released"):
         part.take_place()
 
 
