@@ -46,7 +46,7 @@ def group_sum(row_values: Tensor, group_ids: Tensor) -> Tensor:
 
 
 def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> GroupStatistics:
-    """Statistics of the scores within each group.
+    """Return statistics of the scores within each group.
 
     Args:
         scores: `(B,)`.

@@ -162,7 +162,7 @@ def _per_pair(values: dict[str, Tensor]) -> Metrics:
 
 
 def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Tensor, Metrics]:
-    """Loss per pair of a preference.
+    """Return the loss per pair of a preference.
 
     Args:
         name: A key of :data:`PAIR_LOSSES`.
@@ -213,7 +213,7 @@ def reward_model_loss(
     *,
     name: str = "bradley_terry",
 ) -> tuple[Tensor, Metrics]:
-    """Loss per pair of a reward model.
+    """Return the loss per pair of a reward model.
 
     Args:
         chosen_scores: `(N,)`.
@@ -243,7 +243,7 @@ SFT_LOSSES: Registry[Callable[[Tensor], Tensor], Traits] = Registry("supervised 
 
 
 def sft_loss(log_prob: Tensor, mask: Tensor, *, name: str = "nll") -> Tensor:
-    """Loss per token of supervised learning, for :func:`hrl.algos.aggregation.aggregate`.
+    """Return the loss per token of supervised learning, for :func:`hrl.algos.aggregation.aggregate`.
 
     Args:
         log_prob: Log-probs of the data's tokens `(B, R)`; has the gradient.

@@ -86,7 +86,7 @@ def rejection_bounds(rule: str, threshold: str | float) -> Interval:
 
 
 def parse_rejections(rules: str | None, thresholds: str | float | None) -> tuple[tuple[str, str], ...]:
-    """Rules and their thresholds, as `rollout_rs` and `rollout_rs_threshold` are written.
+    """Return rules and their thresholds, as `rollout_rs` and `rollout_rs_threshold` are written.
 
     `"token_k1,seq_max_k3"` with `"0.5_2.0,0.1"` gives `(("token_k1", "0.5_2.0"), ("seq_max_k3", "0.1"))`; one
     threshold serves all rules. A token stays where every rule keeps it.

@@ -16,7 +16,7 @@ from hrl.algos.registry import REWARD_SHAPER_NAMES, Registry, Traits
 
 
 def clip_rewards(rewards: Tensor, limit: float) -> Tensor:
-    """Rewards within `[-limit, limit]`, any shape.
+    """Return rewards within `[-limit, limit]`, any shape.
 
     Raises:
         ValueError: The limit is not positive.

@@ -50,7 +50,7 @@ def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: in
 
 
 def available_cores() -> int:
-    """Cores this process may run on; containers and batch systems often grant fewer than the machine has."""
+    """Return the cores this process may run on; containers often grant fewer than the machine has."""
     return len(os.sched_getaffinity(0))
 
 

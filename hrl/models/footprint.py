@@ -104,7 +104,7 @@ def _count(module: nn.Module) -> int:
 
 
 def _kv_width(text: Any) -> int:
-    """Elements of one token's keys in one layer (values are as many)."""
+    """Return the elements of one token's keys in one layer (its values are as many)."""
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return int((getattr(text, "num_key_value_heads", None) or heads) * head_dim)

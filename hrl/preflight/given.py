@@ -9,8 +9,6 @@ from typing import Any
 from hrl.config.outline import RunConfiguration
 from hrl.config.section import Section
 
-Rows = Sequence[Mapping[str, Any]]
-
 TRAIN_ROWS, VAL_ROWS = "python:train_rows", "python:val_rows"
 """What `config.yaml` and messages call rows that no file holds."""
 
@@ -25,8 +23,8 @@ class Given:
         reward: The reward function, called as `compute_score` is; see `RewardSpec.of_callable` for how it travels.
     """
 
-    train_rows: Rows | None = None
-    val_rows: Rows | None = None
+    train_rows: Sequence[Mapping[str, Any]] | None = None
+    val_rows: Sequence[Mapping[str, Any]] | None = None
     reward: Callable[..., Any] | None = None
 
     def named_in(self, config: RunConfiguration) -> RunConfiguration:

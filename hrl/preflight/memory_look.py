@@ -93,7 +93,7 @@ def device_and_capacity(trainer: RunConfig) -> tuple[str, float | None]:
 
 
 def memory_here() -> float:
-    """Bytes of memory that processes here may take: the machine's, or a container's limit below it."""
+    """Return the bytes of memory that processes here may take: the machine's, or a container's limit below it."""
     total = float(psutil.virtual_memory().total)
     if _CGROUP_LIMIT.is_file() and (limit := _CGROUP_LIMIT.read_text().strip()).isdigit():
         return min(total, float(limit))

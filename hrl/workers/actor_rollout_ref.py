@@ -303,7 +303,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_reward_sink(self, sink: Any) -> None:
-        """Names the Ray actor that finished samples are sent to (`None`: nobody)."""
+        """Name the Ray actor that finished samples are sent to (`None`: nobody)."""
         self._reward_sink = sink
         self._tokenizer = load_tokenizer(self._tokenizer_path, trust_remote_code=self.model.trust_remote_code)
 
@@ -331,7 +331,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sync_weights(self, version: int) -> dict[str, float]:
-        """Hands the policy's weights to the engine of this process as `version` and gets it ready to sample.
+        """Hand the policy's weights to the engine of this process as `version` and get it ready to sample.
 
         The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need, and
         finds that memory free again when they are through.
@@ -384,7 +384,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> dict[str, float]:
-        """Broadcasts the policy's weights; every trainer rank gathers, rank 0 sends."""
+        """Broadcast the policy's weights; every trainer rank gathers, rank 0 sends."""
         weights = self.policy.engine.iter_full_params(getattr(torch, self.rollout.dtype))
         if self._broadcast is None:
             for _ in weights:

@@ -11,6 +11,10 @@ from hrl.config.run_kind import OFFLINE_KINDS, PPO
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+RECORDS = {
+    ROOT / "CHANGELOG.md",
+    ROOT / "docs" / "status.md",
+}  # they name files as they were when something was measured
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 KINDS = (PPO, *OFFLINE_KINDS.values())
 ENTRIES = {entry: kind for kind in KINDS for entry in (kind.program, kind.check)}
@@ -36,6 +40,16 @@ def launch_lines():
 def test_every_relative_link_leads_to_a_file(document):
     links = re.findall(r"\]\(([^)#\s]+)[^)]*\)", document.read_text())
     missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert not missing
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if path not in RECORDS], ids=lambda path: path.name)
+def test_every_file_that_is_named_exists(document):
+    missing = [
+        name
+        for name in re.findall(r"`(?:pytest )?((?:[a-z_]+/)+\w+\.py)`", document.read_text())
+        if not ((ROOT / name).exists() or (ROOT / "hrl" / name).exists())
+    ]
     assert not missing
 
 

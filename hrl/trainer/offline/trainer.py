@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor
 
 from hrl.batching import BatchPlan
 from hrl.batching.planner import MicroBatchLimits, Planner
+from hrl.batching.rows import lengths_of
 from hrl.cluster.roles import Role
 from hrl.config.offline import OfflineConfig
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.trainer.loop import TrainingLoop
-from hrl.trainer.offline.metrics import batch_metrics, metrics_by_source
 from hrl.workers.requests import LogProbRequest, temperature_of
 
 #: Items of one forward pass over a data set: enough to fill every rank, few enough for a call's deadline.
@@ -73,7 +73,7 @@ class OfflineTrainer(TrainingLoop):
         return metrics_by_source(self.val_dataset.sources, columns, weights)
 
     def describe(self, batch: DataProto) -> dict[str, float]:
-        return batch_metrics(batch)
+        return _batch_metrics(batch)
 
     @property
     def save_contents(self) -> Sequence[str]:
@@ -94,3 +94,45 @@ class OfflineTrainer(TrainingLoop):
         """Return log-probs `(B, R)` of the trained tokens under the present weights, float64, zero elsewhere."""
         request = LogProbRequest(plan=self.forward_plan(batch), temperature=temperature_of(batch.meta_info))
         return self.workers.model.compute_log_prob(batch, request).batch["old_log_probs"].double()
+
+
+def _batch_metrics(batch: DataProto) -> dict[str, float]:
+    """Return lengths of prompts and answers, and how many tokens of the batch are trained on."""
+    prompt_lens, response_lens = lengths_of(batch)
+    return {
+        "prompt_length/mean": float(prompt_lens.float().mean()),
+        "response_length/mean": float(response_lens.float().mean()),
+        "prompt_length/max": float(prompt_lens.max()),
+        "response_length/max": float(response_lens.max()),
+        "train/tokens": float(batch.batch["response_mask"].sum()),
+    }
+
+
+def metrics_by_source(
+    sources: Sequence[str], columns: Mapping[str, Tensor], weights: Tensor | None = None
+) -> dict[str, float]:
+    """Return means over the items of every source.
+
+    Args:
+        sources: Source of each item (N,).
+        columns: Per metric a number for each item (N,).
+        weights: Of the items (N,), such as their tokens; all alike by default.
+
+    Returns:
+        `val/<source>/<metric>`, and `val/<source>/n`, the number of items.
+
+    Raises:
+        ValueError: A number is not finite; names metric, item and source.
+    """
+    for name, values in columns.items():
+        bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
+        if bad:
+            raise ValueError(f"validation item {bad[0]} (source {sources[bad[0]]!r}) has the {name} {values[bad[0]]}")
+    metrics: dict[str, float] = {}
+    for source in dict.fromkeys(sources):
+        mine = torch.tensor([other == source for other in sources])
+        weight = torch.ones(int(mine.sum()), dtype=torch.float64) if weights is None else weights[mine].double()
+        for name, values in columns.items():
+            metrics[f"val/{source}/{name}"] = float(values[mine].double() @ weight / weight.sum())
+        metrics[f"val/{source}/n"] = float(mine.sum())
+    return metrics

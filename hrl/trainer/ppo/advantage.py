@@ -17,7 +17,7 @@ from hrl.trainer.ppo.reward_parts import reward_columns
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Rewards are scores less the scaled KL to the reference, token by token.
+    """Take the scaled KL to the reference off the scores, token by token.
 
     `r_t = score_t - beta * kl_t` (Ziegler et al., 2019, arXiv:1909.08593, eq. 2). The controller then moves beta.
 

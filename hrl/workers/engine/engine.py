@@ -385,7 +385,7 @@ class Engine:
         return iter_full_params(self.module, self.form, dtype, self.device, skip=self.frozen)
 
     def frozen_names(self) -> list[str]:
-        """Names in the checkpoint of what no update moves: whoever has the model's folder has it."""
+        """Return the names in the checkpoint of what no update moves: whoever has the model's folder has it."""
         kept = {name for name, _ in saved_tensors(self.module)} & self.frozen
         return sorted(piece.name for name in kept for piece in self.form.pieces(name.removeprefix(PREFIX)))
 

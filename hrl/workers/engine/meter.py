@@ -62,7 +62,7 @@ class Meter:
         self._spreads.setdefault(names, []).append(numbers)
 
     def nonfinite(self) -> tuple[str, ...]:
-        """Names of what is not finite by now."""
+        """Return the names of what is not finite by now."""
         spreads = {names.mean: torch.cat(parts) for names, parts in self._spreads.items()}
         return names_of_nonfinite({name: total for name, (total, _) in self._sums.items()} | spreads)
 

@@ -109,7 +109,7 @@ class SkippedStep:
 
 
 def names_of_nonfinite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Names of the tensors that hold a NaN or an infinity, among those of floating point."""
+    """Return the names of the floating-point tensors that hold a NaN or an infinity."""
     return tuple(
         name for name, tensor in tensors.items() if tensor.is_floating_point() and not torch.isfinite(tensor).all()
     )

@@ -221,7 +221,7 @@ def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple
     return norm, math.isfinite(norm) and num_bad == 0.0
 
 
-class Piece(NamedTuple):
+class _Span(NamedTuple):
     """Elements `start` to `stop` of a parameter's flattened shard."""
 
     parameter: nn.Parameter
@@ -334,7 +334,7 @@ class AdamW:
         self._wait_here(gone[-1])
         self._going.finish()
 
-    def _slot(self, buckets: Sequence[Sequence[Piece]]) -> dict[tuple[str, torch.dtype], Tensor]:
+    def _slot(self, buckets: Sequence[Sequence[_Span]]) -> dict[tuple[str, torch.dtype], Tensor]:
         """Allocate memory on the device for the moments of any one bucket, by moment and dtype."""
         sizes: dict[torch.dtype, int] = {}
         for bucket in buckets:
@@ -346,14 +346,14 @@ class AdamW:
             for moment in MOMENTS
         }
 
-    def _sizes(self, bucket: Sequence[Piece]) -> dict[torch.dtype, int]:
+    def _sizes(self, bucket: Sequence[_Span]) -> dict[torch.dtype, int]:
         sizes: dict[torch.dtype, int] = {}
         for parameter, start, stop in bucket:
             dtype = self.state[parameter][MOMENTS[0]].dtype
             sizes[dtype] = sizes.get(dtype, 0) + stop - start
         return sizes
 
-    def _fetch(self, bucket: Sequence[Piece], slot: Mapping[tuple[str, torch.dtype], Tensor]) -> list[list[Tensor]]:
+    def _fetch(self, bucket: Sequence[_Span], slot: Mapping[tuple[str, torch.dtype], Tensor]) -> list[list[Tensor]]:
         """Copy a bucket's moments to the device; return a list for each moment, in the order of the pieces."""
         visitors: list[list[Tensor]] = []
         with self._coming.copies():
@@ -369,7 +369,7 @@ class AdamW:
                 visitors.append(column)
         return visitors
 
-    def _store(self, bucket: Sequence[Piece], visitors: Sequence[Sequence[Tensor]]) -> None:
+    def _store(self, bucket: Sequence[_Span], visitors: Sequence[Sequence[Tensor]]) -> None:
         """Copy a bucket's moments back to host memory."""
         with self._going.copies():
             for moment, column in zip(MOMENTS, visitors, strict=True):
@@ -377,7 +377,7 @@ class AdamW:
                     piece.of(self.state[piece.parameter][moment]).copy_(visitor, non_blocking=True)
 
     def _update(
-        self, bucket: Sequence[Piece], moments: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float
+        self, bucket: Sequence[_Span], moments: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float
     ) -> None:
         """Update flat pieces, bfloat16 ones in float32 and rounded back stochastically."""
         weights = [piece.of(piece.parameter.detach()) for piece in bucket]
@@ -419,15 +419,15 @@ class AdamW:
             before = before.pin_memory()
         return list(before.to(self._device, non_blocking=True).unbind())
 
-    def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[Piece]]:
+    def _buckets(self, parameters: Sequence[nn.Parameter]) -> Iterator[list[_Span]]:
         """Yield pieces of all parameters, in buckets of at most `bucket_elements` elements."""
-        bucket: list[Piece] = []
+        bucket: list[_Span] = []
         room = self._bucket_elements
         for parameter in parameters:
             size, start = local(parameter).numel(), 0
             while start < size:
                 stop = min(size, start + room)
-                bucket.append(Piece(parameter, start, stop))
+                bucket.append(_Span(parameter, start, stop))
                 room -= stop - start
                 start = stop
                 if room == 0:

@@ -140,7 +140,7 @@ class CudaIpcReader:
             ) from error
 
     def bucket(self, index: int) -> Tensor:
-        """Bytes of a published bucket."""
+        """Return the bytes of a published bucket."""
         return self._buffers[index % _DEPTH][: self._manifest.buckets[index].nbytes]
 
     def release(self) -> None:

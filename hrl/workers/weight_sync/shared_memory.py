@@ -76,7 +76,7 @@ class SharedMemoryReader:
             os.close(fd)
 
     def bucket(self, index: int) -> Tensor:
-        """Bytes of a published bucket."""
+        """Return the bytes of a published bucket."""
         start = self._starts[index]
         return self._data[start : start + self._manifest.buckets[index].nbytes]
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from hrl.trainer.offline.metrics import metrics_by_source
+from hrl.trainer.offline.trainer import metrics_by_source
 
 
 def test_means_are_taken_source_by_source_with_their_number():
