@@ -28,10 +28,17 @@ class Given:
     reward: Callable[..., Any] | None = None
 
     def named_in(self, config: RunConfiguration) -> RunConfiguration:
-        """Return a configuration that names these rows where it would name files, and validates on no others."""
-        if self.train_rows is None:
+        """Return a configuration that names these rows where it would name files.
+
+        Without validation rows, training rows are validated on no others: those of the configuration belong to its own.
+        """
+        names: dict[str, list[str]] = {}
+        if self.train_rows is not None:
+            names = {"train_files": [TRAIN_ROWS], "val_files": []}
+        if self.val_rows is not None:
+            names["val_files"] = [VAL_ROWS]
+        if not names:
             return config
-        names = {"train_files": [TRAIN_ROWS], "val_files": [] if self.val_rows is None else [VAL_ROWS]}
         changes: dict[str, Section] = {"data": config.data.model_copy(update=names)}
         if self.val_rows is None:
             never = {"val_before_train": False, "val_after_train": False, "test_freq": -1}

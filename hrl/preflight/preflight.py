@@ -93,6 +93,8 @@ def inspect_run(
     train, val = look_at_rows(findings, config, given, tokenizer, ids)
     if isinstance(config, PPOTrainerConfig):
         look_at_reward(findings, config, given, train, val)
+    elif given.reward is not None:
+        findings.problem("reward", "was given, and this kind of run scores nothing.", "Leave it out.")
     look_at_batch(findings, config, train)
     look_at_devices(findings, config.trainer, outline.num_processes)
     look_at_memory(findings, config, outline, folders)

@@ -97,6 +97,11 @@ class RewardSpec:
         """
         name = getattr(function, "__qualname__", type(function).__qualname__)
         title = f"{name} of {getattr(function, '__module__', None) or 'an unknown module'}"
+        if not callable(function):
+            raise RewardFunctionError(
+                f"the reward given as an object is {function!r}, which can't be called: give the function itself, or "
+                "name its file with reward.custom_reward_function.path"
+            )
         _check_callable(function, name, title, kwargs or {})
         try:
             pickled = cloudpickle.dumps(function)

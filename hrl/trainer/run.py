@@ -57,6 +57,8 @@ def run(
         HrlError: The configuration can't be run (`ConfigError`), or the run failed. Nothing is left running.
     """
     given = given or Given()
+    if kind not in KINDS:
+        raise ValueError(f"there is no run of kind {kind!r}; there are {', '.join(KINDS)}")
     made_of = KINDS[kind]
     if not isinstance(config, made_of.config.schema):
         schema, found = made_of.config.schema.__name__, type(config).__name__

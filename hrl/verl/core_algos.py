@@ -61,7 +61,10 @@ def _door(
     signature = Signature(parameters)
 
     def door(*args: Any, **kwargs: Any) -> Result:
-        given = signature.bind(*args, **kwargs)
+        try:
+            given = signature.bind(*args, **kwargs)
+        except TypeError as error:  # which does not say whose arguments they are
+            raise TypeError(f"{door.__name__}(): {error}") from None
         given.apply_defaults()
         return compute(given.arguments)
 
@@ -568,3 +571,13 @@ def compute_entropy_loss(logits: Tensor, response_mask: Tensor, loss_agg_mode: s
     # A forbidden token has log-prob -inf and probability 0; its term is 0, not NaN.
     entropy = -(log_probs.exp() * log_probs.clamp(min=torch.finfo(logits.dtype).min)).sum(dim=-1)
     return agg_loss(entropy, response_mask, loss_agg_mode)
+
+
+def _name_doors() -> None:
+    """Give each door the name under which it stands here: messages show it, and a pickle finds the function by it."""
+    for name, value in globals().items():
+        if getattr(value, "__qualname__", "") == f"{_door.__name__}.<locals>.door":
+            value.__name__ = value.__qualname__ = name
+
+
+_name_doors()

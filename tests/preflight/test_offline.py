@@ -14,6 +14,7 @@ from hrl.config.run_kind import OFFLINE_KINDS, SFT
 from hrl.models.source import ModelSourceError
 from hrl.models.tokenizer import TokenIds
 from hrl.preflight.findings import PreflightError
+from hrl.preflight.given import Given
 from hrl.preflight.model_look import padding_of_classifier
 from hrl.preflight.preflight import preflight
 from tests.data.conftest import CHATML, make_tokenizer
@@ -30,13 +31,13 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def ready(model: Path, **given: object):
+def ready(model: Path, given: Given | None = None, **changes: object):
     rows = [{"prompt": "hi", "completion": "yo"}] * 3
     file = model.parent / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = {"data.train_files": str(file), "data.val_files": str(file), "model.path": str(model)}
     base = {"data.train_batch_size": 2, "data.max_length": 64, "trainer.total_epochs": 3}
-    return preflight(validate_kind(SFT, files | base | given))
+    return preflight(validate_kind(SFT, files | base | changes), given)
 
 
 def test_steps_follow_from_rows_and_epochs(model: Path) -> None:
@@ -52,6 +53,13 @@ def test_what_does_not_fit_is_named(model: Path) -> None:
     assert ready(model, **{"data.max_length": 129, "model.override_config": {"max_position_embeddings": 256}})
     with pytest.raises(PreflightError, match="one batch .*3 kept, 4 needed. Set data.train_batch_size=2."):
         ready(model, **{"data.train_batch_size": 4})
+
+
+def test_a_reward_is_refused_where_nothing_is_scored(model: Path) -> None:
+    with pytest.raises(
+        PreflightError, match=r"1\. reward was given, and this kind of run scores nothing. Leave it out."
+    ):
+        ready(model, Given(reward=lambda **_: 1.0))
 
 
 def test_a_template_that_ends_answers_with_another_token_than_generation_is_refused(model: Path) -> None:

@@ -513,3 +513,5 @@ def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out():
         RewardSpec.of_callable(lambda solution_str: 1.0)
     with pytest.raises(RewardFunctionError, match="Judge of .* is a class"):
         RewardSpec.of_callable(Judge)
+    with pytest.raises(RewardFunctionError, match=r"is 'score\.py', which can't be called: .*custom_reward_function"):
+        RewardSpec.of_callable("score.py")

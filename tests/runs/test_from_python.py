@@ -102,6 +102,8 @@ def test_what_is_wrong_is_raised_and_nothing_is_made(runner: Runner, tmp_path: P
         run("ppo", configuration(runner.model, tmp_path / "run", resume_mode="resume_path"))
     with pytest.raises(TypeError, match="PPOTrainerConfig"):
         run("dpo", config)
+    with pytest.raises(ValueError, match="no run of kind 'grpo'; there are ppo, dpo, sft, rm"):
+        run("grpo", config)
     assert not (tmp_path / "run").exists()
 
 

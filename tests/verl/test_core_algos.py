@@ -1,6 +1,7 @@
 """The door: verl's names and signatures in front of `hrl.algos`."""
 
 import inspect
+import pickle
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -404,3 +405,12 @@ def test_the_forward_estimate_of_a_kl_has_its_own_gradient() -> None:
     value = core_algos.kl_penalty_forward(logprob, torch.zeros(1), "kl+")
     assert value.item() == 0.5
     assert torch.autograd.grad(value.sum(), logprob)[0].item() == 1.0  # of k1; k2's would be 0.5
+
+
+@pytest.mark.parametrize("name", sorted(name for name in vars(core_algos) if name.startswith("compute_")))
+def test_a_function_knows_its_name(name: str) -> None:
+    function = getattr(verls_path, name)
+    assert function.__name__ == name
+    assert pickle.loads(pickle.dumps(function)) is function  # noqa: S301 (our own)
+    with pytest.raises(TypeError, match=rf"^{name}\(\).*missing a? ?.*required"):
+        function()
