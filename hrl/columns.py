@@ -48,7 +48,7 @@ def batch_shape(column: torch.Tensor | TensorDict, num_batch_dims: int) -> tuple
     return tuple(column.shape[:num_batch_dims])
 
 
-def leaves(batch: TensorDict, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+def tensor_leaves(batch: TensorDict, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
     """Yield all tensors with their paths, those of nested TensorDicts too.
 
     Raises:
@@ -56,7 +56,7 @@ def leaves(batch: TensorDict, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tu
     """
     for key, value in batch.items():
         if isinstance(value, TensorDict):
-            yield from leaves(value, (*prefix, key))
+            yield from tensor_leaves(value, (*prefix, key))
         elif isinstance(value, torch.Tensor):
             yield (*prefix, key), value
         else:
@@ -262,7 +262,7 @@ def serialize_tensordict(batch: TensorDict) -> PlainBatch:
         TypeError: A column is no tensor.
     """
     columns: dict[tuple[str, ...], PlainColumn] = {}
-    for key, value in leaves(batch):
+    for key, value in tensor_leaves(batch):
         if value.is_nested:
             columns[key] = (nested_kind(value), [serialize_single_tensor(row) for row in value.unbind()])
         else:

@@ -19,12 +19,12 @@ from hrl.columns import (
     deep_equal,
     deserialize_single_tensor,
     deserialize_tensordict,
-    leaves,
     object_array,
     row_indices,
     serialize_single_tensor,
     serialize_tensordict,
     take_rows,
+    tensor_leaves,
     union_numpy_dict,
     union_tensor_dict,
     union_two_dict,
@@ -221,7 +221,7 @@ class DataProto(VerlDataProto):
         )
 
     def _has_nested_column(self) -> bool:
-        return self.batch is not None and any(column.is_nested for _, column in leaves(self.batch))
+        return self.batch is not None and any(column.is_nested for _, column in tensor_leaves(self.batch))
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Repeat all rows: 1, 1, 2, 2 when interleaved, else 1, 2, 1, 2."""

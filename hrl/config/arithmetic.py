@@ -234,7 +234,7 @@ def value_of(config: Section, key: str) -> Any:
     return node
 
 
-def differences(config: Section) -> Mapping[str, tuple[Any, Any]]:
+def changed_values(config: Section) -> Mapping[str, tuple[Any, Any]]:
     """Return the keys that differ from the schema's plain default: key → (value, default)."""
     values = {key: (value_of(config, key), leaf.default) for key, leaf in leaves(type(config)).items()}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}

@@ -13,7 +13,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from hrl.config.arithmetic import differences, units_in_words, value_of
+from hrl.config.arithmetic import changed_values, units_in_words, value_of
 from hrl.config.compose import YOURS, compose_kind, to_yaml
 from hrl.config.help import check_help
 from hrl.config.outline import RunConfiguration
@@ -110,7 +110,7 @@ def report(
         "config": config.model_dump(),
         "origins": dict(config.origins or {}),
         "differs_from_default": {
-            key: {"value": value, "default": default} for key, (value, default) in differences(config).items()
+            key: {"value": value, "default": default} for key, (value, default) in changed_values(config).items()
         },
         "found": dict(findings.facts) if findings is not None else {},
         "placement": dict(words.placement(config)),

@@ -62,7 +62,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Phase:
+class MemoryPhase:
     """What is resident at the worst moment of a phase."""
 
     name: str
@@ -95,10 +95,10 @@ class Ledger:
     """
 
     where: str
-    phases: tuple[Phase, ...]
+    phases: tuple[MemoryPhase, ...]
 
     @property
-    def peak(self) -> Phase:
+    def peak(self) -> MemoryPhase:
         """The phase that needs most."""
         return max(self.phases, key=lambda phase: phase.num_bytes)
 
@@ -274,8 +274,8 @@ def offline_ledger(config: OfflineConfig, size: Footprint, device: str) -> Ledge
     )
     if device == "cpu":
         return _machine({"model": ([model], None)}, {"model": config.trainer.n_gpus_per_node}, {})
-    scoring = [Phase("reference", (*model.forward(), *_overhead()))] if has_reference else []
-    return Ledger("each GPU", (*scoring, Phase("update", (*model.update(), *_overhead()))))
+    scoring = [MemoryPhase("reference", (*model.forward(), *_overhead()))] if has_reference else []
+    return Ledger("each GPU", (*scoring, MemoryPhase("update", (*model.update(), *_overhead()))))
 
 
 # ---------------------------------------------------------------------------------------------- models and engines
@@ -416,29 +416,31 @@ def _asleep() -> Entry:
     return Entry("engine asleep", _ASLEEP_BYTES, certain=False)
 
 
-def _card(models: list[ResidentModel], engine: EngineMemory | None, capacity_bytes: float | None) -> Iterator[Phase]:
+def _card(
+    models: list[ResidentModel], engine: EngineMemory | None, capacity_bytes: float | None
+) -> Iterator[MemoryPhase]:
     """Yield the phases of a GPU: engine start and generation, then every model in turn, then the sync."""
     idle = [entry for model in models for entry in model.idle()]
     asleep: list[Entry] = []
     if engine is not None:
         share = engine.utilization * capacity_bytes if capacity_bytes is not None else _least(engine)
         awake = Entry("engine", share)
-        yield Phase("generation", (*idle, awake, *_overhead()))
+        yield MemoryPhase("generation", (*idle, awake, *_overhead()))
         asleep = [_asleep() if engine.sleeps else awake] if engine.shares else []
         if not models:
-            yield Phase("weight sync", (awake, *_reload(engine), *_overhead()))
+            yield MemoryPhase("weight sync", (awake, *_reload(engine), *_overhead()))
             return
     for model in models:
         others = [entry for other in models if other is not model for entry in other.idle()]
         work = model.update() if model.trained else model.forward()
         verb = "update" if model.trained else "scores"
-        yield Phase(f"{model.name} {verb}", (*work, *others, *asleep, *_overhead()))
+        yield MemoryPhase(f"{model.name} {verb}", (*work, *others, *asleep, *_overhead()))
     if engine is not None and engine.shares:
         actor = next(model for model in models if model.name == "actor")
         whole = Entry("a gathered tensor", actor.compute_bytes * max(actor.size.embedding, actor.size.largest_layer))
         half_awake = [Entry("engine weights", engine.weights), _asleep()] if engine.sleeps else [awake]
         # What is offloaded stays there: a shard comes to the device with its turn.
-        yield Phase("weight sync", (*idle, *half_awake, *_reload(engine), whole, *_overhead()))
+        yield MemoryPhase("weight sync", (*idle, *half_awake, *_reload(engine), whole, *_overhead()))
 
 
 def _reload(engine: EngineMemory) -> Iterator[Entry]:
@@ -488,7 +490,7 @@ def _machine(
             resident = {entry.label for entry in model.idle()}
             work = [e for e in (model.update() if model.trained else model.forward()) if e.label not in resident]
             scaled = [Entry(e.label, processes[pool] * e.num_bytes, e.certain) for e in work]
-            phases.append(Phase(f"{model.name} {'update' if model.trained else 'scores'}", (*base, *scaled)))
+            phases.append(MemoryPhase(f"{model.name} {'update' if model.trained else 'scores'}", (*base, *scaled)))
     return Ledger("this machine", tuple(phases))
 
 
@@ -500,7 +502,7 @@ def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
     worst = max(ledger.phases, key=lambda phase: phase.certain_bytes)
     if worst.certain_bytes <= capacity_bytes:
         return None
-    certain = Phase(worst.name, tuple(entry for entry in worst.entries if entry.certain))
+    certain = MemoryPhase(worst.name, tuple(entry for entry in worst.entries if entry.certain))
     needs = f"the phase {worst.name!r} takes at least {certain.in_words()}"
     return f"{ledger.where} has {gib(capacity_bytes)} GiB, and {needs}"
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from tensordict import TensorDict
 
-from hrl.columns import leaves, nest_as, nested_kind
+from hrl.columns import nest_as, nested_kind, tensor_leaves
 
 _FORMAT = "hrl.DataProto/1"
 _TAGS = frozenset({"$tensor", "$array", "$objects", "$scalar", "$tuple", "$dict", "$float", "$nested"})
@@ -126,7 +126,7 @@ def save_parts(
         "batch_size": None if batch is None else list(batch.batch_size),
         "batch": [
             [list(key), encoder.encode(value, f"batch[{'.'.join(key)}]")]
-            for key, value in (() if batch is None else leaves(batch))
+            for key, value in (() if batch is None else tensor_leaves(batch))
         ],
         "non_tensor_batch": encoder.encode(dict(non_tensor_batch), "non_tensor_batch"),
         "meta_info": encoder.encode(meta_info, "meta_info"),

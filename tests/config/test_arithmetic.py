@@ -4,7 +4,7 @@ import pytest
 
 from hrl.config.arithmetic import (
     batch_arithmetic,
-    differences,
+    changed_values,
     placement_facts,
     step_sizes,
     total_steps,
@@ -71,7 +71,7 @@ def test_units_skip_what_is_off():
 
 
 def test_differences_are_exactly_what_was_set():
-    changed = {key: value for key, (value, _) in differences(compose_cli(["trainer.seed=3"])).items()}
+    changed = {key: value for key, (value, _) in changed_values(compose_cli(["trainer.seed=3"])).items()}
     assert changed["trainer.seed"] == changed["data.seed"] == 3
     assert changed["data.train_batch_size"] == 8
     assert "data.shuffle" not in changed

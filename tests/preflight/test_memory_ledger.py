@@ -17,7 +17,7 @@ from hrl.preflight.memory_ledger import (
     GIB,
     Entry,
     Ledger,
-    Phase,
+    MemoryPhase,
     offline_ledger,
     perhaps_too_large,
     ppo_ledgers,
@@ -152,13 +152,15 @@ def test_an_offline_run_has_no_engine():
 
 
 def test_words_name_phase_and_parts_the_largest_first():
-    ledger = Ledger("each GPU", (Phase("a", (Entry("x", GIB), Entry("y", 2 * GIB))), Phase("b", (Entry("z", GIB),))))
+    ledger = Ledger(
+        "each GPU", (MemoryPhase("a", (Entry("x", GIB), Entry("y", 2 * GIB))), MemoryPhase("b", (Entry("z", GIB),)))
+    )
     assert too_large(ledger, 3 * GIB) is None
     assert too_large(ledger, 2 * GIB) == "each GPU has 2.0 GiB, and the phase 'a' takes at least 3.0 GiB: y 2.0, x 1.0"
 
 
 def test_what_is_only_an_estimate_is_no_reason_to_refuse():
-    ledger = Ledger("each GPU", (Phase("a", (Entry("x", GIB), Entry("y", 2 * GIB, certain=False))),))
+    ledger = Ledger("each GPU", (MemoryPhase("a", (Entry("x", GIB), Entry("y", 2 * GIB, certain=False))),))
     assert too_large(ledger, 2 * GIB) is None
     assert (
         perhaps_too_large(ledger, 2 * GIB) == "each GPU has 2.0 GiB, and the phase 'a' may take 3.0 GiB: y 2.0, x 1.0"

@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Message]
 Pieces = list[list[int]]
-Truncation = Literal["error", "drop", "left", "right"]
 
 
 @dataclass(frozen=True)
