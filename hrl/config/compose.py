@@ -259,10 +259,13 @@ def _compose_files(
         The tree, and the files with values of a run that went into it, each with its name in `_Composition.origins`.
     """
     primary, *others = options.folders
-    if not primary.is_dir():
-        what = f"names {primary}, which is no folder here."
+    named = {"--config-path": primary, "--config-dir": options.config_dir}
+    missing = {option: folder for option, folder in named.items() if folder is not None and not folder.is_dir()}
+    for option, folder in missing.items():
+        what = f"names {folder}, which is no folder here."
         hint = "It is relative to the working folder; without it the files are hrl's own."
-        problems.append(Problem("--config-path", what, hint, reason=Reason.UNREADABLE))
+        problems.append(Problem(option, what, hint, reason=Reason.UNREADABLE))
+    if missing:
         return OmegaConf.create({}), {}
     search_path = ",".join(f"'file://{folder}'" for folder in others)
     overrides = [f"hydra.searchpath=[{search_path}]", *choices]

@@ -156,6 +156,8 @@ def test_a_file_of_the_user_may_stand_alone_and_still_choose_a_recipe(own):
 
 def test_groups_of_the_user_stand_beside_hrls(own):
     assert compose_cli(["--config-dir", str(own), "recipe=house"]).trainer.experiment_name == "house"
+    with pytest.raises(ConfigError, match=r"1\. --config-dir names .*house, which is no folder here\."):
+        compose_cli(["--config-dir", str(own / "house")])
 
 
 def test_a_relative_path_starts_at_the_working_folder(own, monkeypatch):
