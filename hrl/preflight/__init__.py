@@ -1,1 +1,1 @@
-"""What `hrl check` and every run look at before anything starts."""
+"""The checks of `hrl check` and of every run before anything starts."""

@@ -1,4 +1,4 @@
-"""What `hrl check` says: the look that a run takes before it starts anything, and the run in words."""
+"""`hrl check`: run a run's preflight checks, and describe the run in words."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TELLING = (
     "optim.lr",
     "trainer.total_epochs",
 )
-"""Keys whose default a reader should have seen before a run."""
+"""Keys whose default value is shown even if it was not set."""
 
 _SHOWN = 6
 _MICRO_BATCH = "micro-batch"
@@ -52,15 +52,15 @@ def check(
     """`hrl check`: compose and validate exactly as a run would, take its look at everything it names, and report.
 
     Args:
-        kind_name: Which kind of run.
-        overrides: `key=value` and `--config-*` arguments, as a run takes them.
+        kind_name: Name of the kind of run.
+        overrides: `key=value` and `--config-*` arguments of the run.
         full: Show every value instead of a summary.
-        config_only: Judge the configuration alone, for a line that is written for another machine.
+        config_only: Check only the configuration, for a command line meant for another machine.
         as_json: Write one JSON object.
         explain: Write the text of `--help` instead.
 
     Returns:
-        The exit status: 0, or 2 where something is wrong.
+        The exit status: 0, or 2 if something is wrong.
     """
     kind = KINDS[kind_name]
     if explain:
@@ -83,10 +83,10 @@ def check(
 
 
 def look(config: RunConfiguration) -> tuple[Findings, int | None]:
-    """Take the look of a run, without downloading anything.
+    """Run a run's preflight checks without downloading anything.
 
     Returns:
-        What was found; and the number of training rows, where they could be read.
+        The findings, and the number of training rows, None if they could not be read.
     """
     from hrl.preflight.preflight import inspect_run
 
@@ -97,13 +97,13 @@ def look(config: RunConfiguration) -> tuple[Findings, int | None]:
 def report(
     kind: RunKind[WholeConfig], config: WholeConfig, findings: Findings | None, train_rows: int | None
 ) -> dict[str, Any]:
-    """Everything that `hrl check` can say of a run, as plain data.
+    """Return everything that `hrl check` reports about a run, as plain data.
 
     Args:
-        kind: Of the run.
+        kind: Kind of run.
         config: The validated configuration.
-        findings: None where the configuration alone was judged.
-        train_rows: See `look`.
+        findings: The findings; None if only the configuration was checked.
+        train_rows: Number of training rows, see `look`.
     """
     words = kind.words
     return {
@@ -124,7 +124,7 @@ def report(
 
 
 def summary(config: WholeConfig, said: Mapping[str, Any]) -> dict[str, str]:
-    """Return the twenty lines that matter: label → text.
+    """Return the summary of about twenty lines: label → text.
 
     Args:
         config: The validated configuration.
@@ -151,7 +151,7 @@ def _joined(lines: Mapping[str, str]) -> str:
 
 
 def settings(config: WholeConfig) -> Iterator[tuple[str, str]]:
-    """Yield values by origin, and those defaults that a reader should have seen."""
+    """Yield the values that were set, by origin, and the most important defaults."""
     origins = dict(config.origins or {})
     by_origin: dict[str, list[str]] = {}
     for key, origin in origins.items():
@@ -165,7 +165,7 @@ def settings(config: WholeConfig) -> Iterator[tuple[str, str]]:
 
 
 def _assignments(config: WholeConfig, keys: list[str]) -> str:
-    """Return keys with their values, the telling ones first; beyond a few the others are only counted."""
+    """List keys with their values, the important ones first; beyond a few the rest is only counted."""
     known = leaves(type(config))
     ordered = sorted(keys, key=lambda key: key not in _TELLING)
     shown = [f"{key}={_as_typed(value_of(config, key))}" if key in known else key for key in ordered[:_SHOWN]]
@@ -174,7 +174,7 @@ def _assignments(config: WholeConfig, keys: list[str]) -> str:
 
 
 def _as_typed(value: Any) -> str:
-    """Return a value as a command line takes it."""
+    """Return a value in command-line syntax."""
     if isinstance(value, list):
         return str(value[0]) if len(value) == 1 else f"[{','.join(map(_as_typed, value))}]"
     if isinstance(value, dict):
@@ -215,7 +215,7 @@ def _verdict(*, full: bool, config_only: bool, whole: bool) -> str:
 
 def _show_everything(console: Console, config: WholeConfig, said: dict[str, Any]) -> None:
     text = to_yaml(config).rstrip()
-    # Into a file it goes as it is: wrapped, it would be no YAML any more.
+    # Don't wrap output to a file: wrapped lines would not be valid YAML.
     yaml = Syntax(text, "yaml", background_color="default") if console.is_terminal else Text(text)
     _show(console, "Configuration", yaml, soft_wrap=not console.is_terminal)
     changed = {}
@@ -247,7 +247,7 @@ def _list(items: Sequence[str]) -> Padding:
 
 
 def _yaml_value(value: Any) -> str:
-    """Return a value on one line, as YAML and JSON write it."""
+    """Return a value on one line, in syntax that YAML and JSON share."""
     return json.dumps(value, ensure_ascii=False)
 
 

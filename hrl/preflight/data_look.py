@@ -1,4 +1,4 @@
-"""The looks of a preflight at rows: read, counted, measured against a batch, and rendered by the chat template."""
+"""Preflight checks of rows: read and count them, compare them with the batch size, render them with the template."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 _BATCH = "data.train_batch_size"
 _CPU_BATCH = 8
-"""Prompts of a step that a CPU makes in seconds to minutes, which is what the hints name."""
+"""Prompts per step that hints suggest on a CPU, where a step then takes seconds to minutes."""
 _PATIENT_ON_CPU = 1024
-"""Sequences of a step beyond which a CPU takes hours, where nobody asked for so many."""
+"""Sequences per step beyond which a CPU takes hours; a default above this is refused on a CPU."""
 _SYNONYMS = {
     "prompt": ("question", "problem", "query", "instruction", "input", "text", "messages"),
     "data_source": ("source", "dataset", "origin", "task"),
@@ -53,7 +53,7 @@ _SYNONYMS = {
     "messages": ("conversations", "conversation", "chat", "dialog"),
     "completion": ("answer", "output", "target", "solution"),
 }
-"""A column's name → what it is called in other data sets."""
+"""Name of a column → its names in other data sets."""
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,10 @@ class _Reader:
     """How the rows of a kind of run are read.
 
     Attributes:
-        read: Takes sources and the most rows to keep; None where they can't be read here.
-        columns: Key that names a column → the names that will do; of several, one is enough.
-        measured: What the lengths of a data set are of.
-        limit: The longest allowed, in tokens.
+        read: Reads sources, given the maximum number of rows to keep; None if they can't be read here.
+        columns: Key that names a column → accepted names, one of which is enough.
+        measured: What the lengths of rows measure, e.g. prompts.
+        limit: The maximum length in tokens.
     """
 
     read: Callable[[DataFiles, int], Any] | None
@@ -83,14 +83,14 @@ def look_at_rows(
     """Read the rows to train and to validate on.
 
     Args:
-        findings: Takes what is wrong.
+        findings: Collects problems.
         config: The validated configuration.
-        given: Rows that the caller has as objects.
-        tokenizer: Of the model that learns, where it was found.
-        ids: Its padding and stop tokens.
+        given: Rows that the caller gave as objects.
+        tokenizer: Tokenizer of the trained model, if found.
+        ids: Padding and stop tokens.
 
     Returns:
-        The two data sets; None for one that can't be read, or is not configured.
+        The two data sets; None for one that can't be read or is not configured.
     """
     data, found = config.data, []
     if isinstance(config, PPOTrainerConfig):
@@ -147,7 +147,7 @@ def _answers(config: OfflineConfig, tokenizer: PreTrainedTokenizerBase | None, i
 
 @dataclass
 class _Unrendered:
-    """Rows that were read without a tokenizer, where the model is not on this machine yet."""
+    """Rows that were read without a tokenizer, because the model is not on this machine yet."""
 
     rows: list[PromptRow]
     counts: DatasetCounts
@@ -175,10 +175,10 @@ def _look_at_columns(
     """Check that every source can be read and has the columns that rows need.
 
     Args:
-        findings: Takes what is wrong.
-        key: That names the sources.
-        sources: Its value.
-        needed: Key that names a column → the names that will do; of several, one is enough.
+        findings: Collects problems.
+        key: Key of the configuration that names the sources.
+        sources: The sources.
+        needed: Key that names a column → accepted names, one of which is enough.
 
     Returns:
         Whether reading the rows makes sense.
@@ -206,7 +206,7 @@ def _columns_hint(key: str, name: str, there: Sequence[str]) -> str:
 
 
 def _in_words(rows: Any, sources: Sequence[str], reader: _Reader) -> str:
-    """Return what a data set holds, in one line; one of the user's own may lack counts and lengths."""
+    """Describe a data set in one line; a user's own class may lack counts and lengths."""
     text = f"{count(len(rows), 'row')} of {', '.join(sources)}"
     counts = getattr(rows, "counts", None)
     if counts is not None and counts.read > counts.kept:
@@ -220,7 +220,7 @@ def _in_words(rows: Any, sources: Sequence[str], reader: _Reader) -> str:
 
 
 def look_at_batch(findings: Findings, config: RunConfiguration, train: Any) -> None:
-    """Look whether a batch can be filled, and was meant to be as large as it is."""
+    """Check that the rows fill a batch, and that a CPU run doesn't use a large batch only by default."""
     if not isinstance(config, PPOTrainerConfig):
         if train is not None:
             _look_at_size(findings, train, config.data.train_batch_size, suggested_at_most=len(train))
@@ -255,9 +255,9 @@ def _look_at_size(findings: Findings, rows: Any, wanted: int, *, suggested_at_mo
 def look_at_template(
     findings: Findings, config: RunConfiguration, train: Any, tokenizer: PreTrainedTokenizerBase, ids: TokenIds
 ) -> None:
-    """Render the first prompt as it is sent, and look for what the chat template can't do.
+    """Render the first prompt and check the chat template.
 
-    Where answers are sampled its faults are warnings; where they are given they are errors.
+    Its faults are warnings for sampled answers and errors for given ones.
     """
     kwargs = config.data.apply_chat_template_kwargs
     with findings.about("data.train_files"):

@@ -1,4 +1,4 @@
-"""What a look at a run's files finds: problems, each with its key and the way out, and what is worth knowing."""
+"""The findings of a preflight: problems, each with its key and what to do, notes and facts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hrl.errors import ConfigError, HrlError, Problem
 
 
 class PreflightError(ConfigError):
-    """The configuration is valid, but what it names is missing or does not fit together. `str()` lists all problems."""
+    """The configuration is valid, but files that it names are missing or don't fit. `str()` lists all problems."""
 
     where = "with what the configuration names"
 
 
 @dataclass
 class Findings:
-    """What a preflight has found so far.
+    """The findings of a preflight so far.
 
     Attributes:
-        problems: What keeps the run from starting.
-        notes: What is allowed but probably not meant; a sentence each.
-        unchecked: What could not be looked at here, a sentence each.
-        facts: What was found, for the summary of `hrl check`.
-        memory: What every phase takes at its worst, a line each; empty where the model was not looked at.
+        problems: Problems that keep the run from starting.
+        notes: Things that are allowed but probably not meant, a sentence each.
+        unchecked: Things that could not be checked here, a sentence each.
+        facts: Facts for the summary of `hrl check`.
+        memory: Peak memory of every phase, a line each; empty if the model was not checked.
     """
 
     problems: list[Problem] = field(default_factory=list)
@@ -37,12 +37,12 @@ class Findings:
     memory: list[Fact] = field(default_factory=list)
 
     def problem(self, key: str, what: str, hint: str = "") -> None:
-        """Note a problem, as `Problem` has it."""
+        """Add a problem; the arguments are those of `Problem`."""
         self.problems.append(Problem(key, what, hint))
 
     @contextmanager
     def about(self, key: str) -> Iterator[None]:
-        """Turn an error that explains itself into a problem of `key`, so that other looks go on."""
+        """Convert a self-explanatory error in the block to a problem of `key`, so that other checks continue."""
         try:
             yield
         except (HrlError, TemplateError) as error:
@@ -61,5 +61,5 @@ class Findings:
 
 
 def sentence(text: str) -> str:
-    """Return the text with its full stop."""
+    """Return the text with a full stop at its end."""
     return text if text.endswith((".", "?", "!")) else f"{text}."

@@ -1,4 +1,4 @@
-"""What will happen to the run folder: made, continued or refused. Nothing is written."""
+"""Decide whether the run folder will be created, continued or refused, without writing anything."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class FolderPlan:
 
     Attributes:
         path: The run folder.
-        checkpoint: Where the run resumes from; None for the beginning.
-        continues: That checkpoint lies in the run folder, whose log goes on.
-        state: The driver's state in it.
+        checkpoint: The checkpoint to resume from; None to start from the beginning.
+        continues: Whether that checkpoint is in the run folder, so that its log is continued.
+        state: The driver's state in the checkpoint.
     """
 
     path: Path
@@ -41,7 +41,7 @@ class FolderPlan:
     state: Mapping[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """In words, for `hrl check`."""
+        """Return the plan in words, for `hrl check`."""
         if self.continues:
             return f"{self.path}, continued after step {self.state['step']}"
         start = "" if self.checkpoint is None else f", from the model of {self.checkpoint}"
@@ -54,12 +54,11 @@ def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
     """Decide where a run begins, and check that its folder can be used.
 
     Args:
-        trainer: The section of the configuration.
-        train_dataset: Its `fingerprint` is read where a run continues; None leaves a checkpoint's data
-            unchecked.
+        trainer: The section `trainer`.
+        train_dataset: The data set whose `fingerprint` is compared when a run continues; None skips this check.
 
     Raises:
-        CheckpointError: The checkpoint to resume from is missing or torn, or continues the run in other data.
+        CheckpointError: The checkpoint to resume from is missing or incomplete, or is of a run on other data.
         RunFolderError: The folder is in use, can't be written, or holds checkpoints that this run would not continue.
     """
     path = Path(trainer.default_local_dir).expanduser().resolve()
@@ -78,10 +77,10 @@ def plan_run_folder(trainer: RunConfig, train_dataset: Any) -> FolderPlan:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a run folder that can't be made or written, or that a live run holds.
+    """Refuse a run folder that can't be created or written, or that a live run uses.
 
     Raises:
-        RunFolderError: With the way out.
+        RunFolderError: The folder can't be used; says what to do.
     """
     advice = "name a folder in another place with trainer.default_local_dir"
     there = next(place for place in (path, *path.parents) if place.exists())

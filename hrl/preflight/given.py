@@ -1,4 +1,4 @@
-"""What a caller in Python hands to a run as objects, in the place of what a configuration names."""
+"""Objects that a caller in Python gives to a run instead of files named in the configuration."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from hrl.config.outline import RunConfiguration
 from hrl.config.section import Section
 
 TRAIN_ROWS, VAL_ROWS = "python:train_rows", "python:val_rows"
-"""What `config.yaml` and messages call rows that no file holds."""
+"""The name of rows given as objects in `config.yaml` and messages."""
 
 
 @dataclass(frozen=True)
 class Given:
-    """Objects of the caller's; None leaves it to the configuration.
+    """Objects given by the caller; for None the configuration applies.
 
     Attributes:
-        train_rows: Rows to train on, as the files of `data.train_files` would have them.
-        val_rows: Rows to validate on; without them there is no validation beside `train_rows`.
-        reward: The reward function, called as `compute_score` is; see `RewardSpec.of_callable` for how it travels.
+        train_rows: Rows to train on, in the format of rows in `data.train_files`.
+        val_rows: Rows to validate on; if None, a run with `train_rows` does not validate.
+        reward: The reward function, called like `compute_score`; see `RewardSpec.of_callable` for how it is sent.
     """
 
     train_rows: Sequence[Mapping[str, Any]] | None = None
@@ -28,9 +28,10 @@ class Given:
     reward: Callable[..., Any] | None = None
 
     def named_in(self, config: RunConfiguration) -> RunConfiguration:
-        """Return a configuration that names these rows where it would name files.
+        """Return a configuration with the names of these rows in place of files.
 
-        Without validation rows, training rows are validated on no others: those of the configuration belong to its own.
+        If only training rows are given, the run does not validate: the configuration's validation rows belong to its
+        own training rows.
         """
         names: dict[str, list[str]] = {}
         if self.train_rows is not None:

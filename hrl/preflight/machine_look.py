@@ -1,4 +1,4 @@
-"""The looks of a preflight at this machine: packages and devices."""
+"""Preflight checks of this machine: packages and devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def look_at_trackers(findings: Findings, names: Sequence[str]) -> None:
 
 
 def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:
-    """Check that the engine's package is installed, and that its release takes the arguments it is given."""
+    """Check that the engine's package is installed and accepts the configured arguments."""
     if rollout.name != "vllm":
         return
     vllm = importlib.util.find_spec("vllm")
@@ -43,11 +43,11 @@ def look_at_engine(findings: Findings, rollout: RolloutConfig) -> None:
             close = nearest(argument, known)
             hint = f"Did you mean {' or '.join(close[:2])}?" if close else "Remove it."
             key = f"actor_rollout_ref.rollout.engine_kwargs.vllm.{argument}"
-            findings.problem(key, "is no argument of the installed vLLM's engine.", hint)
+            findings.problem(key, "is not an argument of the installed vLLM's engine.", hint)
 
 
 def _vllm_arguments(package: Path) -> set[str]:
-    """Names that vLLM's engine takes, read from its source, as an import takes seconds; empty without that file."""
+    """Return the argument names of vLLM's engine from its source, because importing takes seconds; empty without it."""
     source = package / "engine" / "arg_utils.py"
     if not source.is_file():
         return set()
@@ -62,9 +62,9 @@ def look_at_devices(findings: Findings, trainer: RunConfig, processes: int) -> N
     """Check that this machine has the GPUs that the run asks for; on a running cluster, Ray does that.
 
     Args:
-        findings: Takes what is wrong.
-        trainer: The section of the configuration.
-        processes: Of the run, one GPU each.
+        findings: Collects problems.
+        trainer: The section `trainer`.
+        processes: Number of the run's processes, each with one GPU.
     """
     if joins_a_cluster(trainer):
         findings.unchecked.append("the run joins a Ray cluster, whose devices were not looked at")
@@ -83,12 +83,12 @@ def look_at_devices(findings: Findings, trainer: RunConfig, processes: int) -> N
 
 
 def joins_a_cluster(trainer: RunConfig) -> bool:
-    """Return whether the run uses a Ray that is there already; see `hrl.cluster.machine.run_cluster`."""
+    """Return whether the run joins an existing Ray cluster; see `hrl.cluster.machine.run_cluster`."""
     return (trainer.ray_kwargs.get("address") or os.environ.get("RAY_ADDRESS") or "local") != "local"
 
 
 def gpus_here() -> int:
-    """GPUs of this machine that the run may see."""
+    """Return the number of this machine's GPUs that are visible to the run."""
     import torch
 
     return torch.cuda.device_count()

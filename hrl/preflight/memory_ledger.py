@@ -1,9 +1,8 @@
-"""How much memory every phase of a run takes, added up before anything starts, and whether that fits.
+"""Add up the memory of every phase of a run before anything starts, and tell whether it fits.
 
-A model's sizes come from its config (`hrl.models.footprint`); what is resident in which phase follows from the
-placement and from what is offloaded. On a GPU the account is one card's; on a CPU it is the machine's, whose memory all
-processes share. The sums are upper estimates: of the tensors that a phase holds at its worst moment, without what an
-allocator loses to fragmentation.
+A model's sizes come from its config (`hrl.models.footprint`); placement and offloading determine what is resident in
+which phase. On a GPU the sum is for one card; on a CPU it is for the machine, whose memory all processes share. The
+sums are upper estimates of the tensors at a phase's worst moment, without losses to fragmentation.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ GIB = 1 << 30
 _MOMENT_BYTES = 8
 #: Gradients are reduced, and the head's gradient summed up, in float32.
 _REDUCE_BYTES = 4
-#: A layer's activations with the gradients that its backward makes of them, over the activations: seen in torch's
-#: tracker, 1.3 to 1.6.
+#: Ratio of a layer's activations and their gradients in the backward pass to the activations alone; torch's memory
+#: tracker shows 1.3 to 1.6.
 _BACKWARD_OVER_KEPT = 1.6
-#: Tiles of logits that the log-prob holds at once in its backward, in float32.
+#: Number of float32 tiles of logits that are held at once in the log-prob's backward pass.
 _LOGIT_TILES = 3
-#: CUDA's context, NCCL's buffers, and what the allocator can't give back.
+#: CUDA's context, NCCL's buffers, and memory that the allocator can't release.
 _CUDA_OVERHEAD_BYTES = int(1.5 * GIB)
-#: What a sleeping engine keeps: context, CUDA graphs.
+#: Memory that a sleeping engine keeps: context and CUDA graphs.
 _ASLEEP_BYTES = int(1.5 * GIB)
-#: Of an engine awake beside its weights and its cache: activations of one iteration.
+#: Memory of a running engine besides weights and cache: the activations of one iteration.
 _ENGINE_WORK_BYTES = 1 * GIB
-#: Libraries and interpreter of a process on a CPU: of a rank, of an engine's two processes, of the driver with Ray's.
+#: Libraries and interpreter of processes on a CPU: a rank, an engine's two processes, the driver with those of Ray.
 _RANK_BYTES, _ENGINE_BYTES, _DRIVER_BYTES = int(0.9 * GIB), int(1.9 * GIB), int(2.0 * GIB)
 
 
@@ -50,10 +49,10 @@ class Entry(NamedTuple):
     """One item of a phase.
 
     Attributes:
-        label: What it is.
-        num_bytes: How large.
-        certain: It follows from the configuration; others are upper estimates, such as activations of the largest
-            micro-batch that the configuration allows.
+        label: Name of the item.
+        num_bytes: Size in bytes.
+        certain: Whether it follows from the configuration; otherwise it is an upper estimate, e.g. the activations of
+            the largest micro-batch that the configuration allows.
     """
 
     label: str
@@ -75,7 +74,7 @@ class MemoryPhase:
 
     @property
     def certain_bytes(self) -> float:
-        """The sum of what is no estimate."""
+        """The sum of the entries that are certain."""
         return sum(entry.num_bytes for entry in self.entries if entry.certain)
 
     def in_words(self) -> str:
@@ -87,11 +86,11 @@ class MemoryPhase:
 
 @dataclass(frozen=True)
 class Ledger:
-    """The phases of what shares one memory.
+    """The phases of all processes that share one memory.
 
     Attributes:
-        where: A GPU of a pool, or the machine.
-        phases: In the order of a step.
+        where: Name of the memory: a GPU of a pool, or the machine.
+        phases: Phases in the order of a step.
     """
 
     where: str
@@ -108,18 +107,18 @@ class ResidentModel:
     """One model of a process.
 
     Attributes:
-        name: Its role.
-        size: Of the whole model.
-        trained: Has gradients and moments.
-        master_bytes: Of a stored weight.
-        compute_bytes: Of a weight in a matrix product.
-        shards: Processes that share one copy.
-        tokens: Of its largest micro-batch.
-        recompute: Activations are recomputed in the backward pass.
-        keeps_cast: Weights in the compute dtype stay for the whole update, see `keeps_cast_parameters`.
-        param_offload, optimizer_offload: What is in host memory while it is not used.
-        has_head: Computes log-probs; a value or reward model has a head of one row.
-        chunk: Logits that are held at once.
+        name: Role of the model.
+        size: Sizes of the whole model.
+        trained: Whether it has gradients and moments.
+        master_bytes: Bytes of a stored weight.
+        compute_bytes: Bytes of a weight in a matrix product.
+        shards: Number of processes that share one copy.
+        tokens: Tokens of its largest micro-batch.
+        recompute: Whether activations are recomputed in the backward pass.
+        keeps_cast: Whether weights in the compute dtype are kept for the whole update, see `keeps_cast_parameters`.
+        param_offload, optimizer_offload: Whether these are in host memory while not in use.
+        has_head: Whether it computes log-probs; a value or reward model has a head of one row.
+        chunk: Number of logits held at once.
     """
 
     name: str
@@ -148,7 +147,7 @@ class ResidentModel:
 
     @property
     def gathered(self) -> float:
-        """Bytes of weights in the compute dtype: all of them, or embedding, head, a layer that runs and the next."""
+        """Bytes of weights in the compute dtype: all, or those of embedding, head, the running layer and the next."""
         if self.keeps_cast:
             return self.compute_bytes * self.size.parameters
         size = self.size
@@ -165,14 +164,14 @@ class ResidentModel:
         return self.compute_bytes / 2 * self.size.kept_bytes_per_token * self.tokens
 
     def idle(self) -> Iterator[Entry]:
-        """Yield what stays on the device while others work."""
+        """Yield what stays on the device while other models work."""
         if not self.param_offload:
             yield Entry(f"{self.name} weights", self.weights)
         if not self.optimizer_offload:
             yield Entry(f"{self.name} moments", self.moments)
 
     def forward(self) -> Iterator[Entry]:
-        """Yield a forward without gradients."""
+        """Yield the entries of a forward pass without gradients."""
         yield Entry(f"{self.name} weights", self.weights)
         if not self.optimizer_offload:
             yield Entry(f"{self.name} moments", self.moments)
@@ -181,9 +180,9 @@ class ResidentModel:
         yield Entry(f"{self.name} logits", self.logits, certain=False)
 
     def update(self) -> Iterator[Entry]:
-        """Yield the worst moment of forward and backward; the optimizer's step afterwards needs less.
+        """Yield the entries at the worst moment of forward and backward; the optimizer's step afterwards needs less.
 
-        Gradients grow while what the layers keep shrinks, so that the larger of the two counts.
+        Gradients grow while the kept activations shrink, so the larger of the two counts.
         """
         size = self.size
         gradients = self.master_bytes * size.parameters / self.shards
@@ -207,15 +206,15 @@ class EngineMemory:
     """The sampler beside or instead of the models of a process.
 
     Attributes:
-        weights: Bytes per process.
+        weights: Bytes of weights per process.
         utilization: Share of a GPU that vLLM takes while awake.
         cache: Bytes of the KV cache on a CPU.
-        one_sequence: Bytes of the KV cache that the longest sequence takes.
-        buckets: Bytes of the buffers of a weight sync: two beside a trainer, whose handles the engine opens, and one
-            of its own where it receives a broadcast.
-        largest_tensor: Bytes of the largest weight, whole.
-        sleeps: Gives its memory back while others work.
-        shares: Has the models of the actor beside it.
+        one_sequence: Bytes of the KV cache for the longest sequence.
+        buckets: Bytes of the buffers of a weight sync: two if the engine opens the handles of a trainer beside it, one
+            if it receives a broadcast.
+        largest_tensor: Bytes of the largest weight, unsharded.
+        sleeps: Whether it releases its memory while others work.
+        shares: Whether it shares its device with the actor.
     """
 
     weights: float
@@ -231,14 +230,13 @@ class EngineMemory:
 def ppo_ledgers(
     config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str, capacity_bytes: float | None
 ) -> list[Ledger]:
-    """Return the accounts of a PPO run.
+    """Return the ledgers of a PPO run.
 
     Args:
-        config: The validated configuration, with a dtype in the place of every `auto`.
-        sizes: Per role (`actor`, `critic`, `rm`) the sizes of its model; the reference and the engine have the
-            actor's.
+        config: The validated configuration, with every `auto` replaced by a dtype.
+        sizes: Role (`actor`, `critic`, `rm`) → sizes of its model; the reference and the engine use the actor's.
         device: `cpu` or `cuda`.
-        capacity_bytes: Of one card, which the engine's share is a share of; None where nobody knows it.
+        capacity_bytes: Memory of one card, to which the engine's share refers; None if unknown.
     """
     placement = resolve_placement(config)
     pools = {}
@@ -255,17 +253,17 @@ def ppo_ledgers(
 
 
 def offline_ledger(config: OfflineConfig, size: Footprint, device: str) -> Ledger:
-    """Return the account of a run of `main_sft`, `main_dpo` or `main_rm`; see `ppo_ledgers`.
+    """Return the ledger of a run of `main_sft`, `main_dpo` or `main_rm`; see `ppo_ledgers`.
 
     Args:
-        config: The validated configuration, with a dtype in the place of every `auto`.
-        size: Of the model.
+        config: The validated configuration, with every `auto` replaced by a dtype.
+        size: Sizes of the model.
         device: `cpu` or `cuda`.
     """
     data, ranks = config.data, config.num_processes
     rows = 2 if isinstance(data, PairDataConfig) else 1
     has_head = not isinstance(config, RMTrainerConfig)  # it computes log-probs
-    # Log-probs of the model before its first step are computed once, before anything is trained.
+    # The reference's log-probs are those of the model before its first step, computed once before training.
     has_reference = isinstance(config, DPOTrainerConfig) and config.needs_reference
     tokens = _tokens(data.micro_batch_size_per_gpu, data.max_token_len_per_gpu, rows * data.max_length)
     recompute = config.model.enable_gradient_checkpointing
@@ -282,7 +280,7 @@ def offline_ledger(config: OfflineConfig, size: Footprint, device: str) -> Ledge
 
 
 def _tokens(micro_batch_rows: int | None, budget: int, longest_row: int) -> int:
-    """Tokens of the largest micro-batch: of a fixed number of the longest rows, or the token budget."""
+    """Return the tokens of the largest micro-batch: a fixed number of the longest rows, or the token budget."""
     return budget if micro_batch_rows is None else micro_batch_rows * longest_row
 
 
@@ -317,13 +315,13 @@ def _resident(
 
 
 class _MicroBatch(NamedTuple):
-    """How a role cuts its rows.
+    """How a role splits its rows into micro-batches.
 
     Attributes:
-        dynamic: Up to a token budget, else by a number of rows.
-        budget: Tokens.
-        rows: Number of rows.
-        prompts: Of its mini-batch, with all their samples.
+        dynamic: Whether micro-batches have a token budget instead of a number of rows.
+        budget: The token budget.
+        rows: The number of rows.
+        prompts: Prompts of a mini-batch, each with all its samples.
     """
 
     dynamic: bool
@@ -332,7 +330,7 @@ class _MicroBatch(NamedTuple):
     prompts: int
 
     def tokens(self, config: PPOTrainerConfig, ranks: int) -> int:
-        """Tokens of the largest: never more than the rank has of a mini-batch, where a group's prompt counts once."""
+        """Return the tokens of the largest micro-batch, at most the rank's part of a mini-batch with shared prompts."""
         samples, data = config.actor_rollout_ref.rollout.n, config.data
         sequences = -(-self.prompts * samples // ranks)
         there = sequences * data.max_response_length + -(-sequences // samples) * data.max_prompt_length
@@ -439,26 +437,26 @@ def _card(
         actor = next(model for model in models if model.name == "actor")
         whole = Entry("a gathered tensor", actor.compute_bytes * max(actor.size.embedding, actor.size.largest_layer))
         half_awake = [Entry("engine weights", engine.weights), _asleep()] if engine.sleeps else [awake]
-        # What is offloaded stays there: a shard comes to the device with its turn.
+        # Offloaded shards stay in host memory; each one comes to the device in turn.
         yield MemoryPhase("weight sync", (*idle, *half_awake, *_reload(engine), whole, *_overhead()))
 
 
 def _reload(engine: EngineMemory) -> Iterator[Entry]:
-    """Yield what new weights pass through beside the engine's own memory, outside the share that vLLM has reserved.
+    """Yield the buffers for loading new weights, which are outside the share that vLLM has reserved.
 
-    A tensor larger than a bucket is put together whole, and the layer that loads it is made a second time.
+    A tensor larger than a bucket is assembled whole, and the layer that loads it is created a second time.
     """
     yield Entry("buffers", engine.buckets)
     yield Entry("a tensor and its layer as they load", 2 * engine.largest_tensor, certain=False)
 
 
 def _least(engine: EngineMemory) -> float:
-    """Return what an engine needs to sample one sequence."""
+    """Return the bytes that an engine needs to sample one sequence."""
     return engine.weights + engine.one_sequence + _ENGINE_WORK_BYTES
 
 
 def engine_too_small(engine_share_bytes: float, config: PPOTrainerConfig, size: Footprint) -> str | None:
-    """Say that a card's share can't hold the engine's weights and one sequence; None where it can."""
+    """Return a message if a card's share can't hold the engine's weights and one sequence, else None."""
     engine = _engine_of(config, size, shares=True)
     if _least(engine) <= engine_share_bytes:
         return None
@@ -473,7 +471,7 @@ def _machine(
     processes: Mapping[str, int],
     engines: Mapping[str, int],
 ) -> Ledger:
-    """Return the account of a machine without a GPU: nothing is offloaded, and all processes share its memory."""
+    """Return the ledger of a machine without a GPU: nothing is offloaded, and all processes share its memory."""
     base = [Entry("driver and Ray", _DRIVER_BYTES, certain=False)]
     for pool, (models, engine) in pools.items():
         count = processes[pool]
@@ -498,7 +496,7 @@ def _machine(
 
 
 def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
-    """Say that even what is certain does not fit; None where it does."""
+    """Return a message if even the certain entries don't fit, else None."""
     worst = max(ledger.phases, key=lambda phase: phase.certain_bytes)
     if worst.certain_bytes <= capacity_bytes:
         return None
@@ -508,7 +506,7 @@ def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
 
 
 def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
-    """Say that the account fits only if micro-batches stay below what the configuration allows; None elsewhere."""
+    """Return a message if the ledger fits only with smaller micro-batches than the configuration allows, else None."""
     peak = ledger.peak
     if peak.num_bytes <= capacity_bytes or too_large(ledger, capacity_bytes) is not None:
         return None
@@ -516,7 +514,7 @@ def perhaps_too_large(ledger: Ledger, capacity_bytes: float) -> str | None:
 
 
 def gib(num_bytes: float) -> str:
-    """Return a number of GiB, with one decimal below 100."""
+    """Format bytes in GiB, with one decimal below 100."""
     return f"{num_bytes / GIB:.1f}" if num_bytes < 100 * GIB else f"{num_bytes / GIB:,.0f}"
 
 

@@ -1,4 +1,4 @@
-"""The look of a preflight at memory: what every phase takes, against what the machine has."""
+"""The preflight check of memory: compare every phase's needs with the machine."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _UTILIZATION = "actor_rollout_ref.rollout.gpu_memory_utilization"
 
 
 def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outline, folders: Mapping[str, Path]) -> None:
-    """Add up what a run takes, and refuse what can't fit; nothing where a model was not found.
+    """Add up the memory of a run and report what can't fit; do nothing if a model was not found.
 
     Args:
-        findings: Takes what was found.
+        findings: Collects problems and facts.
         config: The validated configuration.
-        outline: Of the run.
-        folders: Of its models, by role.
+        outline: Outline of the run.
+        folders: Role → folder of its model.
     """
     if outline.models.keys() != folders.keys():
         return
@@ -82,7 +82,7 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
 
 
 def device_and_capacity(trainer: RunConfig) -> tuple[str, float | None]:
-    """`cpu` or `cuda`, as a run will choose it, and the bytes of a card or of the machine; None where unknown."""
+    """Return the device that a run will choose, `cpu` or `cuda`, and the bytes of a card or the machine, if known."""
     if joins_a_cluster(trainer):
         return ("cpu" if trainer.device == "cpu" else "cuda"), None
     if trainer.device != "cpu" and (gpus := gpus_here()):

@@ -1,4 +1,4 @@
-"""The looks of a preflight at models and tokenizers."""
+"""Preflight checks of models and tokenizers."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 def look_at_models(
     findings: Findings, outline: Outline, *, download: bool
 ) -> tuple[dict[str, Path], PreTrainedTokenizerBase | None]:
-    """Look at the models of all roles, and at the tokenizer of the one that learns.
+    """Check the models of all roles and the tokenizer of the trained one.
 
     Args:
-        findings: Takes what is wrong.
-        outline: Of the run.
-        download: Fetch a hub id that is not on this machine; otherwise that is noted.
+        findings: Collects problems.
+        outline: Outline of the run.
+        download: Download a hub id that is not on this machine; otherwise it is reported as unchecked.
 
     Returns:
-        By role the local folders that were found, and the tokenizer.
+        Role → local folder, for the models that were found; and the tokenizer.
     """
     trust = outline.model.trust_remote_code
     (first, learner), *others = outline.models.items()
@@ -41,7 +41,7 @@ def look_at_models(
         _look_at_positions(findings, outline, folder)
     for role, model in others:
         if model.path == learner.path and not model.override_config:
-            # In the learner's own folder it reads what the learner reads, whichever tokenizer that is.
+            # A model in the same folder as the trained one has the same vocabulary.
             found |= {} if folder is None else {role: folder}
             continue
         other = _look_at_model(findings, model, download=download, trust_remote_code=trust)
@@ -60,7 +60,7 @@ def look_at_models(
 def look_at_ids(
     findings: Findings, outline: Outline, folder: Path | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> TokenIds | None:
-    """Return the padding and stop tokens of the model that learns; None where it or its tokenizer was not found."""
+    """Return the padding and stop tokens of the trained model; None if it or its tokenizer was not found."""
     ids = None
     if folder is not None and tokenizer is not None:
         with findings.about(f"{outline.section}.path"):
@@ -69,10 +69,10 @@ def look_at_ids(
 
 
 def look_at_families(findings: Findings, outline: Outline, folders: Mapping[str, Path]) -> None:
-    """Compare every model, packed as it is trained, with its own plain forward.
+    """Compare every model's forward pass on packed rows, as in training, with its own plain forward pass.
 
-    Ranks don't repeat it: the comparison runs on a CPU and reads a model's config and code, which are the same on
-    every node.
+    Ranks don't repeat it: the comparison runs on a CPU and depends only on a model's config and code, which are the
+    same on every node.
     """
     from hrl.models.loading import ModelSource
     from hrl.models.probe import require_right_causal_lm, require_right_scalar_model
@@ -90,10 +90,7 @@ def look_at_families(findings: Findings, outline: Outline, folders: Mapping[str,
 
 
 def _look_at_model(findings: Findings, model: NamedModel, *, download: bool, trust_remote_code: bool) -> Path | None:
-    """Return the local folder of a model, with a configuration that transformers knows and whole weights.
-
-    None where there is no such folder, or not yet.
-    """
+    """Find and check the local folder of a model, its config and its weights; None if it is missing or wrong."""
     key = model.key
     with findings.about(key):
         folder = resolve_model(model.path) if download else find_model(model.path)
@@ -113,10 +110,10 @@ def _look_at_model(findings: Findings, model: NamedModel, *, download: bool, tru
 
 
 def _check_type(folder: Path, trust_remote_code: bool) -> None:
-    """Check that transformers knows such a model.
+    """Check that transformers knows the model's type.
 
     Raises:
-        ModelSourceError: It does not, or its code would have to be trusted.
+        ModelSourceError: It does not, or the model's code would have to be trusted.
     """
     try:
         load_config(folder, {}, trust_remote_code=trust_remote_code)
@@ -166,7 +163,7 @@ def _look_at_positions(findings: Findings, outline: Outline, folder: Path) -> No
 def _look_at_vocabulary(
     findings: Findings, key: str, folder: Path, tokenizer: PreTrainedTokenizerBase, *, trust_remote_code: bool
 ) -> None:
-    """Check that a critic or reward model means by a token id what the policy means, whose ids it reads."""
+    """Check that a critic or reward model has the policy's vocabulary, because it reads the policy's token ids."""
     if load_tokenizer(folder, trust_remote_code=trust_remote_code).get_vocab() != tokenizer.get_vocab():
         what = (
             f"names {folder.name}, which has another vocabulary than the policy: it reads the policy's ids as they are."
@@ -175,7 +172,7 @@ def _look_at_vocabulary(
 
 
 def _in_words(path: str, folder: Path) -> str:
-    """Return a model in one line, from its configuration."""
+    """Describe a model in one line, from its config."""
     facts = model_facts(folder)
     positions = facts.get("max_position_embeddings")
     reach = f", {positions:,} positions" if isinstance(positions, int) else ""
@@ -183,10 +180,10 @@ def _in_words(path: str, folder: Path) -> str:
 
 
 def padding_of_classifier(tokenizer: PreTrainedTokenizerBase, ids: TokenIds) -> int:
-    """Return a padding token for a reward model's folder; the tokenizer is given it too.
+    """Choose a padding token for a reward model's folder, and set it in the tokenizer.
 
-    transformers takes the last token that is not padding for a sequence's last one. A tokenizer of a chat model often
-    pads with the token that ends answers: scores would then be read one token too early.
+    transformers reads the score at the last token that is not padding. A chat model's tokenizer often pads with the
+    token that ends answers, and the score would then be read one token too early.
 
     Raises:
         ModelSourceError: No special token is free.

@@ -1,7 +1,7 @@
-"""What is looked at once the configuration is right and before anything is started: files, models, tokenizers, data.
+"""Check files, models, tokenizers and data after the configuration and before anything is started.
 
-Everything that can be wrong with the user's files is found here, in seconds, in the driver, all of it at once, with a
-sentence that says what to change. `hrl check` and a run take the same look, for every kind of run.
+All problems with the user's files are found here, in seconds, in the driver, at once, each with a sentence that says
+what to change. `hrl check` and a run make the same checks, for every kind of run.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preflight:
-    """What a run needs and the files gave.
+    """Everything that a run needs from files.
 
     Attributes:
-        outline: Of the run.
-        folders: Local folders of the models of `outline.models`, by role.
-        tokenizer: Of the model that learns.
+        outline: Outline of the run.
+        folders: Role → local folder of its model, for `outline.models`.
+        tokenizer: Tokenizer of the trained model.
         ids: Padding and stop tokens.
         train_dataset: Rows to train on.
-        val_dataset: Rows to validate on, None where none are configured.
+        val_dataset: Rows to validate on, None if none are configured.
         total_training_steps: From `trainer.total_training_steps`, or the epochs and the size of the data.
         findings: Facts for the banner and notes on what was not checked, or is probably not meant.
     """
@@ -55,14 +55,14 @@ class Preflight:
 
 
 def preflight(config: RunConfiguration, given: Given | None = None) -> Preflight:
-    """Find models and data, fetching what is on the hub, and check that they fit.
+    """Find models and data, downloading models from the hub, and check that they fit.
 
     Args:
         config: The validated configuration.
-        given: Objects that take the place of what it names.
+        given: Objects that replace files of the configuration.
 
     Raises:
-        PreflightError: Lists everything that is wrong, with the way out.
+        PreflightError: Lists all problems, each with what to do.
     """
     ready, findings = inspect_run(config, given)
     findings.raise_problems()
@@ -74,15 +74,15 @@ def preflight(config: RunConfiguration, given: Given | None = None) -> Preflight
 def inspect_run(
     config: RunConfiguration, given: Given | None = None, *, download: bool = True
 ) -> tuple[Preflight | None, Findings]:
-    """Look at everything that a run needs before it starts anything.
+    """Check everything that a run needs, without starting anything.
 
     Args:
         config: The validated configuration.
-        given: Objects that take the place of what it names.
-        download: Fetch models of the hub that are not on this machine; otherwise what can't be checked is noted.
+        given: Objects that replace files of the configuration.
+        download: Download hub models that are not on this machine; otherwise they are reported as unchecked.
 
     Returns:
-        What the files gave, None where something is missing; and what was found.
+        What the run needs, None if something is missing; and the findings.
     """
     findings, given, outline = Findings(), given or Given(), outline_of(config)
     look_at_trackers(findings, config.trainer.logger)

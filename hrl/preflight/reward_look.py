@@ -1,4 +1,4 @@
-"""The look of a preflight at what scores the samples of a PPO run."""
+"""The preflight check of the reward of a PPO run."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _FUNCTION = "reward.custom_reward_function"
 
 
 def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, train: Any, val: Any) -> None:
-    """Load what scores the rows, and look whether it knows them.
+    """Load the reward function and check that it can score the rows.
 
     Args:
-        findings: Takes what is wrong.
+        findings: Collects problems.
         config: The validated configuration.
-        given: A reward function that the caller has as an object.
-        train: Rows to train on, None where they could not be read.
+        given: A reward function that the caller gave as an object.
+        train: Rows to train on, None if they could not be read.
         val: Rows to validate on.
     """
     reward, custom = config.reward, config.reward.custom_reward_function
     if reward.function_weight == 0:
         if given.reward is not None:
-            what = "is 0, so that the given reward function would score nothing."
+            what = "is 0, so the given reward function would have no effect."
             findings.problem("reward.function_weight", what, "Set it to 1, or give no function.")
         findings.facts.append(Fact("reward", f"the reward model {reward.reward_model.model_path} alone"))
         return
@@ -55,7 +55,7 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
 
 
 def _look_for_ground_truth(findings: Findings, name: str, train: Any, val: Any) -> None:
-    """Note that a function of the user's own gets no ground truth for some rows."""
+    """Add a note if some rows have no ground truth for a user's own function."""
     bare = sum(len(_without_ground_truth(rows)) for rows in (train, val))
     if bare:
         findings.notes.append(f"{count(bare, 'row')} without reward_model.ground_truth: {name} gets None there")
@@ -67,7 +67,7 @@ def _without_ground_truth(rows: Any) -> list[PromptRow]:
 
 
 def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str, ...]:
-    """Check that built-in scorers know every data source, and find the ground truth in every row."""
+    """Check that every data source has a built-in scorer and every row a ground truth."""
     known: dict[str, None] = {}
     for key, rows in datasets.items():
         for source in () if rows is None else rows.data_sources:
@@ -87,7 +87,7 @@ def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str,
 
 
 def _look_at_function(findings: Findings, path: str, name: str) -> bool:
-    """Return whether the user's file is there and defines the function; it is only read here."""
+    """Return whether the user's file exists and defines the function, without running it."""
     names: set[str] | None = None
     before = len(findings.problems)
     with findings.about(f"{_FUNCTION}.path"):
@@ -97,7 +97,7 @@ def _look_at_function(findings: Findings, path: str, name: str) -> bool:
     if names is None or name in names:
         return True
     public = sorted(one for one in names if not one.startswith("_"))
-    close = nearest(name, public) or functions_in_user_file(path)[-1:]  # helpers stand above
+    close = nearest(name, public) or functions_in_user_file(path)[-1:]  # helper functions usually come first
     hint = f"Set {_FUNCTION}.name={close[0]}?" if close else "Define it there."
     what = f"is {name}, which {path} does not define; it has: {', '.join(public) or 'nothing'}."
     findings.problem(f"{_FUNCTION}.name", what, hint)
@@ -105,7 +105,7 @@ def _look_at_function(findings: Findings, path: str, name: str) -> bool:
 
 
 def _load_where_it_runs(findings: Findings, reward: RewardConfig, given: Given, data_sources: tuple[str, ...]) -> None:
-    """Load the function, or the built-in scorers of the data sources, in a process as a run has them."""
+    """Load the function, or the built-in scorers of the data sources, in a reward process like those of a run."""
     key = "data.train_files" if reward.custom_reward_function.path is None else f"{_FUNCTION}.path"
     try:
         spec = RewardSpec.of_config(reward, data_sources, given.reward)

@@ -1,1 +1,1 @@
-"""What a run shows and leaves: console, metrics, trackers, samples, pictures, the report."""
+"""The output of a run: console, metrics, trackers, samples, pictures and the report."""

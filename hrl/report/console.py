@@ -1,7 +1,7 @@
-"""What a run shows while it goes on: on a terminal, as plain lines in a file, or as JSON for programs.
+"""Show a run in progress: on a terminal, as plain lines in a file, or as JSON for programs.
 
-A terminal has a bar of phases below the lines, which disappears when the step ends; a file or a pipe gets plain lines
-only. The environment variable `NO_COLOR` turns colours off.
+A terminal shows a bar of phases below the lines, which disappears when the step ends; a file or pipe gets only plain
+lines. The environment variable `NO_COLOR` turns colours off.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from hrl.report.samples import (
 )
 
 PLAIN_WIDTH = 120
-"""The width of a line in a file, which has none of its own."""
+"""The width of a line in a file."""
 
 _KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 _UPDATE_TIMERS = tuple(f"timing_s/{name}" for name in phase_groups()["update"])
@@ -108,7 +108,7 @@ def _counter(step: int, total_steps: int) -> str:
 
 
 def step_line(step: int, total_steps: int, metrics: Mapping[str, float], width: int) -> str:
-    """Return the line of a step. Fields are dropped until it fits into `width` columns, except the most important ones.
+    """Return the line of a step, dropping less important fields until it fits into `width` columns.
 
     Args:
         step: The step, from 1.
@@ -150,7 +150,7 @@ class PhaseBar:
         self._started_at = 0.0
 
     def begin_step(self, title: str) -> None:
-        """Start a step, with every phase still to come."""
+        """Start a step with no phase run yet."""
         self.title = title
         self._done = {}
         self._running = None
@@ -225,7 +225,7 @@ class RunConsole:
         return self._console.width if self._console.is_terminal else max(self._console.width, PLAIN_WIDTH)
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
-        """Show what is about to run."""
+        """Show a summary of the run that is about to start."""
         self._line(Text(title, style="bold"))
         label_width = max((len(label) for label in facts), default=0)
         for label, fact in facts.items():
@@ -277,11 +277,11 @@ class RunConsole:
         self._show(samples_table(best_median_worst(samples), f"samples of {of} {step}"))
 
     def before_and_after(self, pairs: Sequence[tuple[Sample, Sample]], limit: int = 5) -> None:
-        """Show what two validations answered to the same prompts, at most `limit` pairs."""
+        """Show the answers of two validations to the same prompts, at most `limit` pairs."""
         self._show(before_and_after_table(pairs, limit))
 
     def _line(self, text: Text) -> None:
-        # No line breaks: a terminal wraps a line that is too long, and a file keeps it whole.
+        # No line breaks: a terminal wraps long lines, and a file keeps them whole.
         self._console.print(text, soft_wrap=True)
 
     def _show(self, renderable: RenderableType) -> None:
@@ -292,8 +292,8 @@ class JsonConsole:
     """Writes a run for programs: one JSON object per line on standard output, and nothing else there.
 
     Every object has a `time` (UTC, ISO 8601) and an `event`: `banner`, `note`, `step`, `validation`, `rollouts` or
-    `before_and_after`. The metrics of a step stand next to these, with their names in `metrics.jsonl`. Lines are ASCII,
-    so that text of a model can neither break a line nor control a terminal.
+    `before_and_after`. The metrics of a step are added under their names in `metrics.jsonl`. Lines are ASCII, so a
+    model's text can neither break a line nor control a terminal.
 
     Args:
         total_steps: Steps of the run; 0 while they are not known, and the attribute can be set later.
@@ -305,7 +305,7 @@ class JsonConsole:
         self._file = sys.stdout if file is None else file
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
-        """Write what is about to run."""
+        """Write a summary of the run that is about to start."""
         self._write("banner", title=title, facts=facts)
 
     def note(self, text: str) -> None:
@@ -313,11 +313,11 @@ class JsonConsole:
         self._write("note", text=text)
 
     def step_phases(self, step: int) -> AbstractContextManager[None]:
-        """Around a step: nothing, as its metrics have the seconds of its phases."""
+        """Do nothing; a step's metrics have the seconds of its phases."""
         return nullcontext()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
-        """Around a phase: nothing."""
+        """Do nothing."""
         return nullcontext()
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -325,7 +325,7 @@ class JsonConsole:
         self._write("step", step=step, total_steps=self.total_steps, **metrics)
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the `val/...` among `metrics`; nothing if there are none."""
+        """Write the `val/...` metrics, if there are any."""
         scores = {name: value for name, value in metrics.items() if name.startswith("val/")}
         if scores:
             self._write("validation", step=step, **scores)
@@ -336,7 +336,7 @@ class JsonConsole:
         self._write("rollouts", step=step, kind=kind, samples=picked)
 
     def before_and_after(self, pairs: Sequence[tuple[Sample, Sample]], limit: int = 5) -> None:
-        """Write what two validations answered to the same prompts, at most `limit` pairs."""
+        """Write the answers of two validations to the same prompts, at most `limit` pairs."""
         shown = [{"before": before, "after": after} for before, after in pairs[:limit]]
         self._write("before_and_after", changes=describe_changes(pairs, len(shown)), pairs=shown)
 

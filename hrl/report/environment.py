@@ -1,4 +1,4 @@
-"""What a run runs on: for `environment.json`, and for a bug report by `hrl env`."""
+"""Describe the environment of a run, for `environment.json` and for bug reports with `hrl env`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _NVIDIA_SMI_TIMEOUT_S = 10.0
 
 
 def show_environment(*, as_json: bool = False) -> None:
-    """Write the facts to standard output. They name no user, folder, address or secret."""
+    """Write the facts to standard output, without users, folders, addresses or secrets."""
     facts = environment_facts()
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=2) + "\n")
@@ -48,7 +48,7 @@ def show_environment(*, as_json: bool = False) -> None:
 
 
 def environment_facts() -> dict[str, str]:
-    """Return versions of what hrl runs on, cores, memory and GPUs."""
+    """Return versions, cores, memory and GPUs."""
     return {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.machine()}",
@@ -61,7 +61,7 @@ def environment_facts() -> dict[str, str]:
 
 
 def describe_environment() -> dict[str, Any]:
-    """Return what it takes to run this again: versions, machine, git revision. Environment variables are not read."""
+    """Return versions, machine and git revision, as needed to repeat a run. Environment variables are not read."""
     return {
         "hrl": hrl.__version__,
         "git": _git_revision(Path(__file__).parent),
@@ -85,12 +85,12 @@ def _versions() -> dict[str, str]:
 
 
 def _cores() -> int:
-    """Return how many cores this process may use; the machine may have more."""
+    """Return the number of cores that this process may use; the machine may have more."""
     return len(os.sched_getaffinity(0))
 
 
 def _git_revision(folder: Path) -> dict[str, Any] | None:
-    """Return the revision of the checkout that holds `folder`, and whether it has changes; None outside a checkout."""
+    """Return the revision of the git checkout around `folder`, and whether it has changes; None outside a checkout."""
     describe = ["git", "-C", str(folder), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     try:
         done = subprocess.run(describe, capture_output=True, text=True, timeout=10, check=False)

@@ -1,7 +1,7 @@
-"""What a run leaves for people: a picture of its curve, and `report.html`, one file that needs nothing else.
+"""Write a picture of the run's curve and `report.html`, a single self-contained file.
 
-Both are made from what lies in the run folder, not from the run's memory. So a resumed run reports from its very first
-validation, and a run that failed as far as it came.
+Both are made from the files in the run folder, not from memory. So the report of a resumed run begins with its very
+first validation, and a failed run is reported as far as it got.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TIMER = "timing_s/"
 
 _INK, _FAINT, _GRID = "#22303c", "#7b8794", "#e3e7eb"
 _REWARD, _VALIDATION = "#2f6db5", "#d1581d"
-# Groups of phases from bottom to top, in the order of a step; "other" is what no group covers.
+# Groups of phases from bottom to top, in the order of a step; "other" is the time outside of all groups.
 _GROUPS = phase_groups()
 _GROUP_COLOURS = ("#2f6db5", "#8fb8de", "#c9b458", "#d1581d", "#6d4c91", "#c5ccd3")
 
@@ -49,13 +49,13 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Curve:
-    """What is drawn over the steps.
+    """The curve that is drawn over the steps.
 
     Attributes:
         file_name: Name of the picture.
-        metric: The metric of training.
-        label: What the legend calls it.
-        validation: Pattern of the validation metrics that belong to it; its group is their source.
+        metric: Name of the training metric.
+        label: Name of the metric in the legend.
+        validation: Pattern of the corresponding validation metrics; its group is their source.
         axis: Label of the axis.
     """
 
@@ -80,7 +80,7 @@ class Outcome:
 
     @classmethod
     def of(cls, error: BaseException | None) -> Self:
-        """Return the outcome of a run that ended with this error, or without one."""
+        """Return the outcome of a run that ended with this error, or None for a run without an error."""
         if error is None:
             return cls("finished")
         if isinstance(error, KeyboardInterrupt):
@@ -94,7 +94,7 @@ def write_html_report(folder: Path, outcome: Outcome, *, total_steps: int | None
     Args:
         folder: The run folder, with at least `config.yaml` and `environment.json`.
         outcome: How the run ended.
-        total_steps: Steps that were planned; by default what the configuration says.
+        total_steps: Number of planned steps; by default the configuration's.
 
     Returns:
         The path of the report.
@@ -137,7 +137,7 @@ def _template() -> Any:
 
 
 def run_summary(config: Mapping[str, Any], records: Records, total_steps: int | None = None) -> list[tuple[str, str]]:
-    """Return what ran, in a few lines: model, data, algorithm, batch, engine, steps, time."""
+    """Summarise a run in a few lines: model, data, algorithm, batch, engine, steps, time."""
     get = dict(_flat(config)).get
     prompts, samples = get("data.train_batch_size"), get("actor_rollout_ref.rollout.n")
     engine, rate = get("actor_rollout_ref.rollout.name"), get("actor_rollout_ref.actor.optim.lr", get("optim.lr"))
@@ -160,7 +160,7 @@ def run_summary(config: Mapping[str, Any], records: Records, total_steps: int | 
 
 
 def validation_summary(records: Records) -> dict[str, Any] | None:
-    """Return the first and the last validation of a run, a row per source and metric; None where there was none."""
+    """Return the first and the last validation of a run, a row per source and metric; None without a validation."""
     validations = [record for record in records if any(name.startswith("val/") for name in record)]
     if not validations:
         return None
@@ -204,7 +204,7 @@ def timing_summary(records: Records) -> list[dict[str, Any]]:
 
 
 def _changes(rollouts: Path) -> dict[str, Any] | None:
-    """Return what the first and the last validation answered to the same prompts."""
+    """Return the answers of the first and the last validation to the same prompts."""
     comparison = compare_validations(rollouts)
     if comparison is None:
         return None
@@ -228,7 +228,7 @@ def _last_samples(rollouts: Path) -> dict[str, Any] | None:
 
 
 def _shown(record: Sample) -> dict[str, Any]:
-    """Return a sample as the template shows it, with control characters spelled out and numbers formatted."""
+    """Format a sample for the template, with control characters spelled out."""
     return {
         "question": readable(question(record)),
         "prompt": readable(record["prompt"]),
@@ -242,7 +242,7 @@ def _shown(record: Sample) -> dict[str, Any]:
 
 
 def _listed(files: Any) -> str:
-    """Join file names by commas."""
+    """Join file names with commas."""
     return ", ".join(map(str, files)) if isinstance(files, list) else str(files or "")
 
 
@@ -259,13 +259,13 @@ def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def series(records: Records, name: str) -> tuple[list[int], list[float]]:
-    """Return the steps that have a number for a metric, and these numbers."""
+    """Return the steps that have a value of a metric, and the values."""
     points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
     return [step for step, _ in points], [value for _, value in points]
 
 
 def phase_seconds(records: Records) -> dict[str, list[float]]:
-    """Return seconds per step by kind of phase, `other` being what no timer covers, without kinds that never ran."""
+    """Return seconds per step by group of phases that ever ran, with `other` for the time outside of all timers."""
     seconds = {
         kind: [sum(record.get(_TIMER + name) or 0.0 for name in names) for record in records]
         for kind, names in _GROUPS.items()
@@ -278,14 +278,14 @@ def phase_seconds(records: Records) -> dict[str, list[float]]:
 def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str = "", curve: Curve = REWARD) -> Path:
     """Draw the curve of a run from its `metrics.jsonl`.
 
-    Above stands the curve, by default the mean training reward of every step and the validation score of each data
-    source; below, the seconds of every step by phase.
+    The upper part is the curve, by default the mean training reward of every step and the validation score of each
+    data source; the lower part shows the seconds of every step by phase.
 
     Args:
         metrics_file: `metrics.jsonl` of the run.
         picture: The PNG file to write.
         title: Headline, for example model and algorithm.
-        curve: What to draw above.
+        curve: The curve of the upper part.
 
     Returns:
         The picture's path.

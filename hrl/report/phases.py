@@ -1,4 +1,4 @@
-"""The phases of a step: the names of their timers, what they are called where they are shown, and what they cost."""
+"""The phases of a step: timers, display names and timing metrics."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class Phase:
     """A part of a step that is timed as `timing_s/<name>`.
 
     Attributes:
-        name: The name of the timer, as the trainer calls it.
-        label: Its name in the phase bar, where there is little room.
-        title: Its name in the report.
-        tokens: The tokens it works on, by which `timing_per_token_ms/<name>` divides its seconds; None if its time does
-            not depend on tokens.
-        group: The phases that share its colour in the picture; None leaves it to "other".
+        name: Name of the timer in the trainer.
+        label: Short name for the phase bar.
+        title: Name in the report.
+        tokens: The tokens that the phase works on, by which `timing_per_token_ms/<name>` divides its seconds; None if
+            its time does not depend on tokens.
+        group: Name of the group whose colour it has in the picture; None for "other".
     """
 
     name: str
@@ -40,8 +40,8 @@ PHASES = (
     Phase("weight_sync", "sync", "weight sync", group="weight sync"),
     Phase("testing", "validate", "validation"),
 )
-"""In the order of a step; trainers that learn from a data set have the phase `update`. A phase that a subclass of a
-trainer adds is shown after these, by the name of its timer."""
+"""All phases in the order of a step; `update` is that of trainers that learn from a data set. Phases added by a
+subclass of a trainer are shown after these, under the name of their timer."""
 
 LABELS = {phase.name: phase.label for phase in PHASES}
 TITLES = {phase.name: phase.title for phase in PHASES}
@@ -54,18 +54,18 @@ def phase_groups() -> dict[str, tuple[str, ...]]:
 
 
 class Tokens(NamedTuple):
-    """How many tokens a step worked on: those of its responses, and those of its prompts and responses together."""
+    """Numbers of tokens of a step: in its responses, and in its prompts and responses together."""
 
     response: int
     all: int
 
 
 def timing_metrics(seconds: Mapping[str, float], tokens: Tokens, num_devices: int) -> dict[str, float]:
-    """Return what a step cost: its seconds, by phase and per token, and its throughput.
+    """Return the timing metrics of a step: seconds by phase and per token, and throughput.
 
     Args:
-        seconds: Phase to seconds, with `step` for the whole step.
-        tokens: How many tokens the step worked on.
+        seconds: Phase → seconds, with `step` for the whole step.
+        tokens: Numbers of tokens of the step.
         num_devices: Devices that the step used (processes, on a machine without GPUs).
     """
     metrics = {f"timing_s/{name}": value for name, value in seconds.items()}

@@ -1,6 +1,6 @@
-"""Everything a run shows and leaves, behind one object: console, metrics.jsonl, trackers, samples, report.
+"""One object for all output of a run: console, metrics.jsonl, trackers, samples, report.
 
-Trainers hand over finished numbers and samples; nothing here knows an algorithm.
+Trainers pass finished numbers and samples; nothing here depends on the algorithm.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ logger = logging.getLogger(__name__)
 
 
 class RunReporter:
-    """What a run shows and leaves. A context manager: leaving it, however the run ended, writes the report.
+    """The output of a run, as a context manager that writes the report at its end, however the run ended.
 
     Args:
         folder: The run's folder, locked.
-        console: Where the run is shown.
-        trainer: Names the run and its trackers.
-        config: The resolved configuration, kept as `config.yaml` and sent to the trackers.
-        num_devices: Processes of the run, for throughput per device.
-        curve: What the picture shows over the steps.
+        console: The console that shows the run.
+        trainer: The section that names the run and its trackers.
+        config: The resolved configuration, written to `config.yaml` and sent to the trackers.
+        num_devices: Number of processes, for throughput per device.
+        curve: The curve of the picture.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class RunReporter:
             self.folder.close()
 
     def _close_with_report(self, outcome: Outcome) -> None:
-        """Show what changed, then write picture and report. A failure of these is logged and hides none of the run."""
+        """Show what changed, then write picture and report; their failure is logged and doesn't hide the run's own."""
         folder = self.folder
         try:
             comparison = compare_validations(folder.rollouts)
@@ -89,7 +89,7 @@ class RunReporter:
     # ------------------------------------------------------------------ while a step runs
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """Around a whole step: show its phases on a terminal while they run."""
+        """Show the phases of a step on a terminal for the duration of the block."""
         return self.console.step_phases(step)
 
     @contextmanager
@@ -114,13 +114,13 @@ class RunReporter:
         Args:
             step: Its number, from 1.
             metrics: Its metrics; `timing_s/*`, `timing_per_token_ms/*` and `perf/*` are added.
-            tokens: How many tokens it worked on.
+            tokens: Numbers of tokens of the step.
         """
         metrics |= timing_metrics(self._timing, tokens, self.num_devices)
         self._timing.clear()
         self._tracking.log(metrics, step)
         self.console.step(step, metrics)
-        if step == self.console.total_steps:  # in between, the step's line has the score
+        if step == self.console.total_steps:  # before the last step, the step's line has the score
             self.console.validation(step, metrics)
 
     def samples(self, step: int, samples: Sequence[Sample], *, show: bool) -> None:
@@ -140,7 +140,7 @@ class RunReporter:
             self._tracking.log_generations(samples[:tracked], step)
 
     def validation_done(self, step: int, metrics: dict[str, float]) -> None:
-        """Report a validation outside a step. A record of `step` that `metrics.jsonl` has receives the metrics."""
+        """Report a validation outside a step, adding its metrics to the step's record in `metrics.jsonl`, if any."""
         self._tracking.log(metrics | {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}, step)
         self._timing.clear()
         self.console.validation(step, metrics)

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time, nothing overwritten, and what is needed to understand it later."""
+"""The folder of a run, locked for one run at a time; earlier outputs are never overwritten."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = ".lock"
 RolloutKind = Literal["train", "val"]
 
-# What a second run moves aside. Checkpoints are not moved: a folder that has some is resumed or refused.
+# Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
 _OUTPUTS = (
     "metrics.jsonl",
     "config.yaml",
@@ -44,12 +44,12 @@ class RunFolderError(HrlError, RuntimeError):
 class RunFolder:
     """A locked run folder.
 
-    The lock ends with the process, even if that is killed. Outputs of an earlier run are never overwritten: a run that
-    resumes appends to them, any other run first moves them to `earlier/<n>/`.
+    The lock ends with the process, even if it is killed. Outputs of an earlier run are never overwritten: a resumed
+    run appends to them, any other run first moves them to `earlier/<n>/`.
 
     Args:
         path: The folder; created if missing.
-        resume: The run continues from a checkpoint of this folder.
+        resume: Whether the run continues from a checkpoint of this folder.
 
     Raises:
         RunFolderError: Another live run uses the folder, it holds checkpoints and `resume` is False, or it can't be
@@ -67,17 +67,17 @@ class RunFolder:
 
     @property
     def metrics_file(self) -> Path:
-        """The file of metrics, one JSON object per step."""
+        """Path of the metrics file, one JSON object per step."""
         return self.path / "metrics.jsonl"
 
     @property
     def checkpoints(self) -> Path:
-        """The folder of the checkpoints."""
+        """Path of the checkpoint folder."""
         return self.checkpoints_in(self.path)
 
     @staticmethod
     def checkpoints_in(path: str | Path) -> Path:
-        """Return the folder of the checkpoints of a run folder that need not be open."""
+        """Return the checkpoint folder of a run folder, which need not be open."""
         return Path(path).expanduser().resolve() / "checkpoints"
 
     def close(self) -> None:
@@ -104,13 +104,13 @@ class RunFolder:
             return write_text(rollouts_file(self.rollouts, step, kind), text)
 
     def rewind(self, step: int, aside: Path) -> bool:
-        """Move metrics and samples of the steps after `step` aside, because a resumed run makes these steps again.
+        """Move metrics and samples of the steps after `step` aside, because a resumed run repeats these steps.
 
-        A last line that a crash left unfinished goes with them.
+        An unfinished last line left by a crash is moved too.
 
         Args:
             step: The last step to keep.
-            aside: The folder they move to; created if there is anything to move.
+            aside: The folder to move them to; created if there is anything to move.
 
         Returns:
             Whether anything was moved.
@@ -163,7 +163,7 @@ class RunFolder:
 
 
 def outputs_in(folder: Path) -> list[Path]:
-    """Return what an earlier run left in a run folder, apart from checkpoints."""
+    """Return the outputs of an earlier run in a run folder, except checkpoints."""
     return [folder / name for name in _OUTPUTS if (folder / name).exists()]
 
 
@@ -171,7 +171,7 @@ def check_holds_no_checkpoints(folder: Path) -> None:
     """Refuse to start a new run in a folder that holds checkpoints.
 
     Raises:
-        RunFolderError: It holds some.
+        RunFolderError: The folder holds checkpoints.
     """
     if any(RunFolder.checkpoints_in(folder).glob("step_*")):
         raise RunFolderError(
@@ -191,10 +191,10 @@ def in_use(folder: Path, lock: IO[str]) -> RunFolderError:
 
 @contextmanager
 def writing_to(folder: Path) -> Iterator[None]:
-    """Turn an `OSError` inside into an error that names the run folder, its configuration key, and the way out.
+    """Convert an `OSError` in the block to an error that names the run folder, its configuration key and what to do.
 
     Raises:
-        RunFolderError: In place of the `OSError`.
+        RunFolderError: An `OSError` was raised.
     """
     try:
         yield
@@ -229,19 +229,19 @@ def _step_of(rollouts_file: Path) -> int:
 
 
 def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
-    """Return a record as one line of strict JSON. JSON has no NaN or infinity: such numbers become null."""
+    """Return a record as one line of strict JSON; NaN and infinity, which JSON lacks, become null."""
     return json.dumps(_plain(record), ensure_ascii=ascii_only, allow_nan=False) + "\n"
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read a file with one JSON object per line. A last line that a crash cut off is left out.
+    """Read a file with one JSON object per line, without an unfinished last line left by a crash.
 
     Raises:
         ValueError: Any other line is not JSON; names file and line.
     """
     records = []
     lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines[:-1], start=1):  # after the last newline is nothing, or an unfinished line
+    for number, line in enumerate(lines[:-1], start=1):  # after the last newline comes nothing, or an unfinished line
         try:
             records.append(json.loads(line))
         except json.JSONDecodeError as error:
@@ -250,7 +250,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
-    """Turn numpy and torch scalars, arrays and mappings into what JSON has."""
+    """Convert numpy and torch scalars, arrays and mappings to JSON types."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -265,7 +265,7 @@ def _plain(value: Any) -> Any:
 
 
 def write_text(path: Path, text: str) -> Path:
-    """Write a file completely or not at all."""
+    """Write a file atomically."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)

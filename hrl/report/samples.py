@@ -1,6 +1,6 @@
-"""The samples of a run: as records in `rollouts/`, which of them to show, and how.
+"""The samples of a run: records in `rollouts/`, selection and display.
 
-Text of a model is only data here: markup and escape sequences in it are shown, not followed.
+A model's text is treated as data: markup and escape sequences in it are shown, not interpreted.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 Sample = Mapping[str, Any]
 """A record of `rollouts/`; see `rollout_records`."""
 SORT_KEYS = {"score": "score", "length": "response_length", "advantage": "advantage"}
-"""What samples can be sorted by, and where a record has it."""
+"""Sort key → name of the record's field."""
 _NON_TENSOR_COLUMNS = ("uid", "sample_index", "data_source", "finish_reason")
 
 
 class NoSamplesError(HrlError, ValueError):
-    """There are no samples like those asked for. The message says which there are."""
+    """There are no such samples; the message says which there are."""
 
 
 # ---------------------------------------------------------------------------------------------- records
@@ -43,13 +43,13 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
     """Return the record of every row of a scored batch.
 
     Args:
-        batch: B rows with `prompts`, `responses`, `attention_mask`, `response_mask`, and whatever else the run has.
-        tokenizer: Turns tokens into text.
+        batch: B rows with `prompts`, `responses`, `attention_mask`, `response_mask` and further columns of the run.
+        tokenizer: Decodes the tokens.
 
     Returns:
         Per row: `prompt` as the model sees it, `question` (the chat's last message), `response`, `score` (None
-        where the reward function left the response out), `reward_parts`, `advantage` (mean over trained tokens),
-        `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; a run leaves out what it does not have.
+        if the reward function left the response out), `reward_parts`, `advantage` (mean over trained tokens),
+        `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; fields that the run lacks are left out.
     """
     prompts, responses = (_texts(batch, name, tokenizer) for name in ("prompts", "responses"))
     reward_parts = batch.non_tensor_batch.get("reward_parts")
@@ -105,11 +105,11 @@ def best_median_worst(records: Sequence[Sample]) -> list[tuple[str, Sample]]:
 
 
 class Comparison(NamedTuple):
-    """What the first and the last validation of a run answered to the same prompts.
+    """The answers of a run's first and last validation to the same prompts.
 
     Attributes:
-        first_step, last_step: The steps after which they were made.
-        pairs: Samples before and after, the largest change of score first.
+        first_step, last_step: The steps that the two validations followed.
+        pairs: Pairs of earlier and later sample, the largest change of score first.
     """
 
     first_step: int
@@ -118,13 +118,13 @@ class Comparison(NamedTuple):
 
 
 def compare_validations(rollouts: Path) -> Comparison | None:
-    """Compare the first validation of a run, also if it was made before a resume, with the last one.
+    """Compare the first validation of a run, even one before a resume, with the last one.
 
     Args:
         rollouts: The folder of the run's samples.
 
     Returns:
-        None where the run has validated less than twice, or no prompt is in both validations.
+        The comparison; None if the run has validated fewer than two times, or no prompt is in both validations.
     """
     steps = rollouts_steps(rollouts, "val")
     if len(steps) < 2:
@@ -160,7 +160,7 @@ def change_of_score(pair: tuple[Sample, Sample]) -> float | None:
 
 
 def describe_changes(pairs: Sequence[tuple[Sample, Sample]], shown: int) -> str:
-    """Return in words how many samples of a validation got better or worse, and which of them are shown."""
+    """Describe how many samples of a validation got better or worse, and which of them are shown."""
     changes = [change_of_score(pair) or 0.0 for pair in pairs]
     better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
     counts = f"{better} better, {worse} worse, {len(pairs) - better - worse} as before"
@@ -168,7 +168,7 @@ def describe_changes(pairs: Sequence[tuple[Sample, Sample]], shown: int) -> str:
 
 
 def _by_prompt(records: Sequence[Sample]) -> Iterator[tuple[Hashable, Sample]]:
-    """Yield every record with its key: data source, prompt, and how many samples of the prompt came before it."""
+    """Yield every record with its key: data source, prompt, and the number of earlier samples of the prompt."""
     seen: Counter[Hashable] = Counter()
     for record in records:
         prompt = (record.get("data_source"), record["prompt"])
@@ -180,17 +180,17 @@ def _by_prompt(records: Sequence[Sample]) -> Iterator[tuple[Hashable, Sample]]:
 
 
 def question(record: Sample) -> str:
-    """Return the part of the prompt that a person wants to read: the chat's last message, else the whole prompt."""
+    """Return the readable part of the prompt: the chat's last message, else the whole prompt."""
     return str(record.get("question", record["prompt"]))
 
 
 def readable(text: str) -> str:
-    """Spell out every control, escape and direction character of a text, so that it can be shown."""
+    """Spell out all control, escape and direction characters of a text, to make it safe to show."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
 def sample_facts(record: Sample) -> list[tuple[str, str]]:
-    """Return all that is known of a sample besides its texts, as labels and values."""
+    """Return everything in a sample's record besides its texts, as labels and values."""
     facts = {
         "score": _fact(record.get("score"), ".3f"),
         "advantage": _fact(record.get("advantage"), "+.3f"),
@@ -203,12 +203,12 @@ def sample_facts(record: Sample) -> list[tuple[str, str]]:
 
 
 def _fact(value: Any, spec: str) -> Any:
-    """Format a number; anything else stays as it is."""
+    """Format a number; return anything else unchanged."""
     return format(value, spec) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
 def number(value: float | None, spec: str) -> str:
-    """Format a number, or a dash as wide where there is none."""
+    """Format a number, or None as a dash of the same width."""
     width = int(re.match(r"\d*", spec)[0] or 1)  # type: ignore[index]
     return "-".rjust(width) if value is None else format(value, spec)
 
@@ -272,13 +272,13 @@ def show_rollouts(
         folder: The run folder.
         console: Where to write.
         step: The step; the last one by default.
-        sort: A name in `SORT_KEYS`, largest first; by default samples stand in the order of the batch, which keeps
-            those of a prompt together.
-        limit: How many to show.
+        sort: A name in `SORT_KEYS`, largest first; by default the order of the batch, which keeps samples of a prompt
+            together.
+        limit: Number of samples to show.
         validation: Show samples of the validation after the step instead of its training samples.
 
     Raises:
-        NoSamplesError: The folder has no samples, none of this step, or none with what to sort by.
+        NoSamplesError: The folder has no samples, none of this step, or none with the sort key.
     """
     kind: RolloutKind = "val" if validation else "train"
     step = _existing_step(folder, step, kind)
@@ -317,7 +317,7 @@ def _sorted(records: Sequence[Sample], sort: str | None) -> Sequence[Sample]:
 
 
 def _ranges(steps: Sequence[int]) -> str:
-    """Write `[1, 2, 3, 7]` as `1-3, 7`."""
+    """Format `[1, 2, 3, 7]` as `1-3, 7`."""
     parts: list[list[int]] = []
     for step in steps:
         if parts and step == parts[-1][-1] + 1:

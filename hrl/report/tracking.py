@@ -1,7 +1,7 @@
-"""Where metrics go: always to `metrics.jsonl` in the run folder, and to the trackers that a run names.
+"""Send metrics to `metrics.jsonl` in the run folder and to the configured trackers.
 
-Every tracker works in a thread of its own, so that one that raises or hangs costs the run nothing. Its failures are
-counted, and the first one is logged.
+Every tracker works in its own thread, so that one that raises or hangs doesn't delay the run. Its failures are counted,
+and the first one is logged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAX_WAITING_CALLS = 1000
 
 @dataclass(frozen=True)
 class RunInfo:
-    """What a tracker needs to know of a run."""
+    """The information about a run that trackers need."""
 
     project: str
     name: str
@@ -39,12 +39,12 @@ class RunInfo:
 
 @dataclass(frozen=True)
 class Tracker:
-    """A place for metrics outside of the run folder. All of it runs in a thread of its own.
+    """A service that receives metrics. All calls run in the tracker's own thread.
 
     Attributes:
         log: Takes the metrics of one step, and the step.
         log_generations: Takes validation samples, with `prompt`, `response` and `score`, and the step.
-        finish: Sends what is left.
+        finish: Sends the remaining data.
     """
 
     log: Callable[[dict[str, float], int], object]
@@ -140,7 +140,7 @@ TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {
 
 
 class _TrackerThread:
-    """A tracker in a daemon thread of its own: calls are queued, failures counted, and a hang delays nobody."""
+    """A tracker in a daemon thread: calls are queued, failures counted, and a hang delays nothing else."""
 
     def __init__(self, name: str, make: Callable[[], Tracker]) -> None:
         self.name = name
@@ -152,14 +152,14 @@ class _TrackerThread:
         self._submit(lambda: self._start(make))
 
     def call(self, method: str, *arguments: Any) -> None:
-        """Queue a call of the tracker's method; refuse and count it when too many wait already."""
+        """Queue a call of the tracker's method; drop it and count a failure if too many are waiting."""
         if len(self._waiting) >= _MAX_WAITING_CALLS:
             self._count(f"{_MAX_WAITING_CALLS} calls are waiting already")
         else:
             self._submit(lambda: self._on_tracker(method, *arguments))
 
     def finish(self, timeout_s: float) -> None:
-        """Let the tracker send what is left, for at most `timeout_s`."""
+        """Let the tracker send its remaining data, for at most `timeout_s`."""
         self.call("finish")
         _, unfinished = wait(set(self._waiting), timeout=timeout_s)
         if unfinished:
@@ -175,7 +175,7 @@ class _TrackerThread:
         getattr(self._tracker, method)(*arguments)
 
     def _submit(self, function: Callable[[], None]) -> None:
-        # A coroutine carries whatever the tracker raises into its future, so nothing needs to be caught here.
+        # A coroutine passes the tracker's exceptions to its future, so nothing needs to be caught here.
         async def run() -> None:
             function()
 
@@ -195,13 +195,13 @@ class _TrackerThread:
 
 
 class MetricsLog:
-    """`metrics.jsonl`: one JSON object per step, in their order, after a resume too.
+    """`metrics.jsonl`: one JSON object per step, in order, also after a resume.
 
     Args:
-        path: The file; new records follow those that it holds.
+        path: The file; new records are appended.
 
     Raises:
-        ValueError: A line of the file is no JSON; names file and line.
+        ValueError: A line of the file is not JSON; names file and line.
     """
 
     def __init__(self, path: Path) -> None:
@@ -210,16 +210,16 @@ class MetricsLog:
         self._last_step = records[-1]["step"] if records else -1
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step. If it has a record already, they are added to it, and replace those it has.
+        """Write the metrics of a step; an existing record of the step is updated.
 
-        So a finished run that only validates again leaves no second record of its last step.
+        A finished run that only validates again thus has no second record of its last step.
 
         Raises:
             ValueError: A later step has been written.
             RunFolderError: The file can't be written.
         """
         if step < self._last_step:
-            raise ValueError(f"{self.path} is at step {self._last_step}, so that step {step} can't be written any more")
+            raise ValueError(f"{self.path} is at step {self._last_step}, so step {step} can't be written any more")
         with writing_to(self.path.parent):
             if step == self._last_step:
                 records = read_jsonl(self.path)
@@ -237,7 +237,7 @@ class Tracking:
     Args:
         project_name: Project in the trackers.
         experiment_name: Name of the run in the trackers.
-        default_backend: Tracker names, one or several; those of `WITHOUT_TRACKER` need nothing.
+        default_backend: Tracker names, one or several; names in `WITHOUT_TRACKER` are ignored.
         config: The resolved configuration, for the trackers.
         run_dir: The run folder.
 
@@ -262,7 +262,7 @@ class Tracking:
     def log(self, data: Mapping[str, float], step: int) -> None:
         """Write the metrics of a step, or further ones of the last step.
 
-        If a tracker has failed, `tracking/failures` counts how often.
+        If a tracker has failed, `tracking/failures` is the number of failures.
 
         Raises:
             ValueError: A later step has been written.

@@ -368,8 +368,8 @@ def test_an_argument_that_the_installed_vllm_does_not_take_is_found_before_it_st
 
     key = "actor_rollout_ref.rollout.engine_kwargs.vllm"
     assert refused(run, **given(disable_mm_preprocessor_cache=True, disable_custom_all_reduc=True)) == [
-        f"{key}.disable_mm_preprocessor_cache is no argument of the installed vLLM's engine. Remove it.",
-        f"{key}.disable_custom_all_reduc is no argument of the installed vLLM's engine. "
+        f"{key}.disable_mm_preprocessor_cache is not an argument of the installed vLLM's engine. Remove it.",
+        f"{key}.disable_custom_all_reduc is not an argument of the installed vLLM's engine. "
         "Did you mean disable_custom_all_reduce?",
     ]
     run(**given(disable_custom_all_reduce=True, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}))

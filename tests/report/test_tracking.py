@@ -220,6 +220,6 @@ def test_a_log_is_continued_where_it_ends(file):
 
 
 def test_steps_only_grow(file):
-    with pytest.raises(ValueError, match=r"metrics.jsonl is at step 3, so that step 2 can't be written any more"):
+    with pytest.raises(ValueError, match=r"metrics.jsonl is at step 3, so step 2 can't be written any more"):
         written(file, (3, {}), (2, {}))
     assert read_jsonl(file) == [{"step": 3}]
