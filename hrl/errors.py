@@ -1,4 +1,4 @@
-"""The base of every error that explains itself, and the one error that lists every problem with what was asked for."""
+"""The base of all errors that a user can act on, and the error that lists all problems of a configuration."""
 
 from collections.abc import Iterable
 from enum import StrEnum
@@ -14,14 +14,14 @@ class HrlError(Exception):
 
 
 class Reason(StrEnum):
-    """Why something that was written is refused."""
+    """Why a key or value is refused."""
 
     ALTERNATIVE = "alternative"
     """hrl has it in another way, which the hint names."""
     ABSENT = "feature absent"
     """hrl does not have it, and the hint says so."""
     UNREADABLE = "unreadable"
-    """It has no meaning anywhere: an empty number, an argument that is none."""
+    """It has no meaning, e.g. an empty number or text that is not an argument."""
 
 
 class Problem(NamedTuple):

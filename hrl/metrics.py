@@ -1,4 +1,4 @@
-"""Numbers that know how they are merged: every metric carries its kind, and a mean its sum and count."""
+"""Metrics with a kind that determines how they are merged; a mean has its sum and count."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Metric:
     over all tokens (or rows), however they were cut.
 
     Attributes:
-        kind: How two observations become one.
+        kind: How two observations are merged.
         value: The sum for `"mean"` and `"sum"`, otherwise the number itself.
-        count: For `"mean"`, how many things were summed; 0 says that nothing was observed.
+        count: For `"mean"`, the number of summed values; 0 if nothing was observed.
     """
 
     kind: MetricKind
@@ -45,17 +45,17 @@ class Metric:
 
     @classmethod
     def max(cls, value: SupportsFloat) -> Metric:
-        """Return a number of which the largest is kept."""
+        """Return a number whose maximum is kept."""
         return cls("max", float(value))
 
     @classmethod
     def min(cls, value: SupportsFloat) -> Metric:
-        """Return a number of which the smallest is kept."""
+        """Return a number whose minimum is kept."""
         return cls("min", float(value))
 
     @classmethod
     def last(cls, value: SupportsFloat) -> Metric:
-        """Return a number of which the latest is kept, such as a learning rate."""
+        """Return a number whose latest value is kept, such as a learning rate."""
         return cls("last", float(value))
 
     @property
@@ -99,7 +99,7 @@ _MERGE: dict[str, Callable[[float, float], float]] = {
 
 
 def merge_metrics(observations: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge by name what ranks, micro-batches or phases have observed, the earliest first.
+    """Merge the observations of ranks, micro-batches or phases by name, the earliest first.
 
     Raises:
         ValueError: Two observations of a name are of different kinds; names it.
@@ -122,7 +122,7 @@ class StepMetrics(dict[str, float]):
         self._observed: dict[str, Metric] = {}
 
     def observe(self, metrics: Mapping[str, Metric]) -> None:
-        """Add observations. A name of which nothing was observed yet is absent rather than NaN.
+        """Add observations. A name without any observation is absent rather than NaN.
 
         Raises:
             ValueError: Two observations of a name are of different kinds; names it.

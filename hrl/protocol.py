@@ -1,4 +1,4 @@
-"""DataProto: the one thing that travels between the driver and the workers, with the names and meaning verl gave it."""
+"""DataProto: the batch sent between the driver and the workers, with verl's names and meaning."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ class DataProtoItem:
 
 @dataclass(eq=False)
 class DataProto(VerlDataProto):
-    """Rows of tensors and of Python objects, and what is true of all of them.
+    """Rows of tensors and Python objects, with metadata of the whole batch.
 
-    Rows are cut, joined and re-ordered together, whatever holds them. Parts cut from a batch share the memory of their
-    tensors where torch does (slices) and never the dictionaries: a column added to a part is not added to the whole.
+    All columns are split, joined and reordered together. A part of a batch may share the memory of its tensors (slices)
+    but never the dictionaries: a column added to a part is not added to the whole.
 
     Attributes:
         batch: Tensors of equal first dimension (nested tensors and nested TensorDicts too), or None.
         non_tensor_batch: Per name an array with one entry per row, usually of dtype object.
-        meta_info: What holds for the batch as a whole. `meta_info["metrics"]` is gathered by `concat`.
+        meta_info: Metadata of the whole batch. `meta_info["metrics"]` is gathered by `concat`.
 
     Raises:
         AssertionError: The columns differ in their number of rows (see `check_consistency`).
@@ -134,7 +134,7 @@ class DataProto(VerlDataProto):
         Args:
             tensors: Per name a tensor `(B, ...)`.
             non_tensors: Per name an array or a list; a list becomes an array of dtype object.
-            meta_info: What holds for all rows.
+            meta_info: Metadata of the whole batch.
             num_batch_dims: How many leading dimensions must agree; more than 1 only checks, as a batch has one.
             auto_padding: Allow `chunk` into unequal parts.
 
@@ -273,7 +273,7 @@ class DataProto(VerlDataProto):
         """Return a batch of some columns; None takes all of a kind, `deepcopy` copies their content too.
 
         Raises:
-            KeyError: A tensor column is not there. Non-tensor and meta_info keys that are not there are passed over.
+            KeyError: A tensor column is missing. Missing non-tensor and meta_info keys are ignored.
         """
         batch = None if self.batch is None else self.batch.copy()
         if batch_keys is not None:
@@ -297,7 +297,7 @@ class DataProto(VerlDataProto):
         """Take columns and meta_info out of this batch and return them as a batch of their own.
 
         Raises:
-            KeyError: A key is not there; nothing has been taken out then.
+            KeyError: A key is missing; nothing has been taken out then.
         """
         batch_keys, non_tensor_keys, meta_keys = (
             list(keys or ()) for keys in (batch_keys, non_tensor_batch_keys, meta_info_keys)
@@ -396,7 +396,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
     """Append rows, cyclically from the first, until `size_divisor` divides their number.
 
     Returns:
-        The padded batch (the same object when nothing is missing) and how many rows were appended.
+        The padded batch (the same object if no padding is needed) and the number of appended rows.
     """
     pad_size = -len(data) % size_divisor
     if not len(data):
@@ -407,7 +407,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Take the last `pad_size` rows away again."""
+    """Remove the last `pad_size` rows."""
     return data.slice(0, len(data) - pad_size) if pad_size else data
 
 

@@ -1,11 +1,11 @@
 """Advantage estimators: from rewards per token to how much better than expected each token was.
 
-An estimator is a function `(AdvantageInput, config) -> (advantages (B, R), returns (B, R))`, registered under a name
-with what it needs. Outputs are 0 outside the response mask and have no gradient. For estimators of outcomes there is no
-value target; their `returns` are the advantages.
+An estimator is a function `(AdvantageInput, config) -> (advantages (B, R), returns (B, R))`, registered with a name and
+its needs. Outputs are 0 outside the response mask and have no gradient. Outcome estimators have no value target; their
+`returns` are the advantages.
 
-Rules that hold for all of them: groups are by id and may be ragged; a response without trained tokens has no part in
-its group; a group whose scores are all equal, or that has one response only, gives advantage 0 before any whitening.
+All estimators follow these rules: groups are by id and may differ in size; a response without trained tokens is not
+part of its group; a group with equal scores, or with only one response, gives advantage 0 before any whitening.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class AdvantageInput:
 
 
 class AdvantageSettings(Protocol):
-    """What the estimators read of the `algorithm` part of the configuration; :class:`AdvantageConfig` explains it."""
+    """The settings of the section `algorithm` that estimators read; see :class:`AdvantageConfig`."""
 
     @property
     def gamma(self) -> float: ...
@@ -122,11 +122,11 @@ def register_adv_est(name: str, **traits: object) -> Callable[[Estimator], Estim
     """Register an estimator under the name that `algorithm.adv_estimator` takes.
 
     Args:
-        name: Its name.
-        traits: What it needs, as in :class:`hrl.algos.registry.EstimatorTraits`: `needs_critic=True` and so on.
+        name: Name of the estimator.
+        traits: Its needs, fields of :class:`hrl.algos.registry.EstimatorTraits`, e.g. `needs_critic=True`.
 
     Raises:
-        TypeError: There is no such need.
+        TypeError: A trait is unknown.
         ValueError: The name is taken by another function.
     """
     return ADVANTAGE_ESTIMATORS.register(name, **traits)
@@ -138,7 +138,7 @@ def compute_advantages(name: str, inp: AdvantageInput, config: AdvantageSettings
     Args:
         name: A key of :data:`ADVANTAGE_ESTIMATORS`.
         inp: The whole batch, on one device.
-        config: As :class:`AdvantageConfig`.
+        config: Settings as in :class:`AdvantageConfig`.
 
     Returns:
         Advantages and returns `(B, R)`, 0 outside the mask.
@@ -168,10 +168,8 @@ def gae_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tenso
 
 
 def _whitened_where_groups_have_spread(row_values: Tensor, inp: AdvantageInput) -> Tensor:
-    """Whitened over the trained tokens of the groups that teach; `(B,) -> (B, R)`, 0 for all other rows.
-
-    Whitening shifts all that it sees by the batch's mean: a group without spread would be trained on others' lengths.
-    """
+    """Whiten over the trained tokens of the groups with spread; `(B,) -> (B, R)`, 0 for all other rows."""
+    # Whitening shifts all values by the batch's mean, which would give a group without spread a nonzero advantage.
     counted = rows_with_tokens(inp.response_mask)
     teaches = group_statistics(row_values, inp.need("group_ids"), counted).has_spread
     mask = inp.response_mask.bool() & teaches.unsqueeze(-1)
@@ -263,9 +261,9 @@ def opo_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tenso
 def grpo_passk_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_best = s_best - s_second best` of the group, 0 for all others.
 
-    What the best of the group loses without the response: arXiv:2503.19595, "Optimizing Language Models for Inference
+    The loss of the group's best score without the response: arXiv:2503.19595, "Optimizing Language Models for Inference
     Time Objectives using Reinforcement Learning". With `norm_adv_by_std_in_grpo` the lead is divided by the group's
-    standard deviation. A tie for the best is a lead of 0.
+    standard deviation. A tie for the best gives a lead of 0.
     """
     scores, group_ids, counted = inp.scores(), inp.need("group_ids"), rows_with_tokens(inp.response_mask)
     stats = group_statistics(scores, group_ids, counted)
@@ -289,7 +287,7 @@ def grpo_passk_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tupl
 def gpg_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tensor, Tensor]:
     """`A_i = B / (B - M) (s_i - mean(s))` (GPG, arXiv:2504.02546 equations 7 and 8).
 
-    M of the B counted rows stand in groups without spread and have no gradient; the others make up for them.
+    M of the B counted rows are in groups without spread and have no gradient; the factor compensates for them.
     """
     scores, counted = inp.scores(), rows_with_tokens(inp.response_mask)
     stats = group_statistics(scores, inp.need("group_ids"), counted)
@@ -324,8 +322,8 @@ def optimal_token_baseline_advantage(inp: AdvantageInput, config: AdvantageSetti
     arXiv:2602.07078 section 3, with its "Logit-Gradient Proxy" for the energy.
     `B_t = sum_i W_it G_it / sum_i W_it` over the group's responses that have a t-th trained token, where
     `W_it = sum_{j <= t} 1 - 2 p_ij + sum_v p_v^2` estimates the squared norm of the log-prob's gradient up to t,
-    times the squared correction weight where there is one. Where only one response is that long there is nothing to
-    compare with and the baseline is 0. A group whose scores are all equal gets advantage 0 there too.
+    times the squared correction weight if there is one. If only one response is that long, the baseline is 0 for lack
+    of a comparison. A group with equal scores gets advantage 0 there too.
     """
     mask, group_ids = inp.response_mask, inp.need("group_ids")
     tokens = TrainedTokens.of(mask)

@@ -1,4 +1,4 @@
-"""From a loss per token to one number, the same for every cut into micro-batches and ranks.
+"""Aggregate a loss per token to one number, independent of the split into micro-batches and ranks.
 
 A loss function returns a matrix `(B, R)`. :func:`aggregate` sums it with the weights of a mode and divides by the
 counts of the *whole mini-batch over all ranks*. Summed over micro-batches and ranks the results are the mini-batch's
@@ -18,7 +18,7 @@ from hrl.algos.registry import AGGREGATION_NAMES, Registry, Traits
 
 @dataclass(frozen=True)
 class Counts:
-    """What a whole mini-batch holds, over all its micro-batches and ranks.
+    """The counts of a whole mini-batch, over all its micro-batches and ranks.
 
     Attributes:
         tokens: Trained tokens.
@@ -32,7 +32,7 @@ class Counts:
 
     @classmethod
     def of(cls, mask: Tensor, group_ids: Tensor | None = None) -> Counts:
-        """Count a batch that is whole by itself. `mask (B, R)`, `group_ids (B,)` integer codes."""
+        """Count a batch that is a whole mini-batch. `mask (B, R)`, `group_ids (B,)` integer codes."""
         rows = rows_with_tokens(mask)
         groups = 0 if group_ids is None else group_ids[rows].unique().numel()
         return cls(tokens=float(mask.bool().sum()), sequences=float(rows.sum()), groups=float(groups))
@@ -91,7 +91,7 @@ T and S are tokens and sequences of the whole mini-batch over all ranks."""
 def aggregate(
     loss_mat: Tensor, mask: Tensor, mode: str, counts: Counts | None = None, norm: float | None = None
 ) -> Tensor:
-    """This piece's share of the mini-batch's loss.
+    """Return this piece's share of the mini-batch's loss.
 
     Args:
         loss_mat: Loss per token `(B, R)`. Entries outside the mask are ignored, whatever they are.

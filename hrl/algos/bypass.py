@@ -1,8 +1,8 @@
-"""Learning straight from the sampler's log-probs, without a forward pass for the trainer's own (bypass mode).
+"""Train with the sampler's log-probs as the old ones, without a forward pass of the trainer (bypass mode).
 
-There are two policies then instead of three: the one that sampled and the one in training. The ratio of the clipped
-losses is taken against the sampler, so clipping bounds staleness and mismatch together; REINFORCE takes the ratio as a
-weight (Liu et al. 2025, "When Speed Kills Stability", the bypass modes).
+There are then two policies instead of three: the sampler's and the one in training. The clipped losses take their ratio
+to the sampler, so clipping bounds staleness and mismatch together; REINFORCE uses the ratio as a weight (Liu et al.
+2025, "When Speed Kills Stability", the bypass modes).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ LOSS_TYPES = ("ppo_clip", "reinforce")
 
 
 def bypass_loss_name(loss_mode: str, correction: CorrectionSettings) -> str:
-    """Return the policy loss that is run: the configured one, or REINFORCE."""
+    """Return the name of the policy loss to run: the configured one, or REINFORCE."""
     return REINFORCE if correction.loss_type == "reinforce" else loss_mode
 
 
@@ -34,24 +34,24 @@ def bypass_loss(
 ) -> tuple[PolicyLossOutput, Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return a policy loss against the sampler's log-probs.
 
-    Where the sampler's log-probs are too far from the trainer's to stand for the old ones, the clipped losses take
-    their ratio to the trainer's own instead. Nothing else changes: loss, weights, rejection and divisor are the same.
+    If the sampler's log-probs are too far from the trainer's to serve as the old ones, the clipped losses take their
+    ratio to the trainer's own instead. Nothing else changes: loss, weights, rejection and divisor are the same.
 
-    Weights and rejection follow from the policy in training, so they are decided here and not before the update. A
-    rejected token has no loss and still counts in the divisor, which was fixed before the batch was cut. Weights are
+    Weights and rejection depend on the policy in training, so they are computed here and not before the update. A
+    rejected token has no loss but still counts in the divisor, which was fixed before the batch was split. Weights are
     normalised over the rows given here, which may be a part of the batch.
 
     Args:
         loss_mode: A key of :data:`hrl.algos.policy_losses.POLICY_LOSSES`.
-        inp: One micro-batch; what is in `old_log_prob` is what the clipped losses take their ratio to.
+        inp: One micro-batch; the clipped losses take their ratio to its `old_log_prob`.
         config: The `actor` part of the configuration.
         correction: `algorithm.rollout_correction`: `loss_type` (one of :data:`LOSS_TYPES`), and what
             :func:`hrl.algos.rollout_correction.correct` reads. Weights are for `reinforce` alone: the clipped losses
             have the ratio inside.
-        sampler_log_prob: `(B, R)`; None where `inp.old_log_prob` is the sampler's.
+        sampler_log_prob: `(B, R)`; None if `inp.old_log_prob` is the sampler's.
 
     Returns:
-        The loss per token and its metrics; the response mask without what was rejected; metrics of the correction.
+        The loss per token and its metrics; the response mask without rejected tokens; metrics of the correction.
 
     Raises:
         ValueError: Unknown loss type.

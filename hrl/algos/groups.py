@@ -1,7 +1,7 @@
 """Groups of responses to one prompt: integer codes, statistics, spread.
 
-Groups are whatever `uid` says: any size, any order. A response without trained tokens is counted as a row but has no
-part in its group's statistics.
+Groups are defined by `uid` and may have any size and order. A response without trained tokens counts as a row but is
+left out of its group's statistics.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def group_codes(uids: Sequence[Hashable] | np.ndarray | Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """What each row's group looks like, one entry per row `(B,)`, over the rows that count.
+    """Statistics of each row's group, one entry per row `(B,)`, over the rows that count.
 
     Attributes:
         size: Rows of the group that count.
-        mean: Mean score; 0 where nothing counts.
+        mean: Mean score; 0 if no row counts.
         std: Unbiased standard deviation; 0 for groups of one.
         has_spread: At least two scores of the group differ.
     """
@@ -41,7 +41,7 @@ class GroupStatistics:
 
 
 def group_sum(row_values: Tensor, group_ids: Tensor) -> Tensor:
-    """Each row's group total `(B,)` of `row_values (B,)`, in float64."""
+    """Return each row's group total `(B,)` of `row_values (B,)`, in float64."""
     return torch.bincount(group_ids, weights=row_values)[group_ids]
 
 
@@ -79,13 +79,13 @@ def _extremes(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tenso
 
 
 def count_groups_without_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> int:
-    """Return how many groups cannot teach: all their counted scores are equal, or fewer than two count."""
+    """Return the number of groups without a training signal: all counted scores are equal, or fewer than two count."""
     stats = group_statistics(scores, group_ids, counted)
     return int(group_ids[~stats.has_spread].unique().numel())
 
 
 def groups_with_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Tensor:
-    """Rows of the groups in which at least two counted scores differ.
+    """Return the rows of the groups in which at least two counted scores differ.
 
     DAPO's dynamic sampling, `0 < |{correct answers}| < G` (arXiv:2503.14476, equation 11), for scores of any kind.
     """
@@ -130,8 +130,8 @@ def best_against_worst(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tu
         counted: `(B,)` bool, the rows that may be chosen.
 
     Returns:
-        Row numbers of the best and of the worst, `(N,)` int64 each, in the order of the groups; of equal scores the
-        first row. Groups of which all counted scores are equal have no pair.
+        Row numbers of the best and of the worst, `(N,)` int64 each, in the order of the groups; the first row among
+        equal scores. Groups with equal counted scores have no pair.
     """
     lowest, highest = _extremes(scores, group_ids, counted)
 

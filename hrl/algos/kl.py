@@ -41,7 +41,7 @@ def _k1(difference: Tensor) -> Tensor:
 
 
 def _abs(difference: Tensor) -> Tensor:
-    """`|d|`: how far apart, whichever way; no estimate of a KL (verl's `abs`)."""
+    """`|d|`: the distance in either direction; not an estimate of a KL (verl's `abs`)."""
     return difference.abs()
 
 
@@ -95,7 +95,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
 
 
 def check_kl_loss_type(kind: str) -> None:
-    """Refuse a KL estimator whose gradient says nothing.
+    """Refuse a KL estimator whose expected gradient is zero.
 
     Raises:
         ValueError: `k1` without `+`: its expected gradient is 0, so it only adds noise to a loss.
@@ -118,11 +118,11 @@ def penalise_rewards(
         ref_logprob: The same under the reference `(B, R)`.
         mask: Response mask `(B, R)`.
         coefficient: Weight of the penalty.
-        kind: As in :func:`kl_penalty`.
+        kind: Estimator, as in :func:`kl_penalty`.
 
     Returns:
-        Token-level rewards `(B, R)`, 0 outside the mask, and the mean over sequences of their mean KL per token,
-        which is what a controller's `update` takes.
+        Token-level rewards `(B, R)`, 0 outside the mask, and the mean over sequences of their mean KL per token, for a
+        controller's `update`.
     """
     check_shapes(mask, scores=scores, logprob=logprob, ref_logprob=ref_logprob)
     penalty = keep(kl_penalty(logprob, ref_logprob, kind).detach(), mask)
@@ -139,11 +139,11 @@ class KLController(Protocol):
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Take the KL that was measured over `n_steps` samples."""
+        """Update the weight from the KL measured over `n_steps` samples."""
 
 
 class FixedKLController:
-    """A weight that stays."""
+    """A constant weight."""
 
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef

@@ -51,7 +51,7 @@ def broadcast_rows(row_values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tens
 
 
 def pad_segments(flat: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a packed column as rows: everything in this package takes packed input through here. Differentiable.
+    """Convert a packed column to rows, the form that all functions of this package take. Differentiable.
 
     `flat [a b c d]`, `lengths [3 0 1]` becomes `[a b c] [0 0 0] [d 0 0]` with mask `111 000 100`.
 
@@ -75,7 +75,7 @@ def pad_segments(flat: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 def whiten(matrix: Tensor, mask: Tensor) -> Tensor:
     """Shift and scale the masked entries to mean 0 and (unbiased) variance 1; 0 outside the mask.
 
-    With no masked entry the result is all 0. One entry has no spread: it equals its mean, so it becomes 0.
+    Without masked entries the result is all 0. A single entry equals its mean and becomes 0.
     """
     trained = mask.bool()
     count = int(trained.count_nonzero())
@@ -93,14 +93,14 @@ def whiten(matrix: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainedTokens:
-    """Where the trained tokens of a `(B, R)` batch go when each row is packed to the left.
+    """The places of the trained tokens of a `(B, R)` batch before and after packing each row to the left.
 
     `mask [1 0 1 1]`, row `[a b c d]` packs to `[a c d]`; shorter rows are filled with 0 up to the longest.
 
     Attributes:
         trained: `(B, R)` bool, the places of the tokens in the batch.
         slots: `(B, width)` bool, their places in the packed matrix; both in the same order.
-        already_packed: Every row's tokens stand at its start, so that packing only cuts off columns.
+        already_packed: Whether every row's tokens are at its start, so that packing only removes columns.
     """
 
     trained: Tensor

@@ -1,8 +1,8 @@
 """Policy filtration: train more often on the responses whose reward can be trusted (PF-PPO, arXiv:2409.06957).
 
-A reward model is most reliable where it is most decided. So the rows of a batch are drawn again, with replacement,
-with weights that follow from their scores; the batch keeps its size. The paper draws within the samples of one prompt;
-here, as in verl, the draw is over the whole batch.
+A reward model is most reliable for its most extreme scores. So the rows of a batch are resampled with replacement, with
+weights computed from their scores; the batch keeps its size. The paper draws within the samples of one prompt; here, as
+in verl, the draw is over the whole batch.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REWEIGHT_METHODS: Registry[Callable[[Tensor, float], Tensor], Traits] = Registry
 
 
 def filtration_weights(scores: Tensor, counted: Tensor, method: str, weight_pow: float = 2.0) -> Tensor:
-    """Return how likely each row is drawn.
+    """Return the probability of drawing each row.
 
     Args:
         scores: Total reward of each response `(B,)`.
@@ -76,7 +76,7 @@ def filtration_weights(scores: Tensor, counted: Tensor, method: str, weight_pow:
 def draw_rows(
     scores: Tensor, counted: Tensor, method: str, weight_pow: float = 2.0, *, generator: torch.Generator
 ) -> Tensor:
-    """Rows to train on instead of 0 ... B-1, drawn with :func:`filtration_weights`.
+    """Draw the rows to train on instead of 0 ... B-1, with :func:`filtration_weights`.
 
     Args:
         scores: `(B,)`.

@@ -1,9 +1,9 @@
 """Policy losses: one pure function each, from log-probs and advantages to a loss per token.
 
 A loss is a function `(PolicyLossInput, config) -> PolicyLossOutput`, registered under the name that
-`actor.policy_loss.loss_mode` takes. It returns the loss of every token. :mod:`hrl.algos.aggregation` makes one number
-of them, so every loss works with every aggregation and with every cut into micro-batches. Metrics
-are (sum, count) pairs.
+`actor.policy_loss.loss_mode` takes. It returns the loss of every token. :mod:`hrl.algos.aggregation` reduces these to
+one number, so every loss works with every aggregation and every split into micro-batches. Metrics are (sum, count)
+pairs.
 
 `r` is the ratio of new to old probability of a token, `A` its advantage.
 """
@@ -21,7 +21,7 @@ from hrl.algos.masked import broadcast_rows, check_shapes, keep, sum_and_count
 from hrl.algos.registry import POLICY_LOSS_TRAITS, PolicyLossTraits, Registry
 
 MAX_LOG_RATIO = 20.0
-"""Ratios are taken within e^±20. Every clipped loss is flat long before; beyond it exp overflows into NaN gradients."""
+"""Ratios are limited to e^±20. Every clipped loss is flat well before that; without a limit exp overflows to NaN."""
 
 Metrics = dict[str, tuple[Tensor, Tensor]]
 
@@ -85,7 +85,7 @@ class PolicyLossOutput:
 
 
 class PolicyLossConstants(Protocol):
-    """What some losses read of `actor.policy_loss`."""
+    """The settings of `actor.policy_loss` that some losses read."""
 
     @property
     def clip_cov_ratio(self) -> float: ...
@@ -102,7 +102,7 @@ class PolicyLossConstants(Protocol):
 
 
 class PolicyLossSettings(Protocol):
-    """What the losses read of the `actor` part of the configuration."""
+    """The settings of the section `actor` that losses read."""
 
     @property
     def clip_ratio(self) -> float: ...
@@ -131,8 +131,8 @@ def register_policy_loss(name: str, **traits: object) -> Callable[[PolicyLoss], 
     """Register a policy loss under the name that `actor.policy_loss.loss_mode` takes.
 
     Args:
-        name: Its name.
-        traits: As in :class:`hrl.algos.registry.PolicyLossTraits`: `zero_at_zero_advantage=True`.
+        name: Name of the loss.
+        traits: Fields of :class:`hrl.algos.registry.PolicyLossTraits`, e.g. `zero_at_zero_advantage=True`.
 
     Raises:
         TypeError: There is no such trait.
@@ -165,7 +165,7 @@ def policy_loss(name: str, inp: PolicyLossInput, config: PolicyLossSettings) -> 
 
 
 def clip_bounds(config: PolicyLossSettings) -> tuple[float, float]:
-    """Lower and upper clip range; `clip_ratio` where one is not set."""
+    """Return lower and upper clip range; `clip_ratio` for one that is not set."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
 

@@ -28,10 +28,10 @@ class PairInput:
     """Log-probs of whole responses, `(N,)` each.
 
     Attributes:
-        chosen: Of the chosen responses under the policy.
-        rejected: Of the rejected responses under the policy.
-        ref_chosen: Of the chosen under the reference; None for losses without one.
-        ref_rejected: Of the rejected under the reference; None for losses without one.
+        chosen: Log-probs of the chosen responses under the policy.
+        rejected: Log-probs of the rejected responses under the policy.
+        ref_chosen: Log-probs of the chosen responses under the reference; None for losses without one.
+        ref_rejected: Log-probs of the rejected responses under the reference; None for losses without one.
     """
 
     chosen: Tensor
@@ -57,12 +57,12 @@ class PairOptions:
     """Constants of the pairwise losses.
 
     Attributes:
-        beta: How strongly the policy is held to the reference; IPO's tau, SimPO's scale.
+        beta: How strongly the policy is kept close to the reference; IPO's tau, SimPO's scale.
         label_smoothing: Probability that a pair's label is wrong (conservative DPO), in [0, 0.5).
-        target_margin: SimPO's gamma, the lead that a chosen response must have.
+        target_margin: SimPO's gamma, the lead that a chosen response should have.
 
     Raises:
-        ValueError: A constant out of its range.
+        ValueError: A constant is out of its range.
     """
 
     beta: float = 0.1
@@ -138,14 +138,14 @@ def pairs_of_sums(
     rejected: Sequence[int] | Tensor,
     reference: Tensor | None = None,
 ) -> PairInput:
-    """Return what a loss takes of pairs among B responses.
+    """Build the input of a loss for pairs among B responses.
 
     Args:
         name: A key of :data:`PAIR_LOSSES`; it says whether it takes sums or means, and a reference or none.
         sums: Log-probs of the responses under the policy, summed over their trained tokens `(B,)`.
         lengths: Trained tokens of the responses `(B,)`.
-        chosen: Of every pair, which response is the chosen one `(N,)`.
-        rejected: Likewise the rejected one `(N,)`.
+        chosen: Index of the chosen response of every pair `(N,)`.
+        rejected: Index of the rejected one `(N,)`.
         reference: As `sums`, under the reference; None for a uniform one.
     """
     traits = pair_loss_traits(name)

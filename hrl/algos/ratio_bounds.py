@@ -1,6 +1,6 @@
-"""How bounds of probability ratios and rules of rejection are written.
+"""The notation of bounds on probability ratios and of rejection rules.
 
-Nothing here needs torch, so that a configuration is checked before torch is imported.
+Nothing here needs torch, so a configuration can be checked before torch is imported.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Interval:
-    """Which ratios are accepted. `lower` None means no lower bound.
+    """The accepted ratios. `lower` None means no lower bound.
 
     Raises:
         ValueError: The bounds are not `0 < lower <= upper`.
@@ -29,10 +29,10 @@ class Interval:
 
     @classmethod
     def parse(cls, text: str | float) -> Interval:
-        """From `2.0`, `"2.0"` (an upper bound) or `"0.5_5.0"` (lower and upper).
+        """Parse `2.0`, `"2.0"` (an upper bound) or `"0.5_5.0"` (lower and upper).
 
         Raises:
-            ValueError: Not of these forms.
+            ValueError: The text has none of these forms.
         """
         parts = str(text).split("_")
         try:
@@ -89,10 +89,10 @@ def parse_rejections(rules: str | None, thresholds: str | float | None) -> tuple
     """Return rules and their thresholds, as `rollout_rs` and `rollout_rs_threshold` are written.
 
     `"token_k1,seq_max_k3"` with `"0.5_2.0,0.1"` gives `(("token_k1", "0.5_2.0"), ("seq_max_k3", "0.1"))`; one
-    threshold serves all rules. A token stays where every rule keeps it.
+    threshold serves all rules. A token is kept if every rule keeps it.
 
     Raises:
-        ValueError: Another number of thresholds than rules, an unknown rule, or a threshold that does not fit.
+        ValueError: The numbers of thresholds and rules differ, a rule is unknown, or a threshold does not fit its rule.
     """
     names = [name.strip() for name in (rules or "").split(",") if name.strip()]
     texts = [text.strip() for text in str("" if thresholds is None else thresholds).split(",") if text.strip()]

@@ -1,8 +1,8 @@
-"""What can be chosen by name: one table per family, which needs no torch, and the registries that hold the functions.
+"""Tables of everything that can be chosen by name, without torch, and registries for the functions.
 
-A configuration is checked against these tables before torch is imported. The module that has a family's functions
-fills in a :class:`Registry` over its table; a member that a user registers joins the table, so that it may be chosen
-like a built-in one.
+A configuration is checked against these tables before torch is imported. The module with a family's functions fills a
+:class:`Registry` over its table; a member that a user registers is added to the table and can be chosen like a built-in
+one.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Generic, TypeVar
 
 @dataclass(frozen=True)
 class Traits:
-    """What has to be known about a member before it is called; nothing in most families."""
+    """Properties of a member that must be known before it is called; none in most families."""
 
 
 @dataclass(frozen=True)
 class EstimatorTraits(Traits):
-    """What an advantage estimator needs.
+    """The needs of an advantage estimator.
 
     Attributes:
         min_group_size: The fewest responses per prompt that make sense. Above 1, `group_ids` are needed.
@@ -41,11 +41,11 @@ class EstimatorTraits(Traits):
 
 @dataclass(frozen=True)
 class PolicyLossTraits(Traits):
-    """What is known about a policy loss.
+    """The properties of a policy loss.
 
     Attributes:
-        zero_at_zero_advantage: A row whose advantages are all 0 has no gradient, whatever its ratios are. Then the
-            trainer spares the forward and backward pass of such rows; a loss that does not say so sees every row.
+        zero_at_zero_advantage: Whether a row with advantage 0 throughout has no gradient, whatever its ratios are. Then
+            the trainer skips the forward and backward pass of such rows; other losses see every row.
     """
 
     zero_at_zero_advantage: bool = False
@@ -53,13 +53,13 @@ class PolicyLossTraits(Traits):
 
 @dataclass(frozen=True)
 class PairLossTraits(Traits):
-    """What a loss of pairs reads beside the two answers and beta.
+    """The inputs of a pairwise loss besides the two answers and beta.
 
     Attributes:
-        reference: The log-probs of a reference.
-        mean_log_prob: Log-probs as means over a response's tokens instead of sums.
-        label_smoothing: That field of :class:`hrl.algos.preference.PairOptions`.
-        target_margin: Likewise.
+        reference: Whether it reads the log-probs of a reference.
+        mean_log_prob: Whether log-probs are means over a response's tokens instead of sums.
+        label_smoothing: Whether it reads this field of :class:`hrl.algos.preference.PairOptions`.
+        target_margin: Whether it reads this field of :class:`hrl.algos.preference.PairOptions`.
     """
 
     reference: bool = True
@@ -117,12 +117,12 @@ REWEIGHT_METHOD_NAMES = _names("pow", "max_min", "max_random")
 
 
 def estimator_traits(name: str) -> EstimatorTraits:
-    """Return what the advantage estimator of that name needs; an unknown one, which is refused elsewhere, nothing."""
+    """Return the needs of an advantage estimator; none for an unknown name, which is refused elsewhere."""
     return ESTIMATOR_TRAITS.get(name, EstimatorTraits())
 
 
 def pair_loss_traits(name: str) -> PairLossTraits:
-    """Return what the loss of pairs of that name reads; an unknown one, which is refused elsewhere, everything."""
+    """Return the inputs of a pairwise loss; all for an unknown name, which is refused elsewhere."""
     return PAIR_LOSS_TRAITS.get(name, PairLossTraits())
 
 
@@ -131,11 +131,11 @@ Known = TypeVar("Known", bound=Traits)
 
 
 class Registry(UserDict[str, Member], Generic[Member, Known]):
-    """The members of a family by name. `registry["mine"] = function` adds one with the traits that most have.
+    """The members of a family by name. `registry["mine"] = function` adds one with the default traits.
 
     Args:
-        family: What messages call a member.
-        members: The built-in ones, where they are not registered one by one.
+        family: Name of a member in messages.
+        members: The built-in members, if they are not registered one by one.
         table: The family's table; None for a family that no configuration chooses from.
         traits: Makes a member's entry in the table.
     """

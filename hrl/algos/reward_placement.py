@@ -1,4 +1,4 @@
-"""Rewards of whole responses, and the one place that turns them into rewards of tokens."""
+"""Rewards of whole responses, and their conversion to rewards of tokens."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
 def overlong_penalty(response_lengths: Tensor, max_length: int, buffer_length: int, factor: float = 1.0) -> Tensor:
     """DAPO's soft punishment of long responses (arXiv:2503.14476, equation 13).
 
-    0 up to `max_length - buffer_length`, then falling in a line to `-factor` at `max_length` and beyond.
+    0 up to `max_length - buffer_length`, then falling linearly to `-factor` at `max_length` and beyond.
 
     Args:
         response_lengths: `(B,)`, in tokens.
         max_length: The longest response allowed, in tokens.
-        buffer_length: Over how many tokens before that the punishment grows.
+        buffer_length: Number of tokens before that over which the punishment grows.
         factor: Punishment at `max_length`.
 
     Returns:

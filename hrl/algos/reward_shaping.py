@@ -43,8 +43,8 @@ def combine_rewards(parts: Mapping[str, Tensor], weights: Mapping[str, float]) -
 class RunningNormalizer:
     """Divides rewards by the spread seen so far in the run.
 
-    Mean and variance over all rewards up to now, merged batch by batch (Chan, Golub, LeVeque 1979), so that the order
-    and the size of batches don't matter. All state is three numbers; save and restore them with the run.
+    Mean and variance of all rewards so far are merged batch by batch (Chan, Golub, LeVeque 1979), so the order and size
+    of batches don't matter. The state is three numbers, saved and restored with the run.
 
     Attributes:
         count: Rewards seen.
@@ -82,10 +82,10 @@ class RunningNormalizer:
         return {"count": self.count, "mean": self.mean, "deviation": self.deviation}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Go on from what :meth:`state_dict` gave.
+        """Restore a :meth:`state_dict`.
 
         Raises:
-            ValueError: Not exactly these three numbers.
+            ValueError: The state does not have exactly these three numbers.
         """
         if state.keys() != self.state_dict().keys():
             raise ValueError(f"a reward normaliser's state holds {sorted(self.state_dict())}, got {sorted(state)}")

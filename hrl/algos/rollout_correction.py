@@ -1,7 +1,7 @@
-"""Correcting for a sampler whose probabilities differ from the trainer's.
+"""Correct for a sampler whose probabilities differ from the trainer's.
 
-The same weights give different log-probs in an inference engine and in a trainer: other kernels, other precision,
-weights a version behind. Everything here starts from `log_ratio = log p_trainer - log p_sampler` of the sampled
+The same weights give different log-probs in an inference engine and in a trainer, because of different kernels and
+precision or of older weights. Everything here starts from `log_ratio = log p_trainer - log p_sampler` of the sampled
 tokens, `(B, R)`, and runs once over the whole batch:
 
 * *weights* (truncated importance sampling, IcePop) multiply the loss of a token;
@@ -30,7 +30,7 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class CorrectionSettings(Protocol):
-    """What is read of `algorithm.rollout_correction`."""
+    """The settings of `algorithm.rollout_correction`."""
 
     @property
     def rollout_is(self) -> str | None: ...
@@ -96,9 +96,9 @@ def importance_weights(
     *,
     normalise: bool = False,
 ) -> Tensor:
-    """Weights `p_trainer / p_sampler` for the loss of each token.
+    """Return weights `p_trainer / p_sampler` for the loss of each token.
 
-    With an upper bound alone `w = min(ratio, upper)` (truncated importance sampling, Ionides 2008, "Truncated
+    With only an upper bound `w = min(ratio, upper)` (truncated importance sampling, Ionides 2008, "Truncated
     Importance Sampling", equation 1; between sampler and trainer: Yao et al. 2025, "Your Efficient RL Framework
     Secretly Brings You Off-Policy RL Training"). With both bounds `w = ratio` inside and 0 outside (IcePop, "Every
     Step Evolves", arXiv:2510.18855).
@@ -130,10 +130,7 @@ def importance_weights(
 
 
 def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
-    """Return the share of the batch that the weights leave: `(sum w)^2 / (n sum w^2)` over trained tokens.
-
-    0 if none.
-    """
+    """Return the effective share of the batch: `(sum w)^2 / (n sum w^2)` over trained tokens, 0 without any."""
     chosen = weights[mask.bool()].double()
     squares = float(chosen.square().sum())
     return float(chosen.sum()) ** 2 / (len(chosen) * squares) if squares > 0 else 0.0
@@ -182,7 +179,7 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | 
 
 
 def correct(log_ratio: Tensor, mask: Tensor, settings: CorrectionSettings) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Weights and rejection together, as `algorithm.rollout_correction` describes them.
+    """Compute weights and rejection as configured in `algorithm.rollout_correction`.
 
     Args:
         log_ratio: `(B, R)`.

@@ -1,4 +1,4 @@
-"""Items in bins: spread over so many that the heaviest is light, or packed into as few as a capacity allows.
+"""Distribute items to bins: balanced over a given number of bins, or packed into as few as a capacity allows.
 
 A synchronous step waits for its slowest rank, and micro-batches have a token budget.
 """
@@ -17,7 +17,7 @@ _MAX_CANDIDATES = 32  # items of a bin that a round considers; more finds no bet
 
 
 def balance(costs: Sequence[float] | np.ndarray, k: int, equal_size: bool = False) -> list[list[int]]:
-    """Put every item into one of `k` bins, with the bins' summed costs as equal as a fast search makes them.
+    """Put every item into one of `k` bins, making the bins' summed costs as equal as a fast search can.
 
     Longest processing time first (Graham 1969), then swaps between heavy and light bins. No bin is empty as long as
     there are `k` items. The result depends on the costs alone.
@@ -93,8 +93,8 @@ def _deal_in_rounds(cost: np.ndarray, k: int) -> np.ndarray:
 def _swap(cost: np.ndarray, members: np.ndarray, equal_size: bool) -> np.ndarray:
     """Pair the heaviest bin with the lightest, the next with the next, and let every pair swap its best two items.
 
-    An empty place (-1) is an item that costs nothing: to swap with it is to move an item. When a round leaves the
-    heaviest bin as heavy as it was, the next round pairs it with the next lighter bin.
+    An empty place (-1) counts as an item of cost 0; swapping with it moves an item. If a round doesn't make the
+    heaviest bin lighter, the next round pairs it with the next lighter bin.
     """
     k = len(members)
     padded = np.append(cost, 0.0)
@@ -117,7 +117,7 @@ def _swap(cost: np.ndarray, members: np.ndarray, equal_size: bool) -> np.ndarray
 
 
 def _lower_bound(cost: np.ndarray, k: int, equal_size: bool) -> float:
-    """No bin is lighter than the mean, nor than the costliest item with the company that equal sizes force on it."""
+    """Return a lower bound on the heaviest bin: the mean, or the costliest item plus those it must share a bin with."""
     forced = max(len(cost) // k, 1) if equal_size else 1
     ascending = np.sort(cost)
     return max(cost.sum() / k, float(ascending[-1:].sum() + ascending[: forced - 1].sum()))
@@ -132,7 +132,7 @@ def _swap_pairs(
     columns: np.ndarray,
     keep_sizes: bool,
 ) -> None:
-    """Swap, in place and for all pairs at once, the two items whose costs differ by nearest to half the pair's gap."""
+    """Swap, in place and for all pairs at once, the two items whose difference in cost is closest to half the gap."""
     half_gap = (load[heavy] - load[light]) / 2
     given, taken = bins[heavy][:, columns], bins[light][:, columns]
     moved = padded[given][:, :, None] - padded[taken][:, None, :]  # (pairs, given, taken)
@@ -153,11 +153,12 @@ def _swap_pairs(
 def pack(sizes: Sequence[int] | np.ndarray, capacity: int) -> list[list[int]]:
     """Put every item, the largest first, into the fullest bin that still has room for it (best fit decreasing).
 
-    The capacity is a hard cap. Best fit decreasing needs 11/9 of the fewest bins at worst, mostly the fewest.
+    The capacity is a hard limit. Best fit decreasing needs at worst 11/9 of the minimum number of bins, usually the
+    minimum.
 
     Args:
         sizes: (n,) size of every item, not negative.
-        capacity: What the items of a bin may add up to.
+        capacity: Maximum total size of the items in a bin.
 
     Returns:
         Per bin the positions of its items, the largest first; no bin is empty.

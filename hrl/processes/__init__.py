@@ -1,1 +1,1 @@
-"""Child processes: how they start, what they see, and that they end with whoever started them."""
+"""Child processes: how they start, their environment, and how they end together with their parent."""

@@ -33,9 +33,9 @@ def child_environment(
     in one of the well-known forms).
 
     Args:
-        environ: Of the parent; its own if None.
-        keep: Variables that are handed on whatever they look like.
-        changes: Variables of the child's own.
+        environ: The parent's environment; that of this process if None.
+        keep: Variables that are passed on even if they look like secrets.
+        changes: Additional variables for the child.
     """
     source = os.environ if environ is None else environ
     withheld = withheld_names(source, keep=keep)

@@ -19,10 +19,10 @@ def to_plain(value: Any, where: str = "value") -> Any:
 
     Args:
         value: Numbers, text, lists, tuples, dicts with text keys, numpy scalars and arrays.
-        where: What to call it in an error.
+        where: Name of the value in errors.
 
     Raises:
-        ValueError: A part of it is none of these, or nested too deep; the message says which.
+        ValueError: A part has another type or is nested too deep; names the part.
     """
     return _to_plain(value, where, 0)
 
@@ -51,7 +51,7 @@ def _to_plain(value: Any, where: str, depth: int) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Return what `to_plain` was given."""
+    """Undo `to_plain`."""
     if isinstance(value, list):
         return [from_plain(item) for item in value]
     if isinstance(value, dict):

@@ -1,1 +1,1 @@
-"""What people who arrive from verl bring: its names and signatures over the code of hrl, and its names of keys."""
+"""Compatibility with verl: its function names and signatures over hrl's code, and its names of keys."""

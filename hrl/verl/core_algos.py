@@ -1,8 +1,8 @@
-"""The names and signatures of `verl.trainer.ppo.core_algos` (0.9): doors to :mod:`hrl.algos`.
+"""The names and signatures of `verl.trainer.ppo.core_algos` (0.9), as wrappers of :mod:`hrl.algos`.
 
-Code written against that module ports by changing the import. Nothing is computed here; where results differ from verl
-on purpose is documented in :mod:`hrl.algos`. A member of a registry gets its door in one line, from verl's names of its
-columns and verl's defaults of its options.
+Code written against that module ports by changing the import. Nothing is computed here; deliberate differences from
+verl's results are documented in :mod:`hrl.algos`. A member of a registry is wrapped in one line, from verl's names of
+its columns and verl's defaults of its options.
 """
 
 from __future__ import annotations
@@ -345,7 +345,7 @@ _CORRECTION: dict[str, Any] = {
 
 
 def _section(config: Any, defaults: Mapping[str, Any], **more: Any) -> Any:
-    """Return what a section sets, over verl's defaults, which differ from those of hrl's schema."""
+    """Return the values of a section over verl's defaults, which differ from those of hrl's schema."""
     return SimpleNamespace(**{name: _option(config, name, default) for name, default in defaults.items()}, **more)
 
 
@@ -355,7 +355,7 @@ def _mean(metric: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def _settings(config: Any, defaults: dict[str, Any]) -> Any:
-    """Return what a loss reads of verl's actor configuration."""
+    """Return the settings that a loss reads from verl's actor configuration."""
     constants = _section(_option(config, "policy_loss", None), _POLICY_LOSS)
     return _section(config, _ACTOR | defaults, policy_loss=constants)
 
@@ -396,8 +396,8 @@ def _policy_loss(name: str, mode: str = "token-mean", **defaults: Any) -> Policy
 def _bypass_mode(given: Given) -> tuple[Tensor, dict[str, Any]]:
     """See :func:`hrl.algos.bypass.bypass_loss`; `old_log_prob` is the sampler's.
 
-    `config.policy_loss.rollout_correction` has the keys of `algorithm.rollout_correction`. What is rejected leaves
-    the divisor too, unless the counts of the whole batch are given. As in verl `rollout_is_weights` are not read: the
+    `config.policy_loss.rollout_correction` has the keys of `algorithm.rollout_correction`. Rejected tokens don't count
+    in the divisor, unless the counts of the whole batch are given. As in verl, `rollout_is_weights` are not read: the
     weights are those of the policy in training.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What `verl.protocol` has and hrl itself never calls: further members of `DataProto`, and functions on batches."""
+"""The parts of `verl.protocol` that hrl itself never calls: further members of `DataProto`, functions on batches."""
 
 from __future__ import annotations
 
@@ -201,22 +201,22 @@ class VerlDataProto:
         return "\n".join(lines)
 
     def print_size(self, prefix: str = "") -> None:
-        """Log how much memory the tensors and the arrays take."""
+        """Log the size of the tensors and of the arrays."""
         tensor_bytes = 0 if self.batch is None else self.batch.bytes()
         array_bytes = sum(column.nbytes for column in self.non_tensor_batch.values())
         logger.info("%s tensors %.3f GiB, arrays %.3f GiB", prefix, tensor_bytes / 2**30, array_bytes / 2**30)
 
     def save_to_disk(self, filepath: str | os.PathLike[str]) -> None:
-        """Write a safetensors file; whatever is no tensor stands as JSON in its header.
+        """Write a safetensors file, with everything but tensors as JSON in its header.
 
         Raises:
-            TypeError: A value is no number, text, list, tuple, dict, array or tensor; the error says where it stands.
+            TypeError: A value is not a number, text, list, tuple, dict, array or tensor; names its place.
         """
         save_parts(filepath, self.batch, self.non_tensor_batch, self.meta_info)
 
     @classmethod
     def load_from_disk(cls, filepath: str | os.PathLike[str]) -> Self:
-        """Read what `save_to_disk` wrote. No pickle is opened.
+        """Read a file of `save_to_disk`. No pickle is opened.
 
         Raises:
             ValueError: The file holds something else.

@@ -1,4 +1,4 @@
-"""verl's names of keys: which are read as another key of hrl, which are taken without effect, which are refused.
+"""verl's names of keys: those read as another key of hrl, those taken without effect, and those refused.
 
 Every table is data: a dotted key, or a prefix that ends in `.*`. `docs/configuration.md` prints them. The first are for
 a PPO run, the `SFT_` ones for runs that learn from a data set, whose keys are those of verl's SFT trainer.
@@ -20,16 +20,16 @@ _SHARDED = (*_LEARNING, *_FROZEN)
 
 
 class Verdict(NamedTuple):
-    """What becomes of a key that hrl does not have.
+    """How a key that hrl does not have is treated.
 
     Attributes:
-        says: What hrl does in its place; a clause, for the note and for the hint of a refusal.
-        instead: What to write; a clause, for the hint.
-        same: Values that say what hrl does anyway: accepted in silence.
-        noted: Values that are accepted with a note, because they say how a run computes and not what it learns; None
-            are all values.
+        says: What hrl does instead, as a clause for the note and for the hint of a refusal.
+        instead: What to write instead, as a clause for the hint.
+        same: Values that describe what hrl does anyway; accepted silently.
+        noted: Values that are accepted with a note, because they affect how a run computes and not what it learns; None
+            means all values.
         reason: Why any other value is refused.
-        beside: A key beside which every value is refused after all, because the two together mean something else.
+        beside: A key with which every value is refused, because the two together mean something else.
     """
 
     says: str
@@ -41,7 +41,7 @@ class Verdict(NamedTuple):
 
     @property
     def hint(self) -> str:
-        """The way out."""
+        """What to write instead, as a sentence."""
         return f"{self.says}; {self.instead}." if self.instead else f"{self.says}."
 
     def is_same(self, value: object) -> bool:
@@ -58,21 +58,21 @@ def _equal(value: object, other: object) -> bool:
 
 
 def how(says: str, *, same: Iterable[Any] = ()) -> Verdict:
-    """Return a key that says how a run computes, whatever its value."""
+    """Return the verdict on a key that affects only how a run computes, whatever its value."""
     return Verdict(says, "", same=tuple(same), noted=None)
 
 
 Given = Callable[[str], Any]
-"""The value of a key, as written or as the schema has it by default."""
+"""Returns the value of a key, as written or the schema's default."""
 
 
 class Conversion(NamedTuple):
-    """How a value becomes that of other keys.
+    """How a value is converted to values of other keys.
 
     Attributes:
-        convert: From the value and the other keys to key → value; None where it can't be said.
-        says: What is computed, for the documentation.
-        instead: What to write where it can't be.
+        convert: Takes the value and the other keys and returns key → value, or None if it can't be computed.
+        says: Description for the documentation.
+        instead: What to write if it can't be computed.
     """
 
     convert: Callable[[Any, Given], Mapping[str, Any] | None]
@@ -93,7 +93,7 @@ def _over_processes(target: str) -> Conversion:
 
 
 def switches(*targets: str) -> Conversion:
-    """One switch for several; off says nothing about them."""
+    """Return the conversion of one switch to several; switched off it sets none of them."""
 
     def convert(value: Any, _: Given) -> Mapping[str, Any] | None:
         if not isinstance(value, bool):
@@ -113,7 +113,7 @@ def _validation_alone() -> Conversion:
 
 
 def _sampled_at_once() -> Conversion:
-    """Batches of `train_batch_size` prompts are sampled until enough groups differ; as many prompts as were allowed."""
+    """Return the conversion of `gen_batch_size` to the same number of prompts in batches of `train_batch_size`."""
     enable, train, bound = (
         "algorithm.filter_groups.enable",
         "data.train_batch_size",
@@ -150,7 +150,7 @@ CONVERTED: dict[str, Conversion] = {
     "data.gen_batch_size": _sampled_at_once(),
     "trainer.val_only": _validation_alone(),
 }
-"""Key → how its value becomes that of other keys. A key that is written itself wins."""
+"""Key → conversion to other keys. A key that is written itself takes precedence."""
 
 RENAMED: dict[str, str] = {
     # What verl now spells reward.*
@@ -224,7 +224,7 @@ MUST_EQUAL: dict[str, str] = {
     "critic.model.trust_remote_code": f"{MODEL}.trust_remote_code",
     f"{RM}.model.trust_remote_code": f"{MODEL}.trust_remote_code",
 }
-"""A second spelling of a value that has one key here; accepted when it agrees with it."""
+"""Second key of verl → hrl's key for the same value; accepted if the values agree."""
 
 NULL_IS_UNSET = frozenset(
     [
@@ -234,7 +234,7 @@ NULL_IS_UNSET = frozenset(
         *(f"{owner}.optim.{name}" for owner in _TRAINED for name in ("min_lr_ratio", "lr_warmup_steps")),
     ]
 )
-"""Keys that verl writes as null where nothing is chosen, and whose default is meant then."""
+"""Keys that are null in verl's files if nothing is chosen; null then means the default."""
 
 OTHER_ENGINES = ("megatron", "mcore", "veomni", "torchtitan", "automodel", "mindspeed")
 """verl's engines beside FSDP; its YAML files are named after them."""
