@@ -80,7 +80,7 @@ def test_without_a_pair_nothing_is_learnt_and_that_is_said(tmp_path: Path) -> No
     [
         ("actor_rollout_ref.rollout.n=1", "a pair is made of two samples"),
         ("algorithm.kl_ctrl.kl_coef=0", "it is the beta of algorithm.preference_loss"),
-        ("algorithm.kl_ctrl.type=adaptive", "the beta of algorithm.preference_loss stays"),
+        ("algorithm.kl_ctrl.type=adaptive", "the beta of algorithm.preference_loss is constant"),
         ("algorithm.use_kl_in_reward=true", "has no effect on algorithm.preference_loss"),
         ("actor_rollout_ref.actor.entropy_coeff=0.1", "has no effect on algorithm.preference_loss"),
         ("critic.enable=true", "has no effect on algorithm.preference_loss"),
