@@ -32,10 +32,12 @@ class Ranks(Protocol):
     """
 
     @property
-    def roles(self) -> tuple[str, ...]: ...
+    def roles(self) -> tuple[str, ...]:
+        """The group's only role."""
 
     @property
-    def node_ips(self) -> list[str]: ...
+    def node_ips(self) -> list[str]:
+        """The address of each rank's node."""
 
     def files_below(self, folder: str) -> list[dict[str, int]]:
         """Return what each rank sees below a folder, see `ModelWorker.files_below`."""

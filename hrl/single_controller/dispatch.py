@@ -203,6 +203,7 @@ class DriverCall:
 
     @property
     def world_size(self) -> int:
+        """Number of ranks in the group."""
         return self.group.world_size
 
     @property
