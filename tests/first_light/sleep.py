@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from hrl.config.rollout import RolloutConfig
+from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.base import EngineSetup, SamplingParams
@@ -37,9 +37,8 @@ def run(setup: Setup, findings: Findings) -> None:
 
 async def _sleep_and_wake(setup: Setup, findings: Findings, folder: str) -> None:
     on_card = setup.device == "cuda"
-    config = RolloutConfig.model_construct(  # what follows other keys is not asked for here
-        dtype="bfloat16", gpu_memory_utilization=0.3, kv_cache_gib=0.25, max_num_seqs=16, enforce_eager=True
-    )
+    small = {"dtype": "bfloat16", "gpu_memory_utilization": 0.3, "kv_cache_gib": 0.25, "max_num_seqs": 16}
+    config = PPOTrainerConfig().actor_rollout_ref.rollout.model_copy(update={**small, "enforce_eager": True})
     source = ModelSource.to_look_at(Path(folder), {}, trust_remote_code=False, max_model_len=256)
     tokens = TokenIds(pad=0, stop=(2,), vocab_size=config_of("tiny" if setup.tiny else "1.5B").vocab_size)
     engine = VllmEngine(EngineSetup(config, source, tokens, torch.device(setup.device)))

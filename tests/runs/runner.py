@@ -81,7 +81,8 @@ class Runner:
             time.sleep(0.5)
         output, _ = process.communicate()
         left = psutil.wait_procs(list(family.values()), timeout=15)[1]
-        assert not set(os.listdir("/dev/shm")) - self._shared_memory, "shared memory was left"
+        left_in_memory = without_owner(set(os.listdir("/dev/shm")) - self._shared_memory)
+        assert not left_in_memory, f"shared memory was left: {sorted(left_in_memory)}"
         assert not reachable, f"listened beyond loopback: {sorted(reachable)}"
         assert not left, f"left running: {[child.as_dict(['pid', 'name', 'cmdline']) for child in left]}"
         return FinishedRun(folder, process.returncode, output)
@@ -116,6 +117,17 @@ def beyond_loopback(processes: Iterable[psutil.Process]) -> set[str]:
                     if not (getattr(ip, "ipv4_mapped", None) or ip).is_loopback:
                         found.add(f"{process.name()} on {connection.laddr.ip}")
     return found
+
+
+def without_owner(names: set[str]) -> set[str]:
+    """Those of these names in /dev/shm that no running process has mapped: other tests may run beside this one."""
+    mapped = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # it has ended
+            mapped |= {
+                line.split("/dev/shm/")[1].split()[0] for line in maps.read_text().splitlines() if "/dev/shm/" in line
+            }
+    return {name for name in names - mapped if Path("/dev/shm", name).exists()}
 
 
 def descendants(pid: int) -> list[psutil.Process]:
