@@ -10,10 +10,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hrl.errors import HrlError
+
 Reward = float | Mapping[str, Any]
 
 
-class TruthError(ValueError):
+class TruthError(HrlError, ValueError):
     """A ground truth that a scorer can't read."""
 
     def __init__(self, ground_truth: object, data_source: str, what: str) -> None:
