@@ -129,6 +129,20 @@ def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
     return config.with_origins(composition.origins)
 
 
+def config_problems(kind: RunKind[WholeConfig], argv: Sequence[str]) -> tuple[Problem, ...]:
+    """Return the problems of a command line, without opening files that it names and without looking at devices.
+
+    Args:
+        kind: Kind of run.
+        argv: Arguments as for `compose_kind`.
+    """
+    try:
+        compose_kind(kind, argv)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
 def to_yaml(config: Section) -> str:
     """Return the whole configuration as YAML with all defaults; composing it again gives the same configuration."""
     return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))

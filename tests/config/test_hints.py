@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 from hrl.config import ConfigError
-from hrl.config.compose import compose_kind
+from hrl.config.compose import config_problems
 from hrl.config.load import nearest_keys, validate_kind
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import DPO, PPO
@@ -17,14 +17,6 @@ from hrl.nearest import edit_distance
 KEYS = leaves(PPOTrainerConfig)
 
 validate = partial(validate_kind, PPO)
-
-
-def config_problems(kind, argv):
-    try:
-        compose_kind(kind, argv)
-    except ConfigError as error:
-        return error.problems
-    return ()
 
 
 def hint_for(key: str) -> str:
