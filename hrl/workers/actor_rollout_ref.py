@@ -48,8 +48,8 @@ if TYPE_CHECKING:
         Training,
     )
     from hrl.workers.rollout.host import RolloutHost
-    from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead
     from hrl.workers.weight_sync.sender import SyncReport, WeightSync
+    from hrl.workers.weight_sync.tensor_parallel import FellowRank, Lead
     from hrl.workers.weight_sync.wire import Manifest, ReceiverReport
 
 logger = logging.getLogger(__name__)
@@ -185,14 +185,14 @@ class ActorRolloutRefWorker(ModelWorker):
         first = self.rank - self.rank % size
         together = self.role == "actor_rollout" and self.rollout.name == "vllm" and size > 1
         if together and self.drives_engine:
-            from hrl.workers.weight_sync.engine_ranks import Lead
+            from hrl.workers.weight_sync.tensor_parallel import Lead
 
-            self._lead = Lead(range(first + 1, first + size))
+            self._lead = Lead(range(first + 1, first + size), self.rollout.weight_sync.timeout_s)
         places: list[Any] = [None] * self.world_size
         dist.all_gather_object(places, (socket.gethostname(), own, self._lead.address if self._lead else ""))
         devices = engine_devices([(node, device) for node, device, _ in places], self.rank, size)
         if together and not self.drives_engine:
-            from hrl.workers.weight_sync.engine_ranks import FellowRank
+            from hrl.workers.weight_sync.tensor_parallel import FellowRank
 
             sync = self.rollout.weight_sync
             self._fellow = FellowRank(
@@ -223,7 +223,7 @@ class ActorRolloutRefWorker(ModelWorker):
             shares_device=self.role == "actor_rollout",
         )
         name = f"rollout rank {self.rank}"
-        return RolloutHost(setup, runtime.max_response_length, name=name, fellows=self._lead)
+        return RolloutHost(setup, runtime.max_response_length, name=name, lead=self._lead)
 
     def close(self) -> None:
         """End the engine and its processes."""

@@ -34,7 +34,7 @@ def run(setup: Setup, findings: Findings) -> None:
         CudaIpcSender(manifest, device) if device.type == "cuda" else SharedMemorySender(manifest)
     )
     receiver = Receiver(manifest, setup.device)
-    sync = WeightSync(manifest, transport, [receiver], timeout_s=TIMEOUT_S)
+    sync = WeightSync(manifest, transport, receiver, timeout_s=TIMEOUT_S)
     try:
         for version in (1, 2, 3):
             started = time.perf_counter()

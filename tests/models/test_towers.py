@@ -231,7 +231,7 @@ class InThread:
 
 def sync(policy: Policy, writer: ModelWriter, kept: list[str]) -> None:
     manifest = Manifest.build(policy.engine.param_specs(torch.float32), 1 << 20, kept)
-    sync = WeightSync(manifest, SharedMemorySender(manifest), [InThread(writer)], timeout_s=30)
+    sync = WeightSync(manifest, SharedMemorySender(manifest), InThread(writer), timeout_s=30)
     try:
         sync.push(1, policy.engine.iter_full_params(torch.float32))
     finally:

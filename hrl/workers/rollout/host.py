@@ -32,9 +32,9 @@ from hrl.workers.rollout.base import (
     sample_seed,
 )
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender
-from hrl.workers.weight_sync.engine_ranks import Lead
 from hrl.workers.weight_sync.sender import SenderTransport, SyncReport, WeightSync
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
+from hrl.workers.weight_sync.tensor_parallel import Lead
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 logger = logging.getLogger(__name__)
@@ -66,17 +66,17 @@ class RolloutHost:
         setup: What the engine is opened with.
         max_response_length: R, in tokens.
         name: For messages and threads, e.g. `"rollout rank 0"`.
-        fellows: The other ranks of a tensor-parallel engine on GPUs, which send weights along with this process.
+        lead: Of the ranks of a tensor-parallel engine on GPUs, which send weights along with this process.
     """
 
     def __init__(
-        self, setup: EngineSetup, max_response_length: int, *, name: str = "rollout", fellows: Lead | None = None
+        self, setup: EngineSetup, max_response_length: int, *, name: str = "rollout", lead: Lead | None = None
     ) -> None:
         self.name = name
         self._setup = setup
         self._config = setup.config
         self._max_response_length = max_response_length
-        self._fellows = fellows
+        self._lead = lead
         self._keeps_weights = self._lost_weights = False
         self._loop: LoopThread | None = None
         self._starting: Future[None] | None = None
@@ -125,8 +125,8 @@ class RolloutHost:
             sync, self._sync = self._sync, None
             if sync is not None:
                 sync.close()
-            if self._fellows is not None:
-                self._fellows.close()
+            if self._lead is not None:
+                self._lead.close()
 
     def _shutdown_engine(self, loop: LoopThread) -> None:
         try:
@@ -234,15 +234,17 @@ class RolloutHost:
             )
         if self._sync is None:
             manifest, transport = self._transport(specs, kept)
+            if self._lead is not None:
+                self._lead.engine = self
             self._sync = WeightSync(
-                manifest, transport, [self], timeout_s=self._config.weight_sync.timeout_s, fellows=self._fellows
+                manifest, transport, self._lead or self, timeout_s=self._config.weight_sync.timeout_s
             )
         return self._sync.push(version, weights)
 
     def refuse_weights(self, reason: str) -> None:
         """Tell the ranks that send along that this sync does not begin."""
-        if self._fellows is not None:
-            self._fellows.refuse(reason, CONTROL_TIMEOUT_S)
+        if self._lead is not None:
+            self._lead.refuse(reason, CONTROL_TIMEOUT_S)
 
     def receive_weights(self, version: int, manifest: Manifest, handle: Mapping[str, Any]) -> list[ReceiverReport]:
         """Take a sync whose sender is elsewhere (`weight_sync.broadcast`).

@@ -4,5 +4,5 @@
 * `sender`: `WeightSync`, the trainer's end.
 * `receiver`: `WeightReceiver`, in the process that holds the sampler's weights.
 * `shared_memory` (same machine, CPU), `cuda_ipc` (same GPU), `broadcast` (anywhere): the transports, both ends of each.
-* `engine_ranks`: several trainer ranks that send to one tensor-parallel engine.
+* `tensor_parallel`: several trainer ranks that send to one tensor-parallel engine.
 """

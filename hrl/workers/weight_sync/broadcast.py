@@ -14,7 +14,7 @@ import ipaddress
 import os
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -61,39 +61,39 @@ class BroadcastSender(SenderTransport):
         address: str = "127.0.0.1",
     ) -> None:
         self._manifest = manifest
-        self._address = address
-        self._backend = "nccl" if device.type == "cuda" else "gloo"
-        self._timeout_s = timeout_s
-        self._num_receivers = num_receivers
-        self._store = serve_store(address, 0, timeout_s)
+        self._receivers = range(1, num_receivers + 1)
+        self._device = device
+        server = serve_store(address, 0, timeout_s)
+        self._store = dist.PrefixStore(_PREFIX, server)
+        self._handle = {
+            "kind": KIND,
+            "backend": "nccl" if device.type == "cuda" else "gloo",
+            "address": address,
+            "port": server.port,
+            "world_size": 1 + num_receivers,
+            "first_rank": 1,
+            "timeout_s": timeout_s,
+        }
         self._group: dist.ProcessGroup | None = None
         self._closed = False
-        self._device = device
         self._buffers: list[Tensor] = []
         self._works: deque[dist.Work] = deque()
         self._syncs = 0
 
-    def handle(self, first_rank: int = 1) -> dict[str, Any]:
-        """Return the handle of the engine whose processes are ranks `first_rank`, `first_rank` + 1 and so on."""
-        return {
-            "kind": KIND,
-            "backend": self._backend,
-            "address": self._address,
-            "port": self._store.port,
-            "world_size": 1 + self._num_receivers,
-            "first_rank": first_rank,
-            "timeout_s": self._timeout_s,
-        }
+    def handle(self) -> dict[str, Any]:
+        """Return the handle for the first engine; that of another has its first process's rank as `first_rank`."""
+        return self._handle
 
     def connect(self) -> None:
         """Form the group, unless it is there, with every receiver."""
         if self._closed:
             raise WeightSyncError("the weight broadcast was aborted or closed; open a new one")
         if self._group is None:
-            store = dist.PrefixStore(_PREFIX, self._store)
-            world_size = self._num_receivers + 1
-            _await_receivers(store, world_size, self._timeout_s)
-            self._group = _join(store, self._backend, 0, world_size, self._timeout_s, self._address, self._device)
+            missing = _missing(self._store, map(_arrival, self._receivers), self._handle["timeout_s"])
+            if missing:
+                raise _not_joined(self._handle, 0, f"{self._named(missing)} did not come")
+            self._store.set(_COMPLETE, "")
+            self._group = _join(self._store, self._handle, 0, self._device)
 
     def buffer(self, index: int) -> Tensor:
         self.connect()
@@ -114,17 +114,15 @@ class BroadcastSender(SenderTransport):
         while self._works:
             self._finish(self._works.popleft())
         # Gloo counts as sent what may still lie in the socket of a receiver that has ended: ask for receipts.
-        keys = [_receipt(self._syncs, rank) for rank in range(1, self._num_receivers + 1)]
-        store = dist.PrefixStore(_PREFIX, self._store)
-        left_s = self.deadline.remaining_s("the last bucket")
-        missing = _missing(store, keys, left_s)
+        keys = [_receipt(self._syncs, rank) for rank in self._receivers]
+        missing = _missing(self._store, keys, self.deadline.remaining_s("the last bucket"))
         if missing:
             raise WeightSyncError(
-                f"weight broadcast failed at the sender: {_receivers(missing, self._num_receivers)} did not take every "
-                f"bucket within {self.deadline.seconds:g} s"
+                f"weight broadcast failed at the sender: {self._named(missing)} did not take every bucket within "
+                f"{self.deadline.seconds:g} s"
             )
         for key in keys:
-            store.delete_key(key)
+            self._store.delete_key(key)
 
     def abort(self) -> None:
         """Take the group down, so that receivers waiting in a broadcast get an error now and not at their deadline."""
@@ -146,6 +144,9 @@ class BroadcastSender(SenderTransport):
         left_s = self.deadline.remaining_s("the broadcast of a bucket")
         _wait(work, left_s, "the sender: a receiver is gone, or does not take its bucket")
 
+    def _named(self, ranks: Sequence[int]) -> str:
+        return f"receiver {', '.join(map(str, ranks))} of {len(self._receivers)}"
+
 
 class BroadcastReader:
     """One receiving process.
@@ -156,24 +157,17 @@ class BroadcastReader:
 
     def __init__(self, manifest: Manifest, handle: Mapping[str, Any], rank_in_engine: int) -> None:
         self._manifest = manifest
-        self._timeout_s = float(handle["timeout_s"])
+        self._timeout_s: float = handle["timeout_s"]
         self.staged = handle["backend"] == "gloo"
-        device = torch.device("cpu") if self.staged else torch.device("cuda", torch.cuda.current_device())
-        self._starts, self._nbytes = manifest.offsets()
-        if not self.staged:
-            self._starts, self._nbytes = (0,) * len(manifest.buckets), manifest.largest_bucket_bytes
-        self._device = device
+        self._device = torch.device("cpu") if self.staged else torch.device("cuda", torch.cuda.current_device())
         self._data: Tensor | None = None
-        rank, world_size = handle["first_rank"] + rank_in_engine, handle["world_size"]
-        self._rank, self._syncs = rank, 0
-        self._who = f"receiver {rank} of {world_size - 1}"
+        self._rank: int = handle["first_rank"] + rank_in_engine
+        self._syncs = 0
+        self._who = f"receiver {self._rank} of {handle['world_size'] - 1}"
         self._sender = f"the trainer at {handle['address']}"
         self._deadline = Deadline(self._timeout_s, "")
-        self._store = _reach(handle, rank, self._timeout_s)
-        _await_the_others(self._store, rank, world_size, self._timeout_s)
-        self._group = _join(
-            self._store, handle["backend"], rank, world_size, self._timeout_s, handle["address"], device
-        )
+        self._store = _reach(handle, self._rank)
+        self._group = _join(self._store, handle, self._rank, self._device)
 
     def bucket(self, index: int) -> Tensor:
         """Take part in the broadcast of bucket `index`."""
@@ -181,9 +175,10 @@ class BroadcastReader:
             self._syncs += 1
             self._deadline = Deadline(self._timeout_s, f"weight broadcast at {self._who}")
         if self._data is None:
-            self._data = torch.zeros(self._nbytes, dtype=torch.uint8, device=self._device)
-        start = self._starts[index]
-        data = self._data[start : start + self._manifest.buckets[index].nbytes]
+            size = self._manifest.all_buckets_bytes if self.staged else self._manifest.largest_bucket_bytes
+            self._data = torch.zeros(size, dtype=torch.uint8, device=self._device)
+        bucket = self._manifest.buckets[index]
+        data = bucket.within(self._data) if self.staged else self._data[: bucket.nbytes]
         awaited = f"bucket {index} from {self._sender}"
         try:
             _wait(_broadcast(self._group, data), self._deadline.remaining_s(awaited), f"{self._who}, at {awaited}")
@@ -200,42 +195,6 @@ class BroadcastReader:
             self._data = None
 
 
-def _await_receivers(store: dist.Store, world_size: int, timeout_s: float) -> None:
-    """Wait until every receiver has come to the store, then let them go on."""
-    missing = _missing(store, [_arrival(rank) for rank in range(1, world_size)], timeout_s)
-    if missing:
-        raise _not_joined(0, world_size, timeout_s, f"{_receivers(missing, world_size - 1)} did not come")
-    store.set(_COMPLETE, "")
-
-
-def _not_joined(rank: int, world_size: int, timeout_s: float, why: object) -> WeightSyncError:
-    return WeightSyncError(
-        f"rank {rank} of {world_size} could not join the weight broadcast within {timeout_s:g} s: {why}"
-    )
-
-
-def _missing(store: dist.Store, keys: Sequence[str], timeout_s: float) -> list[int]:
-    """Return the receivers, counted from 1, whose key is not set in time."""
-    try:
-        store.wait(list(keys), timedelta(seconds=timeout_s))
-    except dist.DistStoreError:
-        return [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
-    return []
-
-
-def _receivers(ranks: Sequence[int], of: int) -> str:
-    return f"receiver {', '.join(map(str, ranks))} of {of}"
-
-
-def _await_the_others(store: dist.Store, rank: int, world_size: int, timeout_s: float) -> None:
-    store.set(_arrival(rank), "")
-    try:
-        store.wait([_COMPLETE], timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        why = f"the sender has gone, or waits for another of the {world_size - 1} receivers: {error}"
-        raise _not_joined(rank, world_size, timeout_s, why) from error
-
-
 def _arrival(rank: int) -> str:
     return f"receiver_{rank}"
 
@@ -244,39 +203,61 @@ def _receipt(sync: int, rank: int) -> str:
     return f"sync_{sync}_receiver_{rank}"
 
 
-def _reach(handle: Mapping[str, Any], rank: int, timeout_s: float) -> dist.Store:
-    address, port = handle["address"], handle["port"]
+def _missing(store: dist.Store, keys: Iterable[str], timeout_s: float) -> list[int]:
+    """Return the receivers, counted from 1, whose key is not set in time."""
+    keys = list(keys)
     try:
-        return dist.PrefixStore(_PREFIX, connect_store(address, port, timeout_s))
+        store.wait(keys, timedelta(seconds=timeout_s))
+    except dist.DistStoreError:
+        return [rank for rank, key in enumerate(keys, 1) if not store.check([key])]
+    return []
+
+
+def _reach(handle: Mapping[str, Any], rank: int) -> dist.Store:
+    """Return the sender's store, when the sender and all receivers have come to it."""
+    address, port, timeout_s = handle["address"], handle["port"], handle["timeout_s"]
+    try:
+        store = dist.PrefixStore(_PREFIX, connect_store(address, port, timeout_s))
     except RuntimeError as error:
         raise WeightSyncError(
             f"receiver {rank} could not reach the trainer's store at {address}:{port} within {timeout_s:g} s: {error}"
         ) from error
-
-
-def _join(
-    store: dist.Store, backend: str, rank: int, world_size: int, timeout_s: float, address: str, device: torch.device
-) -> dist.ProcessGroup:
-    timeout = timedelta(seconds=group_timeout_s(backend, timeout_s))
+    store.set(_arrival(rank), "")
     try:
-        if backend == "nccl":
+        store.wait([_COMPLETE], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        others = f"another of the {handle['world_size'] - 1} receivers"
+        raise _not_joined(handle, rank, f"the sender has gone, or waits for {others}: {error}") from error
+    return store
+
+
+def _not_joined(handle: Mapping[str, Any], rank: int, why: object) -> WeightSyncError:
+    joining = f"rank {rank} of {handle['world_size']} could not join the weight broadcast"
+    return WeightSyncError(f"{joining} within {handle['timeout_s']:g} s: {why}")
+
+
+def _join(store: dist.Store, handle: Mapping[str, Any], rank: int, device: torch.device) -> dist.ProcessGroup:
+    """Return the group of the sender and all receivers, who have met at the store."""
+    timeout = timedelta(seconds=group_timeout_s(handle["backend"], handle["timeout_s"]))
+    try:
+        if handle["backend"] == "nccl":
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             torch.cuda.set_device(device)
-            group = dist.ProcessGroupNCCL(store, rank, world_size, options)
-            return _connected(group, rank, world_size, device, timeout_s)
-        gloo = dist.ProcessGroupGloo._Options()
-        gloo._timeout = timeout
-        gloo._devices = [_gloo_device(address)]
-        return dist.ProcessGroupGloo(store, rank, world_size, gloo)
+            group = dist.ProcessGroupNCCL(store, rank, handle["world_size"], options)
+        else:
+            gloo = dist.ProcessGroupGloo._Options()
+            gloo._timeout = timeout
+            gloo._devices = [_gloo_device(handle["address"])]
+            return dist.ProcessGroupGloo(store, rank, handle["world_size"], gloo)
     except RuntimeError as error:
-        raise _not_joined(rank, world_size, timeout_s, error) from error
+        raise _not_joined(handle, rank, error) from error
+    _connect(group, handle, rank, device)
+    return group
 
 
-def _connected(
-    group: dist.ProcessGroup, rank: int, world_size: int, device: torch.device, timeout_s: float
-) -> dist.ProcessGroup:
-    """Return the group after a first broadcast, in which NCCL connects its ranks."""
+def _connect(group: dist.ProcessGroup, handle: Mapping[str, Any], rank: int, device: torch.device) -> None:
+    """Have NCCL connect the ranks, which it does in the first broadcast."""
     # NCCL has no timeout for that: a rank that has ended since it came, or a network that lets only the store through,
     # would hang it. So a thread does it; the thread of a group that never forms ends with the process.
     failures: list[RuntimeError] = []
@@ -285,19 +266,19 @@ def _connected(
         try:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # every thread has its own
-            _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device)).wait(timedelta(seconds=timeout_s))
+            work = _broadcast(group, torch.zeros(1, dtype=torch.uint8, device=device))
+            work.wait(timedelta(seconds=handle["timeout_s"]))
         except RuntimeError as error:
             failures.append(error)
 
     thread = threading.Thread(target=first_broadcast, name="connecting the weight broadcast", daemon=True)
     thread.start()
-    thread.join(timeout_s)
+    thread.join(handle["timeout_s"])
     if thread.is_alive():
         why = "all ranks have come, but NCCL does not connect them: NCCL_DEBUG=INFO says where it waits, "
-        raise _not_joined(rank, world_size, timeout_s, f"{why}NCCL_SOCKET_IFNAME names the network that it takes")
+        raise _not_joined(handle, rank, f"{why}NCCL_SOCKET_IFNAME names the network that it takes")
     if failures:
-        raise failures[0]
-    return group
+        raise _not_joined(handle, rank, failures[0]) from failures[0]
 
 
 def _gloo_device(address: str) -> Any:

@@ -9,7 +9,7 @@ sides free the buffers when a sync ends: between syncs the memory belongs to the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -148,8 +148,3 @@ class CudaIpcReader:
         if self._buffers:
             self._buffers = []
             DEVICES.collect()
-
-
-def merge_handles(handles: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return one handle for several senders. The first of them talks to the receivers."""
-    return {**handles[0], "senders": [sender for handle in handles for sender in handle["senders"]]}

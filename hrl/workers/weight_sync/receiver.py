@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -13,12 +14,11 @@ from torch import Tensor
 from hrl.workers.weight_sync import broadcast, cuda_ipc, shared_memory
 from hrl.workers.weight_sync.wire import (
     Assembler,
+    Bucket,
     Manifest,
-    Piece,
     ReceiverReport,
     WeightSyncError,
     open_sealed,
-    sealed_checksums,
     tensor_checksum,
 )
 
@@ -79,6 +79,10 @@ class WeightReceiver:
         writer: Access to the model.
         name: Of this process, for reports and errors.
         rank_in_engine: Number of this process within a tensor-parallel engine.
+
+    Attributes:
+        served_version: Policy version of the last good sync.
+        intact: All weights of the model are those of `served_version`.
     """
 
     def __init__(self, writer: ModelWriter, name: str, rank_in_engine: int = 0) -> None:
@@ -88,15 +92,9 @@ class WeightReceiver:
         self._reader: BucketReader | None = None
         self._attached: tuple[str, str] | None = None
         self._known_good: Manifest | None = None
-        self._manifest: Manifest | None = None
-        self._version = 0
-        self.served_version = 0
-        self._pending: list[list[tuple[Piece, Tensor]]] = []
-        self._assembler = Assembler()
-        self._loaded: list[int] = []
-        self._checksums: list[int] = []
+        self._sync: _Incoming | None = None
         self._said_nothing_reads_back = False
-        self._writing = False
+        self.served_version = 0
         self.intact = True
 
     def begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
@@ -105,17 +103,20 @@ class WeightReceiver:
         Raises:
             WeightSyncError: A sync is already under way, or its tensors are not those of the last good sync.
         """
-        if self._manifest is not None:
-            raise WeightSyncError(f"{self._name}: a sync to version {self._version} is already under way")
+        if self._sync is not None:
+            raise WeightSyncError(f"{self._name}: a sync to version {self._sync.version} is already under way")
         found = self._known_good.difference(manifest) if self._known_good is not None else []
         if found:
             raise WeightSyncError(
                 f"{self._name}: the weights differ from those of the last good sync: {'; '.join(found)}"
             )
-        self._attach(manifest, handle)
-        self._manifest, self._version = manifest, version
-        self._pending, self._loaded, self._checksums = [], [], []
-        self._assembler = Assembler()
+        key = (manifest.fingerprint, repr(sorted(handle.items())))
+        if self._reader is None or self._attached != key:
+            self._end_sync()
+            self._reader = None  # before the next one opens memory of its own
+            self._reader = attach(manifest, handle, self._rank_in_engine)
+            self._attached = key
+        self._sync = _Incoming(manifest, version, self._reader)
 
     def load(self, index: int) -> None:
         """Take and verify one published bucket.
@@ -123,20 +124,18 @@ class WeightReceiver:
         Raises:
             WeightSyncError: The bucket is out of order, or its seal does not fit its bytes; names the tensors.
         """
-        manifest, reader = self._under_way()
-        if index != len(self._loaded):
-            raise WeightSyncError(f"{self._name}: expected bucket {len(self._loaded)}, was told to load {index}")
-        data, bucket = reader.bucket(index), manifest.buckets[index]
-        pieces = open_sealed(data, bucket, index, self._version)
-        # Kept for the commit, when a streaming transport's buffer holds another bucket.
-        self._checksums += sealed_checksums(data, bucket)
-        if reader.staged:
-            self._pending.append(pieces)
+        sync = self._under_way()
+        if index != sync.taken:
+            raise WeightSyncError(f"{self._name}: expected bucket {sync.taken}, was told to load {index}")
+        data, bucket = sync.reader.bucket(index), sync.manifest.buckets[index]
+        sync.checksums += open_sealed(data, bucket, index, sync.version)
+        if sync.reader.staged:
+            sync.pending.append((bucket, data))
         else:
-            self._write(pieces)
+            self._write(sync, bucket, data)
             if data.is_cuda:  # copies are still under way, and the sender writes there again once this returns
                 torch.cuda.synchronize(data.device)
-        self._loaded.append(index)
+        sync.taken += 1
 
     def commit(self) -> ReceiverReport:
         """Put the new weights into effect.
@@ -144,64 +143,48 @@ class WeightReceiver:
         Raises:
             WeightSyncError: A bucket is missing, the model lacks a tensor, or it reads back differently.
         """
-        manifest, _ = self._under_way()
-        if len(self._loaded) != len(manifest.buckets):
-            raise WeightSyncError(f"{self._name}: {len(self._loaded)} of {len(manifest.buckets)} buckets have arrived")
-        for pieces in self._pending:
-            self._write(pieces)
+        sync = self._under_way()
+        manifest = sync.manifest
+        if sync.taken != len(manifest.buckets):
+            raise WeightSyncError(f"{self._name}: {sync.taken} of {len(manifest.buckets)} buckets have arrived")
+        for bucket, data in sync.pending:
+            self._write(sync, bucket, data)
         self._writer.finish(manifest.kept)
-        read_back = self._read_back(manifest)
-        report = ReceiverReport(self._name, self._version, len(manifest.tensors), manifest.nbytes, read_back)
-        self._known_good, self._manifest, self._pending = manifest, None, []
-        self._checksums = []
-        self._writing, self.intact, self.served_version = False, True, self._version
-        self._release()
-        return report
+        read_back = self._read_back(sync)
+        self._known_good, self.served_version, self.intact = manifest, sync.version, True
+        self._end_sync()
+        return ReceiverReport(self._name, sync.version, len(manifest.tensors), manifest.nbytes, read_back)
 
     def abort(self) -> bool:
         """Drop the sync under way, if any, and return whether all weights are those of `served_version`."""
-        if self._writing:
+        if self._sync is not None and self._sync.writing:
             self._writer.cancel()
-            self.intact, self._writing = False, False
-        self._manifest, self._pending, self._loaded, self._checksums = None, [], [], []
-        self._release()
+            self.intact = False
+        self._end_sync()
         return self.intact
 
-    def detach(self) -> None:
-        """Let go of the sender's memory or process group."""
-        self._release()
-        self._reader, self._attached = None, None
-
-    def _release(self) -> None:
-        self._assembler = Assembler()
+    def _end_sync(self) -> None:
+        self._sync = None
         if self._reader is not None:
             self._reader.release()
 
-    def _under_way(self) -> tuple[Manifest, BucketReader]:
-        if self._manifest is None or self._reader is None:
+    def _under_way(self) -> _Incoming:
+        if self._sync is None:
             raise WeightSyncError(f"{self._name}: no sync is under way")
-        return self._manifest, self._reader
+        return self._sync
 
-    def _attach(self, manifest: Manifest, handle: Mapping[str, Any]) -> None:
-        key = (manifest.fingerprint, repr(sorted(handle.items())))
-        if self._attached == key:
-            return
-        self.detach()
-        self._reader = attach(manifest, handle, self._rank_in_engine)
-        self._attached = key
-
-    def _write(self, pieces: Sequence[tuple[Piece, Tensor]]) -> None:
-        if not self._writing:
-            self._writing = True
+    def _write(self, sync: _Incoming, bucket: Bucket, data: Tensor) -> None:
+        if not sync.writing:
+            sync.writing = True
             self._writer.begin()
-        weights = list(self._assembler.join(pieces))
+        weights = list(sync.assembler.join(bucket, data))
         if weights:
             self._writer.write(weights)
 
-    def _read_back(self, manifest: Manifest) -> int:
+    def _read_back(self, sync: _Incoming) -> int:
         """Compare what the model has now with what was sent, and return how many tensors could be compared."""
         names, sent, found = [], [], []
-        for piece, sealed in zip(manifest.pieces, self._checksums, strict=True):
+        for piece, checksum in zip(sync.manifest.pieces, sync.checksums, strict=True):
             written = self._writer.read_back(piece.name)
             if written is None or (written.dtype, tuple(written.shape)) != (
                 piece.tensor.torch_dtype,
@@ -209,7 +192,7 @@ class WeightReceiver:
             ):
                 continue
             names.append(piece.name)
-            sent.append(sealed)
+            sent.append(checksum)
             found.append(tensor_checksum(written if piece.is_whole else written.reshape(-1)[piece.elements]))
         for name, want, got in zip(names, sent, torch.stack(found).tolist() if found else (), strict=True):
             if want != got:
@@ -218,6 +201,31 @@ class WeightReceiver:
             self._said_nothing_reads_back = True
             logger.warning("%s: the model holds every tensor fused, sharded or packed: none is read back", self._name)
         return len(set(names))
+
+
+@dataclass
+class _Incoming:
+    """The sync under way.
+
+    Attributes:
+        manifest: What is sent.
+        version: Policy version of the weights.
+        reader: The receiver's end of the transport.
+        taken: Buckets that have come and are verified.
+        pending: Those of a staged transport, which are written at the commit.
+        checksums: Of all pieces that have come, for the commit, when a buffer holds another bucket.
+        assembler: Holds the tensor of which some pieces have come.
+        writing: The model is being written.
+    """
+
+    manifest: Manifest
+    version: int
+    reader: BucketReader
+    taken: int = 0
+    pending: list[tuple[Bucket, Tensor]] = field(default_factory=list)
+    checksums: list[int] = field(default_factory=list)
+    assembler: Assembler = field(default_factory=Assembler)
+    writing: bool = False
 
 
 def attach(manifest: Manifest, handle: Mapping[str, Any], rank_in_engine: int) -> BucketReader:

@@ -9,19 +9,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from typing import Any, Protocol
 
 from torch import Tensor
 
-from hrl.workers.weight_sync.wire import (
-    Bucket,
-    Deadline,
-    Manifest,
-    ReceiverReport,
-    TensorSpec,
-    WeightSyncError,
-    seal,
-)
+from hrl.workers.weight_sync.wire import Deadline, Manifest, ReceiverReport, TensorSpec, WeightSyncError, seal
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +25,14 @@ ABORT_TIMEOUT_S = 10.0
 
 @dataclass(frozen=True)
 class SyncReport:
-    """A finished sync, as its sender saw it.
+    """What a finished sync has sent, as its sender saw it.
 
     Attributes:
         version: Policy version that is now served.
         tensors: Number of tensors that were sent.
         nbytes: Bytes of these tensors.
         seconds: From begin to commit.
-        receivers: Reports of the receivers that this sender talks to; empty for a broadcast.
+        receivers: Reports of the receivers; empty for a broadcast, and for a rank that drives no engine.
     """
 
     version: int
@@ -83,7 +77,7 @@ class SenderTransport(ABC):
 
 
 class SyncTarget(Protocol):
-    """A receiver that the sender talks to: the rollout engine of the same process."""
+    """What a sender talks to: the engine of its process, or another rank that sends to the same engine."""
 
     def weights_begin(self, manifest: Manifest, handle: dict[str, Any], version: int) -> Future[None]:
         """Announce a sync. A manifest that is not the model's is refused."""
@@ -98,58 +92,24 @@ class SyncTarget(Protocol):
         """Drop the sync: serve the old version, or nothing until the next good sync."""
 
 
-class FellowSenders(Protocol):
-    """Other processes that send the same weights to the same receivers, each from its own memory.
-
-    Only the sync that has fellows talks to the receivers. It waits for the others' buckets and tells them the answers.
-    """
-
-    def begin(self, manifest: Manifest, handle: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """Return one handle for all senders, made of this one's and theirs.
-
-        Raises:
-            WeightSyncError: One of them is gone, failed, came too late or sends other weights; names it.
-        """
-
-    def wait_published(self, index: int, deadline: Deadline) -> None:
-        """Wait until all of them have written bucket `index`; raises as `begin` does."""
-
-    def tell_loaded(self, index: int) -> None:
-        """Say that bucket `index` was loaded, so that its buffer is free. Harmless when repeated."""
-
-    def tell_committed(self) -> None:
-        """Say that the receivers serve the new version."""
-
-    def tell_aborted(self, reason: str) -> None:
-        """Say to those that still live that the sync has failed; raises nothing."""
-
-
 class WeightSync:
     """Sends the trainer's weights over one transport, once for each policy version.
 
     Args:
         manifest: What every sync sends.
         transport: Carries the buckets.
-        targets: Receivers to be told about each bucket. Empty for a broadcast, whose receivers know themselves which
-            bucket comes next.
+        target: The receiver, which is told about each bucket. `None` for a broadcast, whose receivers know themselves
+            which bucket comes next.
         timeout_s: Seconds after which a sync is aborted.
-        fellows: Processes that send along with this one.
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        transport: SenderTransport,
-        targets: Sequence[SyncTarget] = (),
-        *,
-        timeout_s: float,
-        fellows: FellowSenders | None = None,
+        self, manifest: Manifest, transport: SenderTransport, target: SyncTarget | None = None, *, timeout_s: float
     ) -> None:
         self.manifest = manifest
         self._transport = transport
-        self._targets = tuple(targets)
+        self._target = target
         self._timeout_s = timeout_s
-        self._fellows = fellows
 
     def push(self, version: int, weights: Iterable[tuple[str, Tensor]]) -> SyncReport:
         """Send one version and have it served.
@@ -169,7 +129,7 @@ class WeightSync:
         source = iter(weights)
         try:
             reports = self._send(version, source, deadline)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C included: whatever it is, the receiver has to hear of it
             self._abort(f"{type(error).__name__}: {error}")
             if isinstance(error, Exception):  # on Ctrl-C the other ranks stop as well
                 for _ in source:
@@ -186,41 +146,37 @@ class WeightSync:
         self._transport.close()
 
     def _send(self, version: int, source: Iterator[tuple[str, Tensor]], deadline: Deadline) -> list[ReceiverReport]:
-        handle, fellows = self._transport.handle(), self._fellows
-        if fellows is not None:
-            handle = fellows.begin(self.manifest, handle, deadline)
-        for begun in [target.weights_begin(self.manifest, handle, version) for target in self._targets]:
-            deadline.wait(begun, "begin")
-        loads: list[list[Future[None]]] = []
-        filler = Filler(source)
-        for index, bucket in enumerate(self.manifest.buckets):
-            if index >= self._transport.depth:
-                self._wait_loaded(loads, index - self._transport.depth, deadline)
-            data = self._transport.buffer(index)
-            filler.fill(data, bucket)
+        transport, target, buckets = self._transport, self._target, self.manifest.buckets
+        handle = transport.handle()
+        if target is not None:
+            deadline.wait(target.weights_begin(self.manifest, handle, version), "begin")
+        loads: list[Future[None]] = []
+        contents = _contents(self.manifest, source)
+        for index, bucket in enumerate(buckets):
+            if target is not None and index >= transport.depth:
+                self._wait_loaded(loads, index - transport.depth, deadline)
+            data = transport.buffer(index)
+            for piece in bucket.pieces:
+                piece.view(data).copy_(next(contents))
             seal(data, bucket, index, version)
-            deadline.remaining_s(f"bucket {index} of {len(self.manifest.buckets)}")
-            self._transport.publish(index)
-            if fellows is not None:
-                fellows.wait_published(index, deadline)
-            loads.append([target.weights_load(index) for target in self._targets])
-        filler.finish()
+            deadline.remaining_s(f"bucket {index} of {len(buckets)}")
+            transport.publish(index)
+            if target is not None:
+                loads.append(target.weights_load(index))
+        for _ in contents:  # runs to its end, where it looks for a tensor too many
+            pass
         for index in range(len(loads)):
             self._wait_loaded(loads, index, deadline)
-        self._transport.flush()
-        commits = [target.weights_commit() for target in self._targets]
-        reports = [report for commit in commits for report in deadline.wait(commit, "commit")]
+        transport.flush()
+        if target is None:
+            return []
+        reports: list[ReceiverReport] = deadline.wait(target.weights_commit(), "commit")
         for report in reports:
             self._check(report, version)
-        if fellows is not None:
-            fellows.tell_committed()
         return reports
 
-    def _wait_loaded(self, loads: list[list[Future[None]]], index: int, deadline: Deadline) -> None:
-        for load in loads[index]:
-            deadline.wait(load, f"loading bucket {index} of {len(self.manifest.buckets)}")
-        if self._fellows is not None:
-            self._fellows.tell_loaded(index)
+    def _wait_loaded(self, loads: Sequence[Future[None]], index: int, deadline: Deadline) -> None:
+        deadline.wait(loads[index], f"loading bucket {index} of {len(self.manifest.buckets)}")
 
     def _check(self, report: ReceiverReport, version: int) -> None:
         want = (version, len(self.manifest.tensors), self.manifest.nbytes)
@@ -232,62 +188,42 @@ class WeightSync:
 
     def _abort(self, reason: str) -> None:
         self._transport.abort()
-        if self._fellows is not None:
-            self._fellows.tell_aborted(reason)
-        for future in [target.weights_abort(reason) for target in self._targets]:
-            try:
-                future.result(timeout=ABORT_TIMEOUT_S)
-            except (FutureTimeoutError, RuntimeError, OSError) as error:
-                # The first failure is the one to report. The receiver counts as unusable from here on.
-                logger.warning("weight sync: a receiver did not answer the abort: %s: %s", type(error).__name__, error)
+        if self._target is None:
+            return
+        try:
+            self._target.weights_abort(reason).result(timeout=ABORT_TIMEOUT_S)
+        except (FutureTimeoutError, RuntimeError, OSError) as error:
+            # The first failure is the one to report. The receiver counts as unusable from here on.
+            logger.warning("weight sync: the receiver did not answer the abort: %s: %s", type(error).__name__, error)
 
 
-class Filler:
-    """Writes the trainer's tensors into one bucket after another.
+def _contents(manifest: Manifest, source: Iterator[tuple[str, Tensor]]) -> Iterator[Tensor]:
+    """Yield what belongs into each piece of the manifest, in order; pieces of a cut tensor are `(elements,)`.
 
-    Args:
-        source: (name, full tensor) in the manifest's order.
+    Raises:
+        WeightSyncError: The tensors of `source` are not the manifest's; names the first that is not.
     """
-
-    def __init__(self, source: Iterator[tuple[str, Tensor]]) -> None:
-        self._source = source
-        self._cut: Tensor | None = None  # a tensor of which pieces are still to be written
-
-    def fill(self, data: Tensor, bucket: Bucket) -> None:
-        """Copy the bucket's tensors to their places in `data` `(bucket.nbytes,) uint8`, in the manifest's dtypes.
-
-        Raises:
-            WeightSyncError: The tensors end early, or the next one is not the manifest's.
-        """
-        for piece in bucket.pieces:
+    for spec, pieces in groupby(manifest.pieces, attrgetter("tensor")):
+        tensor = _take(source, spec)
+        flat = None
+        for piece in pieces:
             if piece.is_whole:
-                piece.view(data).copy_(self._next(piece.tensor))
-                continue
-            if piece.start == 0:
-                self._cut = self._next(piece.tensor).reshape(-1)
-            if self._cut is None:
-                raise WeightSyncError(f"a middle piece of {piece.name!r} came first")
-            piece.view(data).copy_(self._cut[piece.elements])
-            if piece.is_last:
-                self._cut = None
+                yield tensor
+            else:
+                flat = tensor.reshape(-1) if flat is None else flat
+                yield flat[piece.elements]
+        del tensor, flat  # before the next one is gathered
+    surplus = next(source, None)
+    if surplus is not None:
+        raise WeightSyncError(f"the trainer sent {surplus[0]!r}, which is not in the manifest")
 
-    def finish(self) -> None:
-        """Check that nothing is left.
 
-        Raises:
-            WeightSyncError: There is another tensor.
-        """
-        surplus = next(self._source, None)
-        if surplus is not None:
-            raise WeightSyncError(f"the trainer sent {surplus[0]!r}, which is not in the manifest")
-
-    def _next(self, spec: TensorSpec) -> Tensor:
-        item = next(self._source, None)
-        if item is None:
-            raise WeightSyncError(f"the trainer's weights end before {spec.name!r}")
-        name, tensor = item
-        if name != spec.name:
-            raise WeightSyncError(f"the trainer sent {name!r} where {spec.name!r} was expected")
-        if tuple(tensor.shape) != spec.shape:
-            raise WeightSyncError(f"{name!r} has shape {tuple(tensor.shape)}, the manifest says {spec.shape}")
-        return tensor
+def _take(source: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
+    name, tensor = next(source, (None, None))
+    if tensor is None:
+        raise WeightSyncError(f"the trainer's weights end before {spec.name!r}")
+    if name != spec.name:
+        raise WeightSyncError(f"the trainer sent {name!r} where {spec.name!r} was expected")
+    if tuple(tensor.shape) != spec.shape:
+        raise WeightSyncError(f"{name!r} has shape {tuple(tensor.shape)}, the manifest says {spec.shape}")
+    return tensor

@@ -29,22 +29,19 @@ class SharedMemorySender(SenderTransport):
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._starts, self._nbytes = manifest.offsets()
         self._fd = os.memfd_create("hrl-weights", os.MFD_CLOEXEC)
         self._close_fd = weakref.finalize(self, os.close, self._fd)
-        os.ftruncate(self._fd, self._nbytes)
-        self._data: Tensor | None = _map(self._fd, self._nbytes)
+        os.ftruncate(self._fd, manifest.all_buckets_bytes)
+        self._data: Tensor | None = _map(self._fd, manifest)
         self.depth = len(manifest.buckets)
 
     def handle(self) -> dict[str, Any]:
-        inode = os.fstat(self._fd).st_ino
-        return {"kind": KIND, "pid": os.getpid(), "fd": self._fd, "inode": inode, "nbytes": self._nbytes}
+        return {"kind": KIND, "pid": os.getpid(), "fd": self._fd, "inode": os.fstat(self._fd).st_ino}
 
     def buffer(self, index: int) -> Tensor:
         if self._data is None:
             raise WeightSyncError("the shared memory of the weight sync is closed")
-        start = self._starts[index]
-        return self._data[start : start + self._manifest.buckets[index].nbytes]
+        return self._manifest.buckets[index].within(self._data)
 
     def publish(self, index: int) -> None:
         """Do nothing: whoever maps the memory sees what was written."""
@@ -61,7 +58,6 @@ class SharedMemoryReader:
 
     def __init__(self, manifest: Manifest, handle: Mapping[str, Any]) -> None:
         self._manifest = manifest
-        self._starts, nbytes = manifest.offsets()
         path = f"/proc/{handle['pid']}/fd/{handle['fd']}"
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -69,20 +65,19 @@ class SharedMemoryReader:
             raise WeightSyncError(f"cannot open the sender's memory at {path}: {error.strerror}") from error
         try:
             status = os.fstat(fd)
-            if (status.st_ino, status.st_size) != (handle["inode"], nbytes):
+            if (status.st_ino, status.st_size) != (handle["inode"], manifest.all_buckets_bytes):
                 raise WeightSyncError(f"{path} is not the memory that was announced: the sender has closed it")
-            self._data = _map(fd, nbytes)
+            self._data = _map(fd, manifest)
         finally:
             os.close(fd)
 
     def bucket(self, index: int) -> Tensor:
         """Return the bytes of a published bucket."""
-        start = self._starts[index]
-        return self._data[start : start + self._manifest.buckets[index].nbytes]
+        return self._manifest.buckets[index].within(self._data)
 
     def release(self) -> None:
         """Keep the mapping: touching fresh pages costs several times as much as the copy."""
 
 
-def _map(fd: int, nbytes: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(fd, nbytes), dtype=torch.uint8)
+def _map(fd: int, manifest: Manifest) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, manifest.all_buckets_bytes), dtype=torch.uint8)

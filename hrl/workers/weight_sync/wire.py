@@ -124,7 +124,7 @@ class TensorSpec:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A run of a tensor's bytes, usually all of them, and its place in a bucket.
 
     Attributes:
@@ -175,17 +175,27 @@ class Bucket:
     """What travels together.
 
     Attributes:
+        start: First byte, where all buckets lie one after another.
         pieces: In the order in which they lie there.
-        payload_bytes: Bytes before the seal.
     """
 
-    pieces: tuple[Piece, ...]
-    payload_bytes: int
+    start: int
+    pieces: tuple[TensorPiece, ...]
+
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes before the seal."""
+        last = self.pieces[-1]
+        return _round_up(last.offset + last.nbytes, ALIGNMENT_BYTES)
 
     @property
     def nbytes(self) -> int:
-        """Payload and seal."""
+        """Bytes of payload and seal."""
         return self.payload_bytes + _WORD_BYTES * (_SEAL_WORDS + len(self.pieces))
+
+    def within(self, data: Tensor) -> Tensor:
+        """Return the bucket's bytes `(nbytes,)` in memory that holds all buckets one after another."""
+        return data[self.start : self.start + self.nbytes]
 
 
 @dataclass(frozen=True)
@@ -232,22 +242,26 @@ class Manifest:
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
         """How the tensors are laid out."""
-        buckets: list[Bucket] = []
-        pieces: list[Piece] = []
+        contents: list[list[TensorPiece]] = [[]]
         end, limit = 0, self.limit_bytes
         for tensor in self.tensors:
             # A tensor without elements is one empty piece.
             for start in range(0, max(tensor.nbytes, 1), limit):
                 nbytes = min(tensor.nbytes - start, limit)
-                if pieces and end + nbytes > limit:
-                    buckets.append(Bucket(tuple(pieces), end))
-                    pieces, end = [], 0
-                pieces.append(Piece(tensor, start, end, nbytes))
+                if contents[-1] and end + nbytes > limit:
+                    contents.append([])
+                    end = 0
+                contents[-1].append(TensorPiece(tensor, start, end, nbytes))
                 end = _round_up(end + nbytes, ALIGNMENT_BYTES)
-        return (*buckets, Bucket(tuple(pieces), end))
+        buckets: list[Bucket] = []
+        end = 0
+        for pieces in contents:
+            buckets.append(Bucket(end, tuple(pieces)))
+            end = _round_up(end + buckets[-1].nbytes, ALIGNMENT_BYTES)
+        return tuple(buckets)
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
+    def pieces(self) -> tuple[TensorPiece, ...]:
         """All pieces in order."""
         return tuple(piece for bucket in self.buckets for piece in bucket.pieces)
 
@@ -258,16 +272,13 @@ class Manifest:
 
     @property
     def largest_bucket_bytes(self) -> int:
-        """What a transport's buffer must hold."""
+        """Bytes of a buffer that takes one bucket after another."""
         return max(bucket.nbytes for bucket in self.buckets)
 
-    def offsets(self) -> tuple[tuple[int, ...], int]:
-        """Return the first byte of every bucket and the size of all, where buckets lie one after another."""
-        starts, end = [], 0
-        for bucket in self.buckets:
-            starts.append(end)
-            end = _round_up(end + bucket.nbytes, ALIGNMENT_BYTES)
-        return tuple(starts), end
+    @property
+    def all_buckets_bytes(self) -> int:
+        """Bytes of a buffer in which all buckets lie one after another."""
+        return self.buckets[-1].start + self.buckets[-1].nbytes
 
     @cached_property
     def fingerprint(self) -> str:
@@ -309,34 +320,32 @@ def seal(data: Tensor, bucket: Bucket, index: int, version: int) -> None:
     """
     for piece in bucket.pieces:  # padding may hold what another bucket left; it must not enter the checksum
         data[piece.offset + piece.nbytes : piece.offset + _round_up(piece.nbytes, _WORD_BYTES)] = 0
-    checksums = torch.stack([checksum(piece.words(data)) for piece in bucket.pieces])
-    head = torch.tensor([_SEAL_MAGIC, version, index], dtype=torch.int64)
     words = _seal_words(data, bucket)
-    words[:_SEAL_WORDS].copy_(head)
-    words[_SEAL_WORDS:].copy_(checksums)
+    words[:_SEAL_WORDS] = torch.tensor([_SEAL_MAGIC, version, index])
+    words[_SEAL_WORDS:] = torch.stack([checksum(piece.words(data)) for piece in bucket.pieces])
 
 
-def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[tuple[Piece, Tensor]]:
-    """Check a bucket's seal and return its pieces, each with its view of `data` (see `Piece.view`).
+def open_sealed(data: Tensor, bucket: Bucket, index: int, version: int) -> list[int]:
+    """Check a bucket's seal and return the checksums of its pieces, comparable with `tensor_checksum`.
 
     Raises:
         WeightSyncError: Another bucket, another version, or bytes that changed on the way; names the tensors.
     """
-    words = _seal_words(data, bucket).tolist()
+    found = torch.stack([checksum(piece.words(data)) for piece in bucket.pieces])
+    # Fetched together, because on a GPU every fetch waits for all that was queued before it.
+    words = torch.cat([_seal_words(data, bucket), found]).tolist()
+    sealed, checksums = words[_SEAL_WORDS : -len(found)], words[-len(found) :]
     if words[0] != _SEAL_MAGIC:
         raise WeightSyncError(f"bucket {index} was not written: there is no seal behind its payload")
     if words[1:_SEAL_WORDS] != [version, index]:
         raise WeightSyncError(
             f"expected bucket {index} of version {version}, found bucket {words[2]} of version {words[1]}"
         )
-    found = torch.stack([checksum(piece.words(data)) for piece in bucket.pieces]).tolist()
-    broken = [
-        piece.name for piece, want, got in zip(bucket.pieces, words[_SEAL_WORDS:], found, strict=True) if want != got
-    ]
+    broken = [piece.name for piece, want, got in zip(bucket.pieces, sealed, checksums, strict=True) if want != got]
     if broken:
         names = ", ".join(map(repr, broken))
         raise WeightSyncError(f"checksum of {names} differs from the sender's: corrupted on the way")
-    return [(piece, piece.view(data)) for piece in bucket.pieces]
+    return list(checksums)
 
 
 class Assembler:
@@ -347,9 +356,10 @@ class Assembler:
     def __init__(self) -> None:
         self._unfinished: Tensor | None = None
 
-    def join(self, pieces: Iterable[tuple[Piece, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) for every tensor that is complete with these pieces of a bucket."""
-        for piece, view in pieces:
+    def join(self, bucket: Bucket, data: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) for every tensor that is complete with a bucket's bytes `data (bucket.nbytes,)`."""
+        for piece in bucket.pieces:
+            view = piece.view(data)
             if piece.is_whole:
                 yield piece.name, view
                 continue
@@ -359,12 +369,6 @@ class Assembler:
             if piece.is_last:
                 finished, self._unfinished = self._unfinished, None
                 yield piece.name, finished
-
-
-def sealed_checksums(data: Tensor, bucket: Bucket) -> list[int]:
-    """Return the checksums of the bucket's pieces from its seal; comparable with `tensor_checksum`."""
-    checksums: list[int] = _seal_words(data, bucket)[_SEAL_WORDS:].tolist()
-    return checksums
 
 
 def checksum(words: Tensor) -> Tensor:

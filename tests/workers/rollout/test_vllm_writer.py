@@ -95,7 +95,7 @@ def send(writer: VllmModelWriter, folder: Path, version: int, *, lacking: str | 
     weights = [pair for pair in models.parameters(source) if pair[0] != lacking]
     manifest = Manifest.build(specs, BUCKET_BYTES)
     sender = StreamingSender(manifest, poison=True)
-    sync = WeightSync(manifest, sender, [StreamingTarget(writer, sender)], timeout_s=60)
+    sync = WeightSync(manifest, sender, StreamingTarget(writer, sender), timeout_s=60)
     assert any(not piece.is_whole for piece in manifest.pieces)
     return sync.push(version, weights).receivers[0].read_back
 
@@ -235,7 +235,7 @@ def test_layers_that_keep_other_names_and_shapes_are_written_under_vllms_configu
     sender = StreamingSender(manifest, poison=True)
     target = StreamingTarget(VllmModelWriter(model, config), sender)
 
-    report = WeightSync(manifest, sender, [target], timeout_s=10).push(1, [("layer.weight", new), ("layer.raw", -new)])
+    report = WeightSync(manifest, sender, target, timeout_s=10).push(1, [("layer.weight", new), ("layer.raw", -new)])
 
     assert layer.weight is kernel and torch.equal(kernel, new.T)
     assert "process" in seen and "load" in seen

@@ -14,8 +14,8 @@ import torch
 
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync import cuda_ipc
-from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead
 from hrl.workers.weight_sync.receiver import WeightReceiver
+from hrl.workers.weight_sync.tensor_parallel import FellowRank, Lead
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.workers.weight_sync.fake_devices import FakeDevices
 

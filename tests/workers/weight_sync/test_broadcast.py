@@ -52,7 +52,7 @@ def receive(manifest: dict, handle: dict, versions: list[int], rank_in_engine: i
 def start_receiver(
     sender: BroadcastSender, first: int, rank: int, versions: list[int], answers, script: Script | None = None
 ) -> threading.Thread:
-    args = (MANIFEST.to_plain(), sender.handle(first), versions, rank, answers, script or Script())
+    args = (MANIFEST.to_plain(), sender.handle() | {"first_rank": first}, versions, rank, answers, script or Script())
     thread = threading.Thread(target=receive, args=args, daemon=True)
     thread.start()
     return thread
@@ -82,7 +82,7 @@ def test_a_receiver_whose_model_changes_a_tensor_finds_it_out(staged, monkeypatc
     def take(reader, index):  # not staged, as on a GPU: what was loaded is gone when the next bucket comes
         reader.staged = staged
         if not staged and index:
-            reader._data[: reader._starts[index]] = 0
+            reader._data[: reader._manifest.buckets[index].start] = 0
         return bucket(reader, index)
 
     monkeypatch.setattr(BroadcastReader, "bucket", take)
@@ -244,15 +244,21 @@ def join_by(broadcast, monkeypatch) -> None:
     monkeypatch.setattr(NcclStandIn, "broadcast", broadcast, raising=False)
     monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclStandIn, raising=False)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    _join(dist.HashStore(), "nccl", 0, 2, 0.2, "127.0.0.1", torch.device("cpu"))
+    handle = {"backend": "nccl", "address": "127.0.0.1", "world_size": 2, "timeout_s": 0.2}
+    _join(dist.HashStore(), handle, 0, torch.device("cpu"))
 
 
 def test_a_group_that_nccl_never_connects_is_an_error_in_time(monkeypatch):
     ended = threading.Event()
     started = time.monotonic()
 
-    with pytest.raises(WeightSyncError, match="rank 0 of 2 could not join .* within 0.2 s: all ranks have come"):
-        join_by(lambda *_: ended.wait(60), monkeypatch)
+    def hang(*_: object) -> None:
+        ended.wait(60)
+        raise RuntimeError("the group is gone")
+
+    told = "^rank 0 of 2 could not join the weight broadcast within 0.2 s: all ranks have come"
+    with pytest.raises(WeightSyncError, match=told):
+        join_by(hang, monkeypatch)
 
     assert time.monotonic() - started < 30
     ended.set()

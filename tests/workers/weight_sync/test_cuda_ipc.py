@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender
-from hrl.workers.weight_sync.engine_ranks import Lead
 from hrl.workers.weight_sync.sender import WeightSync
+from hrl.workers.weight_sync.tensor_parallel import Lead
 from hrl.workers.weight_sync.wire import WeightSyncError
 from tests.workers.weight_sync.engine_processes import (
     BUCKET_BYTES,
@@ -32,7 +32,7 @@ def test_every_version_arrives_and_the_buffers_go_with_it():
     torch.cuda.init()
     held = torch.cuda.memory_allocated(CUDA)
     with engine_of(1, fake=False) as engine:
-        sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, CUDA), [engine], timeout_s=TIMEOUT_S)
+        sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, CUDA), engine, timeout_s=TIMEOUT_S)
         for version in (1, 2, 3):
             report = sync.push(version, [(name, tensor.to(CUDA)) for name, tensor in weights(version)])
 
@@ -48,10 +48,11 @@ def test_every_version_arrives_and_the_buffers_go_with_it():
 
 @needs_two
 def test_every_process_of_an_engine_reads_the_trainer_rank_on_its_own_gpu():
-    lead = Lead([1])
+    lead = Lead([1], TIMEOUT_S)
     fellow, answers = start_fellow(lead, [1, 2], fake=False)
     with engine_of(2, fake=False) as engine:
-        sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, CUDA), [engine], timeout_s=TIMEOUT_S, fellows=lead)
+        lead.engine = engine
+        sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, CUDA), lead, timeout_s=TIMEOUT_S)
         for version in (1, 2):
             sync.push(version, weights(version))
 

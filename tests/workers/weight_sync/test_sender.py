@@ -68,7 +68,7 @@ def sender(request, monkeypatch):
 
 def test_every_sync_delivers_all_tensors_cast_to_their_wire_dtype(sender):
     target = Target()
-    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
+    sync = WeightSync(MANIFEST, sender, target, timeout_s=10)
 
     for version in (1, 2, 5):
         report = sync.push(version, weights(version))
@@ -81,7 +81,7 @@ def test_every_sync_delivers_all_tensors_cast_to_their_wire_dtype(sender):
 
 def test_a_missing_an_extra_and_a_renamed_tensor_are_named_and_the_old_version_stays_when_staged():
     target = Target()
-    sync = WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [target], timeout_s=10)
+    sync = WeightSync(MANIFEST, SharedMemorySender(MANIFEST), target, timeout_s=10)
     sync.push(1, weights(1))
     new = weights(2)
 
@@ -103,7 +103,7 @@ def test_a_missing_an_extra_and_a_renamed_tensor_are_named_and_the_old_version_s
 @pytest.mark.parametrize("bucket", [0, 2])
 def test_a_corrupted_tensor_is_named_and_never_served(sender, bucket, monkeypatch):
     target = Target()
-    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
+    sync = WeightSync(MANIFEST, sender, target, timeout_s=10)
     sync.push(1, weights(1))
     publish = sender.publish
 
@@ -131,7 +131,7 @@ def test_a_corrupted_tensor_is_named_and_never_served(sender, bucket, monkeypatc
 def test_a_good_sync_heals_a_model_that_an_aborted_one_left_mixed(monkeypatch):
     stream(monkeypatch)
     target = Target()
-    sync = WeightSync(MANIFEST, StreamingSender(MANIFEST), [target], timeout_s=10)
+    sync = WeightSync(MANIFEST, StreamingSender(MANIFEST), target, timeout_s=10)
     with pytest.raises(WeightSyncError):
         sync.push(1, weights(1)[:-1])
     assert not target.receiver.intact
@@ -147,7 +147,7 @@ def test_buffers_are_not_read_once_their_load_is_acknowledged_and_hold_no_more_t
     stream(monkeypatch)
     manifest = Manifest.build(SPECS, bucket_bytes)
     sender, writer = StreamingSender(manifest, poison=True), DictWriter(Script())
-    sync = WeightSync(manifest, sender, [StreamingTarget(writer, sender)], timeout_s=10)
+    sync = WeightSync(manifest, sender, StreamingTarget(writer, sender), timeout_s=10)
 
     for version in (1, 2):
         report = sync.push(version, weights(version))
@@ -172,7 +172,7 @@ def test_a_receiver_that_reads_a_buffer_after_its_load_is_caught_by_the_poison(m
     target = StreamingTarget(Keeps(Script()), sender)
 
     with pytest.raises(WeightSyncError, match=r"'layers\.0\.weight' reads back differently"):
-        WeightSync(manifest, sender, [target], timeout_s=10).push(1, weights(1))
+        WeightSync(manifest, sender, target, timeout_s=10).push(1, weights(1))
 
 
 def test_a_cut_tensor_is_put_together_before_the_model_is_given_it_and_one_at_a_time(monkeypatch):
@@ -189,7 +189,7 @@ def test_a_cut_tensor_is_put_together_before_the_model_is_given_it_and_one_at_a_
     sender, writer = StreamingSender(manifest), Watching(Script())
     large = torch.randn(44, 40).T  # not contiguous, as a gathered weight may be
 
-    WeightSync(manifest, sender, [StreamingTarget(writer, sender)], timeout_s=10).push(
+    WeightSync(manifest, sender, StreamingTarget(writer, sender), timeout_s=10).push(
         1, [("small", torch.zeros(4)), ("large", large), ("next", torch.ones(4))]
     )
 
@@ -202,7 +202,7 @@ def test_a_sync_that_failed_within_a_cut_tensor_leaves_nothing_of_it_to_the_next
     manifest = Manifest.build([("large", torch.bfloat16, (40, 50))], 1024)
     sender, writer = StreamingSender(manifest), DictWriter(Script())
     target = StreamingTarget(writer, sender)
-    sync = WeightSync(manifest, sender, [target], timeout_s=10)
+    sync = WeightSync(manifest, sender, target, timeout_s=10)
     good, publish = torch.randn(40, 50), sender.publish
 
     def corrupt(index):
@@ -227,7 +227,7 @@ def test_a_sync_that_failed_within_a_cut_tensor_leaves_nothing_of_it_to_the_next
 )
 def test_a_receiver_that_drops_or_changes_a_tensor_is_found_out(sender, script, message):
     target = Target(script)
-    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
+    sync = WeightSync(MANIFEST, sender, target, timeout_s=10)
 
     with pytest.raises(WeightSyncError, match=message):
         sync.push(1, weights(1))
@@ -237,14 +237,14 @@ def test_a_receiver_that_drops_or_changes_a_tensor_is_found_out(sender, script, 
 
 def test_every_tensor_that_the_model_holds_as_it_is_sent_is_read_back(sender):
     target = Target()
-    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
+    sync = WeightSync(MANIFEST, sender, target, timeout_s=10)
 
     assert [sync.push(version, weights(version)).receivers[0].read_back for version in (1, 2)] == [len(SPECS)] * 2
 
 
 def test_what_the_model_holds_fused_is_not_read_back_and_said_once(sender, caplog):
     target = Target()
-    sync = WeightSync(MANIFEST, sender, [target], timeout_s=10)
+    sync = WeightSync(MANIFEST, sender, target, timeout_s=10)
     target.writer.read_back = lambda name: None if name == "norm" else target.writer.weights[name].flatten()
 
     assert [sync.push(version, weights(version)).receivers[0].read_back for version in (1, 2)] == [0, 0]
@@ -253,11 +253,11 @@ def test_what_the_model_holds_fused_is_not_read_back_and_said_once(sender, caplo
 
 def test_weights_of_another_model_are_refused_before_anything_is_written():
     target = Target()
-    WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [target], timeout_s=10).push(1, weights(1))
+    WeightSync(MANIFEST, SharedMemorySender(MANIFEST), target, timeout_s=10).push(1, weights(1))
     other = Manifest.build([*SPECS[:-1], ("head", torch.float32, (5,))], 3000)
 
     with pytest.raises(WeightSyncError, match="'head' is extra; 'norm' is missing"):
-        WeightSync(other, SharedMemorySender(other), [target], timeout_s=10).push(2, weights(2))
+        WeightSync(other, SharedMemorySender(other), target, timeout_s=10).push(2, weights(2))
 
     target.assert_serves(1)
 
@@ -271,7 +271,7 @@ def test_the_iterator_runs_to_its_end_also_when_the_sync_fails():
             yield ("wrong" if name == "layers.1.weight" else name), tensor
 
     with pytest.raises(WeightSyncError, match="'wrong'"):
-        WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [Target()], timeout_s=10).push(1, source())
+        WeightSync(MANIFEST, SharedMemorySender(MANIFEST), Target(), timeout_s=10).push(1, source())
 
     assert seen == [name for name, _, _ in SPECS]
 
@@ -285,7 +285,7 @@ def test_a_receiver_that_does_not_answer_is_aborted_at_the_deadline():
     started = time.monotonic()
 
     with pytest.raises(WeightSyncError, match=r"version 1 took longer than 0.3 s .*loading bucket 1 of"):
-        WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [target], timeout_s=0.3).push(1, weights(1))
+        WeightSync(MANIFEST, SharedMemorySender(MANIFEST), target, timeout_s=0.3).push(1, weights(1))
 
     assert time.monotonic() - started < 2
     assert target.aborted and target.receiver.served_version == 0
@@ -298,7 +298,7 @@ def test_a_receiver_that_reports_less_than_was_sent_is_not_believed():
             return done(lambda: [ReceiverReport(report.receiver, report.version, report.tensors - 1, report.nbytes, 0)])
 
     with pytest.raises(WeightSyncError, match=f"{len(SPECS) - 1} tensors"):
-        WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [Liar()], timeout_s=10).push(1, weights(1))
+        WeightSync(MANIFEST, SharedMemorySender(MANIFEST), Liar(), timeout_s=10).push(1, weights(1))
 
 
 def test_a_second_sync_during_the_first_is_refused():
@@ -307,6 +307,19 @@ def test_a_second_sync_during_the_first_is_refused():
 
     with pytest.raises(WeightSyncError, match="already under way"):
         receiver.begin(MANIFEST, sender.handle(), 2)
+
+
+def test_a_bucket_out_of_order_and_a_commit_before_the_last_are_refused():
+    receiver, sender = Target().receiver, SharedMemorySender(MANIFEST)
+    receiver.begin(MANIFEST, sender.handle(), 1)
+
+    with pytest.raises(WeightSyncError, match="expected bucket 0, was told to load 1"):
+        receiver.load(1)
+    with pytest.raises(WeightSyncError, match=f"0 of {len(MANIFEST.buckets)} buckets have arrived"):
+        receiver.commit()
+    assert receiver.abort()
+    with pytest.raises(WeightSyncError, match="no sync is under way"):
+        receiver.load(0)
 
 
 def shared_memory_with_a_name() -> list[str]:
@@ -357,5 +370,5 @@ def test_handles_and_manifests_are_plain_data():
 
 def test_threads_are_not_left_behind():
     before = threading.active_count()
-    WeightSync(MANIFEST, SharedMemorySender(MANIFEST), [Target()], timeout_s=10).push(1, weights(1))
+    WeightSync(MANIFEST, SharedMemorySender(MANIFEST), Target(), timeout_s=10).push(1, weights(1))
     assert threading.active_count() == before

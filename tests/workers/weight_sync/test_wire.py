@@ -17,6 +17,7 @@ from hrl.workers.weight_sync.wire import (
     checksum,
     open_sealed,
     seal,
+    tensor_checksum,
 )
 
 SPECS = [
@@ -67,9 +68,10 @@ def test_tensors_keep_their_order_do_not_overlap_and_fill_buckets_up_to_the_limi
         ends = [piece.start + piece.nbytes for piece in pieces]
         assert [piece.start for piece in pieces] == [0, *ends[:-1]] and ends[-1] == spec.nbytes
         assert len(pieces) == 1 or spec.nbytes > bucket_bytes - ALIGNMENT_BYTES
-    starts, total = manifest.offsets()
-    for start, bucket, following in zip(starts, manifest.buckets, (*starts[1:], total), strict=True):
-        assert start + bucket.nbytes <= following
+    ends = [bucket.start + bucket.nbytes for bucket in manifest.buckets]
+    assert all(bucket.start >= end for bucket, end in zip(manifest.buckets, [0, *ends[:-1]], strict=True))
+    assert all(bucket.start % ALIGNMENT_BYTES == 0 for bucket in manifest.buckets)
+    assert manifest.all_buckets_bytes == ends[-1]
 
 
 def test_a_manifest_survives_json():
@@ -102,11 +104,13 @@ def test_a_sealed_bucket_gives_back_exactly_what_was_written():
     manifest = Manifest.build(SPECS, 200)
     data, weights = sealed_buckets(manifest, version=3)
 
-    assembler = Assembler()
-    opened = [
-        pair for i, raw in enumerate(data) for pair in assembler.join(open_sealed(raw, manifest.buckets[i], i, 3))
-    ]
+    assembler, opened, checksums = Assembler(), [], []
+    for i, (bucket, raw) in enumerate(zip(manifest.buckets, data, strict=True)):
+        checksums += open_sealed(raw, bucket, i, 3)
+        opened += assembler.join(bucket, raw)
 
+    flat = [weights[piece.name].reshape(-1)[piece.elements] for piece in manifest.pieces]
+    assert checksums == [int(tensor_checksum(piece)) for piece in flat]
     assert len(manifest.buckets) > 1 and len(manifest.pieces) > len(SPECS)
     assert [name for name, _ in opened] == [name for name, _, _ in SPECS]
     for name, tensor in opened:

@@ -1,12 +1,13 @@
 """The trainer ranks of one tensor-parallel engine, which send to it together, each from its own GPU.
 
 The rank that drives the engine is the lead; only it talks to the engine. The others tell the lead where their buffers
-are and which bucket they have written, and hear from it which one was loaded. Every rank runs a `WeightSync`: the
-lead's has the others as its `FellowSenders`, and another rank's has the lead as its `SyncTarget`.
+are and which bucket they have written, and hear from it which one was loaded. Every rank runs a `WeightSync`. The
+target of the lead's is the `Lead`, which begins and loads when all ranks are ready, and passes on to the engine; the
+target of another rank's is its `FellowRank`, which passes on to the lead.
 
-They talk over Unix sockets of this machine, in lines of JSON: the end of a process is noticed at once, no rank waits in
-a collective for one that has failed, and nothing is pickled. Every line carries the number of its sync, so that lines
-left over from a failed sync are not taken for answers in the next.
+They talk over Unix sockets of this machine, a message of JSON at a time: the end of a process is noticed at once, no
+rank waits in a collective for one that has failed, and nothing is pickled. Every message carries the number of its
+sync, so that those left over from a failed sync are not taken for answers in the next.
 """
 
 from __future__ import annotations
@@ -18,59 +19,60 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender, merge_handles
-from hrl.workers.weight_sync.sender import SyncReport, WeightSync
+from hrl.workers.weight_sync.cuda_ipc import CudaIpcSender
+from hrl.workers.weight_sync.sender import SyncReport, SyncTarget, WeightSync
 from hrl.workers.weight_sync.wire import Deadline, Manifest, ReceiverReport, WeightSyncError
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _SEND_TIMEOUT_S = 10.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_LONGEST_MESSAGE_BYTES = 1 << 16
 
 
 class Link:
     """A connection between the lead and another rank.
 
     Args:
-        connection: The socket.
+        connection: The socket, which keeps messages apart.
         other: Who is at the other end, for messages.
     """
 
     def __init__(self, connection: socket.socket, other: str) -> None:
         self._connection = connection
-        self._received = bytearray()
         self.other = other
 
     def send(self, sync: int, **content: Any) -> None:
-        """Send one line.
+        """Send one message.
 
         Raises:
             WeightSyncError: The other process is gone.
         """
-        line = json.dumps({"sync": sync, **content}).encode() + b"\n"
         try:
             self._connection.settimeout(_SEND_TIMEOUT_S)
-            self._connection.sendall(line)
+            self._connection.sendall(json.dumps({"sync": sync, **content}).encode())
         except OSError as error:
             raise WeightSyncError(f"{self.other} is gone: {error}") from error
 
     def receive(self, sync: int, timeout_s: float) -> dict[str, Any]:
-        """Return the next line of this sync, skipping lines of earlier ones.
+        """Return the next message of this sync, skipping those of earlier ones.
 
         Raises:
             WeightSyncError: The other process is gone, has failed, or is in a later sync.
-            TimeoutError: No line came in time.
+            TimeoutError: No message came in time.
         """
         end = time.monotonic() + timeout_s
         while True:
-            content = self._line(end)
+            content = self._next(end - time.monotonic())
             if content["sync"] > sync:
                 raise WeightSyncError(f"{self.other} is in its sync {content['sync']}, this rank in its {sync}")
             if content["sync"] == sync:
@@ -78,97 +80,103 @@ class Link:
                     raise WeightSyncError(f"{self.other} aborted the weight sync: {content['aborted']}")
                 return content
 
+    def expect(self, sync: int, timeout_s: float, **content: Any) -> None:
+        """Receive the next message of this sync; raises as `receive` does, and where it is another than `content`."""
+        answer = self.receive(sync, timeout_s)
+        if answer != {"sync": sync, **content}:
+            raise WeightSyncError(f"{self.other} answered {answer} where {content} was expected")
+
     def close(self) -> None:
         """Hang up. Harmless when repeated."""
         self._connection.close()
 
-    def _line(self, end: float) -> dict[str, Any]:
-        while b"\n" not in self._received:
-            left = end - time.monotonic()
-            if left <= 0:
-                raise TimeoutError
-            try:
-                self._connection.settimeout(left)
-                chunk = self._connection.recv(1 << 16)
-            except TimeoutError:
-                raise
-            except OSError as error:
-                raise WeightSyncError(f"{self.other} is gone: {error}") from error
-            if not chunk:
-                raise WeightSyncError(f"{self.other} is gone")
-            self._received += chunk
-        line, _, rest = self._received.partition(b"\n")
-        self._received = bytearray(rest)
-        content: dict[str, Any] = json.loads(line)
+    def _next(self, timeout_s: float) -> dict[str, Any]:
+        if timeout_s <= 0:
+            raise TimeoutError
+        try:
+            self._connection.settimeout(timeout_s)
+            message = self._connection.recv(_LONGEST_MESSAGE_BYTES)
+        except TimeoutError:
+            raise
+        except OSError as error:
+            raise WeightSyncError(f"{self.other} is gone: {error}") from error
+        if not message:
+            raise WeightSyncError(f"{self.other} is gone")
+        content: dict[str, Any] = json.loads(message)
         return content
 
 
 class Lead:
-    """The lead's end: the engine's other ranks connect to it; to the lead's sync it is their `FellowSenders`.
+    """The lead's end: the engine's other ranks connect to it; to the lead's own sync it stands for the engine.
 
     Args:
         others: The ranks that send along.
+        timeout_s: Of a sync, in seconds.
+
+    Attributes:
+        engine: What the lead drives, set before its first sync.
+        address: Where the others find it.
     """
 
-    def __init__(self, others: Sequence[int]) -> None:
+    engine: SyncTarget
+
+    def __init__(self, others: Sequence[int], timeout_s: float) -> None:
         self._others = tuple(others)
+        self._timeout_s = timeout_s
         self._links: dict[int, Link] = {}
-        self._sync = 0
-        self._told = 0
+        self._number = 0
+        self._deadline = Deadline(timeout_s, "")
         # An abstract name: no file, and gone with the process. `_welcome` turns other users' processes away.
         self.address = f"hrl-weights-{os.getpid()}-{secrets.token_hex(8)}"
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind(f"\0{self.address}")
         self._listener.listen(len(self._others))
 
-    def begin(self, manifest: Manifest, handle: dict[str, Any], deadline: Deadline) -> dict[str, Any]:
-        """See `FellowSenders`."""
-        self._sync += 1
-        self._told = 0
-        self._await_others(deadline)
-        handles = [handle]
+    def weights_begin(self, manifest: Manifest, handle: dict[str, Any], version: int) -> Future[None]:
+        """Wait for the buffers of all ranks, then announce them to the engine.
+
+        Raises:
+            WeightSyncError: A rank is gone, failed, came too late or sends other weights; names it.
+        """
+        self._number += 1
+        self._await_others(Deadline(self._timeout_s, f"weight sync to version {version}"))
+        senders = list(handle["senders"])
         for rank, link in sorted(self._links.items()):
-            offered = self._next(link, deadline, "its buffers")
+            offered = self._next(link, "its buffers")
             if offered["manifest"] != manifest.fingerprint:
                 raise WeightSyncError(f"rank {rank} would send other tensors than the rank that drives its engine")
-            handles.append(offered["handle"])
-        return merge_handles(handles)
+            senders += offered["handle"]["senders"]
+        return self.engine.weights_begin(manifest, {**handle, "senders": senders}, version)
 
-    def wait_published(self, index: int, deadline: Deadline) -> None:
-        """See `FellowSenders`."""
+    def weights_load(self, index: int) -> Future[None]:
+        """Have the engine load bucket `index` when all ranks have written it, and tell them that it did.
+
+        Raises:
+            WeightSyncError: As `weights_begin`.
+        """
         for link in self._links.values():
-            published = self._next(link, deadline, f"bucket {index}")["published"]
+            published = self._next(link, f"bucket {index}")["published"]
             if published != index:
                 raise WeightSyncError(f"{link.other} has written bucket {published} where {index} was expected")
+        return self._told(self.engine.weights_load(index), loaded=index)
 
-    def tell_loaded(self, index: int) -> None:
-        """See `FellowSenders`."""
-        if index >= self._told:
-            self._told = index + 1
-            for link in self._links.values():
-                link.send(self._sync, loaded=index)
+    def weights_commit(self) -> Future[list[ReceiverReport]]:
+        """Have the engine serve the new version, and tell the other ranks that it does."""
+        return self._told(self.engine.weights_commit(), committed=True)
 
-    def tell_committed(self) -> None:
-        """See `FellowSenders`."""
-        for link in self._links.values():
-            link.send(self._sync, committed=True)
-
-    def tell_aborted(self, reason: str) -> None:
-        """See `FellowSenders`."""
-        for link in self._links.values():
-            try:
-                link.send(self._sync, aborted=reason)
-            except WeightSyncError as error:
-                logger.warning("weight sync: %s", error)
+    def weights_abort(self, reason: str) -> Future[None]:
+        """Tell those ranks that still live, and the engine, that the sync has failed."""
+        self._tell_aborted(reason)
+        return self.engine.weights_abort(reason)
 
     def refuse(self, reason: str, timeout_s: float) -> None:
         """End a sync, for the ranks that have begun it, which this rank cannot begin."""
-        self._sync += 1
+        self._number += 1
         try:
             self._await_others(Deadline(timeout_s, "refusing a weight sync"))
         except WeightSyncError as error:
             logger.warning("weight sync: %s", error)
-        self.tell_aborted(reason)
+        self._tell_aborted(reason)
 
     def close(self) -> None:
         """Hang up. Harmless when repeated."""
@@ -176,7 +184,26 @@ class Lead:
         for link in self._links.values():
             link.close()
 
+    def _told(self, done: Future[T], **content: Any) -> Future[T]:
+        """Return a future of the same result, of which the other ranks are told when it is waited for."""
+
+        def wait(timeout_s: float) -> T:
+            result = done.result(timeout_s)
+            for link in self._links.values():
+                link.send(self._number, **content)
+            return result
+
+        return _Later(wait)
+
+    def _tell_aborted(self, reason: str) -> None:
+        for link in self._links.values():
+            try:
+                link.send(self._number, aborted=reason)
+            except WeightSyncError as error:
+                logger.warning("weight sync: %s", error)
+
     def _await_others(self, deadline: Deadline) -> None:
+        self._deadline = deadline
         while missing := [rank for rank in self._others if rank not in self._links]:
             doing = f"rank {', '.join(map(str, missing))} of the engine has not come"
             self._listener.settimeout(deadline.remaining_s(doing))
@@ -184,28 +211,27 @@ class Lead:
                 connection, _ = self._listener.accept()
             except TimeoutError:
                 continue  # and `remaining_s` raises
-            self._welcome(connection, deadline, doing)
+            self._welcome(connection, doing)
 
-    def _welcome(self, connection: socket.socket, deadline: Deadline, doing: str) -> None:
+    def _welcome(self, connection: socket.socket, doing: str) -> None:
         _, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
         if uid != os.getuid():
             logger.warning("weight sync: turned a process of user %d away", uid)
             connection.close()
             return
         link = Link(connection, "a rank of the engine")
-        try:
-            rank = link.receive(0, deadline.remaining_s(doing))["rank"]
-        except TimeoutError:
-            raise deadline.passed(doing) from None
+        rank = self._receive(link, 0, doing)["rank"]
         link.other = f"rank {rank} of the engine"
         self._links[rank] = link
 
-    def _next(self, link: Link, deadline: Deadline, what: str) -> dict[str, Any]:
-        doing = f"waiting for {what} of {link.other}"
+    def _next(self, link: Link, what: str) -> dict[str, Any]:
+        return self._receive(link, self._number, f"waiting for {what} of {link.other}")
+
+    def _receive(self, link: Link, sync: int, doing: str) -> dict[str, Any]:
         try:
-            return link.receive(self._sync, deadline.remaining_s(doing))
+            return link.receive(sync, self._deadline.remaining_s(doing))
         except TimeoutError:
-            raise deadline.passed(doing) from None
+            raise self._deadline.passed(doing) from None
 
 
 class FellowRank:
@@ -223,7 +249,7 @@ class FellowRank:
     def __init__(
         self, address: str, rank: int, lead_rank: int, device: torch.device, *, bucket_bytes: int, timeout_s: float
     ) -> None:
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         connection.settimeout(_SEND_TIMEOUT_S)
         lead = f"rank {lead_rank}, which drives the engine,"
         try:
@@ -252,32 +278,32 @@ class FellowRank:
         """
         if self._sync is None:
             manifest = Manifest.build(specs, self._bucket_bytes, kept)
-            sender = CudaIpcSender(manifest, self._device)
-            self._sync = WeightSync(manifest, sender, [self], timeout_s=self._timeout_s)
+            self._sync = WeightSync(manifest, CudaIpcSender(manifest, self._device), self, timeout_s=self._timeout_s)
         return self._sync.push(version, weights)
 
     def weights_begin(self, manifest: Manifest, handle: dict[str, Any], version: int) -> Future[None]:
         """Offer this rank's buffers. The lead begins when it has those of all."""
         self._number += 1
         self._link.send(self._number, manifest=manifest.fingerprint, handle=handle)
-        return _done(None)
+        return _Later(lambda _: None)
 
     def weights_load(self, index: int) -> Future[None]:
         """Say that bucket `index` is written; done when the engine has loaded it."""
         self._link.send(self._number, published=index)
-        return _Answer(self._link, self._number, "loaded", index, None)
+        return _Later(partial(self._link.expect, self._number, loaded=index))
 
     def weights_commit(self) -> Future[list[ReceiverReport]]:
-        """Done when the engine serves the new version. The reports are the lead's."""
-        return _Answer(self._link, self._number, "committed", True, [])
+        """Return what is done when the engine serves the new version. The reports are the lead's."""
+
+        def wait(timeout_s: float) -> list[ReceiverReport]:
+            self._link.expect(self._number, timeout_s, committed=True)
+            return []
+
+        return _Later(wait)
 
     def weights_abort(self, reason: str) -> Future[None]:
         """Tell the lead that this rank has failed."""
-        try:
-            self._link.send(self._number, aborted=reason)
-        except WeightSyncError as error:
-            return _done(error)
-        return _done(None)
+        return _Later(lambda _: self._link.send(self._number, aborted=reason))
 
     def close(self) -> None:
         """Hang up and give the buffers back. Harmless when repeated."""
@@ -286,30 +312,14 @@ class FellowRank:
             self._sync.close()
 
 
-def _done(error: WeightSyncError | None) -> Future[None]:
-    """Return a future that is done, or has failed with `error`."""
-    future: Future[None] = Future()
-    if error is None:
-        future.set_result(None)
-    else:
-        future.set_exception(error)
-    return future
+class _Later(Future[T]):
+    """What `wait(timeout_s)` returns, called when somebody waits: answers come in the order of the questions."""
 
-
-class _Answer(Future[Any]):
-    """A line that the lead will send. It is read when it is waited for: answers come in the order of the questions."""
-
-    def __init__(self, link: Link, sync: int, key: str, value: Any, outcome: Any) -> None:
+    def __init__(self, wait: Callable[[float], T]) -> None:
         super().__init__()
-        self._link, self._number = link, sync
-        self._expected = (key, value)
-        self._outcome = outcome
+        self._wait = wait
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None) -> T:
         if not self.done():
-            key, value = self._expected
-            answer = self._link.receive(self._number, _SEND_TIMEOUT_S if timeout is None else timeout)
-            if answer.get(key) != value:
-                raise WeightSyncError(f"{self._link.other} answered {answer} where {key}={value} was expected")
-            self.set_result(self._outcome)
+            self.set_result(self._wait(_SEND_TIMEOUT_S if timeout is None else timeout))
         return super().result(0)

@@ -14,9 +14,9 @@ import torch
 from hrl.workers.rollout.scripted import DictWriter, Script
 from hrl.workers.weight_sync import cuda_ipc
 from hrl.workers.weight_sync.cuda_ipc import CudaIpcReader, CudaIpcSender
-from hrl.workers.weight_sync.engine_ranks import FellowRank, Lead
 from hrl.workers.weight_sync.receiver import WeightReceiver
-from hrl.workers.weight_sync.sender import WeightSync
+from hrl.workers.weight_sync.sender import SyncTarget, WeightSync
+from hrl.workers.weight_sync.tensor_parallel import FellowRank, Lead
 from hrl.workers.weight_sync.wire import Deadline, WeightSyncError
 from tests.workers.weight_sync.engine_processes import (
     BUCKET_BYTES,
@@ -48,10 +48,16 @@ def devices(monkeypatch) -> FakeDevices:
     return devices
 
 
+def lead_of(others: list[int], engine: SyncTarget, timeout_s: float = TIMEOUT_S) -> Lead:
+    lead = Lead(others, timeout_s)
+    lead.engine = engine
+    return lead
+
+
 def test_every_process_of_the_engine_reads_the_trainer_rank_on_its_own_gpu_whatever_each_sees(engine, devices):
-    lead = Lead([1])
+    lead = lead_of([1], engine)
     fellow, answers = start_fellow(lead, [1, 2])
-    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [engine], timeout_s=TIMEOUT_S, fellows=lead)
+    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), lead, timeout_s=TIMEOUT_S)
 
     for version in (1, 2):
         report = sync.push(version, weights(version))
@@ -66,9 +72,9 @@ def test_every_process_of_the_engine_reads_the_trainer_rank_on_its_own_gpu_whate
 
 
 def test_a_rank_that_dies_while_it_sends_is_named_at_once_and_the_engine_is_told(engine, devices):
-    lead = Lead([1])
+    lead = lead_of([1], engine)
     fellow, _ = start_fellow(lead, [3], dies_at="layers.4.weight")  # in a bucket that waits for the engine
-    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [engine], timeout_s=TIMEOUT_S, fellows=lead)
+    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), lead, timeout_s=TIMEOUT_S)
     seen = []
 
     with pytest.raises(WeightSyncError, match="rank 1 of the engine is gone"):
@@ -112,9 +118,9 @@ class Pair:
     """A lead and one fellow, each in a thread."""
 
     def __init__(self, devices: FakeDevices, timeout_s: float = TIMEOUT_S) -> None:
-        self.lead = Lead([1])
+        self.lead = lead_of([1], InProcess(), timeout_s)
         sender = CudaIpcSender(MANIFEST, devices.current())
-        self.sync = WeightSync(MANIFEST, sender, [InProcess()], timeout_s=timeout_s, fellows=self.lead)
+        self.sync = WeightSync(MANIFEST, sender, self.lead, timeout_s=timeout_s)
         self.fellow = fellow_of(self.lead, timeout_s=timeout_s)
 
     def push(self, version: int, lead_sends, fellow_sends) -> tuple[str | None, str | None]:
@@ -164,9 +170,9 @@ def test_a_sync_that_the_lead_cannot_begin_ends_for_the_others_too_and_is_not_co
 
 
 def test_a_rank_that_never_comes_is_named_at_the_deadline(devices):
-    lead = Lead([1, 2])
+    lead = lead_of([1, 2], InProcess(), 0.5)
     fellow = fellow_of(lead, rank=2)
-    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), [InProcess()], timeout_s=0.5, fellows=lead)
+    sync = WeightSync(MANIFEST, CudaIpcSender(MANIFEST, devices.current()), lead, timeout_s=0.5)
     started = time.monotonic()
 
     with pytest.raises(WeightSyncError, match=r"longer than 0\.5 s .*at: rank 1 of the engine has not come"):
@@ -199,7 +205,7 @@ def test_a_rank_that_stops_half_way_is_named_with_the_bucket_that_is_awaited(dev
 
 
 def test_a_lead_that_is_gone_is_named(devices):
-    lead = Lead([1])
+    lead = Lead([1], TIMEOUT_S)
     fellow = fellow_of(lead)
     lead._await_others(Deadline(5, "test"))
     lead.close()
