@@ -13,8 +13,7 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.section import Section, WholeConfig, leaves
-from hrl.verl.keys import REF
+from hrl.config.section import REF, Section, WholeConfig, leaves
 
 
 class Fact(NamedTuple):

@@ -10,7 +10,7 @@ primary files, and apply to hrl's own model and rows only: a run on anything els
 import argparse
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,9 +28,9 @@ from hrl.config.load import option_problem, validate_kind
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import PPO, C, RunKind, config_folder
 from hrl.config.section import Get, Section, WholeConfig, flatten, leaves, unflatten
+from hrl.config.spellings import ONLY_FSDP2, OTHER_ENGINES
 from hrl.errors import ConfigError, Problem, Reason
 from hrl.nearest import did_you_mean
-from hrl.verl.keys import ONLY_FSDP2, OTHER_ENGINES
 
 QUICKSTART = "quickstart"
 """The group of YAML files; a kind's file has the kind's name."""
@@ -46,53 +46,30 @@ YOURS = "yours"
 """The origin of values from the command line or from the user's own YAML file."""
 
 
-@dataclass
-class _Composition:
-    """The values that files and command line give, before validation.
-
-    Attributes:
-        values: Dotted key → value, interpolations resolved.
-        origins: Dotted key → who set it: `YOURS`, or a chosen file such as `recipe=ppo`; other keys have their default.
-        problems: Values that could not be read.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    origins: dict[str, str] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class _Options:
     """A command line, taken apart.
 
     Attributes:
-        config_path: Folder of the primary YAML file; None for hrl's own.
         config_name: Name of the primary YAML file, without the suffix.
-        config_dir: An additional folder to look for groups in.
+        folders: All folders with YAML files, that of the primary file first.
+        missing: Problems of options that name no folder.
         overrides: The remaining arguments, to be read as `key=value`.
         help: Whether `--help` was given.
         cfg: Whether `--cfg` was given.
     """
 
-    config_path: Path | None
     config_name: str
-    config_dir: Path | None
-    overrides: tuple[str, ...]
-    help: bool = False
-    cfg: bool = False
+    folders: list[Path]
+    missing: list[Problem]
+    overrides: list[str]
+    help: bool
+    cfg: bool
 
     @property
     def own_file(self) -> Path | None:
         """The primary YAML file if it is the user's own, else None."""
-        file = self.folders[0] / f"{self.config_name}.yaml"
-        return None if file.parent == config_folder() else file
-
-    @property
-    def folders(self) -> list[Path]:
-        """All folders with YAML files, that of the primary file first."""
-        primary = self.config_path or config_folder()
-        more = [self.config_dir] if self.config_dir else []
-        return list(dict.fromkeys([primary, *more, config_folder()]))
+        return None if self.folders[0] == config_folder() else self.folders[0] / f"{self.config_name}.yaml"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,11 +99,11 @@ def compose_kind(kind: RunKind[C], argv: Sequence[str]) -> C:
     options = _parse_options(argv, kind.config_name)
     if options.help:
         _answer(run_help(kind=kind))
-    composition = _compose_tree(options, kind)
-    config = validate_kind(kind, composition.values, tuple(composition.problems))
+    values, origins, problems = _compose_values(options, kind)
+    config = validate_kind(kind, values, problems)
     if options.cfg:
         _answer(to_yaml(config))
-    return config.with_origins(composition.origins)
+    return config.with_origins(origins)
 
 
 def config_problems(kind: RunKind[WholeConfig], argv: Sequence[str]) -> tuple[Problem, ...]:
@@ -155,7 +132,7 @@ def _answer(text: str) -> NoReturn:
 
 
 def _parse_options(argv: Sequence[str], config_name: str) -> _Options:
-    """Split a command line into options and overrides; `--config-path` is relative to the working folder.
+    """Split a command line into options and overrides; folders are relative to the working folder.
 
     Raises:
         ConfigError: An option lacks its value.
@@ -171,12 +148,21 @@ def _parse_options(argv: Sequence[str], config_name: str) -> _Options:
     own = name == config_name or any(engine in name for engine in OTHER_ENGINES)
     if own and str(known.config_path) in _BESIDE_THE_PROGRAM and not known.config_path.is_dir():
         known.config_path = None
-    rest = list(_with_their_values(rest))
+    named = {"--config-path": known.config_path, "--config-dir": known.config_dir}
+    folders = {option: folder.resolve() for option, folder in named.items() if folder is not None}
+    hint = "It is relative to the working folder; without it the files are hrl's own."
+    missing = [
+        Problem(option, f"names {folder}, which is no folder here.", hint, reason=Reason.UNREADABLE)
+        for option, folder in folders.items()
+        if not folder.is_dir()
+    ]
     return _Options(
-        config_path=known.config_path.resolve() if known.config_path else None,
         config_name=name,
-        config_dir=known.config_dir.resolve() if known.config_dir else None,
-        overrides=tuple(rest),
+        folders=list(
+            dict.fromkeys([folders.pop("--config-path", config_folder()), *folders.values(), config_folder()])
+        ),
+        missing=missing,
+        overrides=list(_with_their_values(rest)),
         help=known.help,
         cfg=known.cfg is not None,
     )
@@ -195,27 +181,39 @@ def _with_their_values(arguments: Sequence[str]) -> Iterator[str]:
         yield text
 
 
-def _compose_tree(options: _Options, kind: RunKind[WholeConfig]) -> _Composition:
+def _compose_values(
+    options: _Options, kind: RunKind[WholeConfig]
+) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
     """Compose the YAML files and apply the overrides, collecting problems instead of stopping at the first.
 
     hrl's own model and rows get the quickstart's values, unless another YAML file or a quickstart was chosen.
+
+    Returns:
+        Dotted key → value, interpolations resolved; dotted key → who set it (`YOURS`, or a chosen file such as
+        `recipe=ppo`) for keys that are not at their default; and what could not be read.
     """
-    composition = _Composition()
-    problems = composition.problems
+    problems = list(options.missing)
     choices: dict[str, str] = {}
     overrides: list[Override] = []
     for text in options.overrides:
         override = option_problem(text, kind) if text.startswith("-") else _read_override(text)
         if isinstance(override, Problem):
             problems.append(override)
-        elif group := _group_options(options.folders, override.key_or_group, kind):
-            problem = _choice_problem(override, group)
-            problems += [problem] if problem else []
-            choices |= {} if problem else {override.key_or_group: text.lstrip("+")}
+        elif group := _choices_of(override.key_or_group, options.folders, kind):
+            choice = override.value()
+            if choice is None or choice in group:
+                choices[override.key_or_group] = text.lstrip("+")
+            else:
+                hint = did_you_mean(str(choice), group, f"Choose one of {', '.join(group)}.")
+                problems.append(Problem(override.key_or_group, f"has no choice {choice!r}.", hint))
+        elif override.key_or_group in PPO.help.groups:
+            hint = f"Remove it; `{kind.check} --help` shows what there is to choose."
+            problems.append(Problem(override.key_or_group, "is a choice of PPO runs.", hint))
         else:
             overrides.append(override)
     asked = choices.pop(QUICKSTART, None)
-    tree, files = _compose_files(options, list(choices.values()), problems)
+    composed = None if options.missing else _compose_files(options, list(choices.values()), problems)
+    tree, files = composed or (OmegaConf.create({}), {})
     for override in overrides:
         problem = _apply_override(tree, override, kind.schema)
         problems += [problem] if problem else []
@@ -225,19 +223,29 @@ def _compose_tree(options: _Options, kind: RunKind[WholeConfig]) -> _Composition
     origins |= dict.fromkeys((present(override.key_or_group) for override in overrides), YOURS)
     meant = {present(key): value for key, value in values.items()}
     removed = [present(override.key_or_group) for override in overrides if override.is_delete()]
-    if asked == _origin(kind) or (asked is None and options.own_file is None and _is_the_quickstarts_task(kind, meant)):
+    quickstart = _quickstart_of(kind)
+    if asked == quickstart or (asked is None and options.own_file is None and _is_the_quickstarts_task(kind, meant)):
         for key, value in _values_of(config_folder() / QUICKSTART / f"{kind.name}.yaml", kind).items():
             if key not in meant and not any(f"{key}.".startswith(f"{gone}.") for gone in removed):
-                values[key], origins[key] = value, _origin(kind)
+                values[key], origins[key] = value, quickstart
     for key in _without_its_critic(kind, values, origins):  # before the estimator is derived from it
         del values[key], origins[key]
     values = _resolve(values, kind, problems)
-    for key in _without_its_validation(kind, values, origins):
-        del values[key], origins[key]
-    if not any(problem.key in (TRAIN_FILES, f"{options.config_name}.yaml") for problem in problems):
-        problems += _missing_rows(kind, values, origins)
-    composition.values, composition.origins = values, origins
-    return composition
+    rows = leaves(kind.schema)[TRAIN_FILES].plain
+    if (
+        origins.get(_TEST_FREQ) == quickstart
+        and _VAL_FILES not in values
+        and _as_list(values.get(TRAIN_FILES, rows)) != rows
+    ):
+        del values[_TEST_FREQ], origins[_TEST_FREQ]  # its validation rows belong to its training rows
+    is_open = composed is not None and all(problem.key != TRAIN_FILES for problem in problems)
+    if is_open and TRAIN_FILES not in values and quickstart not in origins.values():
+        hint = (
+            f"Name yours, e.g. {TRAIN_FILES}=train.parquet; or add {quickstart}, which brings bundled rows and "
+            "settings for a small model."
+        )
+        problems.append(Problem(TRAIN_FILES, "is not set.", hint))
+    return values, origins, problems
 
 
 def _values_of(file: Path, kind: RunKind[WholeConfig]) -> dict[str, Any]:
@@ -246,44 +254,27 @@ def _values_of(file: Path, kind: RunKind[WholeConfig]) -> dict[str, Any]:
     return dict(flatten({name: value for name, value in tree.items() if name != "defaults"}, kind.schema))
 
 
-def _group_options(folders: Sequence[Path], name: str, kind: RunKind[WholeConfig]) -> list[str]:
-    """Return the YAML files of the group `name` that suit the kind of run; empty if no folder has the group."""
+def _choices_of(name: str, folders: Sequence[Path], kind: RunKind[WholeConfig]) -> list[str]:
+    """Return the YAML files of the group `name` that suit the kind of run; empty if it has no such group."""
     if name == QUICKSTART:
         return [kind.name]
     if "." in name:
         return []
-    found = {path.stem for folder in folders for path in (folder / name).glob("*.yaml")}
-    return sorted(found)
-
-
-def _choice_problem(override: Override, group: list[str]) -> Problem | None:
-    choice = override.value()
-    if choice is None or choice in group:
-        return None
-    hint = did_you_mean(str(choice), group, f"Choose one of {', '.join(group)}.")
-    return Problem(override.key_or_group, f"has no choice {choice!r}.", hint)
+    suitable = [folder for folder in folders if folder != config_folder() or name in kind.help.groups]
+    return sorted({path.stem for folder in suitable for path in (folder / name).glob("*.yaml")})
 
 
 def _compose_files(
     options: _Options, choices: Sequence[str], problems: list[Problem]
-) -> tuple[DictConfig, dict[Path, str]]:
-    """Compose the primary file and its groups with hydra; on failure return an empty tree and record a problem.
+) -> tuple[DictConfig, dict[Path, str]] | None:
+    """Compose the primary file and its groups with hydra; on failure return None and record a problem.
 
     Returns:
-        The tree, and the files with values of a run that went into it, each with its name in `_Composition.origins`.
+        The tree, and the files with values of a run that went into it, each with the origin of its values.
     """
     primary, *others = options.folders
-    named = {"--config-path": primary, "--config-dir": options.config_dir}
-    missing = {option: folder for option, folder in named.items() if folder is not None and not folder.is_dir()}
-    for option, folder in missing.items():
-        what = f"names {folder}, which is no folder here."
-        hint = "It is relative to the working folder; without it the files are hrl's own."
-        problems.append(Problem(option, what, hint, reason=Reason.UNREADABLE))
-    if missing:
-        return OmegaConf.create({}), {}
     search_path = ",".join(f"'file://{folder}'" for folder in others)
     overrides = [f"hydra.searchpath=[{search_path}]", *choices]
-    files: dict[Path, str] = {}
     try:
         with initialize_config_dir(str(primary), version_base="1.3"):
             try:
@@ -294,22 +285,21 @@ def _compose_files(
                 # The primary file has no place for the group: a user's own YAML without hrl's defaults list.
                 added = [overrides[0], *(f"+{choice}" for choice in choices)]
                 tree = compose(options.config_name, added, return_hydra_config=True)
-        chosen = tree.hydra.runtime.choices
-        files = {
-            folder / group / f"{choice}.yaml": f"{group}={choice}"
-            for group, choice in sorted(chosen.items(), key=lambda item: item[0] != QUICKSTART)  # the others win
-            for folder in options.folders
-            if (folder / group / f"{choice}.yaml").is_file()
-        }
-        if options.own_file is not None:
-            files[options.own_file] = YOURS
-        OmegaConf.set_struct(tree, False)
-        del tree["hydra"]
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         problems.append(_composition_problem(options, "; ".join(lines[:3])))
-        tree = OmegaConf.create({})
+        return None
+    chosen = tree.hydra.runtime.choices
+    files = {
+        folder / group / f"{choice}.yaml": f"{group}={choice}"
+        for group, choice in sorted(chosen.items(), key=lambda item: item[0] != QUICKSTART)  # the others win
+        for folder in options.folders
+        if (folder / group / f"{choice}.yaml").is_file()
+    }
+    if options.own_file is not None:
+        files[options.own_file] = YOURS
     OmegaConf.set_struct(tree, False)
+    del tree["hydra"]
     return tree, files
 
 
@@ -325,7 +315,7 @@ def _composition_problem(options: _Options, message: str) -> Problem:
 def _resolve(given: Mapping[str, Any], kind: RunKind[WholeConfig], problems: list[Problem]) -> dict[str, Any]:
     """Resolve interpolations, which may also refer to keys left at their default."""
     values = dict(given)
-    open_values = {key: value for key, value in values.items() if "${" in str(value)}
+    open_values = [key for key, value in values.items() if "${" in str(value)]
     if open_values:
         get = Get(values, kind.schema)
         whole = OmegaConf.create(unflatten({**{key: get(key) for key in leaves(kind.schema)}, **values}))
@@ -350,7 +340,7 @@ def _read_override(text: str) -> Override | Problem:
     that string: `data.train_files=reasoning_gym:gsm_symbolic?size=100&seed=1` needs no inner quotes.
     """
     key, equals, value = text.partition("=")
-    if not equals and not key.startswith("~"):
+    if not key.strip("+~") or (not equals and not key.startswith("~")):
         return Problem(text, "is no override.", "Write key=value.", reason=Reason.UNREADABLE)
     try:
         return _checked(_PARSER.parse_override(text), text)
@@ -410,39 +400,18 @@ def _is_the_quickstarts_task(kind: RunKind[WholeConfig], values: Mapping[str, An
     return not isinstance(held_out, list) or all(str(source).startswith(_BUNDLED) for source in held_out)
 
 
-def _without_its_validation(
-    kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]
-) -> set[str]:
-    """Return the quickstart's keys that need its validation rows, if a run trains on other rows without naming any."""
-    default = leaves(kind.schema)[TRAIN_FILES].plain
-    own_rows = _as_list(values.get(TRAIN_FILES, default)) != default
-    lonely = own_rows and _VAL_FILES not in values and origins.get(_TEST_FREQ) == _origin(kind)
-    return {_TEST_FREQ} if lonely else set()
-
-
 def _without_its_critic(kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]) -> set[str]:
     """Return the quickstart's `critic.*` keys if nothing else asks for a critic; they would make gae the estimator."""
     settings = {key: value for key, value in values.items() if key.startswith("critic.")}
-    its_own = {key for key in settings if origins.get(key) == _origin(kind)}
+    its_own = {key for key in settings if origins.get(key) == _quickstart_of(kind)}
     estimator = values.get("algorithm.adv_estimator")
     is_estimators = isinstance(estimator, str) and estimator_traits(estimator).needs_critic
     is_asked_for = any(settings[key] not in (None, False) for key in settings.keys() - its_own)
     return set() if is_estimators or is_asked_for else its_own
 
 
-def _missing_rows(
-    kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]
-) -> Iterator[Problem]:
-    """Report that a run other than the quickstart names no training rows."""
-    if TRAIN_FILES not in values and _origin(kind) not in origins.values():
-        hint = (
-            f"Name yours, e.g. {TRAIN_FILES}=train.parquet; or add {_origin(kind)}, which brings bundled rows and "
-            "settings for a small model."
-        )
-        yield Problem(TRAIN_FILES, "is not set.", hint)
-
-
-def _origin(kind: RunKind[WholeConfig]) -> str:
+def _quickstart_of(kind: RunKind[WholeConfig]) -> str:
+    """Return the argument that asks for the quickstart, which is also the origin of its values."""
     return f"{QUICKSTART}={kind.name}"
 
 

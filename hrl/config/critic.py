@@ -6,8 +6,7 @@ from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hrl.algos.registry import AGGREGATION_NAMES
 from hrl.config.model import BackboneConfig, FsdpConfig, OptimConfig, packs_as_the_actor
-from hrl.config.section import NameOf, Section, Unit, follows, section
-from hrl.verl.keys import ACTOR, MODEL
+from hrl.config.section import ACTOR, MODEL, NameOf, Section, Unit, follows, section
 
 
 class CriticModelConfig(BackboneConfig):

@@ -1,6 +1,7 @@
 """From a composed tree to a valid configuration, or one error that lists everything that is wrong with it."""
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -10,10 +11,9 @@ from pydantic_core import ErrorDetails
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import PPO, C, RunKind
 from hrl.config.section import Get, Section, WholeConfig, flatten, leaves, sections, unflatten
-from hrl.config.spellings import Synonym, lookup
+from hrl.config.spellings import Synonym, Verdict, lookup
 from hrl.errors import ConfigError, Problem, Reason
 from hrl.nearest import did_you_mean, edit_distance, nearest
-from hrl.verl.keys import Conversion, Verdict
 
 _POLICY = "actor_rollout_ref"
 _FEW_KEYS = 12
@@ -43,7 +43,7 @@ def load_kind(kind: RunKind[C], tree: DictConfig | Mapping[str, Any] | WholeConf
     return validate_kind(kind, dict(flatten(plain, kind.schema)))
 
 
-def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Problem, ...] = ()) -> C:
+def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: Sequence[Problem] = ()) -> C:
     """Validate dotted keys.
 
     Args:
@@ -57,10 +57,9 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Pr
     values, found, remarks = _translate(given, kind)
     found = [*problems, *found]
     doubtful = {key for problem in found for key in (problem.key, *problem.involves)}
-    given_keys = frozenset(values)
     config, wrong = _build(values, kind.schema)
     # A wrong value also fails in the defaults derived from it; report it only where it was written.
-    found += [problem for problem in wrong if _was_given(problem.key, given_keys)]
+    found += [problem for problem in wrong if any(_overlap(problem.key, key) for key in values)]
     doubtful.update(problem.key for problem in wrong)
     for rule in kind.rules:
         sound = [problem for problem in rule(config) if doubtful.isdisjoint((problem.key, *problem.involves))]
@@ -71,13 +70,12 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: tuple[Pr
     return config.with_remarks(*remarks) if remarks else config
 
 
-def _was_given(key: str, given: frozenset[str]) -> bool:
-    return any(other == key or other.startswith(f"{key}.") or key.startswith(f"{other}.") for other in given)
+def _overlap(key: str, other: str) -> bool:
+    """Return whether two keys are the same, or one is a section that holds the other."""
+    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
 
 
-def _translate(
-    given: Mapping[str, Any], kind: RunKind[WholeConfig]
-) -> tuple[dict[str, Any], list[Problem], tuple[str, ...]]:
+def _translate(given: Mapping[str, Any], kind: RunKind[WholeConfig]) -> tuple[dict[str, Any], list[Problem], list[str]]:
     """Translate every key to its name in the schema; report those without one.
 
     Returns:
@@ -87,9 +85,8 @@ def _translate(
     values: dict[str, Any] = {}
     spelt: dict[str, str] = {}
     problems: list[Problem] = []
-    second_spellings: list[tuple[str, str, Any]] = []
-    conversions: list[tuple[str, Conversion, Any]] = []
-    without_effect: list[tuple[str, Any, Verdict]] = []
+    remarks: list[str] = []
+    others: list[tuple[str, str, Any]] = []
     for written, value in given.items():
         if _names_a_class_of_verl(written, value):
             continue
@@ -98,61 +95,54 @@ def _translate(
             continue
         lacking = spellings.values.get((key, value)) if isinstance(value, str) else None
         if lacking is not None:
-            problems.append(Problem(written, f"can't be {_show(value)} here:", lacking.hint, reason=lacking.reason))
-        elif key in spellings.must_equal:
-            second_spellings.append((written, spellings.must_equal[key], value))
-        elif key in spellings.converted:
-            conversions.append((written, spellings.converted[key], value))
-        elif key not in spellings.outside and _is_schema_key(key, kind.schema):
-            if key in values and values[key] != value:
-                problems.append(_contradiction(written, value, spelt[key], values[key], key))
-            values[key], spelt[key] = value, written
-        elif (entry := lookup(spellings.outside, key)) is None:
-            problems.append(_unknown(written, key, kind))
-        elif entry[1].is_same(value):
-            pass
-        elif entry[1].is_noted(value):
-            without_effect.append((written, value, entry[1]))
+            problems.append(_refusal(written, value, lacking))
+        elif key in spellings.outside or not _is_schema_key(key, kind.schema):
+            others.append((written, key, value))
         else:
-            problems.append(_refusal(written, value, entry[1], _of_the_policy(key, kind)))
+            if key in values and values[key] != value:
+                what = f"is {value!r}, but {spelt[key]} is {values[key]!r}; both mean {key}."
+                hint = f"Set {key} alone."
+                problems.append(Problem(written, what, hint, involves=(key,), reason=Reason.ALTERNATIVE))
+            values[key], spelt[key] = value, written
 
     value_of = Get(values, kind.schema)
-    for written, key, value in second_spellings:
-        if value is not None and value != value_of(key):
-            what = f"is {value!r}, but {key} is {value_of(key)!r}."
-            hint = f"Set {key} alone."
-            problems.append(Problem(written, what, hint, involves=(key,), reason=Reason.ALTERNATIVE))
-    converted: list[str] = []
-    for written, conversion, value in conversions:
-        result = {} if value is None else conversion.convert(value, value_of)
-        if result is None:
-            hint = f"{_capitalised(conversion.instead)}."
-            problems.append(Problem(written, f"can't be {_show(value)} here.", hint, reason=Reason.ALTERNATIVE))
-        elif result:
-            values |= result
-            read_as = ", ".join(f"{key}={_show(other)}" for key, other in result.items())
-            converted.append(f"{written}={_show(value)} is read as {read_as}.")
-    for verdict in dict.fromkeys(verdict for _, _, verdict in without_effect if verdict.beside):
-        if values.get(str(verdict.beside)) is not None:
-            of_verdict = [item for item in without_effect if item[2] is verdict]
-            without_effect = [item for item in without_effect if item[2] is not verdict]
+    taken: dict[str, list[tuple[str, Any, Verdict]]] = {}
+    for written, key, value in others:
+        if same := spellings.must_equal.get(key):
+            if value is not None and value != value_of(same):
+                what = f"is {value!r}, but {same} is {value_of(same)!r}."
+                hint = f"Set {same} alone."
+                problems.append(Problem(written, what, hint, involves=(same,), reason=Reason.ALTERNATIVE))
+        elif conversion := spellings.converted.get(key):
+            result = {} if value is None else conversion.convert(value, value_of)
+            if result is None:
+                hint = f"{_capitalised(conversion.instead)}."
+                problems.append(Problem(written, f"can't be {_show(value)} here.", hint, reason=Reason.ALTERNATIVE))
+            elif result:
+                values |= result
+                read_as = ", ".join(f"{key}={_show(other)}" for key, other in result.items())
+                remarks.append(f"{written}={_show(value)} is read as {read_as}.")
+        elif (entry := lookup(spellings.outside, key)) is None:
+            problems.append(_unknown(written, key, kind))
+        elif entry[1].is_taken(value) and not entry[1].is_same(value):
+            taken.setdefault(entry[1].says, []).append((written, value, entry[1]))
+        elif not entry[1].is_same(value):
+            problems.append(_refusal(written, value, entry[1], _of_the_policy(key, kind)))
+    without_effect = []
+    for says, of_verdict in taken.items():
+        if (beside := of_verdict[0][2].beside) and values.get(beside) is not None:
             problems.append(_refusal(*of_verdict[0]))
-    return values, problems, (*converted, *_taken_without_effect(without_effect))
+        else:
+            keys = ", ".join(f"{written}={_show(value)}" for written, value, _ in of_verdict)
+            without_effect.append(f"{keys} ({says})")
+    if without_effect:
+        remarks.append(f"taken without effect: {'; '.join(without_effect)}.")
+    return values, problems, remarks
 
 
 def _names_a_class_of_verl(key: str, value: object) -> bool:
     """Return whether this is a `_target_` key, which names the class of a section in verl's YAML files."""
     return key.rpartition(".")[2] == "_target_" and str(value).startswith("verl.")
-
-
-def _taken_without_effect(taken: Iterable[tuple[str, Any, Verdict]]) -> Iterator[str]:
-    """Yield one line that lists the keys that have no effect, with what hrl does instead."""
-    by_reason: dict[str, list[str]] = {}
-    for written, value, verdict in taken:
-        by_reason.setdefault(verdict.says, []).append(f"{written}={_show(value)}")
-    if by_reason:
-        listed = "; ".join(f"{', '.join(keys)} ({says})" for says, keys in by_reason.items())
-        yield f"taken without effect: {listed}."
 
 
 def _is_schema_key(key: str, root: type[Section]) -> bool:
@@ -162,13 +152,8 @@ def _is_schema_key(key: str, root: type[Section]) -> bool:
     return key in leaves(root) or key in sections(root) or any(prefix in leaves(root) for prefix in above)
 
 
-def _contradiction(written: str, value: object, other: str, other_value: object, key: str) -> Problem:
-    what = f"is {value!r}, but {other} is {other_value!r}; both mean {key}."
-    return Problem(written, what, f"Set {key} alone.", involves=(key,), reason=Reason.ALTERNATIVE)
-
-
 def _refusal(written: str, value: object, verdict: Verdict, or_meant: str | None = None) -> Problem:
-    what = f"can't be {_show(value)} here:" if verdict.same or verdict.noted else "has no counterpart in hrl:"
+    what = f"can't be {_show(value)} here:" if verdict.same or verdict.taken else "has no counterpart in hrl:"
     hint = verdict.hint if or_meant is None else f"{verdict.hint} Or did you mean {or_meant}?"
     return Problem(written, what, hint, reason=verdict.reason)
 
@@ -258,12 +243,8 @@ def _build(values: Mapping[str, Any], root: type[C]) -> tuple[C, list[Problem]]:
     for detail in details:
         key = ".".join(_key_path(detail, root))
         each = detail["input"] if detail["type"] == "not_registered" else None  # of a list, every unknown name
-        problems.setdefault((key, each), _field_problem(key, detail, root))
-    sound = {
-        key: value
-        for key, value in values.items()
-        if not any(key == bad or key.startswith(f"{bad}.") or bad.startswith(f"{key}.") for bad, _ in problems)
-    }
+        problems.setdefault((key, each), _field_problem(key, detail))
+    sound = {key: value for key, value in values.items() if not any(_overlap(key, bad) for bad, _ in problems)}
     return root.model_validate(unflatten(sound)), list(problems.values())
 
 
@@ -289,7 +270,7 @@ _EXPECTED = {
 }
 
 
-def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Problem:
+def _field_problem(key: str, detail: ErrorDetails) -> Problem:
     """Rephrase an error of pydantic for the user."""
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     where = ".".join(map(str, detail["loc"])).removeprefix(key).strip(".")
@@ -298,7 +279,9 @@ def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Probl
         hint = did_you_mean(str(value), context["known"], f"Known: {', '.join(context['known'])}.")
         return Problem(key, f"names {value!r}, which nothing is registered under.", hint)
     if kind == "literal_error":
-        return _choice_problem(key, item, value, root)
+        choices = re.findall(r"'([^']*)'", context["expected"])
+        hint = did_you_mean(str(value), choices, f"Choose one of {', '.join(choices)}.")
+        return Problem(key, f"{item}can't be {_show(value)}.", hint)
     if kind in _EXPECTED and value == "":
         what = f"{item}is empty, expected {_EXPECTED[kind]}."
         return Problem(key, what, "Give it a value, or leave the key out.", reason=Reason.UNREADABLE)
@@ -313,20 +296,6 @@ def _field_problem(key: str, detail: ErrorDetails, root: type[Section]) -> Probl
         if name in context:
             return Problem(key, f"{item}is {_show(value)}, must be {words} {context[name]}.")
     return Problem(key, f"{item}is {_show(value)}: {detail['msg'].lower()}.")
-
-
-def _choice_problem(key: str, item: str, value: object, root: type[Section]) -> Problem:
-    choices = [str(choice) for choice in _literals(leaves(root)[key].field.annotation)]
-    hint = did_you_mean(str(value), choices, f"Choose one of {', '.join(choices)}.")
-    return Problem(key, f"{item}can't be {_show(value)}.", hint)
-
-
-def _literals(annotation: Any) -> Iterator[Any]:
-    for argument in getattr(annotation, "__args__", ()):
-        if isinstance(argument, str | int):
-            yield argument
-        elif argument is not type(None):
-            yield from _literals(argument)
 
 
 def _show(value: object) -> str:

@@ -4,8 +4,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 
-from hrl.config.section import Derive, Get, MinusOneOrMore, Section, Unit, UnitInterval, follows
-from hrl.verl.keys import ACTOR
+from hrl.config.section import ACTOR, Derive, Get, MinusOneOrMore, Section, Unit, UnitInterval, follows
 
 _LONG_NAMES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _SHORT_NAMES = {"bfloat16": "bf16", "float32": "fp32"}

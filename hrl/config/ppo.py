@@ -10,9 +10,8 @@ from hrl.config.critic import CriticConfig
 from hrl.config.data import DataConfig
 from hrl.config.model import LogProbConfig
 from hrl.config.reward import RewardConfig
-from hrl.config.section import WholeConfig, section
+from hrl.config.section import ACTOR, REF, RM, ROLLOUT, WholeConfig, section
 from hrl.config.trainer import TrainerConfig
-from hrl.verl.keys import ACTOR, REF, RM, ROLLOUT
 
 
 class MicroBatches(NamedTuple):

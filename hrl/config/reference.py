@@ -8,7 +8,7 @@ import json
 import sys
 import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -16,9 +16,7 @@ from pydantic.fields import FieldInfo
 
 from hrl.config.run_kind import OFFLINE_KINDS, PPO, RunKind
 from hrl.config.section import Leaf, NameOf, Section, WholeConfig, leaves, section_of, sections
-from hrl.config.spellings import PPO_SYNONYMS
-from hrl.errors import Reason
-from hrl.verl.keys import CONVERTED, MUST_EQUAL, OUTSIDE, RENAMED, VALUES, Verdict
+from hrl.config.spellings import PPO_SPELLINGS, Verdict
 
 _HEAD = """\
 # Configuration
@@ -211,54 +209,51 @@ def _annotation_in_words(annotation: Any) -> str:
 
 
 def _compatibility() -> Iterator[str]:
+    spellings = PPO_SPELLINGS
     yield "## Coming from verl\n"
     yield "A launch script ports by changing `verl` to `hrl`. The keys below are the exceptions.\n"
     yield "### Other spellings that are understood\n"
     yield "| key | is read as |\n| --- | --- |"
-    yield from (f"| `{old}` | `{new}` |" for old, new in RENAMED.items() if _ends_here(new))
-    yield from (f"| `{key}` | {_cell(conversion.says)} |" for key, conversion in CONVERTED.items())
+    ends = {*leaves(PPO.schema), *sections(PPO.schema)}
+    # A renaming that leads to another key of verl is left out.
+    yield from (f"| `{old}` | `{new}` |" for old, new in spellings.renamed.items() if new.removesuffix(".*") in ends)
+    yield from (f"| `{key}` | {_cell(conversion.says)} |" for key, conversion in spellings.converted.items())
     yield "\n### Second spellings of one value\n"
     yield "Accepted when they agree with the key they repeat.\n"
     yield "| key | must equal |\n| --- | --- |"
-    yield "\n".join(f"| `{key}` | `{other}` |" for key, other in MUST_EQUAL.items()) + "\n"
+    yield "\n".join(f"| `{key}` | `{other}` |" for key, other in spellings.must_equal.items()) + "\n"
     yield "### Taken without effect\n"
     yield "They affect how fast a run is, not what it learns. One line of `hrl check` and of the banner lists them.\n"
     yield "| keys | with the values | what hrl does |\n| --- | --- | --- |"
-    for verdict, keys in _by_verdict():
-        if verdict.noted or verdict.noted is None:
-            taken = "all" if verdict.noted is None else _values((*verdict.same, *verdict.noted))
-            yield f"| {keys} | {taken} | {_cell(verdict.says)} |"
+    by_verdict = [(verdict, keys, [*verdict.same, *verdict.taken]) for verdict, keys in _by_verdict(spellings.outside)]
+    for verdict, keys, accepted in by_verdict:
+        if verdict.taken:
+            yield f"| {keys} | {'all' if verdict.taken == 'all' else _values(accepted)} | {_cell(verdict.says)} |"
     yield "\n### What is refused\n"
     yield "Values other than the accepted ones; absent features are marked.\n"
     yield "| keys | accepted | otherwise |\n| --- | --- | --- |"
-    for verdict, keys in _by_verdict():
-        accepted = (*verdict.same, *(verdict.noted or ()))
+    for verdict, keys, accepted in by_verdict:
         either_way = any(value is True for value in accepted) and any(value is False for value in accepted)
-        if verdict.noted is not None and not either_way:
+        if verdict.taken != "all" and not either_way:
             yield f"| {keys} | {_values(accepted)} | {_refusal(verdict)} |"
-    for (key, value), verdict in VALUES.items():
+    for (key, value), verdict in spellings.values.items():
         yield f"| `{key}={value}` | | {_refusal(verdict)} |"
     yield "\n## Coming from TRL or OpenRLHF\n"
     yield "Their names are not accepted; the error says what to write instead.\n"
     yield "| name | here | |\n| --- | --- | --- |"
-    yield from (f"| `{name}` | `{other.key}` | {_cell(other.but)} |" for name, other in PPO_SYNONYMS.items())
+    yield from (f"| `{name}` | `{other.key}` | {_cell(other.but)} |" for name, other in spellings.synonyms.items())
 
 
-def _by_verdict() -> Iterator[tuple[Verdict, str]]:
-    """Yield every verdict once, with all keys that it applies to."""
+def _by_verdict(outside: Mapping[str, Verdict]) -> list[tuple[Verdict, str]]:
+    """Return every verdict once, with all keys that it applies to."""
     keys: dict[str, tuple[Verdict, list[str]]] = {}
-    for key, verdict in OUTSIDE.items():
+    for key, verdict in outside.items():
         keys.setdefault(repr(verdict), (verdict, []))[1].append(f"`{key}`")
-    return ((verdict, ", ".join(names)) for verdict, names in keys.values())
+    return [(verdict, ", ".join(names)) for verdict, names in keys.values()]
 
 
 def _refusal(verdict: Verdict) -> str:
-    return ("absent: " if verdict.reason is Reason.ABSENT else "") + _cell(verdict.hint)
-
-
-def _ends_here(target: str) -> bool:
-    """Return whether a renaming leads to a key of the schema, not to another key of verl."""
-    return target.removesuffix(".*") in {*leaves(PPO.schema), *sections(PPO.schema)}
+    return ("absent: " if verdict.absent else "") + _cell(verdict.hint)
 
 
 def _values(values: Iterable[Any]) -> str:

@@ -6,8 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from hrl.algos.registry import REWARD_SHAPER_NAMES
 from hrl.config.model import ForwardShardingConfig
-from hrl.config.section import Get, NameOf, Section, Unit, follows, section
-from hrl.verl.keys import ACTOR
+from hrl.config.section import ACTOR, Get, NameOf, Section, Unit, follows, section
 
 
 class CustomRewardFunctionConfig(Section):

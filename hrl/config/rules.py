@@ -14,10 +14,10 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
 from hrl.config.trainer import JSON_CONSOLE
 from hrl.errors import Problem, Reason
 from hrl.nearest import did_you_mean
-from hrl.verl.keys import ACTOR, MODEL, REF, ROLLOUT
 
 Rule = Callable[[Any], Iterator[Problem]]
 """A rule; it takes the configuration of those kinds of run that list it."""

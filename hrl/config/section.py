@@ -25,6 +25,9 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 S = TypeVar("S", bound="Section")
 
+ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
+RM = "reward.reward_model"
+
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 UnitInterval = Annotated[float, Field(ge=0.0, le=1.0)]
 MinusOneOrMore = Annotated[int, Field(ge=-1)]

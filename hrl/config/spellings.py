@@ -1,11 +1,148 @@
-"""How keys outside the schema are read: by verl's tables, or as names from TRL or OpenRLHF."""
+"""How keys outside the schema are read: verl's keys, and names from TRL and OpenRLHF.
 
-from collections.abc import Mapping
+The tables are beside this file, in `verl_keys.yaml` and `synonyms.yaml`; here stands what they mean.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from hrl.verl import keys as verl
-from hrl.verl.keys import ACTOR, MODEL, ROLLOUT, Conversion, Verdict
+import yaml
+
+from hrl.config.section import ACTOR, REF, RM, ROLLOUT
+from hrl.errors import Reason
+
+
+class Verdict(NamedTuple):
+    """How a key that hrl does not have is treated.
+
+    Attributes:
+        says: What hrl does instead, as a clause for the note and for the hint of a refusal.
+        instead: What to write instead, as a clause for the hint.
+        same: Values that describe what hrl does anyway; accepted silently.
+        taken: Values that are accepted with a note, because they affect how a run computes and not what it learns;
+            `all` means any value.
+        absent: Whether any other value is refused because hrl lacks the feature, not because it is written differently.
+        beside: A key with which every value is refused, because the two together mean something else.
+    """
+
+    says: str
+    instead: str = "remove the key"
+    same: Sequence[Any] = (None,)
+    taken: Sequence[Any] = ()
+    absent: bool = False
+    beside: str | None = None
+
+    @property
+    def hint(self) -> str:
+        """What to write instead, as a sentence."""
+        return f"{self.says}; {self.instead}."
+
+    @property
+    def reason(self) -> Reason:
+        """Why a value is refused."""
+        return Reason.ABSENT if self.absent else Reason.ALTERNATIVE
+
+    def is_same(self, value: object) -> bool:
+        """Return whether the value says what hrl does anyway."""
+        return _holds(self.same, value)
+
+    def is_taken(self, value: object) -> bool:
+        """Return whether the value is accepted with a note."""
+        return self.taken == "all" or _holds(self.taken, value)
+
+
+def _holds(values: Sequence[Any], value: object) -> bool:
+    """Return whether `value` is among the values; true and 1 are different values."""
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in values)
+
+
+Given = Callable[[str], Any]
+"""Returns the value of a key, as written or the schema's default."""
+
+
+class Conversion(NamedTuple):
+    """How a value is converted to values of other keys.
+
+    Attributes:
+        convert: Takes the value and the other keys and returns key → value, or None if it can't be computed.
+        says: Description for the documentation.
+        instead: What to write if it can't be computed.
+    """
+
+    convert: Callable[[Any, Given], Mapping[str, Any] | None]
+    says: str
+    instead: str
+
+
+def _over_processes(target: str) -> Conversion:
+    """Return the conversion of a micro-batch of all processes to that of one; as in verl, the remainder is dropped."""
+
+    def convert(rows: Any, given: Given) -> Mapping[str, Any] | None:
+        per_machine, machines = given("trainer.n_gpus_per_node"), given("trainer.nnodes")
+        if not all(type(count) is int and count > 0 for count in (rows, per_machine, machines)):
+            return None
+        return {target: max(1, rows // (per_machine * machines))}
+
+    return Conversion(convert, f"`{target}` × the number of processes", f"set {target}, of one process")
+
+
+def _switch(values: Mapping[str, Any]) -> Conversion:
+    """Return the conversion of a switch that sets other keys to these values; switched off it sets none of them."""
+
+    def convert(value: Any, _: Given) -> Mapping[str, Any] | None:
+        if not isinstance(value, bool):
+            return None
+        return values if value else {}
+
+    written = [f"{key}={json.dumps(value)}" for key, value in values.items()]
+    return Conversion(convert, " and ".join(f"`{one}`" for one in written), f"set {' and '.join(written)}")
+
+
+def _offload(sharding: str, *names: str) -> Conversion:
+    return _switch({f"{sharding}.{name}": True for name in names})
+
+
+def _sampled_at_once() -> Conversion:
+    """Return the conversion of `gen_batch_size` to the same number of prompts in batches of `train_batch_size`."""
+    enable, train, bound = (
+        "algorithm.filter_groups.enable",
+        "data.train_batch_size",
+        "algorithm.filter_groups.max_num_gen_batches",
+    )
+
+    def convert(prompts: Any, given: Given) -> Mapping[str, Any] | None:
+        wanted, batches = given(train), given(bound)
+        if prompts == wanted:
+            return {}
+        if given(enable) is not True or not all(type(n) is int and n > 0 for n in (prompts, wanted, batches)):
+            return None
+        return {bound: -(-batches * prompts // wanted)}
+
+    return Conversion(
+        convert,
+        f"with `{enable}=true` the bound `{bound}`, × `data.gen_batch_size` ÷ `{train}`",
+        f"set {train}: without {enable} a step samples what it trains on",
+    )
+
+
+_BOTH = ("param_offload", "optimizer_offload")
+_PPO_CONVERTED: dict[str, Conversion] = {
+    f"{ACTOR}.ppo_micro_batch_size": _over_processes(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+    "critic.ppo_micro_batch_size": _over_processes("critic.ppo_micro_batch_size_per_gpu"),
+    f"{REF}.log_prob_micro_batch_size": _over_processes(f"{REF}.log_prob_micro_batch_size_per_gpu"),
+    f"{ROLLOUT}.log_prob_micro_batch_size": _over_processes(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+    f"{RM}.micro_batch_size": _over_processes(f"{RM}.micro_batch_size_per_gpu"),
+    f"{ACTOR}.fsdp_config.offload_policy": _offload(f"{ACTOR}.fsdp_config", *_BOTH),
+    "critic.model.fsdp_config.offload_policy": _offload("critic.model.fsdp_config", *_BOTH),
+    f"{REF}.fsdp_config.offload_policy": _offload(f"{REF}.fsdp_config", "param_offload"),
+    f"{RM}.model.fsdp_config.offload_policy": _offload(f"{RM}.model.fsdp_config", "param_offload"),
+    "data.gen_batch_size": _sampled_at_once(),
+    "trainer.val_only": _switch({"trainer.total_training_steps": 0}),
+}
 
 
 class Synonym(NamedTuple):
@@ -25,183 +162,9 @@ class Synonym(NamedTuple):
         return f"It is {self.key} here{f': {self.but}' if self.but else ''}."
 
 
-_PROMPTS = "it counts prompts, each sampled rollout.n times"
-_SEQUENCES = "it counts sequences on one process"
-_ONE_SWITCH = "the YAML of placement= says who shares a device"
-
-PPO_SYNONYMS: dict[str, Synonym] = {
-    # Both, or plain words
-    "learning_rate": Synonym(f"{ACTOR}.optim.lr"),
-    "lr": Synonym(f"{ACTOR}.optim.lr"),
-    "actor_learning_rate": Synonym(f"{ACTOR}.optim.lr"),
-    "critic_learning_rate": Synonym("critic.optim.lr"),
-    "weight_decay": Synonym(f"{ACTOR}.optim.weight_decay"),
-    "warmup_steps": Synonym(f"{ACTOR}.optim.lr_warmup_steps", "it counts optimizer steps"),
-    "warmup_ratio": Synonym(f"{ACTOR}.optim.lr_warmup_steps_ratio"),
-    "lr_warmup_ratio": Synonym(f"{ACTOR}.optim.lr_warmup_steps_ratio"),
-    "lr_scheduler": Synonym(f"{ACTOR}.optim.lr_scheduler_type", "constant, cosine or linear"),
-    "lr_scheduler_type": Synonym(f"{ACTOR}.optim.lr_scheduler_type", "constant, cosine or linear"),
-    "max_grad_norm": Synonym(f"{ACTOR}.grad_clip"),
-    "max_norm": Synonym(f"{ACTOR}.grad_clip"),
-    "gradient_checkpointing": Synonym(f"{MODEL}.enable_gradient_checkpointing"),
-    "model_name_or_path": Synonym(f"{MODEL}.path"),
-    "model_path": Synonym(f"{MODEL}.path"),
-    "adv_estimator": Synonym("algorithm.adv_estimator"),
-    "advantage_estimator": Synonym("algorithm.adv_estimator", "grpo for group_norm, reinforce_plus_plus for reinforce"),
-    "gamma": Synonym("algorithm.gamma"),
-    "lam": Synonym("algorithm.lam"),
-    "temperature": Synonym(f"{ROLLOUT}.temperature"),
-    "seed": Synonym("trainer.seed"),
-    # TRL
-    "beta": Synonym(f"{ACTOR}.kl_loss_coef", f"the KL term is on with {ACTOR}.use_kl_loss=true"),
-    "num_generations": Synonym(f"{ROLLOUT}.n", "samples per prompt"),
-    "max_prompt_length": Synonym("data.max_prompt_length", "tokens after the chat template"),
-    "max_completion_length": Synonym("data.max_response_length", "tokens"),
-    "max_new_tokens": Synonym("data.max_response_length", "tokens"),
-    "response_length": Synonym("data.max_response_length", "tokens"),
-    "per_device_train_batch_size": Synonym(f"{ACTOR}.ppo_micro_batch_size_per_gpu", _SEQUENCES),
-    "per_device_eval_batch_size": Synonym("data.val_batch_size", "it counts prompts over all processes"),
-    "gradient_accumulation_steps": Synonym(
-        f"{ACTOR}.ppo_mini_batch_size", "prompts of one optimizer step; how many micro-batches those are, follows"
-    ),
-    "generation_batch_size": Synonym("data.train_batch_size", _PROMPTS),
-    "steps_per_generation": Synonym(
-        f"{ACTOR}.ppo_mini_batch_size", "it counts prompts: data.train_batch_size ÷ the steps per generation"
-    ),
-    "loss_type": Synonym(
-        f"{ACTOR}.loss_agg_mode",
-        "seq-mean-token-mean for grpo, token-mean for dapo and bnpo, seq-mean-token-sum-norm for dr_grpo",
-    ),
-    "bf16": Synonym(f"{ACTOR}.fsdp_config.dtype", "it says in which dtype the model computes, e.g. bfloat16"),
-    "num_iterations": Synonym(f"{ACTOR}.ppo_epochs"),
-    "num_ppo_epochs": Synonym(f"{ACTOR}.ppo_epochs"),
-    "epsilon": Synonym(f"{ACTOR}.clip_ratio"),
-    "epsilon_high": Synonym(f"{ACTOR}.clip_ratio_high"),
-    "delta": Synonym(f"{ACTOR}.clip_ratio_c", "it bounds the loss of negative advantages, in units of the advantage"),
-    "cliprange": Synonym(f"{ACTOR}.clip_ratio"),
-    "cliprange_value": Synonym("critic.cliprange_value"),
-    "scale_rewards": Synonym("algorithm.norm_adv_by_std_in_grpo"),
-    "importance_sampling_level": Synonym(f"{ACTOR}.policy_loss.loss_mode", "gspo takes whole sequences"),
-    "mask_truncated_completions": Synonym("reward.overlong_buffer.enable", "it lowers the reward of long responses"),
-    "reward_funcs": Synonym("reward.custom_reward_function.path", "one function; its number is the reward"),
-    "reward_model_path": Synonym("reward.reward_model.model_path", "with reward.reward_model.enable=true"),
-    "num_train_epochs": Synonym("trainer.total_epochs"),
-    "max_steps": Synonym("trainer.total_training_steps", "it counts steps of the trainer, each of several updates"),
-    "save_steps": Synonym("trainer.save_freq", "it counts steps of the trainer"),
-    "eval_steps": Synonym("trainer.test_freq", "it counts steps of the trainer"),
-    "save_total_limit": Synonym("trainer.max_ckpt_to_keep"),
-    "output_dir": Synonym("trainer.default_local_dir"),
-    "report_to": Synonym("trainer.logger", "a list, e.g. [console,wandb]"),
-    "run_name": Synonym("trainer.experiment_name"),
-    "resume_from_checkpoint": Synonym("trainer.resume_from_path", "with trainer.resume_mode=resume_path"),
-    "dataset_name": Synonym("data.train_files", ".parquet or .jsonl files"),
-    "vllm_gpu_memory_utilization": Synonym(f"{ROLLOUT}.gpu_memory_utilization"),
-    "vllm_tensor_parallel_size": Synonym(f"{ROLLOUT}.tensor_model_parallel_size"),
-    "vllm_max_model_length": Synonym(f"{ROLLOUT}.max_model_len"),
-    "vllm_importance_sampling_cap": Synonym(
-        "algorithm.rollout_correction.rollout_is_threshold", "with rollout_is=token"
-    ),
-    "vllm_mode": Synonym("placement", "colocated or separate"),
-    "adam_beta1": Synonym(f"{ACTOR}.optim.betas", "both, as [0.9,0.999]"),
-    "adam_beta2": Synonym(f"{ACTOR}.optim.betas", "both, as [0.9,0.999]"),
-    # OpenRLHF
-    "pretrain": Synonym(f"{MODEL}.path"),
-    "reward_pretrain": Synonym("reward.reward_model.model_path", "with reward.reward_model.enable=true"),
-    "critic_pretrain": Synonym("critic.model.path"),
-    "remote_rm_url": Synonym("reward.custom_reward_function.path", "a file with the function"),
-    "prompt_data": Synonym("data.train_files", ".parquet or .jsonl files"),
-    "eval_dataset": Synonym("data.val_files", ".parquet or .jsonl files"),
-    "input_key": Synonym("data.prompt_key"),
-    "max_samples": Synonym("data.train_max_samples"),
-    "n_samples_per_prompt": Synonym(f"{ROLLOUT}.n"),
-    "eval_n_samples_per_prompt": Synonym(f"{ROLLOUT}.val_kwargs.n", "with val_kwargs.do_sample=true"),
-    "eval_temperature": Synonym(f"{ROLLOUT}.val_kwargs.temperature"),
-    "rollout_batch_size": Synonym("data.train_batch_size", _PROMPTS),
-    "train_batch_size": Synonym(
-        f"{ACTOR}.ppo_mini_batch_size",
-        "it counts prompts of one optimizer step; data.train_batch_size those of a step",
-    ),
-    "micro_train_batch_size": Synonym(f"{ACTOR}.ppo_micro_batch_size_per_gpu", _SEQUENCES),
-    "micro_rollout_batch_size": Synonym(f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu", _SEQUENCES),
-    "train_max_tokens_per_gpu": Synonym(f"{ACTOR}.ppo_max_token_len_per_gpu"),
-    "rollout_max_tokens_per_gpu": Synonym(f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
-    "prompt_max_len": Synonym("data.max_prompt_length", "tokens after the chat template"),
-    "generate_max_len": Synonym("data.max_response_length", "tokens"),
-    "max_epochs": Synonym(f"{ACTOR}.ppo_epochs"),
-    "num_episodes": Synonym("trainer.total_epochs"),
-    "init_kl_coef": Synonym(
-        "algorithm.kl_ctrl.kl_coef", f"with algorithm.use_kl_in_reward=true; in the loss it is {ACTOR}.kl_loss_coef"
-    ),
-    "kl_target": Synonym("algorithm.kl_ctrl.target_kl", "with kl_ctrl.type=adaptive"),
-    "kl_horizon": Synonym("algorithm.kl_ctrl.horizon", "with kl_ctrl.type=adaptive"),
-    "kl_estimator": Synonym("algorithm.kl_penalty", f"of the reward; that of the loss is {ACTOR}.kl_loss_type"),
-    "use_kl_loss": Synonym(f"{ACTOR}.use_kl_loss"),
-    "entropy_loss_coef": Synonym(f"{ACTOR}.entropy_coeff"),
-    "lambd": Synonym("algorithm.lam"),
-    "eps_clip": Synonym(f"{ACTOR}.clip_ratio"),
-    "eps_clip_low_high": Synonym(f"{ACTOR}.clip_ratio_high", "and clip_ratio_low"),
-    "dual_clip": Synonym(f"{ACTOR}.clip_ratio_c"),
-    "value_clip": Synonym("critic.cliprange_value"),
-    "dynamic_filtering": Synonym("algorithm.filter_groups.enable"),
-    "freezing_actor_steps": Synonym("trainer.critic_warmup"),
-    "adam_offload": Synonym(f"{ACTOR}.fsdp_config.optimizer_offload"),
-    "adam_betas": Synonym(f"{ACTOR}.optim.betas", "as [0.9,0.999]"),
-    "l2": Synonym(f"{ACTOR}.optim.weight_decay"),
-    "colocate_all_models": Synonym("placement", _ONE_SWITCH),
-    "vllm_num_engines": Synonym("placement", "every tensor_model_parallel_size processes get an engine"),
-    "vllm_enable_sleep": Synonym(f"{ROLLOUT}.free_cache_engine"),
-    "actor_num_nodes": Synonym("trainer.nnodes"),
-    "actor_num_gpus_per_node": Synonym("trainer.n_gpus_per_node"),
-    "enable_vllm_is_correction": Synonym("algorithm.rollout_correction.rollout_is", "token or sequence"),
-    "save_path": Synonym("trainer.default_local_dir"),
-    "ckpt_path": Synonym("trainer.default_local_dir"),
-    "max_ckpt_num": Synonym("trainer.max_ckpt_to_keep"),
-    "load_checkpoint": Synonym("trainer.resume_mode", "auto continues where a checkpoint is"),
-    "use_wandb": Synonym("trainer.logger", "a list, e.g. [console,wandb]"),
-    "use_tensorboard": Synonym("trainer.logger", "a list, e.g. [console,tensorboard]"),
-    "wandb_project": Synonym("trainer.project_name"),
-    "wandb_run_name": Synonym("trainer.experiment_name"),
-}
-"""Name in TRL or OpenRLHF, without section → key of a PPO run; of a name with two meanings, the one in RL."""
-
-OFFLINE_SYNONYMS: dict[str, Synonym] = {
-    "learning_rate": Synonym("optim.lr"),
-    "lr": Synonym("optim.lr"),
-    "beta": Synonym("algorithm.beta"),
-    "weight_decay": Synonym("optim.weight_decay"),
-    "warmup_ratio": Synonym("optim.lr_warmup_steps_ratio"),
-    "warmup_steps": Synonym("optim.lr_warmup_steps"),
-    "max_grad_norm": Synonym("optim.clip_grad"),
-    "max_norm": Synonym("optim.clip_grad"),
-    "gradient_checkpointing": Synonym("model.enable_gradient_checkpointing"),
-    "model_name_or_path": Synonym("model.path"),
-    "pretrain": Synonym("model.path"),
-    "dataset": Synonym("data.train_files", ".parquet or .jsonl files"),
-    "dataset_name": Synonym("data.train_files", ".parquet or .jsonl files"),
-    "max_length": Synonym("data.max_length", "tokens of prompt and answer together"),
-    "max_seq_length": Synonym("data.max_length", "tokens of prompt and answer together"),
-    "max_len": Synonym("data.max_length", "tokens of prompt and answer together"),
-    "train_batch_size": Synonym("data.train_batch_size", "rows of one optimizer step, over all processes"),
-    "per_device_train_batch_size": Synonym("data.micro_batch_size_per_gpu", "rows on one process"),
-    "micro_train_batch_size": Synonym("data.micro_batch_size_per_gpu", "rows on one process"),
-    "gradient_accumulation_steps": Synonym("data.train_batch_size", "rows of one optimizer step, over all processes"),
-    "num_train_epochs": Synonym("trainer.total_epochs"),
-    "max_epochs": Synonym("trainer.total_epochs"),
-    "max_steps": Synonym("trainer.total_training_steps"),
-    "save_steps": Synonym("trainer.save_freq"),
-    "eval_steps": Synonym("trainer.test_freq"),
-    "output_dir": Synonym("trainer.default_local_dir"),
-    "save_path": Synonym("trainer.default_local_dir"),
-    "ckpt_path": Synonym("trainer.default_local_dir"),
-    "report_to": Synonym("trainer.logger", "a list, e.g. [console,wandb]"),
-    "seed": Synonym("trainer.seed"),
-}
-"""Name in TRL or OpenRLHF → key of a run of SFT, DPO or a reward model."""
-
-
 @dataclass(frozen=True)
 class Spellings:
-    """How keys outside a schema are read: the tables of `hrl.verl.keys` and the synonyms.
+    """How keys outside a schema are read.
 
     Attributes:
         renamed: Other spelling → key of hrl.
@@ -209,8 +172,8 @@ class Spellings:
         outside: Key that hrl does not have → verdict on it.
         values: (key, value) that hrl does not have → verdict on it.
         null_is_unset: Keys whose null means their default.
+        converted: Keys whose value is converted to values of other keys. A key that is set itself takes precedence.
         synonyms: Another library's name, without section → its counterpart in hrl.
-        converted: Keys whose value is converted to values of other keys.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -218,8 +181,8 @@ class Spellings:
     outside: Mapping[str, Verdict] = field(default_factory=dict)
     values: Mapping[tuple[str, Any], Verdict] = field(default_factory=dict)
     null_is_unset: frozenset[str] = frozenset()
-    synonyms: Mapping[str, Synonym] = field(default_factory=dict)
     converted: Mapping[str, Conversion] = field(default_factory=dict)
+    synonyms: Mapping[str, Synonym] = field(default_factory=dict)
 
     def present_name(self, key: str) -> str:
         """Return the name of `key` in hrl; `key` itself if it was never renamed."""
@@ -242,13 +205,100 @@ def lookup(table: Mapping[str, Any], key: str) -> tuple[str, Any] | None:
     return None
 
 
-PPO_SPELLINGS = Spellings(
-    verl.RENAMED, verl.MUST_EQUAL, verl.OUTSIDE, verl.VALUES, verl.NULL_IS_UNSET, PPO_SYNONYMS, verl.CONVERTED
-)
-OFFLINE_SPELLINGS = Spellings(
-    renamed=verl.SFT_RENAMED,
-    outside=verl.SFT_OUTSIDE,
-    values=verl.SFT_VALUES,
-    synonyms=OFFLINE_SYNONYMS,
-    converted=verl.SFT_CONVERTED,
-)
+# ------------------------------------------------------------------------------------------------- reading the tables
+
+
+def _read(name: str) -> Any:
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's is ten times as fast
+    return yaml.load(Path(__file__).with_name(name).read_text(encoding="utf-8"), loader)
+
+
+_VERL, _OTHERS = _read("verl_keys.yaml"), _read("synonyms.yaml")
+OTHER_ENGINES: tuple[str, ...] = tuple(_VERL["words"]["other_engines"])
+"""verl's engines beside FSDP; its YAML files are named after them."""
+_ALTERNATIVES = re.compile("<([^>]*)>")
+
+
+def _spread(key: str, target: str = "") -> Iterator[tuple[str, str]]:
+    """Yield a key and its target once for each name that a `<a|b>` of the key stands for."""
+    found = _ALTERNATIVES.search(key)
+    if found is None:
+        yield key, next(_spread(target))[0] if target else ""
+        return
+    for word in found[1].split("|"):
+        for name in _VERL["words"].get(word, [word]):
+            yield from _spread(key.replace(found[0], name), target.replace(found[0], name))
+
+
+def _names(table: Mapping[str, str]) -> dict[str, str]:
+    """Return a table of keys and their targets, written out."""
+    return dict(pair for key, target in table.items() for pair in _spread(key, target))
+
+
+def _verdicts(rows: Iterable[Mapping[str, Any]]) -> dict[str, Verdict]:
+    """Return key → verdict for the rows of a table `outside`."""
+    return {key: _verdict(row) for row in rows for key in _keys_of(row)}
+
+
+def _keys_of(row: Mapping[str, Any]) -> list[str]:
+    written = row["keys"] if isinstance(row["keys"], list) else [row["keys"]]
+    return [key for one in written for key, _ in _spread(one)]
+
+
+def _verdict(row: Mapping[str, Any]) -> Verdict:
+    fields = {name: value for name, value in row.items() if name not in ("keys", "value", "always")}
+    if "always" in row:
+        fields |= {"same": [row["always"], None], "taken": [not row["always"]]}
+    return Verdict(**fields)
+
+
+def _values(rows: Iterable[Mapping[str, Any]]) -> dict[tuple[str, Any], Verdict]:
+    return {(key, row["value"]): _verdict(row) for row in rows for key in _keys_of(row)}
+
+
+def _synonyms(table: Mapping[str, str]) -> dict[str, Synonym]:
+    """Return name → counterpart for rows such as `l2: optim.weight_decay (how it differs)`."""
+    parts = {name: text.partition(" (") for name, text in table.items()}
+    return {name: Synonym(key, but.removesuffix(")")) for name, (key, _, but) in parts.items()}
+
+
+def _of_section(section: str, name: str, outside: Mapping[str, Verdict]) -> dict[str, Verdict]:
+    """Return the verdicts on the keys of one section, for another kind of run that has the section as `name`."""
+    return {
+        f"{name}{key.removeprefix(section)}": verdict._replace(
+            says=verdict.says.replace(section, name), instead=verdict.instead.replace(section, name)
+        )
+        for key, verdict in outside.items()
+        if key.startswith(f"{section}.")
+    }
+
+
+def _of_ppo() -> Spellings:
+    return Spellings(
+        renamed=_names(_VERL["renamed"]),
+        must_equal=_names(_VERL["must_equal"]),
+        outside=_verdicts(_VERL["outside"]),
+        values=_values(_VERL["values"]),
+        null_is_unset=frozenset(key for one in _VERL["null_is_unset"] for key, _ in _spread(one)),
+        converted=_PPO_CONVERTED,
+        synonyms=_synonyms(_OTHERS["ppo"]),
+    )
+
+
+def _of_offline(ppo: Spellings) -> Spellings:
+    table = _VERL["offline"]
+    outside: dict[str, Verdict] = {}
+    for section, name in _names(table["taken_over"]).items():
+        outside |= _of_section(section, name, ppo.outside)
+    return Spellings(
+        renamed=_names(table["renamed"]),
+        outside=outside | _verdicts(table["outside"]),
+        values=_values(table["values"]),
+        converted={"model.fsdp_config.offload_policy": _offload("model.fsdp_config", *_BOTH)},
+        synonyms=_synonyms(_OTHERS["offline"]),
+    )
+
+
+PPO_SPELLINGS = _of_ppo()
+OFFLINE_SPELLINGS = _of_offline(PPO_SPELLINGS)
+ONLY_FSDP2 = PPO_SPELLINGS.outside[f"{ACTOR}.strategy"]

@@ -69,12 +69,13 @@ def test_a_number_of_machines_that_is_none_is_one_problem():
 
 
 def test_files_grammar_and_fields_are_reported_together():
-    found = problems("recipe=grop", "trainer.seed=[1", "stray", "a=1,2", "trainer.nnodes=0", "--fast")
+    found = problems("recipe=grop", "trainer.seed=[1", "stray", "=", "a=1,2", "trainer.nnodes=0", "--fast")
     assert found == [
         "recipe has no choice 'grop'. Did you mean grpo?",
         "trainer.seed can't read '[1': no viable alternative at input '[1'. "
         "Write a list without spaces, or quote it: 'trainer.seed=[…,…]'.",
         "stray is no override. Write key=value.",
+        "= is no override. Write key=value.",
         "a has several values; one run takes one. For a list write 'a=[1,2]'.",
         "--fast is no option of this command. Write key=value; see --help.",
         "trainer.nnodes is 0, must be more than 0.",
@@ -156,8 +157,12 @@ def test_a_file_of_the_user_may_stand_alone_and_still_choose_a_recipe(own):
 
 def test_groups_of_the_user_stand_beside_hrls(own):
     assert compose_cli(["--config-dir", str(own), "recipe=house"]).trainer.experiment_name == "house"
-    with pytest.raises(ConfigError, match=r"1\. --config-dir names .*house, which is no folder here\."):
-        compose_cli(["--config-dir", str(own / "house")])
+
+
+@pytest.mark.parametrize("option", ["--config-dir", "--config-path"])
+def test_a_folder_that_is_missing_is_the_only_problem(own, option):
+    (problem,) = problems(option, str(own / "house"), "trainer.seed=3")
+    assert problem.startswith(f"{option} names {own / 'house'}, which is no folder here.")
 
 
 def test_a_relative_path_starts_at_the_working_folder(own, monkeypatch):

@@ -11,7 +11,7 @@ from hrl.config.load import nearest_keys, validate_kind
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import DPO, PPO
 from hrl.config.section import leaves
-from hrl.config.spellings import OFFLINE_SYNONYMS, PPO_SYNONYMS
+from hrl.config.spellings import OFFLINE_SPELLINGS, PPO_SPELLINGS
 from hrl.nearest import edit_distance
 
 KEYS = leaves(PPOTrainerConfig)
@@ -121,6 +121,12 @@ def test_a_key_without_the_name_of_the_policys_section_is_known(key):
     assert f"id you mean actor_rollout_ref.{key}?" in hint_for(key)
 
 
+@pytest.mark.parametrize("choice", ["recipe=nope", "recipe=grpo", "placement=separate"])
+def test_a_choice_of_another_kind_of_run_is_named_as_one(choice):
+    (problem,) = config_problems(DPO, [choice])
+    assert problem.what == "is a choice of PPO runs." and "hrl check dpo --help" in problem.hint
+
+
 def test_a_list_that_a_shell_cut_at_its_space_is_to_be_quoted():
     problem, rest = config_problems(PPO, ["data.train_files=[a.jsonl,", "b.jsonl]"])
     assert problem.hint == "Write a list without spaces, or quote it: 'data.train_files=[…,…]'."
@@ -164,8 +170,8 @@ def test_a_name_of_another_library_is_answered_with_the_key(name, spelt):
 
 
 def test_a_synonym_says_where_its_unit_differs():
-    assert "prompts" in PPO_SYNONYMS["rollout_batch_size"].hint
-    assert "use_kl_loss=true" in PPO_SYNONYMS["beta"].hint
+    assert "prompts" in PPO_SPELLINGS.synonyms["rollout_batch_size"].hint
+    assert "use_kl_loss=true" in PPO_SPELLINGS.synonyms["beta"].hint
 
 
 def test_an_option_and_its_value_are_one_problem():
@@ -176,7 +182,7 @@ def test_an_option_and_its_value_are_one_problem():
 def test_a_preference_run_has_its_own_synonyms():
     (problem,) = config_problems(DPO, ["data.train_files=rows.parquet", "beta=0.2"])
     assert problem.hint == "It is algorithm.beta here."
-    assert [name for name, synonym in OFFLINE_SYNONYMS.items() if synonym.key not in leaves(DPO.schema)] == []
+    assert [name for name, synonym in OFFLINE_SPELLINGS.synonyms.items() if synonym.key not in leaves(DPO.schema)] == []
 
 
 def test_a_synonym_with_the_section_of_something_else_is_no_hint():

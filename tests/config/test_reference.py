@@ -9,7 +9,7 @@ import pytest
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reference import type_in_words
 from hrl.config.section import leaves
-from hrl.verl.keys import OUTSIDE
+from hrl.config.spellings import PPO_SPELLINGS
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -23,7 +23,7 @@ def test_the_page_is_up_to_date(page, argument):
 
 def test_every_key_is_named_in_full():
     page = (DOCS / "configuration.md").read_text()
-    assert [key for key in (*leaves(PPOTrainerConfig), *OUTSIDE) if f"`{key}`" not in page] == []
+    assert [key for key in (*leaves(PPOTrainerConfig), *PPO_SPELLINGS.outside) if f"`{key}`" not in page] == []
 
 
 def test_types_are_said_in_words():

@@ -13,10 +13,9 @@ from pydantic import ValidationError
 
 from hrl.config import PPOTrainerConfig, load_config
 from hrl.config.section import leaves, sections
-from hrl.config.spellings import PPO_SYNONYMS, lookup
+from hrl.config.spellings import PPO_SPELLINGS, lookup
 from hrl.config.trainer import LOGGERS, WITHOUT_TRACKER
 from hrl.errors import ConfigError
-from hrl.verl.keys import CONVERTED, MUST_EQUAL, OUTSIDE, RENAMED
 
 KEYS = leaves(PPOTrainerConfig)
 
@@ -38,19 +37,21 @@ def test_a_validated_configuration_is_immutable_and_can_be_copied():
 
 
 def test_no_key_is_both_in_the_schema_and_in_a_table_of_exceptions():
-    for table in (RENAMED, OUTSIDE, MUST_EQUAL, CONVERTED):
+    spellings = PPO_SPELLINGS
+    for table in (spellings.renamed, spellings.outside, spellings.must_equal, spellings.converted):
         assert [key for key in KEYS if lookup(table, key)] == []
 
 
 def test_every_renaming_ends_at_a_key_that_is_understood():
-    for old, new in RENAMED.items():
+    spellings = PPO_SPELLINGS
+    for old, new in spellings.renamed.items():
         target = new.removesuffix(".*")
-        understood = target in KEYS or target in sections(PPOTrainerConfig) or lookup(OUTSIDE, new)
-        assert understood or new in MUST_EQUAL or new in CONVERTED, old
+        understood = target in KEYS or target in sections(PPOTrainerConfig) or lookup(spellings.outside, new)
+        assert understood or new in spellings.must_equal or new in spellings.converted, old
 
 
 def test_every_synonym_names_a_key_or_a_group():
-    assert [name for name, synonym in PPO_SYNONYMS.items() if synonym.key not in {*KEYS, "placement"}] == []
+    assert [name for name, other in PPO_SPELLINGS.synonyms.items() if other.key not in {*KEYS, "placement"}] == []
 
 
 def test_a_default_that_follows_from_other_keys_is_said_in_words():

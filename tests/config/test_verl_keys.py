@@ -3,22 +3,25 @@
 `verl_keys.txt` lists the keys that the public scripts for FSDP set, in January and in August 2026.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
-from hrl.config import ConfigError, compose_cli
+from hrl.config import ConfigError, compose_cli, spellings
 from hrl.config.compose import config_problems
 from hrl.config.load import validate_kind
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import PPO, SFT
 from hrl.config.section import leaves
-from hrl.config.spellings import PPO_SPELLINGS, lookup
+from hrl.config.spellings import OFFLINE_SPELLINGS, PPO_SPELLINGS, Verdict, lookup
 from hrl.errors import Reason
-from hrl.verl.keys import CONVERTED, MUST_EQUAL, OUTSIDE
 
 validate = partial(validate_kind, PPO)
+OUTSIDE = PPO_SPELLINGS.outside
 
 KEYS = Path(__file__).with_name("verl_keys.txt").read_text().split()
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
@@ -29,14 +32,14 @@ def verdict(key: str) -> str:
     above = (name.rsplit(".", depth)[0] for depth in range(name.count(".") + 1))
     if name not in OUTSIDE and any(key in leaves(PPOTrainerConfig) for key in above):
         return "honoured"
-    if name in MUST_EQUAL:
+    if name in PPO_SPELLINGS.must_equal:
         return "must equal"
-    if name in CONVERTED:
+    if name in PPO_SPELLINGS.converted:
         return "converted"
     entry = lookup(OUTSIDE, name)
     if entry is None:
         return "forgotten"
-    return "without effect" if entry[1].noted is None or entry[1].noted else "refused"
+    return "without effect" if entry[1].taken else "refused"
 
 
 def problem_of(key: str, value: object, **others: object):
@@ -173,8 +176,64 @@ def test_a_refusal_says_what_to_do_instead(key):
     assert problem.reason is not None
 
 
-def test_every_verdict_that_refuses_has_a_way_out():
-    assert [key for key, entry in OUTSIDE.items() if entry.noted is not None and not entry.instead] == []
+def concrete(outside: Mapping[str, Verdict], wanted: Callable[[Verdict], Sequence[Any]]) -> list[tuple[str, str, Any]]:
+    """(Key or pattern, a key that it is for, value): every entry of a table with each value that is wanted of it."""
+    cases = []
+    for pattern, entry in outside.items():
+        key = pattern.removesuffix("*") + "some_key" if pattern.endswith(".*") else pattern
+        assert lookup(outside, key) == (pattern, entry), f"{pattern} is never reached"
+        cases += [(pattern, key, value) for value in wanted(entry)]
+    return cases
+
+
+BOTH = [(PPO, PPO_SPELLINGS), (SFT, OFFLINE_SPELLINGS)]
+
+
+@pytest.mark.parametrize(("kind", "tables"), BOTH, ids=["ppo", "sft"])
+def test_every_entry_takes_silently_what_hrl_does_anyway(kind, tables):
+    base = validate_kind(kind, {})
+    cases = concrete(tables.outside, lambda entry: entry.same)
+    while cases:
+        given = {key: value for _, key, value in reversed(cases)}  # of every entry one value, those left come next
+        config = validate_kind(kind, given)
+        assert config == base and config.remarks == ()
+        cases = [case for case in cases if given[case[1]] is not case[2]]
+
+
+@pytest.mark.parametrize(("kind", "tables"), BOTH, ids=["ppo", "sft"])
+def test_every_entry_notes_what_has_no_effect(kind, tables):
+    cases = concrete(tables.outside, lambda entry: ["x"] if entry.taken == "all" else entry.taken[:1])
+    config = validate_kind(kind, {key: value for _, key, value in cases})
+    assert config == validate_kind(kind, {})
+    (remark,) = config.remarks
+    assert [key for _, key, _ in cases if f"{key}=" not in remark] == []
+
+
+@pytest.mark.parametrize(("kind", "tables"), BOTH, ids=["ppo", "sft"])
+def test_every_entry_refuses_other_values_with_a_way_out(kind, tables):
+    cases = concrete(tables.outside, lambda entry: [] if entry.taken == "all" else ["x"])
+    with pytest.raises(ConfigError) as caught:
+        validate_kind(kind, {key: value for _, key, value in cases})
+    problems = {problem.key: problem for problem in caught.value.problems}
+    for pattern, key, _ in cases:
+        entry = tables.outside[pattern]
+        assert (problems[key].hint, problems[key].reason) == (entry.hint, entry.reason)
+
+
+@pytest.mark.parametrize("name", ["verl_keys.yaml", "synonyms.yaml"])
+def test_no_row_of_a_table_hides_another(name):
+    table = yaml.compose((Path(spellings.__file__).with_name(name)).read_text())
+    nodes = [table]
+    for node in nodes:
+        if isinstance(node, yaml.MappingNode):
+            names = [key.value for key, _ in node.value]
+            assert len(set(names)) == len(names), names
+            nodes += [value for _, value in node.value]
+        elif isinstance(node, yaml.SequenceNode):
+            nodes += node.value
+    for rows in (spellings._VERL["outside"], spellings._VERL["offline"]["outside"]):
+        keys = [key for row in rows for key in spellings._keys_of(row)]
+        assert len(set(keys)) == len(keys)
 
 
 def test_a_switch_tells_false_from_zero():
