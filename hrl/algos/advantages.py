@@ -42,7 +42,7 @@ class AdvantageInput:
     Attributes:
         token_level_rewards: `(B, R)`. Entries outside the mask are ignored.
         response_mask: `(B, R)`, 1 on trained tokens.
-        group_ids: `(B,)` int64 codes of the prompt each row answers (:func:`hrl.algos.groups.group_codes`).
+        group_ids: `(B,)` int64 codes of the prompt each row answers (`hrl.algos.groups.group_codes`).
         values: `(B, R)`, from a critic.
         reward_baselines: `(B,)`, the reward of a greedy response to the same prompt.
         reward_parts: `(B, K)`, several rewards of each response.
@@ -73,41 +73,46 @@ class AdvantageInput:
         return column
 
     def scores(self) -> Tensor:
-        """Total reward of each response `(B,)`, float64."""
+        """Return the total reward of each response, `(B,)` float64."""
         return keep(self.token_level_rewards, self.response_mask).sum(dim=-1, dtype=torch.float64)
 
     def spread(self, row_values: Tensor) -> Tensor:
-        """`(B,)` to `(B, R)`: every trained token gets its row's value."""
+        """Give every trained token its row's value. `(B,) -> (B, R)`."""
         return broadcast_rows(row_values, self.response_mask, self.token_level_rewards.dtype)
 
 
 class AdvantageSettings(Protocol):
-    """The settings of the section `algorithm` that estimators read; see :class:`AdvantageConfig`."""
+    """The settings of the section `algorithm` that estimators read."""
 
     @property
-    def gamma(self) -> float: ...
+    def gamma(self) -> float:
+        """Discount per token."""
+
     @property
-    def lam(self) -> float: ...
+    def lam(self) -> float:
+        """Lambda of GAE."""
+
     @property
-    def norm_adv_by_std_in_grpo(self) -> bool: ...
+    def norm_adv_by_std_in_grpo(self) -> bool:
+        """Whether to divide by the group's standard deviation (GRPO) or not (Dr.GRPO)."""
+
     @property
-    def gdpo_reward_weights(self) -> Sequence[float] | None: ...
+    def gdpo_reward_keys(self) -> Sequence[str]:
+        """Names of the reward parts; the caller puts these into `AdvantageInput.reward_parts`."""
+
+    @property
+    def gdpo_reward_weights(self) -> Sequence[float] | None:
+        """One weight per reward part; None weighs them equally."""
 
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """The settings by themselves, for calls without a configuration.
-
-    Attributes:
-        gamma: Discount per token.
-        lam: Lambda of GAE.
-        norm_adv_by_std_in_grpo: Divide by the group's standard deviation (GRPO) or not (Dr.GRPO).
-        gdpo_reward_weights: One weight per reward part; None weighs them equally.
-    """
+    """`AdvantageSettings` with defaults, for calls without a configuration."""
 
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
+    gdpo_reward_keys: Sequence[str] = ()
     gdpo_reward_weights: Sequence[float] | None = None
 
 
@@ -123,7 +128,7 @@ def register_adv_est(name: str, **traits: object) -> Callable[[Estimator], Estim
 
     Args:
         name: Name of the estimator.
-        traits: Its needs, fields of :class:`hrl.algos.registry.EstimatorTraits`, e.g. `needs_critic=True`.
+        traits: Its needs, fields of `hrl.algos.registry.EstimatorTraits`, e.g. `needs_critic=True`.
 
     Raises:
         TypeError: A trait is unknown.
@@ -136,9 +141,9 @@ def compute_advantages(name: str, inp: AdvantageInput, config: AdvantageSettings
     """Check the batch and run an estimator over it.
 
     Args:
-        name: A key of :data:`ADVANTAGE_ESTIMATORS`.
+        name: A key of `ADVANTAGE_ESTIMATORS`.
         inp: The whole batch, on one device.
-        config: Settings as in :class:`AdvantageConfig`.
+        config: Settings as in `AdvantageConfig`.
 
     Returns:
         Advantages and returns `(B, R)`, 0 outside the mask.
@@ -168,7 +173,7 @@ def gae_advantage(inp: AdvantageInput, config: AdvantageSettings) -> tuple[Tenso
 
 
 def _whitened_where_groups_have_spread(row_values: Tensor, inp: AdvantageInput) -> Tensor:
-    """Whiten over the trained tokens of the groups with spread; `(B,) -> (B, R)`, 0 for all other rows."""
+    """Whiten over the trained tokens of the groups with spread. `(B,) -> (B, R)`, 0 in all other rows."""
     # Whitening shifts all values by the batch's mean, which would give a group without spread a nonzero advantage.
     counted = rows_with_tokens(inp.response_mask)
     teaches = group_statistics(row_values, inp.need("group_ids"), counted).has_spread
@@ -400,7 +405,7 @@ def _fill_rows(
 def discounted_sums(steps: Tensor, decay: float) -> Tensor:
     """`y_t = sum_{k >= t} decay^(k - t) x_k` along the last dimension, any shape, without a loop over time.
 
-    The sums within blocks of :data:`BLOCK_TOKENS` are one product with a triangular matrix of powers. What enters a
+    The sums within blocks of `BLOCK_TOKENS` are one product with a triangular matrix of powers. What enters a
     block from behind is the sum at the start of the next block, and those starts are a shorter scan of the same kind.
     """
     length = steps.shape[-1]

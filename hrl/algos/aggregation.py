@@ -1,8 +1,8 @@
 """Aggregate a loss per token to one number, independent of the split into micro-batches and ranks.
 
-A loss function returns a matrix `(B, R)`. :func:`aggregate` sums it with the weights of a mode and divides by the
-counts of the *whole mini-batch over all ranks*. Summed over micro-batches and ranks the results are the mini-batch's
-loss; no piece ever divides by a count of its own.
+A loss function returns a matrix `(B, R)`. `aggregate` sums it up, weighted as a mode says, and divides by the counts of
+the *whole mini-batch over all ranks*, never by those of a piece. The sum over micro-batches and ranks is the
+mini-batch's loss.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Counts:
 
     @classmethod
     def of(cls, mask: Tensor, group_ids: Tensor | None = None) -> Counts:
-        """Count a batch that is a whole mini-batch. `mask (B, R)`, `group_ids (B,)` integer codes."""
+        """Count a batch that is a whole mini-batch, with `mask (B, R)` and integer `group_ids (B,)`."""
         rows = rows_with_tokens(mask)
         groups = 0 if group_ids is None else group_ids[rows].unique().numel()
         return cls(tokens=float(mask.bool().sum()), sequences=float(rows.sum()), groups=float(groups))
@@ -84,8 +84,8 @@ AGGREGATION_MODES: Registry[Aggregation, Traits] = Registry(
     },
     table=AGGREGATION_NAMES,
 )
-"""From per-row sums `(B,)`, per-row token counts `(B,)`, global counts and a constant to a scalar. In the formulas
-T and S are tokens and sequences of the whole mini-batch over all ranks."""
+"""From per-row sums `(B,)`, per-row token counts `(B,)`, global counts and a constant to a scalar. In formulas T and S
+are the numbers of tokens and sequences of the whole mini-batch over all ranks."""
 
 
 def aggregate(
@@ -95,8 +95,8 @@ def aggregate(
 
     Args:
         loss_mat: Loss per token `(B, R)`. Entries outside the mask are ignored, whatever they are.
-        mask: `(B, R)`, 1 on trained tokens. Rows without one don't count as sequences.
-        mode: A key of :data:`AGGREGATION_MODES`.
+        mask: `(B, R)`, 1 on trained tokens. Rows without trained tokens are not counted as sequences.
+        mode: A key of `AGGREGATION_MODES`.
         counts: Counts of the whole mini-batch over all ranks; None when this is the whole mini-batch.
         norm: The constant divisor of `seq-mean-token-sum-norm` (Dr.GRPO, arXiv:2503.20783).
 

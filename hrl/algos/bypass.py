@@ -1,7 +1,7 @@
 """Train with the sampler's log-probs as the old ones, without a forward pass of the trainer (bypass mode).
 
-There are then two policies instead of three: the sampler's and the one in training. The clipped losses take their ratio
-to the sampler, so clipping bounds staleness and mismatch together; REINFORCE uses the ratio as a weight (Liu et al.
+Then there are two policies instead of three: the sampler's and the one in training. The clipped losses use the ratio to
+the sampler, so their clip limits staleness and mismatch together; REINFORCE uses that ratio as a weight (Liu et al.
 2025, "When Speed Kills Stability", the bypass modes).
 """
 
@@ -15,7 +15,7 @@ from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput, PolicyLos
 from hrl.algos.rollout_correction import CorrectionSettings, correct
 
 REINFORCE = "gpg"
-"""The policy loss `-A log p`, which importance weights make REINFORCE under the sampler's distribution."""
+"""The policy loss `-A log p`; with importance weights it is REINFORCE for samples of another policy."""
 
 LOSS_TYPES = ("ppo_clip", "reinforce")
 
@@ -34,7 +34,7 @@ def bypass_loss(
 ) -> tuple[PolicyLossOutput, Tensor, dict[str, tuple[Tensor, Tensor]]]:
     """Return a policy loss against the sampler's log-probs.
 
-    If the sampler's log-probs are too far from the trainer's to serve as the old ones, the clipped losses take their
+    If the sampler's log-probs are too far from the trainer's to be used as the old ones, the clipped losses use the
     ratio to the trainer's own instead. Nothing else changes: loss, weights, rejection and divisor are the same.
 
     Weights and rejection depend on the policy in training, so they are computed here and not before the update. A
@@ -42,12 +42,11 @@ def bypass_loss(
     normalised over the rows given here, which may be a part of the batch.
 
     Args:
-        loss_mode: A key of :data:`hrl.algos.policy_losses.POLICY_LOSSES`.
-        inp: One micro-batch; the clipped losses take their ratio to its `old_log_prob`.
+        loss_mode: A key of `hrl.algos.policy_losses.POLICY_LOSSES`.
+        inp: One micro-batch; the clipped losses use the ratio to its `old_log_prob`.
         config: The `actor` part of the configuration.
-        correction: `algorithm.rollout_correction`: `loss_type` (one of :data:`LOSS_TYPES`), and what
-            :func:`hrl.algos.rollout_correction.correct` reads. Weights are for `reinforce` alone: the clipped losses
-            have the ratio inside.
+        correction: `algorithm.rollout_correction`: `loss_type`, and what `hrl.algos.rollout_correction.correct` reads.
+            Only `reinforce` is weighted: the clipped losses contain the ratio already.
         sampler_log_prob: `(B, R)`; None if `inp.old_log_prob` is the sampler's.
 
     Returns:

@@ -1,7 +1,7 @@
 """Groups of responses to one prompt: integer codes, statistics, spread.
 
-Groups are defined by `uid` and may have any size and order. A response without trained tokens counts as a row but is
-left out of its group's statistics.
+Groups are defined by `uid`; their rows may have any number and order. A response without trained tokens is a row of its
+group but is left out of the group's statistics.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Grou
 
     Args:
         scores: `(B,)`.
-        group_ids: Integer codes from 0 up `(B,)`, as of :func:`group_codes`.
+        group_ids: Integer codes from 0 up `(B,)`, as of `group_codes`.
         counted: `(B,)` bool, the rows that take part.
 
     Returns:
-        Statistics per row, in float64. Spread is decided by comparing scores, not by a small standard deviation: equal
-        rewards of 0.1 have a rounded mean, and dividing by that error would train on noise.
+        Statistics per row, in float64.
     """
     if scores.shape != group_ids.shape:
         raise ValueError(f"scores have shape {tuple(scores.shape)}, group ids {tuple(group_ids.shape)}")
@@ -65,12 +64,17 @@ def group_statistics(scores: Tensor, group_ids: Tensor, counted: Tensor) -> Grou
     mean = group_sum(exact, group_ids) / size.clamp(min=1)
     deviation = torch.where(counted, exact - mean, 0.0)
     std = (group_sum(deviation.square(), group_ids) / (size - 1).clamp(min=1)).sqrt()
+    # Spread is a difference of scores, not a standard deviation above 0: the mean of equal rewards of 0.1 is rounded,
+    # and dividing by that error would train on noise.
     lowest, highest = _extremes(exact, group_ids, counted)
     return GroupStatistics(size=size, mean=mean, std=std, has_spread=(highest > lowest)[group_ids])
 
 
 def _extremes(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Lowest and highest counted score of each group `(G,)`; infinity and minus infinity where nothing counts."""
+    """Return the lowest and the highest counted score of each group, `(G,)` each.
+
+    They are infinity and minus infinity in a group where nothing counts.
+    """
     groups = int(group_ids.max()) + 1 if len(group_ids) else 0
     ids, values = group_ids[counted], scores[counted]
     lowest = values.new_full((groups,), torch.inf).scatter_reduce_(0, ids, values, "amin")
@@ -79,7 +83,7 @@ def _extremes(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tenso
 
 
 def count_groups_without_spread(scores: Tensor, group_ids: Tensor, counted: Tensor) -> int:
-    """Return the number of groups without a training signal: all counted scores are equal, or fewer than two count."""
+    """Count the groups without a training signal: all counted scores are equal, or fewer than two count."""
     stats = group_statistics(scores, group_ids, counted)
     return int(group_ids[~stats.has_spread].unique().numel())
 
@@ -103,9 +107,9 @@ def filter_groups(name: str, scores: Tensor, group_ids: Tensor, counted: Tensor)
     """Return the rows of the groups that a filter keeps.
 
     Args:
-        name: A key of :data:`GROUP_FILTERS`.
+        name: A key of `GROUP_FILTERS`.
         scores: `(B,)`.
-        group_ids: Integer codes from 0 up `(B,)`, as of :func:`group_codes`.
+        group_ids: Integer codes from 0 up `(B,)`, as of `group_codes`.
         counted: `(B,)` bool, the rows that take part.
 
     Returns:
@@ -122,16 +126,16 @@ def filter_groups(name: str, scores: Tensor, group_ids: Tensor, counted: Tensor)
 
 
 def best_against_worst(scores: Tensor, group_ids: Tensor, counted: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pair of every group that has spread: its row with the highest score and its row with the lowest.
+    """Return a pair of rows for every group that has spread: those with the highest and the lowest score.
 
     Args:
         scores: `(B,)`.
-        group_ids: Integer codes from 0 up `(B,)`, as of :func:`group_codes`.
+        group_ids: Integer codes from 0 up `(B,)`, as of `group_codes`.
         counted: `(B,)` bool, the rows that may be chosen.
 
     Returns:
-        Row numbers of the best and of the worst, `(N,)` int64 each, in the order of the groups; the first row among
-        equal scores. Groups with equal counted scores have no pair.
+        Row numbers of the best and of the worst, `(N,)` int64 each, in the order of the groups. Among equal scores the
+        first row is taken.
     """
     lowest, highest = _extremes(scores, group_ids, counted)
 

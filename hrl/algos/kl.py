@@ -27,7 +27,7 @@ from hrl.algos.masked import check_shapes, keep, rows_with_tokens
 from hrl.algos.registry import KL_NAMES, Registry, Traits
 
 MAX_EXPONENT = 20.0
-"""Beyond e^20 an exponential goes on along its tangent: finite, and its gradient never vanishes."""
+"""Beyond e^20 an exponential continues as its tangent: it stays finite, and its gradient never vanishes."""
 
 
 def _exp(exponent: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def _abs(difference: Tensor) -> Tensor:
 
 
 def _k2(difference: Tensor) -> Tensor:
-    """`d^2 / 2`: biased in value, right in its gradient (http://joschu.net/blog/kl-approx.html, k2)."""
+    """`d^2 / 2`: a biased value with the right gradient (http://joschu.net/blog/kl-approx.html, k2)."""
     return 0.5 * difference.square()
 
 
@@ -57,15 +57,7 @@ def _k3(difference: Tensor) -> Tensor:
 
 KL_ESTIMATORS: Registry[Callable[[Tensor], Tensor], Traits] = Registry(
     "KL estimator",
-    {
-        "k1": _k1,
-        "kl": _k1,
-        "abs": _abs,
-        "k2": _k2,
-        "mse": _k2,
-        "k3": _k3,
-        "low_var_kl": _k3,
-    },
+    {"k1": _k1, "kl": _k1, "abs": _abs, "k2": _k2, "mse": _k2, "k3": _k3, "low_var_kl": _k3},
     table=KL_NAMES,
 )
 """From `log policy - log reference` to an estimate per token. Any name with `+` appended has k2's gradient."""
@@ -79,7 +71,7 @@ def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kind: str) -> Tensor:
     Args:
         logprob: Log-probs of the sampled tokens under the policy.
         ref_logprob: The same under the reference.
-        kind: A key of :data:`KL_ESTIMATORS`, or one with `+` appended for its value with k2's gradient.
+        kind: A key of `KL_ESTIMATORS`, or one with `+` appended for its value with k2's gradient.
 
     Raises:
         ValueError: Unknown kind.
@@ -98,7 +90,7 @@ def check_kl_loss_type(kind: str) -> None:
     """Refuse a KL estimator whose expected gradient is zero.
 
     Raises:
-        ValueError: `k1` without `+`: its expected gradient is 0, so it only adds noise to a loss.
+        ValueError: It is `k1` without `+`, which would only add noise to a loss.
     """
     if KL_ESTIMATORS.get(kind) is _k1:
         raise ValueError(
@@ -114,15 +106,15 @@ def penalise_rewards(
 
     Args:
         scores: Token-level scores `(B, R)`.
-        logprob: Log-probs of the sampled tokens under the sampling policy `(B, R)`.
+        logprob: Log-probs of the sampled tokens under the policy that sampled them `(B, R)`.
         ref_logprob: The same under the reference `(B, R)`.
         mask: Response mask `(B, R)`.
         coefficient: Weight of the penalty.
-        kind: Estimator, as in :func:`kl_penalty`.
+        kind: Estimator, as in `kl_penalty`.
 
     Returns:
-        Token-level rewards `(B, R)`, 0 outside the mask, and the mean over sequences of their mean KL per token, for a
-        controller's `update`.
+        Token-level rewards `(B, R)`, 0 outside the mask, and the mean over sequences of their mean KL per token, which
+        a controller's `update` takes.
     """
     check_shapes(mask, scores=scores, logprob=logprob, ref_logprob=ref_logprob)
     penalty = keep(kl_penalty(logprob, ref_logprob, kind).detach(), mask)
@@ -134,12 +126,12 @@ def penalise_rewards(
 
 
 class KLController(Protocol):
-    """Holds the weight of a KL penalty and moves it after each step."""
+    """Holds the weight of a KL penalty and adjusts it after each step."""
 
     value: float
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Update the weight from the KL measured over `n_steps` samples."""
+        """Adjust the weight to the KL that was measured over `n_steps` samples."""
 
 
 class FixedKLController:
@@ -153,7 +145,7 @@ class FixedKLController:
 
 
 class AdaptiveKLController:
-    """Moves the weight until the KL meets a target (Ziegler et al., arXiv:1909.08593, section 2.2).
+    """Adjusts the weight until the KL meets a target (Ziegler et al., arXiv:1909.08593, section 2.2).
 
     Raises:
         ValueError: `target_kl` or `horizon` is not positive.
@@ -169,10 +161,10 @@ class AdaptiveKLController:
         self.horizon = horizon
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """`value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon`.
+        """Apply `value *= 1 + clip(current / target - 1, -0.2, 0.2) * n_steps / horizon`.
 
         Raises:
-            ValueError: `current_kl` is not finite; it would stay in the weight for ever.
+            ValueError: `current_kl` is not finite, which would make the weight so for good.
         """
         if not math.isfinite(current_kl):
             raise ValueError(f"the measured KL is {current_kl}; look at the log-probs of policy and reference")

@@ -1,4 +1,4 @@
-"""Statistics over trained tokens, and packing a ragged batch to its trained tokens."""
+"""Statistics over trained tokens, and packing of a ragged batch to its trained tokens."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
 
 
 def keep(matrix: Tensor, mask: Tensor) -> Tensor:
-    """`matrix` with everything outside the mask replaced by 0, NaN and infinity included."""
+    """Return `matrix` with 0 outside the mask, also in place of NaN and infinity."""
     return torch.where(mask.bool(), matrix, 0.0)
 
 
 def sum_and_count(matrix: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the masked entries and how many there are, both detached scalars."""
+    """Return the sum of the entries inside the mask and their number, both detached scalars."""
     return keep(matrix.detach(), mask).sum(), mask.sum()
 
 
 def rows_with_tokens(mask: Tensor) -> Tensor:
-    """`(B,)` bool: rows that have at least one trained token."""
+    """Return which rows have at least one trained token, `(B,)` bool."""
     return mask.bool().any(dim=-1)
 
 
 def broadcast_rows(row_values: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """Every trained token of row `i` gets `row_values[i]`, everything else 0. `(B,) -> (B, R)`."""
+    """Give every trained token its row's value, and 0 to everything else. `(B,) -> (B, R)`."""
     return torch.where(mask.bool(), row_values.to(dtype).unsqueeze(-1), 0.0)
 
 
@@ -56,8 +56,8 @@ def pad_segments(flat: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     `flat [a b c d]`, `lengths [3 0 1]` becomes `[a b c] [0 0 0] [d 0 0]` with mask `111 000 100`.
 
     Args:
-        flat: `(N,)`, the trained tokens of all rows behind one another.
-        lengths: `(B,)` int64, how many of them each row has; they add up to N.
+        flat: The trained tokens of all rows, one row after the other `(N,)`.
+        lengths: Number of trained tokens of each row, int64 `(B,)`.
 
     Returns:
         Matrix and mask, both `(B, longest)`.
@@ -73,9 +73,9 @@ def pad_segments(flat: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def whiten(matrix: Tensor, mask: Tensor) -> Tensor:
-    """Shift and scale the masked entries to mean 0 and (unbiased) variance 1; 0 outside the mask.
+    """Shift and scale the entries inside the mask to mean 0 and (unbiased) variance 1; 0 outside.
 
-    Without masked entries the result is all 0. A single entry equals its mean and becomes 0.
+    A single entry equals its mean and becomes 0.
     """
     trained = mask.bool()
     count = int(trained.count_nonzero())

@@ -1,8 +1,8 @@
 """Policy filtration: train more often on the responses whose reward can be trusted (PF-PPO, arXiv:2409.06957).
 
-A reward model is most reliable for its most extreme scores. So the rows of a batch are resampled with replacement, with
-weights computed from their scores; the batch keeps its size. The paper draws within the samples of one prompt; here, as
-in verl, the draw is over the whole batch.
+A reward model is most reliable where its scores are extreme. So the rows of a batch are drawn again, with replacement
+and with weights that depend on their scores; the batch keeps its size. The paper draws among the samples of one prompt;
+here, as in verl, the draw is over the whole batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,7 @@ def _max_random(scores: Tensor, power: float) -> Tensor:
 
 REWEIGHT_METHODS: Registry[Callable[[Tensor, float], Tensor], Traits] = Registry(
     "reweight method",
-    {
-        "pow": _pow,
-        "max_min": _max_min,
-        "max_random": _max_random,
-    },
+    {"pow": _pow, "max_min": _max_min, "max_random": _max_random},
     table=REWEIGHT_METHOD_NAMES,
 )
 """From scores of the counted rows `(n,)` and an exponent to weights `(n,)`, not negative."""
@@ -48,7 +44,7 @@ def filtration_weights(scores: Tensor, counted: Tensor, method: str, weight_pow:
     Args:
         scores: Total reward of each response `(B,)`.
         counted: `(B,)` bool; other rows (without a trained token) are never drawn.
-        method: A key of :data:`REWEIGHT_METHODS`.
+        method: A key of `REWEIGHT_METHODS`.
         weight_pow: Exponent of `pow`.
 
     Returns:
@@ -56,7 +52,7 @@ def filtration_weights(scores: Tensor, counted: Tensor, method: str, weight_pow:
         scores 0 under `pow`), they are equally likely.
 
     Raises:
-        ValueError: Unknown method; an exponent that is negative; a score that is not finite.
+        ValueError: Unknown method; a negative exponent; a score that is not finite.
     """
     weigh = REWEIGHT_METHODS.find(method)
     if weight_pow < 0:
@@ -76,12 +72,12 @@ def filtration_weights(scores: Tensor, counted: Tensor, method: str, weight_pow:
 def draw_rows(
     scores: Tensor, counted: Tensor, method: str, weight_pow: float = 2.0, *, generator: torch.Generator
 ) -> Tensor:
-    """Draw the rows to train on instead of 0 ... B-1, with :func:`filtration_weights`.
+    """Draw the rows to train on instead of 0 ... B-1, with `filtration_weights`.
 
     Args:
         scores: `(B,)`.
         counted: `(B,)` bool.
-        method: A key of :data:`REWEIGHT_METHODS`.
+        method: A key of `REWEIGHT_METHODS`.
         weight_pow: Exponent of `pow`.
         generator: The draw's own source of randomness.
 

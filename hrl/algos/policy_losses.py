@@ -1,11 +1,10 @@
 """Policy losses: one pure function each, from log-probs and advantages to a loss per token.
 
 A loss is a function `(PolicyLossInput, config) -> PolicyLossOutput`, registered under the name that
-`actor.policy_loss.loss_mode` takes. It returns the loss of every token. :mod:`hrl.algos.aggregation` reduces these to
-one number, so every loss works with every aggregation and every split into micro-batches. Metrics are (sum, count)
-pairs.
+`actor.policy_loss.loss_mode` takes. It returns the loss of every token. `hrl.algos.aggregation` reduces these to one
+number, so every loss works with every aggregation and every split into micro-batches. Metrics are (sum, count) pairs.
 
-`r` is the ratio of new to old probability of a token, `A` its advantage.
+In the formulas `p` is the new probability of a token, `r` its ratio to the old one and `A` the token's advantage.
 """
 
 from __future__ import annotations
@@ -34,10 +33,9 @@ class PolicyLossInput:
         log_prob: Log-probs of the sampled tokens under the policy in training; has the gradient.
         old_log_prob: The same under the policy the batch was sampled from.
         advantages: Advantage of each token.
-        response_mask: 1 on trained tokens. Elsewhere the other columns are ignored, NaN included; a loss finds 0
-            there.
-        rollout_is_weights: Weight of each token's loss, correcting for the sampler.
-        selected_tokens: For losses of :data:`hrl.algos.token_selection.TOKEN_SELECTORS`: the tokens they treat
+        response_mask: 1 on trained tokens. Elsewhere the other columns are ignored, NaN included; a loss sees 0 there.
+        rollout_is_weights: Weight of each token's loss, which corrects for the sampler.
+        selected_tokens: For the losses in `hrl.algos.token_selection.TOKEN_SELECTORS`: the tokens they treat
             differently, chosen over the whole batch before it was cut.
     """
 
@@ -65,11 +63,11 @@ class PolicyLossInput:
         )
 
     def log_ratio(self) -> Tensor:
-        """Log of new over old probability."""
+        """Return the log of new over old probability, `(B, R)`."""
         return self.log_prob - self.old_log_prob
 
     def ratio(self) -> Tensor:
-        """New over old probability."""
+        """Return new over old probability, `(B, R)`, within e^±20."""
         return self.log_ratio().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
@@ -88,36 +86,60 @@ class PolicyLossConstants(Protocol):
     """The settings of `actor.policy_loss` that some losses read."""
 
     @property
-    def clip_cov_ratio(self) -> float: ...
+    def clip_cov_ratio(self) -> float:
+        """`clip_cov`: share of the tokens that are clipped."""
+
     @property
-    def clip_cov_lb(self) -> float: ...
+    def clip_cov_lb(self) -> float:
+        """`clip_cov`: lower bound of the covariance of a clipped token."""
+
     @property
-    def clip_cov_ub(self) -> float: ...
+    def clip_cov_ub(self) -> float:
+        """`clip_cov`: upper bound of the covariance of a clipped token."""
+
     @property
-    def kl_cov_ratio(self) -> float: ...
+    def kl_cov_ratio(self) -> float:
+        """`kl_cov`: share of the tokens that are penalised."""
+
     @property
-    def ppo_kl_coef(self) -> float: ...
+    def ppo_kl_coef(self) -> float:
+        """`kl_cov`: weight of the penalty."""
+
     @property
-    def dro_beta(self) -> float | None: ...
+    def dro_beta(self) -> float | None:
+        """`dro`: weight of the squared log-ratio."""
 
 
 class PolicyLossSettings(Protocol):
     """The settings of the section `actor` that losses read."""
 
     @property
-    def clip_ratio(self) -> float: ...
+    def clip_ratio(self) -> float:
+        """PPO's clip range."""
+
     @property
-    def clip_ratio_low(self) -> float | None: ...
+    def clip_ratio_low(self) -> float | None:
+        """Clip range below 1; None is `clip_ratio`."""
+
     @property
-    def clip_ratio_high(self) -> float | None: ...
+    def clip_ratio_high(self) -> float | None:
+        """Clip range above 1; None is `clip_ratio`."""
+
     @property
-    def clip_ratio_c(self) -> float: ...
+    def clip_ratio_c(self) -> float:
+        """Dual clip: largest ratio for negative advantages. DPPO: largest weight of a token."""
+
     @property
-    def tau_pos(self) -> float: ...
+    def tau_pos(self) -> float:
+        """`sapo`: temperature of the gate for positive advantages."""
+
     @property
-    def tau_neg(self) -> float: ...
+    def tau_neg(self) -> float:
+        """`sapo`: temperature of the gate for other advantages."""
+
     @property
-    def policy_loss(self) -> PolicyLossConstants: ...
+    def policy_loss(self) -> PolicyLossConstants:
+        """The constants of the less common losses."""
 
 
 PolicyLoss = Callable[[PolicyLossInput, PolicyLossSettings], PolicyLossOutput]
@@ -132,7 +154,7 @@ def register_policy_loss(name: str, **traits: object) -> Callable[[PolicyLoss], 
 
     Args:
         name: Name of the loss.
-        traits: Fields of :class:`hrl.algos.registry.PolicyLossTraits`, e.g. `zero_at_zero_advantage=True`.
+        traits: Fields of `hrl.algos.registry.PolicyLossTraits`, e.g. `zero_at_zero_advantage=True`.
 
     Raises:
         TypeError: There is no such trait.
@@ -145,16 +167,17 @@ def policy_loss(name: str, inp: PolicyLossInput, config: PolicyLossSettings) -> 
     """Check the columns, clear them outside the mask and run the loss of that name.
 
     Args:
-        name: A key of :data:`POLICY_LOSSES`.
+        name: A key of `POLICY_LOSSES`.
         inp: One micro-batch.
         config: The `actor` part of the configuration.
 
     Returns:
         The loss per token, and the loss's own metrics with `actor/ppo_kl`, the sum of old minus new log-probs: k1's
-        estimate of KL(old || new), which is the same quantity for every loss and may be below 0.
+        estimate of KL(old || new), which means the same for every loss and may be negative.
 
     Raises:
-        ValueError: Unknown name; shapes that differ, the loss's own among them; a setting out of its range.
+        ValueError: Unknown name; a column, or what the loss returned, has another shape than the response mask; a
+            setting is out of its range.
     """
     loss = POLICY_LOSSES.find(name)
     trained = inp.trained()
@@ -165,20 +188,20 @@ def policy_loss(name: str, inp: PolicyLossInput, config: PolicyLossSettings) -> 
 
 
 def clip_bounds(config: PolicyLossSettings) -> tuple[float, float]:
-    """Return lower and upper clip range; `clip_ratio` for one that is not set."""
+    """Return the lower and the upper clip range; `clip_ratio` for one that is not set."""
     low, high = config.clip_ratio_low, config.clip_ratio_high
     return config.clip_ratio if low is None else low, config.clip_ratio if high is None else high
+
+
+def _surrogates(inp: PolicyLossInput, ratio: Tensor, config: PolicyLossSettings) -> tuple[Tensor, Tensor]:
+    """Return `-A r` and `-A clip(r, 1 - low, 1 + high)`, `(B, R)` each."""
+    low, high = clip_bounds(config)
+    return -inp.advantages * ratio, -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
 
 
 def _output(inp: PolicyLossInput, loss_mat: Tensor, per_token: dict[str, Tensor] | None = None) -> PolicyLossOutput:
     if inp.rollout_is_weights is not None:
         loss_mat = loss_mat * inp.rollout_is_weights
-    return _unweighted_output(inp, loss_mat, per_token)
-
-
-def _unweighted_output(
-    inp: PolicyLossInput, loss_mat: Tensor, per_token: dict[str, Tensor] | None = None
-) -> PolicyLossOutput:
     metrics = {
         name: sum_and_count(value.to(loss_mat.dtype), inp.response_mask) for name, value in (per_token or {}).items()
     }
@@ -187,24 +210,21 @@ def _unweighted_output(
 
 @register_policy_loss("vanilla")
 def vanilla(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
-    """PPO's clipped surrogate with a second clip for bad tokens.
+    """`max(-A r, -A clip(r, 1 - low, 1 + high))`, and for `A < 0` at most `-A c`, with `c = clip_ratio_c`.
 
-    `max(-A r, -A clip(r, 1 - low, 1 + high))`, and for `A < 0` at most `-A c`: arXiv:1707.06347 equation 7;
-    unequal bounds, DAPO's clip-higher, arXiv:2503.14476 equation 10; dual clip, arXiv:1912.09729.
+    PPO's clipped surrogate, arXiv:1707.06347 equation 7. Unequal bounds are DAPO's clip-higher, arXiv:2503.14476
+    equation 10; the second clip is dual clip, arXiv:1912.09729.
 
     Raises:
         ValueError: `clip_ratio_c` is not above 1.
     """
-    low, high = clip_bounds(config)
     ceiling = config.clip_ratio_c
     if ceiling <= 1.0:
         raise ValueError(f"actor.clip_ratio_c must be above 1, got {ceiling}")
-    advantages, ratio = inp.advantages, inp.ratio()
-    plain = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    plain, clipped = _surrogates(inp, inp.ratio(), config)
     surrogate = torch.maximum(plain, clipped)
-    worst = -advantages * ceiling
-    negative = advantages < 0
+    worst = -inp.advantages * ceiling
+    negative = inp.advantages < 0
     return _output(
         inp,
         torch.where(negative, torch.minimum(surrogate, worst), surrogate),
@@ -219,22 +239,19 @@ def gspo(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     GSPO, arXiv:2507.18071 equations 5 and 7, in the form GSPO-token (section 4.3): the value of the ratio is the
     sequence's, its gradient goes through each token's own log-prob.
     """
-    low, high = clip_bounds(config)
     log_ratio = inp.log_ratio()
     tokens = inp.response_mask.bool().sum(dim=-1).clamp(min=1)
     of_sequence = (log_ratio.detach().sum(dim=-1) / tokens).unsqueeze(-1)
     own = inp.log_prob - inp.log_prob.detach()
-    ratio = (of_sequence.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp()
-    plain = -inp.advantages * ratio
-    clipped = -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    plain, clipped = _surrogates(inp, (of_sequence.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO) + own).exp(), config)
     return _output(inp, torch.maximum(plain, clipped), {"actor/pg_clipfrac": clipped > plain})
 
 
 @register_policy_loss("cispo")
 def cispo(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
-    """`-sg(clip(r, 1 - low, 1 + high)) A log p`: no token loses its gradient (CISPO, arXiv:2506.13585 section 3.1).
+    """`-sg(clip(r, 1 - low, 1 + high)) A log p` (CISPO, arXiv:2506.13585 section 3.1).
 
-    `sg` stops the gradient; what is clipped is the weight of a token and not its update.
+    `sg` stops the gradient. The clip limits a token's weight, so no token loses its gradient.
     """
     low, high = clip_bounds(config)
     ratio = inp.ratio().detach()
@@ -245,7 +262,7 @@ def cispo(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
 
 @register_policy_loss("gpg")
 def gpg(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
-    """Return the plain policy gradient, `-A log p` (GPG, arXiv:2504.02546: the objective that equation 8 scales)."""
+    """`-A log p`, the plain policy gradient (GPG, arXiv:2504.02546: the objective that equation 8 scales)."""
     return _output(inp, -inp.advantages * inp.log_prob)
 
 
@@ -264,8 +281,8 @@ def sapo(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
 def geo_mean(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-A (prod_t clipped r_t)^(1 / |y|)`, the geometric mean of a sequence's ratios.
 
-    GMPO, arXiv:2507.20673 equation 4 in the form of its Algorithm 1. Log-ratios are clipped to `[-low, high]` against
-    the advantage's sign; the sequence's loss stands at each of its tokens, so `seq-mean-token-mean` is the paper's
+    GMPO, arXiv:2507.20673 equation 4 in the form of its Algorithm 1. Log-ratios are clipped to `[-low, high]`, on the
+    side that the advantage pulls to. Every token gets the loss of its sequence, so `seq-mean-token-mean` is the paper's
     mean over sequences. Correction weights enter as their geometric mean too.
     """
     low, high = clip_bounds(config)
@@ -279,8 +296,8 @@ def geo_mean(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutp
     if inp.rollout_is_weights is not None:
         row_loss = row_loss * (keep(inp.rollout_is_weights.log(), mask).sum(dim=-1) / tokens).exp()
     outside = log_ratio != clipped
-    return _unweighted_output(
-        inp,
+    return _output(
+        replace(inp, rollout_is_weights=None),  # they are in the row's loss
         broadcast_rows(row_loss, mask, row_loss.dtype),
         {
             "actor/pg_clipfrac": outside & (inp.advantages > 0),
@@ -300,8 +317,8 @@ def _trust_region(inp: PolicyLossInput, config: PolicyLossSettings, inside: Tens
 def dppo_tv(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-sg(min(r, c)) A log p` where `|p - p_old|` is within bounds, else 0.
 
-    DPPO, arXiv:2602.04879, with its binary total variation, equation 13; `min(r, c)` is of section 5.4. Only tokens
-    that have already moved too far the way the advantage pulls are dropped: `p - p_old > high` for `A > 0`,
+    DPPO, arXiv:2602.04879, with its binary total variation, equation 13; `min(r, c)` is from section 5.4. A token is
+    dropped only if it has already moved too far in the direction of its advantage: `p - p_old > high` for `A > 0`,
     `p_old - p > low` otherwise. `c` is `clip_ratio_c`.
     """
     low, high = clip_bounds(config)
@@ -312,7 +329,10 @@ def dppo_tv(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutpu
 
 @register_policy_loss("dppo_kl")
 def dppo_kl(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
-    """As :func:`dppo_tv` with `KL(p_old || p)` of "this token or another" as distance (equation 14)."""
+    """As `dppo_tv`, with `KL(p_old || p)` of "this token or any other" as the distance.
+
+    DPPO, arXiv:2602.04879, with its binary KL divergence, equation 14.
+    """
     low, high = clip_bounds(config)
     log_prob, old_log_prob = inp.log_prob.detach(), inp.old_log_prob
     new, old = log_prob.exp(), old_log_prob.exp()
@@ -328,8 +348,8 @@ def dppo_kl(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutpu
 def dro(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-(A log p - beta / 2 (log r)^2)`, `beta = policy_loss.dro_beta`.
 
-    arXiv:2405.19107: the policy's gradient in "DRO-V" over its regularisation `tau`, here `beta`, per token, with
-    the old policy for the reference and `A` for the reward less its value.
+    arXiv:2405.19107: the gradient of the policy in "DRO-V", divided by its regularisation `tau` (here `beta`) and taken
+    per token. The old policy stands for the reference, and `A` for the reward less its value.
     """
     beta = config.policy_loss.dro_beta
     if beta is None or beta <= 0:
@@ -342,23 +362,19 @@ def dro(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
 def _selected(inp: PolicyLossInput) -> Tensor:
     if inp.selected_tokens is None:
         raise ValueError(
-            "this policy loss treats tokens chosen over the whole batch differently; choose them with "
-            "hrl.algos.token_selection.select_tokens before the batch is cut and pass them as selected_tokens"
+            "this policy loss treats some tokens differently, which are chosen over the whole batch: choose them with "
+            "hrl.algos.token_selection.select_tokens before the batch is cut, and pass them as selected_tokens"
         )
     return inp.selected_tokens.bool()
 
 
 @register_policy_loss("clip_cov")
 def clip_cov(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
-    """PPO's clipped surrogate, 0 at a few tokens drawn by covariance (Clip-Cov, arXiv:2505.22617 section 4).
+    """`max(-A r, -A clip(r, 1 - low, 1 + high))`, but 0 at a few tokens of high covariance.
 
-    `max(-A r, -A clip(r, 1 - low, 1 + high))` at all other tokens. Which tokens is decided over the whole batch, see
-    :mod:`hrl.algos.token_selection`.
+    Clip-Cov, arXiv:2505.22617 section 4. These tokens are drawn over the whole batch, see `hrl.algos.token_selection`.
     """
-    low, high = clip_bounds(config)
-    ratio = inp.ratio()
-    plain = -inp.advantages * ratio
-    clipped = -inp.advantages * ratio.clamp(1.0 - low, 1.0 + high)
+    plain, clipped = _surrogates(inp, inp.ratio(), config)
     dropped = _selected(inp) & (clipped <= plain)
     surrogate = torch.maximum(plain, clipped).masked_fill(dropped, 0.0)
     return _output(inp, surrogate, {"actor/pg_clipfrac": dropped})
@@ -368,7 +384,7 @@ def clip_cov(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutp
 def kl_cov(inp: PolicyLossInput, config: PolicyLossSettings) -> PolicyLossOutput:
     """`-A r`, plus `ppo_kl_coef |log r|` on the tokens of highest covariance (KL-Cov, arXiv:2505.22617 section 4).
 
-    Which tokens is decided over the whole batch, see :mod:`hrl.algos.token_selection`.
+    These tokens are chosen over the whole batch, see `hrl.algos.token_selection`.
     """
     log_ratio = inp.log_ratio()
     penalty = config.policy_loss.ppo_kl_coef * log_ratio.abs() * _selected(inp)

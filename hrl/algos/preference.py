@@ -1,11 +1,11 @@
-"""Losses of preference learning and supervised learning.
+"""Losses of preference learning, of reward models and of supervised learning.
 
-Pairwise losses take one number per response and give one loss per pair `(N,)`; the caller sums them and divides by
-the pairs of the whole mini-batch (:func:`mean_over_pairs`), so they too are the same for every cut into micro-batches.
+Pairwise losses take one number per response and give one loss per pair `(N,)`. The caller divides their sum by the
+number of pairs in the whole mini-batch (`mean_over_pairs`), so that the split into micro-batches changes nothing.
 
-In the formulas `c` and `r` belong to the chosen and the rejected response of a pair: their log-ratios of policy to
-reference, or their plain log-probs where there is no reference. For losses with the trait
-`mean_log_prob` log-probs are means over a response's tokens, for the others sums.
+In the formulas `c` and `r` stand for the chosen and the rejected response of a pair (`pair_margins`): the log-ratio of
+policy to reference, or the plain log-prob where there is no reference. For losses with the trait `mean_log_prob`
+log-probs are means over a response's tokens; for the others they are sums.
 """
 
 from __future__ import annotations
@@ -24,42 +24,13 @@ Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
-class PairInput:
-    """Log-probs of whole responses, `(N,)` each.
-
-    Attributes:
-        chosen: Log-probs of the chosen responses under the policy.
-        rejected: Log-probs of the rejected responses under the policy.
-        ref_chosen: Log-probs of the chosen responses under the reference; None for losses without one.
-        ref_rejected: Log-probs of the rejected responses under the reference; None for losses without one.
-    """
-
-    chosen: Tensor
-    rejected: Tensor
-    ref_chosen: Tensor | None = None
-    ref_rejected: Tensor | None = None
-
-    def margins(self) -> tuple[Tensor, Tensor]:
-        """Log-ratios of policy to reference for chosen and rejected; the plain log-probs without a reference.
-
-        Raises:
-            ValueError: One reference column is given and the other is not.
-        """
-        if (self.ref_chosen is None) != (self.ref_rejected is None):
-            raise ValueError("give the reference's log-probs of both chosen and rejected responses, or of neither")
-        if self.ref_chosen is None or self.ref_rejected is None:
-            return self.chosen, self.rejected
-        return self.chosen - self.ref_chosen, self.rejected - self.ref_rejected
-
-
-@dataclass(frozen=True)
 class PairOptions:
     """Constants of the pairwise losses.
 
     Attributes:
         beta: How strongly the policy is kept close to the reference; IPO's tau, SimPO's scale.
         label_smoothing: Probability that a pair's label is wrong (conservative DPO), in [0, 0.5).
-        target_margin: SimPO's gamma, the lead that a chosen response should have.
+        target_margin: SimPO's gamma, the lead that the chosen response should have.
 
     Raises:
         ValueError: A constant is out of its range.
@@ -119,55 +90,55 @@ PAIR_LOSSES: Registry[PairLoss, PairLossTraits] = Registry(
     table=PAIR_LOSS_TRAITS,
     traits=PairLossTraits,
 )
-"""From margins of chosen and rejected `(N,)` to a loss per pair `(N,)`. A loss of your own that has no reference, or
-whose log-probs are means, says so: `PAIR_LOSSES.register("mine", reference=False, mean_log_prob=True)`."""
+"""From `c` and `r` `(N,)` to a loss per pair `(N,)`. If a loss of your own has no reference, or takes means, say so:
+`PAIR_LOSSES.register("mine", reference=False, mean_log_prob=True)`."""
 
 
 def sequence_log_prob(log_prob: Tensor, mask: Tensor, *, mean: bool = False) -> Tensor:
-    """Log-prob of each whole response: the sum over its trained tokens, or their mean. `(B, R) -> (B,)`."""
+    """Return the log-prob of each whole response: the sum or mean over its trained tokens. `(B, R) -> (B,)`."""
     check_shapes(mask, log_prob=log_prob)
     total = keep(log_prob, mask).sum(dim=-1)
     return total / mask.bool().sum(dim=-1).clamp(min=1) if mean else total
 
 
-def pairs_of_sums(
+def pair_margins(
     name: str,
     sums: Tensor,
     lengths: Tensor,
     chosen: Sequence[int] | Tensor,
     rejected: Sequence[int] | Tensor,
     reference: Tensor | None = None,
-) -> PairInput:
-    """Build the input of a loss for pairs among B responses.
+) -> tuple[Tensor, Tensor]:
+    """Return `c` and `r` of pairs among B responses, `(N,)` each.
 
     Args:
-        name: A key of :data:`PAIR_LOSSES`; it says whether it takes sums or means, and a reference or none.
+        name: A key of `PAIR_LOSSES`. Its traits say whether it takes sums or means, and whether it has a reference.
         sums: Log-probs of the responses under the policy, summed over their trained tokens `(B,)`.
-        lengths: Trained tokens of the responses `(B,)`.
+        lengths: Numbers of trained tokens `(B,)`.
         chosen: Index of the chosen response of every pair `(N,)`.
-        rejected: Index of the rejected one `(N,)`.
-        reference: As `sums`, under the reference; None for a uniform one.
+        rejected: Index of the rejected response of every pair `(N,)`.
+        reference: As `sums`, under the reference; None for a reference that finds all responses equally likely. Not
+            read for a loss without a reference.
     """
     traits = pair_loss_traits(name)
-    scale = lengths.clamp(min=1).to(sums.dtype) if traits.mean_log_prob else 1.0
-    values = sums / scale
-    if reference is None or not traits.reference:
-        return PairInput(values[chosen], values[rejected])
-    references = reference.to(sums.dtype) / scale
-    return PairInput(values[chosen], values[rejected], references[chosen], references[rejected])
+    if reference is not None and traits.reference:
+        sums = sums - reference.to(sums.dtype)
+    values = sums / lengths.clamp(min=1) if traits.mean_log_prob else sums
+    return values[chosen], values[rejected]
 
 
 def _per_pair(values: dict[str, Tensor]) -> Metrics:
     return {name: (value.detach().sum(), value.new_full((), len(value))) for name, value in values.items()}
 
 
-def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Tensor, Metrics]:
-    """Return the loss per pair of a preference.
+def preference_loss(name: str, chosen: Tensor, rejected: Tensor, options: PairOptions) -> tuple[Tensor, Metrics]:
+    """Return the loss of every pair.
 
     Args:
-        name: A key of :data:`PAIR_LOSSES`.
-        inp: Log-probs of the responses, sums or means as the loss's traits say. Without reference
-            log-probs any loss is its reference-free variant.
+        name: A key of `PAIR_LOSSES`.
+        chosen: `c` of every pair `(N,)`, as `pair_margins` gives it. Plain log-probs give a loss's reference-free
+            variant.
+        rejected: `r` of every pair `(N,)`.
         options: Constants.
 
     Returns:
@@ -175,15 +146,12 @@ def preference_loss(name: str, inp: PairInput, options: PairOptions) -> tuple[Te
         `rewards/margins`, `rewards/accuracies`.
 
     Raises:
-        ValueError: Unknown name; a reference for a loss without one; a constant that the loss does not read.
+        ValueError: Unknown name; a constant that the loss does not read.
     """
     loss, traits = PAIR_LOSSES.find(name), pair_loss_traits(name)
     for constant in ("label_smoothing", "target_margin"):
         if getattr(options, constant) != 0 and not getattr(traits, constant):
             raise ValueError(f"preference loss {name!r} does not read {constant}; leave it at 0")
-    if not traits.reference and inp.ref_chosen is not None:
-        raise ValueError(f"preference loss {name!r} has no reference; leave ref_chosen and ref_rejected out")
-    chosen, rejected = inp.margins()
     losses = loss(chosen, rejected, options)
     return losses, _per_pair(
         {
@@ -203,7 +171,7 @@ def _bradley_terry(lead: Tensor) -> Tensor:
 REWARD_MODEL_LOSSES: Registry[Callable[[Tensor], Tensor], Traits] = Registry(
     "reward model loss", {"bradley_terry": _bradley_terry}
 )
-"""From the chosen score less the rejected one (less a margin) `(N,)` to a loss per pair `(N,)`."""
+"""From the chosen score less the rejected score (less a margin), `(N,)`, to a loss per pair `(N,)`."""
 
 
 def reward_model_loss(
@@ -213,13 +181,13 @@ def reward_model_loss(
     *,
     name: str = "bradley_terry",
 ) -> tuple[Tensor, Metrics]:
-    """Return the loss per pair of a reward model.
+    """Return a reward model's loss for every pair.
 
     Args:
-        chosen_scores: `(N,)`.
-        rejected_scores: `(N,)`.
-        target_margin: Lead that each chosen response must have `(N,)`; None for any lead.
-        name: A key of :data:`REWARD_MODEL_LOSSES`.
+        chosen_scores: Scores of the chosen responses `(N,)`.
+        rejected_scores: Scores of the rejected responses `(N,)`.
+        target_margin: Lead that each chosen response should have `(N,)`; None is 0.
+        name: A key of `REWARD_MODEL_LOSSES`.
 
     Returns:
         Losses `(N,)`, and metrics as (sum, count): `rewards/accuracies`, `rewards/margins`.
@@ -243,12 +211,12 @@ SFT_LOSSES: Registry[Callable[[Tensor], Tensor], Traits] = Registry("supervised 
 
 
 def sft_loss(log_prob: Tensor, mask: Tensor, *, name: str = "nll") -> Tensor:
-    """Return the loss per token of supervised learning, for :func:`hrl.algos.aggregation.aggregate`.
+    """Return the loss per token of supervised learning, for `hrl.algos.aggregation.aggregate`.
 
     Args:
         log_prob: Log-probs of the data's tokens `(B, R)`; has the gradient.
         mask: `(B, R)`, 1 on trained tokens.
-        name: A key of :data:`SFT_LOSSES`.
+        name: A key of `SFT_LOSSES`.
 
     Returns:
         `(B, R)`, 0 outside the mask.
@@ -262,5 +230,5 @@ def sft_loss(log_prob: Tensor, mask: Tensor, *, name: str = "nll") -> Tensor:
 
 
 def mean_over_pairs(losses: Tensor, num_pairs: int) -> Tensor:
-    """This piece's share of the mini-batch's loss, `num_pairs` being those of all pieces on all ranks."""
+    """Return this piece's share of the mini-batch's loss; `num_pairs` counts the pairs of all pieces on all ranks."""
     return losses.sum() / max(num_pairs, 1)

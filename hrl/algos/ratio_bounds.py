@@ -1,13 +1,13 @@
-"""The notation of bounds on probability ratios and of rejection rules.
+"""How bounds of probability ratios and rejection rules are written.
 
-Nothing here needs torch, so a configuration can be checked before torch is imported.
+This file needs no torch, so that a configuration can be checked before torch is imported.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,9 @@ class Interval:
         except ValueError:
             bounds = []
         if len(bounds) not in (1, 2):
-            raise ValueError(f"{text!r} is no interval of ratios; write an upper bound '2.0' or both as '0.5_5.0'")
+            raise ValueError(
+                f"{text!r} is not an interval of ratios; write an upper bound as '2.0', or both bounds as '0.5_5.0'"
+            )
         return cls(upper=bounds[-1], lower=bounds[0] if len(bounds) == 2 else None)
 
 
@@ -48,29 +50,22 @@ Divergence = Literal["k1", "k2", "k3"]
 Scope = Literal["token", "seq_sum", "seq_mean", "seq_max"]
 
 REJECTION_RULES: dict[str, tuple[Scope, Divergence]] = {
-    "token_k1": ("token", "k1"),
-    "token_k2": ("token", "k2"),
-    "token_k3": ("token", "k3"),
-    "seq_sum_k1": ("seq_sum", "k1"),
-    "seq_sum_k2": ("seq_sum", "k2"),
-    "seq_sum_k3": ("seq_sum", "k3"),
-    "seq_mean_k1": ("seq_mean", "k1"),
-    "seq_mean_k2": ("seq_mean", "k2"),
-    "seq_mean_k3": ("seq_mean", "k3"),
-    "seq_max_k2": ("seq_max", "k2"),
-    "seq_max_k3": ("seq_max", "k3"),
+    f"{scope}_{kind}": (scope, kind)
+    for scope in get_args(Scope)
+    for kind in get_args(Divergence)
+    if (scope, kind) != ("seq_max", "k1")  # a maximum of signed numbers hides the negative ones
 }
-"""Where a rule takes the divergence of sampler and trainer (each token; sum, mean or maximum over a row), and which
-estimate of it."""
+"""Where a rule measures the divergence of sampler and trainer (at each token; or as sum, mean or maximum over a row),
+and by which estimate: `token_k1`, `seq_mean_k3`."""
 
 
 def rejection_bounds(rule: str, threshold: str | float) -> Interval:
-    """Return the bounds that a rule compares with.
+    """Return the bounds within which a rule keeps a token or sequence.
 
     Args:
-        rule: A key of :data:`REJECTION_RULES`.
-        threshold: For k2 and k3 the largest divergence. For k1, whose sign matters, bounds of the ratio
-            `p_sampler / p_trainer` as `"0.5_2.0"`; one number stands for itself and its inverse.
+        rule: A key of `REJECTION_RULES`.
+        threshold: For k2 and k3 the largest divergence. For k1, which has a sign, bounds of the ratio
+            `p_sampler / p_trainer` as `"0.5_2.0"`; one number means itself and its inverse.
 
     Raises:
         ValueError: Unknown rule, or a threshold that does not fit it.
@@ -86,10 +81,10 @@ def rejection_bounds(rule: str, threshold: str | float) -> Interval:
 
 
 def parse_rejections(rules: str | None, thresholds: str | float | None) -> tuple[tuple[str, str], ...]:
-    """Return rules and their thresholds, as `rollout_rs` and `rollout_rs_threshold` are written.
+    """Return the rules of `rollout_rs`, each with its threshold from `rollout_rs_threshold`.
 
-    `"token_k1,seq_max_k3"` with `"0.5_2.0,0.1"` gives `(("token_k1", "0.5_2.0"), ("seq_max_k3", "0.1"))`; one
-    threshold serves all rules. A token is kept if every rule keeps it.
+    `"token_k1,seq_max_k3"` with `"0.5_2.0,0.1"` gives `(("token_k1", "0.5_2.0"), ("seq_max_k3", "0.1"))`. A single
+    threshold is for all rules.
 
     Raises:
         ValueError: The numbers of thresholds and rules differ, a rule is unknown, or a threshold does not fit its rule.

@@ -1,8 +1,8 @@
-"""Tables of everything that can be chosen by name, without torch, and registries for the functions.
+"""Tables of everything that can be chosen by name, and registries of the functions.
 
-A configuration is checked against these tables before torch is imported. The module with a family's functions fills a
-:class:`Registry` over its table; a member that a user registers is added to the table and can be chosen like a built-in
-one.
+The tables need no torch: a configuration is checked against them before torch is imported. The file with a family's
+functions fills a `Registry` over its table. A member that a user registers is added to both and can be chosen like a
+built-in one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class EstimatorTraits(Traits):
     """The needs of an advantage estimator.
 
     Attributes:
-        min_group_size: The fewest responses per prompt that make sense. Above 1, `group_ids` are needed.
+        min_group_size: The smallest number of responses per prompt that makes sense. Above 1, it reads `group_ids`.
         needs_critic: Reads `values`.
         needs_baseline: Reads `reward_baselines`.
         needs_parts: Reads `reward_parts`.
@@ -44,7 +44,7 @@ class PolicyLossTraits(Traits):
     """The properties of a policy loss.
 
     Attributes:
-        zero_at_zero_advantage: Whether a row with advantage 0 throughout has no gradient, whatever its ratios are. Then
+        zero_at_zero_advantage: Whether a row whose advantages are all 0 has no gradient, whatever its ratios are. Then
             the trainer skips the forward and backward pass of such rows; other losses see every row.
     """
 
@@ -58,8 +58,8 @@ class PairLossTraits(Traits):
     Attributes:
         reference: Whether it reads the log-probs of a reference.
         mean_log_prob: Whether log-probs are means over a response's tokens instead of sums.
-        label_smoothing: Whether it reads this field of :class:`hrl.algos.preference.PairOptions`.
-        target_margin: Whether it reads this field of :class:`hrl.algos.preference.PairOptions`.
+        label_smoothing: Whether it reads this field of `hrl.algos.preference.PairOptions`.
+        target_margin: Whether it reads this field of `hrl.algos.preference.PairOptions`.
     """
 
     reference: bool = True
@@ -134,10 +134,10 @@ class Registry(UserDict[str, Member], Generic[Member, Known]):
     """The members of a family by name. `registry["mine"] = function` adds one with the default traits.
 
     Args:
-        family: Name of a member in messages.
+        family: What messages call a member.
         members: The built-in members, if they are not registered one by one.
-        table: The family's table; None for a family that no configuration chooses from.
-        traits: Makes a member's entry in the table.
+        table: The family's table; None if no configuration chooses from it.
+        traits: Class of a member's entry in the table.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class Registry(UserDict[str, Member], Generic[Member, Known]):
         del self.table[name]
 
     def register(self, name: str, **traits: object) -> Callable[[Member], Member]:
-        """Return a decorator that adds a member with its traits; without any, those of the table stay.
+        """Return a decorator that adds a member with these traits; without any, the table's stay.
 
         Raises:
             TypeError: There is no such trait.

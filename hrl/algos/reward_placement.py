@@ -1,4 +1,4 @@
-"""Rewards of whole responses, and their conversion to rewards of tokens."""
+"""From rewards of whole responses to rewards of tokens."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def place_scores(scores: Tensor, response_mask: Tensor) -> Tensor:
 
 
 def overlong_penalty(response_lengths: Tensor, max_length: int, buffer_length: int, factor: float = 1.0) -> Tensor:
-    """DAPO's soft punishment of long responses (arXiv:2503.14476, equation 13).
+    """Return DAPO's soft penalty for long responses (arXiv:2503.14476, equation 13).
 
-    0 up to `max_length - buffer_length`, then falling linearly to `-factor` at `max_length` and beyond.
+    It is 0 up to `max_length - buffer_length` and then falls linearly to `-factor` at `max_length`.
 
     Args:
         response_lengths: `(B,)`, in tokens.
         max_length: The longest response allowed, in tokens.
-        buffer_length: Number of tokens before that over which the punishment grows.
-        factor: Punishment at `max_length`.
+        buffer_length: Number of tokens before `max_length` over which the penalty grows.
+        factor: Penalty at `max_length`, as a positive number.
 
     Returns:
         `(B,)` float32, not positive.

@@ -33,17 +33,28 @@ class CorrectionSettings(Protocol):
     """The settings of `algorithm.rollout_correction`."""
 
     @property
-    def rollout_is(self) -> str | None: ...
+    def rollout_is(self) -> str | None:
+        """A key of `IMPORTANCE_LEVELS`; None for no weights."""
+
     @property
-    def rollout_is_threshold(self) -> float | str: ...
+    def rollout_is_threshold(self) -> float | str:
+        """Accepted ratios, as `Interval.parse` takes them."""
+
     @property
-    def rollout_is_batch_normalize(self) -> bool: ...
+    def rollout_is_batch_normalize(self) -> bool:
+        """Whether weights are divided by their mean."""
+
     @property
-    def rollout_rs(self) -> str | None: ...
+    def rollout_rs(self) -> str | None:
+        """Rejection rules, as `parse_rejections` takes them; None for none."""
+
     @property
-    def rollout_rs_threshold(self) -> float | str | None: ...
+    def rollout_rs_threshold(self) -> float | str | None:
+        """Their thresholds."""
+
     @property
-    def loss_type(self) -> str: ...
+    def loss_type(self) -> str:
+        """The loss in bypass mode, one of `hrl.algos.bypass.LOSS_TYPES`."""
 
 
 def _clamped(log_ratio: Tensor, mask: Tensor) -> Tensor:
@@ -51,12 +62,8 @@ def _clamped(log_ratio: Tensor, mask: Tensor) -> Tensor:
     return keep(log_ratio.detach(), mask).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _of_sequence(per_row: Tensor, mask: Tensor) -> Tensor:
-    return per_row.unsqueeze(-1).expand(mask.shape)
-
-
 def _token_ratio(log_ratio: Tensor) -> Tensor:
-    """`p_trainer / p_sampler` of each token."""
+    """Return `p_trainer / p_sampler` of each token."""
     return log_ratio.exp()
 
 
@@ -84,8 +91,8 @@ IMPORTANCE_LEVELS: Registry[ImportanceLevel, Traits] = Registry(
     },
     table=IMPORTANCE_LEVEL_NAMES,
 )
-"""Where ratios are taken: from log-ratios `(B, R)`, 0 outside the mask, to ratios `(B, R)`; and, from weights
-`(B, R)` and the mask, the mean weight over what a ratio belongs to."""
+"""What a ratio belongs to, a token or a sequence. The first function makes ratios `(B, R)` of log-ratios `(B, R)`,
+which are 0 outside the mask; the second makes the mean over tokens or sequences of weights `(B, R)` and the mask."""
 
 
 def importance_weights(
@@ -106,7 +113,7 @@ def importance_weights(
     Args:
         log_ratio: `(B, R)`.
         mask: Response mask `(B, R)`.
-        level: A key of :data:`IMPORTANCE_LEVELS`. `token`: each token's own ratio. `sequence`: the product over the
+        level: A key of `IMPORTANCE_LEVELS`. `token`: each token's own ratio. `sequence`: the product over the
             row at each of its tokens.
         accepted: Bounds of the ratio.
         normalise: Divide by the mean weight (over tokens, or over sequences), so that the batch keeps its size.
@@ -129,15 +136,8 @@ def importance_weights(
     return weights / mean_of(weights, mask)
 
 
-def effective_sample_size(weights: Tensor, mask: Tensor) -> float:
-    """Return the effective share of the batch: `(sum w)^2 / (n sum w^2)` over trained tokens, 0 without any."""
-    chosen = weights[mask.bool()].double()
-    squares = float(chosen.square().sum())
-    return float(chosen.sum()) ** 2 / (len(chosen) * squares) if squares > 0 else 0.0
-
-
 def _divergence(log_ratio: Tensor, kind: Divergence) -> Tensor:
-    """Estimators of KL(sampler || trainer) at tokens drawn from the sampler."""
+    """Estimate KL(sampler || trainer) at tokens drawn from the sampler."""
     if kind == "k1":
         return -log_ratio
     if kind == "k2":
@@ -151,9 +151,9 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | 
     Args:
         log_ratio: `(B, R)`.
         mask: Response mask `(B, R)`.
-        rule: A key of :data:`REJECTION_RULES`: where the divergence is taken (each token; sum, mean or maximum over the
-            row, which then stays or goes as a whole) and which estimate of it.
-        threshold: As :func:`hrl.algos.ratio_bounds.rejection_bounds` takes it.
+        rule: A key of `REJECTION_RULES`: where the divergence is measured (at each token; or as sum, mean or maximum
+            over the row, which is then kept or rejected as a whole), and by which estimate.
+        threshold: As `hrl.algos.ratio_bounds.rejection_bounds` takes it.
 
     Returns:
         `(B, R)` in the mask's dtype.
@@ -163,14 +163,13 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | 
     """
     bounds = rejection_bounds(rule, threshold)
     scope, kind = REJECTION_RULES[rule]
-    statistic = _divergence(_clamped(log_ratio, mask), kind)
+    statistic = keep(_divergence(_clamped(log_ratio, mask), kind), mask)
     if scope == "seq_sum":
-        statistic = _of_sequence(keep(statistic, mask).sum(dim=-1), mask)
+        statistic = statistic.sum(dim=-1, keepdim=True)
     elif scope == "seq_mean":
-        tokens = mask.bool().sum(dim=-1).clamp(min=1)
-        statistic = _of_sequence(keep(statistic, mask).sum(dim=-1) / tokens, mask)
+        statistic = statistic.sum(dim=-1, keepdim=True) / mask.bool().sum(dim=-1, keepdim=True).clamp(min=1)
     elif scope == "seq_max":
-        statistic = _of_sequence(keep(statistic, mask).amax(dim=-1), mask)
+        statistic = statistic.amax(dim=-1, keepdim=True)
     if bounds.lower is not None:
         accepted = (statistic >= math.log(bounds.lower)) & (statistic <= math.log(bounds.upper))
     else:
@@ -179,21 +178,19 @@ def rejection_mask(log_ratio: Tensor, mask: Tensor, rule: str, threshold: str | 
 
 
 def correct(log_ratio: Tensor, mask: Tensor, settings: CorrectionSettings) -> tuple[Tensor | None, Tensor, Metrics]:
-    """Compute weights and rejection as configured in `algorithm.rollout_correction`.
+    """Compute weights and rejections as configured in `algorithm.rollout_correction`.
 
     Args:
         log_ratio: `(B, R)`.
         mask: Response mask `(B, R)`.
-        settings: Has `rollout_is` (a key of :data:`IMPORTANCE_LEVELS` or None), `rollout_is_threshold`,
-            `rollout_is_batch_normalize`, `rollout_rs` and `rollout_rs_threshold`
-            (:func:`hrl.algos.ratio_bounds.parse_rejections`).
+        settings: `algorithm.rollout_correction`.
 
     Returns:
-        Weights `(B, R)` or None; the mask without what was rejected; and metrics, `rollout_corr/`: `rollout_is_mean`,
-        `rollout_is_mean_square` (:func:`effective_share` makes the effective sample size of the two),
-        `rollout_is_ratio_fraction_high` and `_low` (tokens whose ratio is out of bounds), and for rejection
-        `rollout_rs_masked_fraction` of the tokens and `rollout_rs_seq_masked_fraction` of the sequences that lost
-        any, also for each rule.
+        Weights `(B, R)` or None; the mask without rejected tokens; and metrics under `rollout_corr/`. With weights:
+        `rollout_is_mean` and `rollout_is_mean_square` (`effective_share` computes the effective sample size from
+        these), and `rollout_is_ratio_fraction_high` and `_low`, the tokens whose ratio is out of bounds. With
+        rejection: `rollout_rs_masked_fraction` of the tokens and `rollout_rs_seq_masked_fraction`, the sequences that
+        lost tokens; where there are several rules, also for each.
     """
     weights: Tensor | None = None
     metrics: Metrics = {}
@@ -235,9 +232,9 @@ def _rejected(prefix: str, kept: Tensor, mask: Tensor) -> Metrics:
 
 
 def effective_share(mean: float, mean_square: float) -> float:
-    """Return the effective sample size `(sum w)^2 / (n sum w^2)` from the weights' mean and mean square.
+    """Return the effective share of a batch, `(sum w)^2 / (n sum w^2)`, from its weights' mean and mean square.
 
-    0 if all are 0.
+    0 if all weights are 0.
     """
     return mean**2 / mean_square if mean_square > 0 else 0.0
 
@@ -248,9 +245,9 @@ def mismatch(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -
     Returns:
         Under `rollout_corr/`, means over tokens: `kl` and `k3_kl`, two estimates of KL(sampler || trainer); `ratio` of
         trainer to sampler; `chi2_token`, the chi-squared divergence, which is the mean squared ratio less 1, so that
-        `effective_share(ratio, chi2_token + 1)` is the effective sample size of the uncorrected batch. Means over
-        sequences: `training_ppl`, `rollout_ppl` (perplexity, `exp` of minus the mean log-prob), `ppl_ratio` of
-        the two, its logarithm `log_ppl_diff` and the magnitude of that, `log_ppl_abs_diff`.
+        `effective_share(ratio, chi2_token + 1)` is the effective share of the uncorrected batch. Means over
+        sequences: `training_ppl` and `rollout_ppl` (perplexity, `exp` of minus the mean log-prob), the ratio of the
+        two `ppl_ratio`, its logarithm `log_ppl_diff` and the magnitude of that, `log_ppl_abs_diff`.
     """
     check_shapes(mask, trainer_log_prob=trainer_log_prob, sampler_log_prob=sampler_log_prob)
     trainer, sampler = (keep(column.detach(), mask).double() for column in (trainer_log_prob, sampler_log_prob))
@@ -263,7 +260,7 @@ def mismatch(trainer_log_prob: Tensor, sampler_log_prob: Tensor, mask: Tensor) -
         "rollout_corr/chi2_token": ratio.square() - 1.0,
     }
     rows = rows_with_tokens(mask)
-    # Rows without a token are left out at the end, by a factor: to pick the others, a GPU would make the host wait.
+    # Rows without a token are set to 0 at the end: selecting the others would make the host wait for a GPU.
     tokens = mask.bool().sum(dim=-1).clamp(min=1)
     trainer_mean, sampler_mean = (column.sum(dim=-1) / tokens for column in (trainer, sampler))
     difference = (sampler_mean - trainer_mean).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)

@@ -1,8 +1,8 @@
-"""What n scored samples of each of P prompts say about k samples of it: best@k, worst@k, maj@k, pass@k.
+"""Estimate the outcome of k samples of a prompt from n scored samples of it: best@k, worst@k, maj@k, pass@k.
 
-`best`, `worst` and `maj` are expectations over k draws *with* replacement from the n samples (what verl
-estimates by a bootstrap), `pass` is the unbiased estimate from k samples *without*. Where the expectation has a
-closed form it is computed; the majority vote is drawn, from a generator of its own.
+`best`, `worst` and `maj` are expectations over k draws *with* replacement from the n samples, which verl estimates by a
+bootstrap; `pass` is the unbiased estimate for k samples drawn *without* replacement. `best` and `worst` have a closed
+form. Majority votes are drawn, from a generator of their own. P is the number of prompts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ Floats = NDArray[np.float64]
 
 BOOTSTRAP_DRAWS = 1000
 _MOST_AT_ONCE = 1 << 22
-"""Counts of votes held in memory at once."""
+"""Number of counts of votes in memory at once."""
 
 
 def best_at_k(scores: Floats, k: int) -> Floats:
-    """Return expected maximum of k draws with replacement, `sum_i ((i / n)^k - ((i - 1) / n)^k) s_(i)`, s sorted.
+    """Return the expected maximum of k draws with replacement.
+
+    `sum_i ((i / n)^k - ((i - 1) / n)^k) s_(i)`, with `s_(i)` the i-th smallest score.
 
     Args:
         scores: `(P, n)`.
-        k: Draws.
+        k: Number of draws.
 
     Returns:
         `(P,)`.
@@ -36,16 +38,18 @@ def best_at_k(scores: Floats, k: int) -> Floats:
 
 
 def worst_at_k(scores: Floats, k: int) -> Floats:
-    """Return expected minimum of k draws with replacement. `(P, n) -> (P,)`."""
+    """Return the expected minimum of k draws with replacement. `(P, n) -> (P,)`."""
     return -best_at_k(-scores, k)
 
 
 def pass_at_k(num_correct: NDArray[np.int64], num_samples: int, k: int) -> Floats:
-    """Probability that one of k samples is correct, `1 - C(n - c, k) / C(n, k)` (arXiv:2107.03374 equation 1).
+    """Estimate the probability that one of k samples is correct, `1 - C(n - c, k) / C(n, k)`.
+
+    arXiv:2107.03374 equation 1.
 
     Args:
-        num_correct: Correct samples of each prompt `(P,)`.
-        num_samples: Samples of each prompt, n.
+        num_correct: Number of correct samples of each prompt, c `(P,)`.
+        num_samples: Number of samples of each prompt, n.
         k: At most n.
 
     Returns:
@@ -67,20 +71,20 @@ def maj_at_k(
     rng: np.random.Generator,
     draws: int = BOOTSTRAP_DRAWS,
 ) -> dict[int, Floats]:
-    """Bootstrap mean score of the most frequent answer among k draws with replacement, for several k.
+    """Bootstrap the mean score of the most frequent answer among k draws with replacement, for several k.
 
-    Of equally frequent answers each is as likely to win. Samples with the same answer count with their mean score. A
-    vote of k is that of the first k draws of a larger one.
+    Equally frequent answers win with the same probability. An answer's score is the mean over the samples that gave it.
+    A vote of k uses the first k draws of the larger votes.
 
     Args:
-        answers: `(P, n)` codes of the answers, 0 ... n-1; a code means the same within one prompt only.
+        answers: Codes of the answers, 0 ... n-1 `(P, n)`; the same code in another prompt is another answer.
         scores: `(P, n)`.
-        sizes: Every k.
+        sizes: The numbers of draws k.
         rng: The bootstrap's own generator.
-        draws: Votes per prompt.
+        draws: Number of votes per prompt.
 
     Returns:
-        Per k `(P,)`.
+        k → `(P,)`.
     """
     prompts, n = scores.shape
     cells = answers + n * np.arange(prompts)[:, None]
@@ -98,10 +102,10 @@ def maj_at_k(
 def _votes(
     answers: NDArray[np.int64], value: Floats, sizes: list[int], rng: np.random.Generator, draws: int
 ) -> Iterator[tuple[int, Floats]]:
-    """For rising k the mean score of the winner `(P,)`, over `draws` votes."""
+    """Yield k and the winner's score `(P,)`, the mean over `draws` votes, for rising k."""
     prompts, n = answers.shape
     ballots = np.arange(prompts * draws)
-    first = np.repeat(np.arange(prompts) * n, draws)  # where each ballot's prompt begins in the flat answers
+    first = np.repeat(np.arange(prompts) * n, draws)  # where the answers of each ballot's prompt begin
     counts = np.zeros((value.shape[1], prompts * draws), np.int16)
     cast, drawn = answers.ravel(), 0
     for k in sizes:

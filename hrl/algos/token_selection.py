@@ -1,9 +1,8 @@
-"""Tokens that covariance-based losses treat differently, chosen over a whole batch before it is cut.
+"""Choose the tokens that covariance-based losses treat differently, over a whole batch before it is cut.
 
-Both methods of "The Entropy Mechanism of Reinforcement Learning" (arXiv:2505.22617) look at
-`(log p - mean log p) (A - mean A)` and pick tokens by rank. Ranks and means over a micro-batch would make the
-gradient depend on how the batch is cut, so the choice is made once, over everything, and travels with the rows as a
-column.
+Both methods of "The Entropy Mechanism of Reinforcement Learning" (arXiv:2505.22617) choose tokens by
+`(log p - mean log p) (A - mean A)`. Within a micro-batch, means and ranks would depend on how the batch is cut, and so
+would the gradient. So the choice is made once, over the whole batch, and becomes a column of it.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ TokenSelector = Callable[[Tensor, Tensor, Tensor, PolicyLossSettings, torch.Gene
 
 
 def _covariance(log_probs: Tensor, advantages: Tensor, trained: Tensor) -> Tensor:
-    """Each trained token's share of the covariance, as a flat vector in the order of the mask."""
+    """Return each trained token's part of the covariance, `(N,)` in the order of the mask."""
     log_probs, advantages = log_probs.detach()[trained].double(), advantages[trained].double()
     if not len(log_probs):
         return log_probs
@@ -43,7 +42,10 @@ def _select_clip_cov(
     config: PolicyLossSettings,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Return a random `clip_cov_ratio` of all tokens among those of covariance within the bounds (Clip-Cov)."""
+    """Choose tokens at random among those with a covariance within the bounds (Clip-Cov).
+
+    Their number is `clip_cov_ratio` of all tokens, at least one.
+    """
     ratio = config.policy_loss.clip_cov_ratio
     lower = config.policy_loss.clip_cov_lb
     upper = config.policy_loss.clip_cov_ub
@@ -63,7 +65,7 @@ def _select_kl_cov(
     config: PolicyLossSettings,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """Return the `kl_cov_ratio` of all tokens with the highest covariance, at least one (KL-Cov)."""
+    """Choose the `kl_cov_ratio` of all tokens with the highest covariance, at least one (KL-Cov)."""
     ratio = config.policy_loss.kl_cov_ratio
     if not 0 < ratio <= 1:
         raise ValueError(f"actor.policy_loss.kl_cov_ratio must be above 0 and at most 1, got {ratio}")
@@ -75,7 +77,7 @@ def _select_kl_cov(
 TOKEN_SELECTORS: Registry[TokenSelector, Traits] = Registry(
     "token selector", {"clip_cov": _select_clip_cov, "kl_cov": _select_kl_cov}
 )
-"""Policy losses that need `selected_tokens`, and how these are chosen."""
+"""How the tokens are chosen, by the name of the policy loss that needs `selected_tokens`."""
 
 
 def select_tokens(
@@ -89,12 +91,12 @@ def select_tokens(
     """Choose the tokens that a policy loss treats differently.
 
     Args:
-        loss_name: A key of :data:`TOKEN_SELECTORS`.
-        log_probs: Log-probs of the sampled tokens when the batch was made `(B, R)`.
+        loss_name: A key of `TOKEN_SELECTORS`.
+        log_probs: Log-probs of the sampled tokens under the policy that the update starts from `(B, R)`.
         advantages: `(B, R)`.
         response_mask: `(B, R)`.
         config: The `actor` part of the configuration.
-        generator: Source of randomness, where the choice has any.
+        generator: Source of randomness, if the choice is random; None is torch's own.
 
     Returns:
         `(B, R)` bool.

@@ -1,4 +1,4 @@
-"""Losses of the critic: one number per token from what it predicts, predicted and should have predicted."""
+"""Losses of the critic: one number per token, from its prediction, its earlier prediction and the target."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ValueLoss = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
 def _clipped(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) -> tuple[Tensor, Tensor]:
-    """`0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)`: leaving the range can only cost.
+    """`0.5 max((v - R)^2, (clip(v, v_old - c, v_old + c) - R)^2)`: nothing is gained outside the range.
 
-    The critic of PPO's first implementation; written down in arXiv:2005.12729, "value function clipping".
+    From PPO's first implementation; described in arXiv:2005.12729, "value function clipping".
     """
     plain = (vpreds - returns).square()
     clipped = (torch.clamp(vpreds, values - cliprange, values + cliprange) - returns).square()
@@ -31,8 +31,8 @@ def _squared(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange: float) 
 
 
 VALUE_LOSSES: Registry[ValueLoss, Traits] = Registry("value loss", {"clipped": _clipped, "squared": _squared})
-"""From predictions now, predictions then, targets `(B, R)` and the clip range to the loss of every token and to the
-tokens that the clip holds. :mod:`hrl.algos.aggregation` makes one number of them."""
+"""From new predictions, old predictions and targets, `(B, R)` each, and the clip range to the loss of every token and
+to the tokens that were clipped, bool. `hrl.algos.aggregation` makes one number of the losses."""
 
 
 def value_loss(
@@ -47,12 +47,12 @@ def value_loss(
     """Run the value loss of that name.
 
     Args:
-        vpreds: Values predicted now `(B, R)`; has the gradient.
-        values: Values predicted when the batch was made `(B, R)`.
-        returns: Their targets `(B, R)`.
+        vpreds: New predictions `(B, R)`; has the gradient.
+        values: Predictions from before the update `(B, R)`.
+        returns: Targets `(B, R)`.
         response_mask: `(B, R)`; outside it the other columns are ignored.
-        cliprange_value: How far a prediction may gain by moving from its old value; None for no clip.
-        name: A key of :data:`VALUE_LOSSES`; None is `clipped` where there is a clip range and `squared` without.
+        cliprange_value: Distance from the old prediction beyond which nothing is gained; None for no clip.
+        name: A key of `VALUE_LOSSES`; None is `clipped` if there is a clip range, else `squared`.
 
     Returns:
         The loss per token `(B, R)`, 0 outside the mask, and metrics as (sum, count): `critic/vf_clipfrac` and

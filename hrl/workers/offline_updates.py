@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hrl.algos.preference import (
     mean_over_pairs,
-    pairs_of_sums,
+    pair_margins,
     preference_loss,
     reward_model_loss,
     sequence_log_prob,
@@ -82,8 +82,8 @@ def update_preference(policy: Policy, batch: DataProto, request: PreferenceUpdat
             measure_difference(meter, log_prob, sampler, piece.packed.of_tokens)
         sums = sequence_log_prob(log_prob, piece.mask)
         reference = piece.rows("ref_sequence_log_prob") if request.has_reference else None
-        pairs = pairs_of_sums(request.loss_type, sums, piece.mask.sum(-1), chosen, rejected, reference)
-        losses, metrics = preference_loss(request.loss_type, pairs, request.options)
+        margins = pair_margins(request.loss_type, sums, piece.mask.sum(-1), chosen, rejected, reference)
+        losses, metrics = preference_loss(request.loss_type, *margins, request.options)
         meter.add_all(metrics)
         meter.add("logps/chosen", sums[chosen].sum(), len(chosen))
         meter.add("logps/rejected", sums[rejected].sum(), len(rejected))

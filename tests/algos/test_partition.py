@@ -24,7 +24,6 @@ from hrl.algos.preference import (
     PAIR_LOSSES,
     REWARD_MODEL_LOSSES,
     SFT_LOSSES,
-    PairInput,
     PairOptions,
     mean_over_pairs,
     preference_loss,
@@ -202,8 +201,9 @@ def test_on_random_ragged_batches(name: str, rows: int, width: int, share: float
 
 
 def of_pairs(name: str, chosen: Tensor, rejected: Tensor, reference: tuple[Tensor, Tensor]) -> Tensor:
-    free = not pair_loss_traits(name).reference
-    return preference_loss(name, PairInput(chosen, rejected, *((None, None) if free else reference)), PairOptions())[0]
+    if pair_loss_traits(name).reference:
+        chosen, rejected = chosen - reference[0], rejected - reference[1]
+    return preference_loss(name, chosen, rejected, PairOptions())[0]
 
 
 def of_scores(name: str, chosen: Tensor, rejected: Tensor, reference: tuple[Tensor, Tensor]) -> Tensor:

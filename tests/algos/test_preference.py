@@ -6,10 +6,9 @@ from torch import Tensor
 
 from hrl.algos.preference import (
     PAIR_LOSSES,
-    PairInput,
     PairOptions,
     mean_over_pairs,
-    pairs_of_sums,
+    pair_margins,
     preference_loss,
     reward_model_loss,
     sequence_log_prob,
@@ -22,8 +21,8 @@ def vector(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-PAIR = PairInput(vector(-1.0, -4.0), vector(-2.0, -1.0), vector(-1.5, -3.0), vector(-1.0, -2.0))
-"""Margins 0.5 - (-1) = 1.5 and -1 - 1 = -2."""
+LEADS = vector(0.5, -1.0), vector(-1.0, 1.0)
+"""Of the chosen and the rejected response over the reference: 0.5 - (-1) = 1.5 and -1 - 1 = -2."""
 
 
 def log_sigmoid(x: float) -> float:
@@ -47,49 +46,38 @@ def log_sigmoid(x: float) -> float:
     ],
 )
 def test_by_hand(name: str, options: PairOptions, expected: list[float]) -> None:
-    losses, metrics = preference_loss(name, PAIR, options)
+    losses, metrics = preference_loss(name, *LEADS, options)
     assert losses.tolist() == pytest.approx(expected)
     assert [number.item() for number in metrics["rewards/accuracies"]] == [1.0, 2.0]
     assert metrics["rewards/margins"][0].item() == pytest.approx(options.beta * -0.5)
 
 
-def test_simpo_has_a_margin_and_no_reference() -> None:
-    free = PairInput(PAIR.chosen, PAIR.rejected)
-    losses, _ = preference_loss("simpo", free, PairOptions(beta=2.0, target_margin=0.5))
-    assert losses.tolist() == pytest.approx([-log_sigmoid(1.5), -log_sigmoid(-6.5)])
-    with pytest.raises(ValueError, match="no reference"):
-        preference_loss("simpo", PAIR, PairOptions())
+def test_simpo_has_a_margin() -> None:
+    losses, _ = preference_loss("simpo", *LEADS, PairOptions(beta=2.0, target_margin=0.5))
+    assert losses.tolist() == pytest.approx([-log_sigmoid(2.5), -log_sigmoid(-4.5)])
 
 
 def test_orpo_by_hand() -> None:
     """Mean token probabilities 1/2 and 1/4: odds 1 and 1/3, so the log odds ratio is log 3."""
-    free = PairInput(vector(math.log(0.5)), vector(math.log(0.25)))
-    losses, metrics = preference_loss("orpo", free, PairOptions(beta=0.3))
+    halves = vector(math.log(0.5)), vector(math.log(0.25))
+    losses, metrics = preference_loss("orpo", *halves, PairOptions(beta=0.3))
     assert losses.tolist() == pytest.approx([math.log(2.0) - 0.3 * log_sigmoid(math.log(3.0))])
     assert [number.item() for number in metrics["rewards/accuracies"]] == [1.0, 1.0]
 
 
 def test_orpo_is_finite_at_probability_one() -> None:
     certain = vector(0.0).requires_grad_()
-    losses, _ = preference_loss("orpo", PairInput(certain, vector(-1.0)), PairOptions())
+    losses, _ = preference_loss("orpo", certain, vector(-1.0), PairOptions())
     losses.sum().backward()
     assert torch.isfinite(losses).all()
     assert certain.grad is not None
     assert torch.isfinite(certain.grad).all()
 
 
-@pytest.mark.parametrize("name", sorted(name for name in PAIR_LOSSES if pair_loss_traits(name).reference))
-def test_without_a_reference_it_is_a_uniform_one(name: str) -> None:
-    free, _ = preference_loss(name, PairInput(PAIR.chosen, PAIR.rejected), PairOptions())
-    zeros = torch.zeros_like(PAIR.chosen)
-    uniform, _ = preference_loss(name, PairInput(PAIR.chosen, PAIR.rejected, zeros, zeros), PairOptions())
-    torch.testing.assert_close(free, uniform)
-
-
 @pytest.mark.parametrize("name", sorted(PAIR_LOSSES))
 def test_every_loss_pulls_chosen_up_and_rejected_down(name: str) -> None:
     chosen, rejected = vector(-3.0).requires_grad_(), vector(-3.0).requires_grad_()
-    preference_loss(name, PairInput(chosen, rejected), PairOptions())[0].sum().backward()
+    preference_loss(name, chosen, rejected, PairOptions())[0].sum().backward()
     assert chosen.grad is not None
     assert rejected.grad is not None
     assert chosen.grad.item() < 0 < rejected.grad.item()
@@ -99,7 +87,7 @@ def test_every_loss_pulls_chosen_up_and_rejected_down(name: str) -> None:
 
 def test_far_apart_pairs_stay_finite() -> None:
     chosen = vector(-5000.0).requires_grad_()
-    losses, _ = preference_loss("sigmoid", PairInput(chosen, vector(0.0)), PairOptions(beta=1.0))
+    losses, _ = preference_loss("sigmoid", chosen, vector(0.0), PairOptions(beta=1.0))
     losses.sum().backward()
     assert losses.item() == pytest.approx(5000.0)
     assert chosen.grad is not None
@@ -126,16 +114,13 @@ def test_pairs_of_responses_are_sums_or_means_as_the_loss_wants_them(name: str) 
     """Responses of 2, 0, 4 and 1 tokens; the pairs are (2, 0) and (1, 3)."""
     sums, reference = vector(-3.0, 0.0, -4.0, -1.0), vector(-2.0, 0.0, -8.0, -3.0)
     lengths = torch.tensor([2, 0, 4, 1])
-    pair = pairs_of_sums(name, sums, lengths, [2, 1], [0, 3], reference)
     divisors = vector(2.0, 1.0, 4.0, 1.0) if pair_loss_traits(name).mean_log_prob else vector(1.0, 1.0, 1.0, 1.0)
-    assert torch.equal(pair.chosen, (sums / divisors)[[2, 1]])
-    assert torch.equal(pair.rejected, (sums / divisors)[[0, 3]])
-    if not pair_loss_traits(name).reference:
-        assert pair.ref_chosen is None and pair.ref_rejected is None
-    else:
-        assert torch.equal(pair.ref_chosen, (reference / divisors)[[2, 1]])
-        assert torch.equal(pair.ref_rejected, (reference / divisors)[[0, 3]])
-        assert pairs_of_sums(name, sums, lengths, [2], [0]).ref_chosen is None
+    free = sums / divisors
+    leads = (sums - reference) / divisors if pair_loss_traits(name).reference else free
+    for expected, given in ((leads, reference), (free, None)):
+        chosen, rejected = pair_margins(name, sums, lengths, [2, 1], [0, 3], given)
+        assert torch.equal(chosen, expected[[2, 1]])
+        assert torch.equal(rejected, expected[[0, 3]])
 
 
 def test_pairs_are_divided_by_those_of_the_whole_mini_batch() -> None:
@@ -146,24 +131,22 @@ def test_pairs_are_divided_by_those_of_the_whole_mini_batch() -> None:
 @pytest.mark.parametrize("name", sorted(PAIR_LOSSES))
 @pytest.mark.parametrize("constant", ["label_smoothing", "target_margin"])
 def test_a_constant_moves_the_loss_or_is_refused(name: str, constant: str) -> None:
-    pair, options = PairInput(vector(-1.0, -0.2), vector(-0.3, -2.0)), PairOptions(**{constant: 0.25})
+    pair, options = (vector(-1.0, -0.2), vector(-0.3, -2.0)), PairOptions(**{constant: 0.25})
     if not getattr(pair_loss_traits(name), constant):
         with pytest.raises(ValueError, match=f"'{name}' does not read {constant}"):
-            preference_loss(name, pair, options)
+            preference_loss(name, *pair, options)
     else:
-        plain, moved = (preference_loss(name, pair, each)[0] for each in (PairOptions(), options))
+        plain, moved = (preference_loss(name, *pair, each)[0] for each in (PairOptions(), options))
         assert (moved != plain).all()
 
 
 def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'dpo'.*sigmoid"):
-        preference_loss("dpo", PAIR, PairOptions())
+        preference_loss("dpo", *LEADS, PairOptions())
     with pytest.raises(ValueError, match=r"'bt'.*bradley_terry"):
-        reward_model_loss(PAIR.chosen, PAIR.rejected, name="bt")
+        reward_model_loss(*LEADS, name="bt")
     with pytest.raises(ValueError, match=r"'mle'.*nll"):
         sft_loss(torch.zeros(1, 1), torch.ones(1, 1), name="mle")
-    with pytest.raises(ValueError, match="both chosen and rejected"):
-        preference_loss("sigmoid", PairInput(PAIR.chosen, PAIR.rejected, PAIR.ref_chosen), PairOptions())
     with pytest.raises(ValueError, match="beta"):
         PairOptions(beta=0.0)
     with pytest.raises(ValueError, match="label_smoothing"):

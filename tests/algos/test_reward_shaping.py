@@ -3,22 +3,14 @@ import math
 import pytest
 import torch
 
-from hrl.algos.reward_shaping import REWARD_SHAPERS, RunningNormalizer, clip_rewards, combine_rewards
+from hrl.algos.reward_shaping import REWARD_SHAPERS, RunningNormalizer
 
 
 def test_clip() -> None:
-    assert clip_rewards(torch.tensor([-9.0, 0.5, 3.0]), 2.0).tolist() == [-2.0, 0.5, 2.0]
+    clip = REWARD_SHAPERS["clip"]
+    assert clip(torch.tensor([-9.0, 0.5, 3.0]), RunningNormalizer(), 2.0).tolist() == [-2.0, 0.5, 2.0]
     with pytest.raises(ValueError, match="positive"):
-        clip_rewards(torch.ones(1), 0.0)
-
-
-def test_combine() -> None:
-    parts = {"model": torch.tensor([1.0, 2.0]), "function": torch.tensor([10.0, 0.0])}
-    assert combine_rewards(parts, {"function": 0.1, "model": 2.0}).tolist() == [3.0, 4.0]
-    with pytest.raises(ValueError, match=r"function.*model"):
-        combine_rewards(parts, {"model": 1.0})
-    with pytest.raises(ValueError, match="one at least"):
-        combine_rewards({}, {})
+        clip(torch.ones(1), RunningNormalizer(), 0.0)
 
 
 def test_running_statistics_are_those_of_everything_seen() -> None:

@@ -8,7 +8,6 @@ import torch
 from hrl.algos.ratio_bounds import REJECTION_RULES, Interval, parse_rejections
 from hrl.algos.rollout_correction import (
     correct,
-    effective_sample_size,
     effective_share,
     importance_weights,
     mismatch,
@@ -23,7 +22,6 @@ ONES = torch.ones(1, 3, dtype=torch.int64)
 def test_icepop_drops_ratios_outside_the_interval() -> None:
     weights = importance_weights(RATIOS.log(), ONES, "token", Interval(lower=0.5, upper=5.0))
     torch.testing.assert_close(weights, torch.tensor([[0.0, 0.8, 0.0]], dtype=torch.float64))
-    assert effective_sample_size(weights, ONES) == pytest.approx(1 / 3)
 
 
 def test_truncation_cuts_ratios_down() -> None:
@@ -55,12 +53,10 @@ def test_weights_have_no_gradient() -> None:
     assert not importance_weights(log_ratio, torch.ones(1, 2), "token", Interval(2.0)).requires_grad
 
 
-def test_effective_sample_size() -> None:
-    assert effective_sample_size(torch.ones(2, 2), torch.ones(2, 2)) == pytest.approx(1.0)
-    padded = torch.tensor([[0.4, 0.8, 7.0]])
-    assert effective_sample_size(padded, torch.tensor([[1, 1, 0]])) == pytest.approx(1.2**2 / (2 * 0.8))
-    assert effective_sample_size(torch.ones(2, 2), torch.zeros(2, 2)) == 0.0
-    assert effective_sample_size(torch.zeros(2, 2), torch.ones(2, 2)) == 0.0
+def test_effective_share() -> None:
+    assert effective_share(mean=1.0, mean_square=1.0) == 1.0
+    assert effective_share(mean=0.6, mean_square=0.4) == pytest.approx(1.2**2 / (2 * 0.8))  # of weights 0.4 and 0.8
+    assert effective_share(mean=0.0, mean_square=0.0) == 0.0
 
 
 LOG_RATIO = torch.tensor([[0.1, -0.1, 0.0], [1.0, 0.0, -1.0], [0.0, 0.0, 9.0]], dtype=torch.float64)
@@ -150,7 +146,7 @@ def test_weights_and_their_effective_sample_size() -> None:
         == pytest.approx(1 / 3)
     )
     share = effective_share(got["rollout_corr/rollout_is_mean"], got["rollout_corr/rollout_is_mean_square"])
-    assert share == pytest.approx(effective_sample_size(weights, ONES)) == pytest.approx(1 / 3)
+    assert share == pytest.approx(1 / 3)
 
 
 def test_a_token_stays_where_every_rule_keeps_it() -> None:

@@ -19,7 +19,6 @@ from hrl.algos.bypass import bypass_loss
 from hrl.algos.kl import kl_penalty
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.algos.preference import (
-    PairInput,
     PairOptions,
     preference_loss,
     reward_model_loss,
@@ -128,9 +127,9 @@ def preference_gradients(plain: Plain, batch: DataProto, name: str, options: Pai
     mask = batch.batch["response_mask"]
     sums = (plain.statistics(batch)[0] * mask).sum(-1)
     scale = mask.sum(-1).clamp(min=1) if pair_loss_traits(name).mean_log_prob else 1
-    ours, theirs = sums / scale, batch.batch["ref_sequence_log_prob"] / scale
-    reference = (None, None) if not pair_loss_traits(name).reference else (theirs[0::2], theirs[1::2])
-    losses, _ = preference_loss(name, PairInput(ours[0::2], ours[1::2], *reference), options)
+    reference = batch.batch["ref_sequence_log_prob"] if pair_loss_traits(name).reference else 0.0
+    leads = (sums - reference) / scale
+    losses, _ = preference_loss(name, leads[0::2], leads[1::2], options)
     return gradients(plain.actor, losses.mean())
 
 

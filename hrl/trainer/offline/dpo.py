@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from hrl.algos.preference import PairOptions, pairs_of_sums, preference_loss
+from hrl.algos.preference import PairOptions, pair_margins, preference_loss
 from hrl.config.offline import DPOTrainerConfig
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
@@ -76,7 +76,7 @@ class DPOTrainer(OfflineTrainer):
         """Return loss and implicit rewards of every pair."""
         name, options = self.config.algorithm.loss_type, self.options
         columns, slots = batch.batch, range(0, len(batch), 2)
-        pairs = pairs_of_sums(
+        margins = pair_margins(
             name,
             self.log_probs(batch).sum(-1),
             columns["response_mask"].sum(-1),
@@ -84,9 +84,9 @@ class DPOTrainer(OfflineTrainer):
             [slot + 1 for slot in slots],
             columns["ref_sequence_log_prob"] if self.config.needs_reference else None,
         )
-        chosen, rejected = (options.beta * margin for margin in pairs.margins())
+        chosen, rejected = (options.beta * margin for margin in margins)
         return {
-            "loss": preference_loss(name, pairs, options)[0],
+            "loss": preference_loss(name, *margins, options)[0],
             "rewards_chosen": chosen,
             "rewards_rejected": rejected,
             "rewards_margins": chosen - rejected,

@@ -70,7 +70,7 @@ def compute_advantage(
     """
     columns = data.batch
     settings = AdvantageConfig(gamma, lam, norm_adv_by_std_in_grpo) if config is None else config
-    part_names = getattr(settings, "gdpo_reward_keys", None)
+    part_names = settings.gdpo_reward_keys
     inputs = AdvantageInput(
         token_level_rewards=columns["token_level_rewards"],
         response_mask=columns["response_mask"],
