@@ -1,11 +1,17 @@
-"""Metrics with a kind that determines how they are merged; a mean has its sum and count."""
+"""How the numbers of micro-batches, ranks and phases become one: a metric's kind says how it is merged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, SupportsFloat, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsFloat, get_args
+
+if TYPE_CHECKING:
+    from torch import Tensor  # not imported: the rewards' process has no use for torch
+
+#: `torch.quantile` takes no more numbers than this.
+QUANTILE_LIMIT = 1 << 24
 
 MetricKind = Literal["mean", "sum", "max", "min", "last"]
 
@@ -63,15 +69,15 @@ class Metric:
         """True when nothing was observed: there is no mean of no tokens."""
         return self.kind == "mean" and self.count == 0
 
-    def merge(self, other: Metric) -> Metric:
-        """Return both observations as one; `other` is the later of the two.
+    def merge(self, later: Metric) -> Metric:
+        """Return both observations as one.
 
         Raises:
             ValueError: The two are of different kinds.
         """
-        if other.kind != self.kind:
-            raise ValueError(f"cannot merge a metric of kind {self.kind!r} with one of kind {other.kind!r}")
-        return Metric(self.kind, _MERGE[self.kind](self.value, other.value), self.count + other.count)
+        if later.kind != self.kind:
+            raise ValueError(f"mixes kinds: {self.kind}, {later.kind}")
+        return Metric(self.kind, _MERGE[self.kind](self.value, later.value), self.count + later.count)
 
     def result(self) -> float:
         """Return the reduced number.
@@ -98,20 +104,78 @@ _MERGE: dict[str, Callable[[float, float], float]] = {
 }
 
 
-def merge_metrics(observations: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the observations of ranks, micro-batches or phases by name, the earliest first.
+class SpreadNames(NamedTuple):
+    """Names of the mean, the 99th percentile and the maximum of a collection of numbers."""
 
-    Raises:
-        ValueError: Two observations of a name are of different kinds; names it.
+    mean: str
+    p99: str
+    max: str
+
+
+class Meter:
+    """Collects what an update measures on the device, micro-batch by micro-batch, and fetches it once.
+
+    To fetch a number is to wait until it is computed.
+
+    Args:
+        world_size: Ranks that measure the same update.
+        num_mini_batches: Its optimizer steps.
     """
-    merged: dict[str, Metric] = {}
-    for metrics in observations:
-        for name, metric in metrics.items():
-            earlier = merged.get(name)
-            if earlier is not None and earlier.kind != metric.kind:
-                raise ValueError(f"metric {name!r} mixes kinds: {earlier.kind}, {metric.kind}")
-            merged[name] = metric if earlier is None else earlier.merge(metric)
-    return merged
+
+    def __init__(self, world_size: int = 1, num_mini_batches: int = 1) -> None:
+        self.world_size = world_size
+        self._num_mini_batches = num_mini_batches
+        self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._spreads: dict[SpreadNames, list[Tensor]] = {}
+
+    def add(self, name: str, total: Tensor, count: Tensor | float) -> None:
+        """Add to a mean over tokens or rows."""
+        total = total.detach()
+        old = self._sums.get(name)
+        # A plain number is filled in on the device, not copied to it.
+        count = total.new_full((), float(count)) if isinstance(count, int | float) else count.to(total)
+        self._sums[name] = (total, count) if old is None else (old[0] + total, old[1] + count)
+
+    def add_all(self, metrics: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+        """Add (sum, count) pairs by name."""
+        for name, (total, count) in metrics.items():
+            self.add(name, total, count)
+
+    def add_share(self, name: str, share: Tensor) -> None:
+        """Add a share of a mini-batch's loss: summed over micro-batches and ranks, averaged over mini-batches."""
+        self.add(name, share, 0)
+        total, _ = self._sums[name]
+        self._sums[name] = (total, total.new_full((), self._num_mini_batches / self.world_size))
+
+    def add_spread(self, names: SpreadNames, numbers: Tensor) -> None:
+        """Collect numbers `(n,)` whose spread is reported."""
+        self._spreads.setdefault(names, []).append(numbers)
+
+    def collected(self) -> dict[str, Tensor]:
+        """Return what is there so far: sums, and the numbers `(n,)` of a spread under the name of its mean."""
+        import torch
+
+        spreads = {names.mean: torch.cat(parts) for names, parts in self._spreads.items()}
+        return {name: total for name, (total, _) in self._sums.items()} | spreads
+
+    def metrics(self) -> dict[str, Metric]:
+        """Return everything by name, after one wait."""
+        import torch
+
+        parts = [torch.stack(pair).double() for pair in self._sums.values()]
+        spreads = {names: torch.cat(numbers).double() for names, numbers in self._spreads.items()}
+        spreads = {names: numbers for names, numbers in spreads.items() if numbers.numel() > 0}
+        for numbers in spreads.values():
+            p99 = torch.quantile(numbers[:QUANTILE_LIMIT], 0.99)
+            parts.append(torch.stack([numbers.sum(), p99, numbers.max()]))
+        found = iter(torch.cat(parts).tolist() if parts else [])
+        metrics = {name: Metric.mean(next(found), next(found)) for name in self._sums}
+        for names, numbers in spreads.items():
+            metrics[names.mean] = Metric.mean(next(found), numbers.numel())
+            # Over several ranks the largest of their 99th percentiles, which is not below that of all tokens.
+            metrics[names.p99] = Metric.max(next(found))
+            metrics[names.max] = Metric.max(next(found))
+        return metrics
 
 
 class StepMetrics(dict[str, float]):
@@ -121,12 +185,20 @@ class StepMetrics(dict[str, float]):
         super().__init__()
         self._observed: dict[str, Metric] = {}
 
-    def observe(self, metrics: Mapping[str, Metric]) -> None:
-        """Add observations. A name without any observation is absent rather than NaN.
+    def observe(self, *observations: Mapping[str, Metric]) -> None:
+        """Merge observations of ranks or phases by name, the earliest first.
+
+        A name of which nothing was observed is absent rather than NaN.
 
         Raises:
             ValueError: Two observations of a name are of different kinds; names it.
         """
-        self._observed = merge_metrics([self._observed, metrics])
-        found = {name: self._observed[name] for name in metrics}
-        self.update({name: metric.result() for name, metric in found.items() if not metric.is_empty})
+        for name, metric in (pair for metrics in observations for pair in metrics.items()):
+            earlier = self._observed.get(name)
+            try:
+                merged = metric if earlier is None else earlier.merge(metric)
+            except ValueError as error:
+                raise ValueError(f"metric {name!r} {error}") from None
+            self._observed[name] = merged
+            if not merged.is_empty:
+                self[name] = merged.result()

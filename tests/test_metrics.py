@@ -4,12 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.metrics import Metric, StepMetrics, merge_metrics
+from hrl.metrics import Metric, StepMetrics
 
 
 def merged(*metrics):
     """One metric out of several of a name."""
-    return merge_metrics({"x": metric} for metric in metrics)["x"]
+    step = StepMetrics()
+    step.observe(*({"x": metric} for metric in metrics))
+    return step._observed["x"]
 
 
 def test_a_mean_is_the_sum_over_everything_divided_by_its_count_not_a_mean_of_means():
@@ -39,10 +41,9 @@ def test_a_nan_is_not_lost_in_a_merge(make, values):
 
 
 def test_names_that_only_some_ranks_have_are_kept():
-    assert merge_metrics([{"a": Metric.max(1)}, {"b": Metric.max(2)}, {"a": Metric.max(3)}]) == {
-        "a": Metric("max", 3.0, 2.0),
-        "b": Metric.max(2),
-    }
+    metrics = StepMetrics()
+    metrics.observe({"a": Metric.max(1)}, {"b": Metric.max(2)}, {"a": Metric.max(3)})
+    assert metrics == {"a": 3.0, "b": 2.0}
 
 
 def test_there_is_no_mean_of_nothing():
@@ -52,9 +53,7 @@ def test_there_is_no_mean_of_nothing():
 
 def test_mixed_kinds_are_refused_by_name():
     with pytest.raises(ValueError, match="'loss' mixes kinds: max, mean"):
-        merge_metrics([{"loss": Metric.max(1)}, {"loss": Metric.mean(1, 1)}])
-    with pytest.raises(ValueError, match="cannot merge"):
-        Metric.max(1).merge(Metric.min(1))
+        StepMetrics().observe({"loss": Metric.max(1)}, {"loss": Metric.mean(1, 1)})
 
 
 def test_a_metric_that_makes_no_sense_cannot_be_made():

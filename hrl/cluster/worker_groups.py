@@ -17,7 +17,7 @@ from hrl.config.offline import OfflineConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.trainer import TimeoutsConfig
-from hrl.metrics import Metric, merge_metrics
+from hrl.metrics import Metric
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.single_controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from hrl.single_controller.worker_errors import WorkerError, WorkerTimeoutError
@@ -283,11 +283,11 @@ class WorkerGroups:
         for role in self.learners:
             self.groups[role].load_checkpoint(str(folder / _FOLDERS.get(role, role.value)))
 
-    def peak_memory(self) -> dict[str, Metric]:
-        """Return `perf/max_memory_gib` and its like: the largest of any rank of any pool."""
+    def peak_memory(self) -> list[dict[str, Metric]]:
+        """Return `perf/max_memory_gib` and the like of every rank of every pool."""
         # Any role of a process speaks for all of them.
         asked = [getattr(group, f"{group.roles[0]}_peak_memory")() for group in self.processes]
-        return merge_metrics(metrics for answer in asked for metrics in answer.get())
+        return [metrics for answer in asked for metrics in answer.get()]
 
     def shutdown(self) -> None:
         """End every process of every pool."""

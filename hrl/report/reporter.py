@@ -108,16 +108,23 @@ class RunReporter:
 
     # ------------------------------------------------------------------ when it is over
 
-    def step_done(self, step: int, metrics: dict[str, float], tokens: Tokens) -> None:
-        """Report a finished step: write its metrics and timers to the log and the trackers, and show its line.
+    def times(self, tokens: Tokens) -> dict[str, float]:
+        """Return a finished step's `timing_s/*`, `timing_per_token_ms/*` and `perf/*`, and set the timers to 0.
+
+        Args:
+            tokens: Numbers of tokens of the step.
+        """
+        metrics = timing_metrics(self._timing, tokens, self.num_devices)
+        self._timing.clear()
+        return metrics
+
+    def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Report a finished step: write its metrics to the log and the trackers, and show its line.
 
         Args:
             step: Its number, from 1.
-            metrics: Its metrics; `timing_s/*`, `timing_per_token_ms/*` and `perf/*` are added.
-            tokens: Numbers of tokens of the step.
+            metrics: All of its metrics, with its `times`.
         """
-        metrics |= timing_metrics(self._timing, tokens, self.num_devices)
-        self._timing.clear()
         self._tracking.log(metrics, step)
         self.console.step(step, metrics)
         if step == self.console.total_steps:  # before the last step, the step's line has the score

@@ -17,7 +17,6 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from hrl.metrics import merge_metrics
 from hrl.protocol import DataProto, unpad_dataproto
 
 _SPEC_ATTRIBUTE = "_hrl_method_spec"
@@ -45,7 +44,7 @@ class Dispatch(Enum):
     """As DP_COMPUTE_PROTO but never padded (a padded row would count twice in metrics); results are a list by rank."""
     DP_COMPUTE_PLAN = "dp_compute_plan"
     """`method(batch, request)`: rank i gets the rows `request.rows[i]` and columns `request.columns` of the batch, and
-    `request.for_rank(i)`. Returned rows are put back in the batch's order; dicts of metrics are merged by name."""
+    `request.for_rank(i)`. Returned rows are put back in the batch's order; other results are a list by rank."""
 
 
 class Execute(Enum):
@@ -434,15 +433,10 @@ def _checked_rows(request: PlannedRequest, num_rows: int, world_size: int) -> li
 
 
 def _join_planned(results: list[Any], rows_by_rank: list[np.ndarray], num_rows: int) -> Any:
-    """Join the ranks' rows in the batch's order, or merge their metrics."""
-    if all(isinstance(result, dict) for result in results):
-        return merge_metrics(results)
-    return _restore_order(_checked_results(results), rows_by_rank, num_rows)
-
-
-def _restore_order(results: list[DataProto], rows_by_rank: list[np.ndarray], num_rows: int) -> DataProto:
-    """Put the ranks' rows back in the batch's order."""
-    for rank, (result, rows) in enumerate(zip(results, rows_by_rank, strict=True)):
+    """Put the ranks' rows back in the batch's order; results that are no rows stay a list by rank."""
+    if not any(isinstance(result, DataProto) for result in results):
+        return results
+    for rank, (result, rows) in enumerate(zip(_checked_results(results), rows_by_rank, strict=True)):
         if len(result) != len(rows):
             raise ValueError(f"rank {rank} got {len(rows)} rows and returned {len(result)}; a plan needs one for each")
     order = np.concatenate(rows_by_rank)

@@ -157,13 +157,14 @@ class TrainingLoop(ABC):
                     batch = self.train_step(batch, metrics)
                 if self.is_due(self.config.trainer.test_freq, self.config.trainer.val_after_train):
                     metrics |= self.validate()
-                metrics.observe(self.workers.peak_memory())
+                metrics.observe(*self.workers.peak_memory())
                 self.on_step_end(batch, metrics)
             metrics |= self.describe(batch)
             self._tell_of_skipped_steps(metrics)
             prompt_lens, response_lens = lengths_of(batch)
             tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
-            self.reporter.step_done(self.global_steps, metrics, tokens)
+            metrics |= self.reporter.times(tokens)
+            self.reporter.step_done(self.global_steps, metrics)
             self.report_samples(batch)
             # After the log, so that no checkpoint has a step that the log lacks.
             if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0):

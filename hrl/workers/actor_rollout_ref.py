@@ -223,7 +223,7 @@ class ActorRolloutRefWorker(ModelWorker):
             shares_device=self.role == "actor_rollout",
         )
         name = f"rollout rank {self.rank}"
-        return RolloutHost(setup, runtime.max_response_length, name=name, lead=self._lead)
+        return RolloutHost(setup, name=name, lead=self._lead)
 
     def close(self) -> None:
         """End the engine and its processes."""
@@ -297,20 +297,17 @@ class ActorRolloutRefWorker(ModelWorker):
         """
         if len(batch) == 0:  # a tensor-parallel peer of the rank that drives the engine
             return DataProto()
-        return self.host.generate_sequences(
-            batch, on_sample=self._reward_hook(batch), timeout_s=self.runtime.collective_timeout_s
-        )
+        on_sample = None if request.reward_round is None else self._reward_hook(batch, request.reward_round)
+        return self.host.generate_sequences(batch, request, on_sample, timeout_s=self.runtime.collective_timeout_s)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_reward_sink(self, sink: Any) -> None:
-        """Name the Ray actor that finished samples are sent to (`None`: nobody)."""
+        """Name the Ray actor that finished samples are sent to, where a request asks for it."""
         self._reward_sink = sink
         self._tokenizer = load_tokenizer(self._tokenizer_path, trust_remote_code=self.model.trust_remote_code)
 
-    def _reward_hook(self, batch: DataProto) -> Callable[[int, list[int], str], None] | None:
-        if self._reward_sink is None:
-            return None
-        reward_round, keys = batch.meta_info["reward_round"], sample_keys(batch)
+    def _reward_hook(self, batch: DataProto, reward_round: int) -> Callable[[int, list[int], str], None]:
+        keys = sample_keys(batch)
 
         def send(row: int, token_ids: list[int], finish_reason: str) -> None:
             text = self._tokenizer.decode(token_ids, skip_special_tokens=True)

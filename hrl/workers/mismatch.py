@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hrl.algos.rollout_correction import mismatch
-from hrl.workers.engine.meter import Meter, SpreadNames
+from hrl.metrics import Meter, SpreadNames
 
 DIFFERENCE = SpreadNames("rollout/logprob_diff_mean", "rollout/logprob_diff_p99", "rollout/logprob_diff_max")
 

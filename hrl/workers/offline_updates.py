@@ -141,7 +141,7 @@ def update_reward_model(model: ValueModel, batch: DataProto, request: RewardMode
 
     def loss_of(piece: Piece) -> Tensor:
         (chosen, rejected), scores, meter = _slots_of_pairs(piece), piece.result()[:, 0], piece.meter
-        margin = piece.rows("margin")[chosen].to(scores.dtype) if request.has_margin else None
+        margin = piece.rows("margin")[chosen].to(scores.dtype)
         losses, metrics = reward_model_loss(scores[chosen], scores[rejected], margin, name=request.loss_type)
         meter.add_all(metrics)
         meter.add("rewards/chosen", scores[chosen].sum(), len(chosen))

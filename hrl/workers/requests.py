@@ -53,15 +53,44 @@ class Request(Generic[P]):
         return replace(whole, plan=self.plan.ranks[rank])
 
 
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one response is sampled.
+
+    Attributes:
+        temperature: 0 takes the most likely token.
+        top_p: Nucleus size; 1 is off.
+        top_k: Number of most likely tokens to draw from; -1 is off.
+        max_tokens: Longest response, in tokens.
+        seed: Of this response alone.
+        ignore_eos: Go on after a stop token (for benchmarks).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    seed: int = 0
+    ignore_eos: bool = False
+
+
 @dataclass(frozen=True, kw_only=True)
 class SampleRequest(Request[P]):
     """One response to every row; its columns are those of a prompt.
 
     Attributes:
+        sampling: How every response is sampled; each gets a seed of its own.
+        seed: Of all samples: a sample's own seed comes from it, the step, the row's `uid` and its `sample_index`.
+        step: Of the run.
         with_greedy: Rows marked `greedy` take the most likely tokens.
+        reward_round: The number under which finished samples are sent to the rewards; None sends them nowhere.
     """
 
+    sampling: SamplingParams
+    seed: int
+    step: int
     with_greedy: bool
+    reward_round: int | None
 
     @property
     def columns(self) -> frozenset[str]:
@@ -260,16 +289,14 @@ class SupervisedUpdate(Update[P]):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelUpdate(Update[P]):
-    """Make a classifier score the chosen answer of every pair above the rejected one.
+    """Make a classifier score the chosen answer of every pair above the rejected one, by the pair's `margin`.
 
     Attributes:
         loss_type: A key of `hrl.algos.preference.REWARD_MODEL_LOSSES`.
-        has_margin: The chosen row's `margin` is the lead that its score must have.
     """
 
     loss_type: str
-    has_margin: bool
 
     @property
     def columns(self) -> frozenset[str]:
-        return ROW_COLUMNS | {"is_chosen"} | ({"margin"} if self.has_margin else set())
+        return ROW_COLUMNS | {"is_chosen", "margin"}

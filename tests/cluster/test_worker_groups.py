@@ -13,7 +13,6 @@ from hrl.cluster.roles import Role
 from hrl.cluster.worker_groups import WorkerGroups, worker_mapping
 from hrl.config import compose_cli
 from hrl.config.trainer import TimeoutsConfig
-from hrl.metrics import Metric
 from hrl.single_controller.worker_errors import WorkerDiedError, WorkerError, WorkerTimeoutError
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 
@@ -170,23 +169,16 @@ def test_processes_are_told_the_tokenizers_folder_by_its_absolute_path(
 
 
 class Answering:
-    """Answers for its first role, one dictionary per rank."""
+    """Answers for its first role, rank by rank."""
 
-    def __init__(self, roles: tuple[str, ...], *ranks: dict[str, float]) -> None:
+    def __init__(self, roles: tuple[str, ...], *ranks: str) -> None:
         self.roles = roles
-        answer = [{name: Metric.max(value) for name, value in rank.items()} for rank in ranks]
-        setattr(self, f"{roles[0]}_peak_memory", lambda: SimpleNamespace(get=lambda: answer))
+        setattr(self, f"{roles[0]}_peak_memory", lambda: SimpleNamespace(get=lambda: list(ranks)))
 
 
-def test_the_peak_of_a_run_is_that_of_its_largest_process_on_whichever_pool() -> None:
-    trainers = Answering(("actor", "ref"), {"perf/max_memory_gib": 2.0}, {"perf/max_memory_gib": 5.0})
-    critics = Answering(("critic",), {"perf/max_memory_gib": 3.0})
-    engines = Answering(("rollout",), {"perf/max_memory_gib": 1.0, "perf/max_child_memory_gib": 4.0})
-    peaks = WorkerGroups({}, [], [trainers, critics, engines], [], 1.0).peak_memory()
-    assert {name: peak.result() for name, peak in peaks.items()} == {
-        "perf/max_memory_gib": 5.0,
-        "perf/max_child_memory_gib": 4.0,
-    }
+def test_every_process_of_every_pool_is_asked_for_its_peak_once() -> None:
+    groups = [Answering(("actor", "ref"), "first", "second"), Answering(("critic",), "third")]
+    assert WorkerGroups({}, [], groups, [], 1.0).peak_memory() == ["first", "second", "third"]
 
 
 class Saving(Group):

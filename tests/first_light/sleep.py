@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
-from hrl.workers.rollout.base import EngineSetup, SamplingParams
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import EngineSetup
 from hrl.workers.rollout.vllm_engine import VllmEngine
 from tests.first_light.random_model import config_of
 from tests.first_light.report import Findings

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-from hrl.metrics import Metric
 from hrl.protocol import DataProto, DataProtoFuture
 from hrl.single_controller.dispatch import (
     BatchRows,
@@ -119,8 +118,8 @@ class Recorder(Worker):
         return DataProto.from_dict({"out": batch.batch["x"] * 2}, meta_info={"metrics": {"asked": request}})
 
     @register(Dispatch.DP_COMPUTE_PLAN)
-    def update(self, batch: DataProto, request: Any) -> dict[str, Metric]:
-        return {"rows": Metric.total(len(batch)), f"of {request}": Metric.last(1)}
+    def update(self, batch: DataProto, request: Any) -> tuple[Any, int]:
+        return request, len(batch)
 
     @register({"dispatch_fn": every_other, "collect_fn": lambda group, results: sum(results)})
     def custom(self, x: int) -> int:
@@ -245,9 +244,8 @@ def test_a_rank_may_have_no_row() -> None:
     assert out.meta_info["metrics"] == {"asked": [1, 2, 3]}
 
 
-def test_metrics_are_merged_by_name_and_need_no_cover() -> None:
-    metrics = group_of(2).update(batch_of(5), Plan([[4], [1, 2]], ["a", "b"]))
-    assert {name: metric.result() for name, metric in metrics.items()} == {"rows": 3, "of a": 1, "of b": 1}
+def test_what_is_no_rows_is_a_list_by_rank_and_needs_no_cover() -> None:
+    assert group_of(2).update(batch_of(5), Plan([[4], [1, 2]], ["a", "b"])) == [("a", 1), ("b", 2)]
 
 
 def test_ranks_get_the_columns_of_the_request_alone_and_a_missing_one_is_named() -> None:

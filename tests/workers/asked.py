@@ -132,5 +132,5 @@ def learn_answers(policy: Policy, batch: DataProto, plan: RankPlan, **changes: A
 
 def learn_scores(model: ValueModel, batch: DataProto, plan: RankPlan, **changes: Any) -> dict[str, Metric]:
     """One update of a reward model."""
-    asked: dict[str, Any] = {"loss_type": "bradley_terry", "has_margin": "margin" in batch.batch.keys()}
+    asked: dict[str, Any] = {"loss_type": "bradley_terry"}
     return update_reward_model(model, batch, RewardModelUpdate(plan=plan, step=STEP, **asked | changes))

@@ -190,11 +190,10 @@ def classifier_of(path: Path, head: float) -> Critic:
 def test_the_reward_models_loss_is_that_of_bradley_and_terry_at_the_last_token(llama, with_margin):
     batch = pairs_of()
     if not with_margin:
-        batch.pop(batch_keys=["margin"])
+        batch.batch["margin"].zero_()
     model, scores = plain_scores(llama, batch, head=0.1)
     lead = scores[0::2] - scores[1::2]
-    margin = batch.batch["margin"][0::2] if with_margin else 0.0
-    loss = torch.nn.functional.logsigmoid(lead - margin).mean().neg()
+    loss = torch.nn.functional.logsigmoid(lead - batch.batch["margin"][0::2]).mean().neg()
     loss.backward()
     mine, plan = classifier_of(llama, 0.1), deal(batch, 1, 3)
     held = batch.select_idxs(list(plan.rows[0]))
@@ -213,7 +212,7 @@ def test_the_reward_models_loss_is_that_of_bradley_and_terry_at_the_last_token(l
 
 def test_a_fresh_head_starts_at_even_odds(llama):
     batch = pairs_of()
-    batch.pop(batch_keys=["margin"])
+    batch.batch["margin"].zero_()
     plan = deal(batch, 1, 1)
     model = Critic(model_config(llama), critic_config(), fsdp_config(), device=CPU, total_steps=10)
     metrics = learn_scores(model, batch.select_idxs(list(plan.rows[0])), plan.ranks[0])
@@ -223,7 +222,7 @@ def test_a_fresh_head_starts_at_even_odds(llama):
 
 def test_a_reward_models_loss_of_ones_own_is_told_by_name(llama, monkeypatch):
     batch = pairs_of()
-    batch.pop(batch_keys=["margin"])
+    batch.batch["margin"].zero_()
     _, scores = plain_scores(llama, batch, head=0.1)
     plan = deal(batch, 1, 2)
     mine, model = batch.select_idxs(list(plan.rows[0])), classifier_of(llama, 0.1)

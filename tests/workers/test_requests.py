@@ -19,6 +19,7 @@ from hrl.workers.requests import (
     PreferenceUpdate,
     RewardModelUpdate,
     SampleRequest,
+    SamplingParams,
     ScalarRequest,
     ValueUpdate,
     temperature_of,
@@ -73,14 +74,14 @@ def test_the_columns_of_the_other_requests() -> None:
     assert pair_update.columns == ROW_COLUMNS | {"is_chosen", "ref_sequence_log_prob", "rollout_log_probs"}
     without = PreferenceUpdate(plan=plan(), step=1, has_reference=False, measures_mismatch=False, **pairs)
     assert without.columns == ROW_COLUMNS | {"is_chosen"}
-    for has_margin, read in ((True, {"is_chosen", "margin"}), (False, {"is_chosen"})):
-        scores = RewardModelUpdate(plan=plan(), step=1, loss_type="bradley_terry", has_margin=has_margin)
-        assert scores.columns == ROW_COLUMNS | read
+    scores = RewardModelUpdate(plan=plan(), step=1, loss_type="bradley_terry")
+    assert scores.columns == ROW_COLUMNS | {"is_chosen", "margin"}
     assert ValueUpdate(plan=plan(), step=1, loss=CONFIG.critic).columns == ROW_COLUMNS | {"values", "returns"}
     assert LogProbRequest(plan=plan(), temperature=1.0).columns == ScalarRequest(plan=plan()).columns == ROW_COLUMNS
     prompts = {"prompts", "attention_mask", "uid", "sample_index"}
-    assert SampleRequest(plan=plan(), with_greedy=False).columns == prompts
-    assert SampleRequest(plan=plan(), with_greedy=True).columns == prompts | {"greedy"}
+    draw: dict[str, Any] = {"plan": plan(), "sampling": SamplingParams(), "seed": 0, "step": 1, "reward_round": None}
+    assert SampleRequest(with_greedy=False, **draw).columns == prompts
+    assert SampleRequest(with_greedy=True, **draw).columns == prompts | {"greedy"}
 
 
 def test_a_rank_gets_its_part_of_the_plan_and_the_rest_as_it_is() -> None:

@@ -126,7 +126,7 @@ class PairDataset(OfflineDataset[PairRow]):
         """Return two rows per pair, chosen then rejected, with the same `uid`.
 
         Columns: those of `pad_answers`, `is_chosen (B,)` bool, `ref_sequence_log_prob (B,)` once the reference is
-        known, `margin (B,)` if any row has one; non-tensor `uid`, `data_source` and `index`.
+        known, `margin (B,)` for a reward model, 0 in rows without one; non-tensor `uid`, `data_source` and `index`.
         """
         chosen = list(indices)
         rows = [answer for index in chosen for answer in self.tokens[index]]
@@ -134,9 +134,9 @@ class PairDataset(OfflineDataset[PairRow]):
         tensors["is_chosen"] = torch.arange(len(rows)) % 2 == 0
         if self._reference is not None:
             tensors["ref_sequence_log_prob"] = _known(self._reference[chosen], chosen).reshape(-1)
-        margins = [self.rows[index].margin for index in chosen]
-        if any(margin is not None for margin in margins):
-            tensors["margin"] = torch.tensor([margin or 0.0 for margin in margins]).repeat_interleave(2)
+        if isinstance(self.config, ScoredPairDataConfig):
+            margins = [self.rows[index].margin or 0.0 for index in chosen]
+            tensors["margin"] = torch.tensor(margins).repeat_interleave(2)
         return self.as_proto(tensors, [index for index in chosen for _ in range(2)])
 
     def set_reference(self, indices: Sequence[int], sums: torch.Tensor) -> None:

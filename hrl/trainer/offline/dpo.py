@@ -60,7 +60,7 @@ class DPOTrainer(OfflineTrainer):
         for block, sums in zip(blocks, found, strict=True):
             dataset.set_reference(block, sums)
 
-    def update(self, batch: DataProto) -> dict[str, Metric]:
+    def update(self, batch: DataProto) -> list[dict[str, Metric]]:
         request = PreferenceUpdate(
             plan=self.pair_plan(batch),
             step=self.global_steps,

@@ -29,13 +29,8 @@ class RMTrainer(OfflineTrainer):
     learners = (Role.RewardModel,)
     loss_type: ClassVar[str] = "bradley_terry"
 
-    def update(self, batch: DataProto) -> dict[str, Metric]:
-        request = RewardModelUpdate(
-            plan=self.pair_plan(batch),
-            step=self.global_steps,
-            loss_type=self.loss_type,
-            has_margin="margin" in batch.batch.keys(),
-        )
+    def update(self, batch: DataProto) -> list[dict[str, Metric]]:
+        request = RewardModelUpdate(plan=self.pair_plan(batch), step=self.global_steps, loss_type=self.loss_type)
         return self.workers.model.update_reward_model(batch, request)
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
@@ -43,9 +38,8 @@ class RMTrainer(OfflineTrainer):
         request = ScalarRequest(plan=self.forward_plan(batch))
         scores = self.workers.model.compute_rm_score(batch, request).batch["rm_scores"].double()
         chosen, rejected = scores[0::2], scores[1::2]
-        margin = batch.batch["margin"][0::2] if "margin" in batch.batch.keys() else None
         return {
-            "loss": reward_model_loss(chosen, rejected, margin, name=self.loss_type)[0],
+            "loss": reward_model_loss(chosen, rejected, batch.batch["margin"][0::2], name=self.loss_type)[0],
             "rewards_chosen": chosen,
             "rewards_rejected": rejected,
             "rewards_margins": chosen - rejected,

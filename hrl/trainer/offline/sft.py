@@ -29,7 +29,7 @@ class SFTTrainer(OfflineTrainer):
 
     loss_type: ClassVar[str] = "nll"
 
-    def update(self, batch: DataProto) -> dict[str, Metric]:
+    def update(self, batch: DataProto) -> list[dict[str, Metric]]:
         plan = self.planner.update(
             batch, self.workers.model.world_size, self.limits, mini_batch_rows=len(batch), epochs=1
         )

@@ -46,8 +46,8 @@ class OfflineTrainer(TrainingLoop):
     # ------------------------------------------------------------------ what a trainer is
 
     @abstractmethod
-    def update(self, batch: DataProto) -> dict[str, Metric]:
-        """Take the one optimizer step of a batch; returns its metrics."""
+    def update(self, batch: DataProto) -> list[dict[str, Metric]]:
+        """Take the one optimizer step of a batch; returns the metrics of every rank."""
 
     @abstractmethod
     def score(self, batch: DataProto) -> dict[str, Tensor]:
@@ -60,7 +60,7 @@ class OfflineTrainer(TrainingLoop):
 
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         with self.phase("update"):
-            metrics.observe(self.update(batch))
+            metrics.observe(*self.update(batch))
         return batch
 
     def validate(self) -> dict[str, float]:

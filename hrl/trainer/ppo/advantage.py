@@ -5,13 +5,20 @@ Both run over the whole batch on the driver, so neither can depend on how the ba
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import numpy as np
 
-from hrl.algos.advantages import AdvantageConfig, AdvantageInput, AdvantageSettings, compute_advantages
+from hrl.algos.advantages import AdvantageConfig, AdvantageInput, compute_advantages
 from hrl.algos.groups import group_codes
 from hrl.algos.kl import KLController, penalise_rewards
+from hrl.algos.registry import EstimatorTraits, estimator_traits
+from hrl.config.algorithm import AlgorithmConfig
+from hrl.config.ppo import PPOTrainerConfig
 from hrl.protocol import DataProto
+from hrl.trainer.ppo.old_log_probs import needs_old_log_prob
 from hrl.trainer.ppo.reward_parts import reward_columns
+from hrl.trainer.ppo.sampler_mismatch import weighs_tokens
 
 
 def apply_kl_penalty(
@@ -50,13 +57,15 @@ def compute_advantage(
     lam: float = 1.0,
     num_repeat: int = 1,
     norm_adv_by_std_in_grpo: bool = True,
-    config: AdvantageSettings | None = None,
+    config: AlgorithmConfig | None = None,
+    *,
+    columns: Collection[str] | None = None,
 ) -> DataProto:
     """Add `advantages` and `returns`, both (B, R), by the named estimator.
 
     Args:
-        data: `token_level_rewards`, `response_mask` (B, R), `values` (B, R) for estimators with a critic, and the
-            non-tensor `uid` that says which rows are samples of one prompt.
+        data: `token_level_rewards`, `response_mask` (B, R), the columns that the estimator gets, and the non-tensor
+            `uid` that says which rows are samples of one prompt.
         adv_estimator: A name in `hrl.algos.advantages.ADVANTAGE_ESTIMATORS`.
         gamma: Discount per token.
         lam: Lambda of GAE.
@@ -64,26 +73,55 @@ def compute_advantage(
         norm_adv_by_std_in_grpo: Divide by the group's standard deviation (GRPO) or not (Dr.GRPO).
         config: The `algorithm` part of the configuration, for estimators with settings of their own; replaces the
             three numbers above. Its `gdpo_reward_keys` name the parts of the reward that gdpo reads.
+        columns: Names of the other columns that the estimator gets, see `advantage_columns`; by default those that it
+            is registered to need.
 
     Raises:
-        ValueError: There is no such estimator, it needs a column that the batch lacks, or a reward is not finite.
+        ValueError: There is no such estimator, the batch lacks a column of it, or a reward is not finite.
     """
-    columns = data.batch
+    traits, batch = estimator_traits(adv_estimator), data.batch
+    given = needed_columns(traits) if columns is None else columns
+    missing = sorted(set(given) - set(batch.keys()))
+    if missing:
+        raise ValueError(
+            f"the advantage estimator {adv_estimator!r} reads {missing}, and the batch has no such columns"
+        )
     settings = AdvantageConfig(gamma, lam, norm_adv_by_std_in_grpo) if config is None else config
-    part_names = settings.gdpo_reward_keys
+    part_names = settings.gdpo_reward_keys if traits.needs_parts else ()
     inputs = AdvantageInput(
-        token_level_rewards=columns["token_level_rewards"],
-        response_mask=columns["response_mask"],
+        token_level_rewards=batch["token_level_rewards"],
+        response_mask=batch["response_mask"],
         group_ids=group_codes(data.non_tensor_batch["uid"]),
         reward_parts=reward_columns(data, part_names, "algorithm.gdpo_reward_keys") if part_names else None,
-        **{
-            name: columns[name]
-            for name in ("values", "reward_baselines", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
-            if name in columns.keys()
-        },
+        **{name: batch[name] for name in given},
     )
-    columns["advantages"], columns["returns"] = compute_advantages(adv_estimator, inputs, settings)
+    batch["advantages"], batch["returns"] = compute_advantages(adv_estimator, inputs, settings)
     return data
+
+
+def needed_columns(traits: EstimatorTraits) -> list[str]:
+    """Return the names of the columns without which an estimator can't be computed, beside rewards and mask."""
+    needs = {
+        "values": traits.needs_critic,
+        "reward_baselines": traits.needs_baseline,
+        "old_log_probs": traits.needs_old_log_probs,
+        "sum_pi_squared": traits.needs_sum_pi_squared,
+    }
+    return [name for name, is_needed in needs.items() if is_needed]
+
+
+def advantage_columns(config: PPOTrainerConfig) -> list[str]:
+    """Return the names of the columns that a run gives its estimator beside rewards and mask.
+
+    Also those that the run has for another reason: an estimator in verl's form takes what there is.
+    """
+    has = {
+        "values": config.needs_critic,
+        "old_log_probs": needs_old_log_prob(config),
+        "rollout_is_weights": weighs_tokens(config.algorithm.rollout_correction),
+    }
+    needed = needed_columns(estimator_traits(config.algorithm.adv_estimator))
+    return [*needed, *(name for name, is_there in has.items() if is_there and name not in needed)]
 
 
 def rows_without_advantage(data: DataProto) -> np.ndarray:

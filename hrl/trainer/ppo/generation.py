@@ -13,6 +13,7 @@ from hrl.config.rollout import RolloutConfig
 from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
+from hrl.workers.requests import SamplingParams
 
 
 class PolicyVersionError(HrlError, RuntimeError):
@@ -28,13 +29,13 @@ def prompt_batch(
     wave: int = 0,
     with_greedy: bool = False,
 ) -> DataProto:
-    """Repeat every prompt once per sample and stamp the rows with group, sample number and sampling settings.
+    """Repeat every prompt once per sample and stamp the rows with group and sample number.
 
     Args:
         prompts: One row per prompt, from `RLHFDataset.batch`; its `index` tells prompts apart.
         rollout: The `rollout` part of the configuration.
         step: The trainer's step, which sampling seeds derive from.
-        validate: Use `val_kwargs` in place of the training settings.
+        validate: Take the number of samples of `val_kwargs`.
         wave: How many batches were sampled in this step before. A prompt that comes again, because a small data set
             begins anew, is another group with other samples.
         with_greedy: Behind all samples, one row per prompt that takes the most likely tokens (`greedy`).
@@ -42,8 +43,7 @@ def prompt_batch(
     Returns:
         `n` consecutive rows per prompt, with non-tensor `uid` (B,) and `sample_index` (B,).
     """
-    settings = rollout.val_kwargs if validate else rollout
-    greedy = validate and not rollout.val_kwargs.do_sample
+    samples = rollout.val_kwargs.n if validate else rollout.n
     # Derived, not random: the same run draws the same samples when it is started again. From the number in the data
     # set, not in the batch: the prompts of a validation in several batches stay apart.
     again = f"/{wave}" if wave else ""
@@ -54,20 +54,34 @@ def prompt_batch(
         ],
         dtype=object,
     )
-    rows = prompts.repeat(settings.n, interleave=True)
-    rows.non_tensor_batch["sample_index"] = np.array([i % settings.n for i in range(len(rows))], dtype=object)
+    rows = prompts.repeat(samples, interleave=True)
+    rows.non_tensor_batch["sample_index"] = np.array([i % samples for i in range(len(rows))], dtype=object)
     if with_greedy:
         baselines = prompts.select()
-        baselines.non_tensor_batch["sample_index"] = np.full(len(prompts), settings.n, dtype=object)
+        baselines.non_tensor_batch["sample_index"] = np.full(len(prompts), samples, dtype=object)
         for part, is_greedy in ((rows, False), (baselines, True)):
             part.non_tensor_batch["greedy"] = np.full(len(part), is_greedy, dtype=object)
         rows = DataProto.concat([rows, baselines])
-    rows.meta_info |= {
-        "step": step,
-        "validate": validate,
-        "temperature": 0.0 if greedy else settings.temperature,
-    }
     return rows
+
+
+def sampling_of(rollout: RolloutConfig, max_tokens: int, *, validate: bool) -> SamplingParams:
+    """Return how the responses of a step, or of a validation, are sampled.
+
+    Args:
+        rollout: The `rollout` part of the configuration.
+        max_tokens: R, the longest response.
+        validate: Take `val_kwargs`, which may be greedy.
+    """
+    if validate and not rollout.val_kwargs.do_sample:
+        return SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    settings = rollout.val_kwargs if validate else rollout
+    return SamplingParams(settings.temperature, settings.top_p, settings.top_k, max_tokens)
+
+
+def seed_of(rollout: RolloutConfig, *, validate: bool) -> int:
+    """Return the seed that a sample's own comes from; a validation may sample the prompts of a step that trains."""
+    return -1 - rollout.seed if validate else rollout.seed
 
 
 def check_policy_version(batch: DataProto, expected: int) -> None:

@@ -33,11 +33,9 @@ def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> dict[str
 def _length_metrics(batch: DataProto) -> dict[str, float]:
     """Return prompt and response lengths, and the share of them that hit their limit or stayed empty."""
     prompt_lens, response_lens = lengths_of(batch)
-    reasons = batch.non_tensor_batch.get("finish_reason")
     prompt_width = batch.batch["attention_mask"].shape[-1] - batch.batch["responses"].shape[-1]
-    at_limit = response_lens == batch.batch["responses"].shape[-1]
     # A response that ends by itself in the very last column was not cut: the sampler knows, the length does not.
-    cut = at_limit if reasons is None else torch.tensor([reason == "length" for reason in reasons])
+    cut = torch.tensor([reason == "length" for reason in batch.non_tensor_batch["finish_reason"]])
     return {
         **_spread(response_lens, "response_length/mean", "response_length/max", "response_length/min"),
         **_spread(prompt_lens, "prompt_length/mean", "prompt_length/max", "prompt_length/min"),
@@ -47,7 +45,7 @@ def _length_metrics(batch: DataProto) -> dict[str, float]:
     }
 
 
-def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str, float]:
+def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advantages: bool = True) -> dict[str, float]:
     """Describe the batch of one step: scores, rewards, advantages, returns, values and lengths.
 
     Rows without a trained token (an empty response, or one that the reward function left out) are not part of the score
@@ -55,8 +53,9 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     (`response_mask`) only.
 
     Args:
-        batch: The batch after the advantages were computed; columns that a run does not have are left out.
+        batch: The step's samples.
         use_critic: Also describe `values` and how much of the returns they explain.
+        has_advantages: Also describe `token_level_rewards`, `advantages` and `returns`.
 
     Returns:
         Metric name to number, e.g. `critic/score/mean`, `reward/mean`, `response_length/clip_ratio`,
@@ -67,23 +66,18 @@ def compute_data_metrics(batch: DataProto, use_critic: bool = True) -> dict[str,
     counted = trained.any(-1)
     metrics = _length_metrics(batch)
 
-    if "token_level_scores" in columns:
-        scores = columns["token_level_scores"].sum(-1)
-        metrics |= _spread(scores[counted], "critic/score/mean", "critic/score/max", "critic/score/min")
-        if counted.any():
-            metrics["reward/mean"] = metrics["critic/score/mean"]
-            metrics["reward/std"] = float(scores[counted].float().std(unbiased=False))
-        if "uid" in batch.non_tensor_batch and counted.any():
-            groups = group_codes(batch.non_tensor_batch["uid"])
-            metrics["rollout/zero_variance_groups"] = count_groups_without_spread(scores, groups, counted)
-    if "token_level_rewards" in columns:
+    scores = columns["token_level_scores"].sum(-1)
+    metrics |= _spread(scores[counted], "critic/score/mean", "critic/score/max", "critic/score/min")
+    if counted.any():
+        metrics["reward/mean"] = metrics["critic/score/mean"]
+        metrics["reward/std"] = float(scores[counted].float().std(unbiased=False))
+        groups = group_codes(batch.non_tensor_batch["uid"])
+        metrics["rollout/zero_variance_groups"] = count_groups_without_spread(scores, groups, counted)
+    if has_advantages:
         rewards = columns["token_level_rewards"].sum(-1)[counted]
         metrics |= _spread(rewards, "critic/rewards/mean", "critic/rewards/max", "critic/rewards/min")
-    if "advantages" in columns:
-        advantages = columns["advantages"][trained]
+        advantages, returns = columns["advantages"][trained], columns["returns"][trained]
         metrics |= _spread(advantages, "critic/advantages/mean", "critic/advantages/max", "critic/advantages/min")
-    if "returns" in columns:
-        returns = columns["returns"][trained]
         metrics |= _spread(returns, "critic/returns/mean", "critic/returns/max", "critic/returns/min")
     if use_critic:
         values = columns["values"][trained]

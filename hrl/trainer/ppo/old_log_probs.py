@@ -10,7 +10,7 @@ from hrl.algos.registry import estimator_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.batching import BatchPlan
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.trainer.ppo.sampler_mismatch import corrects
+from hrl.trainer.ppo.sampler_mismatch import corrects, weighs_tokens
 from hrl.workers.requests import OldLogProbs, PolicyUpdate
 
 
@@ -79,6 +79,6 @@ def policy_update(
         old_log_probs=old_log_probs_of(config, bypasses=bypasses),
         correction=correction if correction.bypass_mode else None,
         measures_mismatch=update_measures_mismatch(config, bypasses=bypasses),
-        is_weighted=correction.rollout_is is not None and not correction.bypass_mode,
+        is_weighted=weighs_tokens(correction),
         selects_tokens=actor.policy_loss.loss_mode in TOKEN_SELECTORS,
     )

@@ -14,6 +14,7 @@ from hrl.algos.groups import best_against_worst, group_codes
 from hrl.algos.preference import PairOptions
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
+from hrl.trainer.ppo.metrics import compute_data_metrics
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.workers.requests import PreferenceUpdate, temperature_of
 
@@ -47,6 +48,10 @@ class OnlineDPOTrainer(RayPPOTrainer):
     def compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """There are none."""
         return batch
+
+    def describe(self, batch: DataProto) -> dict[str, float]:
+        """Return the scores and lengths of a step's samples."""
+        return compute_data_metrics(batch, use_critic=False, has_advantages=False)
 
     def rows_to_learn(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Return the pairs: the best and the worst sample of a prompt, one behind the other.
@@ -89,4 +94,4 @@ class OnlineDPOTrainer(RayPPOTrainer):
             has_reference=self.use_reference_policy,
             measures_mismatch=True,
         )
-        metrics.observe(actor.update_preference(batch, request))
+        metrics.observe(*actor.update_preference(batch, request))

@@ -16,9 +16,21 @@ from hrl.protocol import DataProto
 from hrl.report.samples import rollout_records
 from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.trainer.loop import TrainingLoop
-from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
+from hrl.trainer.ppo.advantage import (
+    advantage_columns,
+    apply_kl_penalty,
+    compute_advantage,
+    rows_without_advantage,
+)
 from hrl.trainer.ppo.dynamic_sampling import GroupFilter
-from hrl.trainer.ppo.generation import check_policy_version, count_troubles, prompt_batch, take_baselines
+from hrl.trainer.ppo.generation import (
+    check_policy_version,
+    count_troubles,
+    prompt_batch,
+    sampling_of,
+    seed_of,
+    take_baselines,
+)
 from hrl.trainer.ppo.limits import AllLimits
 from hrl.trainer.ppo.metrics import compute_data_metrics, count_left_out, validation_metrics, validation_troubles
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob, policy_update, update_measures_mismatch
@@ -112,7 +124,8 @@ class RayPPOTrainer(TrainingLoop):
     def init_workers(self) -> None:
         """Start the processes of every pool and load the models of every role into them."""
         super().init_workers()
-        self.workers.rollout.set_reward_sink(self.rewards.sink)
+        if self.rewards.sink is not None:
+            self.workers.rollout.set_reward_sink(self.rewards.sink)
 
     # ------------------------------------------------------------------ the algorithm
 
@@ -187,9 +200,7 @@ class RayPPOTrainer(TrainingLoop):
             metrics: Receives the engines' counts.
             wave: How many batches the step has sampled before this one.
         """
-        rollout, with_greedy = self.config.actor_rollout_ref.rollout, self.estimator.needs_baseline
-        rows = prompt_batch(batch, rollout, step=self.global_steps, wave=wave, with_greedy=with_greedy)
-        return self._sample(rows, metrics, with_greedy=with_greedy)
+        return self._sample(batch, metrics, wave=wave, with_greedy=self.estimator.needs_baseline)
 
     def refill(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Drop groups without spread and sample further prompts until the batch is full (DAPO's dynamic sampling).
@@ -212,19 +223,29 @@ class RayPPOTrainer(TrainingLoop):
         metrics |= counts
         return batch
 
-    def _sample(self, rows: DataProto, metrics: StepMetrics, *, with_greedy: bool) -> DataProto:
-        rollout = self.workers.rollout
-        plan = plan_generation(
-            rows.non_tensor_batch["uid"],
-            rollout.world_size,
-            self.config.actor_rollout_ref.rollout.tensor_model_parallel_size,
+    def _sample(
+        self,
+        prompts: DataProto,
+        metrics: StepMetrics,
+        *,
+        validate: bool = False,
+        wave: int = 0,
+        with_greedy: bool = False,
+    ) -> DataProto:
+        rollout, step, settings = self.workers.rollout, self.global_steps, self.config.actor_rollout_ref.rollout
+        rows = prompt_batch(prompts, settings, step=step, validate=validate, wave=wave, with_greedy=with_greedy)
+        plan = plan_generation(rows.non_tensor_batch["uid"], rollout.world_size, settings.tensor_model_parallel_size)
+        request = SampleRequest(
+            plan=plan,
+            sampling=sampling_of(settings, self.config.data.max_response_length, validate=validate),
+            seed=seed_of(settings, validate=validate),
+            step=step,
+            with_greedy=with_greedy,
+            reward_round=self.rewards.begin(rows, step, validate=validate),
         )
-        self.rewards.begin(rows)
-        sampled = rollout.generate_sequences(rows, SampleRequest(plan=plan, with_greedy=with_greedy))
+        sampled = rollout.generate_sequences(rows, request)
         check_policy_version(sampled, self.policy_version)
         metrics.observe(count_troubles(sampled))
-        for sent in (rows, sampled):
-            sent.meta_info.pop("reward_round", None)  # of the call, not of the rows
         # The sampler's columns are prompt and response together; they replace the prompt's own.
         return rows.select(batch_keys=[]).union(sampled)
 
@@ -299,14 +320,8 @@ class RayPPOTrainer(TrainingLoop):
             metrics |= kl_metrics
         else:
             batch.batch["token_level_rewards"] = batch.batch["token_level_scores"]
-        return compute_advantage(
-            batch,
-            algorithm.adv_estimator,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
-            config=algorithm,
-        )
+        columns = advantage_columns(self.config)
+        return compute_advantage(batch, algorithm.adv_estimator, config=algorithm, columns=columns)
 
     def update_critic(self, batch: DataProto, metrics: StepMetrics) -> None:
         """Teach the critic the returns."""
@@ -320,7 +335,7 @@ class RayPPOTrainer(TrainingLoop):
             shuffle_seed=self._shuffle_seed(),
         )
         request = ValueUpdate(plan=plan, step=self.global_steps, loss=settings)
-        metrics.observe(self.workers.critic.update_critic(batch, request))
+        metrics.observe(*self.workers.critic.update_critic(batch, request))
 
     def compare_with_sampler(self, batch: DataProto, compared: Collection[int], metrics: StepMetrics) -> None:
         """Before an update: compare some of the rows that it does not run, where these are too few to judge by.
@@ -379,7 +394,7 @@ class RayPPOTrainer(TrainingLoop):
             temperature=temperature_of(batch.meta_info),
             bypasses=self.bypasses,
         )
-        metrics.observe(self.workers.actor.update_actor(batch, request))
+        metrics.observe(*self.workers.actor.update_actor(batch, request))
 
     def judge_mismatch(self, metrics: dict[str, float]) -> None:
         """Say how far sampler and trainer are apart, and whether the next step may take the sampler's log-probs."""
@@ -444,8 +459,7 @@ class RayPPOTrainer(TrainingLoop):
         return metrics | left_out | validation_troubles(counters)
 
     def _validate_batch(self, prompts: DataProto, counters: StepMetrics) -> DataProto:
-        rows = prompt_batch(prompts, self.config.actor_rollout_ref.rollout, step=self.global_steps, validate=True)
-        batch = self._with_model_scores(self._sample(rows, counters, with_greedy=False))
+        batch = self._with_model_scores(self._sample(prompts, counters, validate=True))
         combined = self.rewards.collect(batch, counters)
         batch.batch["token_level_scores"] = place_scores(combined.plain, batch.batch["response_mask"])
         batch.batch["kept"] = combined.kept

@@ -57,7 +57,7 @@ class RewardService:
             overlong_buffer_tokens=overlong.len if overlong.enable else 0,
             overlong_factor=overlong.penalty_factor,
         )
-        self._model_path = reward.reward_model.model_path
+        self._has_model, self._model_path = config.needs_reward_model, reward.reward_model.model_path
         self._round = 0
         self._title, self._validates = "no step", False
         self._loop: RewardActor | None = None
@@ -78,14 +78,21 @@ class RewardService:
         if self._loop is not None:
             self._loop.shutdown()
 
-    def begin(self, rows: DataProto) -> None:
-        """Announce the samples of a batch and mark its rows, so that the workers stream them here."""
-        self._round += 1
-        rows.meta_info["reward_round"] = self._round
-        step, self._validates = rows.meta_info["step"], rows.meta_info["validate"]
-        self._title = f"the validation after step {step}" if self._validates else f"step {step}"
+    def begin(self, rows: DataProto, step: int, *, validate: bool) -> int | None:
+        """Announce the samples of a batch.
+
+        Args:
+            rows: One per sample.
+            step: Of the run.
+            validate: The samples are validated by and not trained on, so that their rewards are not shaped.
+
+        Returns:
+            The number under which workers send the samples as they finish; None where the reward model alone decides.
+        """
+        self._title, self._validates = f"the validation after step {step}" if validate else f"step {step}", validate
         if self._loop is None:
-            return
+            return None
+        self._round += 1
         columns = rows.non_tensor_batch
         announced = [
             RewardRow(key, str(source), reward_model.get("ground_truth"), extra or {})
@@ -94,6 +101,7 @@ class RewardService:
             )
         ]
         self._loop.begin(self._round, announced, self._title)
+        return self._round
 
     def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
         """Return the scores of the announced batch: `scores` to train on, `plain` to validate by.
@@ -103,7 +111,7 @@ class RewardService:
         in the non-tensor column `reward_parts`.
 
         Args:
-            batch: Sampled rows, with `rm_scores (B,)` if there is a reward model.
+            batch: Sampled rows, with `rm_scores (B,)` where the run has a reward model.
             metrics: Receives the counters of the reward function.
 
         Raises:
@@ -115,7 +123,7 @@ class RewardService:
             scored = self._loop.collect(self._round, self._deadline_s)
             metrics.observe(scored.metrics)
             function_scores, parts = scored.scores, [dict(outcome.parts) for outcome in scored.outcomes]
-        model_scores = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
+        model_scores = batch.batch["rm_scores"] if self._has_model else None
         try:
             combined = combine_scores(
                 function_scores,

@@ -11,9 +11,8 @@ from torch import Tensor
 from hrl.algos.reward_placement import place_scores
 from hrl.algos.rollout_correction import correct, effective_share
 from hrl.config.algorithm import RolloutCorrectionConfig
-from hrl.metrics import Metric
+from hrl.metrics import Meter, Metric
 from hrl.protocol import DataProto
-from hrl.workers.engine.meter import Meter
 from hrl.workers.mismatch import measure_mismatch
 
 SPOT_CHECK_ROWS = 16
@@ -65,6 +64,11 @@ def corrects(settings: RolloutCorrectionConfig) -> bool:
     return settings.rollout_is is not None or bool(settings.rollout_rs)
 
 
+def weighs_tokens(settings: RolloutCorrectionConfig) -> bool:
+    """Return whether `correct_for_sampler` leaves weights in the batch; in bypass mode the update makes its own."""
+    return settings.rollout_is is not None and not settings.bypass_mode
+
+
 def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, Metric]]:
     """Weigh and reject by the ratio of trainer to sampler, once over the whole batch.
 
@@ -78,13 +82,8 @@ def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> 
 
     Returns:
         The batch, with `rollout_is_weights (B, R)` where weights are on; and metrics `rollout_corr/rollout_*`.
-
-    Raises:
-        ValueError: The sampler gave no log-probs.
     """
     columns = batch.batch
-    if "rollout_log_probs" not in columns:
-        raise ValueError("algorithm.rollout_correction needs the sampler's log-probs, and the batch has none")
     mask = columns["response_mask"]
     weights, kept, metrics = correct(columns["old_log_probs"] - columns["rollout_log_probs"], mask, settings)
     if weights is not None:

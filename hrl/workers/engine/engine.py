@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.batching import MiniBatchPlan, RankPlan
-from hrl.metrics import Metric
+from hrl.metrics import Meter, Metric
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.flops import ModelFlops, peak_flops
 from hrl.models.loading import Loaded, dtype_of
@@ -25,7 +25,6 @@ from hrl.models.micro_batch import PackedMicroBatch, TokenRows, Wanted, pack_mic
 from hrl.models.ops.layout import to_device
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
 from hrl.workers.engine.host_memory import HostCopies, local
-from hrl.workers.engine.meter import Meter
 from hrl.workers.engine.nonfinite import SkippedStep, Symptoms, names_of_nonfinite, skip
 from hrl.workers.engine.optim import Optimizer, StepReport
 from hrl.workers.engine.sharding import build_mesh, build_sharded, keeps_cast_parameters
@@ -307,7 +306,7 @@ class Engine:
             report.grad_norm,
             report.lr,
             report.losses,
-            meter.nonfinite(),
+            names_of_nonfinite(meter.collected()),
             report.nonfinite_gradients,
             names_of_nonfinite(weights),
         )

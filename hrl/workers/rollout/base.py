@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hrl.models.loading import ModelSource
     from hrl.models.tokenizer import TokenIds
     from hrl.protocol import DataProto
+    from hrl.workers.requests import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -74,27 +75,6 @@ class EngineSetup:
     def arguments(self) -> dict[str, Any]:
         """`rollout.engine_kwargs` of the configured engine."""
         return dict(self.config.engine_kwargs.get(self.config.name) or {})
-
-
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one response is sampled.
-
-    Attributes:
-        temperature: 0 takes the most likely token.
-        top_p: Nucleus size; 1 is off.
-        top_k: Number of most likely tokens to draw from; -1 is off.
-        max_tokens: Longest response, in tokens.
-        seed: Of this response alone.
-        ignore_eos: Go on after a stop token (for benchmarks).
-    """
-
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    max_tokens: int = 16
-    seed: int = 0
-    ignore_eos: bool = False
 
 
 @dataclass

@@ -19,14 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.hf_config import load_config
 from hrl.models.ops.rope import fix_rope_frequencies
-from hrl.workers.rollout.base import (
-    EngineDeadError,
-    EngineSetup,
-    RolloutEngine,
-    RolloutError,
-    SampleOutput,
-    SamplingParams,
-)
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import EngineDeadError, EngineSetup, RolloutEngine, RolloutError, SampleOutput
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 

@@ -13,13 +13,14 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 from itertools import chain
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hrl.protocol import DataProto
+from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     DROP_WEIGHTS,
     KEEP_WEIGHTS,
@@ -27,7 +28,6 @@ from hrl.workers.rollout.base import (
     RolloutEngine,
     RolloutError,
     SampleOutput,
-    SamplingParams,
     sample_keys,
     sample_seed,
 )
@@ -36,6 +36,10 @@ from hrl.workers.weight_sync.sender import SenderTransport, SyncReport, WeightSy
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
 from hrl.workers.weight_sync.tensor_parallel import Lead
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
+
+if TYPE_CHECKING:
+    from hrl.batching import RankPlan
+    from hrl.workers.requests import SampleRequest
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -64,18 +68,14 @@ class RolloutHost:
 
     Args:
         setup: What the engine is opened with.
-        max_response_length: R, in tokens.
         name: For messages and threads, e.g. `"rollout rank 0"`.
         lead: Of the ranks of a tensor-parallel engine on GPUs, which send weights along with this process.
     """
 
-    def __init__(
-        self, setup: EngineSetup, max_response_length: int, *, name: str = "rollout", lead: Lead | None = None
-    ) -> None:
+    def __init__(self, setup: EngineSetup, *, name: str = "rollout", lead: Lead | None = None) -> None:
         self.name = name
         self._setup = setup
         self._config = setup.config
-        self._max_response_length = max_response_length
         self._lead = lead
         self._keeps_weights = self._lost_weights = False
         self._loop: LoopThread | None = None
@@ -145,14 +145,18 @@ class RolloutHost:
         self.shutdown()
 
     def generate_sequences(
-        self, batch: DataProto, on_sample: OnSample | None = None, *, timeout_s: float = GENERATE_TIMEOUT_S
+        self,
+        batch: DataProto,
+        request: SampleRequest[RankPlan],
+        on_sample: OnSample | None = None,
+        *,
+        timeout_s: float = GENERATE_TIMEOUT_S,
     ) -> DataProto:
         """Sample one response for every row.
 
         Args:
-            batch: `prompts` (or `input_ids`) `(B, P)` left-padded and `attention_mask` `(B, P)`; non-tensor `uid`
-                and `sample_index`, and optionally `greedy`, which marks rows that take the most likely tokens;
-                meta_info `step`, `validate` and, optionally, `temperature`.
+            batch: The columns that the request names: `prompts` and `attention_mask` `(B, P)`, left-padded.
+            request: How responses are sampled; its longest one is the width R of the response columns.
             on_sample: Called for every sample as it ends, so that rewards can be computed meanwhile.
             timeout_s: For the whole batch, in seconds.
 
@@ -163,32 +167,33 @@ class RolloutHost:
         Raises:
             RolloutError: Names the row, or the engine.
         """
-        prompts = batch.batch["prompts"] if "prompts" in batch.batch.keys() else batch.batch["input_ids"]
-        width = prompts.shape[1]
-        prompt_mask = batch.batch["attention_mask"][:, :width]
-        sampling = self._sampling(batch.meta_info)
-        keys = sample_keys(batch)
-        is_greedy = batch.non_tensor_batch.get("greedy", np.zeros(len(keys), dtype=object))
-        samplings = [replace(sampling, temperature=0.0) if greedy else sampling for greedy in is_greedy]
+        prompts, prompt_mask, objects = batch.batch["prompts"], batch.batch["attention_mask"], batch.non_tensor_batch
+        keys, sampling = sample_keys(batch), request.sampling
+        is_greedy = objects["greedy"] if request.with_greedy else [False] * len(keys)
+        samplings = [
+            replace(
+                sampling,
+                temperature=0.0 if greedy else sampling.temperature,
+                seed=sample_seed(request.seed, request.step, *key),
+            )
+            for key, greedy in zip(keys, is_greedy, strict=True)
+        ]
         loop, token_ids = self._running(), prompt_tokens(prompts, prompt_mask)
         # One thread, so that calls come one at a time; not the engine's, which has other requests to serve meanwhile.
         listener = ThreadPoolExecutor(1, f"{self.name} samples")
-        work = self._generate_all(token_ids, keys, samplings, batch.meta_info, on_sample, listener)
+        work = self._generate_all(token_ids, keys, samplings, on_sample, listener)
         try:
             outputs = loop.run(work, timeout_s=timeout_s, what=f"{self.name}: sampling {len(keys)} rows")
         except TimeoutError as error:
             raise RolloutError(str(error)) from None
         finally:
             listener.shutdown(wait=False, cancel_futures=True)
-        columns = response_columns(prompts, prompt_mask, outputs, self._max_response_length, self._setup.tokens.pad)
-        kept = {key: batch.non_tensor_batch[key] for key in ("uid", "sample_index")}
         reasons = np.array([output.finish_reason for output in outputs], dtype=object)
-        meta = {
-            **batch.meta_info,
-            "temperature": sampling.temperature,
-            "policy_version": self.policy_version,
-        }
-        return DataProto.from_dict(tensors=columns, non_tensors={**kept, "finish_reason": reasons}, meta_info=meta)
+        return DataProto.from_dict(
+            tensors=response_columns(prompts, prompt_mask, outputs, sampling.max_tokens, self._setup.tokens.pad),
+            non_tensors={"uid": objects["uid"], "sample_index": objects["sample_index"], "finish_reason": reasons},
+            meta_info={"temperature": sampling.temperature, "policy_version": self.policy_version},
+        )
 
     def score(self, token_ids: list[int], *, timeout_s: float = CONTROL_TIMEOUT_S) -> list[float]:
         """Return log-probs of tokens 1, 2, … given those before them, at temperature 1."""
@@ -305,24 +310,18 @@ class RolloutHost:
         prompts: list[list[int]],
         keys: list[tuple[str, int]],
         samplings: list[SamplingParams],
-        meta: Mapping[str, Any],
         on_sample: OnSample | None,
         listener: Executor,
     ) -> list[SampleOutput]:
-        step = int(meta["step"])
-        # Validation has its own seeds: it may draw at a step that trains on the same prompts.
-        run_seed = -1 - self._config.seed if meta.get("validate") else self._config.seed
-        version = self.policy_version
+        version, vocab_size = self.policy_version, self._setup.tokens.vocab_size
         self._requests += 1
         wave = self._requests
         loop = asyncio.get_running_loop()
 
         async def one(row: int, prompt: list[int], key: tuple[str, int], sampling: SamplingParams) -> SampleOutput:
-            params = replace(sampling, seed=sample_seed(run_seed, step, *key))
-            output = await self.engine.generate(prompt, params, f"{wave}-{row}")
-            uid, index = key
-            name, vocab_size = f"row {row} (uid {uid}, sample {index})", self._setup.tokens.vocab_size
-            check_output(output, name, max_tokens=params.max_tokens, vocab_size=vocab_size, version=version)
+            output = await self.engine.generate(prompt, sampling, f"{wave}-{row}")
+            name = f"row {row} (uid {key[0]}, sample {key[1]})"
+            check_output(output, name, max_tokens=sampling.max_tokens, vocab_size=vocab_size, version=version)
             if on_sample is not None:
                 await loop.run_in_executor(listener, on_sample, row, output.token_ids, output.finish_reason)
             return output
@@ -334,18 +333,6 @@ class RolloutHost:
         except ExceptionGroup as failures:  # the first is the cause; the others were cancelled or failed because of it
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
-
-    def _sampling(self, meta: Mapping[str, Any]) -> SamplingParams:
-        if "step" not in meta:
-            raise RolloutError("the batch's meta_info lacks 'step', which the seeds of its samples depend on")
-        if not meta.get("validate", False):
-            rollout = self._config
-            temperature = float(meta.get("temperature", rollout.temperature))
-            return SamplingParams(temperature, rollout.top_p, rollout.top_k, self._max_response_length)
-        val = self._config.val_kwargs
-        if not val.do_sample:
-            return SamplingParams(temperature=0.0, max_tokens=self._max_response_length)
-        return SamplingParams(val.temperature, val.top_p, val.top_k, self._max_response_length)
 
     def _control(self, work: Any, what: str, timeout_s: float) -> Any:
         try:

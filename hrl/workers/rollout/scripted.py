@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
+from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     DROP_WEIGHTS,
     EngineDeadError,
@@ -17,7 +18,6 @@ from hrl.workers.rollout.base import (
     EngineUnusableError,
     RolloutEngine,
     SampleOutput,
-    SamplingParams,
 )
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError

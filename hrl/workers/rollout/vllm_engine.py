@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from hrl.models.hf_config import engine_overrides
+from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     EngineDeadError,
     EngineSetup,
@@ -37,7 +38,6 @@ from hrl.workers.rollout.base import (
     RolloutEngine,
     RolloutError,
     SampleOutput,
-    SamplingParams,
 )
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 

@@ -36,7 +36,7 @@ class Asked(DPOTrainer):
 
     def init_workers(self) -> None:
         self._workers = SimpleNamespace(
-            load=self.take, save=lambda folder, contents: None, peak_memory=dict, trained=[]
+            load=self.take, save=lambda folder, contents: None, peak_memory=list, trained=[]
         )
 
     def take(self, folder: Path) -> None:

@@ -53,6 +53,7 @@ class Workers:
     Attributes:
         sampler, trainer: what each takes for the log-prob of every token.
         sampled, scored, learnt: the batches that were asked for, given log-probs and learnt from.
+        draws: the requests for samples.
         asked: the requests of the updates.
     """
 
@@ -66,6 +67,7 @@ class Workers:
         self.sampled: list[DataProto] = []
         self.scored: list[DataProto] = []
         self.learnt: list[DataProto] = []
+        self.draws: list[Any] = []
         self.asked: list[Any] = []
         self.trained: list[Any] = []
 
@@ -74,8 +76,8 @@ class Workers:
         """Of the last update."""
         return self.asked[-1].plan
 
-    def peak_memory(self) -> dict[str, Metric]:
-        return {}
+    def peak_memory(self) -> list[dict[str, Metric]]:
+        return []
 
     def sync_weights(self, version: int, timeout_s: float) -> dict[str, float]:
         self.version = version
@@ -87,6 +89,7 @@ class Workers:
     def generate_sequences(self, rows: DataProto, request: Any) -> DataProto:
         self.done.append("generate")
         self.sampled.append(rows)
+        self.draws.append(request)
         ones = torch.ones(len(rows), 2, dtype=torch.int64)
         return DataProto.from_dict(
             tensors={
@@ -97,7 +100,7 @@ class Workers:
                 "rollout_log_probs": torch.full((len(rows), 2), self.sampler),
             },
             non_tensors={"finish_reason": np.array(["length"] + ["stop"] * (len(rows) - 1), dtype=object)},
-            meta_info={"policy_version": self.version},
+            meta_info={"temperature": 1.0, "policy_version": self.version},
         )
 
     def compute_log_prob(self, batch: DataProto, request: Any) -> DataProto:
@@ -114,15 +117,15 @@ class Workers:
         self.done.append("reward model")
         return DataProto.from_dict(tensors={"rm_scores": torch.full((len(batch),), 5.0)})
 
-    def update_actor(self, batch: DataProto, request: Any) -> dict[str, Metric]:
+    def update_actor(self, batch: DataProto, request: Any) -> list[dict[str, Metric]]:
         self.done.append("update")
         assert request.columns <= {*batch.batch.keys(), *batch.non_tensor_batch}
         self.learnt.append(batch)
         self.asked.append(request)
         if not request.measures_mismatch:
-            return {}
+            return []
         count = int(batch.batch["response_mask"][rows_of_first_step(request.plan)].sum())
-        return {"rollout/logprob_diff_mean": Metric.mean(count * abs(self.trainer - self.sampler), count)}
+        return [{"rollout/logprob_diff_mean": Metric.mean(count * abs(self.trainer - self.sampler), count)}]
 
     def save(self, folder: Path, contents: list[str]) -> None:
         (folder / "weights").write_text("w")
@@ -138,8 +141,8 @@ class Rewards:
         self.function_scores = function_scores
         self.shaping = RewardShaping({"scale": None})
 
-    def begin(self, rows: DataProto) -> None:
-        pass
+    def begin(self, rows: DataProto, step: int, *, validate: bool) -> int:
+        return 10 * step + validate
 
     def scores_of(self, batch: DataProto) -> list[float | None] | None:
         return self.function_scores

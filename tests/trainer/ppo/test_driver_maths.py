@@ -11,9 +11,10 @@ import torch
 
 from hrl.algos.kl import AdaptiveKLController, FixedKLController
 from hrl.batching.planner import plan_generation
+from hrl.config import compose_cli
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
-from hrl.trainer.ppo.advantage import apply_kl_penalty, compute_advantage, rows_without_advantage
+from hrl.trainer.ppo.advantage import advantage_columns, apply_kl_penalty, compute_advantage, rows_without_advantage
 from hrl.trainer.ppo.generation import PolicyVersionError, check_policy_version, prompt_batch
 from hrl.trainer.ppo.sampler_mismatch import correct_for_sampler, sampler_drift, with_sample_sizes
 
@@ -68,6 +69,35 @@ def test_gae_takes_its_values_gamma_and_lambda() -> None:
     data = compute_advantage(data, "gae", gamma=0.5, lam=0.8)
     # backwards: 1 - 0.2 = 0.8, then 0.5 * 0.2 - 0.5 + 0.5 * 0.8 * 0.8 = -0.08; returns are these plus the values
     torch.testing.assert_close(data.batch["returns"], torch.tensor([[0.42, 1.0]]))
+
+
+def test_an_estimator_gets_what_it_needs_and_a_column_that_is_missing_is_named() -> None:
+    data = batch(token_level_rewards=torch.tensor([[0.0, 1.0]]), response_mask=torch.tensor([[1, 1]]))
+    with pytest.raises(ValueError, match=r"'gae' reads \['values'\], and the batch has no such columns"):
+        compute_advantage(data, "gae")
+    with pytest.raises(ValueError, match="needs 'reward_parts'"):
+        compute_advantage(data, "gdpo")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "columns"),
+    [
+        (["algorithm.adv_estimator=grpo"], []),
+        (["algorithm.adv_estimator=gae"], ["values"]),
+        (["algorithm.adv_estimator=grpo", "critic.enable=true"], ["values"]),
+        (["algorithm.adv_estimator=remax"], ["reward_baselines"]),
+        (["algorithm.adv_estimator=grpo", "algorithm.use_kl_in_reward=true"], ["old_log_probs"]),
+        (["algorithm.adv_estimator=optimal_token_baseline"], ["old_log_probs", "sum_pi_squared"]),
+        (
+            ["algorithm.adv_estimator=grpo", "algorithm.rollout_correction.rollout_is=token"],
+            ["old_log_probs", "rollout_is_weights"],
+        ),
+    ],
+)
+def test_an_estimator_is_given_what_the_run_has_also_for_another_reason(
+    overrides: list[str], columns: list[str]
+) -> None:
+    assert advantage_columns(compose_cli(overrides)) == columns
 
 
 def test_an_advantage_outside_the_mask_moves_nothing() -> None:

@@ -31,11 +31,11 @@ class Learner(Workers):
         rows = torch.arange(len(batch), dtype=torch.float32)
         return DataProto.from_dict(tensors={"ref_log_prob": -rows[:, None] - torch.arange(2.0)})
 
-    def update_preference(self, batch: DataProto, request: Any) -> dict[str, Metric]:
+    def update_preference(self, batch: DataProto, request: Any) -> list[dict[str, Metric]]:
         self.done.append("update")
         self.asked.append(request)
         self.learnt.append(batch)
-        return {"train/loss": Metric.mean(0.5, 1)}
+        return [{"train/loss": Metric.mean(0.5, 1)}]
 
 
 def run(path: Path, *scores: float | None) -> Driver:

@@ -15,6 +15,7 @@ from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.run_folder import read_jsonl
 from hrl.reward.combine import CombinedScores
+from hrl.workers.requests import SamplingParams
 from tests.trainer.ppo.driver import Driver, Prompts, Rewards
 
 MODEL_ONLY = (
@@ -171,6 +172,27 @@ def test_an_adaptive_kl_coefficient_goes_on_from_the_checkpoint(tmp_path: Path, 
     assert "algorithm.kl_ctrl" not in driver.shown
 
 
+def test_how_a_batch_is_sampled_is_decided_here(tmp_path: Path) -> None:
+    rollout = "actor_rollout_ref.rollout"
+    sampling = [f"{rollout}.temperature=0.9", f"{rollout}.seed=5"]
+    val = f"{rollout}.val_kwargs"
+    sampled = [f"{val}.do_sample=true", f"{val}.temperature=0.6", f"{val}.top_p=0.5", f"{val}.top_k=3"]
+    for overrides, expected in (([], SamplingParams(0.0, max_tokens=32)), (sampled, SamplingParams(0.6, 0.5, 3, 32))):
+        driver = Driver(tmp_path / str(len(overrides)), *sampling, *overrides)
+        trainer, trainer_step = driver.trainer, 4
+        trainer.sync_weights()
+        trainer.global_steps = trainer_step
+        trainer.generate(trainer.next_batch(), StepMetrics())
+        trainer.validate()
+        training, validation = driver.workers.draws
+        assert training.sampling == SamplingParams(0.9, 1.0, -1, 32)
+        assert validation.sampling == expected
+        assert (training.seed, validation.seed) == (5, -6), "a validation may sample the prompts of its own step"
+        assert training.step == validation.step == trainer_step
+        assert (training.reward_round, validation.reward_round) == (40, 41)
+        assert not training.with_greedy and not validation.with_greedy
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_rows_without_advantage_are_spared_only_where_the_loss_allows_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, declared: bool
@@ -180,7 +202,6 @@ def test_rows_without_advantage_are_spared_only_where_the_loss_allows_it(
     batch = driver.workers.generate_sequences(Prompts().batch([0, 1, 2]), None)
     batch.non_tensor_batch["uid"] = np.array(["a", "b", "c"], dtype=object)
     batch.batch["advantages"] = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-1.0, -1.0]])
-    batch.meta_info["temperature"] = 1.0
     driver.trainer.update_actor(batch, StepMetrics())
     rows, (mini_batch,) = driver.workers.plan.rows[0], driver.workers.plan.ranks[0].mini_batches
     run = {rows[i] for micro_batch in mini_batch.micro_batches for i in micro_batch}

@@ -102,13 +102,10 @@ def test_a_left_out_row_trains_nothing_and_the_plain_score_has_no_penalty(loops:
 
 def test_what_is_learnt_from_is_shaped_by_the_spread_of_training_rewards_alone(loops: list[Loop]) -> None:
     service = RewardService(compose_cli(["reward.shaping={standardise: null}"]), ())
-    announced = {step: DataProto(meta_info={"step": step, "validate": step == 0}) for step in (0, 1)}
-    for step, rows in announced.items():
-        rows.non_tensor_batch = {
-            name: np.empty(0, dtype=object)
-            for name in ("uid", "sample_index", "data_source", "reward_model", "extra_info")
-        }
-        service.begin(rows)
+    names = ("uid", "sample_index", "data_source", "reward_model", "extra_info")
+    nothing = DataProto.from_dict(non_tensors={name: np.empty(0, dtype=object) for name in names})
+    for step in (0, 1):
+        service.begin(nothing, step, validate=step == 0)
         combined = service.collect(sampled(), StepMetrics())
         assert service.shaping.state_dict()["standardise"]["count"] == 2 * step
     assert combined.scores.tolist() == pytest.approx([0.5**0.5, 0.0, -(0.5**0.5)])  # of 1, left out, 0
@@ -125,18 +122,15 @@ def test_samples_are_announced_by_their_keys_and_called_by_the_step_they_belong_
             "reward_model": np.array([{"ground_truth": "3"}, {"style": "rule"}], dtype=object),
             "extra_info": np.array([{"level": 1}, None], dtype=object),
         },
-        meta_info={"step": 4, "validate": True},
     )
-    service.begin(rows)
-    rows.meta_info["validate"] = False
-    service.begin(rows)
+    rounds = [service.begin(rows, 4, validate=validate) for validate in (True, False)]
     (_, announced, validation), (_, _, training) = loops[0].announced
     assert list(announced) == [
         RewardRow(("a", 0), "sums", "3", {"level": 1}),
         RewardRow(("b", 1), "sums", None, {}),
     ]
     assert (validation, training) == ("the validation after step 4", "step 4")
-    assert rows.meta_info["reward_round"] == 2, "rounds count on, so that a late sample of the first is told apart"
+    assert rounds == [1, 2], "rounds count on, so that a late sample of the first is told apart"
     assert service.sink == "the actor"
 
 
@@ -166,8 +160,7 @@ def test_a_reward_model_that_gives_no_number_is_named_with_the_sample() -> None:
     service = RewardService(compose_cli(["reward.function_weight=0", *model]), ())
     batch = sampled(rm_scores=torch.tensor([1.0, 2.0, float("nan")]))
     batch.non_tensor_batch["sample_index"] = np.array([0, 1, 2], dtype=object)
-    batch.meta_info |= {"step": 7, "validate": False}
-    service.begin(batch)
+    assert service.begin(batch, 7, validate=False) is None, "no sample is sent to a function that nobody has"
     with pytest.raises(RewardError, match="reward model some/model scored nan in step 7: uid a, sample 2"):
         service.collect(batch, StepMetrics())
 
@@ -176,7 +169,6 @@ def test_a_sum_that_float32_cannot_hold_is_named_with_the_sample(loops: list[Loo
     service = RewardService(compose_cli(["reward.function_weight=1e39"]), ())
     batch = sampled()
     batch.non_tensor_batch["sample_index"] = np.array([0, 1, 2], dtype=object)
-    batch.meta_info |= {"step": 7, "validate": False}
     service._title = "step 7"
     with pytest.raises(RewardError, match="sum of weighted and shaped scores is inf in step 7: uid a, sample 0"):
         service.collect(batch, StepMetrics())

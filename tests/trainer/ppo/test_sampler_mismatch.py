@@ -34,7 +34,7 @@ class Apart(Workers):
         super().__init__(sampler=-1.0, trainer=-1.5)
         self.in_update = in_update
 
-    def update_actor(self, batch: DataProto, request: object) -> dict[str, Metric]:
+    def update_actor(self, batch: DataProto, request: object) -> list[dict[str, Metric]]:
         self.trainer = self.sampler - self.in_update
         return super().update_actor(batch, request)
 
@@ -114,7 +114,7 @@ def test_while_only_the_critic_learns_both_are_compared_as_well(tmp_path: Path) 
         def compute_values(self, batch: DataProto, request: object) -> DataProto:
             return DataProto.from_dict(tensors={"values": torch.zeros(len(batch), 2)})
 
-        def update_critic(self, batch: DataProto, request: object) -> dict[str, Metric]:
+        def update_critic(self, batch: DataProto, request: object) -> list[dict[str, Metric]]:
             return {}
 
     options = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=1", *QUIET)

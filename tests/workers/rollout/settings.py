@@ -9,11 +9,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from hrl.batching import RankPlan
 from hrl.config.rollout import RolloutConfig, ValKwargsConfig, WeightSyncConfig
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
+from hrl.workers.requests import SampleRequest, SamplingParams
 from hrl.workers.rollout.base import EngineSetup
+from hrl.workers.rollout.host import OnSample, RolloutHost
 
 CPU = torch.device("cpu")
 
@@ -57,7 +60,7 @@ def engine_setup(
     return EngineSetup(rollout_config(name, **changes), source, tokens, device, num_threads)
 
 
-def prompt_batch(prompts: list[list[int]], n: int, width: int, step: int = 1, **meta: Any) -> DataProto:
+def prompt_batch(prompts: list[list[int]], n: int, width: int) -> DataProto:
     """Each prompt n times, left-padded to `width` with token 0."""
     rows = len(prompts) * n
     ids = torch.zeros(rows, width, dtype=torch.int64)
@@ -72,5 +75,27 @@ def prompt_batch(prompts: list[list[int]], n: int, width: int, step: int = 1, **
             "uid": np.array([f"group-{row // n}" for row in range(rows)], dtype=object),
             "sample_index": np.array([row % n for row in range(rows)], dtype=object),
         },
-        meta_info={"step": step, "validate": False, **meta},
     )
+
+
+def sample_rows(
+    host: RolloutHost,
+    batch: DataProto,
+    on_sample: OnSample | None = None,
+    *,
+    max_tokens: int,
+    step: int = 1,
+    with_greedy: bool = False,
+    timeout_s: float = 600.0,
+    **sampling: Any,
+) -> DataProto:
+    """One response per row, as a driver would ask for it; `sampling` are fields of `SamplingParams`."""
+    request = SampleRequest(
+        plan=RankPlan(()),
+        sampling=SamplingParams(max_tokens=max_tokens, **sampling),
+        seed=host._config.seed,
+        step=step,
+        with_greedy=with_greedy,
+        reward_round=None,
+    )
+    return host.generate_sequences(batch, request, on_sample, timeout_s=timeout_s)

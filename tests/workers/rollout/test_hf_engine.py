@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hrl.models.tokenizer import TokenIds
-from hrl.workers.rollout.base import SamplingParams
+from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.hf_engine import draw, truncate
 from hrl.workers.rollout.host import RolloutHost
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import engine_setup, prompt_batch
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
 R = 12
+sample = partial(sample_rows, max_tokens=R)
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +31,13 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def host(folder) -> Iterator[RolloutHost]:
     tokens = TokenIds(0, (1,), models.VOCAB)
-    with RolloutHost(engine_setup("hf", folder, tokens, 4 + R, dtype="float32", max_num_seqs=7), R) as host:
+    with RolloutHost(engine_setup("hf", folder, tokens, 4 + R, dtype="float32", max_num_seqs=7)) as host:
         yield host
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 def test_log_probs_are_those_of_a_forward_at_the_sampling_temperature(host, folder, temperature):
-    out = host.generate_sequences(prompt_batch(PROMPTS, n=4, width=4, temperature=temperature))
+    out = sample(host, prompt_batch(PROMPTS, n=4, width=4), temperature=temperature)
 
     expected = models.response_log_probs(models.load(folder), out, temperature)
     mask = out.batch["response_mask"].bool()
@@ -48,7 +50,7 @@ def test_log_probs_are_those_of_a_forward_at_the_sampling_temperature(host, fold
 
 
 def test_greedy_takes_the_most_likely_token_and_reports_its_raw_log_prob(host, folder):
-    out = host.generate_sequences(prompt_batch(PROMPTS, n=1, width=4, validate=True))
+    out = sample(host, prompt_batch(PROMPTS, n=1, width=4), temperature=0.0)
 
     model, width = models.load(folder), 4
     with torch.no_grad():
@@ -65,11 +67,11 @@ def test_greedy_takes_the_most_likely_token_and_reports_its_raw_log_prob(host, f
 
 def test_samples_do_not_depend_on_their_order_or_company(host):
     batch = prompt_batch(PROMPTS, n=4, width=4)
-    whole = host.generate_sequences(batch).batch["responses"]
+    whole = sample(host, batch).batch["responses"]
     order = torch.arange(11, -1, -1)
 
-    assert torch.equal(host.generate_sequences(batch[order]).batch["responses"], whole[order])
-    assert torch.equal(host.generate_sequences(batch[4:6]).batch["responses"], whole[4:6])
+    assert torch.equal(sample(host, batch[order]).batch["responses"], whole[order])
+    assert torch.equal(sample(host, batch[4:6]).batch["responses"], whole[4:6])
     assert len({tuple(row) for row in whole.tolist()}) == 12
 
 
@@ -145,5 +147,5 @@ def test_whatever_ends_the_sampling_reaches_the_requests_at_once(host, error, mo
     with monkeypatch.context() as patch:
         patch.setattr(host.engine, "_sample", fail)
         with pytest.raises(type(error), match=str(error)):
-            host.generate_sequences(prompt_batch(PROMPTS, n=4, width=4))
-    assert len(host.generate_sequences(prompt_batch(PROMPTS, n=1, width=4))) == 3
+            sample(host, prompt_batch(PROMPTS, n=4, width=4))
+    assert len(sample(host, prompt_batch(PROMPTS, n=1, width=4))) == 3

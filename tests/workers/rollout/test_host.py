@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, get_args
 
 import numpy as np
@@ -18,9 +19,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hrl.config.rollout import RolloutConfig, ValKwargsConfig, WeightSyncConfig
+from hrl.config.rollout import RolloutConfig, WeightSyncConfig
 from hrl.models.tokenizer import TokenIds
 from hrl.trainer.ppo.generation import count_troubles
+from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.base import (
     EngineDeadError,
     EngineUnusableError,
@@ -35,13 +37,14 @@ from hrl.workers.weight_sync import cuda_ipc
 from hrl.workers.weight_sync.shared_memory import SharedMemorySender
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.models.tiny import SHAPE
-from tests.workers.rollout.settings import engine_setup, prompt_batch
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
 from tests.workers.weight_sync.fake_devices import FakeDevices
 
 CPU = torch.device("cpu")
 VOCAB, STOP, PAD = 50, 7, 7
 TOKENS = TokenIds(PAD, (STOP,), VOCAB)
 R = 6
+sample = partial(sample_rows, max_tokens=R)
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(5)]
 
 
@@ -49,7 +52,7 @@ SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(5)]
 def scripted(script: dict[str, Any] | None = None, device: torch.device = CPU, **changes: Any) -> Iterator[RolloutHost]:
     kwargs = {"scripted": script or {}}
     setup = engine_setup("scripted", "no-model", TOKENS, 5 + R, device=device, engine_kwargs=kwargs, **changes)
-    with RolloutHost(setup, R) as host:
+    with RolloutHost(setup) as host:
         yield host
 
 
@@ -71,7 +74,7 @@ def test_samples_are_heard_of_one_after_the_other_and_not_on_the_engines_thread(
             assert under_way == [row]
             under_way.clear()
 
-        out = host.generate_sequences(prompt_batch([[1], [2]], n=4, width=4), on_sample)
+        out = sample(host, prompt_batch([[1], [2]], n=4, width=4), on_sample)
 
     assert sorted(row for row, _, _ in heard) == list(range(8))
     for row, token_ids, finish_reason in heard:
@@ -86,14 +89,14 @@ def test_what_hearing_of_a_sample_raises_ends_the_batch():
 
     with scripted() as host:
         with pytest.raises(ValueError, match=r"row \d cannot be decoded"):
-            host.generate_sequences(prompt_batch([[1], [2]], n=2, width=4), on_sample)
-        assert len(host.generate_sequences(prompt_batch([[1]], n=2, width=4))) == 2
+            sample(host, prompt_batch([[1], [2]], n=2, width=4), on_sample)
+        assert len(sample(host, prompt_batch([[1]], n=2, width=4))) == 2
 
 
 def test_the_columns_of_two_known_responses():
     batch = prompt_batch([[1, 2, 3], [4]], n=1, width=4)
     with scripted({"responses": [[10, 11, STOP]]}) as host:
-        out = host.generate_sequences(batch)
+        out = sample(host, batch)
 
     assert out.batch["prompts"].tolist() == [[0, 1, 2, 3], [0, 0, 0, 4]]
     assert out.batch["responses"].tolist() == [[10, 11, STOP, PAD, PAD, PAD]] * 2
@@ -110,12 +113,12 @@ def test_the_columns_of_two_known_responses():
     }
     assert out.non_tensor_batch["finish_reason"].tolist() == ["stop", "stop"]
     assert out.non_tensor_batch["uid"].tolist() == ["group-0", "group-1"]
-    assert (out.meta_info["temperature"], out.meta_info["policy_version"], out.meta_info["step"]) == (1.0, 0, 1)
+    assert out.meta_info == {"temperature": 1.0, "policy_version": 0}
 
 
 def test_a_response_without_a_stop_token_ends_at_the_limit_and_is_counted():
     with scripted({"responses": [[10] * 99]}) as host:
-        out = host.generate_sequences(prompt_batch([[1]], n=3, width=2))
+        out = sample(host, prompt_batch([[1]], n=3, width=2))
 
     assert out.batch["response_mask"].sum(1).tolist() == [R] * 3
     assert out.non_tensor_batch["finish_reason"].tolist() == ["length"] * 3
@@ -124,7 +127,7 @@ def test_a_response_without_a_stop_token_ends_at_the_limit_and_is_counted():
 
 def test_an_empty_response_is_a_row_without_trained_tokens_and_counted():
     with scripted({"empty_every": 2}) as host:
-        out = host.generate_sequences(prompt_batch([[1]], n=4, width=2))
+        out = sample(host, prompt_batch([[1]], n=4, width=2))
 
     assert sorted(out.batch["response_mask"].sum(1).eq(0).tolist()) == [False, False, True, True]
     assert count_troubles(out)["rollout/empty_responses"].result() == 2
@@ -134,11 +137,11 @@ def test_samples_depend_on_what_they_are_and_not_on_where_they_are_drawn():
     batch = prompt_batch([[1], [2], [3]], n=4, width=2)
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     with scripted() as host:
-        whole = host.generate_sequences(batch).batch["responses"]
+        whole = sample(host, batch).batch["responses"]
         with scripted({"delay_s": 0.01}) as other:
-            shuffled = other.generate_sequences(batch[order]).batch["responses"]
-            half = other.generate_sequences(batch[6:]).batch["responses"]
-        next_step = host.generate_sequences(prompt_batch([[1], [2], [3]], n=4, width=2, step=2)).batch["responses"]
+            shuffled = sample(other, batch[order]).batch["responses"]
+            half = sample(other, batch[6:]).batch["responses"]
+        next_step = sample(host, batch, step=2).batch["responses"]
 
     assert torch.equal(shuffled, whole[order]) and torch.equal(half, whole[6:])
     assert len({tuple(row) for row in whole.tolist()}) == 12
@@ -163,12 +166,14 @@ def test_rows_marked_greedy_take_the_most_likely_tokens_beside_sampled_ones():
     batch.non_tensor_batch["greedy"] = np.array([False, True, False], dtype=object)
     with scripted() as host:
         host.engine.__class__ = Recorder
-        out = host.generate_sequences(batch)
-    assert sorted(seen) == [([1], 1.0), ([2], 0.0), ([3], 1.0)]
+        out = sample(host, batch, with_greedy=True)
+        sample(host, batch)
+    assert sorted(seen[:3]) == [([1], 1.0), ([2], 0.0), ([3], 1.0)]
+    assert {temperature for _, temperature in seen[3:]} == {1.0}, "the request decides, not the column"
     assert out.meta_info["temperature"] == 1.0
 
 
-def test_validation_takes_its_own_sampling_and_seeds():
+def test_every_sample_is_drawn_as_the_request_says_with_a_seed_of_its_own():
     seen = []
 
     class Recorder(ScriptedEngine):
@@ -176,26 +181,18 @@ def test_validation_takes_its_own_sampling_and_seeds():
             seen.append(sampling)
             return await super()._generate(prompt_ids, sampling, request_id)
 
-    sampled = ValKwargsConfig(n=1, do_sample=True, temperature=0.6, top_p=0.9, top_k=20)
-    for val_kwargs in (None, sampled):
-        with scripted(**({"val_kwargs": val_kwargs} if val_kwargs else {})) as host:
-            host.engine.__class__ = Recorder
-            train = host.generate_sequences(prompt_batch([[1]], n=1, width=2, temperature=0.8))
-            val = host.generate_sequences(prompt_batch([[1]], n=1, width=2, validate=True))
-        assert train.meta_info["temperature"] == 0.8 and val.meta_info["temperature"] == seen[-1].temperature
-
-    train, greedy, _, val = seen
-    assert (train.temperature, greedy.temperature) == (0.8, 0.0)
-    assert (val.temperature, val.top_p, val.top_k, val.max_tokens) == (0.6, 0.9, 20, R)
-    assert val.seed != train.seed
+    with scripted() as host:
+        host.engine.__class__ = Recorder
+        out = sample(host, prompt_batch([[1]], n=2, width=2), temperature=0.6, top_p=0.9, top_k=20, step=3)
+    seeds = [sample_seed(1, 3, "group-0", index) for index in range(2)]
+    assert seen == [SamplingParams(0.6, 0.9, 20, R, seed) for seed in seeds]
+    assert out.meta_info["temperature"] == 0.6
 
 
 def test_every_sample_is_heard_of_before_the_batch_is_done():
     heard = {}
     with scripted({"delay_s": 0.01}) as host:
-        out = host.generate_sequences(
-            prompt_batch([[1], [2]], n=3, width=2), lambda row, ids, why: heard.update({row: ids})
-        )
+        out = sample(host, prompt_batch([[1], [2]], n=3, width=2), lambda row, ids, why: heard.update({row: ids}))
 
     lengths = out.batch["response_mask"].sum(1).tolist()
     assert heard == {row: out.batch["responses"][row, : lengths[row]].tolist() for row in range(6)}
@@ -215,7 +212,7 @@ def test_every_sample_is_heard_of_before_the_batch_is_done():
 )
 def test_a_lying_engine_is_found_out_and_the_sample_named(script, message):
     with scripted(script) as host, pytest.raises(RolloutError, match=message) as caught:
-        host.generate_sequences(prompt_batch([[1]], n=1, width=2))
+        sample(host, prompt_batch([[1]], n=1, width=2))
 
     assert "row 0 (uid group-0, sample 0)" in str(caught.value)
 
@@ -224,8 +221,8 @@ def test_a_hanging_engine_ends_at_the_deadline():
     started = time.monotonic()
     with scripted({"hang_after": 2}) as host:
         with pytest.raises(RolloutError, match=r"rollout: sampling 4 rows took longer than 0\.3 s"):
-            host.generate_sequences(prompt_batch([[1]], n=4, width=2), timeout_s=0.3)
-        assert host.generate_sequences  # still there to be shut down
+            sample(host, prompt_batch([[1]], n=4, width=2), timeout_s=0.3)
+        assert host  # still there to be shut down
 
     assert time.monotonic() - started < 3
 
@@ -233,37 +230,33 @@ def test_a_hanging_engine_ends_at_the_deadline():
 def test_a_dead_engine_says_so():
     with scripted({"die_after": 2}) as host:
         with pytest.raises(EngineDeadError):
-            host.generate_sequences(prompt_batch([[1]], n=4, width=2))
+            sample(host, prompt_batch([[1]], n=4, width=2))
         with pytest.raises(EngineDeadError):
-            host.generate_sequences(prompt_batch([[1]], n=1, width=2))
+            sample(host, prompt_batch([[1]], n=1, width=2))
 
 
 def test_a_start_that_takes_too_long_is_an_error_and_leaves_no_thread():
     before = threading.active_count()
     with pytest.raises(RolloutError, match=r"did not start within 0\.2 s"):
         kwargs = {"scripted": {"start_s": 60}}
-        RolloutHost(engine_setup("scripted", "no-model", TOKENS, 5 + R, engine_kwargs=kwargs), R).start(timeout_s=0.2)
+        RolloutHost(engine_setup("scripted", "no-model", TOKENS, 5 + R, engine_kwargs=kwargs)).start(timeout_s=0.2)
 
     assert threading.active_count() == before
 
 
-def test_an_empty_prompt_and_a_batch_without_a_step_are_refused():
+def test_an_empty_prompt_is_refused():
     batch = prompt_batch([[1], [2]], n=1, width=2)
     with scripted() as host:
-        del batch.meta_info["step"]
-        with pytest.raises(RolloutError, match="lacks 'step'"):
-            host.generate_sequences(batch)
-        batch.meta_info["step"] = 0
         batch.batch["attention_mask"][1] = 0
         with pytest.raises(RolloutError, match="row 1 has an empty prompt"):
-            host.generate_sequences(batch)
+            sample(host, batch)
 
 
 def test_a_pushed_version_is_stamped_on_every_batch_after_it():
     with scripted() as host:
         for version in (1, 2):
             report = host.push_weights(version, SPECS, weights(version))
-            out = host.generate_sequences(prompt_batch([[1]], n=2, width=2))
+            out = sample(host, prompt_batch([[1]], n=2, width=2))
             assert report.version == out.meta_info["policy_version"] == host.policy_version == version
         assert torch.equal(host.engine.writer.weights["layers.3.weight"], weights(2)[3][1].bfloat16())
 
@@ -273,13 +266,13 @@ def test_after_a_failed_commit_the_engine_refuses_to_sample_until_a_good_sync():
         with pytest.raises(WeightSyncError, match=r"layers\.1\.weight"):
             host.push_weights(1, SPECS, weights(1))
         with pytest.raises(EngineUnusableError, match="sync weights before sampling"):
-            host.generate_sequences(prompt_batch([[1]], n=2, width=2))
+            sample(host, prompt_batch([[1]], n=2, width=2))
         assert host.policy_version == 0
 
         host.engine.writer._script = type(host.engine.writer._script)()
         host.push_weights(2, SPECS, weights(2))
 
-        assert host.generate_sequences(prompt_batch([[1]], n=2, width=2)).meta_info["policy_version"] == 2
+        assert sample(host, prompt_batch([[1]], n=2, width=2)).meta_info["policy_version"] == 2
 
 
 def test_an_engine_whose_commit_failed_is_not_sampled_from_even_if_nobody_aborts_the_sync():
@@ -294,7 +287,7 @@ def test_an_engine_whose_commit_failed_is_not_sampled_from_even_if_nobody_aborts
     with scripted() as host:
         host._running().run(commit(host.engine), timeout_s=10, what="a commit")
         with pytest.raises(EngineUnusableError, match="its last weight sync did not finish"):
-            host.generate_sequences(prompt_batch([[1]], n=2, width=2))
+            sample(host, prompt_batch([[1]], n=2, width=2))
 
 
 @pytest.mark.parametrize("fault", ["sync_hang", "sync_die"])
@@ -331,7 +324,7 @@ def test_an_engine_on_a_gpu_is_sent_buckets_whose_buffers_are_gone_when_its_cach
 
             assert report.receivers[0].read_back == len(SPECS)
             assert torch.equal(host.engine.writer.weights["layers.3.weight"], weights(version)[3][1].bfloat16())
-            assert len(host.generate_sequences(prompt_batch([[1]], n=2, width=4))) == 2
+            assert len(sample(host, prompt_batch([[1]], n=2, width=4))) == 2
 
     size = Manifest.build(SPECS, 32 << 20).largest_bucket_bytes
     assert held == [2 * size, 0] * 2 and set(devices.opened) == {"GPU-0"}
@@ -358,7 +351,7 @@ def test_an_engine_that_has_dropped_what_is_not_sent_is_not_sampled_from():
             host.push_weights(1, SPECS, weights(1), kept=["vision.weight"])
         host.wake(("kv_cache",))
         with pytest.raises(EngineUnusableError):
-            host.generate_sequences(prompt_batch([[1]], n=2, width=2))
+            sample(host, prompt_batch([[1]], n=2, width=2))
 
 
 def test_an_engine_wakes_for_its_weights_before_it_wakes_to_sample():
@@ -371,10 +364,10 @@ def test_an_engine_wakes_for_its_weights_before_it_wakes_to_sample():
         host.wake(("weights",))
         host.push_weights(2, SPECS, weights(2))
         with pytest.raises(EngineUnusableError, match="wake 'kv_cache' first"):
-            host.generate_sequences(batch)
+            sample(host, batch)
         host.wake(("kv_cache",))
 
-        assert host.generate_sequences(batch).meta_info["policy_version"] == 2
+        assert sample(host, batch).meta_info["policy_version"] == 2
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -388,19 +381,19 @@ def test_only_level_2_needs_a_sync_after_sleep_also_when_one_was_aborted_meanwhi
             host.push_weights(2, SPECS, weights(2)[:-1], kept=["vision.weight"] if level == 1 else [])
 
         if level == 1:
-            assert host.generate_sequences(batch).meta_info["policy_version"] == 1
+            assert sample(host, batch).meta_info["policy_version"] == 1
         else:
             assert host.engine.writer.weights == {}
             with pytest.raises(EngineUnusableError, match="sync weights before sampling"):
-                host.generate_sequences(batch)
+                sample(host, batch)
         host.push_weights(3, SPECS, weights(3), kept=["vision.weight"] if level == 1 else [])
-        assert host.generate_sequences(batch).meta_info["policy_version"] == 3
+        assert sample(host, batch).meta_info["policy_version"] == 3
 
 
 def test_an_engine_that_keeps_its_cache_is_not_put_to_sleep():
     with scripted({"sleeps": True}, free_cache_engine=False) as host:
         host.sleep()
-        assert len(host.generate_sequences(prompt_batch([[1]], n=2, width=2))) == 2
+        assert len(sample(host, prompt_batch([[1]], n=2, width=2))) == 2
 
 
 def test_every_engine_that_can_be_configured_is_there():
@@ -412,7 +405,7 @@ def test_every_engine_that_can_be_configured_is_there():
 def test_arguments_for_an_engine_that_has_none_are_refused():
     setup = engine_setup("hf", "no-model", TOKENS, 5 + R, engine_kwargs={"hf": {"compile": True}})
     with pytest.raises(RolloutError, match=r"engine_kwargs\.hf=.*: the transformers engine has no arguments"):
-        RolloutHost(setup, R)
+        RolloutHost(setup)
 
 
 # ---------------------------------------------------------------------- columns: lengths are never read from tokens

@@ -4,6 +4,7 @@ weights by CUDA IPC."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,14 @@ from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.base import EngineUnusableError
 from hrl.workers.rollout.host import RolloutHost
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import engine_setup, prompt_batch
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
 
 CUDA = torch.device("cuda", 0)
 STOP, VOCAB, P, R = 2, 49152, 64, 24
+sample = partial(sample_rows, max_tokens=R)
 TOKENS = TokenIds(STOP, (STOP,), VOCAB)
 PROMPTS = [[1, 4093, 198, 1780], [1, 788, 253, 1675, 30], [1, 2683]]
 GIB = 2**30
@@ -36,7 +38,7 @@ def folder() -> Path:
 def host(folder) -> Iterator[RolloutHost]:
     torch.cuda.set_device(CUDA)
     setup = engine_setup("vllm", folder, TOKENS, P + R, device=CUDA, gpu_memory_utilization=0.4)
-    with RolloutHost(setup, R) as host:
+    with RolloutHost(setup) as host:
         yield host
 
 
@@ -46,7 +48,7 @@ def original(folder):
 
 
 def greedy(host: RolloutHost) -> torch.Tensor:
-    return host.generate_sequences(prompt_batch(PROMPTS, n=1, width=P, validate=True)).batch["responses"]
+    return sample(host, prompt_batch(PROMPTS, n=1, width=P), temperature=0.0).batch["responses"]
 
 
 def push(host: RolloutHost, version: int, model) -> None:
@@ -104,7 +106,7 @@ def test_an_engine_that_quantises_to_fp8_samples_from_the_weights_it_was_sent(fo
     tokens = [1, 788, 253, 1675, 30, 216, 34]
     changed = models.perturb(models.load(folder, torch.bfloat16), 0.1).to(CUDA)
     changes = {"gpu_memory_utilization": 0.3, "engine_kwargs": {"vllm": {"quantization": "fp8"}}}
-    with RolloutHost(engine_setup("vllm", folder, TOKENS, P + R, device=CUDA, **changes), R) as quantised:
+    with RolloutHost(engine_setup("vllm", folder, TOKENS, P + R, device=CUDA, **changes)) as quantised:
         noise = score_error(quantised, original, tokens)
         for version, model in ((1, changed), (2, original)):
             quantised.sleep()

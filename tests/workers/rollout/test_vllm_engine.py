@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,7 +21,8 @@ from hrl.cluster.precision import fastest_dtype
 from hrl.models.tokenizer import TokenIds
 from hrl.protocol import DataProto
 from hrl.workers.policy import Policy
-from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError, SamplingParams
+from hrl.workers.requests import SamplingParams
+from hrl.workers.rollout.base import EngineDeadError, EngineUnusableError, RolloutError
 from hrl.workers.rollout.host import RolloutHost
 from hrl.workers.weight_sync.broadcast import BroadcastSender
 from hrl.workers.weight_sync.sender import WeightSync
@@ -28,12 +30,13 @@ from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.models import tiny
 from tests.workers.asked import Actor
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import engine_setup, prompt_batch
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 STOP, VOCAB, P, R = 2, 49152, 64, 24
+sample = partial(sample_rows, max_tokens=R)
 N = 8
 #: In which the same seeds give the same tokens, whatever else is sampled: bfloat16 products without instructions for
 #: them depend on how many rows there are.
@@ -41,7 +44,7 @@ DTYPE = getattr(torch, fastest_dtype("cpu"))
 
 
 def make_host(folder: Path | str, **changes) -> RolloutHost:
-    return RolloutHost(engine_setup("vllm", folder, TokenIds(STOP, (STOP,), VOCAB), P + R, **changes), R)
+    return RolloutHost(engine_setup("vllm", folder, TokenIds(STOP, (STOP,), VOCAB), P + R, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +93,7 @@ def host(folder, others, temporary) -> Iterator[RolloutHost]:
 
 @pytest.fixture(scope="module")
 def sampled(host, prompts):
-    return host.generate_sequences(prompt_batch(prompts, n=N, width=P))
+    return sample(host, prompt_batch(prompts, n=N, width=P))
 
 
 def lives(pid: int) -> bool:
@@ -127,7 +130,7 @@ def test_the_same_seeds_give_the_same_tokens_in_any_order_and_all_samples_differ
     batch = prompt_batch(prompts, n=N, width=P)
     order = torch.arange(len(batch) - 1, -1, -1)
 
-    again = host.generate_sequences(batch[order])
+    again = sample(host, batch[order])
 
     assert torch.equal(again.batch["responses"], sampled.batch["responses"][order])
     torch.testing.assert_close(again.batch["rollout_log_probs"], sampled.batch["rollout_log_probs"][order])
@@ -140,7 +143,7 @@ def test_the_same_seeds_give_the_same_tokens_in_any_order_and_all_samples_differ
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_log_probs_differ_from_transformers_by_no_more_than_bf16_does_from_fp32(host, folder, prompts, temperature):
-    out = host.generate_sequences(prompt_batch(prompts, n=3, width=P, temperature=temperature))
+    out = sample(host, prompt_batch(prompts, n=3, width=P), temperature=temperature)
     mask = out.batch["response_mask"].bool()
     ours = out.batch["rollout_log_probs"][mask]
     exact = models.response_log_probs(models.load(folder), out, temperature)[mask]
@@ -155,14 +158,14 @@ def test_log_probs_differ_from_transformers_by_no_more_than_bf16_does_from_fp32(
 
 
 def test_greedy_reports_the_raw_log_prob_of_the_most_likely_token(host, folder, prompts):
-    out = host.generate_sequences(prompt_batch(prompts, n=1, width=P, validate=True))
+    out = sample(host, prompt_batch(prompts, n=1, width=P), temperature=0.0)
     mask = out.batch["response_mask"].bool()
 
     exact = models.response_log_probs(models.load(folder), out, 1.0)[mask]
 
     assert (out.batch["rollout_log_probs"][mask] - exact).abs().mean() < 0.05
     assert exact.mean() > -0.7  # likely tokens
-    again = host.generate_sequences(prompt_batch(prompts, n=1, width=P, validate=True, step=9))
+    again = sample(host, prompt_batch(prompts, n=1, width=P), temperature=0.0, step=9)
     assert torch.equal(again.batch["responses"], out.batch["responses"])  # no seed in it
 
 
@@ -302,7 +305,7 @@ def test_a_bad_sync_is_named_and_the_old_version_goes_on_being_served(
         host.push_weights(6, specs, iter(sent))
 
     assert host.score(tokens) == scored
-    again = host.generate_sequences(prompt_batch(prompts, n=1, width=P))
+    again = sample(host, prompt_batch(prompts, n=1, width=P))
     assert again.meta_info["policy_version"] == 5
 
 
@@ -346,12 +349,12 @@ def test_two_tensor_parallel_processes_in_fp32_match_transformers_closely_and_di
     folder = models.save_tiny_mixture(tmp_path)
     others = children()
     changes = {"dtype": "float32", "tensor_model_parallel_size": 2, "kv_cache_gib": 0.1}
-    with RolloutHost(engine_setup("vllm", folder, TokenIds(0, (1,), models.VOCAB), 8 + R, **changes), R) as host:
+    with RolloutHost(engine_setup("vllm", folder, TokenIds(0, (1,), models.VOCAB), 8 + R, **changes)) as host:
         pids = [process["pid"] for process in host.engine.processes]
         assert len(set(pids)) == 2 and engine_processes(others) > set(pids)
         changed = models.load(folder)
         for version in (0, 1):
-            out = host.generate_sequences(prompt_batch([[5, 6, 7], [8]], n=4, width=8, temperature=0.7))
+            out = sample(host, prompt_batch([[5, 6, 7], [8]], n=4, width=8), temperature=0.7)
             mask = out.batch["response_mask"].bool()
             expected = models.response_log_probs(changed, out, 0.7)
             assert out.meta_info["policy_version"] == version
@@ -365,7 +368,7 @@ def test_two_tensor_parallel_processes_in_fp32_match_transformers_closely_and_di
         started = time.monotonic()
         with pytest.raises(EngineDeadError, match=f"pid {pids[0]}, {pids[1]}"):
             while time.monotonic() - started < 60:
-                host.generate_sequences(prompt_batch([[5, 6, 7]], n=4, width=8), timeout_s=60)
+                sample(host, prompt_batch([[5, 6, 7]], n=4, width=8), timeout_s=60)
         assert time.monotonic() - started < 30
         with pytest.raises((EngineDeadError, RolloutError, WeightSyncError)):
             host.push_weights(2, models.specs(changed, torch.float32), models.parameters(changed))
@@ -429,9 +432,9 @@ def test_a_half_written_engine_refuses_to_sample_until_a_good_sync(host, folder,
     with pytest.raises(WeightSyncError, match=r"layers\.5\.self_attn\.qkv_proj|layers\.5\.self_attn\.k_proj"):
         host.push_weights(10, short, iter(weights))
     with pytest.raises(EngineUnusableError, match="sync weights before sampling"):
-        host.generate_sequences(prompt_batch(prompts, n=1, width=P))
+        sample(host, prompt_batch(prompts, n=1, width=P))
 
     host._sync = None
     host.push_weights(11, specs, models.parameters(original))
-    out = host.generate_sequences(prompt_batch(prompts, n=1, width=P))
+    out = sample(host, prompt_batch(prompts, n=1, width=P))
     assert out.meta_info["policy_version"] == 11
