@@ -127,13 +127,13 @@ def object_array(values: Any) -> np.ndarray:
     """Turn a sequence into an array of objects; rows that are equally long sequences become a second dimension."""
     try:
         return np.array(values, dtype=object)
-    except (
-        ValueError
-    ):  # numpy refuses rows such as arrays of shape (2, 3) and (2, 4), which agree in their first size only
-        array = np.empty(len(values), dtype=object)
-        for row, value in enumerate(values):
-            array[row] = value
-        return array
+    except ValueError:  # numpy refuses rows such as arrays of shape (2, 3) and (2, 4), which agree in one size only
+        return object_column(values)
+
+
+def object_column(values: Sequence[Any]) -> np.ndarray:
+    """Return values of any kind as an array `(B,)` of objects, lists among them as one object each."""
+    return np.fromiter(values, dtype=object, count=len(values))
 
 
 def deep_equal(a: Any, b: Any, _open: frozenset[tuple[int, int]] = frozenset()) -> bool:

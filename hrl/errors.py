@@ -13,6 +13,10 @@ class HrlError(Exception):
     """
 
 
+class DatasetError(HrlError, ValueError):
+    """A source, a row or a whole data set can't be used; the message names file, row and the way out."""
+
+
 class Reason(StrEnum):
     """Why a key or value is refused."""
 

@@ -17,11 +17,9 @@ from hrl.columns import (
     batch_shape,
     cat_rows,
     deep_equal,
-    deserialize_single_tensor,
     deserialize_tensordict,
     object_array,
     row_indices,
-    serialize_single_tensor,
     serialize_tensordict,
     take_rows,
     tensor_leaves,
@@ -29,33 +27,11 @@ from hrl.columns import (
     union_tensor_dict,
     union_two_dict,
 )
-from hrl.verl.dataproto import (
-    DataProtoConfig,
-    VerlDataProto,
-    fold_batch_dim,
-    list_of_dict_to_dict_of_list,
-    unfold_batch_dim,
-)
-
-__all__ = [
-    "DataProto",
-    "DataProtoConfig",
-    "DataProtoFuture",
-    "DataProtoItem",
-    "collate_fn",
-    "deserialize_single_tensor",
-    "deserialize_tensordict",
-    "fold_batch_dim",
-    "list_of_dict_to_dict_of_list",
-    "pad_dataproto_to_divisor",
-    "serialize_single_tensor",
-    "serialize_tensordict",
-    "unfold_batch_dim",
-    "union_numpy_dict",
-    "union_tensor_dict",
-    "union_two_dict",
-    "unpad_dataproto",
-]
+from hrl.columns import deserialize_single_tensor as deserialize_single_tensor  # verl has these names here too
+from hrl.columns import serialize_single_tensor as serialize_single_tensor
+from hrl.verl.dataproto import DataProtoConfig, VerlDataProto, list_of_dict_to_dict_of_list
+from hrl.verl.dataproto import fold_batch_dim as fold_batch_dim
+from hrl.verl.dataproto import unfold_batch_dim as unfold_batch_dim
 
 logger = logging.getLogger(__name__)
 

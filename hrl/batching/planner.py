@@ -8,24 +8,122 @@ from __future__ import annotations
 import sys
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hrl.batching.balance import balance, longest_first, pack
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
-from hrl.batching.rows import Rows, counts, lengths_of
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from hrl.protocol import DataProto
 
 Lengths = Sequence[int] | np.ndarray
 
-_CLOSE_ENOUGH = (
-    1.02  # heaviest rank over the mean at which groups are not cut further: each cut computes a prompt again
-)
+# Matrix products cost in proportion to L, attention to L²; they are equal at a length of 6 hidden sizes: 24,576 tokens
+# for a model of 7B parameters (hidden size 4096). Smaller models meet earlier, at lengths where L² is small anyway.
+EQUAL_COST_TOKENS = 24576
+
+# Heaviest rank over the mean at which groups are not cut further: each cut computes a prompt again.
+_CLOSE_ENOUGH = 1.02
 
 _MicroBatches = list[list[np.ndarray]]  # per rank, per micro-batch: positions, ascending
+
+
+def lengths_of(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Return the tokens of prompt and response, int64 (B,) each: from the mask, never from token ids.
+
+    Args:
+        batch: `attention_mask (B, P+R)` and `responses (B, R)`.
+    """
+    mask = batch.batch["attention_mask"]
+    prompt_width = mask.shape[-1] - batch.batch["responses"].shape[-1]
+    return mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
+
+
+@dataclass(frozen=True)
+class RowLengths:
+    """Lengths of a batch's rows, sorted so that the rows of a group follow each other.
+
+    All methods take positions in this order; `index` leads back to the batch.
+
+    Attributes:
+        index: (B,) row number in the batch.
+        prompt: (B,) tokens of the prompt.
+        response: (B,) tokens of the response.
+        group: (B,) number of the group, by first appearance in the batch.
+        share_prefix: The rows of a group that run together compute their prompt once.
+    """
+
+    index: np.ndarray
+    prompt: np.ndarray
+    response: np.ndarray
+    group: np.ndarray
+    share_prefix: bool
+
+    @classmethod
+    def of(
+        cls,
+        prompt_lens: Sequence[int] | np.ndarray,
+        response_lens: Sequence[int] | np.ndarray,
+        group_ids: Sequence[Hashable] | np.ndarray | None,
+        share_prefix: bool,
+    ) -> RowLengths:
+        """Check the lengths and sort the rows by group.
+
+        Raises:
+            ValueError: The lengths are not (B,) counts, or rows of a group that shares its prompt have different ones.
+        """
+        prompt = counts(prompt_lens, "prompt_lens")
+        response = counts(response_lens, "response_lens", num_rows=len(prompt))
+        group = _group_numbers(group_ids, len(prompt))
+        index = np.argsort(group, kind="stable")
+        prompt, response, group = prompt[index], response[index], group[index]
+        if share_prefix:
+            first = np.searchsorted(group, group)
+            odd = np.flatnonzero(prompt != prompt[first])
+            if len(odd):
+                row, other = odd[0], first[odd[0]]
+                raise ValueError(
+                    f"rows {index[row]} and {index[other]} are of one group and can't share a prompt: "
+                    f"one has {prompt[row]} tokens, the other {prompt[other]}"
+                )
+        return cls(index, prompt, response, group, share_prefix)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def tokens(self, units: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the tokens that each unit (rows of one group) runs."""
+        return self._sum(units, self.prompt, self.response)
+
+    def cost(self, units: Sequence[np.ndarray]) -> np.ndarray:
+        """Return what each unit (rows of one group) costs, in tokens of a short row: L + L² / 24576.
+
+        A shared prompt is paid once; each response attends to it, hence (P + R)² - P² for the response's part.
+        """
+        return self._sum(units, *self._costs)
+
+    @cached_property
+    def _costs(self) -> tuple[np.ndarray, np.ndarray]:
+        prompt, total = self.prompt.astype(np.float64), (self.prompt + self.response).astype(np.float64)
+        of_prompt = prompt + prompt**2 / EQUAL_COST_TOKENS
+        return of_prompt, total + total**2 / EQUAL_COST_TOKENS - of_prompt
+
+    def _sum(self, units: Sequence[np.ndarray], of_prompt: np.ndarray, of_response: np.ndarray) -> np.ndarray:
+        if not units:
+            return np.zeros(0, dtype=of_prompt.dtype)
+        rows = np.concatenate(units)
+        starts = np.cumsum([0, *(len(unit) for unit in units[:-1])])
+        prompts = of_prompt[rows[starts]] if self.share_prefix else np.add.reduceat(of_prompt[rows], starts)
+        return prompts + np.add.reduceat(of_response[rows], starts)
+
+    def runs(self, positions: np.ndarray) -> list[np.ndarray]:
+        """Cut ascending positions where the group changes."""
+        return np.split(positions, np.flatnonzero(np.diff(self.group[positions])) + 1) if len(positions) else []
 
 
 @dataclass(frozen=True)
@@ -60,7 +158,7 @@ class MicroBatchLimits:
             if limit is not None and limit < 1:
                 raise ValueError(f"{name} must be at least 1, got {limit}")
 
-    def check_rows(self, rows: Rows, positions: np.ndarray) -> None:
+    def check_rows(self, rows: RowLengths, positions: np.ndarray) -> None:
         """Raise a ValueError that names the first row which alone exceeds the token budget."""
         tokens = (rows.prompt + rows.response)[positions]
         too_long = rows.index[positions[tokens > self.token_cap]]
@@ -85,15 +183,7 @@ class Planner:
 
     def forward(self, batch: DataProto, world_size: int, limits: MicroBatchLimits) -> BatchPlan:
         """Every row once, balanced over ranks: for log-probs, values and reward models."""
-        prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
-        return plan_forward(
-            prompt,
-            response,
-            world_size=world_size,
-            limits=limits,
-            group_ids=batch.non_tensor_batch["uid"],
-            share_prefix=self.share_prefix,
-        )
+        return plan_forward(**self._known(batch), world_size=world_size, limits=limits)
 
     def update(
         self,
@@ -107,17 +197,13 @@ class Planner:
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
         """`epochs` passes over mini-batches of `mini_batch_rows` rows; rows in `skip` count but do not run."""
-        prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
         return plan_update(
-            prompt,
-            response,
-            batch.batch["response_mask"].sum(-1).numpy(),
+            **self._known(batch),
+            trained_tokens=_trained_tokens(batch),
             world_size=world_size,
             mini_batch_rows=mini_batch_rows,
             epochs=epochs,
             limits=limits,
-            group_ids=batch.non_tensor_batch["uid"],
-            share_prefix=self.share_prefix,
             skip=skip,
             shuffle_seed=shuffle_seed,
         )
@@ -132,17 +218,31 @@ class Planner:
         epochs: int = 1,
     ) -> BatchPlan:
         """As `update`, of a batch whose rows 2i and 2i + 1 are a pair; `limits.max_rows` counts pairs."""
-        prompt, response = (lengths.numpy() for lengths in lengths_of(batch))
+        known = self._known(batch)
+        del known["group_ids"]  # the rows of a pair are known by their places
         return plan_pairs(
-            prompt,
-            response,
-            batch.batch["response_mask"].sum(-1).numpy(),
+            **known,
+            trained_tokens=_trained_tokens(batch),
             world_size=world_size,
             mini_batch_pairs=mini_batch_pairs,
             limits=limits,
             epochs=epochs,
-            share_prefix=self.share_prefix,
         )
+
+    def _known(self, batch: DataProto) -> dict[str, Any]:
+        """Return the arguments that describe a batch's rows to the functions below."""
+        prompt_lens, response_lens = lengths_of(batch)
+        return {
+            "prompt_lens": prompt_lens.numpy(),
+            "response_lens": response_lens.numpy(),
+            "group_ids": batch.non_tensor_batch["uid"],
+            "share_prefix": self.share_prefix,
+        }
+
+
+def _trained_tokens(batch: DataProto) -> np.ndarray:
+    """Return the trained tokens of every row, int64 (B,)."""
+    return batch.batch["response_mask"].sum(-1).numpy()
 
 
 def rows_of_first_step(plan: BatchPlan) -> list[int]:
@@ -200,7 +300,7 @@ def plan_forward(
         ValueError: A row alone exceeds the token budget (row, length, budget, key are named), or arguments don't fit.
     """
     limits.check()
-    rows = Rows.of(prompt_lens, response_lens, group_ids, share_prefix)
+    rows = RowLengths.of(prompt_lens, response_lens, group_ids, share_prefix)
     step = _plan_step(rows, np.arange(len(rows)), rows.response, None, world_size, limits)
     return _assemble(rows, [step], world_size, repeats=1)
 
@@ -249,7 +349,7 @@ def plan_update(
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
     limits.check()
-    rows = Rows.of(prompt_lens, response_lens, group_ids, share_prefix)
+    rows = RowLengths.of(prompt_lens, response_lens, group_ids, share_prefix)
     trained = counts(trained_tokens, "trained_tokens", num_rows=len(rows))[rows.index]
     if (trained > rows.response).any():
         row = int(rows.index[np.argmax(trained > rows.response)])
@@ -275,7 +375,7 @@ class _Step:
 
 
 def _plan_step(
-    rows: Rows,
+    rows: RowLengths,
     positions: np.ndarray,
     trained: np.ndarray,
     left_out: np.ndarray | None,
@@ -294,7 +394,7 @@ def _plan_step(
     )
 
 
-def _mini_batches(rows: Rows, mini_batch_rows: int, order: np.random.Generator | None) -> list[np.ndarray]:
+def _mini_batches(rows: RowLengths, mini_batch_rows: int, order: np.random.Generator | None) -> list[np.ndarray]:
     """Cut the rows, their groups in order or shuffled, every `mini_batch_rows` rows or at the nearest end of a group.
 
     There are ceil(B / mini_batch_rows) mini-batches, or as many as there are groups if these are fewer: their number,
@@ -317,7 +417,7 @@ def _mini_batches(rows: Rows, mini_batch_rows: int, order: np.random.Generator |
     return np.split(np.concatenate(groups), ends[groups_before - 1])
 
 
-def _assemble(rows: Rows, steps: list[_Step], world_size: int, repeats: int) -> BatchPlan:
+def _assemble(rows: RowLengths, steps: list[_Step], world_size: int, repeats: int) -> BatchPlan:
     """Give every rank the rows that its micro-batches name, in the order of their first use."""
     held, plans = [], []
     for rank in range(world_size):
@@ -339,13 +439,6 @@ def _assemble(rows: Rows, steps: list[_Step], world_size: int, repeats: int) -> 
     return BatchPlan(rows=tuple(held), ranks=tuple(plans))
 
 
-def _mask(skip: Sequence[bool] | np.ndarray, num_rows: int) -> np.ndarray:
-    mask = np.asarray(skip)
-    if mask.shape != (num_rows,) or mask.dtype != bool:
-        raise ValueError(f"skip must be {num_rows} booleans, got shape {mask.shape} of {mask.dtype}")
-    return mask
-
-
 def plan_pairs(
     prompt_lens: Lengths,
     response_lens: Lengths,
@@ -356,7 +449,6 @@ def plan_pairs(
     limits: MicroBatchLimits,
     epochs: int = 1,
     share_prefix: bool = False,
-    shuffle_seed: int | None = None,
 ) -> BatchPlan:
     """Plan the optimizer steps of a batch of N pairs, rows 2i and 2i + 1 being a pair.
 
@@ -369,7 +461,6 @@ def plan_pairs(
         limits: Of a rank's micro-batch; `max_rows` counts pairs.
         epochs: Passes over the batch.
         share_prefix: Both answers of a pair count (and compute) their prompt once.
-        shuffle_seed: Shuffle the pairs before cutting, anew in each epoch; None keeps their order.
 
     Returns:
         A plan of rows. `num_groups` counts pairs, the divisor of a loss per pair; `num_sequences` counts answers.
@@ -406,7 +497,6 @@ def plan_pairs(
         mini_batch_rows=mini_batch_pairs,
         epochs=epochs,
         limits=limits,
-        shuffle_seed=shuffle_seed,
     )
     return _both_rows(pairs)
 
@@ -434,7 +524,9 @@ def _both_rows(pairs: BatchPlan) -> BatchPlan:
     return BatchPlan(rows=tuple(map(both, pairs.rows)), ranks=tuple(ranks))
 
 
-def _cut_micro_batches(rows: Rows, positions: np.ndarray, world_size: int, limits: MicroBatchLimits) -> _MicroBatches:
+def _cut_micro_batches(
+    rows: RowLengths, positions: np.ndarray, world_size: int, limits: MicroBatchLimits
+) -> _MicroBatches:
     """Cut one mini-batch: every position once, as many micro-batches on every rank, none above the limits.
 
     Ranks are balanced first, because all of them wait for the slowest; then each rank's micro-batches, because ranks
@@ -453,7 +545,7 @@ def _cut_micro_batches(rows: Rows, positions: np.ndarray, world_size: int, limit
     return [share + [nothing] * (steps - len(share)) for share in ranks]
 
 
-def _share_by_cost(rows: Rows, positions: np.ndarray, world_size: int, max_tokens: int) -> list[list[np.ndarray]]:
+def _share_by_cost(rows: RowLengths, positions: np.ndarray, world_size: int, max_tokens: int) -> list[list[np.ndarray]]:
     """Give every rank units (rows of one group that stay together) of about the same cost.
 
     Whole groups are cheapest, as each computes its prompt once; where they are too few or too unlike to balance, they
@@ -474,7 +566,7 @@ def _share_by_cost(rows: Rows, positions: np.ndarray, world_size: int, max_token
         parts *= 2
 
 
-def _cut_groups(rows: Rows, groups: list[np.ndarray], parts: int, max_tokens: int) -> list[np.ndarray]:
+def _cut_groups(rows: RowLengths, groups: list[np.ndarray], parts: int, max_tokens: int) -> list[np.ndarray]:
     """Cut every group into at most `parts` units of about equal length, and into more where the budget asks for it."""
     units = groups if parts == 1 else [unit for group in groups for unit in _split_evenly(rows, group, parts)]
     fits = rows.tokens(units) <= max_tokens
@@ -485,18 +577,18 @@ def _cut_groups(rows: Rows, groups: list[np.ndarray], parts: int, max_tokens: in
     ]
 
 
-def _split_evenly(rows: Rows, group: np.ndarray, parts: int) -> list[np.ndarray]:
+def _split_evenly(rows: RowLengths, group: np.ndarray, parts: int) -> list[np.ndarray]:
     if parts >= len(group):
         return list(group[:, None])
     return [np.sort(group[part]) for part in longest_first(rows.response[group], parts)]
 
 
-def _split_to_fit(rows: Rows, group: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+def _split_to_fit(rows: RowLengths, group: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     room = max_tokens - int(rows.prompt[group[0]])
     return [np.sort(group[part]) for part in pack(rows.response[group], room)]
 
 
-def _pack_ranks(rows: Rows, shares: list[list[np.ndarray]], max_tokens: int) -> _MicroBatches:
+def _pack_ranks(rows: RowLengths, shares: list[list[np.ndarray]], max_tokens: int) -> _MicroBatches:
     """Pack each rank's units into the number of micro-batches that the fullest rank needs, evenly where they fit so."""
     tokens = [rows.tokens(units) for units in shares]
     packed = [pack(of_rank, max_tokens) for of_rank in tokens]
@@ -512,7 +604,7 @@ def _pack_ranks(rows: Rows, shares: list[list[np.ndarray]], max_tokens: int) -> 
     return ranks
 
 
-def _share_by_count(rows: Rows, positions: np.ndarray, world_size: int) -> list[np.ndarray]:
+def _share_by_count(rows: RowLengths, positions: np.ndarray, world_size: int) -> list[np.ndarray]:
     """Give every rank as many rows (to within one) of about the same cost; whole groups where they come out even."""
     units = rows.runs(positions) if rows.share_prefix else []
     if len(units) % world_size or len({len(unit) for unit in units}) != 1:
@@ -521,12 +613,55 @@ def _share_by_count(rows: Rows, positions: np.ndarray, world_size: int) -> list[
     return [np.sort(np.concatenate([units[u] for u in share])) if share else positions[:0] for share in bins]
 
 
-def _in_order(rows: Rows, share: np.ndarray, max_rows: int, max_tokens: int) -> Iterator[np.ndarray]:
-    """Cut a rank's rows into runs of `max_rows`, shorter where the token budget ends a run."""
+def _in_order(rows: RowLengths, share: np.ndarray, max_rows: int, max_tokens: int) -> Iterator[np.ndarray]:
+    """Cut a rank's rows (ascending) into runs of `max_rows`, shorter where the token budget ends a run."""
+    prompt, group = rows.prompt[share], rows.group[share]
+    shares_prompt = np.append(False, group[1:] == group[:-1]) & rows.share_prefix  # with the row before it
+    ends = np.cumsum(rows.response[share] + np.where(shares_prompt, 0, prompt))  # tokens up to and with each row
     start = 0
     while start < len(share):
-        end = min(start + max_rows, len(share))
-        while rows.num_tokens(share[start:end]) > max_tokens:
-            end -= 1
+        # The first row of a run brings its prompt, wherever its group began.
+        before = int(ends[start] - rows.response[share[start]] - prompt[start])
+        fitting = int(np.searchsorted(ends - before, max_tokens, side="right"))
+        end = min(start + max_rows, fitting)
         yield share[start:end]
         start = end
+
+
+# ---- checks of arguments ---------------------------------------------------------------------------------------
+
+
+def counts(values: Any, name: str, num_rows: int | None = None) -> np.ndarray:
+    """Return `values` as (B,) int64.
+
+    Raises:
+        ValueError: They are not one whole, non-negative number for each row.
+    """
+    array = np.asarray(values)
+    if array.size == 0:
+        array = array.astype(np.int64)
+    if array.ndim != 1 or (num_rows is not None and len(array) != num_rows):
+        raise ValueError(f"{name} has shape {array.shape}, it needs one number for each of the {num_rows or ''} rows")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name} counts tokens and must be integers, got {array.dtype}")
+    if (array < 0).any():
+        raise ValueError(f"{name} of row {int(np.argmax(array < 0))} is negative: {array[array < 0][0]}")
+    return array.astype(np.int64)
+
+
+def _group_numbers(group_ids: Sequence[Hashable] | np.ndarray | None, num_rows: int) -> np.ndarray:
+    """Number the groups by first appearance; without ids every row is a group of its own."""
+    if group_ids is None:
+        return np.arange(num_rows)
+    if len(group_ids) != num_rows:
+        raise ValueError(f"group_ids has {len(group_ids)} entries, it needs one for each of {num_rows} rows")
+    numbers: dict[Hashable, int] = {}
+    ids = group_ids.tolist() if isinstance(group_ids, np.ndarray) else group_ids
+    return np.fromiter((numbers.setdefault(group, len(numbers)) for group in ids), dtype=np.int64, count=num_rows)
+
+
+def _mask(skip: Sequence[bool] | np.ndarray, num_rows: int) -> np.ndarray:
+    mask = np.asarray(skip)
+    if mask.shape != (num_rows,) or mask.dtype != bool:
+        raise ValueError(f"skip must be {num_rows} booleans, got shape {mask.shape} of {mask.dtype}")
+    return mask

@@ -1,24 +1,83 @@
-"""The data set of prompts to train or validate on, and loading of a user's own class for it."""
+"""Prompts to train or validate on: what a row of them is, their data set, and loading of a user's own class for it.
+
+A row is a dict with verl's keys: `data_source` (str), `prompt` (a chat, or a string), `reward_model`
+(`{"style": …, "ground_truth": …}`) and `extra_info` (a dict); and, for a chat template that shows them, `tools` (JSON
+schemas of functions). Rows with answers are described in `hrl.data.offline`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
-from hrl.data.base import DatasetCounts, TokenisedDataset
-from hrl.data.chat_template import encode_texts, render_prompt, with_tools
-from hrl.data.files import DatasetError
-from hrl.data.rows import PromptRow, check_prompt
+from hrl.columns import object_column
+from hrl.data.chat import as_messages, as_tools, encode_texts, render_prompt, with_tools, wrong_value
+from hrl.data.sources import DataRow, show_value
+from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.data.user_file import UserFileError, load_user_file
+from hrl.errors import DatasetError
 from hrl.protocol import DataProto
 
 if TYPE_CHECKING:
     from hrl.config.data import CustomClassConfig, DataConfig
 
-__all__ = ["DatasetCounts", "DatasetError", "RLHFDataset", "collate_fn", "dataset_class"]
+
+@dataclass(frozen=True, kw_only=True)
+class PromptRow(DataRow):
+    """One prompt with what its reward function needs.
+
+    Attributes:
+        messages: The prompt as a chat; a string prompt is one message of the user. Each has a role, a content, and
+            other fields for the chat template, such as `tool_calls`.
+        reward_model: `ground_truth` and other values for the reward function; empty if the row has none.
+        extra_info: Further values for the reward function.
+        tools: Schemas of the functions that the prompt offers; None for none.
+    """
+
+    messages: list[dict[str, Any]]
+    reward_model: dict[str, Any]
+    extra_info: dict[str, Any]
+    tools: list[dict[str, Any]] | None = None
+
+
+def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> PromptRow | str:
+    """Check a raw row; return a prompt, or a sentence about what is wrong with the row.
+
+    Args:
+        raw: The row.
+        prompt_key: Column of the prompt (`data.prompt_key`).
+        source_key: Column of the data source (`data.reward_fn_key`).
+    """
+    messages, tools = as_messages(raw.get(prompt_key), prompt_key), as_tools(raw.get("tools"))
+    for found in (messages, tools):
+        if isinstance(found, str):
+            return found
+    data_source = raw.get(source_key)
+    wrong = wrong_value(data_source, source_key)
+    if wrong is not None:
+        return wrong
+    if not isinstance(data_source, str) or not data_source:
+        return f"{source_key!r} is {show_value(data_source)}, expected a non-empty string"
+    plain: dict[str, dict[str, Any]] = {}
+    for key in ("reward_model", "extra_info"):
+        value = raw.get(key)
+        wrong = wrong_value(value, key, is_text=False)
+        if wrong is not None:
+            return wrong
+        if not isinstance(value, Mapping | None):
+            return f"{key!r} is {show_value(value)}, expected an object (null, or no such key, for none)"
+        plain[key] = dict(value or {})
+    return PromptRow(
+        data_source=data_source,
+        messages=messages,
+        reward_model=plain["reward_model"],
+        extra_info=plain["extra_info"],
+        tools=tools,
+    )
 
 
 class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
@@ -123,16 +182,11 @@ def collate_fn(items: Sequence[dict[str, Any]]) -> dict[str, torch.Tensor | np.n
     for position, item in enumerate(items):
         if item.keys() != keys:
             raise ValueError(f"item {position} has other keys than item 0: {sorted(item.keys() ^ keys)}")
-    return {key: _column([item[key] for item in items]) for key in keys}
-
-
-def _column(values: list[Any]) -> torch.Tensor | np.ndarray:
-    if isinstance(values[0], torch.Tensor):
-        return torch.stack(values)
-    column = np.empty(len(values), dtype=object)  # filled, not converted: numpy would make lists into a second axis
-    for position, value in enumerate(values):
-        column[position] = value
-    return column
+    columns = {key: [item[key] for item in items] for key in keys}
+    return {
+        key: torch.stack(values) if isinstance(values[0], torch.Tensor) else object_column(values)
+        for key, values in columns.items()
+    }
 
 
 def dataset_class(custom_cls: CustomClassConfig) -> type[RLHFDataset]:

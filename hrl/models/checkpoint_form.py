@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 
-class Piece(NamedTuple):
+class CheckpointTensor(NamedTuple):
     """A tensor of the checkpoint."""
 
     name: str
@@ -25,7 +25,9 @@ class Piece(NamedTuple):
 class CheckpointForm:
     """Turns each tensor of a model, by itself, into its pieces in the checkpoint that the model was loaded from."""
 
-    def __init__(self, model: PreTrainedModel, pieces: Mapping[str, tuple[Piece, ...]], same: frozenset[str]) -> None:
+    def __init__(
+        self, model: PreTrainedModel, pieces: Mapping[str, tuple[CheckpointTensor, ...]], same: frozenset[str]
+    ) -> None:
         self._model = model
         self._pieces = pieces
         self._same = same
@@ -56,7 +58,7 @@ class CheckpointForm:
         same = frozenset(name for name, pieces in alone.items() if empty[name] is next(iter(pieces.values())))
         return cls(model, {name: _described(pieces) for name, pieces in alone.items()}, same)
 
-    def pieces(self, name: str) -> tuple[Piece, ...]:
+    def pieces(self, name: str) -> tuple[CheckpointTensor, ...]:
         """Return the pieces of the tensor that is called `name` in memory."""
         return self._pieces[name]
 
@@ -89,8 +91,8 @@ def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
 
 
-def _described(pieces: Mapping[str, Tensor]) -> tuple[Piece, ...]:
-    return tuple(Piece(name, (*tensor.shape,)) for name, tensor in pieces.items())
+def _described(pieces: Mapping[str, Tensor]) -> tuple[CheckpointTensor, ...]:
+    return tuple(CheckpointTensor(name, (*tensor.shape,)) for name, tensor in pieces.items())
 
 
 def _covers(pieces: Mapping[str, Tensor], together: Mapping[str, Tensor], whole: Tensor) -> bool:

@@ -1,17 +1,245 @@
-"""What is sharded and run: a transformers backbone on packed micro-batches, with the head that training needs."""
+"""Micro-batches through a model: padded rows become one packed row, which a backbone runs with the head for training.
+
+Three things are left out of a packed row, none of which changes a number:
+
+- Repeated prompts: rows with the same prompt share it (`share_prefix`). Attention is causal, so the prompt's hidden
+  states do not depend on the response that follows.
+- Tokens after which nothing is predicted: for log-probs or values of `r` response tokens the model reads the prompt and
+  the first `r - 1` of them.
+- Rows without a trained token.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from types import MethodType
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hrl.models.head import backbone_of, head_form
-from hrl.models.micro_batch import PackedMicroBatch
+from hrl.models.ops.layout import AttentionLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
+
+if TYPE_CHECKING:
+    from hrl.protocol import DataProto
+
+#: `next`: the hidden state before each trained token. `last`: the hidden state at the last token of each row.
+Wanted = Literal["next", "last"]
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """The columns of a batch that say what the sequences are, checked once.
+
+    Attributes:
+        prompts: The prompt tokens of each row, `(P_i,)` int64.
+        responses: `(B, R)` int64.
+        response_lengths: `(B,)` int64 true lengths of the responses, in tokens.
+        trained: `(B, R)` bool, tokens to train on or to score.
+    """
+
+    prompts: list[np.ndarray]
+    responses: np.ndarray
+    response_lengths: np.ndarray
+    trained: np.ndarray
+
+    @classmethod
+    def of(cls, batch: DataProto) -> TokenRows:
+        """Read `prompts`, `responses`, `attention_mask` and `response_mask` of a batch.
+
+        Raises:
+            KeyError: A column is missing.
+            ValueError: A prompt is not left-padded or empty, a response is not right-padded, or a trained token lies
+                beyond its response.
+        """
+        missing = {"prompts", "responses", "attention_mask", "response_mask"} - set(batch.batch.keys())
+        if missing:
+            raise KeyError(f"the batch lacks the columns {sorted(missing)}; it has {sorted(batch.batch.keys())}")
+        prompts = batch.batch["prompts"].cpu().numpy()
+        responses = batch.batch["responses"].cpu().numpy()
+        width = prompts.shape[1]
+        mask = batch.batch["attention_mask"].cpu().numpy().astype(bool)
+        trained = batch.batch["response_mask"].cpu().numpy().astype(bool)
+        prompt_mask, response_mask = mask[:, :width], mask[:, width:]
+        _require((np.diff(prompt_mask.astype(np.int8), axis=1) >= 0).all(1), "its prompt is not left-padded")
+        _require((np.diff(response_mask.astype(np.int8), axis=1) <= 0).all(1), "its response is not right-padded")
+        _require(prompt_mask.any(1), "its prompt is empty")
+        _require(~(trained & ~response_mask).any(1), "response_mask trains on a token beyond the response's length")
+        prompt_lengths = prompt_mask.sum(1)
+        return cls(
+            [row[width - n :] for row, n in zip(prompts, prompt_lengths.tolist(), strict=True)],
+            responses,
+            response_mask.sum(1),
+            trained,
+        )
+
+    @cached_property
+    def _before_last_trained(self) -> np.ndarray:
+        """`(B,)` int64 response tokens before the last trained one; -1 for a row without any."""
+        return (self.trained * np.arange(1, self.trained.shape[1] + 1)).max(axis=1, initial=0) - 1
+
+    def used(self, picked: Sequence[int], wanted: Wanted) -> list[tuple[int, int]]:
+        """Return (row, response tokens that must enter the model) of the picked rows that are needed."""
+        lengths = self.response_lengths if wanted == "last" else self._before_last_trained
+        return [
+            (row, length) for row, length in zip(picked, lengths[list(picked)].tolist(), strict=True) if length >= 0
+        ]
+
+
+def _require(ok: Any, complaint: str) -> None:
+    if not ok.all():
+        raise ValueError(f"row {int(np.flatnonzero(~ok)[0])} of the batch is unusable: {complaint}")
+
+
+@dataclass(frozen=True)
+class PackedMicroBatch:
+    """One forward.
+
+    Attributes:
+        input_ids: `(1, T)` int64.
+        position_ids: `(1, T)` int64.
+        layout: Which token attends to which.
+        hidden_index: `(N,)` int64, the positions in the packed row whose hidden states are wanted.
+        labels: `(N,)` int64, the token id that follows each of them (0 for `last`).
+        mask: `(b, r)` bool, where the N results belong in the micro-batch's rows, row-major; `r` is the longest.
+        mask_index: `(N,)` int64, the same as flat positions, because indexing by a mask on a GPU waits for it.
+        is_empty: Nothing is wanted. One token still runs, so that every rank joins every collective.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    layout: AttentionLayout
+    hidden_index: Tensor
+    labels: Tensor
+    mask: Tensor
+    mask_index: Tensor
+    is_empty: bool
+
+    def unpack(self, flat: Tensor) -> Tensor:
+        """Spread `(N,)` results over `(b, r)`, zero outside the mask. Differentiable."""
+        if self.is_empty:
+            return flat.new_zeros(self.mask.shape)
+        return flat.new_zeros(self.mask.numel()).index_copy(0, self.mask_index, flat).view(self.mask.shape)
+
+    def of_tokens(self, matrix: Tensor) -> Tensor:
+        """Return the `(N,)` entries of a `(b, r)` matrix that belong to the results: the inverse of `unpack`."""
+        return matrix.reshape(-1).index_select(0, self.mask_index)
+
+
+def pack_micro_batch(
+    rows: TokenRows, picked: tuple[int, ...], *, share_prefix: bool, wanted: Wanted, device: torch.device
+) -> PackedMicroBatch:
+    """Pack the rows `picked` into one row.
+
+    Args:
+        rows: The rank's rows.
+        picked: Positions of rows on this rank; none gives an empty micro-batch.
+        share_prefix: Compute equal prompts once.
+        wanted: Which hidden states are wanted.
+        device: Of the result.
+    """
+    used = rows.used(picked, wanted)
+    if not used:
+        return _empty(len(picked), device)
+    writer = _Writer()
+    before_first: dict[int, int] = {}  # row -> packed position at which its first response token is predicted
+    response_start: dict[int, int] = {}  # row -> packed position of its first response token
+    for members in _groups(rows, used, share_prefix):
+        prompt = rows.prompts[members[0][0]]
+        if len(members) == 1:
+            row, length = members[0]
+            start = writer.add(np.concatenate([prompt, rows.responses[row, :length]]))
+            before_first[row], response_start[row] = start + len(prompt) - 1, start + len(prompt)
+            continue
+        start = writer.add(prompt)
+        for row, length in members:
+            before_first[row] = start + len(prompt) - 1
+            response_start[row] = writer.add(rows.responses[row, :length], start, len(prompt)) if length else -1
+    width = 1 if wanted == "last" else max(length for _, length in used) + 1
+    index, labels, places = [], [], []
+    for slot, row in enumerate(picked):
+        if row not in before_first:
+            continue
+        if wanted == "last":
+            length = int(rows.response_lengths[row])
+            index.append(np.array([response_start[row] + length - 1 if length else before_first[row]]))
+            labels.append(np.zeros(1, np.int64))
+            places.append(np.array([slot]))
+            continue
+        columns = np.flatnonzero(rows.trained[row])
+        index.append(np.where(columns == 0, before_first[row], response_start[row] + columns - 1))
+        labels.append(rows.responses[row, columns])
+        places.append(slot * width + columns)
+    layout = writer.layout()
+    arrays = (
+        np.concatenate(writer.tokens)[None],
+        layout.position_ids()[None],
+        *map(np.concatenate, (index, labels, places)),
+    )
+    input_ids, position_ids, hidden_index, label_ids, at = to_device([*map(torch.from_numpy, arrays)], device)
+    mask = torch.zeros(len(picked) * width, dtype=torch.bool, device=device).index_fill(0, at, True)
+    return PackedMicroBatch(
+        input_ids, position_ids, layout, hidden_index, label_ids, mask.view(len(picked), width), at, is_empty=False
+    )
+
+
+def take_columns(
+    batch: DataProto, names: Iterable[str], picked: Sequence[int], packed: PackedMicroBatch
+) -> dict[str, Tensor]:
+    """Return columns `(B, R)` of the picked rows as `(b, r)` on the device of `packed`, after one copy."""
+    names, rows = tuple(names), list(picked)
+    host = [batch.batch[name][rows, : packed.mask.shape[1]] for name in names]
+    return dict(zip(names, to_device(host, packed.mask.device), strict=True))
+
+
+def _groups(rows: TokenRows, used: list[tuple[int, int]], share_prefix: bool) -> list[list[tuple[int, int]]]:
+    """Return (row, used length) in groups of equal prompt tokens, in order of appearance."""
+    if not share_prefix:
+        return [[member] for member in used]
+    groups: dict[bytes, list[tuple[int, int]]] = {}
+    for row, length in used:
+        groups.setdefault(rows.prompts[row].tobytes(), []).append((row, length))
+    return list(groups.values())
+
+
+class _Writer:
+    """Builds a packed row, segment by segment."""
+
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.prefix_start: list[int] = []
+        self.prefix_length: list[int] = []
+        self.position = 0
+
+    def add(self, tokens: np.ndarray, prefix_start: int = 0, prefix_length: int = 0) -> int:
+        """Append one segment and return the position of its first token."""
+        start = self.position
+        self.tokens.append(tokens)
+        self.prefix_start.append(prefix_start)
+        self.prefix_length.append(prefix_length)
+        self.position += len(tokens)
+        return start
+
+    def layout(self) -> AttentionLayout:
+        """Return the layout of what was written."""
+        lengths = np.array([len(t) for t in self.tokens], np.int64)
+        return AttentionLayout(lengths, np.array(self.prefix_start), np.array(self.prefix_length))
+
+
+def _empty(num_rows: int, device: torch.device) -> PackedMicroBatch:
+    zero = torch.zeros(1, dtype=torch.int64, device=device)
+    layout = AttentionLayout(np.array([1]), np.array([0]), np.array([0]))
+    mask = torch.zeros(num_rows, 1, dtype=torch.bool, device=device)
+    return PackedMicroBatch(zero[None], zero[None], layout, zero, zero, mask, zero[:0], is_empty=True)
+
+
+# ---- models ----------------------------------------------------------------------------------------------------
 
 
 class _PackedModel(nn.Module):

@@ -32,10 +32,9 @@ from hrl.errors import HrlError
 from hrl.models.cut import CROSSED_TOKENS, UNREACHED_TOKENS, cuts
 from hrl.models.hf_config import load_config
 from hrl.models.loading import ModelSource, prepare
-from hrl.models.micro_batch import TokenRows, Wanted, pack_micro_batch
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.rope import fix_rope_frequencies, require_long_factors
-from hrl.models.packed_model import PackedCausalLM, PackedScalarModel
+from hrl.models.packed_model import PackedCausalLM, PackedScalarModel, TokenRows, Wanted, pack_micro_batch
 
 logger = logging.getLogger(__name__)
 

@@ -16,21 +16,21 @@ from hrl.config.data import DataConfig
 from hrl.config.offline import OfflineConfig, SFTTrainerConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.data.base import DatasetCounts, Intake
-from hrl.data.chat_template import check_chat_template, inspect_chat_template, with_tools
-from hrl.data.dataset import dataset_class
-from hrl.data.files import DatasetError, check_data_file, columns_of
+from hrl.data.chat import check_chat_template, inspect_chat_template, with_tools
+from hrl.data.dataset import PromptRow, check_prompt, dataset_class
 from hrl.data.offline.demonstrations import COMPLETION_KEYS, DemonstrationDataset
 from hrl.data.offline.pairs import PairDataset
-from hrl.data.rows import (
+from hrl.data.sources import (
     BUNDLED_PREFIX,
     REASONING_GYM_PREFIX,
     DataFiles,
-    PromptRow,
-    check_prompt,
+    check_data_file,
+    columns_of,
     read_rows,
     sources_of,
 )
+from hrl.data.tokenised_dataset import DatasetCounts, Intake
+from hrl.errors import DatasetError
 from hrl.models.tokenizer import TokenIds
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings

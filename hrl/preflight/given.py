@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hrl.config.compose import YOURS
+from hrl.config.data import held_out_beside
 from hrl.config.outline import RunConfiguration
 from hrl.config.section import Section
+from hrl.errors import DatasetError
 
 TRAIN_ROWS, VAL_ROWS = "python:train_rows", "python:val_rows"
 """The name of rows given as objects in `config.yaml` and messages."""
@@ -18,30 +21,58 @@ class Given:
     """Objects given by the caller; for None the configuration applies.
 
     Attributes:
-        train_rows: Rows to train on, in the format of rows in `data.train_files`.
-        val_rows: Rows to validate on; if None, a run with `train_rows` does not validate.
+        train_rows: Rows to train on, in the format of rows in `data.train_files`. A generator is read here, once.
+        val_rows: Rows to validate on. Without them, a run with `train_rows` validates on `data.val_files`, unless
+            these belong to the configuration's own training rows.
         reward: The reward function, called like `compute_score`; see `RewardSpec.of_callable` for how it is sent.
+
+    Raises:
+        DatasetError: Rows are not an iterable of rows.
     """
 
-    train_rows: Sequence[Mapping[str, Any]] | None = None
-    val_rows: Sequence[Mapping[str, Any]] | None = None
+    train_rows: Iterable[Mapping[str, Any]] | None = None
+    val_rows: Iterable[Mapping[str, Any]] | None = None
     reward: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("train_rows", "val_rows"):
+            object.__setattr__(self, name, _as_list(name, getattr(self, name)))
 
     def named_in(self, config: RunConfiguration) -> RunConfiguration:
         """Return a configuration with the names of these rows in place of files.
 
-        If only training rows are given, the run does not validate: the configuration's validation rows belong to its
-        own training rows.
+        If only training rows are given, the configuration's bundled validation rows leave with its bundled training
+        rows, and with them what was to be done with them by default. A `trainer.test_freq` of the caller's stays, and
+        is refused by the rules if there is nothing left to validate on.
         """
         names: dict[str, list[str]] = {}
         if self.train_rows is not None:
-            names = {"train_files": [TRAIN_ROWS], "val_files": []}
+            names["train_files"] = [TRAIN_ROWS]
+            if set(config.data.val_files) <= {held_out_beside(name) for name in config.data.train_files}:
+                names["val_files"] = []
         if self.val_rows is not None:
             names["val_files"] = [VAL_ROWS]
         if not names:
             return config
         changes: dict[str, Section] = {"data": config.data.model_copy(update=names)}
-        if self.val_rows is None:
-            never = {"val_before_train": False, "val_after_train": False, "test_freq": -1}
-            changes |= {"trainer": config.trainer.model_copy(update=never)}
+        if names.get("val_files") == []:
+            never: dict[str, Any] = {"val_before_train": False, "val_after_train": False}
+            if config.origins is not None and config.origins.get("trainer.test_freq") != YOURS:
+                never["test_freq"] = -1
+            changes["trainer"] = config.trainer.model_copy(update=never)
         return config.model_copy(update=changes)
+
+
+def _as_list(name: str, rows: Any) -> list[Mapping[str, Any]] | None:
+    """Return rows as a list, so that they can be read again; a row that is no row is reported where it is checked."""
+    if rows is None:
+        return None
+    if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
+        raise DatasetError(f"{name} is a {type(rows).__name__}; give a list of rows, each a dict")
+    listed = list(rows)
+    if listed and isinstance(listed[0], str):  # names of columns, or of files
+        raise DatasetError(
+            f"{name} is a {type(rows).__name__} that yields strings, not rows; give a list of dicts (of a pandas "
+            "DataFrame, df.to_dict('records')), or name files in data.train_files and data.val_files"
+        )
+    return listed

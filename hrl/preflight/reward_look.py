@@ -7,7 +7,7 @@ from typing import Any
 from hrl.config.arithmetic import Fact, count
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import RewardConfig
-from hrl.data.rows import PromptRow
+from hrl.data.dataset import PromptRow
 from hrl.data.user_file import functions_in_user_file, names_in_user_file
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings, sentence

@@ -22,7 +22,7 @@ _RESOURCE_TRACKER = b"multiprocessing.resource_tracker"
 
 
 @dataclass(frozen=True)
-class Entry:
+class ProcessEntry:
     """A line of the process table; `start` tells processes apart that had the same pid one after the other."""
 
     pid: int
@@ -31,7 +31,7 @@ class Entry:
     start: str
 
 
-def process_table() -> list[Entry]:
+def process_table() -> list[ProcessEntry]:
     """Return the processes of this machine that are alive (zombies are not)."""
     entries = []
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -40,7 +40,7 @@ def process_table() -> list[Entry]:
         except (FileNotFoundError, ProcessLookupError):  # it ended while we looked
             continue
         if fields[0] not in "ZX":
-            entries.append(Entry(int(path.parent.name), int(fields[1]), int(fields[2]), fields[19]))
+            entries.append(ProcessEntry(int(path.parent.name), int(fields[1]), int(fields[2]), fields[19]))
     return entries
 
 

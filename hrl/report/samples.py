@@ -15,8 +15,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hrl.batching.rows import lengths_of
-from hrl.data.rows import text_of
+from hrl.batching.planner import lengths_of
+from hrl.data.chat import text_of
 from hrl.errors import HrlError
 from hrl.report.run_folder import RolloutKind, read_jsonl, rollouts_file, rollouts_steps
 

@@ -17,6 +17,7 @@ import numpy as np
 import ray
 import torch
 
+from hrl.columns import object_column
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import BatchRows, RankCall
 
@@ -181,15 +182,8 @@ def unpack_batch(packed: PackedBatch, rows: np.ndarray | None = None) -> DataPro
     others = packed.others.select_idxs(rows) if len(packed.others) else packed.others
     for name, column in packed.tensors.items():
         others.batch[name] = column.take(rows)
-    arrays = {name: _object_array([values[row] for row in rows]) for name, values in packed.objects.items()}
+    arrays = {name: object_column([values[row] for row in rows]) for name, values in packed.objects.items()}
     return DataProto(others.batch, {**arrays, **others.non_tensor_batch}, dict(packed.meta_info))
-
-
-def _object_array(values: list[Any]) -> np.ndarray:
-    array = np.empty(len(values), dtype=object)
-    for position, value in enumerate(values):  # one by one: numpy would make a second dimension of equally long lists
-        array[position] = value
-    return array
 
 
 # ---- arguments and results of calls ----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hrl.batching.rows import lengths_of
+from hrl.batching.planner import lengths_of
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.shared_disk import require_all_shards, require_shared

@@ -34,7 +34,7 @@ from hrl.workers.rollout.base import EngineSetup, RolloutError, sample_keys
 from hrl.workers.runtime import Runtime, join_world, release_cached_memory
 
 if TYPE_CHECKING:
-    from hrl.batching import RankPlan
+    from hrl.batching.plan import RankPlan
     from hrl.config.model import CheckpointConfig, ForwardShardingConfig, FsdpConfig, ModelConfig
     from hrl.config.rollout import RolloutConfig
     from hrl.metrics import Metric

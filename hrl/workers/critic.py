@@ -10,7 +10,7 @@ from hrl.single_controller.dispatch import Dispatch, register
 from hrl.workers.scalar_worker import ScalarModelWorker
 
 if TYPE_CHECKING:
-    from hrl.batching import RankPlan
+    from hrl.batching.plan import RankPlan
     from hrl.metrics import Metric
     from hrl.workers.requests import ScalarRequest, ValueUpdate
 

@@ -21,15 +21,15 @@ from hrl.algos.preference import (
     sft_loss,
 )
 from hrl.metrics import Metric
-from hrl.models.micro_batch import PackedMicroBatch
 from hrl.models.ops.layout import to_device
+from hrl.models.packed_model import PackedMicroBatch
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Piece, UpdateNames
 from hrl.workers.mismatch import measure_difference
 from hrl.workers.requests import PreferenceUpdate, RewardModelUpdate, SupervisedUpdate
 
 if TYPE_CHECKING:
-    from hrl.batching import RankPlan
+    from hrl.batching.plan import RankPlan
     from hrl.workers.policy import Policy
     from hrl.workers.value_model import ValueModel
 

@@ -18,15 +18,14 @@ from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.metrics import Metric
 from hrl.models.loading import dtype_of, load_causal_lm
-from hrl.models.micro_batch import PackedMicroBatch, TokenRows
-from hrl.models.packed_model import PackedCausalLM
+from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Piece, UpdateNames
 from hrl.workers.mismatch import measure_mismatch
 from hrl.workers.requests import LogProbRequest, OldLogProbs, PolicyUpdate, Training
 
 if TYPE_CHECKING:
-    from hrl.batching import RankPlan
+    from hrl.batching.plan import RankPlan
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
     from hrl.models.loading import ModelSource
 

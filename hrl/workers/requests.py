@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from hrl.algos.preference import PairOptions
-    from hrl.batching import BatchPlan, RankPlan
+    from hrl.batching.plan import BatchPlan, RankPlan
     from hrl.config.actor import ActorConfig
     from hrl.config.algorithm import RolloutCorrectionConfig
     from hrl.config.critic import CriticConfig

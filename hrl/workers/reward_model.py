@@ -11,7 +11,7 @@ from hrl.workers.runtime import Runtime
 from hrl.workers.scalar_worker import ScalarModelWorker
 
 if TYPE_CHECKING:
-    from hrl.batching import RankPlan
+    from hrl.batching.plan import RankPlan
     from hrl.config.model import CheckpointConfig
     from hrl.metrics import Metric
     from hrl.workers.requests import RewardModelUpdate, ScalarRequest, Training

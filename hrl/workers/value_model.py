@@ -12,14 +12,13 @@ from torch import Tensor
 from hrl.algos.value_loss import value_loss
 from hrl.metrics import Metric
 from hrl.models.loading import dtype_of, load_scalar_model
-from hrl.models.micro_batch import PackedMicroBatch, TokenRows
-from hrl.models.packed_model import PackedScalarModel
+from hrl.models.packed_model import PackedMicroBatch, PackedScalarModel, TokenRows
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import Engine, Piece, UpdateNames
 from hrl.workers.requests import ScalarRequest, Training, ValueUpdate
 
 if TYPE_CHECKING:
-    from hrl.batching import RankPlan
+    from hrl.batching.plan import RankPlan
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
     from hrl.models.loading import ModelSource
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.batching import balance, pack
-from hrl.batching.balance import longest_first
+from hrl.batching.balance import balance, longest_first, pack
 
 costs = st.lists(st.floats(0, 1e6, allow_nan=False), min_size=1, max_size=60)
 

@@ -8,8 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from hrl.data.dataset import DatasetError, RLHFDataset, collate_fn, dataset_class
-from hrl.data.rows import text_of
+from hrl.data.chat import text_of
+from hrl.data.dataset import RLHFDataset, collate_fn, dataset_class
+from hrl.errors import DatasetError
 
 OVERHEAD = len("<") + len("user\n") + len("<") + len("\n") + len("<") + len("assistant\n")  # template tokens per prompt
 

@@ -2,10 +2,10 @@ import itertools
 
 import pytest
 
-from hrl.data.files import DatasetError
 from hrl.data.tasks import bundled_rows
 from hrl.data.tasks.addition import held_out
 from hrl.data.tasks.reasoning_gym import parse_address, reasoning_gym_rows
+from hrl.errors import DatasetError
 
 
 def _sums(split):

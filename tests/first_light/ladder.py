@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hrl.batching import MiniBatchPlan, RankPlan
-from hrl.models.micro_batch import PackedMicroBatch, TokenRows
+from hrl.batching.plan import MiniBatchPlan, RankPlan
+from hrl.models.packed_model import PackedMicroBatch, TokenRows
 from hrl.workers.engine.engine import Engine
 from tests.first_light.random_model import SHAPES, build_engine, join_alone, num_parameters, one_step, random_rows
 from tests.first_light.report import Findings

@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from hrl.batching import MiniBatchPlan
+from hrl.batching.plan import MiniBatchPlan
 from hrl.models.loading import Loaded, dtype_of, prepare
-from hrl.models.micro_batch import TokenRows
 from hrl.models.ops.attention import ATTENTION_NAME
-from hrl.models.packed_model import PackedCausalLM
+from hrl.models.packed_model import PackedCausalLM, TokenRows
 from hrl.workers.engine.engine import Engine
 from hrl.workers.requests import Training
 from tests.first_light.stages import Setup

@@ -13,11 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, LlamaForCausalLM
 
 from hrl.models.head import HeadForm, head_form
-from hrl.models.micro_batch import pack_micro_batch
 from hrl.models.ops import attention, attention_varlen
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.log_prob import LogitForm
-from hrl.models.packed_model import PackedCausalLM
+from hrl.models.packed_model import PackedCausalLM, pack_micro_batch
 
 CPU = torch.device("cpu")
 VOCAB = 61

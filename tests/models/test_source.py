@@ -162,7 +162,7 @@ def test_the_bundled_model_equals_what_transformers_makes_of_it():
 
 @pytest.mark.engine
 def test_the_bundled_tokenizer_splits_digits_off_and_ends_turns():
-    from hrl.data.chat_template import check_chat_template
+    from hrl.data.chat import check_chat_template
     from hrl.models.tokenizer import load_tokenizer, token_ids
 
     folder = resolve_model(NAME)

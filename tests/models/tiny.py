@@ -29,7 +29,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
+from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
 
 VOCAB = 61

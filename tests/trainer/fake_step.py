@@ -26,8 +26,8 @@ from transformers import Qwen2Config
 from hrl.models import packed_model
 from hrl.models.footprint import Footprint, footprint
 from hrl.models.loading import ModelSource, load_causal_lm
-from hrl.models.micro_batch import PackedMicroBatch, TokenRows, pack_micro_batch
 from hrl.models.ops import attention, log_prob, residual
+from hrl.models.packed_model import PackedMicroBatch, TokenRows, pack_micro_batch
 from hrl.workers.engine import sharding
 
 DEVICE = torch.device("cpu")

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
 from hrl.workers.offline_updates import update_preference, update_reward_model, update_supervised

@@ -33,7 +33,7 @@ from hrl.algos.preference import PAIR_LOSSES, REWARD_MODEL_LOSSES, SFT_LOSSES, P
 from hrl.algos.registry import Registry, pair_loss_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import VALUE_LOSSES
-from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
+from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
 from hrl.workers.engine.optim import StepReport
 from hrl.workers.requests import OldLogProbs

@@ -11,7 +11,7 @@ MODULES = (
     "hrl.algos",
     "hrl.batching",
     "hrl.workers.engine.engine",
-    "hrl.models.micro_batch",
+    "hrl.models.packed_model",
     "hrl.models.ops.attention",
     "hrl.models.ops.log_prob",
     "hrl.models.ops.rms_norm",

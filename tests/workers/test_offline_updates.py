@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hrl.algos.preference import REWARD_MODEL_LOSSES, SFT_LOSSES, PairOptions
-from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.batching.plan import MiniBatchPlan, RankPlan
 from tests.models.tiny import (
     critic_config,
     fsdp_config,

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.kl import kl_penalty
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
-from hrl.batching import MicroBatchLimits, MiniBatchPlan, RankPlan, plan_update
+from hrl.batching.plan import MiniBatchPlan, RankPlan
+from hrl.batching.planner import MicroBatchLimits, plan_update
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 from hrl.workers.requests import OldLogProbs

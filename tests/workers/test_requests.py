@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
+from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.config import compose_cli
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.workers.requests import (

@@ -8,7 +8,7 @@ from transformers import AutoModelForSequenceClassification, LlamaConfig, LlamaF
 
 from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.value_loss import VALUE_LOSSES, value_loss
-from hrl.models.micro_batch import TokenRows
+from hrl.models.packed_model import TokenRows
 from tests.models.tiny import (
     RESPONSE_WIDTH,
     SHAPE,

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hrl.data.chat_template import with_tools
-from hrl.data.offline.dataset import OfflineDataset, Prompt
-from hrl.data.offline.tokens import Passage, pad_answers, passages_of_chat
-from hrl.data.rows import DataRow, as_messages, as_tools
+from hrl.data.chat import as_messages, as_tools, with_tools
+from hrl.data.offline.answers import ChatPrompt, OfflineDataset, Passage, pad_answers, passages_of_chat
+from hrl.data.sources import DataRow
 from hrl.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -75,7 +74,7 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
         chosen = list(indices)
         return self.as_proto(pad_answers([self.tokens[index][0] for index in chosen], self.pad_id), chosen)
 
-    def first_prompt(self) -> Prompt | None:
+    def first_prompt(self) -> ChatPrompt | None:
         row = self.rows[0]
         roles = [message["role"] for message in row.messages]
-        return Prompt(row.messages[: roles.index("assistant", row.first_trained)], row.tools)
+        return ChatPrompt(row.messages[: roles.index("assistant", row.first_trained)], row.tools)

@@ -18,10 +18,16 @@ from typing import Any
 import torch
 
 from hrl.config.offline import PairDataConfig, ScoredPairDataConfig
-from hrl.data.chat_template import with_tools
-from hrl.data.offline.dataset import OfflineDataset, Prompt
-from hrl.data.offline.tokens import Passage, pad_answers, passages_of_chat, passages_of_text
-from hrl.data.rows import DataRow, as_messages, as_tools, show_value
+from hrl.data.chat import as_messages, as_tools, with_tools, wrong_value
+from hrl.data.offline.answers import (
+    ChatPrompt,
+    OfflineDataset,
+    Passage,
+    pad_answers,
+    passages_of_chat,
+    passages_of_text,
+)
+from hrl.data.sources import DataRow, show_value
 from hrl.protocol import DataProto
 
 _SIDES = ("chosen", "rejected")
@@ -55,7 +61,8 @@ def check_pair(raw: Mapping[str, Any], config: PairDataConfig) -> PairRow | str:
     source = str(raw.get(config.data_source_key) or "")
     prompt, chosen, rejected = (raw.get(key) for key in (config.prompt_key, config.chosen_key, config.rejected_key))
     if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
-        found = _split_texts(chosen, rejected)
+        wrong = wrong_value([chosen, rejected], config.chosen_key)
+        found = wrong or _split_texts(chosen, rejected)
         return found if isinstance(found, str) else PairRow(*found, margin, data_source=source)
     tools = as_tools(raw.get("tools"))
     if isinstance(tools, str):
@@ -153,9 +160,9 @@ class PairDataset(OfflineDataset[PairRow]):
             self._reference = sums.new_full((len(self), 2), math.nan)
         self._reference[list(indices)] = sums.reshape(-1, 2)
 
-    def first_prompt(self) -> Prompt | None:
+    def first_prompt(self) -> ChatPrompt | None:
         """Return the first row's prompt; None if it is plain text."""
-        return next((Prompt(row.prompt, row.tools) for row in self.rows if not isinstance(row.prompt, str)), None)
+        return next((ChatPrompt(row.prompt, row.tools) for row in self.rows if not isinstance(row.prompt, str)), None)
 
 
 def _known(reference: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from hrl.data.files import DatasetError
 from hrl.data.tasks import addition
+from hrl.errors import DatasetError
 
 _TASKS = {
     "addition": addition.rows,

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
-from hrl.data.files import DatasetError
+from hrl.errors import DatasetError
 
 DATA_SOURCE = "bundled/addition"
 SPLITS = ("train", "val", "all")

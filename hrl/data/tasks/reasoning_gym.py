@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from hrl.data.files import DatasetError
+from hrl.errors import DatasetError
 from hrl.processes.child_environment import child_environment
 from hrl.processes.plain_data import from_plain, to_plain
 

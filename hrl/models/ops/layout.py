@@ -134,16 +134,21 @@ class VarlenIndex:
     Attributes:
         query_offsets: `(runs + 1,)` int32.
         key_offsets: `(runs + 1,)` int32.
-        key_index: `(sum of key lengths,)` int64 tokens of the row; `None` where the keys are the queries.
         max_query: The longest query run, in tokens.
         max_key: The most keys of a run.
+        key_index: `(sum of key lengths,)` int64 tokens of the row; `None` where the keys are the queries.
     """
 
     query_offsets: Tensor
     key_offsets: Tensor
-    key_index: Tensor | None
     max_query: int
     max_key: int
+    key_index: Tensor | None
+
+    @property
+    def runs(self) -> tuple[Tensor, Tensor, int, int]:
+        """Offsets and longest runs, in the order in which every kernel takes them."""
+        return self.query_offsets, self.key_offsets, self.max_query, self.max_key
 
 
 @dataclass(frozen=True)
@@ -297,9 +302,9 @@ def _varlen_index(layout: AttentionLayout, chunk: int | None, device: torch.devi
     return VarlenIndex(
         query_offsets=_offsets(query_length, device),
         key_offsets=_offsets(key_length, device),
-        key_index=None if is_identity else to_device([torch.from_numpy(key_index)], device)[0],
         max_query=max(query_length),
         max_key=max(key_length),
+        key_index=None if is_identity else to_device([torch.from_numpy(key_index)], device)[0],
     )
 
 

@@ -9,9 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from hrl.batching import BatchPlan
-from hrl.batching.planner import MicroBatchLimits, Planner
-from hrl.batching.rows import lengths_of
+from hrl.batching.plan import BatchPlan
+from hrl.batching.planner import MicroBatchLimits, Planner, lengths_of
 from hrl.cluster.roles import Role
 from hrl.config.offline import OfflineConfig
 from hrl.metrics import Metric, StepMetrics

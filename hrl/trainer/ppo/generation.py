@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hrl.batching.rows import lengths_of
+from hrl.batching.planner import lengths_of
 from hrl.config.rollout import RolloutConfig
 from hrl.errors import HrlError
 from hrl.metrics import Metric

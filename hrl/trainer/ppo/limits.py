@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hrl.batching import MicroBatchLimits
+from hrl.batching.planner import MicroBatchLimits
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.section import Section
 

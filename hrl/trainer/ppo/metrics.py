@@ -10,7 +10,7 @@ import torch
 
 from hrl.algos.groups import count_groups_without_spread, group_codes
 from hrl.algos.sample_metrics import best_at_k, maj_at_k, pass_at_k, worst_at_k
-from hrl.batching.rows import lengths_of
+from hrl.batching.planner import lengths_of
 from hrl.protocol import DataProto
 
 

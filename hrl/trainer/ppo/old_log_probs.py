@@ -8,7 +8,7 @@ from __future__ import annotations
 from hrl.algos.kl import check_kl_loss_type
 from hrl.algos.registry import estimator_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS
-from hrl.batching import BatchPlan
+from hrl.batching.plan import BatchPlan
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.trainer.ppo.sampler_mismatch import corrects, weighs_tokens
 from hrl.workers.requests import OldLogProbs, PolicyUpdate

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from hrl.batching.rows import lengths_of
+from hrl.batching.planner import lengths_of
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, Weighting, combine_scores

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hrl.algos.aggregation import Counts, aggregate
-from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.metrics import Meter, Metric
 from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
 from hrl.models.flops import ModelFlops, peak_flops
 from hrl.models.loading import Loaded, dtype_of
-from hrl.models.micro_batch import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
 from hrl.models.ops.layout import to_device
+from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
 from hrl.workers.engine.host_memory import HostCopies, local
 from hrl.workers.engine.nonfinite import SkippedStep, Symptoms, names_of_nonfinite, skip

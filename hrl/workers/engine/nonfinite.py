@@ -25,11 +25,11 @@ import torch.distributed as dist
 from safetensors.torch import save
 from torch import Tensor
 
-from hrl.batching import MiniBatchPlan
+from hrl.batching.plan import MiniBatchPlan
 from hrl.errors import HrlError
 
 if TYPE_CHECKING:
-    from hrl.batching import RankPlan
+    from hrl.batching.plan import RankPlan
     from hrl.protocol import DataProto
     from hrl.workers.requests import Training, Update
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from hrl.config.offline import DemonstrationDataConfig, PairDataConfig, ScoredPairDataConfig
-from hrl.data.files import DatasetError
 from hrl.data.offline.demonstrations import Demonstration, DemonstrationDataset, check_demonstration
 from hrl.data.offline.pairs import PairDataset, PairRow, check_pair
 from hrl.data.tasks import bundled_rows
+from hrl.errors import DatasetError
 
 USER, YES, NO = (
     {"role": role, "content": text} for role, text in (("user", "?"), ("assistant", "y"), ("assistant", "n"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hrl.batching import MicroBatchLimits
+from hrl.batching.planner import MicroBatchLimits
 from hrl.config import compose_cli
 from hrl.trainer.ppo.limits import AllLimits
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hrl.batching import BatchPlan, MiniBatchPlan, RankPlan
+from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.config import compose_cli
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.trainer.ppo.old_log_probs import is_on_policy, needs_old_log_prob, policy_update, update_measures_mismatch

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
 from hrl.workers.engine.host_memory import HostCopies
 from hrl.workers.engine.optim import AdamW, StepReport

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hrl.batching import RankPlan
+from hrl.batching.plan import RankPlan
 from hrl.protocol import DataProto
 from hrl.workers.engine.optim import AdamW, round_stochastically
 from hrl.workers.policy import Policy

@@ -18,13 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hrl.algos.policy_losses import POLICY_LOSSES
 from hrl.algos.preference import PairOptions
-from hrl.batching import MiniBatchPlan, RankPlan
+from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.config.actor import PolicyLossConfig
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.models.loading import load_causal_lm, load_scalar_model
-from hrl.models.micro_batch import TokenRows, pack_micro_batch, take_columns
 from hrl.models.ops.layout import to_device
-from hrl.models.packed_model import PackedCausalLM, PackedScalarModel
+from hrl.models.packed_model import PackedCausalLM, PackedScalarModel, TokenRows, pack_micro_batch, take_columns
 from hrl.protocol import DataProto
 from hrl.workers.engine import engine
 from hrl.workers.engine.optim import StepReport

@@ -1,12 +1,6 @@
 import pytest
 
-from hrl.data.chat_template import (
-    ChatTemplateError,
-    TemplateReport,
-    check_chat_template,
-    inspect_chat_template,
-    with_tools,
-)
+from hrl.data.chat import ChatTemplateError, TemplateReport, check_chat_template, inspect_chat_template, with_tools
 
 CHAT = [{"role": "user", "content": "hi"}]
 HEAD = "{% for m in messages %}"

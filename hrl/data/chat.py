@@ -1,4 +1,4 @@
-"""Render prompts with the chat template, and inspect the template before a run.
+"""Chats: take one from a row, render it with the chat template, and inspect the template before a run.
 
 Sampling only needs a prompt that the template can render. Training on answers that were not sampled (SFT, DPO) needs
 more: a template that breaks one of the rules of `inspect_chat_template` would train the model on contexts that it never
@@ -7,12 +7,14 @@ samples from, or would not teach it to stop.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from hrl.data.sources import DEEPEST, show_value
 from hrl.errors import HrlError
 
 if TYPE_CHECKING:
@@ -62,6 +64,120 @@ class TemplateReport:
                 "an instruct model, set the tokenizer's folder (tokenizer_path) to one that has its template"
             ]
         return [f"{fault}. Sampled answers do not need this; SFT and DPO would refuse it" for fault in self.faults]
+
+
+# ---- from a row ------------------------------------------------------------------------------------------------
+
+
+def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, Any]] | str:
+    """Return a chat, or a sentence about what is wrong with it; a string is one message of `role`.
+
+    A content is text, a list of text parts, or null in a message with other content (an assistant's `tool_calls`).
+    Messages keep all other fields for the chat template, except nulls: Parquet gives every message every field, and
+    templates test whether a field is present.
+
+    Args:
+        prompt: The value of a row's column.
+        key: Name of the column.
+        role: Role of the message that a string becomes.
+    """
+    wrong = wrong_value(prompt, key)
+    if wrong is not None:
+        return wrong
+    if isinstance(prompt, str):
+        return [{"role": role, "content": prompt}] if prompt else f"{key!r} is an empty string"
+    if not isinstance(prompt, Sequence) or not prompt:
+        return f"{key!r} is {show_value(prompt)}, expected a string or a non-empty list of messages"
+    messages = []
+    for position, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            return f"message {position} of {key!r} is {show_value(message)}, expected an object with role and content"
+        if not isinstance(message.get("role"), str):
+            return f"'role' of message {position} of {key!r} is {show_value(message.get('role'))}, expected a string"
+        fields = {name: value for name, value in message.items() if value is not None and name != "content"}
+        content = message.get("content")
+        wrong = _wrong_content(content, says_more=len(fields) > 1)
+        if wrong is not None:
+            return f"'content' of message {position} of {key!r} is {show_value(content)}, {wrong}"
+        messages.append({"role": fields.pop("role"), "content": content, **fields})
+    return messages
+
+
+def _wrong_content(content: object, *, says_more: bool) -> str | None:
+    """Return what was expected instead of a message's content; None if the content is right."""
+    if isinstance(content, str) or (content is None and says_more):
+        return None
+    if not isinstance(content, Sequence) or not content:
+        return "expected a string, a list of text parts, or null beside fields such as tool_calls"
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            return 'expected parts {"type": "text", "text": …}: hrl trains on text'
+    return None
+
+
+def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
+    """Return tool schemas, given as a list or as JSON text of a list; or a sentence about what is wrong with them."""
+    wrong = wrong_value(tools, "tools")
+    if wrong is not None:
+        return wrong
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except json.JSONDecodeError as error:
+            return f"'tools' is a string, but not JSON ({error.msg} at column {error.colno})"
+    if tools is None or tools == []:
+        return None
+    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
+        return f"'tools' is {show_value(tools)}, expected a list of JSON schemas"
+    return [dict(tool) for tool in tools]
+
+
+def wrong_value(value: object, key: str, *, is_text: bool = True) -> str | None:
+    """Return a sentence about a value that can't be tokenised or sent to another process; None if it can.
+
+    Args:
+        value: The value of a row's column.
+        key: Name of the column.
+        is_text: Whether the value is tokenised, so that all text in it must be Unicode.
+    """
+    if not _is_shallow(value):
+        return f"{key!r} is nested more than {DEEPEST} levels deep"
+    if is_text and not _is_unicode(value):
+        return f"{key!r} holds half a character (a lone surrogate, such as \\ud800)"
+    return None
+
+
+def _is_unicode(value: object) -> bool:
+    """Return whether all text in a value can be encoded as UTF-8, i.e. has no lone surrogates."""
+    if isinstance(value, str):
+        return value.isascii() or not any("\ud800" <= sign <= "\udfff" for sign in value)
+    if isinstance(value, Mapping):
+        return all(_is_unicode(item) for item in value.values())
+    return not isinstance(value, Sequence) or all(map(_is_unicode, value))
+
+
+def _is_shallow(value: object) -> bool:
+    """Return whether a value is nested at most `DEEPEST` levels deep."""
+    level: list[object] = [value]
+    for _ in range(DEEPEST):
+        inner = (item for item in level if isinstance(item, Mapping | list | tuple))
+        level = [part for item in inner for part in (item.values() if isinstance(item, Mapping) else item)]
+        if not level:
+            return True
+    return not any(isinstance(item, Mapping | list | tuple) for item in level)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return a message's content as readable text: its text, its joined text parts, or its other fields as JSON."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    if content is not None:
+        return "".join(part["text"] for part in content)
+    return json.dumps({name: value for name, value in message.items() if name not in ("role", "content")}, default=str)
+
+
+# ---- as text ---------------------------------------------------------------------------------------------------
 
 
 def with_tools(template_kwargs: Mapping[str, Any], tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Any]:

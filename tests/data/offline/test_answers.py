@@ -5,15 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.data.chat_template import ChatTemplateError
-from hrl.data.offline.tokens import (
-    Answer,
-    Passage,
-    encode_passages,
-    pad_answers,
-    passages_of_chat,
-    passages_of_text,
-)
+from hrl.data.chat import ChatTemplateError
+from hrl.data.offline.answers import Answer, Passage, encode_passages, pad_answers, passages_of_chat, passages_of_text
 from tests.data.conftest import CHATML, make_tokenizer
 
 CHAT = [

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.models.micro_batch import TokenRows, pack_micro_batch
+from hrl.models.packed_model import TokenRows, pack_micro_batch
 from hrl.protocol import DataProto
 from tests.models.tiny import make_batch
 

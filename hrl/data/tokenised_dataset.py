@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 from jinja2 import TemplateError
 
-from hrl.data.chat_template import ChatTemplateError
-from hrl.data.files import BadRow, DatasetError
+from hrl.data.chat import ChatTemplateError
 from hrl.data.order import EpochOrder, fingerprint
-from hrl.data.rows import DataFiles, DataRow, Source, read_rows, sources_of
+from hrl.data.sources import BadRow, DataFiles, DataRow, Source, read_rows, sources_of
+from hrl.errors import DatasetError
 from hrl.models.tokenizer import token_ids
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
     """Checked rows of type R, rendered as texts of type X, with their tokens, of type T.
 
     Args:
-        data_files: One source or the names of several, see `hrl.data.rows.Source`.
+        data_files: One source or the names of several, see `hrl.data.sources.Source`.
         tokenizer: Tokenizer of the trained model; its chat template renders the rows.
         config: The `data` section.
         max_samples: Stop after this many usable rows; -1 reads all.

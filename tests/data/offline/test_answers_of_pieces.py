@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.data.offline.tokens import encode_pieces, passages_of_chat
+from hrl.data.offline.answers import encode_pieces, passages_of_chat
 from tests.data.conftest import make_tokenizer
 
 PARTS = [*"a:(é🙂", " ", "  ", "\n", "\n\n", " b", "12", "<|start|>", "<|end|>", "<|im_start|>", "<|im_end|>"]

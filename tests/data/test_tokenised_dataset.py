@@ -1,8 +1,8 @@
 import pytest
 
-from hrl.data.base import DatasetCounts, Intake
-from hrl.data.files import BadRow, DatasetError
-from hrl.data.rows import sources_of
+from hrl.data.sources import BadRow, sources_of
+from hrl.data.tokenised_dataset import DatasetCounts, Intake
+from hrl.errors import DatasetError
 
 ROWS = [{"prompt": "a"}, {"prompt": "b"}]
 BAD = BadRow("f line 2", "is torn")

@@ -1,17 +1,28 @@
-"""Files of rows: check that one can be read, list its columns, read its rows."""
+"""Where rows come from, and reading them: Parquet and JSON files, tasks that make rows, objects of a caller.
+
+Reading never runs code. What a row must have is checked by the data set that takes it, with the function that it gives
+to `read_rows`.
+"""
 
 from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hrl.errors import HrlError
+from hrl.errors import DatasetError
 from hrl.nearest import listing, way_to
+
+BUNDLED_PREFIX = "bundled:"
+REASONING_GYM_PREFIX = "reasoning_gym:"
+
+Source = str | Iterable[Mapping[str, Any]]
+"""A `.parquet` or `.jsonl` path, `bundled:<task>/<split>`, `reasoning_gym:<dataset>?…`, or the rows themselves."""
+DataFiles = Source | Sequence[str]
 
 PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".ndjson")
@@ -32,8 +43,17 @@ _WAYS_OUT = {
 """Suffix → a line of Python that converts such a file to a supported format."""
 
 
-class DatasetError(HrlError, ValueError):
-    """A source, a row or a whole data set can't be used; the message names file, row and the way out."""
+@dataclass(frozen=True, kw_only=True)
+class DataRow:
+    """The fields of every checked row.
+
+    Attributes:
+        data_source: Chooses the scorer and groups validation metrics.
+        origin: File and row, for messages.
+    """
+
+    data_source: str = ""
+    origin: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,6 +62,77 @@ class BadRow:
 
     origin: str
     reason: str
+
+
+R = TypeVar("R", bound=DataRow)
+
+
+def read_rows(sources: Iterable[Source], check: Callable[[Mapping[str, Any]], R | str]) -> Iterator[R | BadRow]:
+    """Yield every row of all sources in order, the unusable ones as `BadRow`.
+
+    Args:
+        sources: Sources from `sources_of`.
+        check: Turns a raw row into a checked one, or into a sentence about what is wrong with it.
+
+    Raises:
+        DatasetError: A whole source can't be read.
+    """
+    for source in sources:
+        for origin, raw in _raw_rows(source):
+            if isinstance(raw, BadRow):
+                yield raw
+                continue
+            row = check(raw) if isinstance(raw, Mapping) else f"is a {type(raw).__name__}, expected an object"
+            if isinstance(row, str):
+                yield BadRow(origin, row)
+            else:
+                yield replace(row, origin=origin, data_source=row.data_source or _source_name(source))
+
+
+def sources_of(data_files: DataFiles) -> list[Source]:
+    """Return the list of sources; a list of rows is a single source.
+
+    Raises:
+        DatasetError: A list mixes names and rows.
+    """
+    if isinstance(data_files, str):
+        return [data_files]
+    items: list[Any] = list(data_files)
+    names: list[Source] = [item for item in items if isinstance(item, str)]
+    if names and len(names) < len(items):
+        raise DatasetError("a list of data holds either the names of sources or the rows themselves, not both")
+    return names or [items]
+
+
+def _source_name(source: Source) -> str:
+    """Return the data source of rows that don't name one: `bundled/<task>`, the file's name, or `list`."""
+    if not isinstance(source, str):
+        return "list"
+    if source.startswith(BUNDLED_PREFIX):
+        return f"bundled/{source.removeprefix(BUNDLED_PREFIX).partition('/')[0]}"
+    return Path(source).stem
+
+
+def _raw_rows(source: Source) -> Iterator[tuple[str, object]]:
+    """Yield every row of a source unchanged, with file and row for messages."""
+    if not isinstance(source, str):
+        return ((f"row {index} of the list", row) for index, row in enumerate(source))
+    if source.startswith(BUNDLED_PREFIX):
+        from hrl.data.tasks import bundled_rows
+
+        made = bundled_rows(source.removeprefix(BUNDLED_PREFIX))
+    elif source.startswith(REASONING_GYM_PREFIX):
+        from hrl.data.tasks.reasoning_gym import reasoning_gym_rows
+
+        made = reasoning_gym_rows(source.removeprefix(REASONING_GYM_PREFIX))
+    else:
+        path = Path(source).expanduser()
+        check_data_file(path)
+        return _parquet_rows(path) if path.suffix in PARQUET else _jsonl_rows(path)
+    return ((f"{source} row {index}", row) for index, row in enumerate(made))
+
+
+# ---- files -----------------------------------------------------------------------------------------------------
 
 
 def check_data_file(path: Path) -> None:
@@ -129,15 +220,6 @@ def _parquet_columns(path: Path) -> list[str]:
         raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
 
 
-def rows_of_file(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield every row of a file that has passed `check_data_file`, unchanged, with file and row for messages.
-
-    Raises:
-        DatasetError: The file as a whole can't be read, or is damaged.
-    """
-    return _parquet_rows(path) if path.suffix in PARQUET else _jsonl_rows(path)
-
-
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, object]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
@@ -192,3 +274,12 @@ def _without_missing(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _without_missing(item) for name, item in value.items() if item is not None}
     return value
+
+
+# ---- messages --------------------------------------------------------------------------------------------------
+
+
+def show_value(value: object) -> str:
+    """Return a value as text for a message, shortened and then with its type."""
+    text = repr(value)
+    return "missing or null" if value is None else f"{text[:60]}… ({type(value).__name__})" if len(text) > 60 else text

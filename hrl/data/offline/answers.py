@@ -1,4 +1,4 @@
-"""Tokenise answers with their prompts and mark the trained tokens by their positions, never by their ids.
+"""Given answers as tokens: their prompts before them, the trained tokens marked by position, and their data sets' base.
 
 A conversation is rendered message by message. The tokens of the prompt are those that a sampler would be given, so the
 model learns in the contexts that it will be used in. An assistant's message is trained on completely, together with
@@ -7,27 +7,27 @@ the closing that the template adds, up to the first stop token in it; the rest o
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 
-from hrl.data.chat_template import (
-    PROBE_ANSWER,
-    ChatTemplateError,
-    Message,
-    encode_texts,
-    render_chat,
-    render_prompt,
-)
+from hrl.data.chat import PROBE_ANSWER, ChatTemplateError, Message, encode_texts, render_chat, render_prompt
+from hrl.data.sources import DataFiles, DataRow
+from hrl.data.tokenised_dataset import TokenisedDataset
+from hrl.protocol import DataProto
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hrl.config.offline import OfflineDataConfig
+
+R = TypeVar("R", bound=DataRow)
 Messages = Sequence[Message]
 Pieces = list[list[int]]
 
@@ -276,3 +276,105 @@ def pad_answers(rows: Sequence[Answer], pad_id: int) -> dict[str, torch.Tensor]:
         trained[i, : len(row.answer)] = row.trained
     columns = {"prompts": prompts, "responses": responses, "attention_mask": attention, "response_mask": trained}
     return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+# ---- data sets -------------------------------------------------------------------------------------------------
+
+
+class ChatPrompt(NamedTuple):
+    """The context of an answer: a chat and the tools that it offers."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] | None
+
+
+class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
+    """Rows with their answers as tokens, one answer per row of a batch.
+
+    Args:
+        data_files, tokenizer, config, max_samples: See `TokenisedDataset`.
+        stop_ids: Tokens that end an answer.
+    """
+
+    config: OfflineDataConfig
+
+    def __init__(
+        self,
+        data_files: DataFiles,
+        tokenizer: PreTrainedTokenizerBase,
+        config: OfflineDataConfig,
+        max_samples: int = -1,
+        *,
+        stop_ids: Sequence[int],
+    ) -> None:
+        self._stop_ids = stop_ids
+        super().__init__(data_files, tokenizer, config, max_samples)
+
+    @abstractmethod
+    def render(self, row: R) -> list[list[Passage]]:
+        """Return the texts of a row, one list of passages per row of a batch."""
+
+    @abstractmethod
+    def batch(self, indices: Iterable[int]) -> DataProto:
+        """Return a batch of these rows."""
+
+    @abstractmethod
+    def first_prompt(self) -> ChatPrompt | None:
+        """Return a prompt to check the chat template with; None if all rows are plain text."""
+
+    @property
+    def sources(self) -> list[str]:
+        """The data source of every row (N,)."""
+        return [row.data_source for row in self.rows]
+
+    def as_proto(self, tensors: dict[str, torch.Tensor], indices: Sequence[int]) -> DataProto:
+        """Return a batch with the columns common to all rows and temperature 1 for log-probs."""
+        columns = {
+            "uid": [str(index) for index in indices],
+            "data_source": [self.rows[index].data_source for index in indices],
+            "index": list(indices),
+        }
+        objects = {name: np.array(values, dtype=object) for name, values in columns.items()}
+        return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"temperature": 1.0})
+
+    def in_order(self, size: int) -> Iterator[DataProto]:
+        """Yield the whole data set in batches of at most `size` rows."""
+        for start in range(0, len(self), size):
+            yield self.batch(range(start, min(start + size, len(self))))
+
+    def encode(self, rendered: Sequence[list[list[Passage]]]) -> Iterator[list[Answer] | None]:
+        encoded = iter(encode_passages(self.tokenizer, [one for texts in rendered for one in texts], self._stop_ids))
+        for texts in rendered:
+            found = [next(encoded) for _ in texts]
+            answers = [answer for answer in found if answer is not None]
+            yield answers if len(answers) == len(texts) else None
+
+    def length(self, tokens: list[Answer]) -> int:
+        return max(map(len, tokens))
+
+    def fit(self, tokens: list[Answer]) -> list[Answer] | None:
+        limit = self.config.max_length
+        over = self.length(tokens) - limit
+        if over <= 0:
+            return tokens
+        if self.config.truncation == "left":  # cut all answers by the same number, so that a pair keeps one prompt
+            cut = [answer.without_beginning(over) for answer in tokens]
+        elif self.config.truncation == "right":
+            cut = [answer.cut_to(limit) for answer in tokens]
+        else:
+            return None
+        fitted = [answer for answer in cut if answer is not None]
+        return fitted if len(fitted) == len(tokens) else None
+
+    def too_long(self) -> tuple[str, str] | None:
+        if self.config.truncation == "drop":
+            return None
+        cut = {"left": ", even without their prompts", "right": ", prompts alone"}.get(self.config.truncation, "")
+        return (
+            f"rows are longer than data.max_length={self.config.max_length}{cut}",
+            "raise it, or set data.truncation=drop to leave them out"
+            + ("" if cut else ", left to cut prompts, or right to cut answers"),
+        )
+
+    def all_ids(self) -> Iterator[np.ndarray]:
+        return (ids for row in self.tokens for answer in row for ids in (answer.prompt, answer.answer))
