@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: Role, content and whatever else the template reads of a message, such as `tool_calls`.
 Message = Mapping[str, Any]
 
+#: What rendering may raise: errors of the template, and of Python where the template adds text to a null.
+RENDERING_ERRORS = (TemplateError, TypeError, ValueError)
 #: An answer that no template has a reason to treat specially.
 PROBE_ANSWER = "Forty-two."
 _SHOWN_TOKENS = 12
@@ -125,7 +127,7 @@ def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             return f"'tools' is a string, but not JSON ({error.msg} at column {error.colno})"
-    if tools is None or tools == []:
+    if tools is None or (isinstance(tools, Sequence) and not tools):
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         return f"'tools' is {show_value(tools)}, expected a list of JSON schemas"
@@ -256,7 +258,7 @@ def inspect_chat_template(
         faults.append("the rows bring tools, but the chat template does not show them to the model")
     try:
         _check_answer(tokenizer, messages, prompt, stop_ids, kwargs)
-    except (ChatTemplateError, TemplateError) as error:
+    except RENDERING_ERRORS as error:
         faults.append(str(error))
     return TemplateReport(prompt, has_template=True, faults=tuple(faults))
 

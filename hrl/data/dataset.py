@@ -20,6 +20,7 @@ from hrl.data.sources import DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.data.user_file import UserFileError, load_user_file
 from hrl.errors import DatasetError
+from hrl.processes.plain_data import to_plain
 from hrl.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -64,13 +65,17 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Pr
         return f"{source_key!r} is {show_value(data_source)}, expected a non-empty string"
     plain: dict[str, dict[str, Any]] = {}
     for key in ("reward_model", "extra_info"):
-        value = raw.get(key)
+        value = raw.get(key, {})
         wrong = wrong_value(value, key, is_text=False)
         if wrong is not None:
             return wrong
-        if not isinstance(value, Mapping | None):
-            return f"{key!r} is {show_value(value)}, expected an object (null, or no such key, for none)"
-        plain[key] = dict(value or {})
+        if not isinstance(value, Mapping):
+            return f"{key!r} is {show_value(value)}, expected an object ({{}}, or no such key, for none)"
+        try:
+            to_plain(value, key)
+        except ValueError as error:
+            return str(error)
+        plain[key] = dict(value)
     return PromptRow(
         data_source=data_source,
         messages=messages,

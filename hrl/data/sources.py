@@ -104,6 +104,11 @@ def sources_of(data_files: DataFiles) -> list[Source]:
     return names or [items]
 
 
+def source_of(raw: Mapping[str, Any], key: str) -> str:
+    """Return the data source of a row that may leave it out, as text; empty if it does."""
+    return "" if raw.get(key) is None else str(raw[key])
+
+
 def _source_name(source: Source) -> str:
     """Return the data source of rows that don't name one: `bundled/<task>`, the file's name, or `list`."""
     if not isinstance(source, str):

@@ -11,9 +11,8 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-from jinja2 import TemplateError
 
-from hrl.data.chat import ChatTemplateError
+from hrl.data.chat import RENDERING_ERRORS, ChatTemplateError
 from hrl.data.order import EpochOrder, fingerprint
 from hrl.data.sources import BadRow, DataFiles, DataRow, Source, read_rows, sources_of
 from hrl.errors import DatasetError
@@ -99,7 +98,7 @@ class Intake:
         """
         shown = "; ".join(f"{row.origin}: {row.reason}" for row in self.bad[:_BAD_ROWS_SHOWN])
         if self.bad and not skip_bad:
-            raise DatasetError(f"{len(self.bad)} bad rows, or data.bad_rows=skip leaves them out: {shown}")
+            raise DatasetError(f"{len(self.bad)} bad rows (data.bad_rows=skip leaves them out): {shown}")
         if self.too_long and too_long is not None:
             what, way_out = too_long
             raise DatasetError(f"{len(self.too_long)} {what}, the first {self.too_long[0]}: {way_out}")
@@ -163,7 +162,7 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         """Return the texts of a row for `encode`.
 
         Raises:
-            ChatTemplateError, jinja2.TemplateError: The chat template refuses the row.
+            ChatTemplateError, jinja2.TemplateError, TypeError, ValueError: The chat template refuses the row.
         """
 
     @abstractmethod
@@ -220,10 +219,10 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         for row in block:
             try:
                 rendered.append((row, self.render(row)))
-            except TemplateError as error:
-                intake.bad.append(BadRow(row.origin, f"can't be rendered: {error}"))
             except ChatTemplateError as error:
                 intake.bad.append(BadRow(row.origin, str(error)))
+            except RENDERING_ERRORS as error:
+                intake.bad.append(BadRow(row.origin, f"can't be rendered: {error}"))
         encoded = self.encode([texts for _, texts in rendered])
         for (row, _), tokens in zip(rendered, encoded, strict=True):
             if tokens is None:

@@ -68,11 +68,11 @@ def _as_list(name: str, rows: Any) -> list[Mapping[str, Any]] | None:
     if rows is None:
         return None
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):
-        raise DatasetError(f"{name} is a {type(rows).__name__}; give a list of rows, each a dict")
+        raise DatasetError(f"{name} is of type {type(rows).__name__}; give a list of rows, each a dict")
     listed = list(rows)
     if listed and isinstance(listed[0], str):  # names of columns, or of files
         raise DatasetError(
-            f"{name} is a {type(rows).__name__} that yields strings, not rows; give a list of dicts (of a pandas "
+            f"{name}, of type {type(rows).__name__}, yields strings and not rows; give a list of dicts (of a pandas "
             "DataFrame, df.to_dict('records')), or name files in data.train_files and data.val_files"
         )
     return listed

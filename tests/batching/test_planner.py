@@ -142,6 +142,36 @@ def test_mini_batches_that_divide_are_consecutive_rows(num_groups, n, groups_per
         assert mini_batch.num_tokens == trained[expected.start : expected.stop].sum()
 
 
+def greedy_runs(rows, prompts, responses, groups, max_rows, share_prefix):
+    """Take rows one by one, and begin anew where the next would be one too many or exceed the budget."""
+    runs = []
+    for row in rows:
+        longer = [*(runs[-1] if runs else []), row]
+        fits = tokens_run(longer, prompts, responses, groups, share_prefix) <= BUDGET
+        if runs and len(longer) <= max_rows and fits:
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+@given(batches(), st.integers(1, 5), st.integers(1, 3), st.booleans())
+def test_a_fixed_number_of_rows_is_cut_as_taking_row_by_row_would(batch, max_rows, world_size, share_prefix):
+    prompts, responses, groups = batch
+    plan = plan_forward(
+        prompts,
+        responses,
+        world_size=world_size,
+        limits=limits(BUDGET, max_rows),
+        group_ids=groups,
+        share_prefix=share_prefix,
+    )
+    for rank in range(world_size):
+        found = [rows for rows in micro_batches(plan, 0, rank) if rows]
+        rows = [row for rows in found for row in rows]
+        assert found == greedy_runs(rows, prompts, responses, groups, max_rows, share_prefix)
+
+
 def test_a_cut_inside_a_group_moves_to_the_groups_nearest_end():
     # Groups of 3, 5 and 4 rows; every 4 rows would cut at 4 and 8: the ends of groups are 3, 8 and 12.
     groups = np.repeat([0, 1, 2], [3, 5, 4])

@@ -1,5 +1,6 @@
 import json
 import re
+from datetime import datetime
 from types import SimpleNamespace
 
 import numpy as np
@@ -84,6 +85,60 @@ def test_a_bad_row_is_refused_with_file_and_row(tmp_path, tokenizer, config, mak
         RLHFDataset(str(file), tokenizer, config)
     assert f"{file} line 2" in str(error.value)
     assert message in str(error.value)
+
+
+class Odd:
+    """No JSON and no text."""
+
+
+NOT_JSON = {
+    "an array as prompt": ({"prompt": np.array([{"role": "user", "content": "x"}])}, "'prompt' is array"),
+    "an array of tools": ({"tools": np.array([{"name": "f"}])}, "'tools' is array"),
+    "a time in extra_info": ({"extra_info": {"at": datetime(2020, 1, 1)}}, "extra_info.at is a datetime"),
+    "bytes as ground truth": ({"reward_model": {"ground_truth": b"5"}}, "reward_model.ground_truth is a bytes"),
+    "a number as key": ({"extra_info": {1: 2}}, "extra_info has the key 1"),
+    "half a character in tools": ({"tools": [{"name": "\ud800"}]}, "'tools' holds half a character"),
+    "an object in tools": ({"tools": [{"name": Odd()}]}, "can't be rendered: Object of type Odd is not JSON"),
+    "no content where one is added": (
+        {"prompt": [{"role": "assistant", "content": None, "tool_calls": [{}]}]},
+        "can't be rendered: can only concatenate str",
+    ),
+}
+ADDS_AND_DUMPS = (
+    "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("changes, message", NOT_JSON.values(), ids=NOT_JSON)
+def test_a_row_from_python_that_json_could_not_hold_is_a_bad_row(tokenizer_with, config, make_row, changes, message):
+    tokenizer = tokenizer_with(ADDS_AND_DUMPS)
+    with pytest.raises(DatasetError, match=f"1 bad rows.*row 1 of the list: {re.escape(message)}"):
+        RLHFDataset([make_row(), make_row(**changes)], tokenizer, config)
+    config.bad_rows = "skip"
+    assert len(RLHFDataset((row for row in (make_row(), make_row(**changes))), tokenizer, config)) == 1
+
+
+PARQUET = {
+    "no source": ({"prompt": ["a"]}, "'data_source' is missing or null"),
+    "a null prompt": ({"prompt": ["a", None], "data_source": ["s", "s"]}, "row 1: 'prompt' is missing or null"),
+    "a null reward": (
+        {"prompt": ["a", "b"], "data_source": ["s", "s"], "reward_model": [{"ground_truth": "1"}, None]},
+        "row 1: 'reward_model' is missing or null, expected an object ({}, or no such key, for none)",
+    ),
+    "numbers as source": ({"prompt": ["a"], "data_source": [1]}, "'data_source' is 1"),
+    "times": (
+        {"prompt": ["a"], "data_source": ["s"], "extra_info": [{"at": datetime(2020, 1, 1)}]},
+        "extra_info.at is a datetime",
+    ),
+    "no row": ({"prompt": pa.array([], pa.string()), "data_source": pa.array([], pa.string())}, "no row to use"),
+}
+
+
+@pytest.mark.parametrize("columns, message", PARQUET.values(), ids=PARQUET)
+def test_parquet_columns_that_lack_something_say_so(tmp_path, tokenizer, config, columns, message):
+    pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
+    with pytest.raises(DatasetError, match=re.escape(message)):
+        RLHFDataset(str(tmp_path / "rows.parquet"), tokenizer, config)
 
 
 def test_bad_rows_can_be_skipped_and_are_counted(tmp_path, tokenizer, config, make_row):

@@ -41,7 +41,7 @@ def test_every_row_is_in_the_counts_once(caplog):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"kept": 1, "bad": 2}, r"^2 bad rows, or data.bad_rows=skip leaves them out: f line 2: is torn; f line 2"),
+        ({"kept": 1, "bad": 2}, r"^2 bad rows \(data.bad_rows=skip leaves them out\): f line 2: is torn; f line 2"),
         ({"kept": 1, "over": 2}, r"^2 rows are longer than 5, the first f line 3 \(9 tokens\): cut them$"),
         (
             {"kept": 0, "bad": 1, "skip_bad": True},

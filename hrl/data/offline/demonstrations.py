@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hrl.data.chat import as_messages, as_tools, with_tools
 from hrl.data.offline.answers import ChatPrompt, OfflineDataset, Passage, pad_answers, passages_of_chat
-from hrl.data.sources import DataRow
+from hrl.data.sources import DataRow, source_of
 from hrl.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Demonstration(DataRow):
 
 def check_demonstration(raw: Mapping[str, Any], config: DemonstrationDataConfig) -> Demonstration | str:
     """Check a raw row; return a demonstration, or a sentence about what is wrong with the row."""
-    source = str(raw.get(config.data_source_key) or "")
+    source = source_of(raw, config.data_source_key)
     tools = as_tools(raw.get("tools"))
     if isinstance(tools, str):
         return tools

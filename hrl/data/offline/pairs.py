@@ -27,7 +27,7 @@ from hrl.data.offline.answers import (
     passages_of_chat,
     passages_of_text,
 )
-from hrl.data.sources import DataRow, show_value
+from hrl.data.sources import DataRow, show_value, source_of
 from hrl.protocol import DataProto
 
 _SIDES = ("chosen", "rejected")
@@ -58,10 +58,10 @@ def check_pair(raw: Mapping[str, Any], config: PairDataConfig) -> PairRow | str:
     margin = None if margin_key is None else raw.get(margin_key)
     if margin is not None and not (isinstance(margin, int | float) and math.isfinite(margin)):
         return f"{margin_key!r} is {show_value(margin)}, expected a finite number"
-    source = str(raw.get(config.data_source_key) or "")
+    source = source_of(raw, config.data_source_key)
     prompt, chosen, rejected = (raw.get(key) for key in (config.prompt_key, config.chosen_key, config.rejected_key))
     if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
-        wrong = wrong_value([chosen, rejected], config.chosen_key)
+        wrong = wrong_value(chosen, config.chosen_key) or wrong_value(rejected, config.rejected_key)
         found = wrong or _split_texts(chosen, rejected)
         return found if isinstance(found, str) else PairRow(*found, margin, data_source=source)
     tools = as_tools(raw.get("tools"))

@@ -227,6 +227,25 @@ def test_bad_rows_stop_with_file_and_row_or_are_skipped_and_counted(tokenizer, t
     assert (skipped.counts.read, skipped.counts.bad, len(skipped)) == (5, 3, 2)
 
 
+@pytest.mark.parametrize(
+    ("row", "key"),
+    [
+        ({"prompt": "a\ud800", "chosen": "b", "rejected": "c"}, "prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": [{"role": "assistant", "content": "\ud800"}]}, "rejected"),
+        ({"chosen": "a b\ud800", "rejected": "a c"}, "chosen"),
+        ({"chosen": "a b", "rejected": "a c\ud800"}, "rejected"),
+    ],
+)
+def test_half_a_character_makes_a_bad_pair(tokenizer, row, key):
+    with pytest.raises(DatasetError, match=f"row 0 of the list: '{key}' holds half a character"):
+        pairs(tokenizer, [row])
+
+
+def test_a_source_may_be_of_any_type(tokenizer):
+    rows = [{"prompt": "a", "completion": "b", "data_source": source} for source in (None, 3, [1, 2])]
+    assert demonstrations(tokenizer, rows).sources == ["list", "3", "[1, 2]"]
+
+
 def test_too_few_rows_say_how_many_there_are(tokenizer):
     dataset = demonstrations(tokenizer, [{"prompt": "a", "completion": "b"}])
     with pytest.raises(DatasetError, match="too few rows for one batch: 1 rows read.*2 needed"):
