@@ -53,10 +53,12 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Pr
         prompt_key: Column of the prompt (`data.prompt_key`).
         source_key: Column of the data source (`data.reward_fn_key`).
     """
-    messages, tools = as_messages(raw.get(prompt_key), prompt_key), as_tools(raw.get("tools"))
-    for found in (messages, tools):
-        if isinstance(found, str):
-            return found
+    messages = as_messages(raw.get(prompt_key), prompt_key)
+    if isinstance(messages, str):
+        return messages
+    tools = as_tools(raw.get("tools"))
+    if isinstance(tools, str):
+        return tools
     data_source = raw.get(source_key)
     wrong = wrong_value(data_source, source_key)
     if wrong is not None:
