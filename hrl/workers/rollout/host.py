@@ -38,7 +38,7 @@ from hrl.workers.weight_sync.tensor_parallel import Lead
 from hrl.workers.weight_sync.wire import Manifest, ReceiverReport, WeightSyncError
 
 if TYPE_CHECKING:
-    from hrl.batching import RankPlan
+    from hrl.batching.plan import RankPlan
     from hrl.workers.requests import SampleRequest
 
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hrl.batching import RankPlan
+from hrl.batching.plan import RankPlan
 from hrl.config.rollout import RolloutConfig, ValKwargsConfig, WeightSyncConfig
 from hrl.models.loading import ModelSource
 from hrl.models.tokenizer import TokenIds
