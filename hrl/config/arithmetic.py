@@ -13,7 +13,7 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.section import REF, Section, WholeConfig, leaves
+from hrl.config.section import REF, Section, WholeConfig, defaults, leaves
 
 
 class Fact(NamedTuple):
@@ -59,15 +59,18 @@ def total_steps(config: RunConfiguration, train_rows: int) -> int:
     return by_epochs if config.trainer.total_training_steps is None else config.trainer.total_training_steps
 
 
-def batch_arithmetic(config: PPOTrainerConfig, *, train_rows: int | None = None) -> list[Fact]:
+def batch_arithmetic(config: RunConfiguration, *, train_rows: int | None = None) -> list[Fact]:
     """Describe the run in numbers.
 
     Args:
         config: A valid configuration.
-        train_rows: Training rows after filtering, once they are known; None before the data are read.
+        train_rows: Training rows that are kept, once they are known; None before the data are read.
     """
-    length = _length_fact(config, train_rows, "prompt", step_sizes(config).optimizer_steps)
-    return [*_step_facts(config), length, *_micro_batch_facts(config), *_engine_facts(config)]
+    if isinstance(config, PPOTrainerConfig):
+        steps, micro_batches = _step_facts(config), [*_micro_batch_facts(config), *_engine_facts(config)]
+    else:
+        steps, micro_batches = _offline_step_facts(config), [_offline_micro_batch_fact(config)]
+    return [*steps, _length_fact(config, train_rows), *micro_batches]
 
 
 def _step_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
@@ -99,12 +102,13 @@ def _update_sentence(sizes: StepSizes, mini_batch_prompts: int) -> str:
     )
 
 
-def _length_fact(config: RunConfiguration, train_rows: int | None, row: str, updates_per_step: int | None) -> Fact:
+def _length_fact(config: RunConfiguration, train_rows: int | None) -> Fact:
     trainer, size = config.trainer, config.data.train_batch_size
+    updates = step_sizes(config).optimizer_steps if isinstance(config, PPOTrainerConfig) else 0
 
     def in_words(steps: int) -> str:
-        updates = updates_per_step and f" = {count(steps * updates_per_step, 'optimizer step')} of the actor"
-        return f"{count(steps, 'step')}{updates or ''}"
+        counted = f" = {count(steps * updates, 'optimizer step')} of the actor" if updates else ""
+        return count(steps, "step") + counted
 
     if trainer.total_training_steps is not None:
         return Fact("run", in_words(trainer.total_training_steps))
@@ -112,7 +116,7 @@ def _length_fact(config: RunConfiguration, train_rows: int | None, row: str, upd
     if train_rows is None:
         return Fact("run", f"{epochs} of (training rows ÷ {size:,}) steps, counted when the rows have been read")
     per_epoch, left = divmod(train_rows, size)
-    batch = count(size, row) if row else f"{size:,}"
+    batch = count(size, "prompt") if updates else f"{size:,}"
     rest = f", {left} left over," if left else ""
     steps = in_words(total_steps(config, train_rows))
     text = f"{train_rows:,} rows ÷ {batch} = {count(per_epoch, 'step')} an epoch{rest} × {epochs} = {steps}"
@@ -149,8 +153,12 @@ def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
     )
 
 
-def placement_facts(config: PPOTrainerConfig) -> list[Fact]:
+def placement_facts(config: RunConfiguration) -> list[Fact]:
     """Describe which roles live on which processes."""
+    if not isinstance(config, PPOTrainerConfig):
+        trainer = config.trainer
+        machines = f" ({trainer.n_gpus_per_node} on each of {trainer.nnodes} machines)" if trainer.nnodes > 1 else ""
+        return [Fact("model", f"{count(config.num_processes, 'process', 'processes')}{machines}")]
     placement = resolve_placement(config)
     return [Fact(f"pool {pool}", _pool_sentence(placement, pool)) for pool in placement.pools]
 
@@ -162,16 +170,6 @@ def _pool_sentence(placement: Placement, pool: str) -> str:
     machines = f" ({per_machine} on {len(sizes)} machines)" if len(sizes) > 1 else ""
     roles = ", ".join(placement.roles_on(pool))
     return f"{processes}{machines} with {roles}"
-
-
-def offline_batch_arithmetic(config: OfflineConfig, *, train_rows: int | None = None) -> list[Fact]:
-    """Describe the run in numbers.
-
-    Args:
-        config: A valid configuration.
-        train_rows: Training rows that are kept, once they are known; None before the data are read.
-    """
-    return [*_offline_step_facts(config), _length_fact(config, train_rows, "", None), _offline_micro_batch_fact(config)]
 
 
 def _offline_step_facts(config: OfflineConfig) -> Iterator[Fact]:
@@ -193,13 +191,6 @@ def _offline_micro_batch_fact(config: OfflineConfig) -> Fact:
         return Fact("micro-batch", f"packed up to {data.max_token_len_per_gpu:,} tokens per process ({held})")
     rows = data.micro_batch_size_per_gpu
     return Fact("micro-batch", f"{count(rows, noun)} per process (at most {rows * longest:,} tokens)")
-
-
-def offline_placement_facts(config: OfflineConfig) -> list[Fact]:
-    """Describe on how many processes the model lives."""
-    trainer = config.trainer
-    machines = f" ({trainer.n_gpus_per_node} on each of {trainer.nnodes} machines)" if trainer.nnodes > 1 else ""
-    return [Fact("model", f"{count(config.num_processes, 'process', 'processes')}{machines}")]
 
 
 def units_in_words(config: WholeConfig) -> list[Fact]:
@@ -235,7 +226,7 @@ def value_of(config: Section, key: str) -> Any:
 
 def changed_values(config: Section) -> Mapping[str, tuple[Any, Any]]:
     """Return the keys that differ from the schema's plain default: key → (value, default)."""
-    values = {key: (value_of(config, key), leaf.default) for key, leaf in leaves(type(config)).items()}
+    values = {key: (value_of(config, key), default) for key, default in defaults(type(config)).items()}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
 

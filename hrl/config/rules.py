@@ -399,7 +399,6 @@ def preferences_take_the_place_of_advantages(config: PPOTrainerConfig) -> Iterat
         yield Problem("algorithm.kl_ctrl.kl_coef", what, "Set it above 0, e.g. to 0.1.", (key,))
 
 
-_ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"
 _ENGINES = ("vllm", "hf", "scripted")
 
 _ELSEWHERE = ("sglang", "trtllm")
@@ -533,33 +532,32 @@ OFFLINE_RULES: tuple[Rule, ...] = (
 DPO_RULES = (*OFFLINE_RULES, constants_belong_to_the_loss)
 
 
-def ppo_warnings(config: PPOTrainerConfig) -> list[str]:
+def warnings(config: RunConfiguration) -> list[str]:
     """Return what is allowed but probably not meant, one sentence each, for `hrl check` and the run's banner."""
-    actor, trainer, estimator = config.actor_rollout_ref.actor, config.trainer, config.algorithm.adv_estimator
-    found = list(config.remarks)
-    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
-        found.append(f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice.")
-    if config.critic.enable and not estimator_traits(estimator).needs_critic:
-        found.append(f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads.")
-    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
-        found.append(f"{ACTOR}.ppo_micro_batch_size_per_gpu has no effect while use_dynamic_bsz is true.")
-    if config.actor_rollout_ref.model.trust_remote_code:
-        found.append(f"{MODEL}.trust_remote_code=true: code from the model's folder runs with your rights.")
-    engine, arguments = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_kwargs
-    unread = [name for name, given in arguments.items() if name != engine and given]
-    found += [f"{ROLLOUT}.engine_kwargs.{name} has no effect while {ROLLOUT}.name is {engine}." for name in unread]
-    if trainer.save_freq <= 0:
-        found.append("trainer.save_freq is off: a run that is interrupted starts again from the first step.")
-    return found
-
-
-def offline_warnings(config: OfflineConfig) -> list[str]:
-    """Return what is allowed but probably not meant, one sentence each."""
-    found = list(config.remarks)
-    if config.model.trust_remote_code:
-        found.append("model.trust_remote_code=true: code from the model's folder runs with your rights.")
+    if isinstance(config, PPOTrainerConfig):
+        found, section, model = list(_ppo_warnings(config)), MODEL, config.actor_rollout_ref.model
+        loss = "a run that is interrupted starts again from the first step"
+    else:
+        found, section, model = [], "model", config.model
+        loss = "the trained model is not written anywhere"
+    if model.trust_remote_code:
+        found.append(f"{section}.trust_remote_code=true: code from the model's folder runs with your rights.")
     if config.trainer.save_freq <= 0:
-        found.append("trainer.save_freq is off: the trained model is not written anywhere.")
-    elif "hf_model" not in config.checkpoint.save_contents:
+        found.append(f"trainer.save_freq is off: {loss}.")
+    elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
-    return found
+    return [*config.remarks, *found]
+
+
+def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:
+    actor, estimator = config.actor_rollout_ref.actor, config.algorithm.adv_estimator
+    if actor.use_kl_loss and config.algorithm.use_kl_in_reward:
+        yield f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice."
+    if config.critic.enable and not estimator_traits(estimator).needs_critic:
+        yield f"critic.enable=true trains a critic that {_ESTIMATOR}={estimator} never reads."
+    if actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is not None:
+        yield f"{ACTOR}.ppo_micro_batch_size_per_gpu has no effect while use_dynamic_bsz is true."
+    engine, arguments = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.rollout.engine_kwargs
+    for name, given in arguments.items():
+        if name != engine and given:
+            yield f"{ROLLOUT}.engine_kwargs.{name} has no effect while {ROLLOUT}.name is {engine}."

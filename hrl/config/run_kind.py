@@ -1,18 +1,15 @@
 """The kinds of run as seen by the configuration: a schema and everything derived from it."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from hrl.config import arithmetic, rules
-from hrl.config.arithmetic import Fact
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, RMTrainerConfig, SFTTrainerConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.rules import Rule
+from hrl.config.rules import DPO_RULES, OFFLINE_RULES, PPO_RULES, Rule
 from hrl.config.section import WholeConfig
 from hrl.config.spellings import OFFLINE_SPELLINGS, PPO_SPELLINGS, Spellings
 
@@ -42,43 +39,32 @@ class Help:
 
 
 @dataclass(frozen=True)
-class Words:
-    """A configuration in words, for `hrl check` and the banner.
-
-    Attributes:
-        arithmetic: Describes a step and the whole run in numbers; takes `train_rows` once it is known.
-        placement: Describes which roles live on which processes.
-        warnings: Returns what is allowed but probably not meant.
-    """
-
-    arithmetic: Callable[..., list[Fact]]
-    placement: Callable[[Any], list[Fact]]
-    warnings: Callable[[Any], list[str]]
-
-
-@dataclass(frozen=True)
 class RunKind(Generic[C_co]):
     """A kind of run.
 
     Attributes:
-        name: Name for `hrl check`.
+        name: Name for `hrl check`; the primary YAML file and the program are named after it.
         schema: Class of the whole configuration.
-        config_name: Name of the primary YAML file.
-        program: Command that starts the run.
         rules: Rules between keys.
         spellings: How keys that are not in the schema are read.
         help: Text for `--help`.
-        words: Descriptions for `hrl check` and the banner.
     """
 
     name: str
     schema: type[C_co]
-    config_name: str
-    program: str
     rules: tuple[Rule, ...]
     spellings: Spellings
     help: Help
-    words: Words
+
+    @property
+    def config_name(self) -> str:
+        """Name of the primary YAML file, without the suffix."""
+        return f"{self.name}_trainer"
+
+    @property
+    def program(self) -> str:
+        """The command that starts such a run."""
+        return f"python -m hrl.trainer.main_{self.name}"
 
     @property
     def check(self) -> str:
@@ -89,9 +75,7 @@ class RunKind(Generic[C_co]):
 PPO = RunKind(
     name="ppo",
     schema=PPOTrainerConfig,
-    config_name="ppo_trainer",
-    program="python -m hrl.trainer.main_ppo",
-    rules=rules.PPO_RULES,
+    rules=PPO_RULES,
     spellings=PPO_SPELLINGS,
     help=Help(
         summary="Without arguments this runs the quickstart: GRPO on a small model that learns to add.",
@@ -137,19 +121,9 @@ PPO = RunKind(
         check="recipe=ppo placement=separate",
         page="docs/configuration.md",
     ),
-    words=Words(
-        arithmetic=arithmetic.batch_arithmetic,
-        placement=arithmetic.placement_facts,
-        warnings=rules.ppo_warnings,
-    ),
 )
 
-_OFFLINE_WORDS = Words(
-    arithmetic=arithmetic.offline_batch_arithmetic,
-    placement=arithmetic.offline_placement_facts,
-    warnings=rules.offline_warnings,
-)
-_OFFLINE_KEYS = (
+_OFFLINE_DATA_KEYS = (
     "model.path",
     "data.train_files",
     "data.val_files",
@@ -157,6 +131,8 @@ _OFFLINE_KEYS = (
     "data.max_length",
     "data.truncation",
     "data.max_token_len_per_gpu",
+)
+_OFFLINE_RUN_KEYS = (
     "optim.lr",
     "trainer.total_epochs",
     "trainer.n_gpus_per_node",
@@ -177,47 +153,31 @@ _OFFLINE_EXAMPLES = (
 )
 
 
-def _offline_help(summary: str, *keys: str) -> Help:
-    return Help(
+def _offline(
+    name: str, schema: type[C], summary: str, *keys: str, rules: tuple[Rule, ...] = OFFLINE_RULES
+) -> RunKind[C]:
+    """Return a kind of run that learns from a data set; `keys` are the most used ones of its own."""
+    help_text = Help(
         summary=f"Without arguments this runs the quickstart: {summary}",
         groups=(),
-        most_used=(*_OFFLINE_KEYS[:6], *keys, *_OFFLINE_KEYS[6:]),
+        most_used=(*_OFFLINE_DATA_KEYS, *keys, *_OFFLINE_RUN_KEYS),
         examples=_OFFLINE_EXAMPLES,
         check="data.train_files=train.parquet",
         page="docs/configuration-offline.md",
     )
+    return RunKind(name, schema, rules, OFFLINE_SPELLINGS, help_text)
 
 
-DPO = RunKind(
-    name="dpo",
-    schema=DPOTrainerConfig,
-    config_name="dpo_trainer",
-    program="python -m hrl.trainer.main_dpo",
-    rules=rules.DPO_RULES,
-    spellings=OFFLINE_SPELLINGS,
-    help=_offline_help("DPO on pairs of a right and a wrong sum.", "algorithm.loss_type", "algorithm.beta"),
-    words=_OFFLINE_WORDS,
+DPO = _offline(
+    "dpo",
+    DPOTrainerConfig,
+    "DPO on pairs of a right and a wrong sum.",
+    "algorithm.loss_type",
+    "algorithm.beta",
+    rules=DPO_RULES,
 )
-SFT = RunKind(
-    name="sft",
-    schema=SFTTrainerConfig,
-    config_name="sft_trainer",
-    program="python -m hrl.trainer.main_sft",
-    rules=rules.OFFLINE_RULES,
-    spellings=OFFLINE_SPELLINGS,
-    help=_offline_help("supervised fine-tuning on sums and their answers.", "algorithm.loss_agg_mode"),
-    words=_OFFLINE_WORDS,
-)
-RM = RunKind(
-    name="rm",
-    schema=RMTrainerConfig,
-    config_name="rm_trainer",
-    program="python -m hrl.trainer.main_rm",
-    rules=rules.OFFLINE_RULES,
-    spellings=OFFLINE_SPELLINGS,
-    help=_offline_help("a reward model that tells right sums from wrong ones."),
-    words=_OFFLINE_WORDS,
-)
+SFT = _offline("sft", SFTTrainerConfig, "supervised fine-tuning on sums and their answers.", "algorithm.loss_agg_mode")
+RM = _offline("rm", RMTrainerConfig, "a reward model that tells right sums from wrong ones.")
 OFFLINE_KINDS: dict[str, RunKind[OfflineConfig]] = {kind.name: kind for kind in (DPO, SFT, RM)}
 KINDS: dict[str, RunKind[RunConfiguration]] = {PPO.name: PPO, **OFFLINE_KINDS}
 """Name for `hrl check` → kind of run."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Annotated, Any, NamedTuple, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -80,6 +80,24 @@ class Section(BaseModel):
     _remarks: tuple[str, ...] = PrivateAttr(())
     _origins: Mapping[str, str] | None = PrivateAttr(None)
 
+    @model_validator(mode="after")
+    def _leave_open(self) -> Self:
+        """Leave out what follows from other keys, in a section that is built alone."""
+        for name in [name for name, value in self.__dict__.items() if isinstance(value, _Follows)]:
+            del self.__dict__[name]
+        return self
+
+    if not TYPE_CHECKING:  # a type checker would accept any name
+
+        def __getattr__(self, name: str) -> Any:
+            """Say why a field has no value yet."""
+            if name not in type(self).model_fields:
+                return super().__getattr__(name)
+            owner = type(self).__name__
+            raise AttributeError(
+                f"{owner}.{name} follows from other keys: set it, or read it in the whole configuration"
+            )
+
     def __eq__(self, other: object) -> bool:
         """Compare values; remarks and origins do not count."""
         return type(self) is type(other) and self.__dict__ == other.__dict__
@@ -140,19 +158,25 @@ class Get:
 
 
 Derive = Callable[[Get], Any]
-_FOLLOWS = "follows"
+
+
+@dataclass(frozen=True, eq=False)
+class _Follows:
+    """A default that comes from other keys; see `follows`."""
+
+    derive: Derive
 
 
 def follows(source: str | Derive) -> Any:
     """Declare a field whose default comes from other keys.
 
-    The whole configuration fills it in; a section that is built alone must be given a value.
+    The whole configuration fills it in; in a section that is built alone the field has no value before that.
 
     Args:
         source: The key whose value is the default, `.name` for one of the same section; or a function of the values of
             the whole configuration. The function is called before validation, so values may have wrong types.
     """
-    return Field(json_schema_extra={_FOLLOWS: (lambda get: get(source)) if isinstance(source, str) else source})  # type: ignore[dict-item]
+    return _Follows((lambda get: get(source)) if isinstance(source, str) else source)
 
 
 def section(kind: type[S], **defaults: Any) -> S:
@@ -168,19 +192,12 @@ class Leaf(NamedTuple):
         field: Field of the schema.
         plain: The default, if it is a plain value.
         derive: The default as a function of other keys; None if it is a plain value.
-        root: The schema.
     """
 
     key: str
     field: FieldInfo
     plain: Any
     derive: Derive | None
-    root: type[Section]
-
-    @property
-    def default(self) -> Any:
-        """Value of the key in the configuration with all defaults."""
-        return defaults(self.root)[self.key]
 
     @property
     def help(self) -> str:
@@ -204,27 +221,21 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
-def _walk(kind: type[Section], prefix: str, here: Mapping[str, Any], root: type[Section]) -> Iterator[Leaf]:
+def _walk(kind: type[Section], prefix: str, here: Mapping[str, Any]) -> Iterator[Leaf]:
     for name, field in kind.model_fields.items():
         below = section_of(field)
         if below is not None:
             declared = field.default_factory
-            yield from _walk(
-                below, f"{prefix}{name}.", declared.keywords if isinstance(declared, partial) else {}, root
-            )
-        elif name in here:
-            yield Leaf(f"{prefix}{name}", field, here[name], None, root)
+            yield from _walk(below, f"{prefix}{name}.", declared.keywords if isinstance(declared, partial) else {})
         else:
-            marks = field.json_schema_extra
-            derive = marks.get(_FOLLOWS) if isinstance(marks, dict) else None
-            plain = field.get_default(call_default_factory=True)
-            yield Leaf(f"{prefix}{name}", field, plain, derive, root)  # type: ignore[arg-type]
+            plain = here[name] if name in here else field.get_default(call_default_factory=True)
+            yield Leaf(f"{prefix}{name}", field, plain, plain.derive if isinstance(plain, _Follows) else None)
 
 
 @cache
 def leaves(root: type[Section]) -> dict[str, Leaf]:
     """Return every key of the schema with its field, in schema order."""
-    return {leaf.key: leaf for leaf in _walk(root, "", {}, root)}
+    return {leaf.key: leaf for leaf in _walk(root, "", {})}
 
 
 @cache

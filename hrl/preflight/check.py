@@ -13,11 +13,12 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from hrl.config.arithmetic import changed_values, units_in_words, value_of
+from hrl.config.arithmetic import batch_arithmetic, changed_values, placement_facts, units_in_words, value_of
 from hrl.config.compose import YOURS, compose_kind, to_yaml
 from hrl.config.help import check_help
 from hrl.config.outline import RunConfiguration
-from hrl.config.run_kind import KINDS, RunKind
+from hrl.config.rules import warnings
+from hrl.config.run_kind import KINDS
 from hrl.config.section import WholeConfig, leaves
 from hrl.errors import ConfigError
 from hrl.preflight.findings import Findings
@@ -74,7 +75,7 @@ def check(
     except ConfigError as error:
         _show_problems(error, as_json=as_json)
         return 2
-    said = report(kind, config, findings, rows)
+    said = report(config, findings, rows)
     if as_json:
         _write_json({"valid": True, **said})
     else:
@@ -94,18 +95,14 @@ def look(config: RunConfiguration) -> tuple[Findings, int | None]:
     return findings, None if ready is None else len(ready.train_dataset)
 
 
-def report(
-    kind: RunKind[WholeConfig], config: WholeConfig, findings: Findings | None, train_rows: int | None
-) -> dict[str, Any]:
+def report(config: RunConfiguration, findings: Findings | None, train_rows: int | None) -> dict[str, Any]:
     """Return everything that `hrl check` reports about a run, as plain data.
 
     Args:
-        kind: Kind of run.
         config: The validated configuration.
         findings: The findings; None if only the configuration was checked.
         train_rows: Number of training rows, see `look`.
     """
-    words = kind.words
     return {
         "config": config.model_dump(),
         "origins": dict(config.origins or {}),
@@ -113,11 +110,11 @@ def report(
             key: {"value": value, "default": default} for key, (value, default) in changed_values(config).items()
         },
         "found": dict(findings.facts) if findings is not None else {},
-        "placement": dict(words.placement(config)),
-        "arithmetic": dict(words.arithmetic(config, train_rows=train_rows)),
+        "placement": dict(placement_facts(config)),
+        "arithmetic": dict(batch_arithmetic(config, train_rows=train_rows)),
         "units": dict(units_in_words(config)),
         "memory": {} if findings is None else dict(findings.memory),
-        "warnings": words.warnings(config),
+        "warnings": warnings(config),
         "notes": [] if findings is None else findings.notes,
         "unchecked": ["what the configuration names"] if findings is None else findings.unchecked,
     }

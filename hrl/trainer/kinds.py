@@ -31,7 +31,7 @@ class Kind:
     """A kind of run.
 
     Attributes:
-        config: Its configuration: schema, rules, words.
+        config: Its configuration: schema, rules, spellings.
         trainer: The trainer that a configuration asks for.
         phases: The phases of a step, in order, for the phase bar.
         curve: What the picture of the run shows.

@@ -18,8 +18,10 @@ from hrl.cluster.machine import available_cores, choose_device, run_cluster, sca
 from hrl.cluster.precision import with_dtypes
 from hrl.cluster.roles import pool_manager_of
 from hrl.cluster.worker_groups import worker_mapping
+from hrl.config.arithmetic import batch_arithmetic, placement_facts
 from hrl.config.load import load_kind
 from hrl.config.outline import RunConfiguration
+from hrl.config.rules import warnings
 from hrl.config.trainer import JSON_CONSOLE, RunConfig
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
@@ -68,7 +70,7 @@ def run(
     config = config if checked == config else checked  # which knows where its values come from
     ready = preflight(config, given)
     display = display or display_of(config.trainer, ready.total_training_steps, made_of.phases(config))
-    _show(display, made_of, config, ready)
+    _show(display, config, ready)
     folder = open_run_folder(config.trainer, display, ready.train_dataset)
     num_processes = ready.outline.num_processes
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -93,15 +95,15 @@ def display_of(trainer: RunConfig, total_steps: int, phases: Sequence[str]) -> D
     return JsonConsole(total_steps) if JSON_CONSOLE in trainer.logger else RunConsole(total_steps, phases=phases)
 
 
-def _show(display: Display, kind: Kind, config: RunConfiguration, ready: Preflight) -> None:
-    words, findings = kind.config.words, ready.findings
+def _show(display: Display, config: RunConfiguration, ready: Preflight) -> None:
+    findings = ready.findings
     facts = [
-        *words.arithmetic(config, train_rows=len(ready.train_dataset)),
-        *words.placement(config),
+        *batch_arithmetic(config, train_rows=len(ready.train_dataset)),
+        *placement_facts(config),
         *(fact for fact in findings.facts if fact.label == "first prompt"),
     ]
     display.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
-    for warning in (*words.warnings(config), *findings.notes):
+    for warning in (*warnings(config), *findings.notes):
         display.note(f"warning: {warning}")
 
 

@@ -8,10 +8,13 @@ import pytest
 from omegaconf import OmegaConf
 
 from hrl.config import ConfigError, PPOTrainerConfig, compose_cli, load_config
+from hrl.config.actor import ActorConfig, ActorRolloutRefConfig
 from hrl.config.compose import compose_kind
+from hrl.config.data import DataConfig
 from hrl.config.load import load_kind
 from hrl.config.run_kind import KINDS, PPO, RunKind
 from hrl.config.section import Section, flatten, leaves, section_of
+from hrl.config.trainer import TrainerConfig
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
@@ -42,18 +45,34 @@ def test_no_file_repeats_a_default(file: Path) -> None:
 
 
 @EVERY_KIND
-def test_a_default_that_follows_from_other_keys_has_no_second_one(kind: RunKind) -> None:
-    def twice(section: type[Section], path: str = "") -> list[str]:
-        found = []
-        for name, field in section.model_fields.items():
-            below = section_of(field)
-            if below is not None:
-                found += twice(below, f"{path}{name}.")
-            elif leaves(kind.schema)[f"{path}{name}"].derive is not None and not field.is_required():
-                found.append(f"{path}{name}")
-        return found
+def test_every_section_can_be_built_alone(kind: RunKind) -> None:
+    def below(section: type[Section]) -> set[type[Section]]:
+        inner = {found for field in section.model_fields.values() if (found := section_of(field)) is not None}
+        return inner.union(*map(below, inner))
 
-    assert twice(kind.schema) == []
+    for section in below(kind.schema):
+        required = {name: ["rows.jsonl"] for name, field in section.model_fields.items() if field.is_required()}
+        assert required.keys() <= {"train_files"}
+        section(**required)
+
+
+def test_a_section_that_is_built_alone_takes_the_rest_from_its_run() -> None:
+    data = DataConfig(train_files=["rows.jsonl"], train_batch_size=64)
+    with pytest.raises(
+        AttributeError, match=r"DataConfig\.seed follows from other keys: set it, or read it in the whole"
+    ):
+        _ = data.seed
+    assert not hasattr(data, "no_such_field")
+    actor = ActorRolloutRefConfig(actor=ActorConfig(clip_ratio=0.1))
+    config = PPOTrainerConfig(data=data, actor_rollout_ref=actor, trainer=TrainerConfig(seed=5))
+    assert config == load_config(
+        {
+            "data": {"train_files": ["rows.jsonl"], "train_batch_size": 64},
+            "actor_rollout_ref": {"actor": {"clip_ratio": 0.1}},
+            "trainer": {"seed": 5},
+        }
+    )
+    assert (config.data.seed, config.actor_rollout_ref.actor.ppo_mini_batch_size) == (5, 64)
 
 
 def test_a_place_may_have_a_default_of_its_own_whatever_is_set_beside_it() -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from hrl import cli
 from hrl.config import ConfigError
-from hrl.config.arithmetic import offline_batch_arithmetic
+from hrl.config.arithmetic import batch_arithmetic
 from hrl.config.compose import compose_kind
 from hrl.config.help import run_help
 from hrl.config.load import load_kind, validate_kind
@@ -146,7 +146,7 @@ def test_what_cannot_work_is_refused(kind, given, sentence):
 
 def test_a_fixed_number_of_rows_needs_no_token_budget():
     config = validate_kind(DPO, {"data.micro_batch_size_per_gpu": 2, "data.max_length": 10**6})
-    facts = dict(offline_batch_arithmetic(config, train_rows=130))
+    facts = dict(batch_arithmetic(config, train_rows=130))
     assert facts["micro-batch"] == "2 pairs per process (at most 4,000,000 tokens)"
     assert facts["run"] == "130 rows ÷ 64 = 2 steps an epoch, 2 left over, × 1 epoch = 2 steps"
     assert facts["one step"].startswith("64 pairs = 128 answers")
@@ -158,7 +158,7 @@ def test_a_fixed_number_of_rows_needs_no_token_budget():
 def test_a_reference_is_built_where_the_loss_reads_it(loss, free, needs):
     config = validate_kind(DPO, {"algorithm.loss_type": loss, "algorithm.reference_free": free})
     assert config.needs_reference is needs
-    assert ("reference" in dict(offline_batch_arithmetic(config))) is needs
+    assert ("reference" in dict(batch_arithmetic(config))) is needs
 
 
 def test_every_registered_loss_of_pairs_is_accepted_one_of_the_user_too(monkeypatch):

@@ -9,9 +9,7 @@ from hrl.config.arithmetic import value_of
 from hrl.config.compose import YOURS, compose_kind
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import OFFLINE_KINDS, PPO, SFT
-from hrl.config.section import leaves
-
-KEYS = leaves(PPOTrainerConfig)
+from hrl.config.section import defaults
 
 OWN = "data.train_files=rows.jsonl"
 MODEL = "actor_rollout_ref.model.path=some/model"
@@ -30,7 +28,7 @@ OF_THE_QUICKSTART = (
 
 
 def plain_default(key):
-    return KEYS[key].default
+    return defaults(PPOTrainerConfig)[key]
 
 
 @EVERY_KIND

@@ -6,7 +6,7 @@ import pytest
 
 from hrl.config import ConfigError
 from hrl.config.load import validate_kind
-from hrl.config.rules import PPO_RULES, ppo_warnings
+from hrl.config.rules import PPO_RULES, warnings
 from hrl.config.run_kind import PPO
 
 validate = partial(validate_kind, PPO)
@@ -205,7 +205,7 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
     config = validate_kind(
         PPO, {f"{ACTOR}.use_kl_loss": True, "algorithm.use_kl_in_reward": True, "trainer.save_freq": 10}
     )
-    assert ppo_warnings(config) == [
+    assert warnings(config) == [
         f"{ACTOR}.use_kl_loss and algorithm.use_kl_in_reward penalise the same divergence twice."
     ]
 
@@ -213,7 +213,7 @@ def test_kl_in_reward_and_loss_together_is_a_warning():
 def test_arguments_of_another_engine_than_the_chosen_one_are_a_warning():
     arguments = {"vllm": {"disable_custom_all_reduce": True}, "hf": {}}
     given = {f"{ROLLOUT}.name": "hf", f"{ROLLOUT}.engine_kwargs": arguments, "trainer.save_freq": 1}
-    assert ppo_warnings(validate(given)) == [f"{ROLLOUT}.engine_kwargs.vllm has no effect while {ROLLOUT}.name is hf."]
+    assert warnings(validate(given)) == [f"{ROLLOUT}.engine_kwargs.vllm has no effect while {ROLLOUT}.name is hf."]
 
 
 def test_corrections_of_every_kind_are_possible():
@@ -227,4 +227,4 @@ def test_corrections_of_every_kind_are_possible():
 def test_remote_code_is_pointed_out():
     config = validate({"data.trust_remote_code": True, "trainer.save_freq": 10})
     assert config.actor_rollout_ref.model.trust_remote_code
-    assert len(ppo_warnings(config)) == 1
+    assert len(warnings(config)) == 1

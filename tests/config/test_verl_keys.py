@@ -15,6 +15,7 @@ from hrl.config import ConfigError, compose_cli, spellings
 from hrl.config.compose import config_problems
 from hrl.config.load import validate_kind
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.rules import warnings
 from hrl.config.run_kind import PPO, SFT
 from hrl.config.section import leaves
 from hrl.config.spellings import OFFLINE_SPELLINGS, PPO_SPELLINGS, Verdict, lookup
@@ -135,7 +136,7 @@ def test_one_line_lists_what_was_taken_without_effect_by_what_hrl_does_instead()
 
 def test_the_notes_of_a_command_line_are_warnings_of_check_and_banner():
     config = compose_cli(["trainer.balance_batch=False"])
-    assert any("trainer.balance_batch=false (rows are balanced" in line for line in PPO.words.warnings(config))
+    assert any("trainer.balance_batch=false (rows are balanced" in line for line in warnings(config))
 
 
 WHAT_IS_LEARNT = {
