@@ -37,6 +37,9 @@ $(STAMP): $(LOCK) pyproject.toml
 demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine
 	$(BIN)/python -m hrl.trainer.main_ppo
 
+# A test that starts a process would otherwise have it compile the package anew.
+test-engines test-without-engines test-processes test-without-processes: export PYTHONDONTWRITEBYTECODE :=
+
 # Two processes at a time, each output in one piece: most of what a test waits for is one core that imports torch.
 BOTH := $(MAKE) --no-print-directory -j2 -O
 FAST := -m "not engine and not gpu"

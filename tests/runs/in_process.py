@@ -7,6 +7,7 @@ unpacked as on their way to another process, and the one rank is an object.
 from __future__ import annotations
 
 import functools
+import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from hrl.config import compose_cli
 from hrl.models.tokenizer import load_tokenizer
 from hrl.preflight.given import Given
+from hrl.report.console import Display
 from hrl.report.reporter import RunReporter
 from hrl.reward.loop import RewardLoop
 from hrl.single_controller.dispatch import BatchRows, RankCall
@@ -93,13 +95,14 @@ class InProcessRewards(RewardLoop):
 
 
 @contextmanager
-def in_process() -> Iterator[None]:
-    """Makes this process the only rank of a world, and rewards a loop in it.
+def in_process(*, reports: bool = False) -> Iterator[None]:
+    """Makes this process the only rank of a world, and rewards a loop in it; a command's run stays in it, too.
 
-    Runs in it read a tokenizer once, and write no picture and no report.
+    Runs in it read a tokenizer once. They write a picture and a report only if asked to: these take seconds.
     """
     environ = RankEnv(0, 1, 0, 1, "127.0.0.1", 1).as_environ()
     threads = torch.get_num_threads()
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     with pytest.MonkeyPatch.context() as patch, world_of_one():
         for name, value in environ.items():
             patch.setenv(name, value)
@@ -108,9 +111,13 @@ def in_process() -> Iterator[None]:
         load = functools.cache(load_tokenizer)
         for module in ("hrl.preflight.model_look", "hrl.workers.actor_rollout_ref"):
             patch.setattr(f"{module}.load_tokenizer", lambda path, **options: load(str(path), **options))
-        patch.setattr(RunReporter, "_close_with_report", lambda *_: None)
+        patch.setattr("hrl.trainer.run.run", run_configured)
+        if not reports:
+            patch.setattr(RunReporter, "_close_with_report", lambda *_: None)
         yield
     torch.set_num_threads(threads)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def run_in_process(*overrides: str) -> None:
@@ -123,6 +130,14 @@ def run_in_process(*overrides: str) -> None:
     run_configured("ppo", config)
 
 
-def run_configured(kind: str, config: Any, given: Given | None = None) -> Path:
+def run_configured(
+    kind: str,
+    config: Any,
+    given: Given | None = None,
+    *,
+    trainer_cls: type[TrainingLoop] | None = None,
+    display: Display | None = None,
+) -> Path:
     """Do what `run` does, without a cluster; inside `in_process`."""
-    return run(kind, config, given, trainer_cls=in_this_process(KINDS[kind].trainer(config)))
+    trainer_cls = in_this_process(trainer_cls or KINDS[kind].trainer(config))
+    return run(kind, config, given, trainer_cls=trainer_cls, display=display)

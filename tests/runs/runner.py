@@ -41,7 +41,7 @@ class FinishedRun:
 
 
 class Runner:
-    """Starts ``python -m hrl.trainer.main_ppo`` (or a script) and checks that nothing of it stays."""
+    """Starts ``python -m hrl.trainer.main_ppo`` and checks that nothing of it stays."""
 
     def __init__(self, model: Path, reward_model: Path, reward: Path) -> None:
         self.model = model
@@ -49,9 +49,9 @@ class Runner:
         self.reward = reward
         self._shared_memory: set[str] = set()
 
-    def start(self, folder: Path, *overrides: str, script: str | None = None) -> subprocess.Popen[str]:
-        program = [script] if script else ["-m", "hrl.trainer.main_ppo"]
-        arguments = [
+    def arguments(self, folder: Path, *overrides: str) -> list[str]:
+        """What follows the command."""
+        return [
             "quickstart=ppo",
             f"trainer.default_local_dir={folder}",
             f"actor_rollout_ref.model.path={self.model}",
@@ -63,8 +63,11 @@ class Runner:
             "data.max_response_length=8",
             *overrides,
         ]
+
+    def start(self, folder: Path, *overrides: str) -> subprocess.Popen[str]:
         self._shared_memory = set(os.listdir("/dev/shm"))
-        return launch(*program, *arguments)
+        one_thread = "trainer.cpu_threads_per_worker=1"  # enough for this model; its processes share two cores
+        return launch("-m", "hrl.trainer.main_ppo", *self.arguments(folder, one_thread, *overrides))
 
     def finish(self, process: subprocess.Popen[str], folder: Path, timeout_s: float = RUN_TIMEOUT_S) -> FinishedRun:
         """Waits for the run and asserts that it listened on loopback alone and that nothing of it outlives it."""
@@ -87,8 +90,8 @@ class Runner:
         assert not left, f"left running: {[child.as_dict(['pid', 'name', 'cmdline']) for child in left]}"
         return FinishedRun(folder, process.returncode, output)
 
-    def __call__(self, folder: Path, *overrides: str, script: str | None = None) -> FinishedRun:
-        run = self.finish(self.start(folder, *overrides, script=script), folder)
+    def __call__(self, folder: Path, *overrides: str) -> FinishedRun:
+        run = self.finish(self.start(folder, *overrides), folder)
         assert run.returncode == 0, run.output
         return run
 
