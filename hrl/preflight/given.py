@@ -24,7 +24,7 @@ class Given:
         train_rows: Rows to train on, in the format of rows in `data.train_files`. A generator is read here, once.
         val_rows: Rows to validate on. Without them, a run with `train_rows` validates on `data.val_files`, unless
             these belong to the configuration's own training rows.
-        reward: The reward function, called like `compute_score`; see `RewardSpec.of_callable` for how it is sent.
+        reward: The reward function, called like `compute_score`; see `PickledFunction.of` for how it is sent.
 
     Raises:
         DatasetError: Rows are not an iterable of rows.

@@ -109,7 +109,7 @@ def _load_where_it_runs(findings: Findings, reward: RewardConfig, given: Given, 
     key = "data.train_files" if reward.custom_reward_function.path is None else f"{_FUNCTION}.path"
     try:
         spec = RewardSpec.of_config(reward, data_sources, given.reward)
-        with RewardPool(spec, reward, num_workers=1):
+        with RewardPool(spec, reward.model_copy(update={"num_workers": 1})):
             pass
     except (RewardFunctionError, ValueError) as error:
         findings.problem("reward" if given.reward is not None else key, f"can't be used: {sentence(str(error))}")

@@ -27,7 +27,7 @@ _NOT_A_SECRET = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
 def child_environment(
     environ: Mapping[str, str] | None = None, *, keep: Collection[str] = (), **changes: str
 ) -> dict[str, str]:
-    """Return the environment of a child: the parent's without whatever looks like a secret, and `hrl` importable.
+    """Return the environment of a child: the parent's without whatever looks like a secret, and the parent's `hrl`.
 
     A variable looks like a secret by its name (token, key, password, …) or by its value (an address with a login, a key
     in one of the well-known forms).
@@ -41,8 +41,11 @@ def child_environment(
     withheld = withheld_names(source, keep=keep)
     kept = {name: value for name, value in source.items() if name not in withheld}
     root = str(Path(hrl.__file__).parent.parent)
-    inherited = [part for part in kept.get("PYTHONPATH", "").split(os.pathsep) if part and part != root]
-    kept["PYTHONPATH"] = os.pathsep.join([*inherited, root])
+    parts = [part for part in kept.get("PYTHONPATH", "").split(os.pathsep) if part and part != root]
+    # Last, since `root` may be site-packages, which the others are to hide; but before another hrl: the child has to
+    # import the one that runs here.
+    another = next((place for place, part in enumerate(parts) if (Path(part) / "hrl").is_dir()), len(parts))
+    kept["PYTHONPATH"] = os.pathsep.join([*parts[:another], root, *parts[another:]])
     return kept | changes
 
 

@@ -10,24 +10,7 @@ from torch import Tensor
 
 from hrl.algos.reward_placement import overlong_penalty
 from hrl.algos.reward_shaping import REWARD_SHAPERS, RunningNormalizer
-
-
-@dataclass(frozen=True)
-class Weighting:
-    """How the sources of reward are combined.
-
-    Attributes:
-        function: Factor of the reward function's score.
-        model: Factor of the reward model's score.
-        overlong_buffer_tokens: Length over which DAPO's penalty grows to `overlong_factor`, at the longest response
-            allowed; 0 for no penalty.
-        overlong_factor: The largest penalty, as a positive number.
-    """
-
-    function: float = 1.0
-    model: float = 1.0
-    overlong_buffer_tokens: int = 0
-    overlong_factor: float = 1.0
+from hrl.config.reward import RewardConfig
 
 
 @dataclass(frozen=True)
@@ -52,16 +35,10 @@ class RewardShaping:
     """Applies members of `REWARD_SHAPERS` in order, each with the statistics it has gathered over the run.
 
     Args:
-        limits: Name of each member, in order → its limit, or None.
-
-    Raises:
-        ValueError: No member has that name.
+        limits: `reward.shaping`: name of each member, in order → its limit, or None.
     """
 
     def __init__(self, limits: Mapping[str, float | None]) -> None:
-        unknown = sorted(limits.keys() - REWARD_SHAPERS.keys())
-        if unknown:
-            raise ValueError(f"unknown reward shaping {unknown[0]!r}; there are: {', '.join(REWARD_SHAPERS)}")
         self._limits = dict(limits)
         self._seen = {name: RunningNormalizer() for name in limits}
 
@@ -96,13 +73,13 @@ class NonFiniteScoreError(ValueError):
 
     Attributes:
         row: Index of the first such row in the batch.
-        score: Score of that row.
-        source: Name of the score's source.
+        what: The score and where it comes from.
+        way_out: What to change.
     """
 
-    def __init__(self, row: int, score: float, source: str = "reward model's score") -> None:
-        super().__init__(f"the {source} of row {row} is {score}")
-        self.row, self.score, self.source = row, score, source
+    def __init__(self, row: int, what: str, way_out: str) -> None:
+        super().__init__(f"{what}, in row {row}. {way_out}")
+        self.row, self.what, self.way_out = row, what, way_out
 
 
 def combine_scores(
@@ -110,7 +87,7 @@ def combine_scores(
     model_scores: Tensor | None,
     response_lengths: Tensor,
     max_response_tokens: int,
-    weighting: Weighting,
+    reward: RewardConfig,
     shaping: RewardShaping | None = None,
 ) -> CombinedScores:
     """Return `shaping(function · f + model · m) + overlong penalty`, per response.
@@ -120,7 +97,7 @@ def combine_scores(
         model_scores: (B,), or `None` without a reward model.
         response_lengths: (B,), in tokens.
         max_response_tokens: The longest response allowed.
-        weighting: The factors.
+        reward: The section `reward`, with the weights `f` and `m` and the overlong buffer.
         shaping: Applied to the weighted sum; `None` for no shaping.
 
     Raises:
@@ -135,22 +112,28 @@ def combine_scores(
     if model_scores is not None:
         _check_rows("reward model", len(model_scores), rows)
         plain = model_scores.float().cpu()
-        _check_finite(plain, "reward model's score")
-        scores = scores + weighting.model * plain
+        _check_finite(
+            plain,
+            f"the score of the reward model {reward.reward_model.model_path}",
+            "Check the model on its own, or in float32 (reward.reward_model.model.fsdp_config.dtype)",
+        )
+        scores = scores + reward.reward_model.weight * plain
     if function_scores is not None:
         _check_rows("reward function", len(function_scores), rows)
         kept = torch.tensor([score is not None for score in function_scores], dtype=torch.bool)
         plain = torch.tensor([score or 0.0 for score in function_scores], dtype=torch.float32)
-        scores = scores + weighting.function * plain
+        scores = scores + reward.function_weight * plain
     if shaping is not None:
         scores = shaping(scores, kept)
-    penalty = torch.zeros(rows)
-    if weighting.overlong_buffer_tokens > 0:
-        penalty = overlong_penalty(
-            response_lengths.cpu(), max_response_tokens, weighting.overlong_buffer_tokens, weighting.overlong_factor
-        )
+    penalty, overlong = torch.zeros(rows), reward.overlong_buffer
+    if overlong.enable:
+        penalty = overlong_penalty(response_lengths.cpu(), max_response_tokens, overlong.len, overlong.penalty_factor)
     scores = torch.where(kept, scores + penalty, 0.0)
-    _check_finite(scores, "sum of weighted and shaped scores")
+    _check_finite(
+        scores,
+        "the sum of weighted and shaped scores",
+        "Lower reward.function_weight or reward.reward_model.weight, or the function's scores",
+    )
     return CombinedScores(
         scores=scores,
         kept=kept,
@@ -159,10 +142,10 @@ def combine_scores(
     )
 
 
-def _check_finite(scores: Tensor, source: str) -> None:
+def _check_finite(scores: Tensor, what: str, way_out: str) -> None:
     wrong = (~torch.isfinite(scores)).nonzero().flatten().tolist()
     if wrong:
-        raise NonFiniteScoreError(wrong[0], float(scores[wrong[0]]), source)
+        raise NonFiniteScoreError(wrong[0], f"{what} is {float(scores[wrong[0]])}", way_out)
 
 
 def _check_rows(source: str, found: int, expected: int) -> None:

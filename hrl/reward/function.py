@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import cloudpickle
 
@@ -35,55 +35,87 @@ class RewardFunctionError(HrlError, ValueError):
 
 
 @dataclass(frozen=True)
-class RewardSpec:
-    """Names the reward function to run; plain data, which the reward processes can read.
+class BuiltIn:
+    """The built-in functions, of which each row's data source chooses one.
 
     Attributes:
-        path: The Python file that defines the function; `None` for a function that was given as an object, and for the
-            built-in functions, which are chosen by data source.
-        name: Name of the function.
-        kwargs: Passed to every call; a text `env:NAME` stands for the environment variable NAME.
-        data_sources: Data sources of the rows; their built-in scorers are loaded before the first sample.
-        pickled: The function itself if it was given as an object: a pickle in base64, see `of_callable`.
-        import_path: `sys.path` of the process that gave the object, used to unpickle it.
+        data_sources: Data sources of the rows; their scorers are loaded before the first sample.
     """
 
-    path: str | None = None
-    name: str = "compute_score"
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
     data_sources: tuple[str, ...] = ()
-    pickled: str | None = None
-    import_path: tuple[str, ...] = ()
+    title: ClassVar[str] = "the built-in reward function"
 
-    @classmethod
-    def of_config(
-        cls, reward: RewardConfig, data_sources: tuple[str, ...], function: Callable[..., Any] | None = None
-    ) -> Self:
-        """Return the reward function of the section `reward`, or one that the caller gives as an object.
-
-        Args:
-            reward: The section; its `reward_kwargs` are passed in both cases.
-            data_sources: Data sources of the rows.
-            function: Used instead of a file; see `of_callable`.
+    def load(self, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+        """Return the function that looks a sample's data source up, with the scorers of `data_sources` loaded.
 
         Raises:
-            RewardFunctionError: Both a file and an object, or an object that can't be used.
+            RewardFunctionError: No built-in function knows a data source, or its package can't be imported.
         """
-        custom = reward.custom_reward_function
-        if function is not None:
-            if custom.path is not None:
-                raise RewardFunctionError(
-                    f"the run was given a reward function as an object, and {custom.path} by "
-                    "reward.custom_reward_function.path; leave one of the two out"
-                )
-            return replace(cls.of_callable(function, custom.reward_kwargs), data_sources=data_sources)
-        # By its absolute path: the process that loads it need not run in this folder.
-        path = None if custom.path is None else str(Path(custom.path).expanduser().resolve())
-        return cls(path, custom.name, custom.reward_kwargs, data_sources)
+        from hrl.reward import score
+
+        try:
+            for data_source in self.data_sources:
+                score.find_scorer(data_source).load()  # keeps the loading time out of the first sample's deadline
+        except (ValueError, ImportError) as error:
+            raise RewardFunctionError(str(error)) from error
+        return score.compute_score
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """A function in a Python file of the user's.
+
+    Attributes:
+        path: The file.
+        name: Name of the function in it.
+    """
+
+    path: str
+    name: str = "compute_score"
+
+    @property
+    def title(self) -> str:
+        """The function's name in messages."""
+        return f"reward function {self.name} in {self.path}"
+
+    def load(self, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+        """Run the file, which is the user's own code, and return the function.
+
+        Raises:
+            RewardFunctionError: There is no such file or function, or it can't be called as reward functions are.
+                Exceptions of the user's code are passed on.
+        """
+        try:
+            module = load_user_file(self.path)
+        except UserFileError as error:
+            raise RewardFunctionError(f"reward function file {error}") from error
+        function = getattr(module, self.name, None)
+        if not callable(function):
+            functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            raise RewardFunctionError(
+                f"{module.__file__} has no function {self.name!r}; it has: {', '.join(functions) or 'none'}"
+            )
+        _check_callable(function, self.name, f"{self.name} in {module.__file__}", kwargs)
+        return function
+
+
+@dataclass(frozen=True)
+class PickledFunction:
+    """A function that the caller of a run gave as an object, as its processes get it.
+
+    Attributes:
+        name: Its name and module, for messages.
+        pickled: The function, pickled, in base64.
+        import_path: `sys.path` of the process that pickled it, which unpickling needs.
+    """
+
+    name: str
+    pickled: str
+    import_path: tuple[str, ...]
 
     @classmethod
-    def of_callable(cls, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> Self:
-        """Return the specification of a function given as an object, to send to the processes that run it.
+    def of(cls, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> Self:
+        """Pickle a function.
 
         A function that can be imported is sent as the names of its module and itself. Any other (a lambda, a function
         from a notebook or from the running script, an object with `__call__`) is sent by value, with what it refers to.
@@ -111,13 +143,74 @@ class RewardSpec:
                 "Open clients, locks and files inside the function, or put it into a Python file and name that with "
                 "reward.custom_reward_function.path"
             ) from error
-        path = tuple(entry or os.getcwd() for entry in sys.path)
-        return cls(None, title, kwargs or {}, pickled=base64.b64encode(pickled).decode("ascii"), import_path=path)
+        return cls(title, base64.b64encode(pickled).decode("ascii"), tuple(entry or os.getcwd() for entry in sys.path))
 
     @property
-    def is_built_in(self) -> bool:
-        """Whether each row's data source chooses the function."""
-        return self.path is None and self.pickled is None
+    def title(self) -> str:
+        """The function's name in messages."""
+        return f"reward function {self.name}"
+
+    def load(self, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+        """Unpickle the function.
+
+        Raises:
+            RewardFunctionError: Its module can't be imported here.
+        """
+        sys.path += [entry for entry in self.import_path if entry not in sys.path]
+        try:
+            # What is unpickled here was pickled by `of` in the run's own process. It came in the arguments of the
+            # reward actor and over the socket that the pool opened to this process; never from a file, a download or
+            # the model. Nothing is unpickled on the way back: results are JSON.
+            return cloudpickle.loads(base64.b64decode(self.pickled))
+        except ModuleNotFoundError as error:
+            raise RewardFunctionError(
+                f"{error} in the processes of reward functions. Put its folder on PYTHONPATH, or name the function's "
+                "file with reward.custom_reward_function.path"
+            ) from error
+
+
+_SOURCES = {source.__name__: source for source in (BuiltIn, UserFile, PickledFunction)}
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """The reward function to run, as plain data that its processes can read.
+
+    Attributes:
+        source: Where the function comes from.
+        kwargs: Passed to every call; a text `env:NAME` stands for the environment variable NAME.
+    """
+
+    source: BuiltIn | UserFile | PickledFunction
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_config(
+        cls, reward: RewardConfig, data_sources: tuple[str, ...], function: Callable[..., Any] | None = None
+    ) -> Self:
+        """Return the reward function of the section `reward`, or one that the caller gives as an object.
+
+        Args:
+            reward: The section; its `reward_kwargs` are passed in both cases.
+            data_sources: Data sources of the rows.
+            function: Used instead of a file; see `PickledFunction.of`.
+
+        Raises:
+            RewardFunctionError: Both a file and an object, or an object that can't be used.
+        """
+        custom = reward.custom_reward_function
+        source: BuiltIn | UserFile | PickledFunction = BuiltIn(data_sources)
+        if function is not None and custom.path is not None:
+            raise RewardFunctionError(
+                f"the run was given a reward function as an object, and {custom.path} by "
+                "reward.custom_reward_function.path; leave one of the two out"
+            )
+        if function is not None:
+            source = PickledFunction.of(function, custom.reward_kwargs)
+        elif custom.path is not None:
+            # By its absolute path: the process that loads it need not run in this folder.
+            source = UserFile(str(Path(custom.path).expanduser().resolve()), custom.name)
+        return cls(source, custom.reward_kwargs)
 
     @property
     def env(self) -> dict[str, str]:
@@ -136,59 +229,12 @@ class RewardSpec:
             ValueError: `kwargs` has something other than plain data.
         """
         kwargs = to_plain(self.kwargs, "reward.custom_reward_function.reward_kwargs")
-        return to_plain(vars(self) | {"kwargs": {}}) | {"kwargs": kwargs}
+        return {"kind": type(self.source).__name__, "source": to_plain(vars(self.source)), "kwargs": kwargs}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Return the specification from the dict of `to_plain`."""
-        return cls(**from_plain(plain))
-
-    @property
-    def title(self) -> str:
-        """The function's name in messages, e.g. `reward function compute_score in my_reward.py`."""
-        if self.is_built_in:
-            return "the built-in reward function"
-        return f"reward function {self.name}" + (f" in {self.path}" if self.path is not None else "")
-
-
-def load_reward_function(spec: RewardSpec) -> Callable[..., Any]:
-    """Load the function that `spec` names, which runs the user's own code.
-
-    Raises:
-        RewardFunctionError: There is no such file or function, it can't be called as reward functions are, or no
-            built-in function knows a data source. Exceptions of the user's code are passed on.
-    """
-    if spec.pickled is not None:
-        sys.path += [entry for entry in spec.import_path if entry not in sys.path]
-        # Safe to unpickle: the run's own process sent it; it comes neither from a file nor from the model.
-        try:
-            return cloudpickle.loads(base64.b64decode(spec.pickled))
-        except ModuleNotFoundError as error:
-            raise RewardFunctionError(
-                f"{error} in the processes of reward functions. Put its folder on PYTHONPATH, or name the function's "
-                "file with reward.custom_reward_function.path"
-            ) from error
-    if spec.path is None:
-        from hrl.reward import score
-
-        try:
-            for data_source in spec.data_sources:
-                score.find_scorer(data_source).load()  # keeps the loading time out of the first sample's deadline
-        except (ValueError, ImportError) as error:
-            raise RewardFunctionError(str(error)) from error
-        return score.compute_score
-    try:
-        module = load_user_file(spec.path)
-    except UserFileError as error:
-        raise RewardFunctionError(f"reward function file {error}") from error
-    function = getattr(module, spec.name, None)
-    if not callable(function):
-        functions = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise RewardFunctionError(
-            f"{module.__file__} has no function {spec.name!r}; it has: {', '.join(functions) or 'none'}"
-        )
-    _check_callable(function, spec.name, f"{spec.name} in {module.__file__}", spec.kwargs)
-    return function
+        return cls(_SOURCES[plain["kind"]](**from_plain(plain["source"])), from_plain(plain["kwargs"]))
 
 
 def _check_callable(function: Callable[..., Any], name: str, title: str, kwargs: Mapping[str, Any]) -> None:
@@ -278,16 +324,17 @@ def _part(name: object, value: object) -> float | str | None:
 
 
 def _finite(value: object, how: str) -> float:
+    if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
+        value = value.item()  # type: ignore[attr-defined]
     if not isinstance(value, Real):
         raise RewardFunctionError(f"{how} {_short(value)}, a {type(value).__name__}, where a number is expected")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
-    if not math.isfinite(number):
-        raise RewardFunctionError(f"{how} {number}, which is not finite")
-    if abs(number) > _LARGEST_FLOAT32:
-        raise RewardFunctionError(f"{how} {number}, which is not finite in float32, in which rewards are computed")
+    if not abs(number) <= _LARGEST_FLOAT32:  # also true for NaN
+        where = " in float32, in which rewards are computed" if math.isfinite(number) else ""
+        raise RewardFunctionError(f"{how} {number}, which is not finite{where}")
     return number
 
 

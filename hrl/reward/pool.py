@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from hrl.processes.child_environment import child_environment, withheld_names
 from hrl.processes.plain_data import to_plain
 from hrl.reward.function import RewardFunctionError, RewardSpec, read_reward
-from hrl.reward.process import SharedState, encode, read_frame
+from hrl.reward.process import SharedState, encode, open_stream, receive
 from hrl.reward.score import find_scorer
 
 if TYPE_CHECKING:
@@ -48,11 +48,13 @@ _LAST_WORDS_S = 0.5
 """How long to wait for the exit code of a process that has closed its socket."""
 _SILENCE_S = 5.0
 """How much longer than the deadline a process may be blocked outside of any sample before it is killed."""
+_START_TIMEOUT_S = 60.0
+"""How long a process may take to start and load the function."""
 _FAILED_STARTS_ALLOWED = 3
 _MAX_ATTEMPTS = 2
 _LONGEST_REASON = 300
 
-Status = Literal["ok", "skip", "error", "timeout", "crash"]
+Status = Literal["ok", "skip", "unscorable", "error", "timeout", "crash"]
 
 
 @dataclass(frozen=True)
@@ -75,14 +77,14 @@ class RewardOutcome:
     """Result of scoring a sample.
 
     Attributes:
-        status: `ok`; `skip`, the function returned None; `error`, it raised or returned something that isn't a reward;
+        status: `ok`; `skip`, the function returned None; `unscorable`, a built-in function failed on the response,
+            which scores as a wrong answer; `error`, the function raised or returned something that isn't a reward;
             `timeout`, it was killed at its deadline; `crash`, its process died twice.
-        score: The reward, if `ok`; `None` leaves the sample out.
-        parts: Other values that the function returned.
+        score: The reward, if `ok` or `unscorable`; `None` leaves the sample out.
+        parts: Other values that the function returned; with `unscorable`, the reason has that name.
         error: A message or traceback if `error`, `timeout` or `crash`.
         duration_s: Duration of the last attempt.
         attempts: Number of attempts, 2 after a crash.
-        unscorable: Why a built-in function could not score the response, which then scores as a wrong answer.
     """
 
     status: Status
@@ -91,7 +93,6 @@ class RewardOutcome:
     error: str | None = None
     duration_s: float = 0.0
     attempts: int = 1
-    unscorable: str | None = None
 
 
 @dataclass
@@ -103,7 +104,7 @@ class _Task:
     data_source: str
     frame: bytes
     future: Future[RewardOutcome]
-    attempts: int = 0
+    attempts: int = 1
     since: float = 0.0
 
 
@@ -139,22 +140,12 @@ class RewardPool:
     Args:
         spec: The function.
         reward: The section `reward`, with number of processes, concurrency, deadline and memory limit.
-        num_workers: Number of processes, if not `reward.num_workers`.
-        start_timeout_s: Seconds for starting a process and loading the function.
     """
 
-    def __init__(
-        self,
-        spec: RewardSpec,
-        reward: RewardConfig,
-        *,
-        num_workers: int | None = None,
-        start_timeout_s: float = 60.0,
-    ) -> None:
+    def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
         self._spec = spec
-        self._num_workers = num_workers or reward.num_workers
+        self._num_workers = reward.num_workers
         self._timeout_s = reward.timeout_s
-        self._start_timeout_s = start_timeout_s
         self._withheld = withheld_names(keep=spec.env.values())
         self._settings = encode(
             {
@@ -191,12 +182,12 @@ class RewardPool:
             )
         self._loop = asyncio.new_event_loop()
         self._thread.start()
-        limit_s = self._start_timeout_s * (_FAILED_STARTS_ALLOWED + 1) + _LAST_WORDS_S
+        limit_s = _START_TIMEOUT_S * (_FAILED_STARTS_ALLOWED + 1) + _LAST_WORDS_S
         if not self._started.wait(limit_s):
             self._broken = f"no reward process was ready within {limit_s:.0f} s"
         if self._broken is not None:
             self.shutdown()
-            raise RewardFunctionError(f"{self._spec.title} can't be loaded: {self._broken}")
+            raise RewardFunctionError(f"{self._spec.source.title} can't be loaded: {self._broken}")
 
     def submit(self, row: RewardRow, solution_str: str, name: str) -> Future[RewardOutcome]:
         """Queue a sample; the future always gets an outcome, even if the process dies or the pool is shut down.
@@ -255,10 +246,9 @@ class RewardPool:
         finally:
             with self._lock:
                 self._stopping = True
-            for task in self._queue:
-                if task.future.running() or task.future.set_running_or_notify_cancel():  # not cancelled by its owner
-                    reason = self._broken or "the reward pool was shut down"
-                    task.future.set_result(RewardOutcome("crash", error=reason, attempts=task.attempts))
+            while (task := self._next_task()) is not None:
+                reason = self._broken or "the reward pool was shut down"
+                task.future.set_result(RewardOutcome("crash", error=reason, attempts=task.attempts))
             self._loop.close()
 
     async def _serve(self) -> None:
@@ -267,13 +257,13 @@ class RewardPool:
                 while not self._stopping:
                     now = time.monotonic()
                     for process in [process for process in self._processes if now >= self._deadline_s(process)]:
-                        self._stop(process)
+                        self._too_late(process)
                     self._turn()
                     await asyncio.sleep(min(_TICK_S, self._timeout_s / 10))
             finally:
                 for process in list(self._processes):
                     self._kill(process)
-                    self._put_back(list(process.tasks.values()), charge=True)
+                    self._put_back(process)
 
     def _turn(self) -> None:
         """Start and end processes and hand out samples, as far as possible now."""
@@ -296,7 +286,7 @@ class RewardPool:
 
     def _launch(self) -> None:
         try:
-            popen, ours, state = start_process(self._spec.env.values())
+            popen, ours, state = _start_process(self._spec.env.values())
         except OSError as error:
             self._give_up(
                 f"the system gives no further process: {error}. Lower reward.num_workers, or raise the limits of "
@@ -309,10 +299,10 @@ class RewardPool:
 
     async def _tend(self, process: _Process, connection: socket.socket) -> None:
         """Read a process's answers until it ends; killing the process cancels this task."""
-        reader, process.writer = await asyncio.open_connection(sock=connection)
+        reader, process.writer = await open_stream(connection)
         with contextlib.closing(process.writer):
             process.writer.write(self._settings)
-            while (message := await read_frame(reader)) is not None:
+            while (message := await receive(reader)) is not None:
                 self._answered(process, message)
                 self._turn()
             self._lost(process)
@@ -323,7 +313,6 @@ class RewardPool:
         with_room = [process for process in self._processes if process.has_room]
         while with_room and (task := self._next_task()) is not None:
             process = min(with_room, key=lambda candidate: len(candidate.tasks))
-            task.attempts += 1
             task.since = time.monotonic()
             process.tasks[task.number] = task
             process.writer.write(task.frame)
@@ -341,7 +330,7 @@ class RewardPool:
     def _deadline_s(self, process: _Process) -> float:
         """Return the time at which to kill a process; infinite for an idle one."""
         if not process.concurrency:
-            return process.since + self._start_timeout_s
+            return process.since + _START_TIMEOUT_S
         if not process.tasks:
             return float("inf")
         # Deadlines of awaits are enforced inside the process. The parent only sees that its event loop is blocked.
@@ -363,7 +352,7 @@ class RewardPool:
             self._finish(task, "timeout", error=f"took longer than {self._timeout_s:g} s and was cancelled")
             if message["stuck"]:  # the call ignores its cancellation, so kill its process
                 self._kill(process)
-                self._put_back(list(process.tasks.values()), charge=False)
+                self._put_back(process)
         elif "error" in message:
             *_, blames_response = process.state.read()  # of this sample: the next one is not handed out yet
             self._finish(task, "error", blames_response, error=self._with_hint(message["error"]))
@@ -384,57 +373,57 @@ class RewardPool:
     def _finish(self, task: _Task, status: Status, blames_response: bool = False, **outcome: Any) -> None:
         """Set a sample's outcome; a response that a built-in function failed on counts as a wrong answer."""
         duration_s = time.monotonic() - task.since
-        if self._spec.is_built_in and blames_response:
+        if blames_response:  # only built-in functions say so
             reason = outcome["error"].rstrip().splitlines()[-1][:_LONGEST_REASON]
             logger.info("reward of %s: the response can't be scored: %s", task.name, reason)
             score, parts = read_reward(find_scorer(task.data_source).wrong)
-            status, outcome = "ok", {"score": score, "parts": parts | {"unscorable": reason}, "unscorable": reason}
+            status, outcome = "unscorable", {"score": score, "parts": parts | {"unscorable": reason}}
         task.future.set_result(RewardOutcome(status, duration_s=duration_s, attempts=task.attempts, **outcome))
 
-    def _put_back(self, tasks: list[_Task], *, charge: bool) -> None:
-        """Queue the samples of an ended process again; without `charge` this doesn't count as an attempt."""
-        for task in tasks:
-            task.attempts -= 0 if charge else 1
-        self._queue.extendleft(reversed(tasks))
+    def _too_late(self, process: _Process) -> None:
+        """Kill a process past its deadline."""
+        holder, *_ = process.state.read()
+        if not process.concurrency:
+            self._end(process, f"loading took longer than {_START_TIMEOUT_S:g} s")
+        elif holder in process.tasks:
+            self._end(process, f"took longer than {self._timeout_s:g} s and was killed", "timeout")
+        else:
+            self._end(process, f"its process stood still for {self._timeout_s + _SILENCE_S:g} s")
 
     def _lost(self, process: _Process) -> None:
-        """Handle a process that ended by itself; the sample that was running is retried once in another process."""
+        """Clear up behind a process that ended by itself."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.popen.wait(_LAST_WORDS_S)
-        holder, _, blames_response = process.state.read()
-        self._kill(process)
-        how = f"its process {process.popen.pid} {describe_exit(process.popen.returncode)}"
-        if not process.concurrency:
-            self._start_failed(f"{how} while loading")
-        guilty = [process.tasks.pop(holder)] if holder in process.tasks else list(process.tasks.values())
-        self._put_back([task for task in process.tasks.values() if task not in guilty], charge=False)
-        for task in guilty:
-            logger.warning("reward of %s: %s", task.name, how)
-        self._retry_once(guilty, f"{how}, twice", blames_response)
+        how = f"its process {process.popen.pid} {_describe_exit(process.popen.returncode)}"
+        self._end(process, how if process.concurrency else f"{how} while loading")
 
-    def _retry_once(self, tasks: list[_Task], error: str, blames_response: bool = False) -> None:
-        """Queue samples again after a failed first attempt, and give up those after a second."""
-        for task in tasks:
-            if task.attempts >= _MAX_ATTEMPTS:
-                self._finish(task, "crash", blames_response, error=error)
-        self._put_back([task for task in tasks if task.attempts < _MAX_ATTEMPTS], charge=True)
+    def _end(self, process: _Process, error: str, status: Literal["timeout", "crash"] = "crash") -> None:
+        """Kill a process and charge the sample that occupied it, or all of them if none did; queue the others again.
 
-    def _stop(self, process: _Process) -> None:
-        """Kill a process past its deadline; the sample that blocked it fails, its other samples are queued again."""
+        Args:
+            process: The process.
+            error: What happened to it.
+            status: Of the sample that is charged. After a first crash it is queued again.
+        """
         holder, _, blames_response = process.state.read()
         self._kill(process)
         if not process.concurrency:
-            self._start_failed(f"loading took longer than {self._start_timeout_s:g} s")
+            self._start_failed(error)
             return
-        guilty = process.tasks.pop(holder, None)
-        if guilty is None:
-            error = f"its process stood still for {self._timeout_s + _SILENCE_S:g} s, twice"
-            self._retry_once(list(process.tasks.values()), error)
-            return
-        logger.warning("reward of %s: killed after %.1f s", guilty.name, self._timeout_s)
-        error = f"took longer than {self._timeout_s:g} s and was killed"
-        self._finish(guilty, "timeout", blames_response, error=error)
-        self._put_back(list(process.tasks.values()), charge=False)
+        charged = [process.tasks[holder]] if holder in process.tasks else list(process.tasks.values())
+        for task in charged:
+            logger.warning("reward of %s: %s", task.name, error)
+            if status == "timeout":
+                self._finish(task, status, blames_response, error=error)
+            elif task.attempts == _MAX_ATTEMPTS:
+                self._finish(task, status, blames_response, error=f"{error}, twice")
+            else:
+                task.attempts += 1
+        self._put_back(process)
+
+    def _put_back(self, process: _Process) -> None:
+        """Queue the samples of an ended process again, in front of all others."""
+        self._queue.extendleft([task for task in reversed(process.tasks.values()) if not task.future.done()])
 
     def _start_failed(self, reason: str) -> None:
         self._failed_starts += 1
@@ -457,7 +446,7 @@ class RewardPool:
         self._processes.discard(process)
 
 
-def start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket.socket, SharedState]:
+def _start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket.socket, SharedState]:
     """Start a process that waits for its settings; return it with the parent's end of its socket and the shared state.
 
     Args:
@@ -482,8 +471,8 @@ def start_process(env: Collection[str]) -> tuple[subprocess.Popen[bytes], socket
     return popen, ours, SharedState(shared)
 
 
-def describe_exit(code: int | None) -> str:
-    """Describe how a process ended from its exit code."""
-    if code is not None and code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
-    return f"ended with exit code {code}"
+def _describe_exit(code: int | None) -> str:
+    """Describe how a process ended from its exit code, `None` if it hasn't."""
+    if code is None:
+        return "closed its connection"
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"

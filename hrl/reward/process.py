@@ -1,7 +1,7 @@
 """The process in which reward functions run: `python -m hrl.reward.process <socket> <state> <parent pid>`.
 
-It imports neither torch nor the parent's main module, loads the function, and answers samples over a socket, in
-length-prefixed JSON. It can be killed at any moment. A plain function gets one sample at a time; many calls of an async
+It imports neither torch nor the parent's main module, loads the function, and answers samples over a socket, one line
+of JSON each. It can be killed at any moment. A plain function gets one sample at a time; many calls of an async
 function are awaited at once, each with its own deadline.
 
 If the event loop is blocked, some call computes or waits without `await`. `SharedState` tells the parent which one.
@@ -18,23 +18,21 @@ import mmap
 import os
 import resource
 import socket
-import struct
 import sys
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Coroutine
-from typing import Any, BinaryIO
+from typing import Any
 
 from hrl.data import user_file
 from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.processes.plain_data import from_plain
 from hrl.reward import function as function_file
-from hrl.reward.function import RewardFunctionError, RewardSpec, is_async, load_reward_function, read_reward
+from hrl.reward.function import BuiltIn, RewardFunctionError, RewardSpec, is_async, read_reward
 
-_LENGTH = struct.Struct("!I")
-_NUMBER = struct.Struct("=q")
-_SINCE, _HOLDER, _BLAME, _STATE_BYTES = (place * _NUMBER.size for place in range(4))
+_SINCE_NS, _HOLDER, _BLAME = range(3)
+_STATE_BYTES = 3 * 8
 _LONGEST_TRACEBACK = 4000
 _LONGEST_TEXT = 4000
 _ONE_AT_A_TIME = (
@@ -50,28 +48,22 @@ _CALLER: contextvars.ContextVar[int] = contextvars.ContextVar("caller", default=
 
 
 def encode(message: dict[str, Any]) -> bytes:
-    """Return one frame: the length in four bytes, then JSON in ASCII."""
-    payload = json.dumps(message).encode("ascii")
-    return _LENGTH.pack(len(payload)) + payload
+    """Return a message as one line of JSON in ASCII."""
+    return (json.dumps(message) + "\n").encode("ascii")
 
 
-async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
-    """Return the next frame, or `None` if the other side has closed the connection."""
+async def open_stream(connection: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Return reader and writer of a connection, for lines of any length."""
+    return await asyncio.open_connection(sock=connection, limit=sys.maxsize)
+
+
+async def receive(reader: asyncio.StreamReader) -> dict[str, Any] | None:
+    """Return the next message, or `None` if the other side has closed the connection."""
     try:
-        (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-        return json.loads(await reader.readexactly(length))
-    except (asyncio.IncompleteReadError, ConnectionError):
+        line = await reader.readline()
+    except ConnectionError:
         return None
-
-
-def _read_frame_blocking(stream: BinaryIO) -> dict[str, Any] | None:
-    """Do the same as `read_frame` without an event loop."""
-    header = stream.read(_LENGTH.size)
-    if len(header) < _LENGTH.size:
-        return None
-    (length,) = _LENGTH.unpack(header)
-    payload = stream.read(length)
-    return json.loads(payload) if len(payload) == length else None
+    return json.loads(line) if line.endswith(b"\n") else None
 
 
 class SharedState:
@@ -83,14 +75,14 @@ class SharedState:
 
     def __init__(self, descriptor: int) -> None:
         self._memory = mmap.mmap(descriptor, _STATE_BYTES)
+        self._cells = memoryview(self._memory).cast("q")
         os.close(descriptor)
 
     @staticmethod
     def create() -> int:
-        """Return the descriptor of a new memory file, occupied by no sample as of now."""
+        """Return the descriptor of a new memory file, occupied by no sample."""
         descriptor = os.memfd_create("reward-process")
         os.ftruncate(descriptor, _STATE_BYTES)
-        os.pwrite(descriptor, _NUMBER.pack(time.monotonic_ns()), _SINCE)
         return descriptor
 
     def hold(self, sample: int) -> None:
@@ -98,20 +90,20 @@ class SharedState:
         if sample:
             self.blame_response(False)
         # The time is written first: a reader between the two writes sees a process that has just moved on.
-        _NUMBER.pack_into(self._memory, _SINCE, time.monotonic_ns())
-        _NUMBER.pack_into(self._memory, _HOLDER, sample)
+        self._cells[_SINCE_NS] = time.monotonic_ns()
+        self._cells[_HOLDER] = sample
 
     def blame_response(self, is_to_blame: bool) -> None:
         """Record whether the response is to blame if the current sample fails from now on."""
-        _NUMBER.pack_into(self._memory, _BLAME, int(is_to_blame))
+        self._cells[_BLAME] = is_to_blame
 
     def read(self) -> tuple[int, float, bool]:
         """Return the sample, since when (on the clock of `time.monotonic`), and whether its response is to blame."""
-        holder, since_ns, blame = (_NUMBER.unpack_from(self._memory, at)[0] for at in (_HOLDER, _SINCE, _BLAME))
-        return holder, since_ns / 1e9, bool(blame)
+        return self._cells[_HOLDER], self._cells[_SINCE_NS] / 1e9, bool(self._cells[_BLAME])
 
     def close(self) -> None:
         """Release the memory."""
+        self._cells.release()
         self._memory.close()
 
 
@@ -125,13 +117,13 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
     os.dup2(2, 1)  # what a reward function prints must not end up in the parent's output
     state = SharedState(state_number)
     with socket.socket(fileno=socket_number) as connection, connection.makefile("rb") as stream:
-        settings = _read_frame_blocking(stream)
+        settings = json.loads(stream.readline() or "null")
         if settings is None:
             return
         if (limit_gib := settings["memory_limit_gib"]) is not None:
             resource.setrlimit(resource.RLIMIT_AS, (int(limit_gib * 2**30),) * 2)
         spec = RewardSpec.from_plain(settings["spec"]).resolve(os.environ)
-        function, error = _attempt(lambda: load_reward_function(spec))
+        function, error = _attempt(lambda: spec.source.load(spec.kwargs))
         if error is not None:
             connection.sendall(encode({"load_error": error}))
             return
@@ -142,9 +134,10 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
             if together:
                 runner.run(_Judges(function, spec, settings["timeout_s"]).serve(connection))
                 return
-            while (sample := _read_frame_blocking(stream)) is not None:
+            for line in stream:
+                sample = json.loads(line)
                 arguments = _arguments(spec, sample)
-                if spec.is_built_in:
+                if isinstance(spec.source, BuiltIn):
                     arguments["blames_response"] = state.blame_response
                 state.hold(sample["id"])
                 answer, error = _attempt(functools.partial(_score, function, arguments, runner))
@@ -239,9 +232,9 @@ class _Judges:
     async def serve(self, connection: socket.socket) -> None:
         """Answer samples as they are done, until the parent closes the connection."""
         self._loop: AttributingLoop = asyncio.get_running_loop()  # type: ignore[assignment]
-        reader, self._writer = await asyncio.open_connection(sock=connection)
+        reader, self._writer = await open_stream(connection)
         answering: set[asyncio.Task[None]] = {self._loop.create_task(self._tick())}
-        while (sample := await read_frame(reader)) is not None:
+        while (sample := await receive(reader)) is not None:
             answering.add(task := self._loop.create_task(self._answer(sample)))
             task.add_done_callback(answering.discard)
 
@@ -270,7 +263,10 @@ class _Judges:
         self._writer.write(encode({"id": number} | answer))
 
     async def _judge(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        return _reward(await self._function(**arguments))
+        try:
+            return _reward(await self._function(**arguments))
+        except SystemExit as error:  # it would end the event loop, and every other call with it
+            return {"error": _describe(error)}
 
 
 def _result_of(call: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
@@ -291,10 +287,11 @@ def _arguments(spec: RewardSpec, sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:
-    """Run the user's code, which may raise anything; return its result, or a traceback for the parent to report."""
+    """Run the user's code; return its result, or a traceback for the parent to report."""
     try:
         return call(), None
-    except Exception as error:  # noqa: BLE001
+    # The user's code may raise anything, also by `sys.exit`, and whatever it is belongs to this sample alone.
+    except (Exception, SystemExit) as error:  # noqa: BLE001
         return None, _describe(error)
 
 

@@ -1,5 +1,9 @@
+import os
+from pathlib import Path
+
 import pytest
 
+import hrl
 from hrl.processes.child_environment import child_environment, withheld_names
 
 
@@ -58,3 +62,14 @@ def test_a_variable_that_is_named_is_handed_on():
     given = {"JUDGE_API_KEY": "k", "OTHER_API_KEY": "k"}
     assert child_environment(given, keep=["JUDGE_API_KEY"])["JUDGE_API_KEY"] == "k"
     assert withheld_names(given, keep=["JUDGE_API_KEY"]) == {"OTHER_API_KEY"}
+
+
+def test_a_child_imports_the_parents_hrl_whatever_else_is_on_its_path(tmp_path):
+    (tmp_path / "hrl").mkdir()
+    own = str(Path(hrl.__file__).parent.parent)
+    for given, path in (
+        ("", [own]),
+        ("/mine", ["/mine", own]),
+        (f"/mine:{tmp_path}:{own}", ["/mine", own, str(tmp_path)]),
+    ):
+        assert child_environment({"PYTHONPATH": given})["PYTHONPATH"].split(os.pathsep) == path

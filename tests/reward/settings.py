@@ -15,3 +15,15 @@ def _default() -> RewardConfig:
 def reward(**changes: Any) -> RewardConfig:
     """One process, and what the schema says; with changes."""
     return _default().model_copy(update=changes)
+
+
+def weighted(function: float = 1.0, model: float = 1.0, overlong_tokens: int = 0) -> RewardConfig:
+    """The section with these weights; with a penalty over this many tokens, if any."""
+    section = reward(function_weight=function)
+    overlong = {"enable": overlong_tokens > 0, "len": overlong_tokens}
+    return section.model_copy(
+        update={
+            "reward_model": section.reward_model.model_copy(update={"weight": model, "model_path": "some/model"}),
+            "overlong_buffer": section.overlong_buffer.model_copy(update=overlong),
+        }
+    )

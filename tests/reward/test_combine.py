@@ -1,52 +1,53 @@
 import pytest
 import torch
 
-from hrl.reward.combine import RewardShaping, Weighting, combine_scores
+from hrl.reward.combine import RewardShaping, combine_scores
+from tests.reward.settings import weighted
 
 LENGTHS = torch.tensor([4, 2, 3])
 
 
 def test_function_and_model_are_added_with_their_weights():
     model = torch.tensor([0.5, -1.0, 2.0])
-    combined = combine_scores([1.0, 0.0, None], model, LENGTHS, 4, Weighting(function=2.0, model=0.5))
+    combined = combine_scores([1.0, 0.0, None], model, LENGTHS, 4, weighted(function=2.0, model=0.5))
     assert combined.scores.tolist() == [2.25, -0.5, 0.0]
     assert combined.kept.tolist() == [True, True, False]
 
 
 def test_the_penalty_of_long_responses_comes_on_top():
-    weighting = Weighting(overlong_buffer_tokens=2, overlong_factor=1.0)
-    combined = combine_scores([1.0, 1.0, 1.0], None, LENGTHS, 4, weighting)
+    section = weighted(overlong_tokens=2)
+    combined = combine_scores([1.0, 1.0, 1.0], None, LENGTHS, 4, section)
     assert combined.overlong.tolist() == [-1.0, 0.0, -0.5]
     assert combined.scores.tolist() == [0.0, 1.0, 0.5]
 
 
 def test_clipping_cuts_the_sum_and_not_the_penalty():
-    weighting = Weighting(overlong_buffer_tokens=2)
+    section = weighted(overlong_tokens=2)
     shaping = RewardShaping({"clip": 1.5})
-    combined = combine_scores([2.0, -9.0, 1.0], torch.ones(3), LENGTHS, 4, weighting, shaping)
+    combined = combine_scores([2.0, -9.0, 1.0], torch.ones(3), LENGTHS, 4, section, shaping)
     assert combined.scores.tolist() == [0.5, -1.5, 1.0]
 
 
 def test_a_reward_model_alone_is_enough_and_nothing_is_not():
-    assert combine_scores(None, torch.tensor([1.0, 2.0, 3.0]), LENGTHS, 4, Weighting()).scores.tolist() == [1, 2, 3]
+    assert combine_scores(None, torch.tensor([1.0, 2.0, 3.0]), LENGTHS, 4, weighted()).scores.tolist() == [1, 2, 3]
     with pytest.raises(ValueError, match="neither a reward function nor a reward model"):
-        combine_scores(None, None, LENGTHS, 4, Weighting())
+        combine_scores(None, None, LENGTHS, 4, weighted())
 
 
 def test_a_validation_reports_the_function_as_it_came_or_the_model_where_there_is_no_function():
     model = torch.tensor([0.5, -1.0, 2.0])
-    weighting = Weighting(function=0.3, model=7.0, overlong_buffer_tokens=2)
+    section = weighted(function=0.3, model=7.0, overlong_tokens=2)
     shaping = RewardShaping({"standardise": None, "clip": 0.1})
-    combined = combine_scores([1.0, 0.0, None], model, LENGTHS, 4, weighting, shaping)
+    combined = combine_scores([1.0, 0.0, None], model, LENGTHS, 4, section, shaping)
     assert combined.plain.tolist() == [1.0, 0.0, 0.0]
-    assert combine_scores(None, model, LENGTHS, 4, weighting).plain.tolist() == [0.5, -1.0, 2.0]
+    assert combine_scores(None, model, LENGTHS, 4, section).plain.tolist() == [0.5, -1.0, 2.0]
 
 
 def test_wrong_numbers_of_scores_and_infinite_ones_are_refused():
     with pytest.raises(ValueError, match="reward function gave 2 scores for 3 responses"):
-        combine_scores([1.0, 2.0], None, LENGTHS, 4, Weighting())
-    with pytest.raises(ValueError, match="row 1 is inf"):
-        combine_scores(None, torch.tensor([0.0, float("inf"), 0.0]), LENGTHS, 4, Weighting())
+        combine_scores([1.0, 2.0], None, LENGTHS, 4, weighted())
+    with pytest.raises(ValueError, match=r"score of the reward model some/model is inf, in row 1\. Check the model"):
+        combine_scores(None, torch.tensor([0.0, float("inf"), 0.0]), LENGTHS, 4, weighted())
 
 
 KEPT = torch.tensor([True, True, True, False])
@@ -76,8 +77,3 @@ def test_a_resumed_run_goes_on_from_what_was_seen():
     resumed = RewardShaping({"scale": None, "clip": 9.0})
     resumed.load_state_dict(first.state_dict())
     assert torch.equal(resumed(steps[2], KEPT), whole(steps[2], KEPT))
-
-
-def test_an_unknown_member_is_refused_by_name():
-    with pytest.raises(ValueError, match="unknown reward shaping 'whiten'; there are: clip, scale, standardise"):
-        RewardShaping({"whiten": None})

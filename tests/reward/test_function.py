@@ -1,21 +1,30 @@
 import functools
+import json
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from hrl.reward.function import (
+    BuiltIn,
+    PickledFunction,
     RewardFunctionError,
     RewardSpec,
+    UserFile,
     is_async,
-    load_reward_function,
     read_reward,
     signature_problem,
 )
 
 
 @pytest.mark.parametrize(
-    "value, score", [(1, 1.0), (0.5, 0.5), (True, 1.0), (np.float32(0.25), 0.25), (Fraction(1, 4), 0.25)]
+    "value, score",
+    [
+        *((1, 1.0), (0.5, 0.5), (True, 1.0), (Fraction(1, 4), 0.25)),
+        *((np.float32(0.25), 0.25), (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(2), 2.0)),
+    ],
 )
 def test_any_real_number_is_a_score(value, score):
     assert read_reward(value) == (score, {})
@@ -42,6 +51,7 @@ def test_none_leaves_the_sample_out():
         ({"score": 1, "part": 1e39}, "returned as 'part' 1e\\+39, which is not finite in float32"),
         ("1.0", "returned '1.0', a str"),
         ([1.0], r"returned \[1.0\], a list"),
+        (np.ones(1), r"returned array\(\[1.\]\), a ndarray"),
         (1j, "a complex"),
         ({"value": 1}, "without the key 'score'; it has \\['value'\\]"),
         ({"score": 1, "part": float("nan")}, "returned as 'part' nan"),
@@ -57,26 +67,26 @@ def test_a_function_is_loaded_from_its_file_with_its_neighbours(tmp_path):
     (tmp_path / "neighbour_of_reward.py").write_text("BONUS = 2.0\n")
     file = tmp_path / "mine.py"
     file.write_text("from neighbour_of_reward import BONUS\ndef bonus(**kw):\n    return BONUS\n")
-    assert load_reward_function(RewardSpec(str(file), "bonus"))() == 2.0
+    assert UserFile(str(file), "bonus").load({})() == 2.0
 
 
 def test_a_missing_file_or_name_is_told(tmp_path):
     with pytest.raises(RewardFunctionError, match=r"no\.py does not exist"):
-        load_reward_function(RewardSpec(str(tmp_path / "no.py")))
+        UserFile(str(tmp_path / "no.py")).load({})
     file = tmp_path / "mine.py"
     file.write_text("def score_it(**kw):\n    return 1.0\n")
     with pytest.raises(RewardFunctionError, match="has no function 'compute_score'; it has: score_it"):
-        load_reward_function(RewardSpec(str(file)))
+        UserFile(str(file)).load({})
     (tmp_path / "mine.pkl").write_bytes(b"\x80\x04.")
     with pytest.raises(RewardFunctionError, match="not a .py file"):
-        load_reward_function(RewardSpec(str(tmp_path / "mine.pkl")))
+        UserFile(str(tmp_path / "mine.pkl")).load({})
 
 
 def test_a_data_source_without_scorer_is_found_at_loading():
     with pytest.raises(
         RewardFunctionError, match=r"no built-in reward function for data_source 'my/set'.*custom_reward"
     ):
-        load_reward_function(RewardSpec(data_sources=("bundled/addition", "my/set")))
+        BuiltIn(("bundled/addition", "my/set")).load({})
 
 
 def test_the_largest_float32_is_a_score():
@@ -163,7 +173,7 @@ def test_a_signature_that_does_not_fit_is_found_at_loading(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def compute_score(solution_str, ground_truth):\n    return 1.0\n")
     with pytest.raises(RewardFunctionError, match=r"mine\.py does not take data_source, extra_info\. It is called as"):
-        load_reward_function(RewardSpec(str(file)))
+        UserFile(str(file)).load({})
 
 
 def test_async_functions_are_told_from_others():
@@ -172,7 +182,9 @@ def test_async_functions_are_told_from_others():
 
 
 def test_a_spec_goes_to_another_process_and_back():
-    spec = RewardSpec("a.py", "f", {"a": (1, [10**5000]), "key": "env:MY_KEY"}, ("s",))
-    assert RewardSpec.from_plain(spec.to_plain()) == spec
+    spec = RewardSpec(UserFile("a.py", "f"), {"a": (1, [10**5000]), "key": "env:MY_KEY"})
+    for source in (spec.source, BuiltIn(("a", "b")), PickledFunction.of(verls)):
+        sent = json.loads(json.dumps(replace(spec, source=source).to_plain()))
+        assert RewardSpec.from_plain(sent) == replace(spec, source=source)
     assert spec.env == {"key": "MY_KEY"}
     assert spec.resolve({"MY_KEY": "k"}).kwargs["key"] == "k"

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from hrl.reward.function import RewardFunctionError, RewardSpec
+from hrl.reward.function import BuiltIn, PickledFunction, RewardFunctionError, RewardSpec, UserFile
 from hrl.reward.pool import RewardPool, RewardRow, _Task
 from tests.reward.settings import reward
 
@@ -37,9 +37,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonu
         loaded = [name for name in ("torch", "ray", "transformers", "vllm") if name in sys.modules]
         return {"score": 1.0, "loaded": " ".join(loaded), "environment": " ".join(os.environ.values())}
     if solution_str == "exit":
-        sys.exit(0)
+        sys.exit(3)
+    if solution_str == "end":
+        os._exit(3)
     if solution_str == "eat":
-        bytearray(2 << 30)
+        bytes(2 << 30)
     if solution_str == "nothing":
         return None
     if solution_str == "print":
@@ -55,6 +57,18 @@ async def slowly(data_source, solution_str, ground_truth, extra_info=None):
     return 3.0
 
 inside = most = 0
+met = asyncio.Event()
+
+async def meet(data_source, solution_str, ground_truth, extra_info=None):
+    global inside, most
+    inside += 1
+    most = max(most, inside)
+    if inside == extra_info["together"]:
+        met.set()
+    await met.wait()
+    await asyncio.sleep(0.2)  # one call too many, were there any, would come in now
+    inside -= 1
+    return {"score": 1.0, "most": most}
 
 async def judge(data_source, solution_str, ground_truth, extra_info=None):
     global inside, most
@@ -82,7 +96,12 @@ async def judge(data_source, solution_str, ground_truth, extra_info=None):
             os.kill(os.getpid(), 9)
         if solution_str == "exit":
             await asyncio.sleep(0.05)
-            sys.exit(0)
+            sys.exit(3)
+        if solution_str == "exit in a task":
+            async def leave():
+                await asyncio.sleep(0.05)
+                sys.exit(3)
+            await asyncio.gather(asyncio.sleep(1000), leave())
         if solution_str == "raise":
             raise ZeroDivisionError("by the user")
         if solution_str == "compute":
@@ -104,7 +123,7 @@ def function_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(function_file):
-    spec = RewardSpec(function_file, kwargs={"bonus": 0.5})
+    spec = RewardSpec(UserFile(function_file), {"bonus": 0.5})
     with RewardPool(spec, reward(num_workers=2, timeout_s=1.0, memory_limit_gib=1)) as started:
         yield started
 
@@ -154,7 +173,7 @@ def test_an_exception_comes_back_with_the_users_traceback(pool):
 
 def test_memory_is_bounded_where_a_bound_is_given(pool, function_file):
     assert "MemoryError" in score(pool, "eat").error
-    with RewardPool(RewardSpec(function_file), reward(timeout_s=25.0, memory_limit_gib=None)) as unbounded:
+    with RewardPool(RewardSpec(UserFile(function_file)), reward(timeout_s=25.0, memory_limit_gib=None)) as unbounded:
         assert score(unbounded, "eat").score == 3.0
 
 
@@ -167,12 +186,22 @@ def test_a_spin_in_c_is_killed_at_the_deadline_and_its_process_replaced(pool):
     assert len(set(before) - set(pool.process_ids)) == 1
 
 
-def test_many_that_never_return_starve_nobody(pool):
-    started = time.monotonic()
-    stuck = [submit(pool, "sleep") for _ in range(8)]
-    assert score(pool, "four").score == 4.5
-    assert [future.result(timeout=30).status for future in stuck] == ["timeout"] * 8
-    assert time.monotonic() - started < 3.5  # two processes alone would take 4 s
+def test_many_that_never_return_starve_nobody(function_file, monkeypatch):
+    """Seven stay in seven processes, up to four times the two; the eighth process takes what is quick."""
+    monkeypatch.setattr("hrl.reward.pool._SLOW_AFTER_S", 0.1)
+    with RewardPool(RewardSpec(UserFile(function_file)), reward(num_workers=2, timeout_s=600.0)) as pool:
+        stuck = [submit(pool, "sleep") for _ in range(7)]
+        assert score(pool, "four").score == 4.0
+        assert not any(future.done() for future in stuck)
+        stuck += [submit(pool, "sleep") for _ in range(3)]
+        time.sleep(0.5)
+        assert len(pool.process_ids) == 8, "and no further ones"
+    assert {future.result(timeout=30).status for future in stuck} == {"crash"}
+
+
+def test_those_that_never_return_time_out_one_and_all_and_leave_the_pool_usable(pool):
+    stuck = [submit(pool, "sleep") for _ in range(4)]
+    assert [future.result(timeout=60).status for future in stuck] == ["timeout"] * 4
     assert score(pool, "four").score == 4.5
 
 
@@ -181,11 +210,21 @@ def test_a_process_that_dies_is_replaced_and_the_sample_tried_once_more(pool, tm
     assert (outcome.status, outcome.score, outcome.attempts) == ("ok", 7.0, 2)
 
 
-@pytest.mark.parametrize("how, message", [("die", "was killed by SIGKILL, twice"), ("exit", "exit code 0, twice")])
+@pytest.mark.parametrize("how, message", [("die", "was killed by SIGKILL, twice"), ("end", "exit code 3, twice")])
 def test_a_sample_that_kills_its_process_twice_is_given_up(pool, how, message):
     outcome = score(pool, how)
     assert (outcome.status, outcome.attempts) == ("crash", 2)
     assert message in outcome.error
+
+
+@pytest.mark.parametrize("name", ["compute_score", "judge"])
+def test_a_function_that_exits_is_told_where_and_keeps_its_process(function_file, name):
+    with RewardPool(RewardSpec(UserFile(function_file, name)), reward(timeout_s=60.0)) as pool:
+        before = pool.process_ids
+        outcome = score(pool, "exit")
+        assert (outcome.status, outcome.attempts, pool.process_ids) == ("error", 1, before)
+    assert outcome.error.startswith("Traceback") and outcome.error.endswith("SystemExit: 3")
+    assert "mine.py" in outcome.error and "sys.exit(3)" in outcome.error
 
 
 def test_what_a_function_prints_disturbs_nothing(pool):
@@ -195,14 +234,14 @@ def test_what_a_function_prints_disturbs_nothing(pool):
 def test_no_secret_and_no_heavy_import_reaches_a_reward_process(function_file, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "canary-1")
     monkeypatch.setenv("MY_API_KEY", "canary-2")
-    with RewardPool(RewardSpec(function_file), reward(timeout_s=5.0)) as pool:
+    with RewardPool(RewardSpec(UserFile(function_file)), reward(timeout_s=5.0)) as pool:
         parts = score(pool, "look around").parts
     assert parts["loaded"] == ""
     assert "canary" not in parts["environment"]
 
 
 def test_async_functions_are_awaited(function_file):
-    with RewardPool(RewardSpec(function_file, "slowly"), reward(timeout_s=5.0)) as pool:
+    with RewardPool(RewardSpec(UserFile(function_file, "slowly")), reward(timeout_s=5.0)) as pool:
         assert [score(pool, "x").score for _ in range(2)] == [3.0, 3.0]
 
 
@@ -211,18 +250,26 @@ def test_a_ground_truth_that_is_no_plain_data_is_refused_by_name(pool):
         score(pool, "x", ground_truth={1})
 
 
-def test_a_file_that_cannot_be_loaded_is_told_at_start(tmp_path):
-    (tmp_path / "broken.py").write_text("import nothing_like_this\n")
-    with pytest.raises(
-        RewardFunctionError, match=r"broken\.py can't be loaded: (?s:.*)No module named 'nothing_like_this'"
-    ):
-        RewardPool(RewardSpec(str(tmp_path / "broken.py")), reward(num_workers=2, timeout_s=1.0)).start()
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("import nothing_like_this", "No module named 'nothing_like_this'"),
+        ("raise RuntimeError('no licence')", "RuntimeError: no licence"),
+        ("import sys; sys.exit('no licence')", "SystemExit: no licence"),
+        ("import os; os._exit(7)", "its process [0-9]+ ended with exit code 7 while loading"),
+    ],
+)
+def test_a_file_that_cannot_be_loaded_is_told_at_start(tmp_path, source, told):
+    (tmp_path / "broken.py").write_text(f"{source}\n")
+    with pytest.raises(RewardFunctionError, match=rf"broken\.py can't be loaded: (?s:.*){told}"):
+        RewardPool(RewardSpec(UserFile(str(tmp_path / "broken.py"))), reward(num_workers=2)).start()
 
 
-def test_a_file_that_never_finishes_loading_is_given_up(tmp_path):
+def test_a_file_that_never_finishes_loading_is_given_up(tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(1000)\n")
     started = time.monotonic()
-    pool = RewardPool(RewardSpec(str(tmp_path / "endless.py")), reward(timeout_s=1.0), start_timeout_s=0.3)
+    monkeypatch.setattr("hrl.reward.pool._START_TIMEOUT_S", 0.3)
+    pool = RewardPool(RewardSpec(UserFile(str(tmp_path / "endless.py"))), reward(timeout_s=1.0))
     with pytest.raises(RewardFunctionError, match="loading took longer"):
         pool.start()
     assert time.monotonic() - started < 10
@@ -246,13 +293,13 @@ def test_a_process_that_cannot_be_started_is_told_at_once(function_file, monkeyp
     refuse_processes(monkeypatch, after=0)
     started = time.monotonic()
     with pytest.raises(RewardFunctionError, match=r"Resource temporarily unavailable(?s:.*)reward\.num_workers"):
-        RewardPool(RewardSpec(function_file), reward(num_workers=2, timeout_s=1.0)).start()
+        RewardPool(RewardSpec(UserFile(function_file)), reward(num_workers=2, timeout_s=1.0)).start()
     assert time.monotonic() - started < 5
 
 
 def test_samples_end_with_the_reason_why_a_killed_process_was_not_replaced(function_file, monkeypatch):
     refuse_processes(monkeypatch, after=1)
-    with RewardPool(RewardSpec(function_file), reward(timeout_s=5.0)) as pool:
+    with RewardPool(RewardSpec(UserFile(function_file)), reward(timeout_s=5.0)) as pool:
         futures = [submit(pool, text) for text in ("die", "four")]
         outcomes = [future.result(timeout=10) for future in futures]
         assert [outcome.status for outcome in outcomes] == ["crash", "crash"]
@@ -262,7 +309,7 @@ def test_samples_end_with_the_reason_why_a_killed_process_was_not_replaced(funct
 
 
 def test_shutdown_kills_all_and_ends_what_waits(function_file):
-    pool = RewardPool(RewardSpec(function_file), reward(num_workers=2, timeout_s=60.0))
+    pool = RewardPool(RewardSpec(UserFile(function_file)), reward(num_workers=2, timeout_s=60.0))
     pool.start()
     grandparent = int(score(pool, "fork").score)
     futures = [submit(pool, "spin in C") for _ in range(5)]
@@ -280,10 +327,10 @@ def test_shutdown_kills_all_and_ends_what_waits(function_file):
 def test_processes_die_with_a_parent_that_is_killed(function_file):
     script = (
         "import sys, time\n"
-        "from hrl.reward.function import RewardSpec\n"
+        "from hrl.reward.function import RewardSpec, UserFile\n"
         "from tests.reward.settings import reward\n"
         "from hrl.reward.pool import RewardPool, RewardRow\n"
-        "pool = RewardPool(RewardSpec(sys.argv[1]), reward(num_workers=2, timeout_s=600.0))\n"
+        "pool = RewardPool(RewardSpec(UserFile(sys.argv[1])), reward(num_workers=2, timeout_s=600.0))\n"
         "pool.start()\n"
         "pool.submit(RewardRow(0, 's', '1'), 'spin in C', 's')\n"
         "time.sleep(0.5)\n"
@@ -307,7 +354,7 @@ def test_processes_die_with_a_parent_that_is_killed(function_file):
 @pytest.fixture
 def judges(function_file):
     with RewardPool(
-        RewardSpec(function_file, "judge"), reward(num_workers=2, timeout_s=1.5, max_concurrency=32)
+        RewardSpec(UserFile(function_file, "judge")), reward(num_workers=2, timeout_s=1.5, max_concurrency=32)
     ) as started:
         yield started
 
@@ -317,11 +364,21 @@ def score_all(pool, texts):
     return [future.result(timeout=60) for future in futures]
 
 
-def test_one_process_awaits_as_many_calls_at_once_as_it_may_and_no_more(judges):
-    outcomes = score_all(judges, ["ok"] * 256)
+def test_one_process_awaits_as_many_calls_at_once_as_it_may_and_no_more(function_file):
+    """None returns before 32 are inside, and never are there 33."""
+    with RewardPool(RewardSpec(UserFile(function_file, "meet")), reward(timeout_s=60.0, max_concurrency=32)) as pool:
+        futures = [submit(pool, "x", together=32) for _ in range(64)]
+        outcomes = [future.result(timeout=120) for future in futures]
     assert {outcome.status for outcome in outcomes} == {"ok"}
     assert max(outcome.parts["most"] for outcome in outcomes) == 32
-    assert len({outcome.parts["process"] for outcome in outcomes}) == 2
+
+
+def test_samples_are_spread_over_the_processes(judges):
+    end = time.monotonic() + 60
+    processes = set()
+    while len(processes) < 2 and time.monotonic() < end:  # until both have loaded the function
+        processes = {outcome.parts["process"] for outcome in score_all(judges, ["ok"] * 2)}
+    assert processes == set(judges.process_ids)
 
 
 def test_an_await_that_hangs_is_cancelled_and_harms_no_neighbour(judges):
@@ -341,7 +398,7 @@ def test_an_await_that_hangs_is_cancelled_and_harms_no_neighbour(judges):
         ("spin in a task", "timeout"),
         ("hang and ignore", "timeout"),
         ("die", "crash"),
-        ("exit", "crash"),
+        ("exit in a task", "crash"),
     ],
 )
 def test_a_call_that_stops_or_ends_its_process_is_charged_alone(judges, culprit, status):
@@ -358,7 +415,7 @@ def test_calls_that_compute_are_not_charged_for_each_other(judges):
 
 
 def test_the_samples_of_a_process_that_does_not_read_wait_without_holding_up_others(function_file):
-    with RewardPool(RewardSpec(function_file, "judge"), reward(num_workers=2, timeout_s=1.5)) as pool:
+    with RewardPool(RewardSpec(UserFile(function_file, "judge")), reward(num_workers=2, timeout_s=1.5)) as pool:
         submit(pool, "sleep")
         time.sleep(0.3)
         large = [submit(pool, "x" * 500_000) for _ in range(8)]
@@ -371,45 +428,43 @@ SLOW = r"\boxed{(x+y+z+w)^{9}-(x+y)^{9}}"
 
 
 def test_a_hundred_responses_that_no_computer_could_compute_cost_their_own_score_and_no_process():
-    with RewardPool(RewardSpec(data_sources=("math_verify",)), reward(timeout_s=20.0)) as pool:
+    with RewardPool(RewardSpec(BuiltIn(("math_verify",))), reward(timeout_s=20.0)) as pool:
         before = pool.process_ids
         futures = [submit(pool, ENDLESS, "3", "math_verify") for _ in range(100)]
         good = submit(pool, r"\boxed{3}", "3", "math_verify")
         outcomes = [future.result(timeout=60) for future in futures]
-        assert {(outcome.status, outcome.score) for outcome in outcomes} == {("ok", 0.0)}
-        assert all("too complex" in outcome.unscorable == outcome.parts["unscorable"] for outcome in outcomes)
-        assert (good.result(timeout=60).score, good.result().unscorable) == (1.0, None)
+        assert {(outcome.status, outcome.score) for outcome in outcomes} == {("unscorable", 0.0)}
+        assert all("too complex" in outcome.parts["unscorable"] for outcome in outcomes)
+        assert (good.result(timeout=60).score, good.result().status) == (1.0, "ok")
         assert pool.process_ids == before
 
 
 def test_below_that_the_deadline_ends_what_a_response_does_to_a_built_in_function():
-    with RewardPool(RewardSpec(data_sources=("math_verify",)), reward(timeout_s=0.4)) as pool:
+    with RewardPool(RewardSpec(BuiltIn(("math_verify",))), reward(timeout_s=0.4)) as pool:
         future = submit(pool, SLOW, "x^2+z", "math_verify")
         outcome = future.result(timeout=60)
-        assert (outcome.status, outcome.score) == ("ok", 0.0)
-        assert "took longer than 0.4 s and was killed" in outcome.unscorable
+        assert (outcome.status, outcome.score) == ("unscorable", 0.0)
+        assert "took longer than 0.4 s and was killed" in outcome.parts["unscorable"]
 
 
 @pytest.mark.parametrize("status", ["error", "timeout", "crash"])
-@pytest.mark.parametrize("is_built_in, truth_read", [(True, True), (True, False), (False, True)])
-def test_what_goes_wrong_is_the_responses_fault_only_in_a_built_in_function_that_has_read_the_truth(
-    function_file, status, is_built_in, truth_read
-):
-    pool = RewardPool(RewardSpec() if is_built_in else RewardSpec(function_file), reward(timeout_s=1.0))
-    task = _Task(1, "s", "math_dapo", b"", Future(), attempts=1)
+@pytest.mark.parametrize("truth_read", [True, False])
+def test_what_goes_wrong_is_the_responses_fault_once_a_built_in_function_has_read_the_truth(status, truth_read):
+    pool = RewardPool(RewardSpec(BuiltIn()), reward())
+    task = _Task(1, "s", "math_dapo", b"", Future())
     pool._finish(task, status, truth_read, error="Traceback\nMemoryError: no more")
     outcome = task.future.result()
-    if is_built_in and truth_read:
-        assert (outcome.status, outcome.score, outcome.unscorable) == ("ok", -1.0, "MemoryError: no more")
+    if truth_read:
+        assert (outcome.status, outcome.score, outcome.error) == ("unscorable", -1.0, None)
         assert outcome.parts == {"acc": 0.0, "pred": "[INVALID]", "unscorable": "MemoryError: no more"}
     else:
-        assert (outcome.status, outcome.score, outcome.unscorable) == (status, None, None)
+        assert (outcome.status, outcome.score, outcome.parts) == (status, None, {})
 
 
 def test_a_ground_truth_that_cannot_be_read_stays_an_error():
-    with RewardPool(RewardSpec(data_sources=("math",)), reward(timeout_s=20.0)) as pool:
+    with RewardPool(RewardSpec(BuiltIn(("math",))), reward(timeout_s=20.0)) as pool:
         outcome = submit(pool, "Answer: 3", [3], "math").result(timeout=60)
-    assert (outcome.status, outcome.unscorable) == ("error", None)
+    assert (outcome.status, outcome.score) == ("error", None)
     assert "is not the text of an answer" in outcome.error
 
 
@@ -421,7 +476,7 @@ def test_a_variable_that_is_named_reaches_the_function_and_one_that_is_kept_from
     )
     monkeypatch.setenv("JUDGE_API_KEY", "canary-1")
     monkeypatch.setenv("OTHER_API_KEY", "canary-2")
-    spec = RewardSpec(str(tmp_path / "keyed.py"), kwargs={"key": "env:JUDGE_API_KEY"})
+    spec = RewardSpec(UserFile(str(tmp_path / "keyed.py")), {"key": "env:JUDGE_API_KEY"})
     with RewardPool(spec, reward(timeout_s=5.0)) as pool:
         assert score(pool, "JUDGE_API_KEY").parts == {"key": "canary-1", "same": 1.0}
         error = score(pool, "OTHER_API_KEY").error
@@ -435,7 +490,7 @@ def test_a_variable_that_is_named_and_not_set_is_told_at_start(function_file, mo
     with pytest.raises(
         RewardFunctionError, match=r"reward_kwargs\.key is the environment variable JUDGE_API_KEY, which"
     ):
-        spec = RewardSpec(function_file, kwargs={"key": "env:JUDGE_API_KEY"})
+        spec = RewardSpec(UserFile(function_file), {"key": "env:JUDGE_API_KEY"})
         RewardPool(spec, reward(timeout_s=1.0)).start()
 
 
@@ -461,9 +516,9 @@ class Judge:
 
 
 def test_a_function_of_a_module_travels_by_the_names_of_both():
-    spec = RewardSpec.of_callable(named)
-    assert len(spec.pickled) < 200
-    with RewardPool(spec, reward(timeout_s=5.0)) as pool:
+    sent = PickledFunction.of(named)
+    assert len(sent.pickled) < 200
+    with RewardPool(RewardSpec(sent), reward(timeout_s=5.0)) as pool:
         outcome = score(pool, "four")
     assert (outcome.score, outcome.parts) == (4.0, {"module": __name__})
 
@@ -475,14 +530,15 @@ def test_a_closure_and_an_object_travel_with_what_they_hold():
         return weight * factor * len(solution_str)
 
     weighted.__module__ = "__main__"  # as in a script or a notebook
-    with RewardPool(RewardSpec.of_callable(weighted, {"factor": 3.0}), reward(timeout_s=5.0)) as pool:
+    factor = {"factor": 3.0}
+    with RewardPool(RewardSpec(PickledFunction.of(weighted, factor), factor), reward(timeout_s=5.0)) as pool:
         assert score(pool, "four").score == 24.0
-    with RewardPool(RewardSpec.of_callable(Judge(0.5)), reward(timeout_s=0.5)) as pool:
+    with RewardPool(RewardSpec(PickledFunction.of(Judge(0.5))), reward(timeout_s=0.5)) as pool:
         assert score(pool, "four").score == 4.5
 
 
 def test_a_function_given_as_an_object_is_under_the_same_limits_and_errors():
-    with RewardPool(RewardSpec.of_callable(Judge(0.5)), reward(timeout_s=0.5)) as pool:
+    with RewardPool(RewardSpec(PickledFunction.of(Judge(0.5))), reward(timeout_s=0.5)) as pool:
         assert score(pool, "sleep").status == "timeout"
         error = score(pool, "raise").error
     assert error.endswith("ZeroDivisionError: by the user")
@@ -496,7 +552,7 @@ def test_a_function_of_a_module_that_its_processes_do_not_find_is_told_at_start(
     module = ModuleType("made_up_in_memory")
     module.judge, judge.__module__, judge.__qualname__ = judge, module.__name__, "judge"
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    pool = RewardPool(RewardSpec.of_callable(judge), reward())
+    pool = RewardPool(RewardSpec(PickledFunction.of(judge)), reward())
     with pytest.raises(RewardFunctionError, match="No module named 'made_up_in_memory'.*PYTHONPATH"):
         pool.start()
 
@@ -508,10 +564,10 @@ def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out():
             return client.fileno()
 
         with pytest.raises(RewardFunctionError, match=r"judge of .*can't be sent.*socket.*Open clients(?s:.*)\.path"):
-            RewardSpec.of_callable(judge)
+            PickledFunction.of(judge)
     with pytest.raises(RewardFunctionError, match="<lambda> of .* does not take data_source"):
-        RewardSpec.of_callable(lambda solution_str: 1.0)
+        PickledFunction.of(lambda solution_str: 1.0)
     with pytest.raises(RewardFunctionError, match="Judge of .* is a class"):
-        RewardSpec.of_callable(Judge)
+        PickledFunction.of(Judge)
     with pytest.raises(RewardFunctionError, match=r"is 'score\.py', which can't be called: .*custom_reward_function"):
-        RewardSpec.of_callable("score.py")
+        PickledFunction.of("score.py")

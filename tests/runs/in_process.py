@@ -23,7 +23,7 @@ from hrl.models.tokenizer import load_tokenizer
 from hrl.preflight.given import Given
 from hrl.report.console import Display
 from hrl.report.reporter import RunReporter
-from hrl.reward.loop import RewardLoop
+from hrl.reward.actor import RewardLoop
 from hrl.single_controller.dispatch import BatchRows, RankCall
 from hrl.single_controller.transport import pack_batch, pack_result, unpack_batch, unpack_result
 from hrl.single_controller.worker import RankEnv, RayClassWithInitArgs

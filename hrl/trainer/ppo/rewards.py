@@ -14,9 +14,9 @@ import numpy as np
 from hrl.batching.planner import lengths_of
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
-from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, Weighting, combine_scores
+from hrl.reward.actor import RewardActor, RewardError
+from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, combine_scores
 from hrl.reward.function import RewardSpec
-from hrl.reward.loop import RewardActor, RewardError
 from hrl.reward.pool import RewardRow
 from hrl.workers.rollout.base import sample_keys
 
@@ -48,16 +48,9 @@ class RewardService:
         reward = config.reward
         self._deadline_s = config.trainer.timeouts.call_s
         self._max_response_tokens = config.data.max_response_length
-        overlong = reward.overlong_buffer
-        self._has_overlong = overlong.enable
+        self._reward = reward
         self.shaping = RewardShaping(reward.shaping)
-        self._weighting = Weighting(
-            function=reward.function_weight,
-            model=reward.reward_model.weight,
-            overlong_buffer_tokens=overlong.len if overlong.enable else 0,
-            overlong_factor=overlong.penalty_factor,
-        )
-        self._has_model, self._model_path = config.needs_reward_model, reward.reward_model.model_path
+        self._has_model = config.needs_reward_model
         self._round = 0
         self._title, self._validates = "no step", False
         self._loop: RewardActor | None = None
@@ -130,24 +123,16 @@ class RewardService:
                 model_scores,
                 lengths_of(batch)[1],
                 self._max_response_tokens,
-                self._weighting,
+                self._reward,
                 None if self._validates else self.shaping,
             )
         except NonFiniteScoreError as error:
             uid, sample = sample_keys(batch)[error.row]
-            if error.source != "reward model's score":
-                raise RewardError(
-                    f"the {error.source} is {error.score} in {self._title}: uid {uid}, sample {sample}. Lower "
-                    "reward.function_weight or reward.reward_model.weight, or the function's scores"
-                ) from error
-            raise RewardError(
-                f"the reward model {self._model_path} scored {error.score} in {self._title}: uid {uid}, sample "
-                f"{sample}. Check the model on its own, or in float32 (reward.reward_model.model.fsdp_config.dtype)"
-            ) from error
+            raise RewardError(f"{error.what} in {self._title}: uid {uid}, sample {sample}. {error.way_out}") from error
         for row, part in enumerate(parts):
             if model_scores is not None:
                 part["reward_model"] = float(model_scores[row])
-            if self._has_overlong:
+            if self._reward.overlong_buffer.enable:
                 part["overlong"] = float(combined.overlong[row])
         batch.non_tensor_batch["reward_parts"] = np.fromiter(parts, dtype=object, count=len(parts))
         batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]

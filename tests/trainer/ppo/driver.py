@@ -19,8 +19,9 @@ from hrl.protocol import DataProto
 from hrl.report.console import RunConsole
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
-from hrl.reward.combine import CombinedScores, RewardShaping, Weighting, combine_scores
+from hrl.reward.combine import CombinedScores, RewardShaping, combine_scores
 from hrl.trainer.kinds import KINDS
+from tests.reward.settings import reward
 
 FUNCTION_SCORES = [1.0, None, 0.0]
 
@@ -153,7 +154,7 @@ class Rewards:
     def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
         model = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
         combined = combine_scores(
-            self.scores_of(batch), model, torch.full((len(batch),), 2), 2, Weighting(function=10.0)
+            self.scores_of(batch), model, torch.full((len(batch),), 2), 2, reward(function_weight=10.0)
         )
         batch.non_tensor_batch["reward_parts"] = np.array(self.parts_of(batch), dtype=object)
         batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]

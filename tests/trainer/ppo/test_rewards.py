@@ -14,8 +14,8 @@ from hrl.config import compose_cli
 from hrl.config.reward import RewardConfig
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
-from hrl.reward.function import RewardFunctionError, RewardSpec
-from hrl.reward.loop import RewardBatch, RewardError
+from hrl.reward.actor import RewardBatch, RewardError
+from hrl.reward.function import PickledFunction, RewardFunctionError, RewardSpec, UserFile
 from hrl.reward.pool import RewardOutcome, RewardRow
 from hrl.trainer.ppo.rewards import RewardService
 
@@ -139,14 +139,14 @@ def test_the_function_is_named_by_where_it_lies_not_from_where_the_run_was_start
 ) -> None:
     monkeypatch.chdir(tmp_path)
     RewardService(compose_cli(["reward.custom_reward_function.path=mine.py"]), ())
-    assert loops[0].spec.path == str(tmp_path / "mine.py")
+    assert loops[0].spec.source == UserFile(str(tmp_path / "mine.py"))
 
 
 def test_a_function_given_as_an_object_takes_the_place_of_the_file_and_gets_its_arguments(loops: list[Loop]) -> None:
     keys = "reward.custom_reward_function"
     RewardService(compose_cli([f"{keys}.reward_kwargs={{base: 2}}"]), ("sums",), pow_of_length)
     spec = loops[0].spec
-    assert (spec.pickled is None, spec.kwargs, spec.data_sources) == (False, {"base": 2}, ("sums",))
+    assert isinstance(spec.source, PickledFunction) and spec.kwargs == {"base": 2}
     with pytest.raises(RewardFunctionError, match=f"mine.py by {keys}.path; leave one of the two out"):
         RewardService(compose_cli([f"{keys}.path=mine.py"]), (), pow_of_length)
 
@@ -161,7 +161,7 @@ def test_a_reward_model_that_gives_no_number_is_named_with_the_sample() -> None:
     batch = sampled(rm_scores=torch.tensor([1.0, 2.0, float("nan")]))
     batch.non_tensor_batch["sample_index"] = np.array([0, 1, 2], dtype=object)
     assert service.begin(batch, 7, validate=False) is None, "no sample is sent to a function that nobody has"
-    with pytest.raises(RewardError, match="reward model some/model scored nan in step 7: uid a, sample 2"):
+    with pytest.raises(RewardError, match="score of the reward model some/model is nan in step 7: uid a, sample 2"):
         service.collect(batch, StepMetrics())
 
 

@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -25,7 +26,7 @@ from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.processes.lifetime import die_with_parent
 from hrl.reward.function import RewardSpec
-from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
+from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow, Status
 from hrl.single_controller.worker_errors import cause_of, death_reason, is_death
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ logger = logging.getLogger(__name__)
 
 MAX_FAILED_SHARE = 0.1
 _FAILURES = ("error", "timeout", "crash")
+_COUNTED: dict[str, Status] = {
+    "reward/num_errors": "error",
+    "reward/num_timeouts": "timeout",
+    "reward/num_crashes": "crash",
+    "reward/num_skipped": "skip",
+    "reward/num_unscorable": "unscorable",
+}
 _ANSWER_TIMEOUT_S = 120.0
 _SHUTDOWN_TIMEOUT_S = 10.0
 _MARGIN_S = 10.0
@@ -60,6 +68,7 @@ class RewardBatch:
 
 @dataclass
 class _Step:
+    number: int
     title: str
     rows: dict[Hashable, RewardRow]
     submitted: dict[Hashable, Future[RewardOutcome]] = field(default_factory=dict)
@@ -84,7 +93,7 @@ class RewardLoop:
         self._on_error = reward.on_error
         self._pool = RewardPool(spec, reward)
         self._changed = threading.Condition()
-        self._steps: dict[int, _Step] = {}
+        self._step: _Step | None = None
         self._refused: list[str] = []
         self._given_up: int | None = None  # the step that `collect` last raised for
 
@@ -113,9 +122,8 @@ class RewardLoop:
             if by_key.setdefault(row.key, row) is not row:
                 raise ValueError(f"two samples of {title} have the key {row.key!r}")
         with self._changed:
-            for old in [number for number in self._steps if number != step]:
-                self._drop(old)
-            self._steps[step] = _Step(title, by_key)
+            self._drop()
+            self._step = _Step(step, title, by_key)
 
     def submit(self, step: int, key: Hashable, solution_str: str) -> None:
         """Queue a finished sample for scoring.
@@ -124,15 +132,23 @@ class RewardLoop:
         isn't plain data) is therefore reported by the next `collect`.
         """
         with self._changed:
-            state = self._steps.get(step)
+            state = self._running(step)
             if state is None:
-                self._refuse(step, key, f"step {step} was not begun, or is collected already")
+                if step != self._given_up:  # late samples of a step that `collect` raised for need no report
+                    self._refuse(f"step {step}", key, f"step {step} was not begun, or is collected already")
             elif key not in state.rows:
-                self._refuse(step, key, "the sample was not announced")
+                self._refuse(state.title, key, "the sample was not announced")
             elif key in state.submitted:
-                self._refuse(step, key, "the sample was submitted twice")
+                self._refuse(state.title, key, "the sample was submitted twice")
             else:
-                self._hand_on(step, state, key, solution_str)
+                row = state.rows[key]
+                name = f"sample {_show(key)} of {state.title} (data source {row.data_source!r})"
+                try:
+                    future = state.submitted[key] = self._pool.submit(row, solution_str, name)
+                except (ValueError, RuntimeError) as error:  # not plain data; or the processes have ended
+                    self._refuse(state.title, key, str(error))
+                else:
+                    future.add_done_callback(functools.partial(self._note, state, key))
 
     def collect(self, step: int, deadline_s: float) -> RewardBatch:
         """Wait until every announced sample is scored.
@@ -147,9 +163,9 @@ class RewardLoop:
         """
         end = time.monotonic() + deadline_s
         with self._changed:
-            if step not in self._steps:
+            state = self._running(step)
+            if state is None:
                 raise KeyError(f"step {step} was not begun, or is collected already")
-            state = self._steps[step]
             try:
                 while len(state.outcomes) < len(state.rows):
                     self._check_failures(state)
@@ -162,7 +178,7 @@ class RewardLoop:
                 self._given_up = step
                 raise
             finally:
-                self._drop(step)
+                self._drop()
         return RewardBatch(tuple(outcomes), reward_metrics(outcomes))
 
     def shutdown(self) -> None:
@@ -178,25 +194,18 @@ class RewardLoop:
 
     # ------------------------------------------------------------------ under the lock
 
-    def _hand_on(self, step: int, state: _Step, key: Hashable, solution_str: str) -> None:
-        row = state.rows[key]
-        name = f"sample {_show(key)} of {state.title} (data source {row.data_source!r})"
-        try:
-            future = state.submitted[key] = self._pool.submit(row, solution_str, name)
-        except (ValueError, RuntimeError) as error:  # not plain data; or the processes have ended
-            self._refuse(step, key, str(error))
-        else:
-            future.add_done_callback(functools.partial(self._note, state, key))
+    def _running(self, step: int) -> _Step | None:
+        return self._step if self._step is not None and self._step.number == step else None
 
-    def _refuse(self, step: int, key: Hashable, reason: str) -> None:
-        if step != self._given_up:  # late samples of a step that `collect` raised for need no report
-            title = self._steps[step].title if step in self._steps else f"step {step}"
-            self._refused.append(f"{_show(key)} of {title}: {reason}")
-            self._changed.notify_all()
+    def _refuse(self, title: str, key: Hashable, reason: str) -> None:
+        self._refused.append(f"{_show(key)} of {title}: {reason}")
+        self._changed.notify_all()
 
-    def _drop(self, step: int) -> None:
-        for future in self._steps.pop(step).submitted.values():
-            future.cancel()  # affects queued samples; running ones end at their deadline
+    def _drop(self) -> None:
+        if self._step is not None:
+            for future in self._step.submitted.values():
+                future.cancel()  # affects queued samples; running ones end at their deadline
+        self._step = None
 
     def _note(self, state: _Step, key: Hashable, future: Future[RewardOutcome]) -> None:
         """Record an outcome from the pool's thread, and wake `collect` if it may be done."""
@@ -213,7 +222,7 @@ class RewardLoop:
         refused, self._refused = self._refused, []
         if refused:
             raise RewardError(
-                f"{self._spec.title} could not be given {len(refused)} sample(s). The first, {refused[0]}"
+                f"{self._spec.source.title} could not be given {len(refused)} sample(s). The first, {refused[0]}"
             )
         allowed = 0 if self._on_error == "raise" else int(MAX_FAILED_SHARE * len(state.rows))
         if len(state.failed) <= allowed:
@@ -224,7 +233,7 @@ class RewardLoop:
         which = f"sample {_show(key)} (data source {state.rows[key].data_source!r})"
         share = f"{len(state.failed)} of {len(state.rows)} samples of {state.title}"
         raise RewardError(
-            f"{self._spec.title} failed on {share} ({policy}). The first, {which}, {first.status}: {first.error}"
+            f"{self._spec.source.title} failed on {share} ({policy}). The first, {which}, {first.status}: {first.error}"
         )
 
 
@@ -242,17 +251,9 @@ def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
 
     `reward/num_unscorable` counts responses that a built-in function failed on and scored as wrong answers.
     """
-    metrics = {
-        name: Metric.total(sum(outcome.status == status for outcome in outcomes))
-        for name, status in (
-            ("reward/num_errors", "error"),
-            ("reward/num_timeouts", "timeout"),
-            ("reward/num_crashes", "crash"),
-            ("reward/num_skipped", "skip"),
-        )
-    }
-    metrics["reward/num_unscorable"] = Metric.total(sum(outcome.unscorable is not None for outcome in outcomes))
-    metrics["reward/num_retries"] = Metric.total(sum(max(0, outcome.attempts - 1) for outcome in outcomes))
+    counts = Counter(outcome.status for outcome in outcomes)
+    metrics = {name: Metric.total(counts[status]) for name, status in _COUNTED.items()}
+    metrics["reward/num_retries"] = Metric.total(sum(outcome.attempts - 1 for outcome in outcomes))
     durations = [outcome.duration_s for outcome in outcomes]
     metrics["reward/call_s_mean"] = Metric.mean(sum(durations), len(durations))
     metrics["reward/call_s_max"] = Metric.max(max(durations, default=0.0))
@@ -279,9 +280,9 @@ class _Actor(RewardLoop):
         die_with_parent()  # the parent is the raylet, which ends with the driver; the kernel is faster than Ray here
         super().__init__(spec, reward)
 
-    def where(self) -> tuple[int, str]:
-        """Return the ids of this process and of its node."""
-        return os.getpid(), ray.get_runtime_context().get_node_id()
+    def process_id(self) -> int:
+        """Return the id of this process."""
+        return os.getpid()
 
 
 class RewardActor:
@@ -293,15 +294,13 @@ class RewardActor:
 
     Attributes:
         handle: Handle for workers to send samples with `handle.submit.remote(step, key, text)`, without awaiting it.
-        scheduling: Strategy that pins the actor to this node.
-        pid, node_id: Ids of the actor's process and node, once started.
+        pid: Id of the actor's process, once started.
     """
 
     def __init__(self, spec: RewardSpec, reward: RewardConfig) -> None:
-        self.scheduling = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-        actor = ray.remote(num_cpus=0, max_concurrency=_CONCURRENT_CALLS, scheduling_strategy=self.scheduling)(_Actor)
-        self.handle = actor.remote(spec, reward)
-        self.pid, self.node_id = -1, ""
+        options = {"num_cpus": 0, "max_concurrency": _CONCURRENT_CALLS, "scheduling_strategy": _on_this_node()}
+        self.handle = ray.remote(**options)(_Actor).remote(spec, reward)
+        self.pid = -1
 
     def start(self) -> None:
         """Start the processes.
@@ -310,7 +309,7 @@ class RewardActor:
             RewardFunctionError: The function can't be loaded.
             RewardError: The actor died or did not answer, as in every other call.
         """
-        self.pid, self.node_id = self._call("where")
+        self.pid = self._call("process_id")
         self._call("start")
 
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
@@ -351,3 +350,7 @@ class RewardActor:
                 "`dmesg` for the kernel's out-of-memory killer. If that was it, lower reward.num_workers, or give the "
                 "driver's node more memory"
             ) from error
+
+
+def _on_this_node() -> NodeAffinitySchedulingStrategy:
+    return NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)

@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from hrl.reward.function import RewardSpec
-from hrl.reward.loop import RewardError, RewardLoop
+from hrl.reward.actor import RewardError, RewardLoop
+from hrl.reward.function import BuiltIn, RewardSpec, UserFile
 from hrl.reward.pool import RewardRow
 from tests.reward.settings import reward
 
@@ -33,18 +33,18 @@ def function_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def strict(function_file):
-    with RewardLoop(RewardSpec(function_file), reward(num_workers=2, timeout_s=2.0)) as loop:
+    with RewardLoop(RewardSpec(UserFile(function_file)), reward(num_workers=2, timeout_s=2.0)) as loop:
         yield loop
 
 
 @pytest.fixture(scope="module")
 def lenient(function_file):
-    spec = RewardSpec(function_file)
+    spec = RewardSpec(UserFile(function_file))
     with (
         pytest.MonkeyPatch.context() as patch,
         RewardLoop(spec, reward(num_workers=2, timeout_s=1.0, on_error="skip")) as loop,
     ):
-        patch.setattr("hrl.reward.loop.MAX_FAILED_SHARE", 0.5)
+        patch.setattr("hrl.reward.actor.MAX_FAILED_SHARE", 0.5)
         yield loop
 
 
@@ -153,7 +153,7 @@ def test_wrong_keys_and_steps_are_refused(strict):
 
 def test_responses_that_break_a_built_in_function_do_not_stop_a_strict_run_and_are_counted():
     endless, right = r"\boxed{10^{10^{10}}}", r"\boxed{3}"
-    with RewardLoop(RewardSpec(data_sources=("math_verify",)), reward(timeout_s=20.0)) as loop:
+    with RewardLoop(RewardSpec(BuiltIn(("math_verify",))), reward(timeout_s=20.0)) as loop:
         loop.begin(1, [RewardRow(index, "math_verify", "3") for index in range(3)])
         for index, text in enumerate((endless, right, endless)):
             loop.submit(1, index, text)

@@ -7,8 +7,8 @@ from datetime import date
 import pytest
 import ray
 
-from hrl.reward.function import RewardSpec
-from hrl.reward.loop import RewardActor, RewardError
+from hrl.reward.actor import RewardActor, RewardError, _on_this_node
+from hrl.reward.function import RewardSpec, UserFile
 from hrl.reward.pool import RewardRow
 from tests.processes.process_table import still_alive
 from tests.reward.settings import reward
@@ -33,7 +33,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 def spec(tmp_path_factory):
     file = tmp_path_factory.mktemp("reward") / "mine.py"
     file.write_text(FUNCTION)
-    return RewardSpec(str(file))
+    return RewardSpec(UserFile(str(file)))
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +64,9 @@ def test_samples_sent_without_awaiting_an_answer_are_scored(actor):
 
 def test_it_runs_on_the_drivers_node_and_nowhere_else(actor):
     here = ray.get_runtime_context().get_node_id()
-    assert actor.node_id == here
-    assert actor.scheduling.node_id == here and actor.scheduling.soft is False
+    assert ray.get(actor.handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())) == here
+    strategy = _on_this_node()
+    assert (strategy.node_id, strategy.soft) == (here, False)
 
 
 def test_a_failing_sample_is_the_loops_own_error_and_names_what_was_scored(actor):
