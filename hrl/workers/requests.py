@@ -141,14 +141,14 @@ class Training:
     Attributes:
         optim: Optimizer and schedule.
         grad_clip: Largest global gradient norm.
-        total_steps: Length of the run in optimizer steps, for schedules that need it.
+        total_steps: Length of the run in optimizer steps, for the learning rate's schedule.
         seed: Of the run, by which bfloat16 masters are rounded.
         run_folder: Where batches are kept whose loss or gradient is not finite; `None` outside of a run.
     """
 
     optim: OptimConfig
     grad_clip: float
-    total_steps: int | None
+    total_steps: int
     seed: int
     run_folder: Path | None
 

@@ -97,7 +97,7 @@ def build_engine(
         load,
         PackedCausalLM,
         share_prefix=True,
-        training=Training(optim=optim, grad_clip=1.0, total_steps=None, seed=0, run_folder=None) if trained else None,
+        training=Training(optim=optim, grad_clip=1.0, total_steps=1, seed=0, run_folder=None) if trained else None,
         fsdp=SimpleNamespace(
             dtype="bf16",
             model_dtype=masters,

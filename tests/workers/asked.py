@@ -36,7 +36,7 @@ def training(
     if learner is None:
         return None
     return Training(
-        optim=learner.optim, grad_clip=learner.grad_clip, total_steps=total_steps, seed=seed, run_folder=folder
+        optim=learner.optim, grad_clip=learner.grad_clip, total_steps=total_steps or 1, seed=seed, run_folder=folder
     )
 
 

@@ -25,8 +25,8 @@ from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch, TokenRows, Wanted, pack_micro_batch, take_columns
 from hrl.workers.engine.checkpoint import CONTENTS, load_state, save_state
 from hrl.workers.engine.host_memory import HostCopies, local
-from hrl.workers.engine.nonfinite import SkippedStep, Symptoms, names_of_nonfinite, skip
-from hrl.workers.engine.optim import Optimizer, StepReport
+from hrl.workers.engine.nonfinite import SkippedStep, skip
+from hrl.workers.engine.optim import Optimizer, StepReport, names_of_nonfinite
 from hrl.workers.engine.sharding import build_mesh, build_sharded, keeps_cast_parameters
 from hrl.workers.engine.weights import PREFIX, ParamSpec, export_hf, iter_full_params, param_specs
 
@@ -142,15 +142,7 @@ class Engine:
         else:
             parameters = self.module.named_parameters()
             self.frozen = frozenset(name for name, parameter in parameters if not parameter.requires_grad)
-            self.optimizer = Optimizer(
-                self.module,
-                training.optim,
-                training.grad_clip,
-                training.total_steps,
-                device=device,
-                offload=movable and fsdp.optimizer_offload,
-                seed=training.seed,
-            )
+            self.optimizer = Optimizer(self.module, training, device=device, offload=movable and fsdp.optimizer_offload)
         self.host_copies = HostCopies(self.module, device) if movable and fsdp.param_offload else None
         self._keeps_cast = keeps_cast_parameters(self.mesh.size(), device, fsdp.reshard_after_forward)
         self._is_changed = False
@@ -302,16 +294,18 @@ class Engine:
         self, report: StepReport, update: str, index: int, batch: DataProto, request: Update[RankPlan], meter: Meter
     ) -> None:
         weights = {name: local(parameter.detach()) for name, parameter in self.module.named_parameters()}
-        symptoms = Symptoms(
-            report.grad_norm,
-            report.lr,
-            report.losses,
-            names_of_nonfinite(meter.collected()),
-            report.nonfinite_gradients,
-            names_of_nonfinite(weights),
-        )
         optimizer, training = self._trained
-        skipped = SkippedStep(update, request, index, optimizer.skipped_in_a_row, batch, training, symptoms)
+        skipped = SkippedStep(
+            update,
+            request,
+            index,
+            optimizer.skipped_in_a_row,
+            batch,
+            training,
+            report,
+            metrics=names_of_nonfinite(meter.collected()),
+            weights=names_of_nonfinite(weights),
+        )
         skip(skipped, training.run_folder)
 
     def _keep_gathered(self, keep: bool) -> None:

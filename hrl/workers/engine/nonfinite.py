@@ -11,9 +11,7 @@ and `prompt_lengths` and `response_lengths` say where rows end. `micro_batch` sa
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from pydantic_core import to_json
 from safetensors.torch import save
 from torch import Tensor
 
 from hrl.batching.plan import MiniBatchPlan
 from hrl.errors import HrlError
+from hrl.workers.engine.optim import StepReport, names_of_nonfinite
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
@@ -50,27 +50,6 @@ class NonFiniteStepError(HrlError, RuntimeError):
 
 
 @dataclass(frozen=True)
-class Symptoms:
-    """What was seen of a step that is not finite, on this rank.
-
-    Attributes:
-        grad_norm: Of all ranks.
-        lr: The rate the step would have been taken with.
-        losses: Of each micro-batch, its share of the mini-batch's loss.
-        metrics: Names of the update's metrics that are not finite by now.
-        gradients: Names of parameters whose gradient is not finite.
-        weights: Names of parameters that are not finite themselves.
-    """
-
-    grad_norm: float
-    lr: float
-    losses: tuple[float, ...]
-    metrics: tuple[str, ...]
-    gradients: tuple[str, ...]
-    weights: tuple[str, ...]
-
-
-@dataclass(frozen=True)
 class SkippedStep:
     """An optimizer step that was not applied.
 
@@ -81,7 +60,9 @@ class SkippedStep:
         in_a_row: Skipped steps up to and with this one.
         batch: The rank's rows.
         config: How the model is trained.
-        symptoms: What was seen.
+        report: What the optimizer saw.
+        metrics: Names of the update's metrics that are not finite by now.
+        weights: Names of parameters that are not finite themselves.
     """
 
     update: str
@@ -90,7 +71,9 @@ class SkippedStep:
     in_a_row: int
     batch: DataProto
     config: Training
-    symptoms: Symptoms
+    report: StepReport
+    metrics: tuple[str, ...]
+    weights: tuple[str, ...]
 
     @property
     def step(self) -> int:
@@ -108,13 +91,6 @@ class SkippedStep:
         return f"step_{self.step}_rank_{dist.get_rank()}.{self.update}-{self.index}"
 
 
-def names_of_nonfinite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
-    """Return the names of the floating-point tensors that hold a NaN or an infinity."""
-    return tuple(
-        name for name, tensor in tensors.items() if tensor.is_floating_point() and not torch.isfinite(tensor).all()
-    )
-
-
 def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
     """Keep what a step was made of, and say so.
 
@@ -126,21 +102,21 @@ def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
         NonFiniteStepError: It is one too many in a row.
     """
     kept = None if run_folder is None else dump(skipped, run_folder / FOLDER)
-    symptoms, where = skipped.symptoms, "" if kept is None else f". This rank's rows are in {kept}"
+    report, where = skipped.report, "" if kept is None else f". This rank's rows are in {kept}"
     logger.warning(
         "step %d: mini-batch %d of update %s not applied, gradient norm %s, loss of this rank %s (%d in a row)%s",
         skipped.step,
         skipped.index,
         skipped.update,
-        symptoms.grad_norm,
-        sum(symptoms.losses),
+        report.grad_norm,
+        sum(report.losses),
         skipped.in_a_row,
         where,
     )
     if skipped.in_a_row >= MAX_IN_A_ROW:
         raise NonFiniteStepError(
             f"{skipped.in_a_row} optimizer steps in a row had a loss or gradient that is not finite (update "
-            f"{skipped.update}, gradient norm {symptoms.grad_norm}): lower the learning rate, or look at the batch's "
+            f"{skipped.update}, gradient norm {report.grad_norm}): lower the learning rate, or look at the batch's "
             f"rewards and log-probs{where}"
         )
 
@@ -155,11 +131,12 @@ def dump(skipped: SkippedStep, folder: Path) -> Path | None:
         logger.warning("%s is not kept: this rank has kept %d batches in %s", skipped.name, MAX_DUMPS, folder)
         return None
     columns = unpadded(skipped.batch, skipped.plan.micro_batches)
-    description = json.dumps(_plain(_described(skipped, columns)), indent=1) + "\n"
+    # NaN and infinity become text, which JSON has no numbers for; so does whatever else JSON lacks.
+    described = to_json(_described(skipped, columns), indent=1, inf_nan_mode="strings", fallback=_fields_or_text)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / f"{skipped.name}.safetensors", save(columns))
-        _write(folder / f"{skipped.name}.json", description.encode())
+        _write(folder / f"{skipped.name}.json", described + b"\n")
     except OSError as error:
         logger.warning("%s could not be written to %s: %s", skipped.name, folder, error)
         return None
@@ -167,7 +144,7 @@ def dump(skipped: SkippedStep, folder: Path) -> Path | None:
 
 
 def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str, Any]:
-    symptoms, uids = skipped.symptoms, skipped.batch.non_tensor_batch["uid"]
+    report, uids = skipped.report, skipped.batch.non_tensor_batch["uid"]
     return {
         "update": skipped.update,
         "step": skipped.step,
@@ -175,17 +152,17 @@ def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str,
         "skipped_in_a_row": skipped.in_a_row,
         "rank": dist.get_rank(),
         "world_size": dist.get_world_size(),
-        "grad_norm": symptoms.grad_norm,
-        "lr": symptoms.lr,
+        "grad_norm": report.grad_norm,
+        "lr": report.lr,
         "micro_batches": [
             {"loss": loss, "uids": [*uids[list(picked)]]}
-            for loss, picked in zip(symptoms.losses, skipped.plan.micro_batches, strict=True)
+            for loss, picked in zip(report.losses, skipped.plan.micro_batches, strict=True)
         ],
         "not_finite": {
             "columns": names_of_nonfinite(columns),
-            "metrics": symptoms.metrics,
-            "gradients": symptoms.gradients,
-            "weights": symptoms.weights,
+            "metrics": skipped.metrics,
+            "gradients": report.nonfinite_gradients,
+            "weights": skipped.weights,
         },
         "meta_info": skipped.batch.meta_info,
         "request": {name: value for name, value in vars(skipped.request).items() if name != "plan"},
@@ -228,17 +205,5 @@ def _write(path: Path, content: bytes) -> None:
     os.replace(temporary, path)
 
 
-def _plain(value: Any) -> Any:
-    """Return what JSON has.
-
-    Sections of the configuration as their fields, NaN and infinity as text, and so anything else.
-    """
-    if value is None or isinstance(value, str | bool | int):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "__dict__"):
-        value = vars(value)
-    return {str(key): _plain(item) for key, item in value.items()} if isinstance(value, Mapping) else str(value)
+def _fields_or_text(value: Any) -> Any:
+    return getattr(value, "__dict__", None) or str(value)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -33,10 +34,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim.adamw import adamw
 
 from hrl.workers.engine.host_memory import Lane, host_zeros_like, local
-from hrl.workers.engine.nonfinite import names_of_nonfinite
 
 if TYPE_CHECKING:
     from hrl.config.model import OptimConfig
+    from hrl.workers.requests import Training
 
 #: Elements whose moments visit the device together: 128 MiB for each of the two moments in float32.
 BUCKET_ELEMENTS = 1 << 25
@@ -48,50 +49,22 @@ _DROPPED_BITS = 16  # of a float32's 23, those that a bfloat16 lacks
 _DROPPED = (1 << _DROPPED_BITS) - 1
 
 
-@dataclass(frozen=True)
-class Schedule:
-    """Learning rate as a function of the number of optimizer steps taken.
+def learning_rate(optim: OptimConfig, total_steps: int, steps_taken: int) -> float:
+    """Return the rate of the next optimizer step: linear warm-up, then what `optim.lr_scheduler_type` says.
 
-    Attributes:
-        peak: The rate after the warm-up.
-        kind: `constant`, `cosine` or `linear`.
-        warmup_steps: Steps of linear warm-up; the first step has `peak / warmup_steps`.
-        total_steps: Steps after which cosine and linear end.
-        min_ratio: Their last rate, as a share of `peak`.
+    Args:
+        optim: The schedule's keys. The first of n warm-up steps has an n-th of `lr`.
+        total_steps: Length of the run in optimizer steps, after which cosine and linear end at `min_lr_ratio`.
+        steps_taken: Optimizer steps before this one.
     """
-
-    peak: float
-    kind: str
-    warmup_steps: int
-    total_steps: int | None
-    min_ratio: float
-
-    def __post_init__(self) -> None:
-        if self.kind not in ("constant", "cosine", "linear"):
-            raise ValueError(f"optim.lr_scheduler_type={self.kind!r} is not constant, cosine or linear")
-        if self.kind != "constant" and self.total_steps is None:
-            raise ValueError(f"optim.lr_scheduler_type={self.kind} needs the length of the run")
-
-    @classmethod
-    def of(cls, optim: OptimConfig, total_steps: int | None) -> Schedule:
-        """Return the schedule of `optim.*` for a run of `total_steps` optimizer steps."""
-        warmup = optim.lr_warmup_steps
-        if warmup < 0:
-            if optim.lr_warmup_steps_ratio > 0 and total_steps is None:
-                raise ValueError("optim.lr_warmup_steps_ratio needs the length of the run")
-            warmup = int(optim.lr_warmup_steps_ratio * (total_steps or 0))
-        return cls(optim.lr, optim.lr_scheduler_type, warmup, total_steps, optim.min_lr_ratio)
-
-    def lr(self, steps_taken: int) -> float:
-        """Return the rate of the next step."""
-        if steps_taken < self.warmup_steps:
-            return self.peak * (steps_taken + 1) / self.warmup_steps
-        if self.kind == "constant" or self.total_steps is None:
-            return self.peak
-        span = max(1, self.total_steps - self.warmup_steps)
-        progress = min(1.0, (steps_taken - self.warmup_steps) / span)
-        shape = 1.0 - progress if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-        return self.peak * (self.min_ratio + (1.0 - self.min_ratio) * shape)
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total_steps)
+    if steps_taken < warmup:
+        return optim.lr * (steps_taken + 1) / warmup
+    if optim.lr_scheduler_type == "constant":
+        return optim.lr
+    progress = min(1.0, (steps_taken - warmup) / max(1, total_steps - warmup))
+    shape = 1.0 - progress if optim.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * shape)
 
 
 @dataclass(frozen=True)
@@ -118,42 +91,29 @@ class Optimizer:
 
     Args:
         module: The sharded module. Parameters that require no gradient are left alone.
-        optim: `lr`, `betas`, `weight_decay` and the schedule's keys.
-        grad_clip: Largest global gradient norm.
-        total_steps: Length of the run in optimizer steps.
-        device: Where a step is computed; by default where the parameters are.
+        training: How it learns.
+        device: Where a step is computed.
         offload: Keep the moments in host memory.
-        seed: Of the run.
 
     Attributes:
         steps_taken: Position in the schedule.
         skipped_in_a_row: Number of steps not applied since the last one that was.
     """
 
-    def __init__(
-        self,
-        module: nn.Module,
-        optim: OptimConfig,
-        grad_clip: float,
-        total_steps: int | None,
-        *,
-        device: torch.device | None = None,
-        offload: bool = False,
-        seed: int = 0,
-    ) -> None:
-        self.schedule = Schedule.of(optim, total_steps)
-        self.grad_clip = grad_clip
+    def __init__(self, module: nn.Module, training: Training, *, device: torch.device, offload: bool = False) -> None:
+        self._training = training
         self.steps_taken = 0
         self.skipped_in_a_row = 0
         self.names = {parameter: name for name, parameter in module.named_parameters() if parameter.requires_grad}
         self.parameters: list[nn.Parameter] = list(self.names)
+        beta1, beta2 = training.optim.betas
         self.adamw = AdamW(
             self.names,
-            betas=(optim.betas[0], optim.betas[1]),
-            weight_decay=optim.weight_decay,
-            device=device or self.parameters[0].device,
+            betas=(beta1, beta2),
+            weight_decay=training.optim.weight_decay,
+            device=device,
             offload=offload,
-            seed=seed,
+            seed=training.seed,
         )
 
     def zero_grad(self) -> None:
@@ -173,15 +133,15 @@ class Optimizer:
                 parameter.grad = torch.zeros_like(parameter)
         grads = [local(p.grad) for p in self.parameters if p.grad is not None]
         norm, finite = global_norm(grads, loss, self.parameters[0])
-        lr = self.schedule.lr(self.steps_taken)
+        lr = learning_rate(self._training.optim, self._training.total_steps, self.steps_taken)
         if not finite:
             broken = {name: local(p.grad) for p, name in self.names.items() if p.grad is not None}
             self.zero_grad()
             self.skipped_in_a_row += 1
             return StepReport(norm, lr, applied=False, nonfinite_gradients=names_of_nonfinite(broken))
         self.skipped_in_a_row = 0
-        if norm > self.grad_clip:
-            torch._foreach_mul_(grads, self.grad_clip / (norm + 1e-6))
+        if norm > self._training.grad_clip:
+            torch._foreach_mul_(grads, self._training.grad_clip / (norm + 1e-6))
         self.adamw.step(lr)
         self.zero_grad()
         self.steps_taken += 1
@@ -208,17 +168,21 @@ def global_norm(grads: Sequence[Tensor], loss: Tensor, example: Tensor) -> tuple
     squares = torch.zeros((), dtype=torch.float64, device=loss.device)
     if grads:
         squares = torch.stack(torch._foreach_norm(list(grads))).double().square().sum()
-    if not isinstance(example, DTensor) or example.device_mesh.size() == 1:
-        norm, loss_sum = torch.stack([squares.sqrt(), loss.detach().double().reshape(())]).tolist()
-        return norm, math.isfinite(norm) and math.isfinite(loss_sum)
-    bad = (~torch.isfinite(loss.detach())).double().reshape(())
-    total = torch.stack([squares, bad])
-    dist.all_reduce(total)
-    # Where shards are replicated, every shard was counted once per replica.
-    replicas = example.device_mesh.size() // example.device_mesh["shard"].size()
+    total, replicas = torch.stack([squares, (~torch.isfinite(loss.detach())).double().reshape(())]), 1
+    if isinstance(example, DTensor) and example.device_mesh.size() > 1:
+        dist.all_reduce(total)
+        # Where shards are replicated, every shard was counted once per replica.
+        replicas = example.device_mesh.size() // example.device_mesh["shard"].size()
     square, num_bad = total.tolist()
     norm = math.sqrt(square / replicas)
     return norm, math.isfinite(norm) and num_bad == 0.0
+
+
+def names_of_nonfinite(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of the floating-point tensors that hold a NaN or an infinity."""
+    return tuple(
+        name for name, tensor in tensors.items() if tensor.is_floating_point() and not torch.isfinite(tensor).all()
+    )
 
 
 class _Span(NamedTuple):
@@ -270,19 +234,24 @@ class AdamW:
         self._weight_decay = weight_decay
         self._device = device
         self._seed = seed
-        self._bucket_elements = bucket_elements
         self.offload = offload
+        for parameter, name in names.items():
+            if parameter.dtype not in (torch.float32, torch.float64, torch.bfloat16):
+                raise ValueError(
+                    f"{name} is {parameter.dtype}: AdamW trains float32 and bfloat16 weights (model_dtype)"
+                )
+        dtypes = {parameter.dtype for parameter in names}
+        self._dtype = torch.float64 if dtypes == {torch.float64} else torch.float32  # of the arithmetic
+        # Weights that are updated where they lie are not cut.
+        self._bucket_elements = bucket_elements if offload or torch.bfloat16 in dtypes else sys.maxsize
         self.steps = dict.fromkeys(names, 0)
-        self.state = {parameter: self._moments(parameter, name) for parameter, name in names.items()}
+        self.state = {parameter: {moment: self._zeros_like(parameter) for moment in MOMENTS} for parameter in names}
         self._coming, self._going = Lane(device), Lane(device)
 
-    def _moments(self, parameter: nn.Parameter, name: str) -> dict[str, Tensor]:
-        wide = {torch.bfloat16: torch.float32}.get(parameter.dtype, parameter.dtype)
-        if wide not in (torch.float32, torch.float64):
-            raise ValueError(f"{name} is {parameter.dtype}: AdamW trains float32 and bfloat16 weights (model_dtype)")
+    def _zeros_like(self, parameter: nn.Parameter) -> Tensor:
         if self.offload:
-            return {moment: host_zeros_like(parameter, wide, self._device) for moment in MOMENTS}
-        return {moment: torch.zeros_like(parameter, dtype=wide, device=self._device) for moment in MOMENTS}
+            return host_zeros_like(parameter, self._dtype, self._device)
+        return torch.zeros_like(parameter, dtype=self._dtype, device=self._device)
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
@@ -290,34 +259,30 @@ class AdamW:
         moved = [p for p in self._names if p.grad is not None]
         for parameter in moved:
             self.steps[parameter] += 1
-        shards = [p for p in moved if local(p).numel() > 0]
-        if self.offload:
-            self._step_with_visiting_moments(shards, lr)
-            return
-        wide = [p for p in shards if p.dtype != torch.bfloat16]
-        if wide:
-            columns = zip(*map(self._tensors, wide), strict=True)
-            self._adamw([[local(tensor) for tensor in column] for column in columns], self._counts(wide), lr)
-        for bucket in self._buckets([p for p in shards if p.dtype == torch.bfloat16]):
-            moments = [[piece.of(self.state[piece.parameter][moment]) for piece in bucket] for moment in MOMENTS]
-            self._update(bucket, moments, self._counts([piece.parameter for piece in bucket]), lr)
+        buckets = list(self._buckets([p for p in moved if local(p).numel() > 0]))
+        counts = self._counts([piece.parameter for bucket in buckets for piece in bucket])
+        visits = self._visits(buckets) if self.offload else ((bucket, self._homes(bucket)) for bucket in buckets)
+        for bucket, moments in visits:
+            self._update(bucket, moments, counts[: len(bucket)], lr)
+            counts = counts[len(bucket) :]
 
-    def _tensors(self, parameter: nn.Parameter) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        assert parameter.grad is not None
-        return (parameter.detach(), parameter.grad, *(self.state[parameter][moment] for moment in MOMENTS))
+    def _homes(self, bucket: Sequence[_Span]) -> list[list[Tensor]]:
+        """Return a list for each moment, of views in the order of the bucket's pieces."""
+        return [[piece.of(self.state[piece.parameter][moment]) for piece in bucket] for moment in MOMENTS]
 
-    def _step_with_visiting_moments(self, parameters: Sequence[nn.Parameter], lr: float) -> None:
-        buckets = list(self._buckets(parameters))
+    def _visits(self, buckets: Sequence[list[_Span]]) -> Iterator[tuple[list[_Span], list[list[Tensor]]]]:
+        """Yield each bucket with its moments while these are on the device, where the caller updates them."""
         if not buckets:
             return
-        counts = self._counts([piece.parameter for bucket in buckets for piece in bucket])
-        slots = [self._slot(buckets) for _ in buckets[:2]]
-        visitors: list[list[list[Tensor]]] = [[] for _ in buckets]
-        gone: list[torch.cuda.Event | None] = [None] * len(buckets)
+        # One bucket is computed with while another comes or goes; the first is the largest.
+        size = sum(piece.stop - piece.start for piece in buckets[0])
+        slots = [torch.empty(len(MOMENTS), size, dtype=self._dtype, device=self._device) for _ in buckets[:2]]
+        visitors: list[list[list[Tensor]]] = []
+        gone: list[torch.cuda.Event | None] = []
 
         def fetch(index: int) -> None:
             self._coming.wait(gone[index - 2] if index > 1 else self._here())
-            visitors[index] = self._fetch(buckets[index], slots[index % 2])
+            visitors.append(self._fetch(buckets[index], slots[index % 2]))
 
         fetch(0)
         for index, bucket in enumerate(buckets):
@@ -325,56 +290,33 @@ class AdamW:
             if index + 1 < len(buckets):
                 fetch(index + 1)
             self._wait_here(arrived)
-            self._update(bucket, visitors[index], counts[: len(bucket)], lr)
-            counts = counts[len(bucket) :]
+            yield bucket, visitors[index]
             self._going.wait(self._here())
             self._store(bucket, visitors[index])
-            gone[index] = self._going.mark()
+            gone.append(self._going.mark())
         # Now the slots may go back to the allocator, and host memory may be read.
         self._wait_here(gone[-1])
         self._going.finish()
 
-    def _slot(self, buckets: Sequence[Sequence[_Span]]) -> dict[tuple[str, torch.dtype], Tensor]:
-        """Allocate memory on the device for the moments of any one bucket, by moment and dtype."""
-        sizes: dict[torch.dtype, int] = {}
-        for bucket in buckets:
-            for dtype, size in self._sizes(bucket).items():
-                sizes[dtype] = max(size, sizes.get(dtype, 0))
-        return {
-            (moment, dtype): torch.empty(size, dtype=dtype, device=self._device)
-            for dtype, size in sizes.items()
-            for moment in MOMENTS
-        }
-
-    def _sizes(self, bucket: Sequence[_Span]) -> dict[torch.dtype, int]:
-        sizes: dict[torch.dtype, int] = {}
-        for parameter, start, stop in bucket:
-            dtype = self.state[parameter][MOMENTS[0]].dtype
-            sizes[dtype] = sizes.get(dtype, 0) + stop - start
-        return sizes
-
-    def _fetch(self, bucket: Sequence[_Span], slot: Mapping[tuple[str, torch.dtype], Tensor]) -> list[list[Tensor]]:
-        """Copy a bucket's moments to the device; return a list for each moment, in the order of the pieces."""
-        visitors: list[list[Tensor]] = []
+    def _fetch(self, bucket: Sequence[_Span], slot: Tensor) -> list[list[Tensor]]:
+        """Copy a bucket's moments to the device, into `slot (moments, elements)`."""
+        homes = self._homes(bucket)
+        sizes = [home.numel() for home in homes[0]]
         with self._coming.copies():
-            for moment in MOMENTS:
-                ends: dict[torch.dtype, int] = {}
-                column = []
-                for piece in bucket:
-                    home = piece.of(self.state[piece.parameter][moment])
-                    start = ends.get(home.dtype, 0)
-                    ends[home.dtype] = start + home.numel()
-                    place = slot[moment, home.dtype][start : ends[home.dtype]]
-                    column.append(place.copy_(home, non_blocking=True))
-                visitors.append(column)
-        return visitors
+            return [
+                [
+                    place.copy_(home, non_blocking=True)
+                    for place, home in zip(memory[: sum(sizes)].split(sizes), column, strict=True)
+                ]
+                for memory, column in zip(slot, homes, strict=True)
+            ]
 
     def _store(self, bucket: Sequence[_Span], visitors: Sequence[Sequence[Tensor]]) -> None:
         """Copy a bucket's moments back to host memory."""
         with self._going.copies():
-            for moment, column in zip(MOMENTS, visitors, strict=True):
-                for piece, visitor in zip(bucket, column, strict=True):
-                    piece.of(self.state[piece.parameter][moment]).copy_(visitor, non_blocking=True)
+            for homes, column in zip(self._homes(bucket), visitors, strict=True):
+                for home, visitor in zip(homes, column, strict=True):
+                    home.copy_(visitor, non_blocking=True)
 
     def _update(
         self, bucket: Sequence[_Span], moments: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float

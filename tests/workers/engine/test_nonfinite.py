@@ -61,15 +61,15 @@ def test_the_batch_is_kept_with_what_was_not_finite(llama, tmp_path):
     record = read_strictly(tmp_path / "nonfinite" / "step_7_rank_0.actor-0.json")
     micro_batches = plan.mini_batches[0].micro_batches
     guilty = next(i for i, picked in enumerate(micro_batches) if POISONED in picked)
-    assert [part["loss"] == "nan" for part in record["micro_batches"]] == [i == guilty for i in range(3)]
+    assert [part["loss"] == "NaN" for part in record["micro_batches"]] == [i == guilty for i in range(3)]
     uids = batch.non_tensor_batch["uid"]
     assert [part["uids"] for part in record["micro_batches"]] == [[*uids[list(picked)]] for picked in micro_batches]
     found = record["not_finite"]
     assert found["columns"] == ["advantages"] and "actor/pg_loss" in found["metrics"] and found["weights"] == []
     assert set(found["gradients"]) <= set(before) and "model.model.norm.weight" in found["gradients"]
-    assert (record["step"], record["rank"], record["update"], record["grad_norm"]) == (7, 0, "actor", "nan")
+    assert (record["step"], record["rank"], record["update"], record["grad_norm"]) == (7, 0, "actor", "NaN")
     assert record["config"]["optim"] == vars(policy.loss.optim) | {"betas": [0.9, 0.999]}
-    assert record["meta_info"] == {"temperature": 1.0, "threshold": "inf", "rules": {"kinds": ["k1", None]}}
+    assert record["meta_info"] == {"temperature": 1.0, "threshold": "Infinity", "rules": {"kinds": ["k1", None]}}
     asked_for = record["request"]
     assert (asked_for["step"], asked_for["old_log_probs"], asked_for["temperature"]) == (7, "old_log_probs", 1.0)
     assert asked_for["loss"]["clip_ratio_high"] == 0.2 and "plan" not in asked_for

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hrl.workers.engine.optim import AdamW, Optimizer, Schedule, noise, round_stochastically, rounding_key
+from hrl.workers.engine.optim import AdamW, Optimizer, learning_rate, noise, round_stochastically, rounding_key
+from hrl.workers.requests import Training
 from tests.models.tiny import optim_config
 from tests.workers.engine.fake_device import DEVICE, FakeDevice
 
@@ -26,34 +27,25 @@ SHAPES = ((7, 33), (130,), (3, 5, 11), (1, 1))
     ],
 )
 def test_schedules_by_hand(kind, rates):
-    schedule = Schedule(1.0, kind, warmup_steps=2, total_steps=6, min_ratio=0.2)
-    assert [schedule.lr(step) for step in range(7)] == pytest.approx(rates)
-    assert schedule.lr(1000) == pytest.approx(rates[-1])
+    optim = optim_config(lr=1.0, lr_scheduler_type=kind, lr_warmup_steps=2, min_lr_ratio=0.2)
+    assert [learning_rate(optim, 6, step) for step in range(7)] == pytest.approx(rates)
+    assert learning_rate(optim, 6, 1000) == pytest.approx(rates[-1])
 
 
 def test_warm_up_as_a_share_of_the_run():
-    assert Schedule.of(optim_config(lr_warmup_steps=-1, lr_warmup_steps_ratio=0.25), 40).warmup_steps == 10
-    assert Schedule.of(optim_config(lr_warmup_steps=3, lr_warmup_steps_ratio=0.25), 40).warmup_steps == 3
-    assert Schedule.of(optim_config(), 40).total_steps == 40
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"lr_scheduler_type": "cosine"}, "length of the run"),
-        ({"lr_warmup_steps": -1, "lr_warmup_steps_ratio": 0.1}, "length of the run"),
-        ({"lr_scheduler_type": "step"}, "not constant"),
-    ],
-)
-def test_schedules_that_cannot_be_drawn_are_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
-        Schedule.of(optim_config(**changes), None)
+    share = optim_config(lr=1.0, lr_warmup_steps=-1, lr_warmup_steps_ratio=0.25)
+    steps = optim_config(lr=1.0, lr_warmup_steps=3, lr_warmup_steps_ratio=0.25)
+    assert [learning_rate(share, 40, step) for step in (0, 8, 9)] == pytest.approx([0.1, 0.9, 1.0])
+    assert [learning_rate(steps, 40, step) for step in (0, 1, 2)] == pytest.approx([1 / 3, 2 / 3, 1.0])
+    assert learning_rate(optim_config(lr=1.0), 40, 0) == 1.0
 
 
 def make_optimizer(grad_clip: float, **changes) -> tuple[nn.Module, Optimizer]:
     module = nn.Linear(2, 1, bias=False)
     nn.init.constant_(module.weight, 1.0)
-    return module, Optimizer(module, optim_config(lr=0.1, **changes), grad_clip, None)
+    optim = optim_config(lr=0.1, **changes)
+    training = Training(optim=optim, grad_clip=grad_clip, total_steps=1, seed=0, run_folder=None)
+    return module, Optimizer(module, training, device=CPU)
 
 
 def test_the_reported_norm_is_the_one_before_clipping():
