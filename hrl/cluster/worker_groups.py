@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -160,23 +161,20 @@ class WorkerGroups:
         for role, worker in role_worker_mapping.items():
             by_pool[manager.mapping[role]][role.value] = worker
         started: list[RayWorkerGroup] = []
-        try:
+        with ExitStack() as failed:  # then no process stays behind
             for pool, class_dict in by_pool.items():
-                started.append(
-                    worker_group_cls(
-                        resource_pool=manager.resource_pool_dict[pool],
-                        ray_cls_with_init=create_colocated_worker_cls(class_dict),
-                        name_prefix=pool,
-                        call_timeout_s=timeouts.call_s,
-                        start_timeout_s=timeouts.init_s,
-                        wait=False,
-                    )
+                group = worker_group_cls(
+                    resource_pool=manager.resource_pool_dict[pool],
+                    ray_cls_with_init=create_colocated_worker_cls(class_dict),
+                    name_prefix=pool,
+                    call_timeout_s=timeouts.call_s,
+                    start_timeout_s=timeouts.init_s,
+                    wait=False,
                 )
+                started.append(group)
+                failed.callback(group.shutdown)
             worker_group_cls.start_together(started)
-        except BaseException:  # Ctrl-C included: no process stays behind
-            for group in started:
-                group.shutdown()
-            raise
+            failed.pop_all()
         groups: dict[Role, RayWorkerGroup] = {}
         for processes, class_dict in zip(started, by_pool.values(), strict=True):
             groups |= {Role(name): group for name, group in processes.spawn(prefix_set=class_dict).items()}

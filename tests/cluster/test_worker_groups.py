@@ -50,6 +50,9 @@ class Group:
         self.asked.append((self.pool, self.roles[0], self.timeout_s))
         return SimpleNamespace(done=lambda: True, get=lambda: None)
 
+    def shutdown(self) -> None:
+        pytest.fail(f"{self.pool} was ended")
+
     def open_weight_broadcast(self, num_receivers: int, address: str) -> tuple[int, str]:
         return num_receivers, address
 
@@ -61,11 +64,15 @@ def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(merged, lambda class_dict: SimpleNamespace(roles=lambda: dict(class_dict)))
 
 
-def build(mapping: dict[Role, str], learners: tuple[Role, ...] = (Role.ActorRollout, Role.Actor)) -> WorkerGroups:
+def build(
+    mapping: dict[Role, str],
+    learners: tuple[Role, ...] = (Role.ActorRollout, Role.Actor),
+    group_cls: type[Group] = Group,
+) -> WorkerGroups:
     pools = dict.fromkeys(mapping.values())
     manager = SimpleNamespace(mapping=mapping, create_resource_pool=lambda: None, resource_pool_dict=pools)
     timeouts = TimeoutsConfig(init_s=INIT_S, call_s=1.0)
-    return WorkerGroups.start(dict.fromkeys(mapping), manager, timeouts, Group, learners)
+    return WorkerGroups.start(dict.fromkeys(mapping), manager, timeouts, group_cls, learners)
 
 
 def test_on_one_pool_the_engine_comes_last_and_deadlines_add_up() -> None:
@@ -77,6 +84,23 @@ def test_on_one_pool_the_engine_comes_last_and_deadlines_add_up() -> None:
         ("all", "rm", 3 * INIT_S),
         ("all", "actor_rollout", 4 * INIT_S),
     ]
+
+
+@pytest.mark.parametrize("failure", [WorkerError(0, "start", "b", "no room"), KeyboardInterrupt()])
+def test_a_start_that_fails_leaves_no_process_of_any_pool(failure: BaseException) -> None:
+    ended = []
+
+    class Failing(Group):
+        @classmethod
+        def start_together(cls, groups: Iterable[Group]) -> None:
+            raise failure
+
+        def shutdown(self) -> None:
+            ended.append(self.pool)
+
+    with pytest.raises(type(failure)):
+        build({Role.Actor: "a", Role.Rollout: "b"}, group_cls=Failing)
+    assert sorted(ended) == ["a", "b"]
 
 
 def test_pools_do_not_wait_for_each_other() -> None:

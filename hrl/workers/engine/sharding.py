@@ -86,11 +86,13 @@ def build_sharded(
     tied = _tied_names(module)
     module.to_empty(device=device)
     _tie(module, tied)
-    source = {} if full is None else wrap(full.model).state_dict()
-    set_model_state_dict(module, source, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+    whole = None if full is None else wrap(full.model)
+    weights = {} if whole is None else whole.state_dict()
+    set_model_state_dict(module, weights, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
     _tie(module, tied)
-    _broadcast_buffers(module, full if full is None else wrap(full.model))
-    _broadcast_conversions(loaded.model, full if full is None else full.model)
+    _broadcast_buffers(module, whole)
+    # What transformers converted when rank 0 read the weights, all ranks convert back.
+    loaded.model._weight_conversions = _broadcast_object(None if full is None else full.model._weight_conversions)
     return module, loaded if full is None else Loaded(loaded.model, full.source_config, full.fresh_head)
 
 
@@ -157,11 +159,6 @@ def _broadcast_buffers(module: nn.Module, source: nn.Module | None) -> None:
         if source is not None:
             buffer.copy_(values[name])
         dist.broadcast(buffer, src=0)
-
-
-def _broadcast_conversions(model: PreTrainedModel, source: PreTrainedModel | None) -> None:
-    """Tell all ranks what transformers converted when rank 0 read the weights."""
-    model._weight_conversions = _broadcast_object(None if source is None else source._weight_conversions)
 
 
 def _broadcast_object(value: Any) -> Any:

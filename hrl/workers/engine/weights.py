@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
@@ -78,13 +77,9 @@ def _outgoing_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 
 
 def export_hf(
-    tensors: Iterable[tuple[str, Tensor]],
-    config: PretrainedConfig,
-    folder: Path,
-    dtype: torch.dtype,
-    max_shard: str = "5GB",
+    tensors: Iterable[tuple[str, Tensor]], config: PretrainedConfig, folder: Path, dtype: torch.dtype
 ) -> None:
-    """Write a folder that transformers and vLLM load: `config.json`, its companions and safetensors.
+    """Write a folder that transformers and vLLM load: `config.json`, its companions and safetensors of at most 5 GB.
 
     Every rank takes part in gathering; rank 0 keeps the tensors and writes. Tokenizer files are left to the caller.
 
@@ -93,23 +88,17 @@ def export_hf(
         config: Of the transformers model, with `override_config` applied.
         folder: Created if missing.
         dtype: Of the tensors, for `config.json`.
-        max_shard: Size of the largest file.
     """
     writes = dist.get_rank() == 0
     kept = {}
     for name, tensor in tensors:
         if writes:
-            kept[name] = tensor.to("cpu", copy=True).contiguous()
+            kept[name] = tensor.to("cpu", copy=True)
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(config, dtype, folder)
         _copy_companions(Path(config.name_or_path), folder, has_code=bool(getattr(config, "auto_map", None)))
-        plan = split_torch_state_dict_into_shards(kept, max_shard_size=max_shard)
-        for file, names in plan.filename_to_tensors.items():
-            save_file({name: kept[name] for name in names}, folder / file, metadata={"format": "pt"})
-        if plan.is_sharded:
-            index = {"metadata": plan.metadata, "weight_map": plan.tensor_to_filename}
-            (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        save_torch_state_dict(kept, folder)
     dist.barrier()
 
 

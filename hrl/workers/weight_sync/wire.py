@@ -409,6 +409,7 @@ def _column_weights(device: torch.device) -> Tensor:
     return torch.arange(1, 1 + 2 * _ROW_WORDS, 2, dtype=torch.int64, device=device) * _COLUMN_FACTOR
 
 
+@cache  # a model has few sizes of tensors, and the weights of each are 1/8192 of its bytes
 def _row_weights(count: int, device: torch.device) -> Tensor:
     return torch.arange(2, 2 + 2 * count, 2, dtype=torch.int64, device=device) * _ROW_FACTOR
 
