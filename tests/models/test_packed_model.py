@@ -16,7 +16,7 @@ from hrl.models.head import HeadForm, head_form
 from hrl.models.ops import attention, attention_varlen
 from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.log_prob import LogitForm
-from hrl.models.packed_model import PackedCausalLM, pack_micro_batch
+from hrl.models.packed_model import PackedCausalLM, TokenRows, pack_micro_batch
 
 CPU = torch.device("cpu")
 VOCAB = 61
@@ -105,17 +105,15 @@ def build(family: str) -> tuple[nn.Module, nn.Module]:
     return model, packed
 
 
-def rows_of(prompt: np.ndarray, responses: list[np.ndarray]) -> SimpleNamespace:
-    """As much of ``TokenRows`` as packing reads: responses to one prompt, all tokens trained."""
+def rows_of(prompt: np.ndarray, responses: list[np.ndarray]) -> TokenRows:
+    """Responses to one prompt, all tokens trained."""
     width = max(map(len, responses))
     padded = np.zeros((len(responses), width), np.int64)
     trained = np.zeros((len(responses), width), bool)
     for row, response in enumerate(responses):
         padded[row, : len(response)], trained[row, : len(response)] = response, True
     lengths = np.array([len(response) for response in responses])
-    return SimpleNamespace(
-        prompts=[prompt] * len(responses), responses=padded, response_lengths=lengths, trained=trained
-    )
+    return TokenRows([prompt] * len(responses), padded, lengths, trained)
 
 
 def own_log_probs(model: nn.Module, prompt: np.ndarray, response: np.ndarray, temperature: float) -> torch.Tensor:
@@ -265,7 +263,7 @@ def test_results_are_spread_over_the_rows_and_their_gradients_gathered():
     assert flat.grad.tolist() == [1.0, 2.0, 3.0, 4.0]
 
 
-def packed_log_probs(module: PackedCausalLM, rows: SimpleNamespace, device: str) -> torch.Tensor:
+def packed_log_probs(module: PackedCausalLM, rows: TokenRows, device: str) -> torch.Tensor:
     picked = tuple(range(len(rows.prompts)))
     packed = pack_micro_batch(rows, picked, share_prefix=True, wanted="next", device=torch.device(device))
     return module(packed, 0.7, True).log_prob
