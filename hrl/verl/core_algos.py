@@ -1,7 +1,7 @@
-"""The names and signatures of `verl.trainer.ppo.core_algos` (0.9), as wrappers of :mod:`hrl.algos`.
+"""The names and signatures of `verl.trainer.ppo.core_algos` (0.9), as wrappers of `hrl.algos`.
 
 Code written against that module ports by changing the import. Nothing is computed here; deliberate differences from
-verl's results are documented in :mod:`hrl.algos`. A member of a registry is wrapped in one line, from verl's names of
+verl's results are documented in `hrl.algos`. A member of a registry is wrapped in one line, from verl's names of
 its columns and verl's defaults of its options.
 """
 
@@ -31,36 +31,53 @@ from hrl.algos.kl import kl_penalty as estimate_kl
 from hrl.algos.masked import keep
 from hrl.algos.policy_filtration import draw_rows
 from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput
-from hrl.algos.registry import Registry, Traits
+from hrl.algos.registry import ESTIMATOR_TRAITS, Registry, Traits
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import value_loss
 
 AdvantageFn = Callable[..., tuple[Tensor, Tensor]]
 PolicyLossFn = Callable[..., tuple[Tensor, dict[str, Any]]]
-Given = Mapping[str, Any]
+_Given = Mapping[str, Any]
 """The arguments of a call by verl's names, defaults filled in."""
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 
 ADV_ESTIMATOR_REGISTRY: Registry[AdvantageFn, Traits] = Registry("advantage estimator")
-"""Estimators in verl's form, to be read. :func:`register_adv_est` adds one that `algorithm.adv_estimator` may name."""
+"""Estimators in verl's form, to be read. `register_adv_est` adds one that `algorithm.adv_estimator` may name."""
+POLICY_LOSS_REGISTRY: Registry[PolicyLossFn, Traits] = Registry("policy loss")
+"""Policy losses in verl's form, to be read. `register_policy_loss` adds one that `loss_mode` may name."""
+
+_REQUIRED = Parameter.empty
+_TYPES = {"index": np.ndarray, "gamma": float, "lam": float, "rollout_is_weights": Tensor | None}
+"""Types of arguments that are not tensors and have no default that shows the type."""
 
 
 def _door(
-    compute: Callable[[Given], Result],
+    compute: Callable[[_Given], _Result],
     doc: str | None,
-    columns: str,
-    options: Mapping[str, Any],
+    returns: object,
+    arguments: Mapping[str, Any],
     *,
-    is_open: bool,
-) -> Callable[..., Result]:
-    """Return a function of these columns and options that gives all of them to `compute`; open to other keywords."""
-    parameters = [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD) for name in columns.split()]
-    parameters += [Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=value) for name, value in options.items()]
-    if is_open:
-        parameters.append(Parameter("kwargs", Parameter.VAR_KEYWORD))
-    signature = Signature(parameters)
+    is_open: bool = False,
+) -> Callable[..., _Result]:
+    """Return a function that gives all its arguments to `compute`.
 
-    def door(*args: Any, **kwargs: Any) -> Result:
+    Args:
+        compute: Takes the arguments by name.
+        doc: The docstring.
+        returns: The annotation of the result.
+        arguments: Name → default, `_REQUIRED` for none.
+        is_open: Whether the function takes other keywords too, and ignores them.
+    """
+    parameters = []
+    for name, default in arguments.items():
+        annotation = Tensor if default is _REQUIRED else Any if default is None else type(default)
+        annotation = _TYPES.get(name, annotation)
+        parameters.append(Parameter(name, Parameter.POSITIONAL_OR_KEYWORD, default=default, annotation=annotation))
+    if is_open:
+        parameters.append(Parameter("kwargs", Parameter.VAR_KEYWORD, annotation=Any))
+    signature = Signature(parameters, return_annotation=returns)
+
+    def door(*args: Any, **kwargs: Any) -> _Result:
         try:
             given = signature.bind(*args, **kwargs)
         except TypeError as error:  # which does not say whose arguments they are
@@ -74,13 +91,10 @@ def _door(
 
 
 def _option(config: Any, name: str, default: Any) -> Any:
-    """`config.<name>`; verl's default where the configuration lacks it or leaves it empty."""
+    """Return `config.<name>`, or verl's default if the configuration lacks it or leaves it empty."""
     value = getattr(config, name, None)
     return default if value is None else value
 
-
-POLICY_LOSS_REGISTRY: Registry[PolicyLossFn, Traits] = Registry("policy loss")
-"""Policy losses in verl's form, to be read. :func:`register_policy_loss` adds one that `loss_mode` may name."""
 
 # ---------------------------------------------------------------------------------------------------- advantages
 
@@ -105,6 +119,7 @@ class AdvantageEstimator(StrEnum):
 
 
 _COLUMNS = {field.name for field in fields(AdvantageInput)}
+_EPSILON: dict[str, Any] = {"epsilon": GROUP_EPSILON}
 _FIXED = {
     "epsilon": "the epsilon of a division is no option: epsilon",
     "handle_zero_tail": "where only one response of a group is left the baseline is 0: handle_zero_tail",
@@ -114,25 +129,34 @@ _FIXED = {
 
 def _estimator(
     name: AdvantageEstimator,
-    columns: str,
-    *,
     native: str | None = None,
+    *,
     is_open: bool = True,
     config_first: bool = False,
     **options: Any,
 ) -> AdvantageFn:
-    """Return the door to an estimator and put it into the registry.
+    """Return the door to an estimator and put it into the registry; its columns are those that the estimator reads.
 
     Args:
-        name: verl's.
-        columns: Arguments without a default, by verl's names.
-        native: The name in hrl, where it is another one.
-        is_open: Takes other keywords too, and ignores them.
-        config_first: `norm_adv_by_std_in_grpo` of the configuration goes before the argument.
-        options: Arguments with verl's defaults.
+        name: The estimator's name in verl.
+        native: Its name in hrl, if that is another one.
+        is_open: Whether the door takes other keywords too, and ignores them.
+        config_first: Whether `norm_adv_by_std_in_grpo` of the configuration overrides the argument.
+        options: The arguments after the columns with verl's defaults, if they are not the usual ones.
     """
+    traits = ESTIMATOR_TRAITS[native or name.value]
+    reads = {
+        "token_level_rewards": True,
+        "values": traits.needs_critic,
+        "reward_baselines": traits.needs_baseline,
+        "response_mask": True,
+        "index": traits.min_group_size > 1,
+        "old_log_probs": traits.needs_old_log_probs,
+        "sum_pi_squared": traits.needs_sum_pi_squared,
+    }
+    options = options or (_EPSILON if reads["index"] else {}) | {"config": None}
 
-    def compute(given: Given) -> tuple[Tensor, Tensor]:
+    def compute(given: _Given) -> tuple[Tensor, Tensor]:
         for option in _FIXED.keys() & options.keys():
             if given[option] != options[option]:
                 raise ValueError(f"{_FIXED[option]} is fixed at {options[option]}, got {given[option]}")
@@ -149,16 +173,18 @@ def _estimator(
         if "non_tensor_batch" in given:
             inputs["reward_parts"] = _reward_parts(given)
         advantages, returns = compute_advantages(native or name, AdvantageInput(**inputs), settings)
-        f_norm = given.get("f_norm", 1.0)  # GPG's alone, whose returns are its advantages
+        f_norm = given.get("f_norm", 1.0)  # only GPG has it; its returns are its advantages
         return (advantages, returns) if f_norm == 1.0 else (advantages / f_norm, returns / f_norm)
 
-    doc = f"See :func:`hrl.algos.advantages.{native or name}_advantage`."
-    door = ADV_ESTIMATOR_REGISTRY[name.value] = _door(compute, doc, columns, options, is_open=is_open)
+    doc = f"See `hrl.algos.advantages.{native or name}_advantage`."
+    columns = dict.fromkeys((column for column, is_read in reads.items() if is_read), _REQUIRED)
+    door = _door(compute, doc, tuple[Tensor, Tensor], columns | options, is_open=is_open)
+    ADV_ESTIMATOR_REGISTRY[name.value] = door
     return door
 
 
-def _reward_parts(given: Given) -> Tensor:
-    """Rewards `(B, K)` under the names of `config.gdpo_reward_keys`; without any the one that is trained on."""
+def _reward_parts(given: _Given) -> Tensor:
+    """Return the rewards `(B, K)` that `config.gdpo_reward_keys` names; without names, the one that is trained on."""
     rewards, columns = given["token_level_rewards"], given["non_tensor_batch"]
     keys = _option(given["config"], "gdpo_reward_keys", None)
     if not keys or columns is None:
@@ -170,38 +196,26 @@ def _reward_parts(given: Given) -> Tensor:
     return torch.stack(parts, dim=1).to(rewards.device)
 
 
-_OUTCOME = "token_level_rewards response_mask"
-_GROUP = f"{_OUTCOME} index"
-_TOKENS = f"{_GROUP} old_log_probs sum_pi_squared"
-_EPSILON: dict[str, Any] = {"epsilon": GROUP_EPSILON}
 _BY_STD: dict[str, Any] = _EPSILON | {"norm_adv_by_std_in_grpo": True, "config": None}
 _TAIL: dict[str, Any] = {"rollout_is_weights": None, "handle_zero_tail": True, "epsilon": 1e-8}
 _E = AdvantageEstimator
 
-compute_gae_advantage_return = _estimator(_E.GAE, "token_level_rewards values response_mask gamma lam", is_open=False)
-compute_grpo_outcome_advantage = _estimator(_E.GRPO, _GROUP, is_open=False, **_BY_STD)
-compute_grpo_vectorized_outcome_advantage = _estimator(
-    _E.GRPO_VECTORIZED, _GROUP, native="grpo", is_open=False, **_BY_STD
-)
-compute_grpo_passk_outcome_advantage = _estimator(_E.GRPO_PASSK, _GROUP, config_first=True, **_BY_STD)
-compute_gdpo_outcome_advantage = _estimator(_E.GDPO, _GROUP, **_BY_STD, non_tensor_batch=None, batch=None)
+compute_gae_advantage_return = _estimator(_E.GAE, is_open=False, gamma=_REQUIRED, lam=_REQUIRED)
+compute_grpo_outcome_advantage = _estimator(_E.GRPO, is_open=False, **_BY_STD)
+compute_grpo_vectorized_outcome_advantage = _estimator(_E.GRPO_VECTORIZED, "grpo", is_open=False, **_BY_STD)
+compute_grpo_passk_outcome_advantage = _estimator(_E.GRPO_PASSK, config_first=True, **_BY_STD)
+compute_gdpo_outcome_advantage = _estimator(_E.GDPO, **_BY_STD, non_tensor_batch=None, batch=None)
 # `alpha` is computed from the batch, as in verl.
-compute_gpg_outcome_advantage = _estimator(_E.GPG, _GROUP, **_EPSILON, f_norm=1.0, alpha=1.0, config=None)
-compute_rloo_outcome_advantage = _estimator(_E.RLOO, _GROUP, **_EPSILON, config=None)
-compute_rloo_vectorized_outcome_advantage = _estimator(
-    _E.RLOO_VECTORIZED, _GROUP, native="rloo", **_EPSILON, config=None
-)
-compute_opo_outcome_advantage = _estimator(_E.OPO, _GROUP, **_EPSILON, config=None)
-compute_reinforce_plus_plus_baseline_outcome_advantage = _estimator(
-    _E.REINFORCE_PLUS_PLUS_BASELINE, _GROUP, **_EPSILON, config=None
-)
-compute_reinforce_plus_plus_outcome_advantage = _estimator(_E.REINFORCE_PLUS_PLUS, _OUTCOME, config=None)
-compute_remax_outcome_advantage = _estimator(
-    _E.REMAX, "token_level_rewards reward_baselines response_mask", config=None
-)
-compute_optimal_token_baseline_advantage = _estimator(_E.OPTIMAL_TOKEN_BASELINE, _TOKENS, **_TAIL)
+compute_gpg_outcome_advantage = _estimator(_E.GPG, **_EPSILON, f_norm=1.0, alpha=1.0, config=None)
+compute_rloo_outcome_advantage = _estimator(_E.RLOO)
+compute_rloo_vectorized_outcome_advantage = _estimator(_E.RLOO_VECTORIZED, "rloo")
+compute_opo_outcome_advantage = _estimator(_E.OPO)
+compute_reinforce_plus_plus_baseline_outcome_advantage = _estimator(_E.REINFORCE_PLUS_PLUS_BASELINE)
+compute_reinforce_plus_plus_outcome_advantage = _estimator(_E.REINFORCE_PLUS_PLUS)
+compute_remax_outcome_advantage = _estimator(_E.REMAX)
+compute_optimal_token_baseline_advantage = _estimator(_E.OPTIMAL_TOKEN_BASELINE, **_TAIL)
 compute_multi_turn_optimal_token_baseline_advantage = _estimator(
-    _E.TIR_OPTIMAL_TOKEN_BASELINE, _TOKENS, native="optimal_token_baseline", **_TAIL
+    _E.TIR_OPTIMAL_TOKEN_BASELINE, "optimal_token_baseline", **_TAIL
 )
 
 
@@ -247,7 +261,7 @@ def get_adv_estimator_fn(name_or_enum: str) -> AdvantageFn:
 
 
 def compute_pf_ppo_reweight_data(data: Any, reweight_method: str = "pow", weight_pow: float = 2.0) -> Any:
-    """Return rows of a batch (`DataProto`) drawn by their scores; see :func:`hrl.algos.policy_filtration.draw_rows`.
+    """Return rows of a batch (`DataProto`) drawn by their scores; see `hrl.algos.policy_filtration.draw_rows`.
 
     Draws from torch's global generator, as verl's does. Rows without a trained token are never drawn.
     """
@@ -266,19 +280,19 @@ def compute_rewards(token_level_scores: Tensor, old_log_prob: Tensor, ref_log_pr
 
 
 def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """See :func:`hrl.algos.kl.kl_penalty`, whose `kind` is called `kl_penalty` here."""
+    """See `hrl.algos.kl.kl_penalty`, whose `kind` is called `kl_penalty` here."""
     return estimate_kl(logprob, ref_logprob, kl_penalty)
 
 
 def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-    """Return the estimate of :func:`hrl.algos.kl.kl_penalty` with its own gradient: `+` is left out of the name."""
+    """Return the estimate of `hrl.algos.kl.kl_penalty` with its own gradient: `+` is left out of the name."""
     return estimate_kl(logprob, ref_logprob, kl_penalty.removesuffix("+"))
 
 
 # ---------------------------------------------------------------------------------------------------- losses
 
-PER_TOKEN = "none"
-"""The `loss_agg_mode` under which :func:`agg_loss` leaves the loss per token."""
+_PER_TOKEN = "none"
+"""The `loss_agg_mode` under which `agg_loss` leaves the loss per token."""
 
 
 def agg_loss(
@@ -290,7 +304,7 @@ def agg_loss(
     global_batch_size: int | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """See :func:`hrl.algos.aggregation.aggregate`.
+    """See `hrl.algos.aggregation.aggregate`.
 
     Args:
         loss_mat: `(B, R)`.
@@ -304,7 +318,7 @@ def agg_loss(
     Raises:
         ValueError: Several ranks and no global count.
     """
-    if loss_agg_mode == PER_TOKEN:
+    if loss_agg_mode == _PER_TOKEN:
         return keep(loss_mat, loss_mask)
     needed = batch_num_tokens if loss_agg_mode == "token-mean" else global_batch_size
     if dp_size > 1 and needed is None and loss_agg_mode != "token-sum":
@@ -360,7 +374,7 @@ def _settings(config: Any, defaults: dict[str, Any]) -> Any:
     return _section(config, _ACTOR | defaults, policy_loss=constants)
 
 
-def _reduced(output: PolicyLossOutput, mask: Tensor, given: Given, **metrics: float) -> tuple[Tensor, dict[str, Any]]:
+def _reduced(output: PolicyLossOutput, mask: Tensor, given: _Given, **metrics: float) -> tuple[Tensor, dict[str, Any]]:
     counts = _option(given["config"], "global_batch_info", {})
     loss = agg_loss(output.loss_mat, mask, given["loss_agg_mode"], **counts)
     return loss, {key: _mean(metric).item() for key, metric in output.metrics.items()} | metrics
@@ -368,21 +382,21 @@ def _reduced(output: PolicyLossOutput, mask: Tensor, given: Given, **metrics: fl
 
 def _loss_door(
     name: str,
-    compute: Callable[[Given], tuple[Tensor, dict[str, Any]]],
+    compute: Callable[[_Given], tuple[Tensor, dict[str, Any]]],
     doc: str | None,
     mode: str = "token-mean",
 ) -> PolicyLossFn:
     """Return the door to a policy loss and put it into the registry; `mode` is verl's default aggregation."""
+    columns = dict.fromkeys(("old_log_prob", "log_prob", "advantages", "response_mask"), _REQUIRED)
     options = {"loss_agg_mode": mode, "config": None, "rollout_is_weights": None}
-    columns = "old_log_prob log_prob advantages response_mask"
-    door = POLICY_LOSS_REGISTRY[name] = _door(compute, doc, columns, options, is_open=False)
+    door = POLICY_LOSS_REGISTRY[name] = _door(compute, doc, tuple[Tensor, dict[str, Any]], columns | options)
     return door
 
 
 def _policy_loss(name: str, mode: str = "token-mean", **defaults: Any) -> PolicyLossFn:
     """Return the door to a registered policy loss; `defaults` are verl's where the loss has its own."""
 
-    def compute(given: Given) -> tuple[Tensor, dict[str, Any]]:
+    def compute(given: _Given) -> tuple[Tensor, dict[str, Any]]:
         settings, mask = _settings(given["config"], defaults), given["response_mask"]
         log_prob, advantages, selected = given["log_prob"], given["advantages"], None
         if name in TOKEN_SELECTORS:
@@ -390,11 +404,11 @@ def _policy_loss(name: str, mode: str = "token-mean", **defaults: Any) -> Policy
         inp = PolicyLossInput(log_prob, given["old_log_prob"], advantages, mask, given["rollout_is_weights"], selected)
         return _reduced(native_losses.policy_loss(name, inp, settings), mask, given)
 
-    return _loss_door(name, compute, f"See :func:`hrl.algos.policy_losses.{name}`.", mode)
+    return _loss_door(name, compute, f"See `hrl.algos.policy_losses.{name}`.", mode)
 
 
-def _bypass_mode(given: Given) -> tuple[Tensor, dict[str, Any]]:
-    """See :func:`hrl.algos.bypass.bypass_loss`; `old_log_prob` is the sampler's.
+def _bypass_mode(given: _Given) -> tuple[Tensor, dict[str, Any]]:
+    """See `hrl.algos.bypass.bypass_loss`; `old_log_prob` is the sampler's.
 
     `config.policy_loss.rollout_correction` has the keys of `algorithm.rollout_correction`. Rejected tokens don't count
     in the divisor, unless the counts of the whole batch are given. As in verl, `rollout_is_weights` are not read: the
@@ -488,7 +502,7 @@ def _per_token(name: str, function: PolicyLossFn) -> native_losses.PolicyLoss:
             log_prob=inp.log_prob,
             advantages=inp.advantages,
             response_mask=inp.response_mask,
-            loss_agg_mode=PER_TOKEN,
+            loss_agg_mode=_PER_TOKEN,
             config=_ActorConfig(config),
             rollout_is_weights=inp.rollout_is_weights,
         )
@@ -559,7 +573,7 @@ def compute_value_loss(
     global_batch_size: int | None = None,
     loss_scale_factor: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`hrl.algos.value_loss.value_loss`. Gives the loss and the share of clipped tokens."""
+    """See `hrl.algos.value_loss.value_loss`. Gives the loss and the share of clipped tokens."""
     loss_mat, metrics = value_loss(vpreds, values, returns, response_mask, cliprange_value)
     counts = (dp_size, batch_num_tokens, global_batch_size, loss_scale_factor)
     return agg_loss(loss_mat, response_mask, loss_agg_mode, *counts), _mean(metrics["critic/vf_clipfrac"])
@@ -581,3 +595,13 @@ def _name_doors() -> None:
 
 
 _name_doors()
+__all__ = [
+    "ADV_ESTIMATOR_REGISTRY",
+    "POLICY_LOSS_REGISTRY",
+    "AdaptiveKLController",
+    "AdvantageFn",
+    "FixedKLController",
+    "PolicyLossFn",
+    "get_kl_controller",
+    *(name for name, value in globals().items() if name[0] != "_" and getattr(value, "__module__", "") == __name__),
+]

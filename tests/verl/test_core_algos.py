@@ -126,8 +126,23 @@ def test_signatures_are_verls(name: str) -> None:
 
 
 def test_verls_path_has_the_same_names() -> None:
-    for name in (*SIGNATURES, "AdvantageEstimator", "ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"):
+    names = {*SIGNATURES, "AdvantageEstimator", "AdvantageFn", "PolicyLossFn"}
+    names |= {"ADV_ESTIMATOR_REGISTRY", "POLICY_LOSS_REGISTRY"}
+    assert {name for name in vars(verls_path) if not name.startswith("_")} == names
+    for name in names:
         assert getattr(verls_path, name) is getattr(core_algos, name)
+
+
+def test_the_arguments_of_doors_have_types() -> None:
+    for name in SIGNATURES:
+        if name[:7] == "compute":
+            signature = inspect.signature(getattr(core_algos, name))
+            annotations = {parameter.name: parameter.annotation for parameter in signature.parameters.values()}
+            assert inspect.Signature.empty not in {*annotations.values(), signature.return_annotation}, name
+    grpo = inspect.signature(core_algos.compute_grpo_outcome_advantage)
+    types = {key: parameter.annotation for key, parameter in grpo.parameters.items()}
+    assert (types["token_level_rewards"], types["index"], types["epsilon"]) == (torch.Tensor, np.ndarray, float)
+    assert grpo.return_annotation == tuple[torch.Tensor, torch.Tensor]
 
 
 def test_the_registries_hold_what_is_found_by_name() -> None:
@@ -407,7 +422,7 @@ def test_the_forward_estimate_of_a_kl_has_its_own_gradient() -> None:
     assert torch.autograd.grad(value.sum(), logprob)[0].item() == 1.0  # of k1; k2's would be 0.5
 
 
-@pytest.mark.parametrize("name", sorted(name for name in vars(core_algos) if name.startswith("compute_")))
+@pytest.mark.parametrize("name", sorted(name for name in core_algos.__all__ if name.startswith("compute_")))
 def test_a_function_knows_its_name(name: str) -> None:
     function = getattr(verls_path, name)
     assert function.__name__ == name
