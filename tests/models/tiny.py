@@ -31,6 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
 from hrl.protocol import DataProto
+from tests.processes.warm import METHOD, warm_context
 
 VOCAB = 61
 SHAPE = {
@@ -258,7 +259,8 @@ def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args
     """Runs ``function(rank, *args)`` in ``world_size`` new processes; what each returned (tensors, numbers)."""
     folder.mkdir(parents=True)
     main = functools.partial(_rank_main, folder=str(folder), function=function, args=args)
-    mp.spawn(_call, args=(world_size, main), nprocs=world_size)
+    warm_context()
+    mp.start_processes(_call, args=(world_size, main), nprocs=world_size, start_method=METHOD)
     return [torch.load(folder / f"result-{rank}.pt", weights_only=True) for rank in range(world_size)]
 
 

@@ -1,10 +1,6 @@
 """The ledger's sums, against torch's own tracker on tensors without storage and against arithmetic by hand."""
 
-import json
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -23,8 +19,8 @@ from hrl.preflight.memory_ledger import (
     ppo_ledgers,
     too_large,
 )
+from tests.processes.warm import warm_context
 
-ROOT = Path(__file__).parents[2]
 SMALL = {
     "hidden_size": 256,
     "intermediate_size": 768,
@@ -41,11 +37,16 @@ SEVEN = Footprint(7615616512, 544997376, 544997376, 233057792, 28, 3584, 152064,
 CARD = 80e9
 
 
+def step(case):
+    from tests.trainer.fake_step import fake_step
+
+    return fake_step(*case)
+
+
 @pytest.fixture(scope="module")
 def tracked():
-    program = [sys.executable, "-m", "tests.trainer.fake_step", json.dumps(CASES)]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    with warm_context().Pool(1) as process:  # not here: a step changes modules
+        return process.map_async(step, CASES, chunksize=1).get(240)
 
 
 @pytest.mark.parametrize("case", range(len(CASES)))
@@ -53,10 +54,10 @@ def test_an_update_takes_no_more_than_the_ledger_says_and_not_much_less(tracked,
     monkeypatch.setattr(ledgers, "default_chunk", lambda device: 1 << 27)
     world, tokens, _ = CASES[case]
     fsdp = config("trainer.device=cuda").actor_rollout_ref.actor.fsdp_config.model_copy(update={"dtype": "bfloat16"})
-    size = Footprint(**tracked[case]["size"])
+    size, peak = tracked[case]
     model = ledgers._resident("actor", size, fsdp, world, tokens, "cuda", train=True, recompute=True)
     said = sum(entry.num_bytes for entry in model.update()) - model.moments  # the tracked step has no optimizer
-    assert 1.0 <= said / tracked[case]["peak"] <= 1.3
+    assert 1.0 <= said / peak <= 1.3
 
 
 def config(*overrides):

@@ -1,15 +1,12 @@
 """One optimizer step of a sharded model without storage, and how much memory torch's own tracker saw it take.
 
-`python -m tests.trainer.fake_step '[[8, 4096, {"num_hidden_layers": 4, …}], …]'` prints one JSON object per case of
-ranks, tokens and fields of a config. The process group is fake, so that a machine without a GPU can play rank 0 of any
-number of ranks; tensors have sizes and nothing in them. Attention stands in for the variable-length kernels, which keep
-queries, keys, values, output and log-sum-exps.
+To be called in a process of its own, whose modules it changes. The process group is fake, so that a machine without a
+GPU can play rank 0 of any number of ranks; tensors have sizes and nothing in them. Attention stands in for the
+variable-length kernels, which keep queries, keys, values, output and log-sum-exps.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import tempfile
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -92,9 +89,3 @@ def fake_step(world: int, tokens: int, shape: dict[str, Any]) -> tuple[Footprint
             (statistics.log_prob.sum() + statistics.entropy.sum()).backward()
     dist.destroy_process_group()
     return size, tracker.get_tracker_snapshot("peak")[DEVICE]["Total"]
-
-
-if __name__ == "__main__":
-    for world, tokens, shape in json.loads(sys.argv[1]):
-        size, peak = fake_step(world, tokens, shape)
-        sys.stdout.write(json.dumps({"size": vars(size), "peak": peak}) + "\n")

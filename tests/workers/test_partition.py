@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.models.tiny import world_of_one
 from tests.workers.partition import (
     CUTS,
+    DTYPES,
     Gradients,
     errors_of_rank,
     every_registered,
@@ -31,7 +32,6 @@ from tests.workers.partition import (
 TOLERANCE = {"float64": 1e-12, "float32": 1e-6}
 PARAMETERS = 2
 """How much more a single parameter may be off: what cancels out in a small one's gradient is of a larger one's size."""
-WORLDS = (1, 2, 4)
 
 Errors = dict[str, Tensor]
 """Squared distances ``(P,)`` by loss and cut."""
@@ -52,7 +52,7 @@ class Measured:
                 with world_of_one(), every_registered():
                     self.errors[1, dtype] = errors_of_rank(0, 1, model, self.folder, dtype)
             else:
-                self.errors |= run_worlds(WORLDS[:0:-1], model, self.folder, tuple(TOLERANCE))
+                self.errors |= run_worlds(tuple(size for size in DTYPES if size > 1), model, self.folder)
         return self.errors[ranks, dtype]
 
     def squared_norms(self, name: str) -> Tensor:
@@ -73,8 +73,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize(("ranks", "dtype"), [(ranks, dtype) for ranks in DTYPES for dtype in DTYPES[ranks]])
 def test_no_gradient_depends_on_the_cut(measured: Measured, ranks: int, dtype: str) -> None:
     broken = {}
     for case, errors in measured.of(ranks, dtype).items():
@@ -89,11 +88,11 @@ def test_no_gradient_depends_on_the_cut(measured: Measured, ranks: int, dtype: s
     assert not broken, broken
 
 
-@pytest.mark.parametrize("ranks", WORLDS)
+@pytest.mark.parametrize("ranks", DTYPES)
 def test_every_sum_is_run_in_all_cuts_and_every_member_alone(measured: Measured, ranks: int) -> None:
-    for dtype in TOLERANCE:
+    for dtype in DTYPES[ranks]:
         cases = measured.of(ranks, dtype).keys()
-        assert {f"{name}, {cut} micro-batches" for name in whole() for cut in CUTS} <= cases
+        assert {f"{name}, {cut} micro-batches" for name in whole() for cut in CUTS[ranks]} <= cases
         assert ranks > 1 or single().keys() <= {case.rsplit(", ", 1)[0] for case in cases}
 
 

@@ -17,6 +17,7 @@ from hrl.workers.weight_sync import cuda_ipc
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.tensor_parallel import FellowRank, Lead
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
+from tests.processes.warm import warm_context
 from tests.workers.weight_sync.fake_devices import FakeDevices
 
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)] + [("head", torch.bfloat16, (64, 64))]
@@ -140,7 +141,7 @@ def seeing(order: Sequence[int], fake: bool) -> Iterator[None]:
 
 def start_fellow(lead: Lead, versions: list[int], dies_at: str | None = None, *, fake: bool = True):
     """Trainer rank 1 in a process, and where its answers come from."""
-    context = multiprocessing.get_context("spawn")
+    context = warm_context() if fake else multiprocessing.get_context("spawn")  # GPUs are shown by variables
     ours, theirs = context.Pipe()
     fellow = context.Process(target=run_fellow, args=(lead.address, versions, dies_at, theirs, fake), daemon=True)
     with seeing([1, 0], fake):
@@ -151,7 +152,7 @@ def start_fellow(lead: Lead, versions: list[int], dies_at: str | None = None, *,
 @contextmanager
 def engine_of(ranks: int, *, fake: bool = True) -> Iterator[EngineTarget]:
     """An engine of so many processes."""
-    context = multiprocessing.get_context("spawn")
+    context = warm_context() if fake else multiprocessing.get_context("spawn")  # GPUs are shown by variables
     pairs = [context.Pipe() for _ in range(ranks)]
     workers = [
         context.Process(target=run_engine_worker, args=(rank, theirs, fake), daemon=True)

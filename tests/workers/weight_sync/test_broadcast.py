@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import os
 import queue
 import signal
@@ -22,6 +21,7 @@ from hrl.workers.weight_sync.broadcast import BroadcastReader, BroadcastSender, 
 from hrl.workers.weight_sync.receiver import WeightReceiver
 from hrl.workers.weight_sync.sender import WeightSync
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
+from tests.processes.warm import warm_context
 
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)]
 MANIFEST = Manifest.build(SPECS, 3000)
@@ -156,7 +156,7 @@ def run_receiver(handle: dict, buckets: int) -> None:
 
 
 def test_a_sender_that_dies_in_a_sync_is_an_error_at_the_receiver_long_before_the_deadline():
-    context = multiprocessing.get_context("spawn")
+    context = warm_context()
     ours, theirs = context.Pipe()
     trainer = context.Process(target=run_sender, args=(theirs, "layers.4.weight"), daemon=True)
     trainer.start()
@@ -177,7 +177,7 @@ def test_a_sender_that_dies_in_a_sync_is_an_error_at_the_receiver_long_before_th
 
 
 def test_a_receiver_that_dies_in_a_sync_is_named_by_the_sender_also_when_its_socket_took_the_rest():
-    context = multiprocessing.get_context("spawn")
+    context = warm_context()
     sender = BroadcastSender(MANIFEST, 1, device=torch.device("cpu"), timeout_s=60)
     engine = context.Process(target=run_receiver, args=(sender.handle(), 1), daemon=True)
     engine.start()
