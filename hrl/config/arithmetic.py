@@ -125,14 +125,14 @@ def _length_fact(config: RunConfiguration, train_rows: int | None) -> Fact:
 
 def _micro_batch_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
     row = config.data.max_prompt_length + config.data.max_response_length
-    for each in config.micro_batches():
-        tokens, rows = next(iter(each.tokens.values())), each.rows or 0
-        if each.dynamic:
+    for name, each in config.micro_batches().items():
+        tokens = each.largest(row)
+        if each.max_rows is None:
             text = f"packed up to {tokens:,} tokens per process ({count(tokens // row, 'longest sequence')})"
         else:
-            text = f"{count(rows, 'sequence')} per process (at most {rows * row:,} tokens)"
-        if each.role != "rollout":
-            yield Fact(f"micro-batch of {each.role}", text)
+            text = f"{count(each.max_rows, 'sequence')} per process (at most {tokens:,} tokens)"
+        if name not in ("log_prob", "values"):
+            yield Fact(f"micro-batch of {name}", text)
 
 
 def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:

@@ -1,6 +1,6 @@
 """Blocks shared by every model that is trained or scored: weights, optimizer, sharding, checkpoints."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, PositiveInt
 
@@ -54,6 +54,40 @@ class LogProbConfig(Section):
     )
     """Sequences in such a micro-batch, with `log_prob_use_dynamic_bsz=false`. Default:
     `actor.ppo_micro_batch_size_per_gpu`."""
+
+
+class MicroBatches(NamedTuple):
+    """How large the micro-batches of a pass may be, on every process.
+
+    Attributes:
+        max_tokens: The budget up to which they are packed; None where the number of sequences is fixed.
+        max_rows: The number of sequences (of pairs, where pairs are learnt); None where they are packed.
+        tokens_key: Key of the budget.
+        rows_key: Key of the number of sequences.
+        packs_key: Key that chooses between the two; empty where the budget counts unless a number is set.
+    """
+
+    max_tokens: int | None
+    max_rows: int | None
+    tokens_key: str
+    rows_key: str
+    packs_key: str
+
+    @classmethod
+    def of(cls, section: Section, name: str, tokens: str, rows: str, packs: str = "") -> Self:
+        """Read them from the section `name` by its keys."""
+        is_packed = getattr(section, packs) if packs else getattr(section, rows) is None
+        return cls(
+            getattr(section, tokens) if is_packed else None,
+            None if is_packed else getattr(section, rows),
+            f"{name}.{tokens}",
+            f"{name}.{rows}",
+            packs and f"{name}.{packs}",
+        )
+
+    def largest(self, longest_row: int) -> int:
+        """Return the tokens of the largest one: the budget, or a fixed number of the longest rows."""
+        return (self.max_rows or 0) * longest_row if self.max_tokens is None else self.max_tokens
 
 
 class BackboneConfig(Section):

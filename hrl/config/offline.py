@@ -6,7 +6,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from hrl.algos.registry import AGGREGATION_NAMES, PAIR_LOSS_TRAITS, pair_loss_traits
 from hrl.config.data import val_files_beside
-from hrl.config.model import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig
+from hrl.config.model import CheckpointConfig, FsdpConfig, MicroBatches, ModelConfig, OptimConfig
 from hrl.config.section import MinusOneOrMore, NameOf, Section, StrList, Unit, WholeConfig, follows, section
 from hrl.config.trainer import Frequency, RunConfig
 
@@ -106,6 +106,10 @@ class OfflineConfig(WholeConfig):
     optim: OfflineOptimConfig = section(OfflineOptimConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     trainer: OfflineRunConfig = section(OfflineRunConfig)
+
+    def micro_batches(self) -> MicroBatches:
+        """Return the micro-batches of every pass."""
+        return MicroBatches.of(self.data, "data", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
 
     @property
     def num_processes(self) -> int:

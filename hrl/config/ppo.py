@@ -1,39 +1,14 @@
 """The whole configuration of a PPO run as one typed, immutable object."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
-
 from hrl.algos.registry import estimator_traits, pair_loss_traits
-from hrl.config.actor import ActorConfig, ActorRolloutRefConfig
+from hrl.config.actor import ActorRolloutRefConfig
 from hrl.config.algorithm import AlgorithmConfig
 from hrl.config.critic import CriticConfig
 from hrl.config.data import DataConfig
-from hrl.config.model import LogProbConfig
+from hrl.config.model import MicroBatches
 from hrl.config.reward import RewardConfig
 from hrl.config.section import ACTOR, REF, RM, ROLLOUT, WholeConfig, section
 from hrl.config.trainer import TrainerConfig
-
-
-class MicroBatches(NamedTuple):
-    """How a role's rows are split into micro-batches.
-
-    Attributes:
-        role: Name of the role; `rollout` for the log-probs of the policy's own samples.
-        section: Key of the role's section.
-        dynamic: Whether micro-batches are packed up to a token budget instead of a number of rows.
-        flag: Name of the key that sets `dynamic`; empty if it follows from the number of rows.
-        tokens: Keys of the budgets → tokens per process.
-        rows: Sequences per process, if not dynamic.
-        rows_name: Name of the key of `rows`.
-    """
-
-    role: str
-    section: str
-    dynamic: bool
-    flag: str
-    tokens: dict[str, int]
-    rows: int | None
-    rows_name: str
 
 
 class PPOTrainerConfig(WholeConfig):
@@ -65,28 +40,21 @@ class PPOTrainerConfig(WholeConfig):
         """Whether a reward model is built."""
         return self.reward.reward_model.enable
 
-    def micro_batches(self) -> Iterator[MicroBatches]:
-        """Yield the micro-batch settings of every role that the run builds, the actor's first."""
-        actor, rollout, critic = self.actor_rollout_ref.actor, self.actor_rollout_ref.rollout, self.critic
-        yield _of_learner("actor", ACTOR, actor, ())
-        yield _of_scorer("rollout", ROLLOUT, rollout)
+    def micro_batches(self) -> dict[str, MicroBatches]:
+        """Return the micro-batches of every pass that the run makes: a role's, or `log_prob` and `values`."""
+        policy, critic, reward_model = self.actor_rollout_ref, self.critic, self.reward.reward_model
+        rows_of_learner = ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz")
+        learns = ("ppo_max_token_len_per_gpu", *rows_of_learner)
+        scores = ("log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz")
+        passes = {
+            "actor": MicroBatches.of(policy.actor, ACTOR, *learns),
+            "log_prob": MicroBatches.of(policy.rollout, ROLLOUT, *scores),
+        }
         if self.needs_reference:
-            yield _of_scorer("ref", REF, self.actor_rollout_ref.ref)
+            passes["ref"] = MicroBatches.of(policy.ref, REF, *scores)
         if self.needs_critic:
-            yield _of_learner("critic", "critic", critic, ("forward_max_token_len_per_gpu",))
+            passes["critic"] = MicroBatches.of(critic, "critic", *learns)
+            passes["values"] = MicroBatches.of(critic, "critic", "forward_max_token_len_per_gpu", *rows_of_learner)
         if self.needs_reward_model:
-            model = self.reward.reward_model
-            tokens = {f"{RM}.max_token_len_per_gpu": model.max_token_len_per_gpu}
-            yield MicroBatches("rm", RM, model.use_dynamic_bsz, "", tokens, model.micro_batch_size_per_gpu, "")
-
-
-def _of_learner(role: str, key: str, section: ActorConfig | CriticConfig, more: tuple[str, ...]) -> MicroBatches:
-    tokens = {f"{key}.{name}": getattr(section, name) for name in ("ppo_max_token_len_per_gpu", *more)}
-    rows = "ppo_micro_batch_size_per_gpu"
-    return MicroBatches(role, key, section.use_dynamic_bsz, "use_dynamic_bsz", tokens, getattr(section, rows), rows)
-
-
-def _of_scorer(role: str, key: str, section: LogProbConfig) -> MicroBatches:
-    tokens = {f"{key}.log_prob_max_token_len_per_gpu": section.log_prob_max_token_len_per_gpu}
-    flag, rows = "log_prob_use_dynamic_bsz", "log_prob_micro_batch_size_per_gpu"
-    return MicroBatches(role, key, section.log_prob_use_dynamic_bsz, flag, tokens, getattr(section, rows), rows)
+            passes["rm"] = MicroBatches.of(reward_model, RM, "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+        return passes

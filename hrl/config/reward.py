@@ -51,11 +51,6 @@ class RewardModelConfig(Section):
     """Sequences in one micro-batch; null fills it up to the token budget. Default: the actor's."""
     model: RewardBackboneConfig = section(RewardBackboneConfig)
 
-    @property
-    def use_dynamic_bsz(self) -> bool:
-        """Whether micro-batches are filled up to a token budget."""
-        return self.micro_batch_size_per_gpu is None
-
 
 def _overlong_zone(get: Get) -> object:
     # A fifth, as in DAPO's paper (arXiv:2503.14476, section 4.1: 4,096 of 20,480 tokens).

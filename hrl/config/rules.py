@@ -134,8 +134,8 @@ def validation_sampling_makes_sense(config: PPOTrainerConfig) -> Iterator[Proble
 def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]:
     """The token budget of a micro-batch is large enough for the longest row."""
     row = config.data.max_prompt_length + config.data.max_response_length
-    budgets = {key: tokens for each in config.micro_batches() if each.dynamic for key, tokens in each.tokens.items()}
-    too_small = {key: budget for key, budget in budgets.items() if budget < row}
+    budgets = {each.tokens_key: each.max_tokens for each in config.micro_batches().values()}
+    too_small = {key: budget for key, budget in budgets.items() if budget is not None and budget < row}
     for key, budget in _without_followers(too_small).items():
         lengths = f"{config.data.max_prompt_length} prompt + {config.data.max_response_length} response"
         what = f"is {budget} tokens, but one row may have {row} ({lengths})."
@@ -144,13 +144,12 @@ def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]
 
 def fixed_micro_batches_have_a_size(config: PPOTrainerConfig) -> Iterator[Problem]:
     """Without dynamic packing the number of rows must be given."""
-    for each in config.micro_batches():
-        # If the actor's is missing, don't report it again for passes that follow the actor.
-        follows = each.role in ("rollout", "ref") and not config.actor_rollout_ref.actor.use_dynamic_bsz
-        if each.flag and not each.dynamic and each.rows is None and not follows:
-            flag = f"{each.section}.{each.flag}"
-            what = f"needs a number of sequences, because {flag} is false."
-            yield Problem(f"{each.section}.{each.rows_name}", what, f"Set it, or {flag}=true.", (flag,))
+    for name, each in config.micro_batches().items():
+        # If the actor's is missing, don't report it again for passes that follow the actor; nor a critic's twice.
+        follows = name in ("log_prob", "ref") and not config.actor_rollout_ref.actor.use_dynamic_bsz
+        if each.max_tokens is None and each.max_rows is None and not follows and name != "values":
+            what, flag = f"needs a number of sequences, because {each.packs_key} is false.", each.packs_key
+            yield Problem(each.rows_key, what, f"Set it, or {flag}=true.", (flag,))
 
 
 def engine_holds_whole_sequences(config: PPOTrainerConfig) -> Iterator[Problem]:

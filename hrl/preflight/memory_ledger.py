@@ -265,7 +265,7 @@ def offline_ledger(config: OfflineConfig, size: Footprint, device: str) -> Ledge
     has_head = not isinstance(config, RMTrainerConfig)  # it computes log-probs
     # The reference's log-probs are those of the model before its first step, computed once before training.
     has_reference = isinstance(config, DPOTrainerConfig) and config.needs_reference
-    tokens = _tokens(data.micro_batch_size_per_gpu, data.max_token_len_per_gpu, rows * data.max_length)
+    tokens = config.micro_batches().largest(rows * data.max_length)
     recompute = config.model.enable_gradient_checkpointing
     model = _resident(
         "model", size, config.model.fsdp_config, ranks, tokens, device, train=True, recompute=recompute, head=has_head
@@ -277,11 +277,6 @@ def offline_ledger(config: OfflineConfig, size: Footprint, device: str) -> Ledge
 
 
 # ---------------------------------------------------------------------------------------------- models and engines
-
-
-def _tokens(micro_batch_rows: int | None, budget: int, longest_row: int) -> int:
-    """Return the tokens of the largest micro-batch: a fixed number of the longest rows, or the token budget."""
-    return budget if micro_batch_rows is None else micro_batch_rows * longest_row
 
 
 def _resident(
@@ -314,55 +309,25 @@ def _resident(
     )
 
 
-class _MicroBatch(NamedTuple):
-    """How a role splits its rows into micro-batches.
-
-    Attributes:
-        dynamic: Whether micro-batches have a token budget instead of a number of rows.
-        budget: The token budget.
-        rows: The number of rows.
-        prompts: Prompts of a mini-batch, each with all its samples.
-    """
-
-    dynamic: bool
-    budget: int
-    rows: int | None
-    prompts: int
-
-    def tokens(self, config: PPOTrainerConfig, ranks: int) -> int:
-        """Return the tokens of the largest micro-batch, at most the rank's part of a mini-batch with shared prompts."""
-        samples, data = config.actor_rollout_ref.rollout.n, config.data
-        sequences = -(-self.prompts * samples // ranks)
-        there = sequences * data.max_response_length + -(-sequences // samples) * data.max_prompt_length
-        longest = data.max_prompt_length + data.max_response_length
-        return min(there, _tokens(None if self.dynamic else self.rows, self.budget, longest))
+def _largest_micro_batch(config: PPOTrainerConfig, role: str, prompts: int, ranks: int) -> int:
+    """Return the tokens of a role's largest micro-batch, at most the rank's part of the samples of `prompts`."""
+    samples, data = config.actor_rollout_ref.rollout.n, config.data
+    sequences = -(-prompts * samples // ranks)
+    there = sequences * data.max_response_length + -(-sequences // samples) * data.max_prompt_length
+    longest = data.max_prompt_length + data.max_response_length
+    return min(there, config.micro_batches()[role].largest(longest))
 
 
 def _models_of(
     config: PPOTrainerConfig, roles: Iterable[str], sizes: Mapping[str, Footprint], placement: Placement, device: str
 ) -> list[ResidentModel]:
     """Return the models of the processes that hold `roles`."""
-    policy, critic, rm = config.actor_rollout_ref, config.critic, config.reward.reward_model
-    actor, ref, batch = policy.actor, policy.ref, config.data.train_batch_size
+    policy, critic = config.actor_rollout_ref, config.critic
     updates: dict[str, tuple[ActorConfig | CriticConfig, FsdpConfig, bool]] = {
-        "actor": (actor, actor.fsdp_config, policy.model.enable_gradient_checkpointing),
+        "actor": (policy.actor, policy.actor.fsdp_config, policy.model.enable_gradient_checkpointing),
         "critic": (critic, critic.model.fsdp_config, critic.model.enable_gradient_checkpointing),
     }
-    scores = {
-        "ref": (
-            ref.fsdp_config,
-            _MicroBatch(
-                ref.log_prob_use_dynamic_bsz,
-                ref.log_prob_max_token_len_per_gpu,
-                ref.log_prob_micro_batch_size_per_gpu,
-                batch,
-            ),
-        ),
-        "rm": (
-            rm.model.fsdp_config,
-            _MicroBatch(rm.use_dynamic_bsz, rm.max_token_len_per_gpu, rm.micro_batch_size_per_gpu, batch),
-        ),
-    }
+    scores = {"ref": policy.ref.fsdp_config, "rm": config.reward.reward_model.model.fsdp_config}
     models = []
     for role in roles:
         if role == "rollout":
@@ -371,17 +336,11 @@ def _models_of(
         size = sizes["actor" if name == "ref" else name]
         if name in updates:
             section, fsdp, recompute = updates[name]
-            cut = _MicroBatch(
-                section.use_dynamic_bsz,
-                section.ppo_max_token_len_per_gpu,
-                section.ppo_micro_batch_size_per_gpu,
-                section.ppo_mini_batch_size,
-            )
-            tokens, head = cut.tokens(config, ranks), name == "actor"
+            tokens, head = _largest_micro_batch(config, name, section.ppo_mini_batch_size, ranks), name == "actor"
             model = _resident(name, size, fsdp, ranks, tokens, device, train=True, recompute=recompute, head=head)
         else:
-            frozen, cut = scores[name]
-            model = _resident(name, size, frozen, ranks, cut.tokens(config, ranks), device, head=name == "ref")
+            tokens = _largest_micro_batch(config, name, config.data.train_batch_size, ranks)
+            model = _resident(name, size, scores[name], ranks, tokens, device, head=name == "ref")
         models.append(model)
     return models
 

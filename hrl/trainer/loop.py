@@ -12,7 +12,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hrl.batching.planner import lengths_of
+from hrl.batching.planner import MicroBatchLimits, lengths_of
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.shared_disk import require_all_shards, require_shared
@@ -30,6 +30,7 @@ from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from hrl.config.model import MicroBatches
     from hrl.config.outline import RunConfiguration
     from hrl.report.reporter import RunReporter
 
@@ -281,3 +282,8 @@ class TrainingLoop(ABC):
         """Return whether something that happens every `every` steps (never, if not positive) happens after this one."""
         last = self.global_steps == self.total_training_steps
         return (every > 0 and self.global_steps % every == 0) or (also_last and last)
+
+
+def limits_of(micro_batches: MicroBatches) -> MicroBatchLimits:
+    """Return the limits of a pass as planning takes them."""
+    return MicroBatchLimits(micro_batches.max_tokens, micro_batches.max_rows, micro_batches.tokens_key)

@@ -18,7 +18,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from hrl.config.model import CheckpointConfig, ForwardShardingConfig, FsdpConfig, ModelConfig
     from hrl.config.rollout import RolloutConfig
     from hrl.metrics import Metric
+    from hrl.workers.engine.engine import Engine
     from hrl.workers.policy import Policy
     from hrl.workers.requests import (
         LogProbRequest,
@@ -66,7 +67,7 @@ class ActorRolloutRefWorker(ModelWorker):
         role: One of `ROLES`.
         fsdp: How the trained or frozen model is sharded; `None` where there is none.
         training: How the model learns; `None` for a role that does not.
-        checkpoint: What is saved and loaded of a model that learns.
+        checkpoint: What is saved and loaded of a model that learns; `None` for its whole state.
         rollout: The engine's section; `None` where there is none.
         runtime: Device, threads, widths and deadlines of this process.
         model_path: Folder of the model on the driver's node.
@@ -87,14 +88,11 @@ class ActorRolloutRefWorker(ModelWorker):
         runtime: Runtime,
         model_path: str,
     ) -> None:
-        super().__init__(runtime, model_path)
+        super().__init__(model, training, checkpoint, runtime=runtime, model_path=model_path)
         if role not in ROLES:
             raise ValueError(f"role {role!r} is not one of {', '.join(ROLES)}")
-        self.model = model
         self.role = role
         self.fsdp = fsdp
-        self.training = training
-        self.checkpoint = checkpoint
         self._rollout = rollout
         self._policy: Policy | None = None
         self._host: RolloutHost | None = None
@@ -107,12 +105,19 @@ class ActorRolloutRefWorker(ModelWorker):
 
     # ------------------------------------------------------------------ set-up and state
 
+    model: ModelConfig
+
     @property
     def policy(self) -> Policy:
         """The trained or frozen model; only in roles that have one."""
         if self._policy is None:
             raise RuntimeError(f"role {self.role!r} has no model to train or score with, or init_model was not called")
         return self._policy
+
+    @property
+    def engine(self) -> Engine:
+        """The sharded policy."""
+        return self.policy.engine
 
     @property
     def host(self) -> RolloutHost:
@@ -156,7 +161,7 @@ class ActorRolloutRefWorker(ModelWorker):
         if self.role != "rollout":
             self._policy = self._build_policy()
             # vLLM refuses to start where less is free than it is to use: what may leave the device leaves it before.
-            self._policy.engine.offload()
+            self.engine.offload()
         release_cached_memory(self.device)
         if self._host is not None:
             self._host.start(timeout_s=self.runtime.init_timeout_s)
@@ -166,7 +171,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
         if self.fsdp is None:
             raise RuntimeError(f"role {self.role!r} has a model, and was built without fsdp settings")
-        return Policy(self.model_source(self.model), self.training, self.fsdp, device=self.device)
+        return Policy(self.model_source(), self.training, self.fsdp, device=self.device)
 
     def _engine_devices(self) -> str | None:
         """Return the GPUs of the ranks that form this rank's engine, as CUDA_VISIBLE_DEVICES names them.
@@ -206,17 +211,16 @@ class ActorRolloutRefWorker(ModelWorker):
         return devices
 
     def _build_host(self, visible_devices: str | None) -> RolloutHost:
-        from hrl.models.tokenizer import TokenIds
         from hrl.workers.rollout.host import RolloutHost
 
-        runtime, source = self.runtime, self.model_source(self.model)
+        runtime, source = self.runtime, self.model_source()
         embedded = load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
         # Models pad their embedding beyond the tokenizer, and a sampler can draw what is there.
-        vocab_size = max(runtime.vocab_size, embedded.get_text_config().vocab_size)
+        vocab_size = max(runtime.tokens.vocab_size, embedded.get_text_config().vocab_size)
         setup = EngineSetup(
             self.rollout,
             source,
-            TokenIds(runtime.pad_token_id, runtime.stop_token_ids, vocab_size),
+            replace(runtime.tokens, vocab_size=vocab_size),
             self.device,
             num_threads=runtime.num_threads if self.device.type == "cpu" else runtime.engine_threads,
             visible_devices=visible_devices,
@@ -233,27 +237,6 @@ class ActorRolloutRefWorker(ModelWorker):
             self._fellow.close()
         if self._host is not None:
             self._host.shutdown()
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Write the sharded state to `folder`."""
-        self.policy.engine.save(Path(folder), self._contents.save_contents)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export_hf(self, folder: str) -> None:
-        """Write weights for transformers and vLLM to `folder`."""
-        self.policy.engine.export_hf(Path(folder))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Load what `save_checkpoint` wrote."""
-        self.policy.engine.load(Path(folder), self._contents.load_contents)
-
-    @property
-    def _contents(self) -> CheckpointConfig:
-        if self.checkpoint is None:
-            raise RuntimeError(f"role {self.role!r} has no state of its own to save or load")
-        return self.checkpoint
 
     # ------------------------------------------------------------------ scoring and training
 
@@ -333,7 +316,7 @@ class ActorRolloutRefWorker(ModelWorker):
         The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need, and
         finds that memory free again when they are through.
         """
-        self.policy.engine.offload()  # before the engine takes back what it gave the trainer
+        self.engine.offload()  # before the engine takes back what it gave the trainer
         release_cached_memory(self.device)
         try:
             report = self._push_weights(version)
@@ -347,7 +330,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def _push_weights(self, version: int) -> SyncReport | None:
         """This rank's part of a sync. Every rank gathers all weights, and no reference to them outlives the call."""
         dtype = getattr(torch, self.rollout.dtype)
-        weights, kept = self.policy.engine.iter_full_params(dtype), self.policy.engine.frozen_names()
+        weights, kept = self.engine.iter_full_params(dtype), self.engine.frozen_names()
         if self._host is not None:
             try:
                 self._host.wake(("weights",))
@@ -356,9 +339,9 @@ class ActorRolloutRefWorker(ModelWorker):
                 for _ in weights:  # the other ranks are gathering already
                     pass
                 raise
-            return self._host.push_weights(version, self.policy.engine.param_specs(dtype), weights, kept)
+            return self._host.push_weights(version, self.engine.param_specs(dtype), weights, kept)
         if self._fellow is not None:
-            return self._fellow.push_weights(version, self.policy.engine.param_specs(dtype), weights, kept)
+            return self._fellow.push_weights(version, self.engine.param_specs(dtype), weights, kept)
         for _ in weights:  # a rank of a tensor-parallel engine on a CPU, whose lead sends for all
             pass
         return None
@@ -373,8 +356,8 @@ class ActorRolloutRefWorker(ModelWorker):
         from hrl.workers.weight_sync.wire import Manifest
 
         rollout, sync = self.rollout, self.rollout.weight_sync
-        specs = self.policy.engine.param_specs(getattr(torch, rollout.dtype))
-        manifest = Manifest.build(specs, sync.bucket_mb << 20, self.policy.engine.frozen_names())
+        specs = self.engine.param_specs(getattr(torch, rollout.dtype))
+        manifest = Manifest.build(specs, sync.bucket_mb << 20, self.engine.frozen_names())
         sender = BroadcastSender(manifest, num_receivers, device=self.device, timeout_s=sync.timeout_s, address=address)
         self._broadcast = WeightSync(manifest, sender, timeout_s=sync.timeout_s)
         return manifest, sender.handle()
@@ -382,7 +365,7 @@ class ActorRolloutRefWorker(ModelWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def send_weights(self, version: int) -> dict[str, float]:
         """Broadcast the policy's weights; every trainer rank gathers, rank 0 sends."""
-        weights = self.policy.engine.iter_full_params(getattr(torch, self.rollout.dtype))
+        weights = self.engine.iter_full_params(getattr(torch, self.rollout.dtype))
         if self._broadcast is None:
             for _ in weights:
                 pass

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import Dispatch, register
-from hrl.workers.scalar_worker import ScalarModelWorker
+from hrl.workers.model_worker import ScalarModelWorker
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
@@ -27,13 +26,3 @@ class CriticWorker(ScalarModelWorker):
     def update_critic(self, batch: DataProto, request: ValueUpdate[RankPlan]) -> dict[str, Metric]:
         """Take every optimizer step of the plan; returns its metrics."""
         return self.value_model.update(batch, request)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Write the sharded state below `folder`."""
-        self.value_model.engine.save(Path(folder))
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Load what `save_checkpoint` wrote."""
-        self.value_model.engine.load(Path(folder))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from abc import abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,14 +12,20 @@ import psutil
 import torch
 
 from hrl.metrics import Metric
+from hrl.models.source import find_on_this_node
 from hrl.single_controller.dispatch import Dispatch, register
 from hrl.single_controller.worker import Worker
-from hrl.workers.runtime import Runtime, local_device
+from hrl.workers.runtime import Runtime, join_world, local_device
 
 if TYPE_CHECKING:
-    from hrl.config.model import BackboneConfig
+    from hrl.config.critic import CriticModelConfig
+    from hrl.config.model import BackboneConfig, CheckpointConfig
+    from hrl.config.offline import OfflineModelConfig
     from hrl.config.reward import RewardBackboneConfig
     from hrl.models.loading import ModelSource
+    from hrl.workers.engine.engine import Engine
+    from hrl.workers.requests import Training
+    from hrl.workers.value_model import ValueModel
 
 logger = logging.getLogger(__name__)
 
@@ -29,27 +36,61 @@ class ModelWorker(Worker):
     """One rank of a role that holds a model.
 
     Args:
-        runtime: Device, threads, widths and deadlines of this process.
+        model: Its section.
+        training: How it learns; `None` for a role that does not.
+        checkpoint: What is saved and loaded of a model that learns; `None` for its whole state.
+        runtime: Device, threads and deadlines of this process.
         model_path: Folder of the model on the driver's node.
     """
 
-    def __init__(self, runtime: Runtime, model_path: str) -> None:
+    def __init__(
+        self,
+        model: BackboneConfig | RewardBackboneConfig,
+        training: Training | None = None,
+        checkpoint: CheckpointConfig | None = None,
+        *,
+        runtime: Runtime,
+        model_path: str,
+    ) -> None:
         super().__init__()
+        self.model = model
+        self.training = training
+        self.checkpoint = checkpoint
         self.runtime = runtime
         self.model_path = model_path
 
-    def model_source(self, section: BackboneConfig | RewardBackboneConfig) -> ModelSource:
+    @property
+    @abstractmethod
+    def engine(self) -> Engine:
+        """The sharded model."""
+
+    def model_source(self) -> ModelSource:
         """Make it of the role's `model` section, the folder that this node has, and what holds for every role."""
         from hrl.models.loading import ModelSource
 
         return ModelSource(
             self.model_path,
-            section.override_config,
-            section.enable_gradient_checkpointing,
+            self.model.override_config,
+            self.model.enable_gradient_checkpointing,
             self.runtime.share_prefix,
             self.runtime.trust_remote_code,
             self.runtime.max_model_len,
         )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        """Write the sharded state to `folder`."""
+        self.engine.save(Path(folder), None if self.checkpoint is None else self.checkpoint.save_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Load what `save_checkpoint` wrote."""
+        self.engine.load(Path(folder), None if self.checkpoint is None else self.checkpoint.load_contents)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export_hf(self, folder: str) -> None:
+        """Write weights for transformers and vLLM to `folder`."""
+        self.engine.export_hf(Path(folder))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def peak_memory(self) -> dict[str, Metric]:
@@ -63,6 +104,27 @@ class ModelWorker(Worker):
     def files_below(self, folder: str) -> dict[str, int]:
         """Return what this rank sees below a folder: bytes of every file, by path relative to it."""
         return file_sizes(Path(folder))
+
+
+class ScalarModelWorker(ModelWorker):
+    """One rank of a model with one number per token: a critic or a reward model."""
+
+    model: CriticModelConfig | RewardBackboneConfig | OfflineModelConfig
+    value_model: ValueModel
+
+    @property
+    def engine(self) -> Engine:
+        """The sharded model."""
+        return self.value_model.engine
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Load the backbone with its head and, where it learns, its optimizer and schedule."""
+        from hrl.workers.value_model import ValueModel
+
+        self.model_path = str(find_on_this_node(self.model_path))
+        device = join_world(self.runtime)
+        self.value_model = ValueModel(self.model_source(), self.training, self.model.fsdp_config, device=device)
 
 
 def peak_memory(device: torch.device) -> dict[str, Metric]:

@@ -7,15 +7,12 @@ from typing import TYPE_CHECKING
 
 from hrl.protocol import DataProto
 from hrl.single_controller.dispatch import Dispatch, register
-from hrl.workers.runtime import Runtime
-from hrl.workers.scalar_worker import ScalarModelWorker
+from hrl.workers.model_worker import ScalarModelWorker
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
-    from hrl.config.model import CheckpointConfig
     from hrl.metrics import Metric
-    from hrl.workers.requests import RewardModelUpdate, ScalarRequest, Training
-    from hrl.workers.scalar_worker import ScalarModelSection
+    from hrl.workers.requests import RewardModelUpdate, ScalarRequest
 
 
 class RewardModelWorker(ScalarModelWorker):
@@ -23,26 +20,7 @@ class RewardModelWorker(ScalarModelWorker):
 
     One that learns may start from a causal language model. Its tokenizer must be the policy's, which the preflight
     checks.
-
-    Args:
-        model: Its section.
-        training: How it learns; `None` for a frozen one.
-        checkpoint: What is saved and loaded of one that learns.
-        runtime: Device, threads, widths and deadlines of this process.
-        model_path: Folder of the classifier on the driver's node.
     """
-
-    def __init__(
-        self,
-        model: ScalarModelSection,
-        training: Training | None = None,
-        checkpoint: CheckpointConfig | None = None,
-        *,
-        runtime: Runtime,
-        model_path: str,
-    ) -> None:
-        super().__init__(model, training, runtime=runtime, model_path=model_path)
-        self.checkpoint = checkpoint
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def compute_rm_score(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:
@@ -57,22 +35,6 @@ class RewardModelWorker(ScalarModelWorker):
         return update_reward_model(self.value_model, batch, request)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Write the sharded state to `folder`."""
-        self.value_model.engine.save(Path(folder), self._contents.save_contents)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, folder: str) -> None:
         """Write the classifier for transformers to `folder`."""
-        self.value_model.export_classifier(Path(folder), pad_token_id=self.runtime.pad_token_id)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Load what `save_checkpoint` wrote."""
-        self.value_model.engine.load(Path(folder), self._contents.load_contents)
-
-    @property
-    def _contents(self) -> CheckpointConfig:
-        if self.checkpoint is None:
-            raise RuntimeError("a frozen reward model has no state of its own to save or load")
-        return self.checkpoint
+        self.value_model.export_classifier(Path(folder), pad_token_id=self.runtime.tokens.pad)

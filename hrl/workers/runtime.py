@@ -39,11 +39,7 @@ class Runtime:
         seed: The run's seed; every rank derives its own generator state from it.
         init_timeout_s: How long the start of an engine may take.
         collective_timeout_s: How long a rank waits for the others in one collective before it gives up with an error.
-        max_prompt_length: P, the width of the prompt columns, in tokens.
-        max_response_length: R, the width of the response columns, in tokens.
-        pad_token_id: Fills prompts and responses; never read as a mask.
-        stop_token_ids: A response ends with the first of these.
-        vocab_size: Token ids are below it.
+        tokens: Ids of the policy's tokenizer.
         share_prefix: Equal prompts of a micro-batch are computed once, by every model alike: one plan serves them all.
         trust_remote_code: Model folders may run code; one switch for all roles.
         max_model_len: The longest sequence of the run in tokens, for which an engine is opened as well.
@@ -56,11 +52,7 @@ class Runtime:
     seed: int
     init_timeout_s: float
     collective_timeout_s: float
-    max_prompt_length: int
-    max_response_length: int
-    pad_token_id: int
-    stop_token_ids: tuple[int, ...]
-    vocab_size: int
+    tokens: TokenIds
     share_prefix: bool
     trust_remote_code: bool
     max_model_len: int
@@ -81,21 +73,16 @@ class Runtime:
             num_cores: That the processes of a node share, where `trainer.cpu_threads_per_worker` does not divide them.
             run_folder: Of the run.
         """
-        model, lengths = outline.model, outline.lengths
         return cls(
             device=device,
             num_threads=trainer.cpu_threads_per_worker or max(1, num_cores // outline.most_processes_on_a_node),
             seed=trainer.seed,
             init_timeout_s=trainer.timeouts.rank_init_s,
             collective_timeout_s=trainer.timeouts.rank_call_s,
-            max_prompt_length=lengths.prompt,
-            max_response_length=lengths.response,
-            pad_token_id=ids.pad,
-            stop_token_ids=ids.stop,
-            vocab_size=ids.vocab_size,
-            share_prefix=model.share_prefix,
-            trust_remote_code=model.trust_remote_code,
-            max_model_len=lengths.model,
+            tokens=ids,
+            share_prefix=outline.model.share_prefix,
+            trust_remote_code=outline.model.trust_remote_code,
+            max_model_len=outline.lengths.model,
             run_folder=str(run_folder),
             engine_threads=trainer.cpu_threads_per_worker,
         )

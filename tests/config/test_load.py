@@ -195,11 +195,11 @@ def test_remote_code_and_shuffling_have_one_switch():
 def test_a_reward_models_micro_batches_are_packed_where_the_actors_are():
     def rows(**given):
         model = validate({key.replace("__", "."): row for key, row in given.items()}).reward.reward_model
-        return model.use_dynamic_bsz, model.micro_batch_size_per_gpu
+        return model.micro_batch_size_per_gpu
 
-    assert rows() == (True, None)
-    assert rows(reward__reward_model__micro_batch_size_per_gpu=4) == (False, 4)
-    assert rows(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=2) == (False, 2)
+    assert rows() is None
+    assert rows(reward__reward_model__micro_batch_size_per_gpu=4) == 4
+    assert rows(actor_rollout_ref__actor__ppo_micro_batch_size_per_gpu=2) == 2
 
 
 def test_a_frozen_model_is_stored_in_the_dtype_it_computes_in():

@@ -18,13 +18,13 @@ from hrl.models.tokenizer import TokenIds
 from hrl.single_controller import ray_cluster
 from hrl.workers.runtime import Runtime, local_device
 
-SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, "unused")
+SEES_FOUR = Runtime("cuda", 1, 0, 30.0, 30.0, TokenIds(0, (1,), 10), False, False, 8, "unused")
 
 JOIN = """
 import json, psutil, torch, torch.distributed as dist
 from hrl.workers.runtime import Runtime, join_world
 
-runtime = Runtime("cpu", 1, 0, 30.0, 30.0, 4, 4, 0, (1,), 10, False, False, 8, "unused")
+runtime = Runtime("cpu", 1, 0, 30.0, 30.0, None, False, False, 8, "unused")
 assert join_world(runtime) == torch.device("cpu") == join_world(runtime)
 total = torch.tensor([dist.get_rank() + 1.0])
 dist.all_reduce(total)
@@ -112,7 +112,7 @@ def test_the_processes_of_a_node_divide_its_cores_and_every_setting_is_the_runs(
     found = of(config)
     assert (found.num_threads, found.engine_threads, found.seed) == (2, None, 7)  # 8 cores, 3 processes
     assert (found.init_timeout_s, found.collective_timeout_s) == (90.0, 9.0)
-    assert (found.max_prompt_length, found.max_response_length, found.max_model_len) == (30, 12, 42)
-    assert (found.pad_token_id, found.stop_token_ids, found.vocab_size) == (5, (6,), 11)
+    assert found.max_model_len == 42
+    assert found.tokens == TokenIds(5, (6,), 11)
     own = config.model_copy(update={"trainer": config.trainer.model_copy(update={"cpu_threads_per_worker": 5})})
     assert (of(own).num_threads, of(own).engine_threads) == (5, 5)

@@ -15,7 +15,7 @@ from hrl.cluster.roles import Role
 from hrl.config.offline import OfflineConfig
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
-from hrl.trainer.loop import TrainingLoop
+from hrl.trainer.loop import TrainingLoop, limits_of
 from hrl.workers.requests import LogProbRequest, temperature_of
 
 #: Items of one forward pass over a data set: enough to fill every rank, few enough for a call's deadline.
@@ -36,11 +36,7 @@ class OfflineTrainer(TrainingLoop):
     @cached_property
     def limits(self) -> MicroBatchLimits:
         """How large a micro-batch may be."""
-        data = self.config.data
-        packed = data.micro_batch_size_per_gpu is None
-        return MicroBatchLimits(
-            data.max_token_len_per_gpu if packed else None, data.micro_batch_size_per_gpu, "data.max_token_len_per_gpu"
-        )
+        return limits_of(self.config.micro_batches())
 
     # ------------------------------------------------------------------ what a trainer is
 

@@ -77,11 +77,11 @@ class OnlineDPOTrainer(RayPPOTrainer):
             self.reporter.console.note(f"step {self.global_steps}: no two samples of a prompt differ, nothing to learn")
             return
         actor, settings = self.workers.actor, self.config.actor_rollout_ref.actor
-        rows = self.limits.update_actor.max_rows
+        limits = self.limits["actor"]
         plan = self.planner.pairs(
             batch,
             actor.world_size,
-            replace(self.limits.update_actor, max_rows=None if rows is None else rows // 2),
+            replace(limits, max_rows=None if limits.max_rows is None else limits.max_rows // 2),
             mini_batch_pairs=settings.ppo_mini_batch_size,
             epochs=settings.ppo_epochs,
         )

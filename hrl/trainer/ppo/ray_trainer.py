@@ -15,7 +15,7 @@ from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.samples import rollout_records
 from hrl.single_controller.worker_group import RayWorkerGroup
-from hrl.trainer.loop import TrainingLoop
+from hrl.trainer.loop import TrainingLoop, limits_of
 from hrl.trainer.ppo.advantage import (
     advantage_columns,
     apply_kl_penalty,
@@ -31,7 +31,6 @@ from hrl.trainer.ppo.generation import (
     seed_of,
     take_baselines,
 )
-from hrl.trainer.ppo.limits import AllLimits
 from hrl.trainer.ppo.metrics import compute_data_metrics, count_left_out, validation_metrics, validation_troubles
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob, policy_update, update_measures_mismatch
 from hrl.trainer.ppo.sampler_mismatch import (
@@ -111,7 +110,7 @@ class RayPPOTrainer(TrainingLoop):
         self.rewards = rewards
 
         self.planner = Planner(share_prefix=config.actor_rollout_ref.model.share_prefix)
-        self.limits = AllLimits.of(config)
+        self.limits = {name: limits_of(each) for name, each in config.micro_batches().items()}
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.use_critic = config.needs_critic
         self.use_reference_policy = config.needs_reference
@@ -267,7 +266,7 @@ class RayPPOTrainer(TrainingLoop):
     def _with_model_scores(self, batch: DataProto) -> DataProto:
         if not self.use_rm:
             return batch
-        plan = self.planner.forward(batch, self.workers.rm.world_size, self.limits.rm)
+        plan = self.planner.forward(batch, self.workers.rm.world_size, self.limits["rm"])
         return batch.union(self.workers.rm.compute_rm_score(batch, ScalarRequest(plan=plan)))
 
     @property
@@ -285,7 +284,7 @@ class RayPPOTrainer(TrainingLoop):
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             return batch
         actor, correction = self.workers.actor, self.config.algorithm.rollout_correction
-        plan = self.planner.forward(batch, actor.world_size, self.limits.log_prob)
+        plan = self.planner.forward(batch, actor.world_size, self.limits["log_prob"])
         request = LogProbRequest(
             plan=plan,
             temperature=temperature_of(batch.meta_info),
@@ -302,14 +301,14 @@ class RayPPOTrainer(TrainingLoop):
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """Add `ref_log_prob (B, R)` of the reference policy."""
         ref = self.workers.ref
-        plan = self.planner.forward(batch, ref.world_size, self.limits.ref)
+        plan = self.planner.forward(batch, ref.world_size, self.limits["ref"])
         request = LogProbRequest(plan=plan, temperature=temperature_of(batch.meta_info))
         return batch.union(ref.compute_ref_log_prob(batch, request))
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """Add the critic's `values (B, R)`."""
         critic = self.workers.critic
-        plan = self.planner.forward(batch, critic.world_size, self.limits.values)
+        plan = self.planner.forward(batch, critic.world_size, self.limits["values"])
         return batch.union(critic.compute_values(batch, ScalarRequest(plan=plan)))
 
     def compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
@@ -329,7 +328,7 @@ class RayPPOTrainer(TrainingLoop):
         plan = self.planner.update(
             batch,
             self.workers.critic.world_size,
-            self.limits.update_critic,
+            self.limits["critic"],
             mini_batch_rows=settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
             epochs=settings.ppo_epochs,
             shuffle_seed=self._shuffle_seed(),
@@ -356,7 +355,7 @@ class RayPPOTrainer(TrainingLoop):
         if not len(rows):
             return
         actor, sample = self.workers.actor, batch.select_idxs(rows)
-        plan = self.planner.forward(sample, actor.world_size, self.limits.log_prob)
+        plan = self.planner.forward(sample, actor.world_size, self.limits["log_prob"])
         request = LogProbRequest(plan=plan, temperature=temperature_of(batch.meta_info), with_entropy=True)
         scored, mask = actor.compute_log_prob(sample, request).batch, sample.batch["response_mask"]
         metrics.observe(sampler_drift(scored["old_log_probs"], sample.batch["rollout_log_probs"], mask))
@@ -379,7 +378,7 @@ class RayPPOTrainer(TrainingLoop):
         plan = self.planner.update(
             batch,
             self.workers.actor.world_size,
-            self.limits.update_actor,
+            self.limits["actor"],
             mini_batch_rows=settings.ppo_mini_batch_size * self.config.actor_rollout_ref.rollout.n,
             epochs=settings.ppo_epochs,
             skip=rows_without_advantage(batch) if may_skip else None,

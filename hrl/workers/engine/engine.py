@@ -350,13 +350,13 @@ class Engine:
 
     # Saved and loaded where it lies: next to an engine that is awake there is no room on the device.
 
-    def save(self, folder: Path, contents: Collection[str] = CONTENTS) -> None:
-        """Write the sharded state; every rank calls it."""
-        save_state(folder, self.module, self.optimizer, contents)
+    def save(self, folder: Path, contents: Collection[str] | None = None) -> None:
+        """Write the sharded state, or the named parts of it; every rank calls it."""
+        save_state(folder, self.module, self.optimizer, contents or CONTENTS)
 
-    def load(self, folder: Path, contents: Collection[str] = CONTENTS) -> None:
+    def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
         """Load what `save` wrote, on any number of ranks; every rank calls it."""
-        load_state(folder, self.module, self.optimizer, contents)
+        load_state(folder, self.module, self.optimizer, contents or CONTENTS)
         self._is_changed = True
 
     def export_hf(self, folder: Path) -> None:
