@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 #: `torch.quantile` takes no more numbers than this.
 QUANTILE_LIMIT = 1 << 24
 
-MetricKind = Literal["mean", "sum", "max", "min", "last"]
+MetricKind = Literal["mean", "sum", "max", "last"]
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,6 @@ class Metric:
         return cls("max", float(value))
 
     @classmethod
-    def min(cls, value: SupportsFloat) -> Metric:
-        """Return a number whose minimum is kept."""
-        return cls("min", float(value))
-
-    @classmethod
     def last(cls, value: SupportsFloat) -> Metric:
         """Return a number whose latest value is kept, such as a learning rate."""
         return cls("last", float(value))
@@ -90,16 +85,15 @@ class Metric:
         return self.value / self.count if self.kind == "mean" else self.value
 
 
-def _keep_nan(pick: Callable[[float, float], float]) -> Callable[[float, float], float]:
-    """Make `max` and `min` pass a NaN on from either side: a lost number must not hide behind a good one."""
-    return lambda a, b: math.nan if math.isnan(a) or math.isnan(b) else pick(a, b)
+def _max(a: float, b: float) -> float:
+    # A lost number must not hide behind a good one.
+    return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
 _MERGE: dict[str, Callable[[float, float], float]] = {
     "mean": lambda a, b: a + b,
     "sum": lambda a, b: a + b,
-    "max": _keep_nan(max),
-    "min": _keep_nan(min),
+    "max": _max,
     "last": lambda a, b: b,
 }
 

@@ -63,7 +63,6 @@ class SamplingParams:
         top_k: Number of most likely tokens to draw from; -1 is off.
         max_tokens: Longest response, in tokens.
         seed: Of this response alone.
-        ignore_eos: Go on after a stop token (for benchmarks).
     """
 
     temperature: float = 1.0
@@ -71,7 +70,6 @@ class SamplingParams:
     top_k: int = -1
     max_tokens: int = 16
     seed: int = 0
-    ignore_eos: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,7 +42,6 @@ RECEIVERS: dict[str, dict[str, str]] = {
         "output": "vllm.outputs.RequestOutput",
         "completion": "vllm.outputs.CompletionOutput",
         "completion.logprobs": "vllm.logprobs.FlatLogprobs",
-        "flat": "vllm.logprobs.FlatLogprobs",
     },
     "workers/rollout/vllm_worker.py": {
         "self.model_runner": "vllm.v1.worker.gpu_model_runner.GPUModelRunner",

@@ -47,7 +47,7 @@ async def _sleep_and_wake(setup: Setup, findings: Findings, folder: str) -> None
     await engine.start()
     findings.add("start", f"{time.perf_counter() - started:.1f} s")
     try:
-        sampling = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
+        sampling = SamplingParams(temperature=0.0, max_tokens=32)
         first = await engine.generate(PROMPT, sampling, "before")
         awake = _used_gib(on_card)
         started = time.perf_counter()

@@ -165,15 +165,6 @@ class RolloutEngine(ABC):
         finally:
             self._in_flight -= 1
 
-    async def score(self, token_ids: list[int]) -> list[float]:
-        """Return log-probs of tokens 1, 2, … given those before them, at temperature 1; one less than tokens."""
-        self._require_usable()
-        self._in_flight += 1
-        try:
-            return await self._score(token_ids)
-        finally:
-            self._in_flight -= 1
-
     async def sleep(self, level: int) -> None:
         """Give device memory back, where the engine can. `level` is `KEEP_WEIGHTS` or `DROP_WEIGHTS`."""
         if self.supports_sleep:
@@ -221,9 +212,6 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput: ...
-
-    @abstractmethod
-    async def _score(self, token_ids: list[int]) -> list[float]: ...
 
     async def _sleep(self, level: int) -> None: ...
 

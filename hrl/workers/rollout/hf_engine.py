@@ -126,11 +126,8 @@ class HfEngine(RolloutEngine):
             self._runner = asyncio.create_task(self._run_waiting())
             self._runner.add_done_callback(self._fail_what_is_open)
         tokens, log_probs = await request.done
-        stopped = bool(tokens) and tokens[-1] in self._stop_token_ids and not sampling.ignore_eos
+        stopped = bool(tokens) and tokens[-1] in self._stop_token_ids
         return SampleOutput(tokens, log_probs, "stop" if stopped else "length", self.policy_version)
-
-    async def _score(self, token_ids: list[int]) -> list[float]:
-        return await self._in_thread(self._score_now, self._running(self._model), token_ids)
 
     async def _begin_weights(self, manifest: Manifest, handle: Mapping[str, object], version: int) -> None:
         await self._in_thread(self._running(self._receiver).begin, manifest, handle, version)
@@ -202,18 +199,12 @@ class HfEngine(RolloutEngine):
                 next_ids[row] = token
                 outputs[row][0].append(token)
                 outputs[row][1].append(log_prob)
-                stopped = token in self._stop_token_ids and not request.sampling.ignore_eos
+                stopped = token in self._stop_token_ids
                 running[row] = not stopped and len(outputs[row][0]) < request.sampling.max_tokens
             ids = next_ids.to(self._device)
             mask = torch.cat([mask, torch.ones_like(ids)], dim=1)
             positions = positions[:, -1:] + 1
         return outputs
-
-    @torch.inference_mode()
-    def _score_now(self, model: PreTrainedModel, token_ids: list[int]) -> list[float]:
-        ids = torch.tensor([token_ids], device=self._device)
-        log_probs = model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
-        return log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
 
     async def _in_thread(self, function, *args):  # type: ignore[no-untyped-def]
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -195,10 +195,6 @@ class RolloutHost:
             meta_info={"temperature": sampling.temperature, "policy_version": self.policy_version},
         )
 
-    def score(self, token_ids: list[int], *, timeout_s: float = CONTROL_TIMEOUT_S) -> list[float]:
-        """Return log-probs of tokens 1, 2, … given those before them, at temperature 1."""
-        return self._control(self.engine.score(token_ids), "scoring", timeout_s)
-
     def sleep(self) -> None:
         """Give the engine's device memory to the trainer, where the engine can."""
         if self.engine.supports_sleep and self._config.free_cache_engine:

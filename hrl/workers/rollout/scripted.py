@@ -146,10 +146,6 @@ class ScriptedEngine(RolloutEngine):
         version = self.policy_version - int(script.stale_version)
         return SampleOutput(tokens, log_probs, "stop" if stopped else "length", version)
 
-    async def _score(self, token_ids: list[int]) -> list[float]:
-        self._require_alive()
-        return [-math.log(self._vocab_size)] * (len(token_ids) - 1)
-
     async def _sleep(self, level: int) -> None:
         self._require_alive()
         self._asleep = {"weights", "kv_cache"}

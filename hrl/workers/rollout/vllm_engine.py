@@ -6,7 +6,6 @@ How vLLM behaves, set up as it is here:
 * `logprobs_mode="processed_logprobs"`: the log-prob of a sampled token is taken in float32 after temperature, top-k and
   top-p, that is, under the distribution it was drawn from. At temperature 0 it is log-softmax(logits), also for a
   request that shares a batch with others.
-* Prompt log-probs (`score`) are always log-softmax(logits), without a temperature.
 * The n samples of a prompt share its KV cache in blocks of `block_size` tokens, even if they start together: the first
   one fills the whole blocks, the others compute the rest, which is less than a block.
 * On a CPU a request with a seed needs its prompt in one piece, because the generator can't be rewound. So prompts are
@@ -188,13 +187,6 @@ class VllmEngine(RolloutEngine):
             raise RolloutError(f"request {request_id}: vLLM ended it with {completion.finish_reason!r}")
         return SampleOutput(list(completion.token_ids), completion.logprobs.logprobs, reason, self.policy_version)
 
-    async def _score(self, token_ids: list[int]) -> list[float]:
-        # As an argument: the constructor then keeps the request from the prefix cache, whose tokens have no logits.
-        params = self._vllm_params(SamplingParams(temperature=0.0, max_tokens=1), prompt_logprobs=0)
-        output = await self._request(token_ids, params, f"score-{id(params)}")
-        flat = output.prompt_logprobs
-        return [flat.logprobs[start] for start in flat.start_indices[1:]]
-
     async def _sleep(self, level: int) -> None:
         await self._alive(self._running().sleep(level), "sleep")
 
@@ -257,7 +249,7 @@ class VllmEngine(RolloutEngine):
             raise RolloutError(f"request {request_id}: vLLM ended it without an output")
         return outputs[-1]
 
-    def _vllm_params(self, sampling: SamplingParams, prompt_logprobs: int | None = None) -> VllmSamplingParams:
+    def _vllm_params(self, sampling: SamplingParams) -> VllmSamplingParams:
         from vllm import SamplingParams as Params
         from vllm.sampling_params import RequestOutputKind
 
@@ -268,10 +260,8 @@ class VllmEngine(RolloutEngine):
             top_k=-1 if greedy else sampling.top_k,
             max_tokens=sampling.max_tokens,
             seed=None if greedy else sampling.seed,
-            ignore_eos=sampling.ignore_eos,
-            stop_token_ids=None if sampling.ignore_eos else list(self.setup.tokens.stop),
+            stop_token_ids=list(self.setup.tokens.stop),
             logprobs=0,
-            prompt_logprobs=prompt_logprobs,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,

@@ -99,3 +99,33 @@ def sample_rows(
         reward_round=None,
     )
     return host.generate_sequences(batch, request, on_sample, timeout_s=timeout_s)
+
+
+def score(host: RolloutHost, token_ids: list[int]) -> list[float]:
+    """Log-probs of tokens 1, 2, … given those before them, at temperature 1, as the engine's model has them."""
+    scoring = _score_by_vllm if host.engine.own_process else _score_by_transformers
+    return host._running().run(scoring(host.engine, token_ids), timeout_s=120, what="scoring")
+
+
+async def _score_by_transformers(engine: Any, token_ids: list[int]) -> list[float]:
+    ids = torch.tensor([token_ids])
+    with torch.inference_mode():
+        log_probs = engine._model(input_ids=ids).logits[0, :-1].float().log_softmax(-1)
+    return log_probs.gather(-1, ids[0, 1:, None])[:, 0].tolist()
+
+
+async def _score_by_vllm(engine: Any, token_ids: list[int]) -> list[float]:
+    from vllm import SamplingParams as Params
+    from vllm.sampling_params import RequestOutputKind
+
+    # As an argument: the constructor then keeps the request from the prefix cache, whose tokens have no logits.
+    params = Params(
+        temperature=0.0,
+        max_tokens=1,
+        prompt_logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    flat = (await engine._request(token_ids, params, f"score-{id(params)}")).prompt_logprobs
+    return [flat.logprobs[start] for start in flat.start_indices[1:]]

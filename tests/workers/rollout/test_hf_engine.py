@@ -16,7 +16,7 @@ from hrl.workers.requests import SamplingParams
 from hrl.workers.rollout.hf_engine import draw, truncate
 from hrl.workers.rollout.host import RolloutHost
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows, score
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11]]
 R = 12
@@ -80,23 +80,23 @@ def test_score_is_the_log_prob_at_temperature_one(host, folder):
 
     expected = models.token_log_probs(models.load(folder), tokens)
 
-    torch.testing.assert_close(torch.tensor(host.score(tokens)), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(score(host, tokens)), expected, atol=1e-4, rtol=0)
 
 
 def test_pushed_weights_are_the_ones_sampled_from(host, folder):
     tokens = [5, 9, 100, 3, 3, 77]
     changed = models.perturb(models.load(folder), 0.5)
     expected = models.token_log_probs(changed, tokens)
-    before = torch.tensor(host.score(tokens))
+    before = torch.tensor(score(host, tokens))
 
     report = host.push_weights(1, models.specs(changed, torch.float32), models.parameters(changed))
 
     assert (before - expected).abs().mean() > 0.1
-    torch.testing.assert_close(torch.tensor(host.score(tokens)), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(torch.tensor(score(host, tokens)), expected, atol=1e-4, rtol=0)
     assert report.receivers[0].read_back == report.tensors == len(models.specs(changed, torch.float32))
     original = models.load(folder)
     host.push_weights(2, models.specs(original, torch.float32), models.parameters(original))
-    torch.testing.assert_close(torch.tensor(host.score(tokens)), before, atol=1e-5, rtol=0)
+    torch.testing.assert_close(torch.tensor(score(host, tokens)), before, atol=1e-5, rtol=0)
 
 
 def test_drawn_tokens_follow_the_distribution():

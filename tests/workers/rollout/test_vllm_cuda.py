@@ -14,7 +14,7 @@ from hrl.models.tokenizer import TokenIds
 from hrl.workers.rollout.base import EngineUnusableError
 from hrl.workers.rollout.host import RolloutHost
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows, score
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.gpu, pytest.mark.engine, pytest.mark.timeout(600)]
@@ -64,7 +64,7 @@ def free_gib() -> float:
 def score_error(host: RolloutHost, model, tokens: list[int]) -> float:
     exact = model(input_ids=torch.tensor([tokens], device=CUDA)).logits[0, :-1].float().log_softmax(-1)
     exact = exact.gather(-1, torch.tensor(tokens[1:], device=CUDA)[:, None])[:, 0].cpu()
-    return float((torch.tensor(host.score(tokens)) - exact).abs().mean())
+    return float((torch.tensor(score(host, tokens)) - exact).abs().mean())
 
 
 def test_sleep_gives_memory_back_and_the_two_stages_of_waking_take_it_again(host, original):

@@ -30,7 +30,7 @@ from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.models import tiny
 from tests.workers.asked import Actor
 from tests.workers.rollout import models
-from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows, score
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -123,7 +123,7 @@ def shared_memory_of(pids: list[int]) -> set[str]:
 
 
 def score_error(host: RolloutHost, model, tokens: list[int]) -> float:
-    return float((torch.tensor(host.score(tokens)) - models.token_log_probs(model, tokens)).abs().mean())
+    return float((torch.tensor(score(host, tokens)) - models.token_log_probs(model, tokens)).abs().mean())
 
 
 def test_the_same_seeds_give_the_same_tokens_in_any_order_and_all_samples_differ(host, prompts, sampled):
@@ -231,7 +231,7 @@ def difference(host: RolloutHost, policy: Policy, batch: DataProto) -> float:
     for row, mask in enumerate(trained):
         tokens = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()].tolist()
         count = int(mask.sum())
-        differences.append(torch.tensor(host.score(tokens)[-count:]) - trainer[row][mask])
+        differences.append(torch.tensor(score(host, tokens)[-count:]) - trainer[row][mask])
     return float(torch.cat(differences).abs().mean())
 
 
@@ -282,7 +282,7 @@ def test_a_bad_sync_is_named_and_the_old_version_goes_on_being_served(
     specs = models.specs(original, DTYPE)
     host.push_weights(5, specs, models.parameters(original))
     tokens = sampled.batch["input_ids"][0][sampled.batch["attention_mask"][0].bool()].tolist()
-    scored = host.score(tokens)
+    scored = score(host, tokens)
     sent = list(models.parameters(models.perturb(models.load(folder), 0.1)))
     transport = host._sync._transport
     message = {
@@ -304,7 +304,7 @@ def test_a_bad_sync_is_named_and_the_old_version_goes_on_being_served(
     with pytest.raises(WeightSyncError, match=message):
         host.push_weights(6, specs, iter(sent))
 
-    assert host.score(tokens) == scored
+    assert score(host, tokens) == scored
     again = sample(host, prompt_batch(prompts, n=1, width=P))
     assert again.meta_info["policy_version"] == 5
 
