@@ -67,7 +67,7 @@ def tensor_leaves(batch: TensorDict, prefix: tuple[str, ...] = ()) -> Iterator[t
 
 
 def nest_tensors(rows: Sequence[torch.Tensor], layout: torch.layout, dtype: torch.dtype) -> torch.Tensor:
-    """Make a nested tensor of any number of rows; torch itself makes a jagged one of none only from offsets."""
+    """Make a nested tensor of any number of rows; torch makes a jagged one without rows only from offsets."""
     if rows:
         return torch.nested.as_nested_tensor(list(rows), layout=layout)
     if layout == torch.jagged:
@@ -141,7 +141,7 @@ def deep_equal(a: Any, b: Any, _open: frozenset[tuple[int, int]] = frozenset()) 
     if type(a) is not type(b):
         return False
     pair = (id(a), id(b))
-    if pair in _open:  # this very comparison is under way further out: what is left of it decides
+    if pair in _open:  # this pair is being compared further out, and that comparison decides
         return True
     inner = _open | {pair}
     if isinstance(a, float | np.floating):

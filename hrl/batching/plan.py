@@ -12,7 +12,7 @@ class MiniBatchPlan:
     Attributes:
         micro_batches: Positions into the rank's own rows. Every rank has the same number of micro-batches, so that no
             collective is left alone; `()` is an empty one, which takes part in collectives and weighs nothing. A
-            mini-batch of which every row was left out has no micro-batch at all and is still one optimizer step.
+            mini-batch whose rows were all left out has no micro-batch at all and is still one optimizer step.
         num_tokens: Trained tokens of the whole mini-batch over all ranks, rows that were left out included.
         num_sequences: Rows with at least one trained token, counted likewise.
         num_groups: Groups with at least one such row, counted likewise.

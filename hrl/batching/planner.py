@@ -46,7 +46,7 @@ def lengths_of(batch: DataProto) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class RowLengths:
-    """Lengths of a batch's rows, sorted so that the rows of a group follow each other.
+    """Lengths and groups of a batch's rows, in an order in which the rows of a group are neighbours.
 
     All methods take positions in this order; `index` leads back to the batch.
 
@@ -182,7 +182,7 @@ class Planner:
     share_prefix: bool
 
     def forward(self, batch: DataProto, world_size: int, limits: MicroBatchLimits) -> BatchPlan:
-        """Every row once, balanced over ranks: for log-probs, values and reward models."""
+        """Plan one pass over every row, balanced over ranks: for log-probs, values and reward models."""
         return plan_forward(**self._known(batch), world_size=world_size, limits=limits)
 
     def update(
@@ -196,7 +196,7 @@ class Planner:
         skip: np.ndarray | None = None,
         shuffle_seed: int | None = None,
     ) -> BatchPlan:
-        """`epochs` passes over mini-batches of `mini_batch_rows` rows; rows in `skip` count but do not run."""
+        """Plan `epochs` passes over mini-batches of `mini_batch_rows` rows; rows in `skip` count and are not run."""
         return plan_update(
             **self._known(batch),
             trained_tokens=_trained_tokens(batch),
@@ -217,7 +217,7 @@ class Planner:
         mini_batch_pairs: int,
         epochs: int = 1,
     ) -> BatchPlan:
-        """As `update`, of a batch whose rows 2i and 2i + 1 are a pair; `limits.max_rows` counts pairs."""
+        """Plan as `update` does, where rows 2i and 2i + 1 are a pair; `limits.max_rows` counts pairs."""
         known = self._known(batch)
         del known["group_ids"]  # the rows of a pair are known by their places
         return plan_pairs(
@@ -258,7 +258,7 @@ def rows_of_first_step(plan: BatchPlan) -> list[int]:
 
 
 def plan_generation(group_ids: np.ndarray, world_size: int, tensor_parallel_size: int) -> BatchPlan:
-    """Whole groups, in turn, to the ranks that drive an engine; their tensor-parallel peers get no row.
+    """Give whole groups, in turn, to the ranks that drive an engine; their tensor-parallel peers get no row.
 
     Args:
         group_ids: (B,) the uid of every row.
@@ -548,7 +548,7 @@ def _cut_micro_batches(
 def _share_by_cost(rows: RowLengths, positions: np.ndarray, world_size: int, max_tokens: int) -> list[list[np.ndarray]]:
     """Give every rank units (rows of one group that stay together) of about the same cost.
 
-    Whole groups are cheapest, as each computes its prompt once; where they are too few or too unlike to balance, they
+    Whole groups are cheapest, as each computes its prompt once; where they are too few or too uneven to balance, they
     are cut into 2, 4, ... parts, as long as the heaviest rank gets lighter by it.
     """
     groups = rows.runs(positions) if rows.share_prefix else list(positions[:, None])

@@ -68,15 +68,12 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Pr
     plain: dict[str, dict[str, Any]] = {}
     for key in ("reward_model", "extra_info"):
         value = raw.get(key, {})
-        wrong = wrong_value(value, key, is_text=False)
-        if wrong is not None:
-            return wrong
-        if not isinstance(value, Mapping):
-            return f"{key!r} is {show_value(value)}, expected an object ({{}}, or no such key, for none)"
         try:
             to_plain(value, key)
         except ValueError as error:
-            return str(error)
+            return wrong_value(value, key, is_text=False) or str(error)
+        if not isinstance(value, Mapping):
+            return f"{key!r} is {show_value(value)}, expected an object ({{}}, or no such key, for none)"
         plain[key] = dict(value)
     return PromptRow(
         data_source=data_source,

@@ -12,10 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from hrl.errors import DatasetError
 from hrl.nearest import listing, way_to
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 BUNDLED_PREFIX = "bundled:"
 REASONING_GYM_PREFIX = "reasoning_gym:"
@@ -262,14 +265,24 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
                 raise DatasetError(f"data file {path} is damaged after row {number}: {error}") from error
             if batch is None:
                 return
-            for offset in range(batch.num_rows):
+            for row in _decoded(batch):
                 origin = f"{path} row {number}"
                 number += 1
-                try:
-                    row = batch.slice(offset, 1).to_pylist()[0]
+                if isinstance(row, UnicodeDecodeError):
+                    yield origin, BadRow(origin, f"holds text that is not UTF-8 ({row.reason})")
+                else:
                     yield origin, {name: _without_missing(v) if isinstance(v, list) else v for name, v in row.items()}
-                except UnicodeDecodeError as error:
-                    yield origin, BadRow(origin, f"holds text that is not UTF-8 ({error.reason})")
+
+
+def _decoded(batch: pa.RecordBatch) -> list[dict[str, Any] | UnicodeDecodeError]:
+    """Return the rows of a batch, or the error of those that hold text that can't be decoded."""
+    try:
+        return batch.to_pylist()
+    except UnicodeDecodeError as error:
+        if batch.num_rows == 1:
+            return [error]
+        half = batch.num_rows // 2
+        return _decoded(batch.slice(0, half)) + _decoded(batch.slice(half))
 
 
 def _without_missing(value: Any) -> Any:

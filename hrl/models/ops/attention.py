@@ -28,7 +28,7 @@ from hrl.models.ops.layout import AttentionLayout, Reach
 #: The name under which transformers knows this attention.
 ATTENTION_NAME = "hrl_packed"
 
-#: What else models pass along, although no attention computes with it. Anything else is refused.
+#: Further keywords that models pass and no attention computes with. All others are refused.
 _WITHOUT_MEANING = frozenset(
     {
         "cache_position",
@@ -138,7 +138,7 @@ def _asks_for_something(key: str, given: Any) -> bool:
 
 
 def _reach(mask: Tensor | PackedMask | None, window: int | None) -> Reach:
-    """Return how far back a token sees: by the mask, as in the model's own eager attention, else by the keyword."""
+    """Return how far back a token sees: what the mask says, as in the model's own eager attention, else the keyword."""
     if not isinstance(mask, PackedMask):
         return Reach(window)
     if mask.reach is None:
@@ -165,7 +165,7 @@ class MaskMeaningError(ValueError, AttributeError):
 
 @dataclass(frozen=True)
 class PackedMask:
-    """Stands where a layer expects its mask of shape `(batch, 1, queries, keys)`.
+    """What a layer gets in place of its mask of shape `(batch, 1, queries, keys)`.
 
     Attributes:
         reach: How far back a token sees; `None` for a window of no token, which some families make and do not use.
@@ -206,10 +206,10 @@ def packed_mask(
     config: Any = None,
     **kwargs: Any,
 ) -> PackedMask:
-    """Return what a mask function of transformers means for a packed row.
+    """Return the mask of a packed row that a mask function of transformers stands for.
 
     Raises:
-        MaskMeaningError: It is more than causal, sliding and chunked attention.
+        MaskMeaningError: The function is not causal, or more than sliding and chunked.
     """
     model_type = getattr(config, "model_type", "the model")
     reach, is_empty = Reach(), False

@@ -1,9 +1,9 @@
 """Packed attention by the variable-length kernels of a GPU: flash-attn's where installed, else torch's own.
 
-What the kernels don't take is brought into a form that they do take: values narrower than queries (MLA) are padded with
-zeros, head widths are padded to a multiple of 8, and key and value heads are repeated where torch's function has no
-grouped queries (2.11). No kernel has sinks. But the backward of flash attention needs only the output and the
-log-sum-exp of the scores; given those of the softmax *with* the sink, it computes the gradients of that softmax
+Inputs that the kernels don't take are brought into a form that they do take: values narrower than queries (MLA) are
+padded with zeros, head widths are padded to a multiple of 8, and key and value heads are repeated where torch's
+function has no grouped queries (2.11). No kernel has sinks. But the backward of flash attention needs only the output
+and the log-sum-exp of the scores; given those of the softmax *with* the sink, it computes the gradients of that softmax
 (formulas in `attention_blocks`).
 """
 
@@ -102,7 +102,7 @@ def _torch_varlen(query: Tensor, key: Tensor, value: Tensor, index: VarlenIndex,
 
 
 def _repeat_heads_unless_grouped(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys and values, with one head per query head where torch's function wants that (before 2.12)."""
+    """Return keys and values, with one head per query head where torch's function needs that (before 2.12)."""
     from torch.nn.attention.varlen import varlen_attn
 
     repeats = query.shape[1] // key.shape[1]

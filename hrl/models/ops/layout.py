@@ -30,14 +30,14 @@ MAX_BLOCK_QUERIES = 128
 MAX_BLOCK_PAIRS = 1 << 19
 #: A stack may waste at most this share of its pairs on padding.
 MAX_PADDING_SHARE = 0.25
-#: Position of a key that is not there: later than every query.
+#: Position of a padded key: later than every query.
 ABSENT = 1 << 40
 #: Tensors that are copied together start at multiples of this, so that any dtype can be viewed there.
 _ALIGNMENT_BYTES = 16
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Return small host tensors on the device after one copy from pinned memory, for which nobody waits.
+    """Bring small host tensors to the device in one copy from pinned memory, without waiting for it.
 
     Args:
         tensors: On the CPU. For a CPU they are returned as they are.
@@ -49,7 +49,8 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    # A copy from pageable memory would wait for all queued work. torch's allocator keeps the pinned source until then.
+    # A copy from pageable memory would wait for all queued work. torch's allocator keeps pinned memory until its copy
+    # is done.
     staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def places(buffer: Tensor) -> list[Tensor]:
@@ -115,7 +116,7 @@ class Block:
         """Return `(N, Q, K)` bool: the key is at or before the query, and within its reach."""
         query, key = self.query_position[:, :, None], self.key_position[:, None, :]
         mask = key <= query
-        # A padded query reaches no key. It sees all of them, so that its softmax, which is not used, is defined.
+        # A padded query would see no key, and its softmax would be undefined. It sees all; nobody reads its result.
         if reach.window is not None:
             mask &= (key > query - reach.window) | (query >= ABSENT - 1)
         if reach.chunk is not None:
@@ -193,7 +194,7 @@ class AttentionLayout:
         )
 
     def once(self, name: object, make: Callable[[], T]) -> T:
-        """Return what `make` gave when this name was first asked for: all layers use the same."""
+        """Return the result of `make`, which is called once for each name: all layers share it."""
         if name not in self._made:
             self._made[name] = make()
         return self._made[name]  # type: ignore[no-any-return]
@@ -208,8 +209,8 @@ class AttentionLayout:
 
     def full_mask(self, device: torch.device) -> Tensor:
         """Return `(1, T)` bool, all ones: nothing in a packed row is padding."""
-        # With a mask, transformers asks for the masks' shape without reading the position ids, for which the host would
-        # wait in every forward.
+        # Given a mask, transformers reads its shape alone. Without one it reads the position ids, and the host would
+        # wait for them in every forward.
         return self.once("full_mask", lambda: torch.ones(1, self.num_tokens, dtype=torch.bool, device=device))
 
 

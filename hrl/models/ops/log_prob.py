@@ -81,7 +81,7 @@ def token_statistics(
     bias: Tensor | None = None,
     form: LogitForm = PLAIN,
 ) -> TokenStatistics:
-    """Log-probs of `labels`, and more where asked, under `softmax(form(hidden @ weight.T + bias) / temperature)`.
+    """Return log-probs of `labels`, and more if asked, under `softmax(form(hidden @ weight.T + bias) / temperature)`.
 
     Args:
         hidden: `(T, H)` last hidden states, response positions only.
