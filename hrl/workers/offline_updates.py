@@ -24,7 +24,7 @@ from hrl.metrics import Metric
 from hrl.models.ops.layout import to_device
 from hrl.models.packed_model import PackedMicroBatch
 from hrl.protocol import DataProto
-from hrl.workers.engine.engine import Engine, Piece, UpdateNames
+from hrl.workers.engine.engine import Engine, ForwardedMicroBatch, UpdateNames
 from hrl.workers.mismatch import measure_difference
 from hrl.workers.requests import PreferenceUpdate, RewardModelUpdate, SupervisedUpdate
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 NAMES = UpdateNames("train", "train/grad_norm", "train/lr", "train/skipped_steps", "perf/mfu/train")
 
 
-def _slots_of_pairs(piece: Piece) -> tuple[Tensor, Tensor]:
+def _slots_of_pairs(piece: ForwardedMicroBatch) -> tuple[Tensor, Tensor]:
     """Where in the micro-batch the chosen and the rejected row of each pair stand, `(N,)` each, on the device.
 
     Raises:
@@ -75,7 +75,7 @@ def update_preference(policy: Policy, batch: DataProto, request: PreferenceUpdat
         NonFiniteStepError: Several steps in a row were not finite.
     """
 
-    def loss_of(piece: Piece) -> Tensor:
+    def loss_of(piece: ForwardedMicroBatch) -> Tensor:
         (chosen, rejected), log_prob, meter = _slots_of_pairs(piece), piece.result(), piece.meter
         if request.measures_mismatch and not piece.moved:
             sampler = piece.tokens("rollout_log_probs")["rollout_log_probs"]
@@ -111,7 +111,7 @@ def update_supervised(policy: Policy, batch: DataProto, request: SupervisedUpdat
         NonFiniteStepError: Several steps in a row were not finite.
     """
 
-    def loss_of(piece: Piece) -> Tensor:
+    def loss_of(piece: ForwardedMicroBatch) -> Tensor:
         log_prob, mask = piece.result(), piece.mask
         losses = sft_loss(log_prob, mask, name=request.loss_type)
         piece.meter.add("train/nll", -log_prob.sum(), mask.sum())
@@ -139,7 +139,7 @@ def update_reward_model(model: ValueModel, batch: DataProto, request: RewardMode
         NonFiniteStepError: Several steps in a row were not finite.
     """
 
-    def loss_of(piece: Piece) -> Tensor:
+    def loss_of(piece: ForwardedMicroBatch) -> Tensor:
         (chosen, rejected), scores, meter = _slots_of_pairs(piece), piece.result()[:, 0], piece.meter
         margin = piece.rows("margin")[chosen].to(scores.dtype)
         losses, metrics = reward_model_loss(scores[chosen], scores[rejected], margin, name=request.loss_type)

@@ -20,7 +20,7 @@ from hrl.metrics import Metric
 from hrl.models.loading import dtype_of, load_causal_lm
 from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
 from hrl.protocol import DataProto
-from hrl.workers.engine.engine import Engine, Piece, UpdateNames
+from hrl.workers.engine.engine import Engine, ForwardedMicroBatch, UpdateNames
 from hrl.workers.mismatch import measure_mismatch
 from hrl.workers.requests import LogProbRequest, OldLogProbs, PolicyUpdate, Training
 
@@ -103,7 +103,7 @@ class Policy:
         return self.engine.learn(batch, request, run, partial(_loss, request), NAMES, with_head=True)
 
 
-def _loss(request: PolicyUpdate[RankPlan], piece: Piece) -> Tensor:
+def _loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
     """One micro-batch's share of the mini-batch's loss."""
     config, mask, meter = request.loss, piece.mask, piece.meter
     log_prob, entropy = piece.result(0), piece.result(1)

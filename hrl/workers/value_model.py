@@ -14,7 +14,7 @@ from hrl.metrics import Metric
 from hrl.models.loading import dtype_of, load_scalar_model
 from hrl.models.packed_model import PackedMicroBatch, PackedScalarModel, TokenRows
 from hrl.protocol import DataProto
-from hrl.workers.engine.engine import Engine, Piece, UpdateNames
+from hrl.workers.engine.engine import Engine, ForwardedMicroBatch, UpdateNames
 from hrl.workers.requests import ScalarRequest, Training, ValueUpdate
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class ValueModel:
         return self.engine.learn(batch, request, self.run, partial(_loss, request), NAMES, with_head=False)
 
 
-def _loss(request: ValueUpdate[RankPlan], piece: Piece) -> Tensor:
+def _loss(request: ValueUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
     """One micro-batch's share of the mini-batch's loss."""
     columns, clip = piece.tokens("values", "returns"), request.loss.cliprange_value
     loss_mat, metrics = value_loss(

@@ -56,7 +56,7 @@ class UpdateNames:
 
 
 @dataclass(frozen=True)
-class Piece:
+class ForwardedMicroBatch:
     """One micro-batch of an update after its forward pass: b rows, r response columns.
 
     Attributes:
@@ -204,7 +204,7 @@ class Engine:
         batch: DataProto,
         request: Update[RankPlan],
         run: Callable[[PackedMicroBatch], tuple[Tensor, ...]],
-        loss_of: Callable[[Piece], Tensor],
+        loss_of: Callable[[ForwardedMicroBatch], Tensor],
         names: UpdateNames,
         *,
         with_head: bool,
@@ -242,7 +242,9 @@ class Engine:
                 head_tokens = packed.labels.numel() if with_head else 0
                 num_flops += self.flops.update(packed.layout.num_tokens, packed.layout.num_pairs, head_tokens)
             moved = optimizer.steps_taken != steps_before
-            return loss_of(Piece(batch, picked, packed, flat, mini_batch, rows.responses.shape[1], meter, moved))
+            return loss_of(
+                ForwardedMicroBatch(batch, picked, packed, flat, mini_batch, rows.responses.shape[1], meter, moved)
+            )
 
         reports = []
         with self.resident():
