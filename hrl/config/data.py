@@ -21,22 +21,41 @@ def held_out_beside(name: str) -> str:
     return name.removesuffix("/train") + "/val"
 
 
-def val_files_beside(get: Get) -> object:
+def _val_files_beside(get: Get) -> object:
     """Return the bundled validation rows that belong to bundled training rows; empty for other training rows."""
     train, bundled = get(".train_files"), get.plain(".train_files")
     is_bundled = ([train] if isinstance(train, str) else train) == bundled
-    return [held_out_beside(name) for name in bundled] if is_bundled else []
+    return [name.removesuffix("/train") + "/val" for name in bundled] if is_bundled else []
 
 
-class DataConfig(Section):
+class RowsConfig(Section):
+    """`data.*`: the keys that all kinds of run have in common."""
+
+    train_files: StrList = Field(min_length=1)
+    """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
+    val_files: StrList = follows(_val_files_beside)
+    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
+    bundled `train_files`, none beside others."""
+    shuffle: bool = True
+    """Shuffle the training rows anew each epoch; the order is a function of (seed, epoch)."""
+    seed: NonNegativeInt = follows("trainer.seed")
+    """Seed of the row order. Default: `trainer.seed`."""
+    train_max_samples: MinusOneOrMore = -1
+    """Use only this many training rows; -1 uses all."""
+    val_max_samples: MinusOneOrMore = -1
+    """Use only this many validation rows; -1 uses all."""
+    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Extra arguments of the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
+    bad_rows: Literal["error", "skip"] = "error"
+    """What happens to a row that can't be used: stop the run and name file and row (error), or skip and count it."""
+
+
+class DataConfig(RowsConfig):
     """`data.*`: which rows are trained on, and how they become prompts."""
 
     train_files: StrList = Field(default_factory=lambda: ["bundled:addition/train"], min_length=1)
     """Training rows, one source or a list: a .parquet or .jsonl path, `bundled:<task>/<split>`, or
     `reasoning_gym:<dataset>?size=1000&seed=1`."""
-    val_files: StrList = follows(val_files_beside)
-    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
-    bundled `train_files`, none beside others."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a chat (list of messages) or a string."""
     reward_fn_key: str = "data_source"
@@ -49,22 +68,9 @@ class DataConfig(Section):
     """Prompts per step; each is sampled `actor_rollout_ref.rollout.n` times."""
     val_batch_size: Annotated[PositiveInt | None, Unit("prompts generated at once")] = None
     """Validation prompts generated at once; null takes the whole validation set."""
-    shuffle: bool = True
-    """Shuffle the training rows anew each epoch; the order is a function of (seed, epoch)."""
-    seed: NonNegativeInt = follows("trainer.seed")
-    """Seed of the row order. Default: `trainer.seed`."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `data.max_prompt_length` when the rows are read, and count them."""
     truncation: Literal["error", "left", "right"] = "error"
     """What happens to a prompt that is too long and was not dropped: stop the run (error), or cut tokens off its left
     or right end."""
-    train_max_samples: MinusOneOrMore = -1
-    """Use only this many training rows; -1 uses all."""
-    val_max_samples: MinusOneOrMore = -1
-    """Use only this many validation rows; -1 uses all."""
-    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Extra arguments of the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
-    bad_rows: Literal["error", "skip"] = "error"
-    """What happens to a row without a usable prompt: stop the run and name file and row (error), or skip and count
-    it."""
     custom_cls: CustomClassConfig = section(CustomClassConfig)

@@ -1,24 +1,19 @@
 """The configurations of `main_dpo`, `main_sft` and `main_rm`, as typed, immutable objects."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hrl.algos.registry import AGGREGATION_NAMES, PAIR_LOSS_TRAITS, pair_loss_traits
-from hrl.config.data import val_files_beside
+from hrl.config.data import RowsConfig
 from hrl.config.model import CheckpointConfig, FsdpConfig, MicroBatches, ModelConfig, OptimConfig
-from hrl.config.section import MinusOneOrMore, NameOf, Section, StrList, Unit, WholeConfig, follows, section
+from hrl.config.section import NameOf, Section, Unit, WholeConfig, section
 from hrl.config.trainer import Frequency, RunConfig
 
 
-class OfflineDataConfig(Section):
+class OfflineDataConfig(RowsConfig):
     """`data.*`: which rows are trained on, and how many at once."""
 
-    train_files: StrList = Field(min_length=1)
-    """Training rows, one source or a list: a .parquet or .jsonl path, or `bundled:<task>/<split>`."""
-    val_files: StrList = follows(val_files_beside)
-    """Validation rows, written like `data.train_files`; null or [] for none. Default: the bundled ones beside the
-    bundled `train_files`, none beside others."""
     data_source_key: str = "data_source"
     """Column with the row's source, by which validation metrics are grouped; the file's name if there is no column."""
     train_batch_size: Annotated[PositiveInt, Unit("rows per optimizer step")] = 64
@@ -32,18 +27,6 @@ class OfflineDataConfig(Section):
     """Maximum number of tokens in one micro-batch on one process."""
     micro_batch_size_per_gpu: Annotated[PositiveInt | None, Unit("rows per process")] = None
     """Rows in one micro-batch on one process; null fills it up to `max_token_len_per_gpu`."""
-    shuffle: bool = True
-    """Shuffle the training rows anew each epoch; the order is a function of (seed, epoch)."""
-    seed: NonNegativeInt = follows("trainer.seed")
-    """Seed of the row order. Default: `trainer.seed`."""
-    train_max_samples: MinusOneOrMore = -1
-    """Use only this many training rows; -1 uses all."""
-    val_max_samples: MinusOneOrMore = -1
-    """Use only this many validation rows; -1 uses all."""
-    apply_chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Extra arguments of the tokenizer's chat template, e.g. `{enable_thinking: false}`."""
-    bad_rows: Literal["error", "skip"] = "error"
-    """What happens to a row that can't be used: stop the run and name file and row (error), or skip and count it."""
 
 
 class PairDataConfig(OfflineDataConfig):

@@ -14,6 +14,7 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.rollout import RolloutConfig
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
 from hrl.config.trainer import JSON_CONSOLE
 from hrl.errors import Problem, Reason
@@ -404,25 +405,12 @@ _ELSEWHERE = ("sglang", "trtllm")
 """Engines of verl that hrl does not have."""
 
 _SET_BY = {
+    **{name: f"{ROLLOUT}.{name}" for name in RolloutConfig.model_fields},
     "model": f"{MODEL}.path",
     "hf_overrides": f"{MODEL}.override_config",
     "trust_remote_code": f"{MODEL}.trust_remote_code",
     "kv_cache_memory_bytes": f"{ROLLOUT}.kv_cache_gib",
     "enable_sleep_mode": f"{ROLLOUT}.free_cache_engine",
-    **{
-        name: f"{ROLLOUT}.{name}"
-        for name in (
-            "dtype",
-            "seed",
-            "gpu_memory_utilization",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_model_len",
-            "enforce_eager",
-            "enable_chunked_prefill",
-            "enable_prefix_caching",
-        )
-    },
     "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
 }
 """Arguments of vLLM that hrl has a key for, so they are refused here."""
