@@ -153,7 +153,7 @@ class CheckpointStore:
         return self.path(steps[-1]) if steps else None
 
 
-def load_state(path: Path, parts: Iterable[str] = ()) -> dict[str, Any]:
+def load_state(path: Path, parts: Iterable[str]) -> dict[str, Any]:
     """Return the driver's state in a checkpoint folder.
 
     Args:

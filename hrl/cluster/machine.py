@@ -19,23 +19,23 @@ BATCHES_IN_STORE = 2
 
 
 def object_store_bytes(batch_tokens: int) -> int:
-    """Size of the object store of a run's own Ray: only batches pass through it, and one that doesn't fit goes to disk.
+    """Return the size of the object store of a run's own Ray; what doesn't fit goes to disk.
 
     Args:
-        batch_tokens: In the largest batch, all rows at their full length.
+        batch_tokens: Tokens of the largest batch, with all rows at their full length.
     """
     wanted = BATCHES_IN_STORE * BYTES_PER_TOKEN * batch_tokens
     return max(LEAST_OBJECT_STORE_BYTES, min(wanted, most_object_store_bytes()))
 
 
-def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: int = 0) -> AbstractContextManager[None]:
-    """Ray for the time of a `with` block.
+def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: int) -> AbstractContextManager[None]:
+    """Return a context in which Ray runs: a cluster that is joined, or one that is started and ended with the block.
 
     Args:
         ray_kwargs: Further arguments of `ray.init`; `address` names a running cluster to join, before the
             environment's `RAY_ADDRESS`; `local` starts one in any case.
         num_processes: Worker processes of the run. Ray reserves one CPU for each, so a machine with fewer cores is
-            given as many on paper: ranks take turns there, which is slow and right.
+            given as many on paper: ranks take turns there, which is slow and correct.
         batch_tokens: See `object_store_bytes`.
     """
     address = ray_kwargs.get("address") or os.environ.get("RAY_ADDRESS") or "local"
@@ -50,12 +50,12 @@ def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: in
 
 
 def available_cores() -> int:
-    """Return the cores this process may run on; containers often grant fewer than the machine has."""
+    """Return how many cores this process may run on; containers often grant fewer than the machine has."""
     return len(os.sched_getaffinity(0))
 
 
 def scarcity(wanted: str, device: str, num_processes: int) -> str | None:
-    """Warn of a run that would take GPUs, found none and has more processes than cores; None otherwise.
+    """Return a warning for a run that would take GPUs, found none and has more processes than cores; else None.
 
     Args:
         wanted: `trainer.device`.
@@ -72,7 +72,7 @@ def scarcity(wanted: str, device: str, num_processes: int) -> str | None:
 
 
 def choose_device(wanted: str) -> str:
-    """`cpu` or `cuda`, from `trainer.device` and what the running cluster has."""
+    """Return `cpu` or `cuda`, from `trainer.device` and what the running cluster has."""
     if wanted != "auto":
         return wanted
     return "cuda" if ray.cluster_resources().get("GPU", 0) > 0 else "cpu"

@@ -1,8 +1,8 @@
 """Which dtype `auto` is: the one in which this hardware multiplies matrices fastest without losing what is learnt.
 
 GPUs, and CPUs with matrix instructions for bfloat16 (AMX, AVX512-BF16, Arm's), take bfloat16. Every other CPU has to
-widen each product to float32 and round it back: there, bfloat16 costs two to three times the time of float32 and is the
-less exact of the two.
+widen each product to float32 and round it back: there, bfloat16 takes two to three times as long as float32 and is
+less exact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16")
 
 
 def fastest_dtype(device: str) -> str:
-    """`bfloat16` or `float32`, for `device` = `cpu` (this machine's) or `cuda`."""
+    """Return `bfloat16` or `float32`, for `device` = `cpu` (this machine's) or `cuda`."""
     if device != "cpu":
         return "bfloat16"
     capabilities = torch.cpu.get_capabilities()

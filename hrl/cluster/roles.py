@@ -62,7 +62,7 @@ class ResourcePoolManager:
         return self.resource_pool_dict[self.mapping[role]]
 
     def get_n_gpus(self) -> int:
-        """Number of processes (one per GPU) over all pools in use."""
+        """Return the number of processes (one per GPU) over all pools in use."""
         return sum(sum(self.resource_pool_spec[name]) for name in set(self.mapping.values()))
 
 

@@ -11,15 +11,17 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from hrl.cluster.checkpoints import CheckpointError
 from hrl.report.run_folder import writing_to
 from hrl.workers.model_worker import file_sizes
 
+T = TypeVar("T")
+
 _TOKEN_PATIENCE_S = 5.0
 _SHARDS_PATIENCE_S = 60.0
-"""NFS clients may take so long (`acdirmax`) to look again into a folder that they have seen before."""
+"""NFS clients may take this long (`acdirmax`) to look again into a folder that they have seen before."""
 _POLL_S = 0.5
 
 
@@ -43,13 +45,13 @@ class Ranks(Protocol):
         """Return what each rank sees below a folder, see `ModelWorker.files_below`."""
 
 
-def require_shared(run_folder: Path, groups: Iterable[Any], patience_s: float = _TOKEN_PATIENCE_S) -> None:
+def require_shared(run_folder: Path, groups: Iterable[Ranks], patience_s: float = _TOKEN_PATIENCE_S) -> None:
     """Let every rank look for a file that the driver has just written.
 
     Args:
         run_folder: Of the run.
         groups: Those that write checkpoints.
-        patience_s: How long to look again.
+        patience_s: How long to go on looking, in seconds.
 
     Raises:
         CheckpointError: A rank does not see it; names rank, node and the key to change.
@@ -69,7 +71,7 @@ def require_shared(run_folder: Path, groups: Iterable[Any], patience_s: float = 
 
 
 def require_all_shards(
-    folder: Path, groups: Iterable[Any], run_folder: Path, patience_s: float = _SHARDS_PATIENCE_S
+    folder: Path, groups: Iterable[Ranks], run_folder: Path, patience_s: float = _SHARDS_PATIENCE_S
 ) -> None:
     """Check that everything that ranks see of a checkpoint is in the driver's folder, whole.
 
@@ -77,7 +79,7 @@ def require_all_shards(
         folder: Of the checkpoint, not yet published.
         groups: Those that wrote it; their writing has ended.
         run_folder: Of the run.
-        patience_s: How long to look again.
+        patience_s: How long to go on looking, in seconds.
 
     Raises:
         CheckpointError: A file is missing here or has another size; names rank, node and file.
@@ -103,8 +105,8 @@ def _missing(reports: Iterable[tuple[str, Mapping[str, int]]], here: Mapping[str
         yield from ((rank, name) for name, size in sorted(seen.items()) if here.get(name) != size)
 
 
-def _first(failures: Callable[[], Iterator[Any]], patience_s: float) -> Any | None:
-    """Return the first failure that is still one after this time; None as soon as there is none."""
+def _first(failures: Callable[[], Iterator[T]], patience_s: float) -> T | None:
+    """Return the first failure that is still one after `patience_s` seconds; None as soon as there is none."""
     deadline = time.monotonic() + patience_s
     while (failure := next(failures(), None)) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_S)

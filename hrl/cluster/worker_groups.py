@@ -68,7 +68,7 @@ _Workers = dict[Role, Callable[..., RayClassWithInitArgs]]
 def _ppo_workers(config: PPOTrainerConfig, runtime: Runtime, steps: int) -> _Workers:
     actor_steps = max(steps - config.trainer.critic_warmup, 0) * step_sizes(config).optimizer_steps
     critic_steps = steps * step_sizes(config, config.critic).optimizer_steps
-    policy, critic = with_absolute_tokenizer(config.actor_rollout_ref), config.critic
+    policy, critic = _with_absolute_tokenizer(config.actor_rollout_ref), config.critic
     actor = policy.actor
     of_policy = partial(RayClassWithInitArgs, ActorRolloutRefWorker, policy.model)
     learns = partial(
@@ -106,8 +106,8 @@ def _training(optim: OptimConfig, grad_clip: float, total_steps: int, runtime: R
     return Training(optim=optim, grad_clip=grad_clip, total_steps=total_steps, seed=runtime.seed, run_folder=run_folder)
 
 
-def with_absolute_tokenizer(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
-    """`actor_rollout_ref` with a tokenizer's folder as processes in other folders find it."""
+def _with_absolute_tokenizer(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
+    """Return the section with the tokenizer's folder as an absolute path, for processes that run in other folders."""
     path = policy.model.tokenizer_path
     if path is None:
         return policy
@@ -117,14 +117,14 @@ def with_absolute_tokenizer(policy: ActorRolloutRefConfig) -> ActorRolloutRefCon
 
 @dataclass
 class WorkerGroups:
-    """The worker groups of a run, by role: of a PPO run all that it has, of an offline run one.
+    """The worker groups of a run, one per role; an offline run has one.
 
     Attributes:
         groups: The group of every role.
         learners: Roles whose models learn and are saved, the one whose weights are exported first.
         processes: The groups by process, one per pool.
-        load_order: For each pool, the groups on it in the order in which their models are loaded.
-        init_timeout_s: For loading one model.
+        load_order: For each pool, its groups in the order in which their models are loaded.
+        init_timeout_s: For loading one model, in seconds.
     """
 
     groups: Mapping[Role, RayWorkerGroup]
@@ -250,7 +250,7 @@ class WorkerGroups:
             self._weight_group = self.actor.open_weight_broadcast(self.rollout.world_size, address)
 
     def sync_weights(self, version: int, timeout_s: float) -> dict[str, float]:
-        """Give every engine the policy's weights as `version`; returns the sender's figures as metrics.
+        """Give every engine the policy's weights as `version`, and return the sender's figures as metrics.
 
         On separate pools there is one group of trainer rank 0 and all processes of all engines.
         """

@@ -22,7 +22,7 @@ def test_a_committed_checkpoint_is_found_and_holds_what_was_written(tmp_path: Pa
     found = store.find("auto", None)
     assert found == tmp_path / "checkpoints" / "step_12"  # the larger number, not the later name
     assert (found / "weights.bin").read_bytes() == b"w" * 12
-    assert load_state(found) == {"step": 12}
+    assert load_state(found, ()) == {"step": 12}
 
 
 def test_an_interrupted_save_is_never_chosen_and_its_rest_is_removed_by_the_next(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:
 def test_a_state_that_is_no_json_names_the_file(tmp_path: Path) -> None:
     (tmp_path / STATE_FILE).write_text("{")
     with pytest.raises(CheckpointError, match=STATE_FILE):
-        load_state(tmp_path)
+        load_state(tmp_path, ())
     (tmp_path / STATE_FILE).write_text(json.dumps({"epoch": 1}))
     with pytest.raises(CheckpointError, match="no step"):
-        load_state(tmp_path)
+        load_state(tmp_path, ())

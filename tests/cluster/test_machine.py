@@ -13,7 +13,7 @@ def settings_of(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(cluster, "ray_cluster", lambda **settings: settings)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 6})
-    return lambda num_processes=1, **ray_kwargs: cluster.run_cluster(ray_kwargs, num_processes)
+    return lambda num_processes=1, **ray_kwargs: cluster.run_cluster(ray_kwargs, num_processes, 0)
 
 
 def test_a_run_starts_its_own_ray_on_the_cores_it_was_given(settings_of):

@@ -46,13 +46,22 @@ def host_zeros_like(tensor: Tensor, dtype: torch.dtype, device: torch.device) ->
 
 
 class Lane:
-    """A stream of copies beside the computation. On a CPU, without streams, everything happens in order anyway."""
+    """A stream of the device: one of its own for copies, or the one that computes.
 
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+    On a CPU, without streams, everything happens in order anyway.
+
+    Args:
+        device: Of the stream.
+        computes: Take the stream on which the device computes at present.
+    """
+
+    def __init__(self, device: torch.device, *, computes: bool = False) -> None:
+        self._stream: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._stream = torch.cuda.current_stream(device) if computes else torch.cuda.Stream(device)
 
     def copies(self) -> AbstractContextManager[object]:
-        """Return a context inside of which copies are queued on this stream."""
+        """Return a context in which copies are queued on this stream."""
         return torch.cuda.stream(self._stream)  # does nothing without a stream
 
     def mark(self) -> torch.cuda.Event | None:
@@ -60,12 +69,12 @@ class Lane:
         return None if self._stream is None else self._stream.record_event()
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Let later copies wait for the event."""
+        """Let what is queued from here on wait for the event."""
         if self._stream is not None and event is not None:
             self._stream.wait_event(event)
 
     def finish(self) -> None:
-        """Block until everything is copied."""
+        """Block until everything that is queued is done."""
         if self._stream is not None:
             self._stream.synchronize()
 

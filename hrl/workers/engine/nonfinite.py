@@ -6,7 +6,7 @@ A rank keeps its part of the mini-batch in two files of `<run folder>/nonfinite`
     step_N_rank_R.<update>-<k>.json          what was not finite, and under which circumstances
 
 Rows lie without padding: `prompts` and `responses` one after the other, so does every column of response tokens,
-and `prompt_lengths` and `response_lengths` say where rows end. `micro_batch` says with whom a row ran.
+and `prompt_lengths` and `response_lengths` say where rows end. `micro_batch` says in which micro-batch a row ran.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: So many skipped steps in a row end a run: what made the first ones not finite will not go away.
+#: Skipped steps in a row that end a run: what made the first ones not finite will not go away.
 MAX_IN_A_ROW = 3
-#: So many mini-batches of a run does a rank keep: enough to find the cause, too few to fill a disk.
+#: Mini-batches of a run that a rank keeps: enough to find the cause, too few to fill a disk.
 MAX_DUMPS = 12
 
 FOLDER = "nonfinite"
-#: Both follow from the masks and would be as wide as the padding.
+#: They follow from the other columns and would be as wide as the padding.
 _IMPLIED = ("attention_mask", "input_ids", "position_ids")
 
 
@@ -54,10 +54,10 @@ class SkippedStep:
     """An optimizer step that was not applied.
 
     Attributes:
-        update: As its metrics call it: `actor`, `critic`, `train`.
+        update: Its name in metrics: `actor`, `critic`, `train`.
         request: What the rank was asked for.
-        index: Of the mini-batch in the update.
-        in_a_row: Skipped steps up to and with this one.
+        index: Place of the mini-batch in the update.
+        in_a_row: Skipped steps up to this one, and including it.
         batch: The rank's rows.
         config: How the model is trained.
         report: What the optimizer saw.
@@ -77,7 +77,7 @@ class SkippedStep:
 
     @property
     def step(self) -> int:
-        """Of the run."""
+        """The step of the run."""
         return self.request.step
 
     @property
@@ -87,7 +87,7 @@ class SkippedStep:
 
     @property
     def name(self) -> str:
-        """Of its files."""
+        """The name of its files, without the suffix."""
         return f"step_{self.step}_rank_{dist.get_rank()}.{self.update}-{self.index}"
 
 

@@ -14,7 +14,7 @@ Stochastic rounding: bfloat16 has 8 significant bits, so neighbours are 0.4 to 0
 weights never move. Here a number `x` between neighbours `a` and `b` becomes `b` with probability `(x - a) / (b - a)`
 and `a` otherwise, so that its expectation is `x` (Gupta et al. 2015, "Deep learning with limited numerical precision").
 The chance is a hash of (seed, parameter, its step, the element's place in the whole parameter), not drawn from a
-generator. So a resumed run rounds as the straight one does, and so does a run on another number of ranks.
+generator. So a resumed run rounds as an uninterrupted one does, and so does a run on another number of ranks.
 """
 
 from __future__ import annotations
@@ -277,11 +277,12 @@ class AdamW:
         # One bucket is computed with while another comes or goes; the first is the largest.
         size = sum(piece.stop - piece.start for piece in buckets[0])
         slots = [torch.empty(len(MOMENTS), size, dtype=self._dtype, device=self._device) for _ in buckets[:2]]
+        here = Lane(self._device, computes=True)
         visitors: list[list[list[Tensor]]] = []
         gone: list[torch.cuda.Event | None] = []
 
         def fetch(index: int) -> None:
-            self._coming.wait(gone[index - 2] if index > 1 else self._here())
+            self._coming.wait(gone[index - 2] if index > 1 else here.mark())
             visitors.append(self._fetch(buckets[index], slots[index % 2]))
 
         fetch(0)
@@ -289,13 +290,13 @@ class AdamW:
             arrived = self._coming.mark()
             if index + 1 < len(buckets):
                 fetch(index + 1)
-            self._wait_here(arrived)
+            here.wait(arrived)
             yield bucket, visitors[index]
-            self._going.wait(self._here())
+            self._going.wait(here.mark())
             self._store(bucket, visitors[index])
             gone.append(self._going.mark())
         # Now the slots may go back to the allocator, and host memory may be read.
-        self._wait_here(gone[-1])
+        here.wait(gone[-1])
         self._going.finish()
 
     def _fetch(self, bucket: Sequence[_Span], slot: Tensor) -> list[list[Tensor]]:
@@ -377,14 +378,6 @@ class AdamW:
                     bucket, room = [], self._bucket_elements
         if bucket:
             yield bucket
-
-    def _here(self) -> torch.cuda.Event | None:
-        """Return an event at the present end of the stream that computes."""
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
-
-    def _wait_here(self, event: torch.cuda.Event | None) -> None:
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
 
 
 def _first_element(parameter: nn.Parameter) -> int:

@@ -61,7 +61,7 @@ def build_sharded(
 
     Args:
         load: `load(meta)` returns the model, without storage if `meta`.
-        wrap: Makes of the transformers model the module whose `forward` is run.
+        wrap: Turns the transformers model into the module whose `forward` runs.
         fsdp: `dtype` and `reshard_after_forward`.
         mesh: From `build_mesh`.
         device: Of this rank.

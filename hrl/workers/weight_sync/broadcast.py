@@ -39,14 +39,14 @@ def group_timeout_s(backend: str, timeout_s: float) -> float:
 
 
 class BroadcastSender(SenderTransport):
-    """The sending rank. The constructor opens the store; the group forms in `connect`, when all receivers have come.
+    """The sending rank. It opens the store at once; the group forms in `connect`, when all receivers have come.
 
     Args:
         manifest: What will be sent.
         num_receivers: Processes that will join, over all engines (engines × tensor-parallel size).
         device: Of the buffers; decides between gloo and nccl.
         timeout_s: For joining and for every broadcast, in seconds.
-        address: By which receivers reach this process.
+        address: Where receivers reach this process.
     """
 
     depth = _DEPTH
@@ -81,7 +81,7 @@ class BroadcastSender(SenderTransport):
         self._syncs = 0
 
     def handle(self) -> dict[str, Any]:
-        """Return the handle for the first engine; that of another has its first process's rank as `first_rank`."""
+        """Return the handle of the engine whose processes begin at rank 1; others need their own `first_rank`."""
         return self._handle
 
     def connect(self) -> None:

@@ -78,11 +78,11 @@ class WeightReceiver:
     Args:
         writer: Access to the model.
         name: Of this process, for reports and errors.
-        rank_in_engine: Number of this process within a tensor-parallel engine.
+        rank_in_engine: Rank of this process within a tensor-parallel engine.
 
     Attributes:
         served_version: Policy version of the last good sync.
-        intact: All weights of the model are those of `served_version`.
+        intact: Whether all weights of the model are those of `served_version`.
     """
 
     def __init__(self, writer: ModelWriter, name: str, rank_in_engine: int = 0) -> None:
@@ -156,7 +156,7 @@ class WeightReceiver:
         return ReceiverReport(self._name, sync.version, len(manifest.tensors), manifest.nbytes, read_back)
 
     def abort(self) -> bool:
-        """Drop the sync under way, if any, and return whether all weights are those of `served_version`."""
+        """Drop the sync under way, if any, and return `intact`."""
         if self._sync is not None and self._sync.writing:
             self._writer.cancel()
             self.intact = False

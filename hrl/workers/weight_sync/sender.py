@@ -46,9 +46,9 @@ class SenderTransport(ABC):
     """Buffers on the sender's side, and the handle by which receivers find them."""
 
     depth: int
-    """Buckets that can be under way at once; a bucket's buffer is reused `depth` buckets later."""
+    """How many buckets can be under way at once; a bucket's buffer is used again `depth` buckets later."""
     deadline: Deadline
-    """Of the sync under way; `buffer` and `flush` wait no longer."""
+    """Of the sync under way; `buffer` and `flush` wait no longer than that."""
 
     @abstractmethod
     def handle(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class SenderTransport(ABC):
         """Wait until everything published has left this process."""
 
     def abort(self) -> None:
-        """Release receivers that wait for a bucket which will not come."""
+        """Release receivers that wait for a bucket that will not come."""
 
     def release(self) -> None:
         """Give back the memory that only a sync needs. Called whenever a sync has ended, also by an error."""

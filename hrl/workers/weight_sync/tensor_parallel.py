@@ -1,13 +1,13 @@
 """The trainer ranks of one tensor-parallel engine, which send to it together, each from its own GPU.
 
 The rank that drives the engine is the lead; only it talks to the engine. The others tell the lead where their buffers
-are and which bucket they have written, and hear from it which one was loaded. Every rank runs a `WeightSync`. The
-target of the lead's is the `Lead`, which begins and loads when all ranks are ready, and passes on to the engine; the
-target of another rank's is its `FellowRank`, which passes on to the lead.
+are and which bucket they have written, and are told which bucket was loaded. Every rank runs a `WeightSync`. On the
+lead its target is the `Lead`, which waits until all ranks are ready and then asks the engine; on every other rank it is
+the `FellowRank`, which talks to the lead.
 
-They talk over Unix sockets of this machine, a message of JSON at a time: the end of a process is noticed at once, no
-rank waits in a collective for one that has failed, and nothing is pickled. Every message carries the number of its
-sync, so that those left over from a failed sync are not taken for answers in the next.
+Messages are JSON, over Unix sockets of this machine: the end of a process is noticed at once, no rank waits in a
+collective for one that has failed, and nothing is pickled. Every message carries the number of its sync, so that one
+left over from a failed sync is not taken for an answer in the next.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Link:
     """A connection between the lead and another rank.
 
     Args:
-        connection: The socket, which keeps messages apart.
+        connection: A socket that keeps messages apart (`SOCK_SEQPACKET`).
         other: Who is at the other end, for messages.
     """
 
@@ -72,7 +72,19 @@ class Link:
         """
         end = time.monotonic() + timeout_s
         while True:
-            content = self._next(end - time.monotonic())
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            try:
+                self._connection.settimeout(left_s)
+                message = self._connection.recv(_LONGEST_MESSAGE_BYTES)
+            except TimeoutError:
+                raise
+            except OSError as error:
+                raise WeightSyncError(f"{self.other} is gone: {error}") from error
+            if not message:
+                raise WeightSyncError(f"{self.other} is gone")
+            content: dict[str, Any] = json.loads(message)
             if content["sync"] > sync:
                 raise WeightSyncError(f"{self.other} is in its sync {content['sync']}, this rank in its {sync}")
             if content["sync"] == sync:
@@ -81,7 +93,12 @@ class Link:
                 return content
 
     def expect(self, sync: int, timeout_s: float, **content: Any) -> None:
-        """Receive the next message of this sync; raises as `receive` does, and where it is another than `content`."""
+        """Receive the next message of this sync, which must be `content`.
+
+        Raises:
+            WeightSyncError: It is another; or as `receive`.
+            TimeoutError: As `receive`.
+        """
         answer = self.receive(sync, timeout_s)
         if answer != {"sync": sync, **content}:
             raise WeightSyncError(f"{self.other} answered {answer} where {content} was expected")
@@ -90,32 +107,17 @@ class Link:
         """Hang up. Harmless when repeated."""
         self._connection.close()
 
-    def _next(self, timeout_s: float) -> dict[str, Any]:
-        if timeout_s <= 0:
-            raise TimeoutError
-        try:
-            self._connection.settimeout(timeout_s)
-            message = self._connection.recv(_LONGEST_MESSAGE_BYTES)
-        except TimeoutError:
-            raise
-        except OSError as error:
-            raise WeightSyncError(f"{self.other} is gone: {error}") from error
-        if not message:
-            raise WeightSyncError(f"{self.other} is gone")
-        content: dict[str, Any] = json.loads(message)
-        return content
-
 
 class Lead:
-    """The lead's end: the engine's other ranks connect to it; to the lead's own sync it stands for the engine.
+    """The lead's end: the engine's other ranks connect to it, and to the lead's own sync it stands for the engine.
 
     Args:
         others: The ranks that send along.
         timeout_s: Of a sync, in seconds.
 
     Attributes:
-        engine: What the lead drives, set before its first sync.
-        address: Where the others find it.
+        engine: The engine that this rank drives; set before the first sync.
+        address: Where the other ranks find it.
     """
 
     engine: SyncTarget
@@ -170,7 +172,7 @@ class Lead:
         return self.engine.weights_abort(reason)
 
     def refuse(self, reason: str, timeout_s: float) -> None:
-        """End a sync, for the ranks that have begun it, which this rank cannot begin."""
+        """End a sync that other ranks have begun and this rank cannot begin."""
         self._number += 1
         try:
             self._await_others(Deadline(timeout_s, "refusing a weight sync"))
@@ -185,7 +187,7 @@ class Lead:
             link.close()
 
     def _told(self, done: Future[T], **content: Any) -> Future[T]:
-        """Return a future of the same result, of which the other ranks are told when it is waited for."""
+        """Return a future of the same result; whoever waits for it also tells the other ranks."""
 
         def wait(timeout_s: float) -> T:
             result = done.result(timeout_s)
@@ -235,7 +237,7 @@ class Lead:
 
 
 class FellowRank:
-    """The end of a rank that sends to the engine which its lead drives; to its own sync the lead is a `SyncTarget`.
+    """The end of every other rank, whose sync talks to the lead instead of the engine.
 
     Args:
         address: Of the `Lead`.
@@ -288,12 +290,12 @@ class FellowRank:
         return _Later(lambda _: None)
 
     def weights_load(self, index: int) -> Future[None]:
-        """Say that bucket `index` is written; done when the engine has loaded it."""
+        """Say that bucket `index` is written; the future is done when the engine has loaded it."""
         self._link.send(self._number, published=index)
         return _Later(partial(self._link.expect, self._number, loaded=index))
 
     def weights_commit(self) -> Future[list[ReceiverReport]]:
-        """Return what is done when the engine serves the new version. The reports are the lead's."""
+        """Return a future that is done when the engine serves the new version; only the lead gets its reports."""
 
         def wait(timeout_s: float) -> list[ReceiverReport]:
             self._link.expect(self._number, timeout_s, committed=True)
@@ -313,7 +315,9 @@ class FellowRank:
 
 
 class _Later(Future[T]):
-    """What `wait(timeout_s)` returns, called when somebody waits: answers come in the order of the questions."""
+    """A future whose result is `wait(timeout_s)`, called when somebody asks for it."""
+
+    # No thread reads the answers: they come in the order of the questions.
 
     def __init__(self, wait: Callable[[float], T]) -> None:
         super().__init__()
