@@ -322,24 +322,15 @@ class AdamW:
     def _update(
         self, bucket: Sequence[_Span], moments: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float
     ) -> None:
-        """Update flat pieces, bfloat16 ones in float32 and rounded back stochastically."""
+        """Update flat pieces in place, bfloat16 ones in float32 and rounded back stochastically."""
         weights = [piece.of(piece.parameter.detach()) for piece in bucket]
         # A gradient is only read, so a copy will do where its shard is not contiguous.
         grads = [local(p.grad).reshape(-1)[start:stop] for p, start, stop in bucket if p.grad is not None]
         wide = [weight.float() if weight.dtype == torch.bfloat16 else weight for weight in weights]
         grads = [grad.to(weight.dtype) for grad, weight in zip(grads, wide, strict=True)]
-        self._adamw([wide, grads, *moments], counts, lr)
-        for piece, weight, number in zip(bucket, weights, wide, strict=True):
-            if number is not weight:
-                parameter = piece.parameter
-                key = rounding_key(self._seed, self._names[parameter], self.steps[parameter])
-                weight.copy_(round_stochastically(number, key, _first_element(parameter) + piece.start))
-
-    def _adamw(self, columns: Sequence[Sequence[Tensor]], counts: list[Tensor], lr: float) -> None:
-        """Run torch's arithmetic in place; `columns` are weights, gradients and both moments."""
-        weights, grads, exp_avgs, exp_avg_sqs = map(list, columns)
+        exp_avgs, exp_avg_sqs = map(list, moments)
         adamw(
-            weights,
+            wide,
             grads,
             exp_avgs,
             exp_avg_sqs,
@@ -354,6 +345,11 @@ class AdamW:
             eps=_EPS,
             maximize=False,
         )
+        for piece, weight, number in zip(bucket, weights, wide, strict=True):
+            if number is not weight:
+                parameter = piece.parameter
+                key = rounding_key(self._seed, self._names[parameter], self.steps[parameter])
+                weight.copy_(round_stochastically(number, key, _first_element(parameter) + piece.start))
 
     def _counts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return how many updates each parameter had before this one, on the device; the kernel adds one itself."""

@@ -105,8 +105,10 @@ class WeightReceiver:
         """
         if self._sync is not None:
             raise WeightSyncError(f"{self._name}: a sync to version {self._sync.version} is already under way")
-        found = self._known_good.difference(manifest) if self._known_good is not None else []
-        if found:
+        good = self._known_good
+        if good is not None and manifest == good:
+            manifest = good  # which has worked out its buckets and its fingerprint
+        elif good is not None and (found := good.difference(manifest)):
             raise WeightSyncError(
                 f"{self._name}: the weights differ from those of the last good sync: {'; '.join(found)}"
             )
