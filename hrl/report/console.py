@@ -6,7 +6,7 @@ lines. The environment variable `NO_COLOR` turns colours off.
 
 from __future__ import annotations
 
-import re
+import fnmatch
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from hrl.report.phases import LABELS, phase_groups
+from hrl.report.phases import LABELS
 from hrl.report.run_folder import RolloutKind, json_line
 from hrl.report.samples import (
     Sample,
@@ -35,99 +35,84 @@ from hrl.report.samples import (
 PLAIN_WIDTH = 120
 """The width of a line in a file."""
 
-_KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-_UPDATE_TIMERS = tuple(f"timing_s/{name}" for name in phase_groups()["update"])
-
 
 # ---------------------------------------------------------------------------------------------- the step line
 
 
-def _first(metrics: Mapping[str, float], *names: str) -> float | None:
-    return next((metrics[name] for name in names if name in metrics), None)
-
-
-def _validation_mean(metrics: Mapping[str, float], metric: str = r"mean@\d+") -> float | None:
-    """Return the mean over the data sources of `val/<source>/<metric>`, by default of the score."""
-    values = [value for name, value in metrics.items() if re.fullmatch(rf"val/.+/{metric}", name)]
-    return sum(values) / len(values) if values else None
-
-
-def _learns_from_data(metrics: Mapping[str, float]) -> bool:
-    """Return whether these are metrics of an offline trainer, which samples nothing."""
-    return "train/loss" in metrics and "timing_s/gen" not in metrics
-
-
-def _seconds(metrics: Mapping[str, float]) -> str:
-    """Return the seconds of the step and of its two large parts."""
-    update = sum(metrics.get(name, 0.0) for name in _UPDATE_TIMERS)
-    step = number(metrics.get("timing_s/step"), "4.1f")
-    gen = "" if _learns_from_data(metrics) else f" gen {number(metrics.get('timing_s/gen'), '4.1f')}"
-    return f"{step}s{gen} upd {update:4.1f}"
-
-
 @dataclass(frozen=True)
-class _Field:
-    """One part of the step line."""
+class Field:
+    """A number of the step line.
+
+    Attributes:
+        label: What stands before it.
+        metrics: Patterns of metric names, in which `*` stands for any text. The first that a step has metrics for is
+            shown, as the mean of these.
+        spec: Its format.
+        unit: What stands behind it.
+        drop: The fields with the highest number are left out first if the line is too long; those with 0 stay.
+        optional: Whether it is left out in a step that has no such metric; otherwise a dash is shown.
+    """
 
     label: str
-    read: Callable[[Mapping[str, float]], float | None]
+    metrics: tuple[str, ...]
     spec: str
     unit: str = ""
-    always: bool = False  # shown as a dash when the step has no such number
+    drop: int = 0
+    optional: bool = False
 
-    def render(self, metrics: Mapping[str, float]) -> str | None:
-        value = self.read(metrics)
-        if value is None and not self.always:
+    def text(self, metrics: Mapping[str, float]) -> str | None:
+        """Return the field of a step with these metrics, or None if it is left out."""
+        found = (fnmatch.filter(metrics, pattern) for pattern in self.metrics)
+        values = [metrics[name] for name in next(filter(None, found), ())]
+        if not values and self.optional:
             return None
+        value = sum(values) / len(values) if values else None
         return f"{self.label} {number(value, self.spec)}{self.unit}".removeprefix(" ")
 
 
-_FIELDS = {
-    "reward": _Field("reward", lambda m: m.get("reward/mean"), "6.3f", always=True),
-    "val": _Field("val", _validation_mean, "5.3f", always=True),
-    "len": _Field("len", lambda m: m.get("response_length/mean"), "4.0f", always=True),
-    "kl": _Field("kl", lambda m: _first(m, *_KL_NAMES), "7.4f"),
-    "entropy": _Field("ent", lambda m: m.get("actor/entropy"), "5.2f"),
-    "grad": _Field("grad", lambda m: _first(m, "actor/grad_norm", "train/grad_norm"), "5.2f", always=True),
-    "lr": _Field("lr", lambda m: _first(m, "actor/lr", "train/lr"), "7.1e"),
-    "loss": _Field("loss", lambda m: m.get("train/loss"), "6.4f"),
-    "accuracy": _Field("acc", lambda m: m.get("rewards/accuracies"), "5.3f"),
-    "margin": _Field("margin", lambda m: m.get("rewards/margins"), "6.3f"),
-    "val_loss": _Field("val", lambda m: _validation_mean(m, "loss"), "6.4f", always=True),
-    "val_accuracy": _Field("val acc", lambda m: _validation_mean(m, "rewards_accuracies"), "5.3f"),
-    "rate": _Field("", lambda m: m.get("perf/throughput"), "5.0f", " tok/s"),
-}
-_SAMPLED = ("reward", "val", "len", "kl", "entropy", "grad", "lr")
-_FROM_DATA = ("loss", "accuracy", "margin", "val_loss", "val_accuracy", "len", "grad", "lr")
-# What is dropped first if the line is too long.
-_DROP_ORDER = ("entropy", "lr", "rate", "kl", "grad", "margin", "val_accuracy")
+@dataclass(frozen=True)
+class StepLine:
+    """What the line of a step shows, for a kind of run.
+
+    Attributes:
+        fields: Numbers, in order.
+        seconds: Label → the phases whose seconds are shown under it, besides those of the whole step.
+    """
+
+    fields: tuple[Field, ...]
+    seconds: Mapping[str, tuple[str, ...]]
+
+    def text(self, step: int, total_steps: int, metrics: Mapping[str, float], width: int) -> str:
+        """Return the line of a step, without the less important fields if it doesn't fit into `width` columns.
+
+        Args:
+            step: The step, from 1.
+            total_steps: Steps of the run; sets the width of the counter.
+            metrics: The metrics of the step, under their names in `metrics.jsonl`.
+            width: Columns.
+        """
+        fields = [(field.drop, field.text(metrics)) for field in (*self.fields, _RATE)]
+        fields = [(0, _counter(step, total_steps)), *fields[:-1], (0, self._seconds(metrics)), fields[-1]]
+        parts = [(drop, text) for drop, text in fields if text is not None]
+        for least in sorted({drop for drop, _ in parts if drop}, reverse=True):
+            if len("  ".join(text for _, text in parts)) <= width:
+                break
+            parts = [(drop, text) for drop, text in parts if drop != least]
+        return "  ".join(text for _, text in parts)
+
+    def _seconds(self, metrics: Mapping[str, float]) -> str:
+        sums = {
+            label: sum(metrics.get(f"timing_s/{name}", 0.0) for name in names) for label, names in self.seconds.items()
+        }
+        step = f"{number(metrics.get('timing_s/step'), '4.1f')}s"
+        return " ".join([step, *(f"{label} {seconds:4.1f}" for label, seconds in sums.items())])
+
+
+_RATE = Field("", ("perf/throughput",), "5.0f", " tok/s", drop=4, optional=True)
 
 
 def _counter(step: int, total_steps: int) -> str:
-    return f"step {step:{len(str(total_steps))}d}/{total_steps}" if total_steps else f"step {step}"
-
-
-def step_line(step: int, total_steps: int, metrics: Mapping[str, float], width: int) -> str:
-    """Return the line of a step, dropping less important fields until it fits into `width` columns.
-
-    Args:
-        step: The step, from 1.
-        total_steps: Steps of the run, 0 if not known; sets the width of the counter.
-        metrics: The metrics of the step, under their names in `metrics.jsonl`.
-        width: Columns.
-    """
-    fields = {
-        "step": _counter(step, total_steps),
-        **{name: _FIELDS[name].render(metrics) for name in (_FROM_DATA if _learns_from_data(metrics) else _SAMPLED)},
-        "time": _seconds(metrics),
-        "rate": _FIELDS["rate"].render(metrics),
-    }
-    parts = {name: field for name, field in fields.items() if field is not None}
-    for name in _DROP_ORDER:
-        if len("  ".join(parts.values())) <= width:
-            break
-        parts.pop(name, None)
-    return "  ".join(parts.values())
+    return f"step {step:{len(str(total_steps))}d}/{total_steps}"
 
 
 # ---------------------------------------------------------------------------------------------- the phase bar
@@ -207,14 +192,18 @@ class RunConsole:
     """Shows a run on a terminal, or writes it as plain lines.
 
     Args:
-        total_steps: Steps of the run; 0 while they are not known, and the attribute can be set later.
+        total_steps: Steps of the run.
+        line: What the line of a step shows.
         phases: The phases of a step of this run, in order (names in `PHASES`).
         console: Where to write; standard output by default.
     """
 
-    def __init__(self, total_steps: int, phases: Sequence[str] = (), console: Console | None = None) -> None:
+    def __init__(
+        self, total_steps: int, line: StepLine, phases: Sequence[str] = (), console: Console | None = None
+    ) -> None:
         self._console = console if console is not None else Console(highlight=False)
         self.total_steps = total_steps
+        self._step_line = line
         self._bar = PhaseBar([LABELS.get(name, name) for name in phases])
         self._live: Live | None = None
         self._first_validation: dict[str, float] = {}
@@ -260,7 +249,7 @@ class RunConsole:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the line of a finished step."""
-        self._line(Text(step_line(step, self.total_steps, metrics, self.width)))
+        self._line(Text(self._step_line.text(step, self.total_steps, metrics, self.width)))
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the table of a validation; nothing if `metrics` has none."""
@@ -296,7 +285,7 @@ class JsonConsole:
     model's text can neither break a line nor control a terminal.
 
     Args:
-        total_steps: Steps of the run; 0 while they are not known, and the attribute can be set later.
+        total_steps: Steps of the run.
         file: Where to write; standard output by default.
     """
 

@@ -88,13 +88,13 @@ class Outcome:
         return cls("failed", f"{type(error).__name__}: {error}")
 
 
-def write_html_report(folder: Path, outcome: Outcome, *, total_steps: int | None = None) -> Path:
+def write_html_report(folder: Path, outcome: Outcome, total_steps: int) -> Path:
     """Write `report.html` into a run folder; parts that the run has no data for are left out.
 
     Args:
         folder: The run folder, with at least `config.yaml` and `environment.json`.
         outcome: How the run ended.
-        total_steps: Number of planned steps; by default the configuration's.
+        total_steps: Number of planned steps.
 
     Returns:
         The path of the report.
@@ -136,13 +136,12 @@ def _template() -> Any:
 # ---------------------------------------------------------------------------------------------- from the metrics
 
 
-def run_summary(config: Mapping[str, Any], records: Records, total_steps: int | None = None) -> list[tuple[str, str]]:
+def run_summary(config: Mapping[str, Any], records: Records, total_steps: int) -> list[tuple[str, str]]:
     """Summarise a run in a few lines: model, data, algorithm, batch, engine, steps, time."""
     get = dict(_flat(config)).get
     prompts, samples = get("data.train_batch_size"), get("actor_rollout_ref.rollout.n")
     engine, rate = get("actor_rollout_ref.rollout.name"), get("actor_rollout_ref.actor.optim.lr", get("optim.lr"))
     done = max((record["step"] for record in records), default=0)
-    planned = total_steps or get("trainer.total_training_steps")
     seconds = sum(record.get("timing_s/step") or 0.0 for record in records)
     sampled = samples and prompts and f"{prompts} prompts × {samples} samples = {prompts * samples} sequences"
     facts = {
@@ -153,7 +152,7 @@ def run_summary(config: Mapping[str, Any], records: Records, total_steps: int | 
         "learning rate": None if rate is None else f"{rate:g}",
         "batch": sampled or (prompts and f"{prompts} rows"),
         "engine": engine and f"{engine}, temperature {get('actor_rollout_ref.rollout.temperature')}",
-        "steps": f"{done} of {planned}" if planned else str(done),
+        "steps": f"{done} of {total_steps}",
         "time in steps": f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min",
     }
     return [(name, str(fact)) for name, fact in facts.items() if fact]

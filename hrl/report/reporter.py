@@ -79,7 +79,7 @@ class RunReporter:
             if folder.metrics_file.exists() and folder.metrics_file.stat().st_size > 0:
                 picture = folder.path / self._curve.file_name
                 files.append(write_reward_curve(folder.metrics_file, picture, self._title, self._curve))
-            files.append(write_html_report(folder.path, outcome, total_steps=self.console.total_steps or None))
+            files.append(write_html_report(folder.path, outcome, self.console.total_steps))
         except (OSError, ValueError) as error:
             logger.warning("the report of the run could not be written", exc_info=error)
             return
@@ -125,7 +125,7 @@ class RunReporter:
             step: Its number, from 1.
             metrics: All of its metrics, with its `times`.
         """
-        self._tracking.log(metrics, step)
+        self._log(step, metrics)
         self.console.step(step, metrics)
         if step == self.console.total_steps:  # before the last step, the step's line has the score
             self.console.validation(step, metrics)
@@ -148,6 +148,13 @@ class RunReporter:
 
     def validation_done(self, step: int, metrics: dict[str, float]) -> None:
         """Report a validation outside a step, adding its metrics to the step's record in `metrics.jsonl`, if any."""
-        self._tracking.log(metrics | {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}, step)
+        self._log(step, metrics | {f"timing_s/{name}": seconds for name, seconds in self._timing.items()})
         self._timing.clear()
         self.console.validation(step, metrics)
+
+    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write metrics to the run folder and send them to the trackers, with the number of failed calls if any."""
+        failures = self._tracking.failures
+        record = {**metrics, "tracking/failures": failures} if failures else metrics
+        self.folder.write_metrics(step, record)
+        self._tracking.log(record, step)

@@ -59,6 +59,7 @@ class RunFolder:
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path).expanduser().resolve()
         self.rollouts = self.path / "rollouts"
+        self._last_step: int | None = None  # in the metrics file, once that was read
         with writing_to(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire_lock()
@@ -95,6 +96,29 @@ class RunFolder:
         text = json.dumps(describe_environment(), indent=2) + "\n"
         with writing_to(self.path):
             return write_text(self.path / "environment.json", text)
+
+    def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add the metrics of a step to `metrics.jsonl`; an existing record of the step is updated.
+
+        A finished run that only validates again thus has no second record of its last step.
+
+        Raises:
+            ValueError: A later step has been written, or a line of the file is not JSON.
+        """
+        with writing_to(self.path):
+            if self._last_step is None:
+                records = read_jsonl(self.metrics_file) if self.metrics_file.exists() else []
+                self._last_step = records[-1]["step"] if records else -1
+            if step < self._last_step:
+                raise ValueError(f"{self.metrics_file} is at step {self._last_step}, so step {step} can't be written")
+            if step == self._last_step:
+                records = read_jsonl(self.metrics_file)
+                records[-1] |= metrics
+                write_text(self.metrics_file, "".join(map(json_line, records)))
+            else:
+                with open(self.metrics_file, "a", encoding="utf-8") as file:
+                    file.write(json_line({"step": step, **metrics}))
+        self._last_step = step
 
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]], kind: RolloutKind = "train") -> Path:
         """Write samples to `step_<step>.jsonl`, or those of a validation to `val_step_<step>.jsonl`."""

@@ -1,4 +1,4 @@
-"""Send metrics to `metrics.jsonl` in the run folder and to the configured trackers.
+"""Send metrics and samples to the configured trackers.
 
 Every tracker works in its own thread, so that one that raises or hangs doesn't delay the run. Its failures are counted,
 and the first one is logged.
@@ -10,7 +10,7 @@ import asyncio
 import importlib.util
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import Any
 
 from hrl.config.trainer import WITHOUT_TRACKER
 from hrl.nearest import nearest
-from hrl.report.run_folder import json_line, read_jsonl, write_text, writing_to
 from hrl.report.samples import Sample
 
 logger = logging.getLogger(__name__)
@@ -149,14 +148,14 @@ class _TrackerThread:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name=f"tracker-{name}", daemon=True).start()
         self._tracker: Tracker | None = None
-        self._submit(lambda: self._start(make))
+        self._submit(self._start(make))
 
     def call(self, method: str, *arguments: Any) -> None:
         """Queue a call of the tracker's method; drop it and count a failure if too many are waiting."""
         if len(self._waiting) >= _MAX_WAITING_CALLS:
             self._count(f"{_MAX_WAITING_CALLS} calls are waiting already")
         else:
-            self._submit(lambda: self._on_tracker(method, *arguments))
+            self._submit(self._call(method, *arguments))
 
     def finish(self, timeout_s: float) -> None:
         """Let the tracker send its remaining data, for at most `timeout_s`."""
@@ -166,20 +165,19 @@ class _TrackerThread:
             self._count(f"{len(unfinished)} calls did not end within {timeout_s:g} s")
         self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _start(self, make: Callable[[], Tracker]) -> None:
+    # Coroutines, although nothing is awaited: asyncio passes what a tracker raises to the call's future, so nothing
+    # needs to be caught here.
+
+    async def _start(self, make: Callable[[], Tracker]) -> None:
         self._tracker = make()
 
-    def _on_tracker(self, method: str, *arguments: Any) -> None:
+    async def _call(self, method: str, *arguments: Any) -> None:
         if self._tracker is None:
             raise RuntimeError("it did not start")
         getattr(self._tracker, method)(*arguments)
 
-    def _submit(self, function: Callable[[], None]) -> None:
-        # A coroutine passes the tracker's exceptions to its future, so nothing needs to be caught here.
-        async def run() -> None:
-            function()
-
-        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+    def _submit(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         self._waiting.add(future)
         future.add_done_callback(self._done)
 
@@ -194,45 +192,8 @@ class _TrackerThread:
             logger.warning("tracker %s failed, the run goes on without it: %s", self.name, problem)
 
 
-class MetricsLog:
-    """`metrics.jsonl`: one JSON object per step, in order, also after a resume.
-
-    Args:
-        path: The file; new records are appended.
-
-    Raises:
-        ValueError: A line of the file is not JSON; names file and line.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        records = read_jsonl(path) if path.exists() else []
-        self._last_step = records[-1]["step"] if records else -1
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a step; an existing record of the step is updated.
-
-        A finished run that only validates again thus has no second record of its last step.
-
-        Raises:
-            ValueError: A later step has been written.
-            RunFolderError: The file can't be written.
-        """
-        if step < self._last_step:
-            raise ValueError(f"{self.path} is at step {self._last_step}, so step {step} can't be written any more")
-        with writing_to(self.path.parent):
-            if step == self._last_step:
-                records = read_jsonl(self.path)
-                records[-1] |= metrics
-                write_text(self.path, "".join(map(json_line, records)))
-            else:
-                with open(self.path, "a", encoding="utf-8") as file:
-                    file.write(json_line({"step": step, **metrics}))
-        self._last_step = step
-
-
 class Tracking:
-    """Sends the metrics of every step to `metrics.jsonl` and to the named trackers.
+    """Sends the metrics of every step to the named trackers.
 
     Args:
         project_name: Project in the trackers.
@@ -256,22 +217,17 @@ class Tracking:
     ) -> None:
         wanted = installed_trackers([default_backend] if isinstance(default_backend, str) else default_backend)
         run = RunInfo(project_name, experiment_name, dict(config or {}), Path(run_dir))
-        self._log = MetricsLog(run.folder / "metrics.jsonl")
         self._threads = [_TrackerThread(name, lambda make=TRACKERS[name]: make(run)) for name in wanted]  # type: ignore[misc]
 
+    @property
+    def failures(self) -> int:
+        """Number of calls that failed so far."""
+        return sum(thread.failures for thread in self._threads)
+
     def log(self, data: Mapping[str, float], step: int) -> None:
-        """Write the metrics of a step, or further ones of the last step.
-
-        If a tracker has failed, `tracking/failures` is the number of failures.
-
-        Raises:
-            ValueError: A later step has been written.
-        """
-        failures = sum(thread.failures for thread in self._threads)
-        record = {**data, "tracking/failures": failures} if failures else dict(data)
-        self._log.write(step, record)
+        """Send the metrics of a step, or further ones of the last step."""
         for thread in self._threads:
-            thread.call("log", dict(record), step)
+            thread.call("log", dict(data), step)
 
     def log_generations(self, samples: Sequence[Sample], step: int) -> None:
         """Send validation samples to the trackers; the run folder has them in `rollouts/`."""

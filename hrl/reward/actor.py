@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -51,19 +51,6 @@ _CONCURRENT_CALLS = 8
 
 class RewardError(HrlError, RuntimeError):
     """The rewards of a step can't be computed; names function and sample, with the first failure's traceback."""
-
-
-@dataclass(frozen=True)
-class RewardBatch:
-    """Outcomes of a step's samples, in the order of `begin`."""
-
-    outcomes: tuple[RewardOutcome, ...]
-    metrics: Mapping[str, Metric]
-
-    @property
-    def scores(self) -> list[float | None]:
-        """One score per sample; `None` leaves the sample out of training and of its group's statistics."""
-        return [outcome.score for outcome in self.outcomes]
 
 
 @dataclass
@@ -150,8 +137,8 @@ class RewardLoop:
                 else:
                     future.add_done_callback(functools.partial(self._note, state, key))
 
-    def collect(self, step: int, deadline_s: float) -> RewardBatch:
-        """Wait until every announced sample is scored.
+    def collect(self, step: int, deadline_s: float) -> list[RewardOutcome]:
+        """Return the outcome of every announced sample, in the order of `begin`, once all are scored.
 
         Args:
             step: The step given to `begin`.
@@ -179,7 +166,7 @@ class RewardLoop:
                 raise
             finally:
                 self._drop()
-        return RewardBatch(tuple(outcomes), reward_metrics(outcomes))
+        return outcomes
 
     def shutdown(self) -> None:
         """Kill the processes."""
@@ -316,8 +303,8 @@ class RewardActor:
         """Announce the samples of a step; see `RewardLoop.begin`."""
         self._call("begin", step, rows, title)
 
-    def collect(self, step: int, deadline_s: float) -> RewardBatch:
-        """Wait until every announced sample is scored; see `RewardLoop.collect`."""
+    def collect(self, step: int, deadline_s: float) -> list[RewardOutcome]:
+        """Return the outcome of every announced sample; see `RewardLoop.collect`."""
         return self._call("collect", step, deadline_s, timeout_s=deadline_s + _MARGIN_S)
 
     def shutdown(self) -> None:

@@ -276,16 +276,16 @@ def signature_problem(function: Callable[..., Any], kwargs: Mapping[str, Any]) -
     except (TypeError, ValueError):
         return None  # written in C, without a signature
     handed_over = [*HANDED_OVER, *kwargs]
-    parameters = signature.parameters
-    by_position = [name for name, one in parameters.items() if one.kind is one.POSITIONAL_ONLY]
-    named = {name for name, one in parameters.items() if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)}
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = {name for name, one in parameters.items() if one.default is one.empty and one.kind not in optional}
+    parameters = signature.parameters.values()
+    by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]
+    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
+    unexpected = [name for name in handed_over if not takes_any and name not in [one.name for one in named]]
+    unfilled = [one.name for one in named if one.default is one.empty and one.name not in handed_over]
     problems = []
-    if unexpected := [name for name in handed_over if name not in named and not takes_any]:
+    if unexpected:
         problems.append(f"does not take {', '.join(unexpected)}")
-    if unfilled := [name for name in parameters if name in required - set(handed_over) and name not in by_position]:
+    if unfilled:
         problems.append(f"needs {', '.join(unfilled)}, which nothing gives: add it to reward_kwargs, or a default")
     if by_position:
         problems.append(f"takes {', '.join(by_position)} by position only")

@@ -219,11 +219,6 @@ class RewardPool:
             self._loop.call_soon_threadsafe(self._turn)
         return task.future
 
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Ids of the running processes."""
-        return tuple(sorted(process.popen.pid for process in list(self._processes)))
-
     def shutdown(self) -> None:
         """Kill all processes; samples not yet scored end as crashed. Calling it again does nothing."""
         with self._lock:

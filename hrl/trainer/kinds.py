@@ -12,8 +12,9 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import DPO, PPO, RM, SFT, RunKind
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight
+from hrl.report.console import Field, StepLine
 from hrl.report.html_report import LOSS, REWARD, Curve
-from hrl.report.phases import PHASES
+from hrl.report.phases import PHASES, phase_groups
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.offline.dpo import DPOTrainer
 from hrl.trainer.offline.rm import RMTrainer
@@ -34,6 +35,7 @@ class Kind:
         config: Its configuration: schema, rules, spellings.
         trainer: The trainer that a configuration asks for.
         phases: The phases of a step, in order, for the phase bar.
+        line: The numbers that the line of a step shows.
         curve: What the picture of the run shows.
         batch_tokens: Tokens of the largest batch, with all rows at their full length.
         notes: What is said when the processes start; the configuration has its dtypes by then.
@@ -43,6 +45,7 @@ class Kind:
     config: RunKind[Any]
     trainer: Callable[[Any], type[TrainingLoop]]
     phases: Callable[[Any], list[str]]
+    line: StepLine
     curve: Curve
     batch_tokens: Callable[[Any, Preflight], int]
     notes: Callable[[Any, Preflight], list[str]]
@@ -50,6 +53,21 @@ class Kind:
 
 
 # ---------------------------------------------------------------------- PPO and its relatives
+
+_KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
+_UPDATE = phase_groups()["update"]
+_PPO_LINE = StepLine(
+    (
+        Field("reward", ("reward/mean",), "6.3f"),
+        Field("val", ("val/*/mean@*",), "5.3f"),
+        Field("len", ("response_length/mean",), "4.0f"),
+        Field("kl", _KL, "7.4f", drop=3, optional=True),
+        Field("ent", ("actor/entropy",), "5.2f", drop=6, optional=True),
+        Field("grad", ("actor/grad_norm",), "5.2f", drop=2),
+        Field("lr", ("actor/lr",), "7.1e", drop=5, optional=True),
+    ),
+    {"gen": ("gen",), "upd": _UPDATE},
+)
 
 
 def _ppo_trainer(config: PPOTrainerConfig) -> type[RayPPOTrainer]:
@@ -90,6 +108,20 @@ def _reward_service(config: PPOTrainerConfig, ready: Preflight, given: Given) ->
 
 # ---------------------------------------------------------------------- trainers that learn from a data set
 
+_OFFLINE_LINE = StepLine(
+    (
+        Field("loss", ("train/loss",), "6.4f"),
+        Field("acc", ("rewards/accuracies",), "5.3f", optional=True),
+        Field("margin", ("rewards/margins",), "6.3f", drop=2, optional=True),
+        Field("val", ("val/*/loss",), "6.4f"),
+        Field("val acc", ("val/*/rewards_accuracies",), "5.3f", drop=1, optional=True),
+        Field("len", ("response_length/mean",), "4.0f"),
+        Field("grad", ("train/grad_norm",), "5.2f", drop=3),
+        Field("lr", ("train/lr",), "7.1e", drop=5, optional=True),
+    ),
+    {"upd": _UPDATE},
+)
+
 
 def _offline_batch_tokens(config: OfflineConfig, ready: Preflight) -> int:
     return 2 * config.data.train_batch_size * config.data.max_length  # of pairs, a row is two answers
@@ -106,6 +138,7 @@ def _offline(config: RunKind[Any], trainer: type[TrainingLoop]) -> Kind:
         config=config,
         trainer=lambda _: trainer,
         phases=lambda _: ["update"],
+        line=_OFFLINE_LINE,
         curve=LOSS,
         batch_tokens=_offline_batch_tokens,
         notes=_offline_notes,
@@ -114,7 +147,7 @@ def _offline(config: RunKind[Any], trainer: type[TrainingLoop]) -> Kind:
 
 
 KINDS = {
-    "ppo": Kind(PPO, _ppo_trainer, _ppo_phases, REWARD, _ppo_batch_tokens, _ppo_notes, _reward_service),
+    "ppo": Kind(PPO, _ppo_trainer, _ppo_phases, _PPO_LINE, REWARD, _ppo_batch_tokens, _ppo_notes, _reward_service),
     "dpo": _offline(DPO, DPOTrainer),
     "sft": _offline(SFT, SFTTrainer),
     "rm": _offline(RM, RMTrainer),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,7 @@ def run(
     checked = load_kind(made_of.config, config)
     config = config if checked == config else checked  # which knows where its values come from
     ready = preflight(config, given)
-    display = display or display_of(config.trainer, ready.total_training_steps, made_of.phases(config))
+    display = display or display_of(config, ready.total_training_steps, made_of)
     _show(display, config, ready)
     folder = open_run_folder(config.trainer, display, ready.train_dataset)
     num_processes = ready.outline.num_processes
@@ -90,9 +90,11 @@ def run(
     return folder.path
 
 
-def display_of(trainer: RunConfig, total_steps: int, phases: Sequence[str]) -> Display:
+def display_of(config: RunConfiguration, total_steps: int, kind: Kind) -> Display:
     """Return where a run is shown: lines for people, unless `trainer.logger` asks for JSON."""
-    return JsonConsole(total_steps) if JSON_CONSOLE in trainer.logger else RunConsole(total_steps, phases=phases)
+    if JSON_CONSOLE in config.trainer.logger:
+        return JsonConsole(total_steps)
+    return RunConsole(total_steps, kind.line, kind.phases(config))
 
 
 def _show(display: Display, config: RunConfiguration, ready: Preflight) -> None:

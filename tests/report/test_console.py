@@ -9,13 +9,15 @@ import pytest
 from rich.console import Console, Group
 
 from hrl.config import load_config
-from hrl.report.console import JsonConsole, PhaseBar, RunConsole, step_line, validation_table
+from hrl.report.console import JsonConsole, PhaseBar, RunConsole, validation_table
 from hrl.report.phases import PHASES
 from hrl.report.samples import before_and_after, best_median_worst, printable, samples_table
+from hrl.trainer.kinds import KINDS
 from hrl.trainer.run import display_of
 from tests.report.runs import HOSTILE, sample
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
+PPO_LINE = KINDS["ppo"].line
 
 METRICS = {
     "reward/mean": 0.641,
@@ -36,15 +38,17 @@ METRICS = {
 def make_console(*, terminal, width=80):
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=width, highlight=False, color_system=None)
-    return RunConsole(30, ["gen", "reward", "update_actor", "weight_sync"], console), file
+    return RunConsole(30, PPO_LINE, ["gen", "reward", "update_actor", "weight_sync"], console), file
 
 
 def test_step_line_at_80_columns():
-    assert step_line(12, 30, METRICS, 80) == ("step 12/30  reward  0.641  val 0.875  len    5   5.2s gen  2.1 upd  2.8")
+    assert PPO_LINE.text(12, 30, METRICS, 80) == (
+        "step 12/30  reward  0.641  val 0.875  len    5   5.2s gen  2.1 upd  2.8"
+    )
 
 
 def test_step_line_at_120_columns():
-    assert step_line(12, 30, METRICS, 120) == (
+    assert PPO_LINE.text(12, 30, METRICS, 120) == (
         "step 12/30  reward  0.641  val 0.875  len    5  kl  0.0021  grad  1.23  lr 2.0e-05"
         "   5.2s gen  2.1 upd  2.8    812 tok/s"
     )
@@ -55,15 +59,13 @@ def test_lines_are_aligned_whatever_the_numbers(width):
     other = METRICS | {"reward/mean": -1.5, "actor/ppo_kl": -0.003, "response_length/mean": 4096.0, "actor/lr": 1.5e-6}
     unvalidated = {name: value for name, value in METRICS.items() if not name.startswith("val/")}
     warmup = {name: value for name, value in unvalidated.items() if name != "actor/grad_norm"}
-    lines = [step_line(step, 30, m, width) for step, m in ((1, METRICS), (12, other), (13, unvalidated), (30, warmup))]
+    lines = [
+        PPO_LINE.text(step, 30, m, width) for step, m in ((1, METRICS), (12, other), (13, unvalidated), (30, warmup))
+    ]
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= width
     starts = [[match.start() for match in re.finditer(r"(?<=  )[a-z]+(?= )", line)] for line in lines]
     assert all(columns == starts[0] for columns in starts)
-
-
-def test_a_run_of_unknown_length_counts_its_steps():
-    assert step_line(7, 0, METRICS, 80).startswith("step 7  reward")
 
 
 def test_a_step_that_learns_from_data_shows_its_loss_and_samples_nothing():
@@ -81,22 +83,22 @@ def test_a_step_that_learns_from_data_shows_its_loss_and_samples_nothing():
         "timing_s/step": 2.1,
         "perf/throughput": 300.0,
     }
-    assert step_line(3, 16, metrics, 120) == (
+    assert KINDS["sft"].line.text(3, 16, metrics, 120) == (
         "step  3/16  loss 0.6123  acc 0.750  margin  0.250  val 0.6000  val acc 1.000  "
         "len   12  grad  1.50   2.1s upd  2.0"
     )
-    narrow = step_line(3, 16, metrics | {"val/a/loss": 0.7}, 80)
+    narrow = KINDS["sft"].line.text(3, 16, metrics | {"val/a/loss": 0.7}, 80)
     assert len(narrow) <= 80 and "loss 0.6123" in narrow and "gen" not in narrow
 
 
 def test_a_number_that_is_lost_is_shown_as_lost():
-    line = step_line(1, 30, METRICS | {"actor/grad_norm": float("nan")}, 120)
+    line = PPO_LINE.text(1, 30, METRICS | {"actor/grad_norm": float("nan")}, 120)
     assert "grad   nan" in line
 
 
 def test_validation_of_several_sources_is_their_mean():
     both = METRICS | {"val/other/mean@1": 0.125, "val/other/best@4": 1.0}
-    assert "val 0.500" in step_line(1, 30, both, 80)
+    assert "val 0.500" in PPO_LINE.text(1, 30, both, 80)
 
 
 def test_phase_bar_shows_done_running_and_to_come():
@@ -120,7 +122,7 @@ def test_a_file_gets_plain_lines_of_full_width_and_no_bar():
         pass
     console.step(1, METRICS)
     console.note("[bold]model[/bold] text")
-    assert file.getvalue() == step_line(1, 30, METRICS, 120) + "\n[bold]model[/bold] text\n"
+    assert file.getvalue() == PPO_LINE.text(1, 30, METRICS, 120) + "\n[bold]model[/bold] text\n"
 
 
 def test_a_terminal_gets_the_bar_and_its_cursor_back_when_a_phase_fails():
@@ -188,7 +190,7 @@ def test_no_color_is_obeyed(monkeypatch, no_color):
         monkeypatch.setenv("NO_COLOR", no_color)
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80, color_system="truecolor", highlight=False)
-    show_a_run(RunConsole(30, ["gen"], console))
+    show_a_run(RunConsole(30, PPO_LINE, ["gen"], console))
     styles = re.findall(r"\x1b\[([0-9;]*)m", file.getvalue())
     coloured = [style for style in styles if re.search(r"(^|;)([349][0-7]|10[0-7]|[34]8;)", style)]
     assert bool(coloured) == (no_color is None)
@@ -346,6 +348,5 @@ def test_text_of_a_model_breaks_no_line_and_steers_no_terminal(console, file):
 
 
 def test_the_configuration_chooses_who_is_told():
-    assert isinstance(display_of(load_config({"trainer": {"logger": "console-json"}}).trainer, 3, []), JsonConsole)
-    assert isinstance(display_of(load_config({"trainer": {"logger": "console"}}).trainer, 3, []), RunConsole)
-    assert isinstance(display_of(load_config({"trainer": {"logger": None}}).trainer, 3, []), RunConsole)
+    for logger, console in (("console-json", JsonConsole), ("console", RunConsole), (None, RunConsole)):
+        assert isinstance(display_of(load_config({"trainer": {"logger": logger}}), 3, KINDS["ppo"]), console)

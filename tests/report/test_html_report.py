@@ -51,7 +51,7 @@ class Page(HTMLParser):
 def page(tmp_path):
     run = finished_run(tmp_path)
     write_reward_curve(run / "metrics.jsonl", run / "reward_curve.png")
-    return Page(write_html_report(run, Outcome("finished")))
+    return Page(write_html_report(run, Outcome("finished"), 3))
 
 
 def test_the_report_tells_what_ran_and_what_came_of_it(page):
@@ -89,7 +89,7 @@ def test_the_page_needs_nothing_but_itself(page):
 
 def test_a_run_that_failed_before_its_first_step_says_why(tmp_path):
     folder = started_run(tmp_path)
-    page = Page(write_html_report(folder.path, Outcome.of(RuntimeError("rank 1: <no memory>"))))
+    page = Page(write_html_report(folder.path, Outcome.of(RuntimeError("rank 1: <no memory>")), 3))
     assert "failed RuntimeError: rank 1: <no memory>" in page.text
     assert "No validation was run." in page.text
     assert "steps 0 of 3" in page.text
@@ -101,7 +101,7 @@ def test_a_run_with_one_validation_shows_it_and_compares_nothing(tmp_path):
     folder = started_run(tmp_path)
     folder.metrics_file.write_text('{"step": 0, "val/sums/mean@1": 0.5, "val/sums/n": 4}\n')
     folder.write_rollouts(0, [{"prompt": "p", "response": "r", "score": 0.5, "response_length": 1}], kind="val")
-    page = Page(write_html_report(folder.path, Outcome.of(KeyboardInterrupt())))
+    page = Page(write_html_report(folder.path, Outcome.of(KeyboardInterrupt()), 3))
     assert "interrupted" in page.text
     assert "prompts step 0 sums mean@1 4 0.500" in page.text
     assert "change" not in page.text.split("Validation", 1)[1].split("To run it again")[0]
@@ -113,14 +113,14 @@ def test_numbers_that_were_not_finite_are_shown_as_missing(tmp_path):
         '{"step": 1, "val/sums/mean@1": null, "timing_s/gen": null, "timing_s/step": null}\n'
     )
     folder.write_rollouts(1, [{"prompt": "p", "response": "r", "score": float("nan"), "response_length": 1}])
-    assert "sums mean@1 – –" in Page(write_html_report(folder.path, Outcome("finished"))).text
+    assert "sums mean@1 – –" in Page(write_html_report(folder.path, Outcome("finished"), 3)).text
 
 
 def test_a_cut_line_of_a_killed_run_is_left_out(tmp_path):
     run = finished_run(tmp_path)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
-    assert "steps 3 of 3" in Page(write_html_report(run, Outcome("interrupted"))).text
+    assert "steps 3 of 3" in Page(write_html_report(run, Outcome("interrupted"), 3)).text
 
 
 def test_first_and_last_validation_are_compared_per_source_and_metric():
@@ -153,15 +153,15 @@ def test_timing_is_the_median_over_the_steps_that_had_the_phase():
 
 
 def test_the_summary_leaves_out_what_the_configuration_does_not_say():
-    assert dict(run_summary({}, [])) == {"steps": "0", "time in steps": "0 s"}
+    assert dict(run_summary({}, [], total_steps=4)) == {"steps": "0 of 4", "time in steps": "0 s"}
     summary = dict(run_summary(CONFIG, [{"step": 2, "timing_s/step": 660.0}], total_steps=30))
     assert (summary["steps"], summary["time in steps"]) == ("2 of 30", "11 min")
 
 
 def test_the_same_folder_gives_the_same_report(tmp_path):
     run = finished_run(tmp_path)
-    first = write_html_report(run, Outcome("finished")).read_bytes()
-    assert write_html_report(run, Outcome("finished")).read_bytes() == first
+    first = write_html_report(run, Outcome("finished"), 3).read_bytes()
+    assert write_html_report(run, Outcome("finished"), 3).read_bytes() == first
     assert not re.search(rb"\b(NaN|None|Undefined)\b", first.split(b"To run it again")[0])
 
 

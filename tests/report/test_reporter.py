@@ -1,6 +1,7 @@
 """What a run leaves and shows, from its first step to its end, whatever the end is."""
 
 import io
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -11,6 +12,7 @@ from hrl.report.html_report import LOSS, REWARD
 from hrl.report.phases import Tokens
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder, read_jsonl
+from hrl.trainer.kinds import KINDS
 
 CONFIG = compose_cli([])
 
@@ -29,7 +31,7 @@ class Run:
     def __init__(self, path, *, resume=False, curve=REWARD):
         self.path = path
         self.file = io.StringIO()
-        console = RunConsole(2, ["gen"], Console(file=self.file, width=120, color_system=None))
+        console = RunConsole(2, KINDS["ppo"].line, ["gen"], Console(file=self.file, width=120, color_system=None))
         folder = RunFolder(path, resume=resume)
         self.reporter = RunReporter(folder, console, CONFIG.trainer, {"trainer": {"seed": 1}}, curve=curve)
 
@@ -174,3 +176,12 @@ def test_samples_are_kept_in_every_step_and_shown_where_asked(tmp_path):
     assert "samples of step 1" not in run.shown and "samples of step 2" in run.shown
     assert "ended by: length" in run.shown
     assert read_jsonl(tmp_path / "rollouts/step_1.jsonl") == samples(0.0, 1.0)
+
+
+def test_what_a_tracker_failed_to_take_is_counted_in_the_metrics(tmp_path):
+    run = Run(tmp_path)
+    with run.reporter:
+        run.step(1)
+        run.reporter._tracking = SimpleNamespace(failures=2, log=lambda *_: None, finish=lambda: None)
+        run.step(2)
+    assert [record.get("tracking/failures") for record in records_of(tmp_path)] == [None, 2]

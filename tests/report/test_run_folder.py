@@ -148,3 +148,41 @@ def test_a_full_disk_is_told_apart(tmp_path, monkeypatch):
         with pytest.raises(RunFolderError, match=f"{tmp_path} can't be written: No space left.*make room there"):
             write()
     folder.close()
+
+
+# ---------------------------------------------------------------------------------------------- metrics.jsonl
+
+
+def written(path, *records):
+    folder = RunFolder(path, resume=True)
+    for step, metrics in records:
+        folder.write_metrics(step, metrics)
+    folder.close()
+    return read_jsonl(folder.metrics_file)
+
+
+def test_a_record_is_there_as_soon_as_it_is_written(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.write_metrics(1, {"a": 1.0})
+    assert json.loads(folder.metrics_file.read_text()) == {"step": 1, "a": 1.0}
+    folder.close()
+
+
+def test_a_step_that_is_written_twice_has_one_record_with_the_newer_numbers(tmp_path):
+    records = written(tmp_path, (0, {"a": 1.0}), (1, {"a": 2.0, "b": 3.0}), (1, {"b": 4.0, "c": float("nan")}), (2, {}))
+    assert records == [{"step": 0, "a": 1.0}, {"step": 1, "a": 2.0, "b": 4.0, "c": None}, {"step": 2}]
+
+
+def test_a_log_is_continued_where_it_ends(tmp_path):
+    written(tmp_path, (1, {"a": 1.0}), (2, {"a": 2.0}))
+    assert written(tmp_path, (2, {"b": 5.0}), (3, {"a": 3.0})) == [
+        {"step": 1, "a": 1.0},
+        {"step": 2, "a": 2.0, "b": 5.0},
+        {"step": 3, "a": 3.0},
+    ]
+
+
+def test_steps_only_grow(tmp_path):
+    with pytest.raises(ValueError, match=r"metrics.jsonl is at step 3, so step 2 can't be written"):
+        written(tmp_path, (3, {}), (2, {}))
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 3}]

@@ -1,4 +1,3 @@
-import json
 import logging
 import sys
 import threading
@@ -8,8 +7,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from hrl.report import tracking
-from hrl.report.run_folder import read_jsonl
-from hrl.report.tracking import MetricsLog, Tracking
+from hrl.report.tracking import Tracking
 
 SAMPLE = {"prompt": "1+1", "response": "2", "score": 1.0, "uid": "a"}
 
@@ -63,18 +61,6 @@ def install(monkeypatch):
     return add
 
 
-def test_metrics_file_is_always_written_and_continues_an_earlier_one(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    tracker = Tracking("p", "e", ["console", "file"], run_dir=tmp_path)
-    tracker.log({"reward/mean": 0.5, "actor/lr": float("nan")}, step=2)
-    assert read_jsonl(tmp_path / "metrics.jsonl")[1] == {
-        "step": 2,
-        "reward/mean": 0.5,
-        "actor/lr": None,
-    }  # before finish
-    tracker.finish()
-
-
 def test_every_tracker_gets_every_step_in_order(tmp_path, install):
     first, second = install(Recorder, "first_tracker"), install(Recorder, "second_tracker")
     tracker = Tracking("proj", "exp", ["first_tracker", "second_tracker"], {"a": 1}, run_dir=tmp_path)
@@ -99,21 +85,17 @@ def test_a_tracker_that_raises_stops_neither_the_run_nor_its_neighbour(tmp_path,
             tracker.log({"x": 1.0}, step)
         tracker.finish()
     assert len(good[0].steps) == 5
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 5
     warnings = [record.message for record in caplog.records if "broken_tracker" in record.message]
     assert len(warnings) == 1, "said once, not at every step"
 
 
-def test_failures_are_counted_in_the_metrics(tmp_path, install):
+def test_failures_are_counted(tmp_path, install):
     install(Raising, "broken_tracker")
     tracker = Tracking("p", "e", ["broken_tracker"], run_dir=tmp_path)
-    tracker.log({"x": 1.0}, 1)
-    thread = tracker._threads[0]
-    while thread.failures == 0:
-        threading.Event().wait(0.01)
-    tracker.log({"x": 1.0}, 2)
+    for step in range(3):
+        tracker.log({"x": 1.0}, step)
     tracker.finish()
-    assert read_jsonl(tmp_path / "metrics.jsonl")[1]["tracking/failures"] == 1
+    assert tracker.failures == 3
 
 
 def test_a_tracker_that_hangs_holds_up_nobody(tmp_path, install, monkeypatch):
@@ -123,8 +105,7 @@ def test_a_tracker_that_hangs_holds_up_nobody(tmp_path, install, monkeypatch):
     for step in range(50):
         tracker.log({"x": 1.0}, step)
     tracker.finish(timeout_s=0.2)
-    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 50
-    assert tracker._threads[0].failures >= 40, "calls beyond the limit are counted, not kept"
+    assert tracker.failures >= 40, "calls beyond the limit are counted, not kept"
 
 
 def test_an_unknown_tracker_is_named_with_the_nearest_one(tmp_path):
@@ -179,47 +160,3 @@ def test_each_tracker_is_called_as_its_package_wants(tmp_path, monkeypatch, modu
     assert log_call in calls
     assert finish_call in [call[0] for call in calls]
     assert any("1+1" in str(call) for call in calls), "the sample arrived"
-
-
-# ---------------------------------------------------------------------------------------------- metrics.jsonl
-
-
-def written(path, *records):
-    log = MetricsLog(path)
-    for step, metrics in records:
-        log.write(step, metrics)
-    return read_jsonl(path)
-
-
-@pytest.fixture
-def file(tmp_path):
-    return tmp_path / "metrics.jsonl"
-
-
-def test_a_record_is_there_as_soon_as_it_is_written(file):
-    log = MetricsLog(file)
-    log.write(1, {"a": 1.0})
-    assert json.loads(file.read_text()) == {"step": 1, "a": 1.0}
-
-
-def test_a_step_that_is_written_twice_has_one_record_with_the_newer_numbers(file):
-    assert written(file, (0, {"a": 1.0}), (1, {"a": 2.0, "b": 3.0}), (1, {"b": 4.0, "c": float("nan")}), (2, {})) == [
-        {"step": 0, "a": 1.0},
-        {"step": 1, "a": 2.0, "b": 4.0, "c": None},
-        {"step": 2},
-    ]
-
-
-def test_a_log_is_continued_where_it_ends(file):
-    written(file, (1, {"a": 1.0}), (2, {"a": 2.0}))
-    assert written(file, (2, {"b": 5.0}), (3, {"a": 3.0})) == [
-        {"step": 1, "a": 1.0},
-        {"step": 2, "a": 2.0, "b": 5.0},
-        {"step": 3, "a": 3.0},
-    ]
-
-
-def test_steps_only_grow(file):
-    with pytest.raises(ValueError, match=r"metrics.jsonl is at step 3, so step 2 can't be written any more"):
-        written(file, (3, {}), (2, {}))
-    assert read_jsonl(file) == [{"step": 3}]

@@ -58,8 +58,8 @@ def test_samples_sent_without_awaiting_an_answer_are_scored(actor):
     actor.begin(1, rows(2))
     hand_over(actor, 1, "1", "0.5")
     scored = actor.collect(1, deadline_s=20.0)
-    assert scored.scores == [1.0, 0.5]
-    assert [outcome.parts for outcome in scored.outcomes] == [{"right": 1.0}, {"right": 0.0}]
+    assert [outcome.score for outcome in scored] == [1.0, 0.5]
+    assert [outcome.parts for outcome in scored] == [{"right": 1.0}, {"right": 0.0}]
 
 
 def test_it_runs_on_the_drivers_node_and_nowhere_else(actor):
@@ -94,7 +94,7 @@ def test_a_sample_that_comes_when_its_step_is_over_is_not_lost_either(actor):
         actor.collect(5, deadline_s=20.0)
     actor.begin(6, rows(1))
     hand_over(actor, 6, "1")
-    assert actor.collect(6, deadline_s=20.0).scores == [1.0]
+    assert [outcome.score for outcome in actor.collect(6, deadline_s=20.0)] == [1.0]
 
 
 def test_its_death_is_a_reward_error_that_names_the_process_and_what_to_do(spec):
@@ -133,7 +133,7 @@ def test_what_a_reward_function_started_ends_with_the_service(spec, end):
     ended.start()
     ended.begin(1, rows(1))
     hand_over(ended, 1, "fork")
-    (outcome,) = ended.collect(1, deadline_s=20.0).outcomes
+    (outcome,) = ended.collect(1, deadline_s=20.0)
     pids = [int(outcome.parts[name]) for name in ("parent", "child")]
     assert still_alive(pids, within_s=0) == pids
     end(ended)

@@ -14,7 +14,7 @@ import numpy as np
 from hrl.batching.planner import lengths_of
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
-from hrl.reward.actor import RewardActor, RewardError
+from hrl.reward.actor import RewardActor, RewardError, reward_metrics
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, combine_scores
 from hrl.reward.function import RewardSpec
 from hrl.reward.pool import RewardRow
@@ -113,9 +113,10 @@ class RewardService:
         function_scores: list[float | None] | None = None
         parts: list[dict[str, Any]] = [{} for _ in range(len(batch))]
         if self._loop is not None:
-            scored = self._loop.collect(self._round, self._deadline_s)
-            metrics.observe(scored.metrics)
-            function_scores, parts = scored.scores, [dict(outcome.parts) for outcome in scored.outcomes]
+            outcomes = self._loop.collect(self._round, self._deadline_s)
+            metrics.observe(reward_metrics(outcomes))
+            function_scores = [outcome.score for outcome in outcomes]
+            parts = [dict(outcome.parts) for outcome in outcomes]
         model_scores = batch.batch["rm_scores"] if self._has_model else None
         try:
             combined = combine_scores(

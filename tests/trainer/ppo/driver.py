@@ -193,7 +193,7 @@ class Driver:
             ]
         )
         self.shown_file = io.StringIO()
-        console = RunConsole(steps, [], Console(file=self.shown_file, width=200, color_system=None))
+        console = RunConsole(steps, KINDS["ppo"].line, [], Console(file=self.shown_file, width=200, color_system=None))
         self.folder = RunFolder(path, resume=True)
         self.workers = workers or Workers()
         self.trainer = KINDS["ppo"].trainer(config)(

@@ -14,7 +14,7 @@ from hrl.config import compose_cli
 from hrl.config.reward import RewardConfig
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
-from hrl.reward.actor import RewardBatch, RewardError
+from hrl.reward.actor import RewardError
 from hrl.reward.function import PickledFunction, RewardFunctionError, RewardSpec, UserFile
 from hrl.reward.pool import RewardOutcome, RewardRow
 from hrl.trainer.ppo.rewards import RewardService
@@ -32,9 +32,8 @@ class Loop:
     def begin(self, step: int, rows: Sequence[RewardRow], title: str | None = None) -> None:
         self.announced.append((step, rows, title))
 
-    def collect(self, step: int, deadline_s: float) -> RewardBatch:
-        scores = (1.0, None, 0.0)
-        return RewardBatch(tuple(RewardOutcome("skip" if score is None else "ok", score) for score in scores), {})
+    def collect(self, step: int, deadline_s: float) -> list[RewardOutcome]:
+        return [RewardOutcome("skip" if score is None else "ok", score) for score in (1.0, None, 0.0)]
 
 
 @pytest.fixture
