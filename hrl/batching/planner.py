@@ -54,6 +54,7 @@ class RowLengths:
         index: (B,) row number in the batch.
         prompt: (B,) tokens of the prompt.
         response: (B,) tokens of the response.
+        trained: (B,) tokens of the response that are trained on, for the divisors of the loss.
         group: (B,) number of the group, by first appearance in the batch.
         share_prefix: The rows of a group that run together compute their prompt once.
     """
@@ -61,27 +62,40 @@ class RowLengths:
     index: np.ndarray
     prompt: np.ndarray
     response: np.ndarray
+    trained: np.ndarray
     group: np.ndarray
     share_prefix: bool
 
     @classmethod
     def of(
         cls,
-        prompt_lens: Sequence[int] | np.ndarray,
-        response_lens: Sequence[int] | np.ndarray,
+        prompt_lens: Lengths,
+        response_lens: Lengths,
+        trained_tokens: Lengths,
         group_ids: Sequence[Hashable] | np.ndarray | None,
         share_prefix: bool,
     ) -> RowLengths:
         """Check the lengths and sort the rows by group.
 
+        Args:
+            prompt_lens: (B,) tokens of every prompt.
+            response_lens: (B,) tokens of every response, with those that are not trained on.
+            trained_tokens: (B,) tokens of every response that are trained on.
+            group_ids: (B,) group of every row (its `uid`); None makes every row a group.
+            share_prefix: The rows of a group that share a micro-batch count (and compute) their prompt once.
+
         Raises:
-            ValueError: The lengths are not (B,) counts, or rows of a group that shares its prompt have different ones.
+            ValueError: The lengths are not (B,) counts, a response has more trained tokens than tokens, or rows of a
+                group that shares its prompt have different ones.
         """
-        prompt = counts(prompt_lens, "prompt_lens")
-        response = counts(response_lens, "response_lens", num_rows=len(prompt))
+        prompt = _counts(prompt_lens, "prompt_lens")
+        response = _counts(response_lens, "response_lens", num_rows=len(prompt))
+        trained = _counts(trained_tokens, "trained_tokens", num_rows=len(prompt))
+        if (trained > response).any():
+            raise ValueError(f"row {int(np.argmax(trained > response))} has more trained tokens than response tokens")
         group = _group_numbers(group_ids, len(prompt))
         index = np.argsort(group, kind="stable")
-        prompt, response, group = prompt[index], response[index], group[index]
+        prompt, group = prompt[index], group[index]
         if share_prefix:
             first = np.searchsorted(group, group)
             odd = np.flatnonzero(prompt != prompt[first])
@@ -91,7 +105,7 @@ class RowLengths:
                     f"rows {index[row]} and {index[other]} are of one group and can't share a prompt: "
                     f"one has {prompt[row]} tokens, the other {prompt[other]}"
                 )
-        return cls(index, prompt, response, group, share_prefix)
+        return cls(index, prompt, response[index], trained[index], group, share_prefix)
 
     def __len__(self) -> int:
         return len(self.index)
@@ -183,7 +197,7 @@ class Planner:
 
     def forward(self, batch: DataProto, world_size: int, limits: MicroBatchLimits) -> BatchPlan:
         """Plan one pass over every row, balanced over ranks: for log-probs, values and reward models."""
-        return plan_forward(**self._known(batch), world_size=world_size, limits=limits)
+        return plan_forward(self._rows(batch), world_size, limits)
 
     def update(
         self,
@@ -198,12 +212,11 @@ class Planner:
     ) -> BatchPlan:
         """Plan `epochs` passes over mini-batches of `mini_batch_rows` rows; rows in `skip` count and are not run."""
         return plan_update(
-            **self._known(batch),
-            trained_tokens=_trained_tokens(batch),
-            world_size=world_size,
+            self._rows(batch),
+            world_size,
+            limits,
             mini_batch_rows=mini_batch_rows,
             epochs=epochs,
-            limits=limits,
             skip=skip,
             shuffle_seed=shuffle_seed,
         )
@@ -218,31 +231,12 @@ class Planner:
         epochs: int = 1,
     ) -> BatchPlan:
         """Plan as `update` does, where rows 2i and 2i + 1 are a pair; `limits.max_rows` counts pairs."""
-        known = self._known(batch)
-        del known["group_ids"]  # the rows of a pair are known by their places
-        return plan_pairs(
-            **known,
-            trained_tokens=_trained_tokens(batch),
-            world_size=world_size,
-            mini_batch_pairs=mini_batch_pairs,
-            limits=limits,
-            epochs=epochs,
-        )
+        rows = self._rows(batch, grouped=False)  # the rows of a pair are known by their places
+        return plan_pairs(rows, world_size, limits, mini_batch_pairs=mini_batch_pairs, epochs=epochs)
 
-    def _known(self, batch: DataProto) -> dict[str, Any]:
-        """Return the arguments that describe a batch's rows to the functions below."""
-        prompt_lens, response_lens = lengths_of(batch)
-        return {
-            "prompt_lens": prompt_lens.numpy(),
-            "response_lens": response_lens.numpy(),
-            "group_ids": batch.non_tensor_batch["uid"],
-            "share_prefix": self.share_prefix,
-        }
-
-
-def _trained_tokens(batch: DataProto) -> np.ndarray:
-    """Return the trained tokens of every row, int64 (B,)."""
-    return batch.batch["response_mask"].sum(-1).numpy()
+    def _rows(self, batch: DataProto, *, grouped: bool = True) -> RowLengths:
+        groups = batch.non_tensor_batch["uid"] if grouped else None
+        return RowLengths.of(*lengths_of(batch), batch.batch["response_mask"].sum(-1), groups, self.share_prefix)
 
 
 def rows_of_first_step(plan: BatchPlan) -> list[int]:
@@ -274,24 +268,13 @@ def plan_generation(group_ids: np.ndarray, world_size: int, tensor_parallel_size
     return BatchPlan(rows=per_rank, ranks=(RankPlan(mini_batches=()),) * world_size)
 
 
-def plan_forward(
-    prompt_lens: Lengths,
-    response_lens: Lengths,
-    *,
-    world_size: int,
-    limits: MicroBatchLimits,
-    group_ids: Sequence[Hashable] | np.ndarray | None = None,
-    share_prefix: bool = False,
-) -> BatchPlan:
+def plan_forward(rows: RowLengths, world_size: int, limits: MicroBatchLimits) -> BatchPlan:
     """Plan one pass over all rows without an optimizer step: log-probs, values, reward models.
 
     Args:
-        prompt_lens: (B,) tokens of every prompt.
-        response_lens: (B,) tokens of every response.
+        rows: All rows of the batch.
         world_size: Number of ranks.
         limits: Of a rank's micro-batch.
-        group_ids: (B,) group of every row (its `uid`); None makes every row a group.
-        share_prefix: The rows of a group that share a micro-batch count (and compute) their prompt once.
 
     Returns:
         A plan of exactly one mini-batch that holds every row once. Its counts take every response token as trained.
@@ -299,42 +282,32 @@ def plan_forward(
     Raises:
         ValueError: A row alone exceeds the token budget (row, length, budget, key are named), or arguments don't fit.
     """
-    limits.check()
-    rows = RowLengths.of(prompt_lens, response_lens, group_ids, share_prefix)
     step = _plan_step(rows, np.arange(len(rows)), rows.response, None, world_size, limits)
     return _assemble(rows, [step], world_size, repeats=1)
 
 
 def plan_update(
-    prompt_lens: Lengths,
-    response_lens: Lengths,
-    trained_tokens: Lengths,
-    *,
+    rows: RowLengths,
     world_size: int,
+    limits: MicroBatchLimits,
+    *,
     mini_batch_rows: int,
     epochs: int,
-    limits: MicroBatchLimits,
-    group_ids: Sequence[Hashable] | np.ndarray | None = None,
-    share_prefix: bool = False,
     skip: Sequence[bool] | np.ndarray | None = None,
     shuffle_seed: int | None = None,
 ) -> BatchPlan:
     """Plan the optimizer steps of a batch: `epochs` times over mini-batches of `mini_batch_rows` rows.
 
-    Mini-batches are consecutive rows; where a cut would part a group it moves to the nearest end of a group. An epoch
-    has ceil(B / mini_batch_rows) of them, or one per group if that is fewer. Each is balanced over the ranks by itself,
-    since each is one synchronous step.
+    Mini-batches are consecutive rows, those of a group brought together; where a cut would part a group it moves to
+    the nearest end of a group. An epoch has ceil(B / mini_batch_rows) of them, or one per group if that is fewer. Each
+    is balanced over the ranks by itself, since each is one synchronous step.
 
     Args:
-        prompt_lens: As in `plan_forward`, like all arguments not named here.
-        response_lens: (B,) tokens of every response, with those that are not trained on.
-        trained_tokens: (B,) tokens of every response that are trained on, for the divisors of the loss.
+        rows: All rows of the batch.
         world_size: Number of ranks.
+        limits: Of a rank's micro-batch.
         mini_batch_rows: Rows per optimizer step, over all ranks.
         epochs: Passes over the batch.
-        limits: Of a rank's micro-batch.
-        group_ids: (B,) group of every row; groups whose rows lie apart are brought together.
-        share_prefix: The rows of a group that share a micro-batch count (and compute) their prompt once.
         skip: (B,) rows that can't move a weight. They count in the divisors and are neither sent nor run.
         shuffle_seed: Shuffle the groups before cutting, anew in each epoch; None keeps their order.
 
@@ -348,16 +321,10 @@ def plan_update(
     for name, number in (("mini_batch_rows", mini_batch_rows), ("epochs", epochs)):
         if number < 1:
             raise ValueError(f"{name} must be at least 1, got {number}")
-    limits.check()
-    rows = RowLengths.of(prompt_lens, response_lens, group_ids, share_prefix)
-    trained = counts(trained_tokens, "trained_tokens", num_rows=len(rows))[rows.index]
-    if (trained > rows.response).any():
-        row = int(rows.index[np.argmax(trained > rows.response)])
-        raise ValueError(f"row {row} has more trained tokens than response tokens")
     left_out = None if skip is None else _mask(skip, len(rows))[rows.index]
     orders = [None] if shuffle_seed is None else [np.random.default_rng([shuffle_seed, e]) for e in range(epochs)]
     steps = [
-        _plan_step(rows, positions, trained, left_out, world_size, limits)
+        _plan_step(rows, positions, rows.trained, left_out, world_size, limits)
         for order in orders
         for positions in _mini_batches(rows, mini_batch_rows, order)
     ]
@@ -384,6 +351,7 @@ def _plan_step(
 ) -> _Step:
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1, got {world_size}")
+    limits.check()
     run = np.sort(positions if left_out is None else positions[~left_out[positions]])
     with_tokens = positions[trained[positions] > 0]
     return _Step(
@@ -440,27 +408,17 @@ def _assemble(rows: RowLengths, steps: list[_Step], world_size: int, repeats: in
 
 
 def plan_pairs(
-    prompt_lens: Lengths,
-    response_lens: Lengths,
-    trained_tokens: Lengths,
-    *,
-    world_size: int,
-    mini_batch_pairs: int,
-    limits: MicroBatchLimits,
-    epochs: int = 1,
-    share_prefix: bool = False,
+    rows: RowLengths, world_size: int, limits: MicroBatchLimits, *, mini_batch_pairs: int, epochs: int = 1
 ) -> BatchPlan:
     """Plan the optimizer steps of a batch of N pairs, rows 2i and 2i + 1 being a pair.
 
     Args:
-        prompt_lens: (2N,) tokens of every prompt, the same for both rows of a pair.
-        response_lens: (2N,) tokens of every answer.
-        trained_tokens: (2N,) tokens of every answer that are trained on, at least one.
+        rows: All 2N rows of the batch, each a group of its own; both answers of a pair have one prompt, and count (and
+            compute) it once if the rows share prefixes.
         world_size: Number of ranks.
-        mini_batch_pairs: Pairs per optimizer step, over all ranks.
         limits: Of a rank's micro-batch; `max_rows` counts pairs.
+        mini_batch_pairs: Pairs per optimizer step, over all ranks.
         epochs: Passes over the batch.
-        share_prefix: Both answers of a pair count (and compute) their prompt once.
 
     Returns:
         A plan of rows. `num_groups` counts pairs, the divisor of a loss per pair; `num_sequences` counts answers.
@@ -469,19 +427,16 @@ def plan_pairs(
         ValueError: An odd number of rows, an answer without trained tokens, two prompts in a pair, or a pair that alone
             exceeds `limits.max_tokens`; the pair is named.
     """
-    if len(prompt_lens) % 2:
-        raise ValueError(f"{len(prompt_lens)} rows are no pairs")
-    named = {"prompt_lens": prompt_lens, "response_lens": response_lens, "trained_tokens": trained_tokens}
-    prompt, response, trained = (
-        counts(lens, name, num_rows=len(prompt_lens)).reshape(-1, 2) for name, lens in named.items()
-    )
+    if len(rows) % 2:
+        raise ValueError(f"{len(rows)} rows are no pairs")
+    prompt, response, trained = (column.reshape(-1, 2) for column in (rows.prompt, rows.response, rows.trained))
     for wrong, what in (
         (prompt[:, 0] != prompt[:, 1], "has two prompts of different length"),
         ((trained == 0).any(1), "has an answer without a trained token"),
     ):
         if wrong.any():
             raise ValueError(f"pair {int(np.argmax(wrong))} {what}")
-    once = prompt[:, 0] if share_prefix else prompt.sum(1)
+    once = prompt[:, 0] if rows.share_prefix else prompt.sum(1)
     tokens = once + response.sum(1)
     if (tokens > limits.token_cap).any():
         pair = int(np.argmax(tokens > limits.token_cap))
@@ -489,16 +444,8 @@ def plan_pairs(
             f"the answers of pair {pair} have {tokens[pair]} tokens with their prompt, more than the "
             f"{limits.max_tokens} that one micro-batch may hold; set {limits.budget_key} to at least {tokens[pair]}"
         )
-    pairs = plan_update(
-        once,
-        response.sum(1),
-        trained.sum(1),
-        world_size=world_size,
-        mini_batch_rows=mini_batch_pairs,
-        epochs=epochs,
-        limits=limits,
-    )
-    return _both_rows(pairs)
+    pairs = RowLengths.of(once, response.sum(1), trained.sum(1), None, share_prefix=False)
+    return _both_rows(plan_update(pairs, world_size, limits, mini_batch_rows=mini_batch_pairs, epochs=epochs))
 
 
 def _both_rows(pairs: BatchPlan) -> BatchPlan:
@@ -631,7 +578,7 @@ def _in_order(rows: RowLengths, share: np.ndarray, max_rows: int, max_tokens: in
 # ---- checks of arguments ---------------------------------------------------------------------------------------
 
 
-def counts(values: Any, name: str, num_rows: int | None = None) -> np.ndarray:
+def _counts(values: Any, name: str, num_rows: int | None = None) -> np.ndarray:
     """Return `values` as (B,) int64.
 
     Raises:

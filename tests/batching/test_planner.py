@@ -6,10 +6,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hrl.batching import planner
 from hrl.batching.plan import BatchPlan, MiniBatchPlan, RankPlan
-from hrl.batching.planner import MicroBatchLimits, plan_forward, plan_pairs, plan_update
+from hrl.batching.planner import MicroBatchLimits, RowLengths
 
 BUDGET = 64
+
+
+def plan_forward(prompt_lens, response_lens, *, world_size, limits, group_ids=None, share_prefix=False):
+    rows = RowLengths.of(prompt_lens, response_lens, response_lens, group_ids, share_prefix)
+    return planner.plan_forward(rows, world_size, limits)
+
+
+def plan_update(
+    prompt_lens, response_lens, trained_tokens, *, world_size, limits, group_ids=None, share_prefix=False, **cuts
+) -> BatchPlan:
+    rows = RowLengths.of(prompt_lens, response_lens, trained_tokens, group_ids, share_prefix)
+    return planner.plan_update(rows, world_size, limits, **cuts)
+
+
+def plan_pairs(prompt_lens, response_lens, trained_tokens, *, world_size, limits, share_prefix=False, **cuts):
+    rows = RowLengths.of(prompt_lens, response_lens, trained_tokens, None, share_prefix)
+    return planner.plan_pairs(rows, world_size, limits, **cuts)
 
 
 def limits(max_tokens: int | None, max_rows: int | None = None) -> MicroBatchLimits:

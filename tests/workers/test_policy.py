@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from hrl.algos.aggregation import Counts, aggregate
 from hrl.algos.kl import kl_penalty
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.batching.plan import MiniBatchPlan, RankPlan
-from hrl.batching.planner import MicroBatchLimits, plan_update
+from hrl.batching.planner import MicroBatchLimits, Planner
 from hrl.config.algorithm import RolloutCorrectionConfig
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 from hrl.workers.requests import OldLogProbs
@@ -288,19 +289,8 @@ def test_pg_loss_is_the_mean_over_mini_batches_of_whole_losses(llama):
 def test_rows_left_out_by_the_plan_count_in_the_divisor(llama):
     batch = make_batch()
     batch.batch["advantages"][4:8] = 0.0
-    lengths = batch.batch["attention_mask"][:, :9].sum(1), batch.batch["attention_mask"][:, 9:].sum(1)
-    options = {
-        "world_size": 1,
-        "mini_batch_rows": 12,
-        "epochs": 1,
-        "limits": MicroBatchLimits(64, None, "a.key"),
-        "group_ids": batch.non_tensor_batch["uid"],
-        "share_prefix": True,
-    }
-    trained = batch.batch["response_mask"].sum(1).numpy()
-    everything = plan_update(lengths[0].numpy(), lengths[1].numpy(), trained, **options)
-    skip = (batch.batch["advantages"] == 0).all(1).numpy()
-    some = plan_update(lengths[0].numpy(), lengths[1].numpy(), trained, skip=skip, **options)
+    plan = partial(Planner(True).update, batch, 1, MicroBatchLimits(64, None, "a.key"), mini_batch_rows=12, epochs=1)
+    everything, some = plan(), plan(skip=(batch.batch["advantages"] == 0).all(1).numpy())
     policy = policy_of(llama)
     with_all = gradients(policy, batch.select_idxs(list(everything.rows[0])), everything.ranks[0])
     with_some = gradients(policy, batch.select_idxs(list(some.rows[0])), some.ranks[0])
