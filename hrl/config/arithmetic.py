@@ -4,11 +4,13 @@ Pure functions of the configuration, used by `hrl check` and by the banner of a 
 """
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from hrl.algos.registry import estimator_traits
 from hrl.config.actor import ActorConfig
 from hrl.config.critic import CriticConfig
+from hrl.config.model import MicroBatches
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
@@ -69,7 +71,9 @@ def batch_arithmetic(config: RunConfiguration, *, train_rows: int | None = None)
     if isinstance(config, PPOTrainerConfig):
         steps, micro_batches = _step_facts(config), [*_micro_batch_facts(config), *_engine_facts(config)]
     else:
-        steps, micro_batches = _offline_step_facts(config), [_offline_micro_batch_fact(config)]
+        noun, answers = ("pair", 2) if isinstance(config.data, PairDataConfig) else ("row", 1)
+        text = _micro_batch_in_words(config.micro_batches(), answers * config.data.max_length, noun)
+        steps, micro_batches = _offline_step_facts(config), [Fact("micro-batch", text)]
     return [*steps, _length_fact(config, train_rows), *micro_batches]
 
 
@@ -126,13 +130,15 @@ def _length_fact(config: RunConfiguration, train_rows: int | None) -> Fact:
 def _micro_batch_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
     row = config.data.max_prompt_length + config.data.max_response_length
     for name, each in config.micro_batches().items():
-        tokens = each.largest(row)
-        if each.max_rows is None:
-            text = f"packed up to {tokens:,} tokens per process ({count(tokens // row, 'longest sequence')})"
-        else:
-            text = f"{count(each.max_rows, 'sequence')} per process (at most {tokens:,} tokens)"
         if name not in ("log_prob", "values"):
-            yield Fact(f"micro-batch of {name}", text)
+            yield Fact(f"micro-batch of {name}", _micro_batch_in_words(each, row, "sequence"))
+
+
+def _micro_batch_in_words(each: MicroBatches, longest: int, noun: str) -> str:
+    tokens = each.largest(longest)
+    if each.max_rows is None:
+        return f"packed up to {tokens:,} tokens per process ({count(tokens // longest, f'longest {noun}')})"
+    return f"{count(each.max_rows, noun)} per process (at most {tokens:,} tokens)"
 
 
 def _engine_facts(config: PPOTrainerConfig) -> Iterator[Fact]:
@@ -183,16 +189,6 @@ def _offline_step_facts(config: OfflineConfig) -> Iterator[Fact]:
         yield Fact("reference", "the model before its first step; its log-probs of every pair are computed once")
 
 
-def _offline_micro_batch_fact(config: OfflineConfig) -> Fact:
-    data = config.data
-    noun, longest = ("pair", 2 * data.max_length) if isinstance(data, PairDataConfig) else ("row", data.max_length)
-    if data.micro_batch_size_per_gpu is None:
-        held = count(data.max_token_len_per_gpu // longest, f"longest {noun}")
-        return Fact("micro-batch", f"packed up to {data.max_token_len_per_gpu:,} tokens per process ({held})")
-    rows = data.micro_batch_size_per_gpu
-    return Fact("micro-batch", f"{count(rows, noun)} per process (at most {rows * longest:,} tokens)")
-
-
 def units_in_words(config: WholeConfig) -> list[Fact]:
     """Return value and unit of the keys that this run uses and whose name doesn't tell their unit.
 
@@ -210,23 +206,15 @@ def units_in_words(config: WholeConfig) -> list[Fact]:
         absent = tuple(section for section, is_built in built.items() if not is_built)
     found = []
     for key, leaf in leaves(type(config)).items():
-        value = value_of(config, key)
+        value = attrgetter(key)(config)
         if leaf.unit is not None and value is not None and value > 0 and not key.startswith(absent):
             found.append(Fact(key, f"{value:,} {leaf.unit}"))
     return found
 
 
-def value_of(config: Section, key: str) -> Any:
-    """Return the value of a dotted key."""
-    node: Any = config
-    for name in key.split("."):
-        node = getattr(node, name)
-    return node
-
-
 def changed_values(config: Section) -> Mapping[str, tuple[Any, Any]]:
     """Return the keys that differ from the schema's plain default: key → (value, default)."""
-    values = {key: (value_of(config, key), default) for key, default in defaults(type(config)).items()}
+    values = {key: (attrgetter(key)(config), default) for key, default in defaults(type(config)).items()}
     return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 from rich.console import Console, RenderableType
@@ -13,7 +14,7 @@ from rich.syntax import Syntax
 from rich.table import Table
 from rich.text import Text
 
-from hrl.config.arithmetic import batch_arithmetic, changed_values, placement_facts, units_in_words, value_of
+from hrl.config.arithmetic import batch_arithmetic, changed_values, placement_facts, units_in_words
 from hrl.config.compose import YOURS, compose_kind, to_yaml
 from hrl.config.help import check_help
 from hrl.config.outline import RunConfiguration
@@ -165,7 +166,7 @@ def _assignments(config: WholeConfig, keys: list[str]) -> str:
     """List keys with their values, the important ones first; beyond a few the rest is only counted."""
     known = leaves(type(config))
     ordered = sorted(keys, key=lambda key: key not in _TELLING)
-    shown = [f"{key}={_as_typed(value_of(config, key))}" if key in known else key for key in ordered[:_SHOWN]]
+    shown = [f"{key}={_as_typed(attrgetter(key)(config))}" if key in known else key for key in ordered[:_SHOWN]]
     more = [f"and {len(keys) - _SHOWN} more"] if len(keys) > _SHOWN else []
     return ", ".join([*shown, *more])
 

@@ -13,11 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from hrl.config.actor import ActorConfig
 from hrl.config.arithmetic import Fact
-from hrl.config.critic import CriticConfig
 from hrl.config.model import ForwardShardingConfig, FsdpConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig, RMTrainerConfig
+from hrl.config.outline import RunConfiguration
 from hrl.config.placement import Placement, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.models.footprint import Footprint
@@ -119,6 +118,7 @@ class ResidentModel:
         param_offload, optimizer_offload: Whether these are in host memory while not in use.
         has_head: Whether it computes log-probs; a value or reward model has a head of one row.
         chunk: Number of logits held at once.
+        is_reference: Whether its log-probs before its first step are the reference's.
     """
 
     name: str
@@ -134,6 +134,7 @@ class ResidentModel:
     optimizer_offload: bool
     has_head: bool
     chunk: int
+    is_reference: bool = False
 
     @property
     def weights(self) -> float:
@@ -170,17 +171,28 @@ class ResidentModel:
         if not self.optimizer_offload:
             yield Entry(f"{self.name} moments", self.moments)
 
-    def forward(self) -> Iterator[Entry]:
-        """Yield the entries of a forward pass without gradients."""
-        yield Entry(f"{self.name} weights", self.weights)
-        if not self.optimizer_offload:
-            yield Entry(f"{self.name} moments", self.moments)
-        yield Entry(f"{self.name} gathered weights", self.gathered)
-        yield Entry(f"{self.name} activations", self.layer, certain=False)
-        yield Entry(f"{self.name} logits", self.logits, certain=False)
+    def phases(self) -> Iterator[tuple[str, list[Entry]]]:
+        """Yield each phase in which the model works: its name, and what the model then holds."""
+        if self.is_reference:
+            yield "reference", self.forward()
+        yield (f"{self.name} update", self.update()) if self.trained else (f"{self.name} scores", self.forward())
 
-    def update(self) -> Iterator[Entry]:
-        """Yield the entries at the worst moment of forward and backward; the optimizer's step afterwards needs less.
+    def _at_work(self) -> list[Entry]:
+        """Return what every pass needs; offloaded parameters are on the device while it runs."""
+        moments = [] if self.optimizer_offload else [Entry(f"{self.name} moments", self.moments)]
+        gathered = Entry(f"{self.name} gathered weights", self.gathered)
+        return [Entry(f"{self.name} weights", self.weights), *moments, gathered]
+
+    def forward(self) -> list[Entry]:
+        """Return the entries of a forward pass without gradients."""
+        return [
+            *self._at_work(),
+            Entry(f"{self.name} activations", self.layer, certain=False),
+            Entry(f"{self.name} logits", self.logits, certain=False),
+        ]
+
+    def update(self) -> list[Entry]:
+        """Return the entries at the worst moment of forward and backward; the optimizer's step afterwards needs less.
 
         Gradients grow while the kept activations shrink, so the larger of the two counts.
         """
@@ -191,14 +203,13 @@ class ResidentModel:
         in_layer = _BACKWARD_OVER_KEPT * self.layer + size.largest_layer * (self.compute_bytes + _REDUCE_BYTES)
         head = max(size.head, size.embedding) * self.has_head
         in_head = self.logits + head * (self.compute_bytes + _REDUCE_BYTES)
-        yield Entry(f"{self.name} weights", self.weights)
-        if not self.optimizer_offload:
-            yield Entry(f"{self.name} moments", self.moments)
-        yield Entry(f"{self.name} gathered weights", self.gathered)
-        yield Entry(f"{self.name} gradients", gradients)
         left = max(0.0, kept - gradients) if self.recompute else kept
-        yield Entry(f"{self.name} kept activations", left, certain=False)
-        yield Entry(f"{self.name} layer at work", max(in_layer, in_head), certain=False)
+        return [
+            *self._at_work(),
+            Entry(f"{self.name} gradients", gradients),
+            Entry(f"{self.name} kept activations", left, certain=False),
+            Entry(f"{self.name} layer at work", max(in_layer, in_head), certain=False),
+        ]
 
 
 @dataclass(frozen=True)
@@ -227,10 +238,28 @@ class EngineMemory:
     shares: bool
 
 
-def ppo_ledgers(
-    config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str, capacity_bytes: float | None
+class _Pool(NamedTuple):
+    """Processes that hold the same models.
+
+    Attributes:
+        where: Name of the memory of one of them, if it is a GPU.
+        processes: Their number on the machine that has most of them.
+        models: The models of each.
+        engine: The sampler beside or instead of the models, if there is one.
+        engines: Number of engines on that machine.
+    """
+
+    where: str
+    processes: int
+    models: list[ResidentModel]
+    engine: EngineMemory | None = None
+    engines: int = 0
+
+
+def ledgers_of(
+    config: RunConfiguration, sizes: Mapping[str, Footprint], device: str, capacity_bytes: float | None
 ) -> list[Ledger]:
-    """Return the ledgers of a PPO run.
+    """Return the ledgers of a run: one for a GPU of each pool, or one for the machine.
 
     Args:
         config: The validated configuration, with every `auto` replaced by a dtype.
@@ -238,42 +267,13 @@ def ppo_ledgers(
         device: `cpu` or `cuda`.
         capacity_bytes: Memory of one card, to which the engine's share refers; None if unknown.
     """
-    placement = resolve_placement(config)
-    pools = {}
-    for pool in placement.pools:
-        roles = placement.roles_on(pool)
-        models = _models_of(config, roles, sizes, placement, device)
-        engine = _engine_of(config, sizes["actor"], shares="rollout" not in roles)
-        pools[pool] = (models, engine if placement.rollout in roles else None)
+    if isinstance(config, PPOTrainerConfig):
+        pools = _pools(config, sizes, device)
+    else:
+        pools = [_offline_pool(config, next(iter(sizes.values())), device)]
     if device == "cpu":
-        counts = {pool: max(placement.pools[pool]) for pool in pools}
-        engines = {pool: counts[pool] // config.actor_rollout_ref.rollout.tensor_model_parallel_size for pool in pools}
-        return [_machine(pools, counts, engines)]
-    return [Ledger(f"each GPU of pool {pool}", tuple(_card(*parts, capacity_bytes))) for pool, parts in pools.items()]
-
-
-def offline_ledger(config: OfflineConfig, size: Footprint, device: str) -> Ledger:
-    """Return the ledger of a run of `main_sft`, `main_dpo` or `main_rm`; see `ppo_ledgers`.
-
-    Args:
-        config: The validated configuration, with every `auto` replaced by a dtype.
-        size: Sizes of the model.
-        device: `cpu` or `cuda`.
-    """
-    data, ranks = config.data, config.num_processes
-    rows = 2 if isinstance(data, PairDataConfig) else 1
-    has_head = not isinstance(config, RMTrainerConfig)  # it computes log-probs
-    # The reference's log-probs are those of the model before its first step, computed once before training.
-    has_reference = isinstance(config, DPOTrainerConfig) and config.needs_reference
-    tokens = config.micro_batches().largest(rows * data.max_length)
-    recompute = config.model.enable_gradient_checkpointing
-    model = _resident(
-        "model", size, config.model.fsdp_config, ranks, tokens, device, train=True, recompute=recompute, head=has_head
-    )
-    if device == "cpu":
-        return _machine({"model": ([model], None)}, {"model": config.trainer.n_gpus_per_node}, {})
-    scoring = [MemoryPhase("reference", (*model.forward(), *_overhead()))] if has_reference else []
-    return Ledger("each GPU", (*scoring, MemoryPhase("update", (*model.update(), *_overhead()))))
+        return [_machine(pools)]
+    return [Ledger(pool.where, tuple(_card(pool, capacity_bytes))) for pool in pools]
 
 
 # ---------------------------------------------------------------------------------------------- models and engines
@@ -287,25 +287,25 @@ def _resident(
     tokens: int,
     device: str,
     *,
-    train: bool = False,
-    recompute: bool = False,
+    recompute: bool,
     head: bool = True,
+    is_reference: bool = False,
 ) -> ResidentModel:
-    reshard = fsdp.reshard_after_forward
     return ResidentModel(
         name=name,
         size=size,
-        trained=train,
+        trained=isinstance(fsdp, FsdpConfig),
         master_bytes=dtype_of(fsdp.model_dtype).itemsize,
         compute_bytes=dtype_of(fsdp.dtype).itemsize,
         shards=ranks if fsdp.fsdp_size == -1 else fsdp.fsdp_size,
         tokens=tokens,
         recompute=recompute,
-        keeps_cast=keeps_cast_parameters(ranks, torch.device(device), reshard),
+        keeps_cast=keeps_cast_parameters(ranks, torch.device(device), fsdp.reshard_after_forward),
         param_offload=fsdp.param_offload and device != "cpu",
-        optimizer_offload=isinstance(fsdp, FsdpConfig) and fsdp.optimizer_offload and device != "cpu",
+        optimizer_offload=fsdp.optimizer_offload and device != "cpu",
         has_head=head,
         chunk=default_chunk(torch.device(device)),
+        is_reference=is_reference,
     )
 
 
@@ -318,31 +318,62 @@ def _largest_micro_batch(config: PPOTrainerConfig, role: str, prompts: int, rank
     return min(there, config.micro_batches()[role].largest(longest))
 
 
-def _models_of(
-    config: PPOTrainerConfig, roles: Iterable[str], sizes: Mapping[str, Footprint], placement: Placement, device: str
-) -> list[ResidentModel]:
-    """Return the models of the processes that hold `roles`."""
-    policy, critic = config.actor_rollout_ref, config.critic
-    updates: dict[str, tuple[ActorConfig | CriticConfig, FsdpConfig, bool]] = {
-        "actor": (policy.actor, policy.actor.fsdp_config, policy.model.enable_gradient_checkpointing),
-        "critic": (critic, critic.model.fsdp_config, critic.model.enable_gradient_checkpointing),
-    }
-    scores = {"ref": policy.ref.fsdp_config, "rm": config.reward.reward_model.model.fsdp_config}
-    models = []
-    for role in roles:
-        if role == "rollout":
-            continue
-        name, ranks = "actor" if role == "actor_rollout" else role, placement.processes(role)
-        size = sizes["actor" if name == "ref" else name]
-        if name in updates:
-            section, fsdp, recompute = updates[name]
-            tokens, head = _largest_micro_batch(config, name, section.ppo_mini_batch_size, ranks), name == "actor"
-            model = _resident(name, size, fsdp, ranks, tokens, device, train=True, recompute=recompute, head=head)
-        else:
-            tokens = _largest_micro_batch(config, name, config.data.train_batch_size, ranks)
-            model = _resident(name, size, scores[name], ranks, tokens, device, head=name == "ref")
-        models.append(model)
-    return models
+def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str) -> list[_Pool]:
+    """Return the pools of a PPO run."""
+    placement, tensor_parallel = resolve_placement(config), config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    pools = []
+    for name, sizes_on_nodes in placement.pools.items():
+        roles, processes = placement.roles_on(name), max(sizes_on_nodes)
+        models = [_model_of(config, role, sizes, placement, device) for role in roles if role != "rollout"]
+        pool = _Pool(f"each GPU of pool {name}", processes, models)
+        if placement.rollout in roles:
+            engine = _engine_of(config, sizes["actor"], shares="rollout" not in roles)
+            pool = pool._replace(engine=engine, engines=max(1, processes // tensor_parallel))
+        pools.append(pool)
+    return pools
+
+
+def _model_of(
+    config: PPOTrainerConfig, role: str, sizes: Mapping[str, Footprint], placement: Placement, device: str
+) -> ResidentModel:
+    """Return the model of a role."""
+    policy, critic, ranks = config.actor_rollout_ref, config.critic, placement.processes(role)
+    name = "actor" if role == "actor_rollout" else role
+    sharding: FsdpConfig | ForwardShardingConfig
+    if name in ("actor", "critic"):
+        learner = policy.actor if name == "actor" else critic
+        sharding = policy.actor.fsdp_config if name == "actor" else critic.model.fsdp_config
+        prompts = learner.ppo_mini_batch_size
+    else:
+        sharding = policy.ref.fsdp_config if name == "ref" else config.reward.reward_model.model.fsdp_config
+        prompts = config.data.train_batch_size
+    return _resident(
+        name,
+        sizes["actor" if name == "ref" else name],
+        sharding,
+        ranks,
+        _largest_micro_batch(config, name, prompts, ranks),
+        device,
+        recompute=(critic.model if name == "critic" else policy.model).enable_gradient_checkpointing,
+        head=name in ("actor", "ref"),
+    )
+
+
+def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
+    """Return the one pool of a run that learns from a data set."""
+    rows = 2 if isinstance(config.data, PairDataConfig) else 1
+    model = _resident(
+        "model",
+        size,
+        config.model.fsdp_config,
+        config.num_processes,
+        config.micro_batches().largest(rows * config.data.max_length),
+        device,
+        recompute=config.model.enable_gradient_checkpointing,
+        head=not isinstance(config, RMTrainerConfig),
+        is_reference=isinstance(config, DPOTrainerConfig) and config.needs_reference,
+    )
+    return _Pool("each GPU", config.trainer.n_gpus_per_node, [model])
 
 
 def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool) -> EngineMemory:
@@ -373,10 +404,9 @@ def _asleep() -> Entry:
     return Entry("engine asleep", _ASLEEP_BYTES, certain=False)
 
 
-def _card(
-    models: list[ResidentModel], engine: EngineMemory | None, capacity_bytes: float | None
-) -> Iterator[MemoryPhase]:
+def _card(pool: _Pool, capacity_bytes: float | None) -> Iterator[MemoryPhase]:
     """Yield the phases of a GPU: engine start and generation, then every model in turn, then the sync."""
+    models, engine = pool.models, pool.engine
     idle = [entry for model in models for entry in model.idle()]
     asleep: list[Entry] = []
     if engine is not None:
@@ -389,9 +419,8 @@ def _card(
             return
     for model in models:
         others = [entry for other in models if other is not model for entry in other.idle()]
-        work = model.update() if model.trained else model.forward()
-        verb = "update" if model.trained else "scores"
-        yield MemoryPhase(f"{model.name} {verb}", (*work, *others, *asleep, *_overhead()))
+        for name, work in model.phases():
+            yield MemoryPhase(name, (*work, *others, *asleep, *_overhead()))
     if engine is not None and engine.shares:
         actor = next(model for model in models if model.name == "actor")
         whole = Entry("a gathered tensor", actor.compute_bytes * max(actor.size.embedding, actor.size.largest_layer))
@@ -425,29 +454,25 @@ def engine_too_small(engine_share_bytes: float, config: PPOTrainerConfig, size: 
     )
 
 
-def _machine(
-    pools: Mapping[str, tuple[list[ResidentModel], EngineMemory | None]],
-    processes: Mapping[str, int],
-    engines: Mapping[str, int],
-) -> Ledger:
+def _machine(pools: list[_Pool]) -> Ledger:
     """Return the ledger of a machine without a GPU: nothing is offloaded, and all processes share its memory."""
     base = [Entry("driver and Ray", _DRIVER_BYTES, certain=False)]
-    for pool, (models, engine) in pools.items():
-        count = processes[pool]
-        base.append(Entry("ranks' libraries", count * _RANK_BYTES, certain=False))
-        if engine is not None:
-            held = max(1, engines[pool])
-            base.append(Entry("engine's libraries", held * _ENGINE_BYTES, certain=False))
-            base += [Entry("engine weights", held * engine.weights), Entry("KV cache", held * engine.cache)]
-            base.append(Entry("weights on their way", engine.weights))
-        base += [Entry(e.label, count * e.num_bytes) for model in models for e in model.idle()]
+    for pool in pools:
+        base.append(Entry("ranks' libraries", pool.processes * _RANK_BYTES, certain=False))
+        if pool.engine is not None:
+            base.append(Entry("engine's libraries", pool.engines * _ENGINE_BYTES, certain=False))
+            base.append(Entry("engine weights", pool.engines * pool.engine.weights))
+            base.append(Entry("KV cache", pool.engines * pool.engine.cache))
+            base.append(Entry("weights on their way", pool.engine.weights))
+        base += [Entry(e.label, pool.processes * e.num_bytes) for model in pool.models for e in model.idle()]
     phases = []
-    for pool, (models, _) in pools.items():
-        for model in models:
+    for pool in pools:
+        for model in pool.models:
             resident = {entry.label for entry in model.idle()}
-            work = [e for e in (model.update() if model.trained else model.forward()) if e.label not in resident]
-            scaled = [Entry(e.label, processes[pool] * e.num_bytes, e.certain) for e in work]
-            phases.append(MemoryPhase(f"{model.name} {'update' if model.trained else 'scores'}", (*base, *scaled)))
+            for name, work in model.phases():
+                added = [entry for entry in work if entry.label not in resident]
+                scaled = [Entry(e.label, pool.processes * e.num_bytes, e.certain) for e in added]
+                phases.append(MemoryPhase(name, (*base, *scaled)))
     return Ledger("this machine", tuple(phases))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from operator import attrgetter
 from pathlib import Path
 
 import psutil
@@ -24,9 +25,8 @@ from hrl.preflight.memory_ledger import (
     engine_too_small,
     gib,
     in_words,
-    offline_ledger,
+    ledgers_of,
     perhaps_too_large,
-    ppo_ledgers,
     too_large,
 )
 
@@ -61,24 +61,19 @@ def look_at_memory(findings: Findings, config: RunConfiguration, outline: Outlin
             findings.unchecked.append(f"memory: {error}")
             return
     learner = next(iter(sizes.values()))
+    fewer: Iterable[str] = ["lower data.max_token_len_per_gpu"]
+    section = "model"
     if isinstance(config, PPOTrainerConfig):
+        fewer, section = _fewer(config, device), "actor_rollout_ref.actor"
         if device != "cpu" and capacity is not None:
             share = config.actor_rollout_ref.rollout.gpu_memory_utilization * capacity
             small = engine_too_small(share, config, learner)
             if small is not None:
                 hint = "Raise it, or spread the engine: tensor_model_parallel_size."
                 findings.problem(_UTILIZATION, f"{small}.", hint)
-        ledgers = ppo_ledgers(config, sizes, device, capacity)
-        section, fsdp, fewer = (
-            "actor_rollout_ref.actor",
-            config.actor_rollout_ref.actor.fsdp_config,
-            _fewer(config, device),
-        )
-    else:
-        ledgers = [offline_ledger(config, learner, device)]
-        section, fsdp, fewer = "model", config.model.fsdp_config, iter(["lower data.max_token_len_per_gpu"])
-    levers = [*_levers(f"{section}.fsdp_config", fsdp, outline, device), *fewer]
-    _note(findings, ledgers, learner, capacity, f"{section}.fsdp_config", levers)
+    sharding = f"{section}.fsdp_config"
+    levers = [*_levers(sharding, attrgetter(sharding)(config), outline, device), *fewer]
+    _note(findings, ledgers_of(config, sizes, device, capacity), learner, capacity, sharding, levers)
 
 
 def device_and_capacity(trainer: RunConfig) -> tuple[str, float | None]:
@@ -124,13 +119,13 @@ def _fewer(config: PPOTrainerConfig, device: str) -> Iterator[str]:
 
 def _note(
     findings: Findings,
-    ledgers: Iterable[Ledger],
+    ledgers: list[Ledger],
     size: Footprint,
     capacity: float | None,
     key: str,
-    levers: Iterable[str],
+    levers: list[str],
 ) -> None:
-    ledgers, ways = list(ledgers), ", ".join(levers)
+    ways = ", ".join(levers)
     findings.memory += [Fact("parameters", _in_millions(size.parameters)), *in_words(ledgers)]
     there = "" if capacity is None else f" of {gib(capacity)}"
     peaks = "; ".join(f"{one.where}: at most {gib(one.peak.num_bytes)}{there} GiB ({one.peak.name})" for one in ledgers)

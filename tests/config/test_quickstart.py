@@ -1,11 +1,11 @@
 """The quickstart's values are in force for hrl's own model and rows, and for nothing else unless they are asked for."""
 
 import shlex
+from operator import attrgetter
 
 import pytest
 
 from hrl.config import ConfigError, compose_cli
-from hrl.config.arithmetic import value_of
 from hrl.config.compose import YOURS, compose_kind
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import OFFLINE_KINDS, PPO, SFT
@@ -59,7 +59,7 @@ def test_the_quickstart_takes_recipes_placements_and_values(given):
 )
 def test_nothing_of_it_reaches_a_task_of_ones_own(task):
     config = compose_cli(task)
-    assert {key: value_of(config, key) for key in OF_THE_QUICKSTART} == {
+    assert {key: attrgetter(key)(config) for key in OF_THE_QUICKSTART} == {
         key: plain_default(key) for key in OF_THE_QUICKSTART
     }
     assert config.trainer.experiment_name == "ppo"

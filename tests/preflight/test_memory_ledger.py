@@ -14,9 +14,8 @@ from hrl.preflight.memory_ledger import (
     Entry,
     Ledger,
     MemoryPhase,
-    offline_ledger,
+    ledgers_of,
     perhaps_too_large,
-    ppo_ledgers,
     too_large,
 )
 from tests.processes.warm import warm_context
@@ -55,7 +54,7 @@ def test_an_update_takes_no_more_than_the_ledger_says_and_not_much_less(tracked,
     world, tokens, _ = CASES[case]
     fsdp = config("trainer.device=cuda").actor_rollout_ref.actor.fsdp_config.model_copy(update={"dtype": "bfloat16"})
     size, peak = tracked[case]
-    model = ledgers._resident("actor", size, fsdp, world, tokens, "cuda", train=True, recompute=True)
+    model = ledgers._resident("actor", size, fsdp, world, tokens, "cuda", recompute=True)
     said = sum(entry.num_bytes for entry in model.update()) - model.moments  # the tracked step has no optimizer
     assert 1.0 <= said / peak <= 1.3
 
@@ -79,8 +78,8 @@ OFFLOADED = (
 
 
 def test_seven_billion_parameters_fit_one_card_with_offload_and_not_without():
-    (plain,) = ppo_ledgers(config(*ONE_CARD), {"actor": SEVEN}, "cuda", CARD)
-    (offloaded,) = ppo_ledgers(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
+    (plain,) = ledgers_of(config(*ONE_CARD), {"actor": SEVEN}, "cuda", CARD)
+    (offloaded,) = ledgers_of(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
     assert "moments 56.7" in too_large(plain, CARD)
     assert offloaded.peak.num_bytes < CARD
     generation = {entry.label: entry.num_bytes for entry in offloaded.phases[0].entries}
@@ -95,7 +94,7 @@ def test_a_shard_is_the_whole_divided_by_the_processes():
     shares = {}
     for count in (1, 8):
         given = config(*ONE_CARD, f"trainer.n_gpus_per_node={count}", "data.train_batch_size=8")
-        (ledger,) = ppo_ledgers(given, {"actor": SEVEN}, "cuda", CARD)
+        (ledger,) = ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)
         update = next(phase for phase in ledger.phases if phase.name == "actor update")
         shares[count] = {entry.label: entry.num_bytes for entry in update.entries}
     for label in ("actor weights", "actor moments", "actor gradients"):
@@ -104,18 +103,18 @@ def test_a_shard_is_the_whole_divided_by_the_processes():
 
 
 def test_gradients_and_what_layers_keep_do_not_peak_together():
-    (ledger,) = ppo_ledgers(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
+    (ledger,) = ledgers_of(config(*OFFLOADED), {"actor": SEVEN}, "cuda", CARD)
     update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}
     assert update["actor kept activations"] == 0  # 28 × 7168 × 8192 bytes are fewer than the gradients
     deep = replace(SEVEN, stream_bytes_per_token=1_000_000)
-    (ledger,) = ppo_ledgers(config(*OFFLOADED), {"actor": deep}, "cuda", CARD)
+    (ledger,) = ledgers_of(config(*OFFLOADED), {"actor": deep}, "cuda", CARD)
     update = {entry.label: entry.num_bytes for entry in ledger.phases[1].entries}
     assert update["actor kept activations"] + update["actor gradients"] == 28 * 1_000_000 * 8192
 
 
 def test_an_engine_of_its_own_has_a_card_to_itself():
     given = config(*ONE_CARD, "placement=separate", "algorithm.adv_estimator=grpo")
-    where = {ledger.where: ledger for ledger in ppo_ledgers(given, {"actor": SEVEN}, "cuda", CARD)}
+    where = {ledger.where: ledger for ledger in ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)}
     rollout = next(ledger for name, ledger in where.items() if "rollout" in name)
     assert [phase.name for phase in rollout.phases] == ["generation", "weight sync"]
     sync = {entry.label: entry.num_bytes for entry in rollout.phases[1].entries}
@@ -141,15 +140,17 @@ def test_the_quickstart_needs_about_what_was_measured_on_a_cpu():
         ),
         "cpu",
     )
-    (ledger,) = ppo_ledgers(quickstart, {"actor": size}, "cpu", None)
+    (ledger,) = ledgers_of(quickstart, {"actor": size}, "cpu", None)
     assert 1.0 <= ledger.peak.num_bytes / (9.8 * GIB) <= 1.4  # docs/status.md: 9.8 GiB
 
 
 def test_an_offline_run_has_no_engine():
     given = compose_kind(OFFLINE_KINDS["dpo"], ["trainer.device=cuda"])
-    ledger = offline_ledger(with_dtypes(given, "cuda"), SEVEN, "cuda")
-    assert [phase.name for phase in ledger.phases] == ["reference", "update"]
-    assert ledger.peak.name == "update"
+    (ledger,) = ledgers_of(with_dtypes(given, "cuda"), {"actor": SEVEN}, "cuda", CARD)
+    assert [phase.name for phase in ledger.phases] == ["reference", "model update"]
+    assert (ledger.where, ledger.peak.name) == ("each GPU", "model update")
+    (machine,) = ledgers_of(with_dtypes(given, "cpu"), {"actor": SEVEN}, "cpu", None)
+    assert [phase.name for phase in machine.phases] == ["reference", "model update"]
 
 
 def test_words_name_phase_and_parts_the_largest_first():
