@@ -112,6 +112,15 @@ def test_gradients_and_what_layers_keep_do_not_peak_together():
     assert update["actor kept activations"] + update["actor gradients"] == 28 * 1_000_000 * 8192
 
 
+def test_a_model_that_only_scores_has_no_moments():
+    (ledger,) = ledgers_of(
+        config(*ONE_CARD, "actor_rollout_ref.actor.use_kl_loss=true"), {"actor": SEVEN}, "cuda", CARD
+    )
+    phases = {phase.name: phase.entries for phase in ledger.phases}
+    assert [*phases] == ["generation", "actor update", "ref scores", "weight sync"]
+    assert sum(entry.num_bytes for entry in phases["ref scores"] if entry.label == "ref moments") == 0
+
+
 def test_an_engine_of_its_own_has_a_card_to_itself():
     given = config(*ONE_CARD, "placement=separate", "algorithm.adv_estimator=grpo")
     where = {ledger.where: ledger for ledger in ledgers_of(given, {"actor": SEVEN}, "cuda", CARD)}
