@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from hrl.cluster.roles import ResourcePoolManager, Role
-from hrl.config.actor import ActorRolloutRefConfig
 from hrl.config.arithmetic import step_sizes
-from hrl.config.model import OptimConfig
+from hrl.config.model import ModelConfig, OptimConfig
 from hrl.config.offline import OfflineConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
@@ -68,9 +67,9 @@ _Workers = dict[Role, Callable[..., RayClassWithInitArgs]]
 def _ppo_workers(config: PPOTrainerConfig, runtime: Runtime, steps: int) -> _Workers:
     actor_steps = max(steps - config.trainer.critic_warmup, 0) * step_sizes(config).optimizer_steps
     critic_steps = steps * step_sizes(config, config.critic).optimizer_steps
-    policy, critic = _with_absolute_tokenizer(config.actor_rollout_ref), config.critic
+    policy, critic = config.actor_rollout_ref, config.critic
     actor = policy.actor
-    of_policy = partial(RayClassWithInitArgs, ActorRolloutRefWorker, policy.model)
+    of_policy = partial(RayClassWithInitArgs, ActorRolloutRefWorker, _with_absolute_tokenizer(policy.model))
     learns = partial(
         of_policy,
         fsdp=actor.fsdp_config,
@@ -106,13 +105,10 @@ def _training(optim: OptimConfig, grad_clip: float, total_steps: int, runtime: R
     return Training(optim=optim, grad_clip=grad_clip, total_steps=total_steps, seed=runtime.seed, run_folder=run_folder)
 
 
-def _with_absolute_tokenizer(policy: ActorRolloutRefConfig) -> ActorRolloutRefConfig:
+def _with_absolute_tokenizer(model: ModelConfig) -> ModelConfig:
     """Return the section with the tokenizer's folder as an absolute path, for processes that run in other folders."""
-    path = policy.model.tokenizer_path
-    if path is None:
-        return policy
-    model = policy.model.model_copy(update={"tokenizer_path": resolve_tokenizer(path)})
-    return policy.model_copy(update={"model": model})
+    path = model.tokenizer_path
+    return model if path is None else model.model_copy(update={"tokenizer_path": resolve_tokenizer(path)})
 
 
 @dataclass

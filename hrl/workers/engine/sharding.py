@@ -47,7 +47,7 @@ def keeps_cast_parameters(num_ranks: int, device: torch.device, reshard_after_fo
 
 def build_sharded(
     load: Callable[[bool], Loaded],
-    wrap: Callable[[Any], nn.Module],
+    wrap: Callable[[PreTrainedModel], nn.Module],
     fsdp: FsdpConfig | ForwardShardingConfig,
     mesh: DeviceMesh,
     device: torch.device,

@@ -111,9 +111,6 @@ class CudaIpcSender(SenderTransport):
             self._buffers = []
             DEVICES.collect()
 
-    def close(self) -> None:
-        self.release()
-
 
 class CudaIpcReader:
     """The receiver's end: the buffers on its own GPU."""

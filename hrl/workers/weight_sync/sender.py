@@ -71,9 +71,9 @@ class SenderTransport(ABC):
     def release(self) -> None:
         """Give back the memory that only a sync needs. Called whenever a sync has ended, also by an error."""
 
-    @abstractmethod
     def close(self) -> None:
-        """Give the buffers back. Harmless when repeated."""
+        """Give all memory back. Harmless when repeated."""
+        self.release()
 
 
 class SyncTarget(Protocol):

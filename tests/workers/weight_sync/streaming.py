@@ -54,9 +54,6 @@ class StreamingSender(SenderTransport):
     def release(self) -> None:
         self.buffers = []
 
-    def close(self) -> None:
-        self.release()
-
 
 class StreamingReader(BucketReader):
     """The receiver's end."""
