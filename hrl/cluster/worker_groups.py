@@ -153,7 +153,7 @@ class WorkerGroups:
             WorkerError: A worker could not be constructed.
         """
         manager.create_resource_pool()
-        by_pool: dict[str, dict[str, Any]] = defaultdict(dict)
+        by_pool: dict[str, dict[str, RayClassWithInitArgs]] = defaultdict(dict)
         for role, worker in role_worker_mapping.items():
             by_pool[manager.mapping[role]][role.value] = worker
         started: list[RayWorkerGroup] = []

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
 
-from hrl.workers.engine.optim import Optimizer
+from hrl.workers.engine.optim import MOMENTS, Optimizer
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ FORMAT = 4
 ONE_COUNT_FORMAT = 3
 
 
-def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> None:
+def save_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> None:
     """Write this rank's part of the state.
 
     Args:
         folder: Created if missing; all ranks must see it.
         module: The sharded module.
-        optimizer: `None` for a model that isn't trained.
+        optimizer: Of its parameters.
         contents: Any of `model`, `optimizer` (moments and their step counts), `extra` (position in the learning rate's
             schedule, the global generators of Python, numpy and torch); other names are ignored.
     """
@@ -57,15 +57,15 @@ def save_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
             "format": FORMAT,
             "contents": [c for c in CONTENTS if c in contents],
             "world_size": dist.get_world_size(),
-            "schedule_steps": optimizer.steps_taken if optimizer is not None else 0,
-            "moment_steps": optimizer.moment_steps if optimizer is not None else {},
+            "schedule_steps": optimizer.steps_taken,
+            "moment_steps": optimizer.moment_steps,
             "tensors": {name: list(tensor.shape) for name, tensor in tensors.items()},
         }
         (folder / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True) + "\n")
     dist.barrier()
 
 
-def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> None:
+def load_state(folder: Path, module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> None:
     """Load what `save_state` wrote, on any number of ranks; names and shapes must be the same.
 
     The generators are restored if the number of ranks is the same; otherwise they are left alone, which is logged.
@@ -78,7 +78,7 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
     if not path.is_file():
         raise FileNotFoundError(f"{folder} holds no checkpoint of this model ({STATE_FILE} is missing)")
     state = json.loads(path.read_text())
-    wanted = [c for c in CONTENTS if c in contents and (c != "optimizer" or optimizer is not None)]
+    wanted = [c for c in CONTENTS if c in contents]
     lacking = [c for c in wanted if c not in state["contents"]]
     if state["format"] not in (FORMAT, ONE_COUNT_FORMAT):
         raise ValueError(
@@ -91,11 +91,10 @@ def load_state(folder: Path, module: nn.Module, optimizer: Optimizer | None, con
     _compare(folder, {k: tuple(v) for k, v in state["tensors"].items()}, tensors, wanted)
     with torch.no_grad():
         dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
-    if optimizer is not None and "optimizer" in wanted:
+    if "optimizer" in wanted:
         optimizer.set_moment_steps(_moment_steps(folder, state, optimizer))
     if "extra" in wanted:
-        if optimizer is not None:
-            optimizer.steps_taken = state["schedule_steps"]
+        optimizer.steps_taken = state["schedule_steps"]
         if state["world_size"] == dist.get_world_size():
             _set_rng_state(load_file(_rng_file(folder)))
         else:
@@ -120,15 +119,13 @@ def _moment_steps(folder: Path, state: dict[str, Any], optimizer: Optimizer) -> 
     return dict.fromkeys(optimizer.names.values(), counts)
 
 
-def _tensors(module: nn.Module, optimizer: Optimizer | None, contents: Collection[str]) -> dict[str, Any]:
+def _tensors(module: nn.Module, optimizer: Optimizer, contents: Collection[str]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     if "model" in contents:
-        tensors.update({f"model.{name}": parameter.detach() for name, parameter in module.named_parameters()})
-    if "optimizer" in contents and optimizer is not None:
-        for parameter, name in optimizer.names.items():
-            moments = optimizer.adamw.state[parameter]
-            tensors[f"exp_avg.{name}"] = moments["exp_avg"]
-            tensors[f"exp_avg_sq.{name}"] = moments["exp_avg_sq"]
+        tensors |= {f"model.{name}": parameter.detach() for name, parameter in module.named_parameters()}
+    if "optimizer" in contents:
+        moments = ((name, optimizer.adamw.state[parameter]) for parameter, name in optimizer.names.items())
+        tensors |= {f"{moment}.{name}": state[moment] for name, state in moments for moment in MOMENTS}
     return tensors
 
 

@@ -354,11 +354,11 @@ class Engine:
 
     def save(self, folder: Path, contents: Collection[str] | None = None) -> None:
         """Write the sharded state, or the named parts of it; every rank calls it."""
-        save_state(folder, self.module, self.optimizer, contents or CONTENTS)
+        save_state(folder, self.module, self._trained[0], contents or CONTENTS)
 
     def load(self, folder: Path, contents: Collection[str] | None = None) -> None:
         """Load what `save` wrote, on any number of ranks; every rank calls it."""
-        load_state(folder, self.module, self.optimizer, contents or CONTENTS)
+        load_state(folder, self.module, self._trained[0], contents or CONTENTS)
         self._is_changed = True
 
     def export_hf(self, folder: Path) -> None:
