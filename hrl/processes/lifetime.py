@@ -1,11 +1,10 @@
 """Processes that die with the process that started them.
 
-Three layers, each covering what the one before it can't:
+Two layers, of which the second covers what the first can't:
 
 1. `die_with_parent()` in a child: the kernel kills it when the thread that started it ends (Linux).
-2. `popen_that_dies_with_parent()` does that for a program started with `subprocess`.
-3. `guard_process_group()` covers descendants that call neither, such as the engine processes of a library: a guard of a
-   few megabytes outlives the worker by a moment and ends the rest of its process group.
+2. `guard_process_group()` covers descendants that don't call it, such as the engine processes of a library: a guard of
+   a few megabytes outlives the worker by a moment and ends the rest of its process group.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from hrl.processes import guard
 
@@ -26,8 +24,8 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform.startswith("linux") else None
 
 
-def die_with_parent(parent_pid: int | None = None, sig: signal.Signals = signal.SIGKILL) -> None:
-    """Ask the kernel to send `sig` to this process when its parent dies. Call it first thing in the child.
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """Ask the kernel to kill this process when its parent dies. Call it first thing in the child.
 
     The kernel watches the *thread* that started this process: start long-lived children from a thread that lives as
     long as they should. Elsewhere than on Linux this does nothing.
@@ -36,26 +34,19 @@ def die_with_parent(parent_pid: int | None = None, sig: signal.Signals = signal.
         parent_pid: The expected parent. If this process has another one by now, the parent died before the call could
             take effect, and the process ends at once. None is the process that `multiprocessing` started this one for
             (by spawn or fork); elsewhere there is no check.
-        sig: The signal to receive.
 
     Raises:
         OSError: The kernel refused.
     """
     if _LIBC is None:
         return
-    if _LIBC.prctl(_PR_SET_PDEATHSIG, int(sig), 0, 0, 0) != 0:
+    if _LIBC.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     starter = multiprocessing.parent_process()
     if parent_pid is None and starter is not None:
         parent_pid = starter.pid
     if parent_pid is not None and os.getppid() != parent_pid:
-        os.kill(os.getpid(), sig)
-
-
-def popen_that_dies_with_parent(command: Sequence[str], **popen_args: Any) -> subprocess.Popen[Any]:
-    """Start `subprocess.Popen(command, **popen_args)`; the process is killed when the thread that calls this ends."""
-    parent_pid = os.getpid()
-    return subprocess.Popen(command, preexec_fn=lambda: die_with_parent(parent_pid), **popen_args)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 _group_guard: subprocess.Popen[bytes] | None = None  # kept: its finalizer warns while the process runs

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PARENT = """
 import multiprocessing, os, signal, subprocess, sys, time
 from multiprocessing import shared_memory
-from hrl.processes.lifetime import guard_process_group, popen_that_dies_with_parent
+from hrl.processes.lifetime import die_with_parent, guard_process_group
 
 def engine():
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -36,7 +36,7 @@ if __name__ == "__main__":
     guard_process_group()
     children = [
         subprocess.Popen(["sleep", "600"]),
-        popen_that_dies_with_parent(["sleep", "600"], start_new_session=True),
+        subprocess.Popen(["sleep", "600"], start_new_session=True, preexec_fn=die_with_parent),
         multiprocessing.get_context("spawn").Process(target=engine),
     ]
     children[-1].start()
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 DRIVER = """
 import os, subprocess, sys, time
-from hrl.processes.lifetime import popen_that_dies_with_parent
+from hrl.processes.lifetime import die_with_parent
 from hrl.single_controller.dispatch import Dispatch, register
 from hrl.single_controller.worker import Worker
 from hrl.single_controller.ray_cluster import ray_cluster
@@ -57,7 +57,7 @@ class Parent(Worker):
     def __init__(self):
         self.children = [
             subprocess.Popen(["sleep", "600"]),
-            popen_that_dies_with_parent(["sleep", "600"], start_new_session=True),
+            subprocess.Popen(["sleep", "600"], start_new_session=True, preexec_fn=die_with_parent),
         ]
 
     @register(Dispatch.ONE_TO_ALL)
