@@ -289,7 +289,7 @@ class ChatPrompt(NamedTuple):
 
 
 class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
-    """Rows with their answers as tokens, one answer per row of a batch.
+    """Rows with their answers as tokens, one answer per row of a batch; `render` gives one list of passages for each.
 
     Args:
         data_files, tokenizer, config, max_samples: See `TokenisedDataset`.
@@ -309,10 +309,6 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
     ) -> None:
         self._stop_ids = stop_ids
         super().__init__(data_files, tokenizer, config, max_samples)
-
-    @abstractmethod
-    def render(self, row: R) -> list[list[Passage]]:
-        """Return the texts of a row, one list of passages per row of a batch."""
 
     @abstractmethod
     def batch(self, indices: Iterable[int]) -> DataProto:

@@ -9,6 +9,7 @@ from hrl.algos.bypass import bypass_loss_name
 from hrl.algos.kl import AdaptiveKLController, get_kl_controller
 from hrl.algos.registry import POLICY_LOSS_TRAITS, estimator_traits
 from hrl.algos.reward_placement import place_scores
+from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.batching.planner import Planner, plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.metrics import Metric, StepMetrics
@@ -369,8 +370,9 @@ class RayPPOTrainer(TrainingLoop):
         theirs.
         """
         settings, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
-        metrics |= mark_tokens(batch, settings, self._generator("selected_tokens"))
         loss = settings.policy_loss.loss_mode
+        if loss in TOKEN_SELECTORS:
+            metrics |= mark_tokens(batch, settings, self._generator("selected_tokens"))
         if correction.bypass_mode:
             loss = bypass_loss_name(loss, correction)
         only_policy_loss = not settings.use_kl_loss and settings.entropy_coeff == 0

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from hrl.algos.policy_filtration import draw_rows
-from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
+from hrl.algos.token_selection import select_tokens
 from hrl.config.actor import ActorConfig
 from hrl.config.algorithm import PfPpoConfig
 from hrl.protocol import DataProto
@@ -45,16 +45,14 @@ def draw_by_score(
 
 
 def mark_tokens(batch: DataProto, actor: ActorConfig, generator: torch.Generator) -> dict[str, float]:
-    """Add `selected_tokens (B, R)` for a policy loss that treats some tokens differently; nothing for others.
+    """Add `selected_tokens (B, R)`, those that the policy loss treats differently.
 
     Args:
-        batch: `old_log_probs`, `advantages` and `response_mask`.
-        actor: `actor_rollout_ref.actor`.
+        batch: `old_log_probs`, `advantages` and `response_mask`, each (B, R).
+        actor: `actor_rollout_ref.actor`; its policy loss is a key of `TOKEN_SELECTORS`.
         generator: Of this draw.
     """
     name, columns = actor.policy_loss.loss_mode, batch.batch
-    if name not in TOKEN_SELECTORS:
-        return {}
     mask = columns["response_mask"]
     chosen = select_tokens(name, columns["old_log_probs"], columns["advantages"], mask, actor, generator)
     columns["selected_tokens"] = chosen
