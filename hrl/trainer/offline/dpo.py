@@ -17,7 +17,7 @@ from hrl.algos.preference import PairOptions, pair_margins, preference_loss
 from hrl.config.offline import DPOTrainerConfig
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
-from hrl.trainer.offline.trainer import FORWARD_ITEMS, OfflineTrainer
+from hrl.trainer.offline.trainer import FORWARD_ITEMS, OfflineTrainer, pair_scores
 from hrl.workers.requests import PreferenceUpdate, temperature_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class DPOTrainer(OfflineTrainer):
         return PairOptions(algorithm.beta, algorithm.label_smoothing, algorithm.target_margin)
 
     def before_load(self) -> None:
-        """Ask the reference, which is the model before its first step, for all pairs that are still to come."""
+        """Compute the reference's log-probs of all pairs to come. The reference is the model before its first step."""
         if not self.config.needs_reference:
             return
         with self.phase("ref"):
@@ -45,22 +45,21 @@ class DPOTrainer(OfflineTrainer):
                 self.ask_reference(self.val_dataset, blocks_of(range(len(self.val_dataset)), FORWARD_ITEMS))
 
     def blocks_ahead(self) -> list[Sequence[int]]:
-        """Return the rows that the rest of the run visits, with those they share a batch with in the first epoch.
-
-        A log-prob's last bits depend on what else is in its forward pass. These blocks depend on the order alone, not
-        on where the run begins or ends, so that a resumed run has the numbers of one that was never interrupted.
-        """
+        """Return the batches of the first epoch that hold a row which the rest of the run visits."""
+        # A log-prob's last bits depend on the other rows of its forward pass. These blocks depend on the order alone,
+        # not on where the run begins or ends: a resumed run has the numbers of one that was never interrupted.
         order, size = self.train_dataset.order, self.config.data.train_batch_size
         ahead = order.ahead(self.data_position, size, self.total_training_steps - self.global_steps)
         return [block for block in blocks_of(order.epoch(0).tolist(), size) if ahead[block].any()]
 
     def ask_reference(self, dataset: PairDataset, blocks: Sequence[Sequence[int]]) -> None:
-        """Give a data set the log-probs of the present weights, block by block."""
+        """Store the log-probs of the present weights in a data set, block by block."""
         found = [self.log_probs(dataset.batch(block)).sum(-1) for block in blocks]
         for block, sums in zip(blocks, found, strict=True):
             dataset.set_reference(block, sums)
 
     def update(self, batch: DataProto) -> list[dict[str, Metric]]:
+        """Move the policy towards the chosen and away from the rejected answers of a batch."""
         request = PreferenceUpdate(
             plan=self.pair_plan(batch),
             step=self.global_steps,
@@ -73,7 +72,7 @@ class DPOTrainer(OfflineTrainer):
         return self.workers.model.update_preference(batch, request)
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
-        """Return loss and implicit rewards of every pair."""
+        """Return loss and implicit rewards of every pair; see `pair_scores`."""
         name, options = self.config.algorithm.loss_type, self.options
         columns, slots = batch.batch, range(0, len(batch), 2)
         margins = pair_margins(
@@ -85,15 +84,9 @@ class DPOTrainer(OfflineTrainer):
             columns["ref_sequence_log_prob"] if self.config.needs_reference else None,
         )
         chosen, rejected = (options.beta * margin for margin in margins)
-        return {
-            "loss": preference_loss(name, *margins, options)[0],
-            "rewards_chosen": chosen,
-            "rewards_rejected": rejected,
-            "rewards_margins": chosen - rejected,
-            "rewards_accuracies": (chosen > rejected).double(),
-        }
+        return pair_scores(preference_loss(name, *margins, options)[0], chosen, rejected)
 
 
 def blocks_of(rows: Sequence[int], size: int) -> list[Sequence[int]]:
-    """Rows in their order, `size` at a time."""
+    """Return the rows in their order, `size` at a time."""
     return [rows[start : start + size] for start in range(0, len(rows), size)]

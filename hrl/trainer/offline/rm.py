@@ -15,7 +15,7 @@ from hrl.algos.preference import reward_model_loss
 from hrl.cluster.roles import Role
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
-from hrl.trainer.offline.trainer import OfflineTrainer
+from hrl.trainer.offline.trainer import OfflineTrainer, pair_scores
 from hrl.workers.requests import RewardModelUpdate, ScalarRequest
 
 
@@ -30,18 +30,14 @@ class RMTrainer(OfflineTrainer):
     loss_type: ClassVar[str] = "bradley_terry"
 
     def update(self, batch: DataProto) -> list[dict[str, Metric]]:
+        """Make the model score the chosen answers of a batch above the rejected ones."""
         request = RewardModelUpdate(plan=self.pair_plan(batch), step=self.global_steps, loss_type=self.loss_type)
         return self.workers.model.update_reward_model(batch, request)
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
-        """Return loss and scores of every pair."""
+        """Return loss and scores of every pair; see `pair_scores`."""
         request = ScalarRequest(plan=self.forward_plan(batch))
         scores = self.workers.model.compute_rm_score(batch, request).batch["rm_scores"].double()
         chosen, rejected = scores[0::2], scores[1::2]
-        return {
-            "loss": reward_model_loss(chosen, rejected, batch.batch["margin"][0::2], name=self.loss_type)[0],
-            "rewards_chosen": chosen,
-            "rewards_rejected": rejected,
-            "rewards_margins": chosen - rejected,
-            "rewards_accuracies": (chosen > rejected).double(),
-        }
+        losses, _ = reward_model_loss(chosen, rejected, batch.batch["margin"][0::2], name=self.loss_type)
+        return pair_scores(losses, chosen, rejected)

@@ -30,6 +30,7 @@ class SFTTrainer(OfflineTrainer):
     loss_type: ClassVar[str] = "nll"
 
     def update(self, batch: DataProto) -> list[dict[str, Metric]]:
+        """Make the policy more likely to give the answers of a batch."""
         plan = self.planner.update(
             batch, self.workers.model.world_size, self.limits, mini_batch_rows=len(batch), epochs=1
         )
@@ -44,16 +45,18 @@ class SFTTrainer(OfflineTrainer):
         return self.workers.model.update_supervised(batch, request)
 
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        """Learn from one batch; adds `train/perplexity`."""
         batch = super().train_step(batch, metrics)
         metrics["train/perplexity"] = math.exp(metrics["train/nll"])
         return batch
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
-        """Return the mean negative log-likelihood of every row, weighed with its trained tokens."""
+        """Return the mean negative log-likelihood of every row; its weight is the number of its trained tokens."""
         tokens = batch.batch["response_mask"].sum(-1)
         return {"loss": -self.log_probs(batch).sum(-1) / tokens, "weight": tokens}
 
     def validate(self) -> dict[str, float]:
+        """Return the mean loss and the perplexity of every source, and its number of rows."""
         metrics = super().validate()
         losses = {name: value for name, value in metrics.items() if name.endswith("/loss")}
         return metrics | {f"{name.removesuffix('loss')}perplexity": math.exp(value) for name, value in losses.items()}

@@ -23,7 +23,7 @@ FORWARD_ITEMS = 512
 
 
 class OfflineTrainer(TrainingLoop):
-    """What the offline trainers share; each says how it plans, learns and scores."""
+    """What the offline trainers share. Each says how it learns (`update`) and how it is validated (`score`)."""
 
     config: OfflineConfig
     learners = (Role.Actor,)
@@ -46,32 +46,40 @@ class OfflineTrainer(TrainingLoop):
 
     @abstractmethod
     def score(self, batch: DataProto) -> dict[str, Tensor]:
-        """Return what a validation wants to know of every item of a batch, (N,) each.
-
-        `weight` is none of the metrics.
-        """
+        """Return the metrics of every item of a validation batch, `(N,)` each, and its `weight` in their means."""
 
     # ------------------------------------------------------------------ the loop's parts
 
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
+        """Learn from one batch, in the phase `update`."""
         with self.phase("update"):
             metrics.observe(*self.update(batch))
         return batch
 
     def validate(self) -> dict[str, float]:
+        """Return the mean of every metric over the validation items of every source, `val/<source>/<metric>`."""
         if self.val_dataset is None:
             return {}
         with self.phase("testing"):
             scores = [self.score(batch) for batch in self.val_dataset.in_order(FORWARD_ITEMS)]
         columns = {name: torch.cat([score[name] for score in scores]) for name in scores[0]}
-        weights = columns.pop("weight", None)
+        weights = columns.pop("weight")
         return metrics_by_source(self.val_dataset.sources, columns, weights)
 
     def describe(self, batch: DataProto) -> dict[str, float]:
-        return _batch_metrics(batch)
+        """Return lengths of prompts and answers, and how many tokens of the batch are trained on."""
+        prompt_lens, response_lens = lengths_of(batch)
+        return {
+            "prompt_length/mean": float(prompt_lens.float().mean()),
+            "response_length/mean": float(response_lens.float().mean()),
+            "prompt_length/max": float(prompt_lens.max()),
+            "response_length/max": float(response_lens.max()),
+            "train/tokens": float(batch.batch["response_mask"].sum()),
+        }
 
     @property
     def save_contents(self) -> Sequence[str]:
+        """What a checkpoint holds: `checkpoint.save_contents`."""
         return self.config.checkpoint.save_contents
 
     # ------------------------------------------------------------------ plans and passes
@@ -91,27 +99,25 @@ class OfflineTrainer(TrainingLoop):
         return self.workers.model.compute_log_prob(batch, request).batch["old_log_probs"].double()
 
 
-def _batch_metrics(batch: DataProto) -> dict[str, float]:
-    """Return lengths of prompts and answers, and how many tokens of the batch are trained on."""
-    prompt_lens, response_lens = lengths_of(batch)
+def pair_scores(losses: Tensor, chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of N pairs, from their losses and the rewards of both answers, `(N,)` each."""
     return {
-        "prompt_length/mean": float(prompt_lens.float().mean()),
-        "response_length/mean": float(response_lens.float().mean()),
-        "prompt_length/max": float(prompt_lens.max()),
-        "response_length/max": float(response_lens.max()),
-        "train/tokens": float(batch.batch["response_mask"].sum()),
+        "loss": losses,
+        "rewards_chosen": chosen,
+        "rewards_rejected": rejected,
+        "rewards_margins": chosen - rejected,
+        "rewards_accuracies": (chosen > rejected).double(),
+        "weight": torch.ones(len(losses)),
     }
 
 
-def metrics_by_source(
-    sources: Sequence[str], columns: Mapping[str, Tensor], weights: Tensor | None = None
-) -> dict[str, float]:
-    """Return means over the items of every source.
+def metrics_by_source(sources: Sequence[str], columns: Mapping[str, Tensor], weights: Tensor) -> dict[str, float]:
+    """Return weighted means over the items of every source.
 
     Args:
         sources: Source of each item (N,).
         columns: Per metric a number for each item (N,).
-        weights: Of the items (N,), such as their tokens; all alike by default.
+        weights: Of the items in their source's mean (N,).
 
     Returns:
         `val/<source>/<metric>`, and `val/<source>/n`, the number of items.
@@ -122,11 +128,11 @@ def metrics_by_source(
     for name, values in columns.items():
         bad = (~torch.isfinite(values)).nonzero().flatten().tolist()
         if bad:
-            raise ValueError(f"validation item {bad[0]} (source {sources[bad[0]]!r}) has the {name} {values[bad[0]]}")
+            raise ValueError(f"the {name} of validation item {bad[0]} (source {sources[bad[0]]!r}) is {values[bad[0]]}")
     metrics: dict[str, float] = {}
     for source in dict.fromkeys(sources):
         mine = torch.tensor([other == source for other in sources])
-        weight = torch.ones(int(mine.sum()), dtype=torch.float64) if weights is None else weights[mine].double()
+        weight = weights[mine].double()
         for name, values in columns.items():
             metrics[f"val/{source}/{name}"] = float(values[mine].double() @ weight / weight.sum())
         metrics[f"val/{source}/n"] = float(mine.sum())

@@ -15,7 +15,6 @@ from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.samples import rollout_records
-from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.trainer.loop import TrainingLoop, limits_of
 from hrl.trainer.ppo.advantage import (
     advantage_columns,
@@ -48,11 +47,8 @@ from hrl.workers.requests import LogProbRequest, SampleRequest, ScalarRequest, V
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedTokenizerBase
 
     from hrl.config.ppo import PPOTrainerConfig
-    from hrl.data.dataset import RLHFDataset
-    from hrl.report.reporter import RunReporter
     from hrl.trainer.ppo.rewards import RewardService
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
@@ -66,50 +62,20 @@ class RayPPOTrainer(TrainingLoop):
     `on_step_end` are hooks that do nothing here.
 
     Args:
-        config: The validated configuration.
-        tokenizer: The policy's tokenizer.
-        role_worker_mapping: The worker class of every role, with its arguments (`RayClassWithInitArgs`).
-        resource_pool_manager: Which role runs on which pool.
-        train_dataset: Prompts to train on.
-        val_dataset: Prompts to validate on, `None` for no validation.
         rewards: Scores finished samples, see `hrl.trainer.ppo.rewards`.
-        reporter: Timers, metrics, samples and pictures of the run.
+        config, args, named: As for `TrainingLoop`; its datasets hold prompts.
 
     Attributes:
-        group_filter: Which groups `algorithm.filter_groups` keeps; a subclass may name another.
+        group_filter: The class that decides which groups `algorithm.filter_groups` keeps; a subclass may name another.
     """
 
     config: PPOTrainerConfig
     learners = (Role.ActorRollout, Role.Actor, Role.Critic)
     group_filter: ClassVar[type[GroupFilter]] = GroupFilter
 
-    def __init__(
-        self,
-        config: PPOTrainerConfig,
-        tokenizer: PreTrainedTokenizerBase,
-        role_worker_mapping: dict[Role, Any],
-        resource_pool_manager: ResourcePoolManager,
-        ray_worker_group_cls: type[RayWorkerGroup] = RayWorkerGroup,
-        *,
-        train_dataset: RLHFDataset,
-        val_dataset: RLHFDataset | None,
-        rewards: RewardService,
-        reporter: RunReporter,
-        total_training_steps: int,
-    ) -> None:
-        super().__init__(
-            config,
-            tokenizer,
-            role_worker_mapping,
-            resource_pool_manager,
-            ray_worker_group_cls,
-            train_dataset=train_dataset,
-            val_dataset=val_dataset,
-            reporter=reporter,
-            total_training_steps=total_training_steps,
-        )
+    def __init__(self, config: PPOTrainerConfig, *args: Any, rewards: RewardService, **named: Any) -> None:
+        super().__init__(config, *args, **named)
         self.rewards = rewards
-
         self.planner = Planner(share_prefix=config.actor_rollout_ref.model.share_prefix)
         self.limits = {name: limits_of(each) for name, each in config.micro_batches().items()}
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
@@ -130,11 +96,11 @@ class RayPPOTrainer(TrainingLoop):
     # ------------------------------------------------------------------ the algorithm
 
     def begin(self) -> None:
-        """The engines get the weights that the run starts with."""
+        """Give the engines the weights that the run starts with."""
         self.sync_weights()
 
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """One step of the algorithm, phase by phase, on a batch of prompts."""
+        """Take one step of the algorithm, phase by phase, on a batch of prompts."""
         may_refill = self.config.algorithm.filter_groups.enable
         with self.phase("gen"):
             batch = self.generate(batch, metrics)
@@ -175,9 +141,9 @@ class RayPPOTrainer(TrainingLoop):
     # ------------------------------------------------------------------ hooks
 
     def on_batch_scored(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Called when every row has its reward and before anything is learnt from it: filter or reshape here.
+        """Filter or reshape a batch whose rows all have their rewards; called before anything is learnt from it.
 
-        With `algorithm.filter_groups` it is called for every batch that is sampled, before groups are dropped.
+        With `algorithm.filter_groups` it is called for every sampled batch, before groups are dropped.
         """
         return batch
 
@@ -272,14 +238,14 @@ class RayPPOTrainer(TrainingLoop):
 
     @property
     def bypasses(self) -> bool:
-        """Whether the sampler's log-probs are this step's old ones: in bypass mode, unless the drift was too large."""
+        """Whether this step takes the sampler's log-probs for the old ones: in bypass mode, unless they drifted."""
         return self.config.algorithm.rollout_correction.bypass_mode and not self.drift_gate.is_closed
 
     def compute_old_log_prob(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Add `old_log_probs (B, R)` of the policy that sampled, as the trainer computes them.
 
-        With `algorithm.rollout_correction` also `rollout_is_weights (B, R)`, and rejected tokens leave the batch.
-        In bypass mode the update does that, and the sampler's own log-probs are taken as they are unless they drifted.
+        With `algorithm.rollout_correction` also add `rollout_is_weights (B, R)` and take rejected tokens out of the
+        response mask. In bypass mode the update does both, and the sampler's log-probs are taken unless they drifted.
         """
         if self.bypasses:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -338,15 +304,16 @@ class RayPPOTrainer(TrainingLoop):
         metrics.observe(*self.workers.critic.update_critic(batch, request))
 
     def compare_with_sampler(self, batch: DataProto, compared: Collection[int], metrics: StepMetrics) -> None:
-        """Before an update: compare some of the rows that it does not run, where these are too few to judge by.
+        """Compare sampler and trainer on rows that the coming update leaves out, if it runs too few to judge by.
 
-        Nothing where all rows were compared when the old log-probs were computed.
+        Do nothing if all rows were compared when the old log-probs were computed.
 
         Args:
             batch: The step's samples.
-            compared: Rows of it that the update compares itself: with the weights that sampled, so of its first step.
-            metrics: Receives `rollout/logprob_diff_*`, `rollout_corr/*` and `actor/entropy` of the others, which
-                those of the update are merged with.
+            compared: The rows that the update compares itself. These are the rows of its first optimizer step, which
+                still has the weights that sampled.
+            metrics: Receives `rollout/logprob_diff_*`, `rollout_corr/*` and `actor/entropy` of the other rows; those
+                of the update are merged with them.
         """
         if not update_measures_mismatch(self.config, bypasses=self.bypasses):
             return
@@ -366,8 +333,8 @@ class RayPPOTrainer(TrainingLoop):
     def update_actor(self, batch: DataProto, metrics: StepMetrics) -> None:
         """Move the policy along the advantages. Rows that cannot move it count in the divisor and are not run.
 
-        `actor/rows_run` says how many are: means over tokens such as `actor/ppo_kl` and `actor/pg_clipfrac` are
-        theirs.
+        `actor/rows_run` is the number of rows that are run. Means over tokens, such as `actor/ppo_kl` and
+        `actor/pg_clipfrac`, are means over these rows.
         """
         settings, correction = self.config.actor_rollout_ref.actor, self.config.algorithm.rollout_correction
         loss = settings.policy_loss.loss_mode
@@ -398,7 +365,7 @@ class RayPPOTrainer(TrainingLoop):
         metrics.observe(*self.workers.actor.update_actor(batch, request))
 
     def judge_mismatch(self, metrics: dict[str, float]) -> None:
-        """Say how far sampler and trainer are apart, and whether the next step may take the sampler's log-probs."""
+        """Decide whether the next step may take the sampler's log-probs; warn if they are far from the trainer's."""
         with_sample_sizes(metrics)
         drift = metrics.get("rollout/logprob_diff_mean")
         if self.config.algorithm.rollout_correction.bypass_mode:
@@ -418,9 +385,9 @@ class RayPPOTrainer(TrainingLoop):
         return step_generator(self.config.trainer.seed, self.global_steps, purpose)
 
     def sync_weights(self) -> dict[str, float]:
-        """Give the engines the policy's weights, stamped with the number of the step that made them.
+        """Give the engines the policy's weights, with the step's number as their version; returns its metrics.
 
-        Also after a step that left the policy alone (critic warm-up), so that the stamp says which step it serves.
+        Also after a step that did not train the policy (critic warm-up), so that the version is always the last step.
         """
         metrics = self.workers.sync_weights(
             self.global_steps, self.config.actor_rollout_ref.rollout.weight_sync.driver_timeout_s
@@ -431,11 +398,11 @@ class RayPPOTrainer(TrainingLoop):
     # ------------------------------------------------------------------ validation
 
     def validate(self) -> dict[str, float]:
-        """Sample an answer (`val_kwargs.n` of them) to every validation prompt; returns `val/...` metrics.
+        """Sample `val_kwargs.n` answers to every validation prompt; returns `val/...` metrics.
 
         The score is the reward function's own (the reward model's where there is none), without weights and penalties.
-        Samples that the function left out are counted in `val/<source>/skipped` and in nothing else.
-        What went wrong on the way is in `val/reward/...` and `val/rollout/...`, see `validation_troubles`.
+        Samples that the function left out are counted in `val/<source>/skipped` and in nothing else. Errors of rewards
+        and engines are counted in `val/reward/...` and `val/rollout/...`, see `validation_troubles`.
         """
         if self.val_dataset is None:
             return {}
@@ -469,9 +436,11 @@ class RayPPOTrainer(TrainingLoop):
     # ------------------------------------------------------------------ what is reported
 
     def describe(self, batch: DataProto) -> dict[str, float]:
+        """Return scores, rewards, advantages and lengths of a step's samples, under verl's names."""
         return compute_data_metrics(batch, use_critic=self.use_critic)
 
     def report_samples(self, batch: DataProto) -> None:
+        """Write the step's samples to the run folder, and show some every `trainer.log_rollouts_freq` steps."""
         shown = self.is_due(self.config.trainer.log_rollouts_freq)
         self.reporter.samples(self.global_steps, rollout_records(batch, self.tokenizer), show=shown)
 
@@ -479,9 +448,11 @@ class RayPPOTrainer(TrainingLoop):
 
     @property
     def save_contents(self) -> Sequence[str]:
+        """What a checkpoint holds: `actor.checkpoint.save_contents`."""
         return self.config.actor_rollout_ref.actor.checkpoint.save_contents
 
     def state(self) -> dict[str, Any]:
+        """Return the KL coefficient, the drift gate's position and the statistics that shape rewards."""
         return {
             "kl_coef": self.kl_ctrl.value,
             "drift_gate_closed": self.drift_gate.is_closed,
@@ -489,12 +460,12 @@ class RayPPOTrainer(TrainingLoop):
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Restore what `state` returned; a fixed KL coefficient stays the configuration's."""
         self._restore_kl_coef(state["kl_coef"])
         self.drift_gate.is_closed = state["drift_gate_closed"]
         self.rewards.shaping.load_state_dict(state["reward_shaping"])
 
     def _restore_kl_coef(self, saved: float) -> None:
-        """An adaptive coefficient is a state and goes on; a fixed one is a setting, and the configuration's counts."""
         if isinstance(self.kl_ctrl, AdaptiveKLController):
             self.kl_ctrl.value = saved
         elif self.kl_ctrl.value != saved:

@@ -8,7 +8,7 @@ from hrl.trainer.offline.trainer import metrics_by_source
 
 def test_means_are_taken_source_by_source_with_their_number():
     columns = {"loss": torch.tensor([1.0, 2.0, 6.0]), "accuracy": torch.tensor([1.0, 0.0, 1.0])}
-    assert metrics_by_source(["a", "b", "a"], columns) == {
+    assert metrics_by_source(["a", "b", "a"], columns, torch.ones(3)) == {
         "val/a/loss": 3.5,
         "val/a/accuracy": 1.0,
         "val/a/n": 2.0,
@@ -24,5 +24,5 @@ def test_weights_make_a_mean_over_tokens():
 
 
 def test_a_number_that_is_lost_names_item_and_source():
-    with pytest.raises(ValueError, match=r"item 1 \(source 'b'\) has the loss nan"):
-        metrics_by_source(["a", "b"], {"loss": torch.tensor([0.0, math.nan])})
+    with pytest.raises(ValueError, match=r"the loss of validation item 1 \(source 'b'\) is nan"):
+        metrics_by_source(["a", "b"], {"loss": torch.tensor([0.0, math.nan])}, torch.ones(2))
