@@ -1,15 +1,16 @@
-"""What a run of each kind is made of: its configuration, its trainer, and what is shown of it."""
+"""The kinds of run: for each its configuration, its trainer, and what is shown of it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from hrl.config.offline import OfflineConfig
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import DPO, PPO, RM, SFT, RunKind
+from hrl.config.section import WholeConfig
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight
 from hrl.report.console import Field, StepLine
@@ -25,10 +26,12 @@ from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.ppo.rewards import RewardService
 
 Services = AbstractContextManager[Mapping[str, Any]]
+C = TypeVar("C", bound=WholeConfig)
+OfflineC = TypeVar("OfflineC", bound=OfflineConfig)
 
 
 @dataclass(frozen=True)
-class Kind:
+class Kind(Generic[C]):
     """A kind of run.
 
     Attributes:
@@ -38,18 +41,18 @@ class Kind:
         line: The numbers that the line of a step shows.
         curve: What the picture of the run shows.
         batch_tokens: Tokens of the largest batch, with all rows at their full length.
-        notes: What is said when the processes start; the configuration has its dtypes by then.
-        services: What the trainer is given beside what every trainer is, by its argument's name; ended with the run.
+        notes: What is shown when the processes start, from a configuration without `auto` dtypes.
+        services: Further arguments of the trainer by name; the context ends with the run.
     """
 
-    config: RunKind[Any]
-    trainer: Callable[[Any], type[TrainingLoop]]
-    phases: Callable[[Any], list[str]]
+    config: RunKind[C]
+    trainer: Callable[[C], type[TrainingLoop]]
+    phases: Callable[[C], list[str]]
     line: StepLine
     curve: Curve
-    batch_tokens: Callable[[Any, Preflight], int]
-    notes: Callable[[Any, Preflight], list[str]]
-    services: Callable[[Any, Preflight, Given], Services]
+    batch_tokens: Callable[[C, Preflight], int]
+    notes: Callable[[C, Preflight], list[str]]
+    services: Callable[[C, Preflight, Given], Services]
 
 
 # ---------------------------------------------------------------------- PPO and its relatives
@@ -80,8 +83,8 @@ def _ppo_phases(config: PPOTrainerConfig) -> list[str]:
         "ref": config.needs_reference,
         "values": config.needs_critic,
         "update_critic": config.needs_critic,
-        "update": False,  # the one of the offline trainers
-        "testing": False,  # few steps have it; it is drawn when it runs
+        "update": False,  # of the offline trainers
+        "testing": False,  # few steps have it; it is shown while it runs
     }
     return [phase.name for phase in PHASES if optional.get(phase.name, True)]
 
@@ -133,7 +136,7 @@ def _offline_notes(config: OfflineConfig, ready: Preflight) -> list[str]:
     return [f"trainer in {config.model.fsdp_config.dtype}", *counts]
 
 
-def _offline(config: RunKind[Any], trainer: type[TrainingLoop]) -> Kind:
+def _offline(config: RunKind[OfflineC], trainer: type[TrainingLoop]) -> Kind[OfflineC]:
     return Kind(
         config=config,
         trainer=lambda _: trainer,
@@ -146,7 +149,7 @@ def _offline(config: RunKind[Any], trainer: type[TrainingLoop]) -> Kind:
     )
 
 
-KINDS = {
+KINDS: dict[str, Kind[Any]] = {
     "ppo": Kind(PPO, _ppo_trainer, _ppo_phases, _PPO_LINE, REWARD, _ppo_batch_tokens, _ppo_notes, _reward_service),
     "dpo": _offline(DPO, DPOTrainer),
     "sft": _offline(SFT, SFTTrainer),

@@ -1,6 +1,6 @@
 """What every trainer does around its steps: resume, count, time, validate, report, save.
 
-A trainer says what a step is (`train_step`), how it validates, and what its state is; the loop is here once.
+A trainer defines a step (`train_step`), how it validates, and its state.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class TrainingLoop(ABC):
     # ------------------------------------------------------------------ what a trainer is
 
     def before_load(self) -> None:
-        """Use the first model: called once, when step and position are known and no checkpoint is loaded yet."""
+        """Use the model that the run starts from. Called once, when the position is known and no weights are loaded yet."""
 
     def begin(self) -> None:
-        """Called once, after a checkpoint was loaded or none was found, before anything is validated or learnt."""
+        """Get ready. Called once, with the weights that the run goes on from, before the first validation or step."""
 
     @abstractmethod
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
@@ -106,7 +106,7 @@ class TrainingLoop(ABC):
         """Return the metrics of a finished step's batch."""
 
     def report_samples(self, batch: DataProto) -> None:
-        """Called after a step was reported: give the reporter the samples of the step, if there are any."""
+        """Give the reporter the samples of a step, if there are any. Called after the step was reported."""
 
     @property
     @abstractmethod
@@ -114,14 +114,14 @@ class TrainingLoop(ABC):
         """What a checkpoint holds (`checkpoint.save_contents`)."""
 
     def state(self) -> dict[str, Any]:
-        """Return the driver's own state beside step and position in the data: plain JSON for a checkpoint."""
+        """Return what a checkpoint has of the driver beside step and position in the data, as plain JSON."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` returned."""
+        """Restore what `state` returned."""
 
     def on_step_end(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        """Look at a finished step, or add to its metrics: called before they are reported."""
+        """Look at a finished step, or add to its metrics. Called before they are reported."""
 
     # ------------------------------------------------------------------ the loop
 
@@ -184,7 +184,7 @@ class TrainingLoop(ABC):
         return self.train_dataset.batch(indices)
 
     def validate_only(self) -> None:
-        """Validate a model that has no step left to make, and say so."""
+        """Validate once in a run that has no step left, and say so."""
         self.reporter.console.note(
             f"no step left: at step {self.global_steps}, trainer.total_training_steps={self.total_training_steps}; "
             + ("nothing to validate on" if self.val_dataset is None else "validating once")
@@ -192,17 +192,15 @@ class TrainingLoop(ABC):
         self.validate_alone()
 
     def validate_alone(self) -> None:
-        """Validate outside a step, before the first one or if none is left, and report the metrics on their own."""
+        """Validate before the first step, or if no step is left, and report the metrics on their own."""
         if self.val_dataset is not None:
             self.reporter.validation_done(self.global_steps, self.validate())
 
     # ------------------------------------------------------------------ checkpoints
 
     def save(self) -> None:
-        """Write a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
-
-        Its seconds are shown and not logged: the step's record is already written, and they don't belong to the next.
-        """
+        """Write a checkpoint of this step: every trained role's state, a transformers folder, the driver's state."""
+        # The time is shown and not logged: the step's record is written already, and it is no part of the next step.
         started = perf_counter()
         run_folder = self.reporter.folder.path
         with writing_to(run_folder):
@@ -237,10 +235,10 @@ class TrainingLoop(ABC):
         self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
 
     def _position_after(self, path: Path, state: dict[str, Any]) -> Any:
-        """Return where to go on in the data: at its beginning, if this is a branch of another run with other data.
+        """Return where to go on in the data: at the beginning, if the checkpoint is another run's with other data.
 
         Raises:
-            CheckpointError: The checkpoint belongs to this run, but was made with other data.
+            CheckpointError: The checkpoint is this run's, and was made with other data.
         """
         present = self.train_dataset.fingerprint
         if self.checkpoints.holds(path):

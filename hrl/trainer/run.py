@@ -118,7 +118,7 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
 
 
 def _train(
-    kind: Kind,
+    kind: Kind[Any],
     config: RunConfiguration,
     ready: Preflight,
     given: Given,
