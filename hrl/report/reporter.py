@@ -108,22 +108,26 @@ class RunReporter:
 
     # ------------------------------------------------------------------ when it is over
 
-    def times(self, tokens: Tokens) -> dict[str, float]:
-        """Return a finished step's `timing_s/*`, `timing_per_token_ms/*` and `perf/*`, and set the timers to 0.
+    def own_metrics(self, tokens: Tokens) -> dict[str, float]:
+        """Return a finished step's times, throughput and failed calls of trackers, and set the timers to 0.
 
         Args:
             tokens: Numbers of tokens of the step.
         """
-        metrics = timing_metrics(self._timing, tokens, self.num_devices)
+        metrics = timing_metrics(self._timing, tokens, self.num_devices) | self._failed_calls()
         self._timing.clear()
         return metrics
+
+    def _failed_calls(self) -> dict[str, float]:
+        failures = self._tracking.failures
+        return {"tracking/failures": failures} if failures else {}
 
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a finished step: write its metrics to the log and the trackers, and show its line.
 
         Args:
             step: Its number, from 1.
-            metrics: All of its metrics, with its `times`.
+            metrics: All of its metrics, with the reporter's `own_metrics`.
         """
         self._log(step, metrics)
         self.console.step(step, metrics)
@@ -148,13 +152,11 @@ class RunReporter:
 
     def validation_done(self, step: int, metrics: dict[str, float]) -> None:
         """Report a validation outside a step, adding its metrics to the step's record in `metrics.jsonl`, if any."""
-        self._log(step, metrics | {f"timing_s/{name}": seconds for name, seconds in self._timing.items()})
+        times = {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}
+        self._log(step, metrics | times | self._failed_calls())
         self._timing.clear()
         self.console.validation(step, metrics)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write metrics to the run folder and send them to the trackers, with the number of failed calls if any."""
-        failures = self._tracking.failures
-        record = {**metrics, "tracking/failures": failures} if failures else metrics
-        self.folder.write_metrics(step, record)
-        self._tracking.log(record, step)
+        self.folder.write_metrics(step, metrics)
+        self._tracking.log(metrics, step)

@@ -88,7 +88,7 @@ class TrainingLoop(ABC):
     # ------------------------------------------------------------------ what a trainer is
 
     def before_load(self) -> None:
-        """Use the model that the run starts from. Called once, when the position is known and no weights are loaded yet."""
+        """Use the model that the run starts from. Called once, before a checkpoint's weights are loaded."""
 
     def begin(self) -> None:
         """Get ready. Called once, with the weights that the run goes on from, before the first validation or step."""
@@ -164,7 +164,7 @@ class TrainingLoop(ABC):
             self._tell_of_skipped_steps(metrics)
             prompt_lens, response_lens = lengths_of(batch)
             tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
-            metrics |= self.reporter.times(tokens)
+            metrics |= self.reporter.own_metrics(tokens)
             self.reporter.step_done(self.global_steps, metrics)
             self.report_samples(batch)
             # After the log, so that no checkpoint has a step that the log lacks.

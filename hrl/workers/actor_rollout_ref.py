@@ -40,14 +40,7 @@ if TYPE_CHECKING:
     from hrl.metrics import Metric
     from hrl.workers.engine.engine import Engine
     from hrl.workers.policy import Policy
-    from hrl.workers.requests import (
-        LogProbRequest,
-        PolicyUpdate,
-        PreferenceUpdate,
-        SampleRequest,
-        SupervisedUpdate,
-        Training,
-    )
+    from hrl.workers.requests import AnyPolicyUpdate, LogProbRequest, SampleRequest, Training
     from hrl.workers.rollout.host import RolloutHost
     from hrl.workers.weight_sync.sender import SyncReport, WeightSync
     from hrl.workers.weight_sync.tensor_parallel import FellowRank, Lead
@@ -251,23 +244,9 @@ class ActorRolloutRefWorker(ModelWorker):
         return self.policy.compute_log_prob(batch, request).rename("old_log_probs", "ref_log_prob")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
-    def update_actor(self, batch: DataProto, request: PolicyUpdate[RankPlan]) -> dict[str, Metric]:
-        """Take every optimizer step of the plan; returns its metrics."""
+    def update_actor(self, batch: DataProto, request: AnyPolicyUpdate) -> dict[str, Metric]:
+        """Take every optimizer step of the plan, on the loss that the request is for; returns its metrics."""
         return self.policy.update(batch, request)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
-    def update_preference(self, batch: DataProto, request: PreferenceUpdate[RankPlan]) -> dict[str, Metric]:
-        """Do as `update_actor`, on pairs of which one answer is preferred."""
-        from hrl.workers.offline_updates import update_preference
-
-        return update_preference(self.policy, batch, request)
-
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
-    def update_supervised(self, batch: DataProto, request: SupervisedUpdate[RankPlan]) -> dict[str, Metric]:
-        """Do as `update_actor`, on answers to imitate."""
-        from hrl.workers.offline_updates import update_supervised
-
-        return update_supervised(self.policy, batch, request)
 
     # ------------------------------------------------------------------ sampling
 

@@ -1,11 +1,14 @@
-"""The policy: log-probs of what was sampled, and the update that moves them.
+"""The policy: log-probs of responses, and the updates that move them.
 
 A `Policy` is an actor, which learns, or a frozen reference. It needs an initialised `torch.distributed` world, of one
-rank or many, and knows nothing of Ray or of the sampler.
+rank or many, and knows nothing of Ray or of the sampler. It learns from its own samples, from pairs of answers of which
+one is preferred, or from answers to imitate. Every loss is a share of the mini-batch's loss, divided by counts over all
+ranks, so that no cut into micro-batches or ranks changes a gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,18 +19,27 @@ from hrl.algos.bypass import bypass_loss
 from hrl.algos.kl import kl_penalty
 from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
+from hrl.algos.preference import mean_over_pairs, pair_margins, preference_loss, sequence_log_prob, sft_loss
 from hrl.metrics import Metric
 from hrl.models.loading import dtype_of, load_causal_lm
 from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
 from hrl.protocol import DataProto
-from hrl.workers.engine.engine import Engine, ForwardedMicroBatch, UpdateNames
-from hrl.workers.mismatch import measure_mismatch
-from hrl.workers.requests import LogProbRequest, OldLogProbs, PolicyUpdate, Training
+from hrl.workers.engine.engine import FROM_DATA, Engine, ForwardedMicroBatch, UpdateNames
+from hrl.workers.mismatch import measure_difference, measure_mismatch
+from hrl.workers.requests import (
+    LogProbRequest,
+    OldLogProbs,
+    PolicyUpdate,
+    PreferenceUpdate,
+    SupervisedUpdate,
+    Training,
+)
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
     from hrl.models.loading import ModelSource
+    from hrl.workers.requests import AnyPolicyUpdate
 
 NAMES = UpdateNames("actor", "actor/grad_norm", "actor/lr", "actor/skipped_steps", "perf/mfu/actor")
 
@@ -71,42 +83,43 @@ class Policy:
             `old_log_probs (B, R)` and, where asked, `entropys (B, R)` and `sum_pi_squared (B, R)`, float32, zero
             outside `response_mask`.
         """
-        with_entropy, with_square = request.with_entropy, request.with_sum_pi_squared
-
-        def run(packed: PackedMicroBatch) -> tuple[Tensor, ...]:
-            statistics = self.engine.module(packed, request.temperature, with_entropy, with_square)
-            return tuple(column for column in statistics if column is not None)
-
-        asked = {"old_log_probs": True, "entropys": with_entropy, "sum_pi_squared": with_square}
+        asked = {"old_log_probs": True, "entropys": request.with_entropy, "sum_pi_squared": request.with_sum_pi_squared}
         names = [name for name, is_asked in asked.items() if is_asked]
+        run = self._run(request.temperature, request.with_entropy, request.with_sum_pi_squared)
         columns = self.engine.forward(TokenRows.of(batch), request.plan, run, num_outputs=len(names))
         return DataProto.from_dict(tensors=dict(zip(names, columns, strict=True)))
 
-    def update(self, batch: DataProto, request: PolicyUpdate[RankPlan]) -> dict[str, Metric]:
-        """Take every optimizer step of the plan.
+    def update(self, batch: DataProto, request: AnyPolicyUpdate) -> dict[str, Metric]:
+        """Take every optimizer step of the plan, on the loss that the request is for.
 
         Args:
-            batch: The columns that the request names.
-            request: Mini-batches with the counts of all ranks, and what the loss is made of.
+            batch: The columns that the request names; `uid (B,)` is the pair of a `PreferenceUpdate`.
+            request: Mini-batches with the counts of all ranks, and what the loss is made of. Those of a
+                `PreferenceUpdate` hold whole pairs, and their `num_groups` counts pairs.
 
         Returns:
-            Metrics under verl's names, `actor/...`.
+            Metrics under verl's names: `actor/...`. Of answers that are compared or imitated: `train/...`,
+            `rewards/{chosen,rejected,margins,accuracies}` and `logps/{chosen,rejected}`.
 
         Raises:
+            ValueError: A pair is torn apart, or the loss or a constant of it is unknown.
             NonFiniteStepError: Several steps in a row were not finite.
         """
+        loss_of, names = _LOSSES[type(request)]
+        run = self._run(request.temperature, isinstance(request, PolicyUpdate))
+        return self.engine.learn(batch, request, run, partial(loss_of, request), names, with_head=True)
 
-        def run(packed: PackedMicroBatch) -> tuple[Tensor, ...]:
-            statistics = self.engine.module(packed, request.temperature, True)
-            return statistics.log_prob, statistics.entropy
+    def _run(self, temperature: float, *asked: bool) -> Callable[[PackedMicroBatch], tuple[Tensor, ...]]:
+        """Return a micro-batch's pass to log-probs and, where asked, entropies and sums of squared probabilities."""
+        return lambda packed: tuple(
+            column for column in self.engine.module(packed, temperature, *asked) if column is not None
+        )
 
-        return self.engine.learn(batch, request, run, partial(_loss, request), NAMES, with_head=True)
 
-
-def _loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
+def _policy_loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
     """One micro-batch's share of the mini-batch's loss."""
     config, mask, meter = request.loss, piece.mask, piece.meter
-    log_prob, entropy = piece.result(0), piece.result(1)
+    log_prob = piece.result()
     columns = piece.tokens(*request.token_columns)
     share = partial(piece.aggregate, mode=config.loss_agg_mode, norm=config.loss_scale_factor or piece.width)
 
@@ -131,9 +144,44 @@ def _loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor
     meter.add_all(result.metrics)
     meter.add("actor/entropy", piece.flat[1].sum(), piece.flat[1].numel())
     if config.entropy_coeff != 0:
-        loss = loss - config.entropy_coeff * share(entropy)
+        loss = loss - config.entropy_coeff * share(piece.result(1))
     if config.use_kl_loss:
         divergence = kl_penalty(log_prob, keep(columns["ref_log_prob"], mask), config.kl_loss_type)
         meter.add("actor/kl_loss", (divergence * mask).sum(), mask.sum())
         loss = loss + config.kl_loss_coef * share(divergence)
     return loss
+
+
+def _pair_loss(request: PreferenceUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
+    """One micro-batch's share of the loss that moves a policy towards chosen and away from rejected answers."""
+    (chosen, rejected), log_prob, meter = piece.pairs(), piece.result(), piece.meter
+    if request.measures_mismatch and not piece.moved:
+        sampler = piece.tokens("rollout_log_probs")["rollout_log_probs"]
+        measure_difference(meter, log_prob, sampler, piece.packed.of_tokens)
+    sums = sequence_log_prob(log_prob, piece.mask)
+    reference = piece.rows("ref_sequence_log_prob") if request.has_reference else None
+    margins = pair_margins(request.loss_type, sums, piece.mask.sum(-1), chosen, rejected, reference)
+    losses, metrics = preference_loss(request.loss_type, *margins, request.options)
+    meter.add_all(metrics)
+    meter.add("logps/chosen", sums[chosen].sum(), len(chosen))
+    meter.add("logps/rejected", sums[rejected].sum(), len(rejected))
+    loss = mean_over_pairs(losses, piece.mini_batch.num_groups)
+    meter.add_share("train/loss", loss)
+    return loss
+
+
+def _imitation_loss(request: SupervisedUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
+    """One micro-batch's share of the loss that makes a policy more likely to give the answers."""
+    log_prob, mask = piece.result(), piece.mask
+    losses = sft_loss(log_prob, mask, name=request.loss_type)
+    piece.meter.add("train/nll", -log_prob.sum(), mask.sum())
+    loss = piece.aggregate(losses, request.loss_agg_mode, request.loss_scale_factor)
+    piece.meter.add_share("train/loss", loss)
+    return loss
+
+
+_LOSSES: dict[type, tuple[Callable[..., Tensor], UpdateNames]] = {
+    PolicyUpdate: (_policy_loss, NAMES),
+    PreferenceUpdate: (_pair_loss, FROM_DATA),
+    SupervisedUpdate: (_imitation_loss, FROM_DATA),
+}

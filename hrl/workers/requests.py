@@ -298,3 +298,7 @@ class RewardModelUpdate(Update[P]):
     @property
     def columns(self) -> frozenset[str]:
         return ROW_COLUMNS | {"is_chosen", "margin"}
+
+
+if TYPE_CHECKING:
+    AnyPolicyUpdate = PolicyUpdate[RankPlan] | PreferenceUpdate[RankPlan] | SupervisedUpdate[RankPlan]

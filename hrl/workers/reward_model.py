@@ -30,9 +30,7 @@ class RewardModelWorker(ScalarModelWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PLAN)
     def update_reward_model(self, batch: DataProto, request: RewardModelUpdate[RankPlan]) -> dict[str, Metric]:
         """Take every optimizer step of the plan on pairs; returns its metrics."""
-        from hrl.workers.offline_updates import update_reward_model
-
-        return update_reward_model(self.value_model, batch, request)
+        return self.value_model.update(batch, request)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export_hf(self, folder: str) -> None:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hrl.algos.preference import mean_over_pairs, reward_model_loss
 from hrl.algos.value_loss import value_loss
 from hrl.metrics import Metric
 from hrl.models.loading import dtype_of, load_scalar_model
 from hrl.models.packed_model import PackedMicroBatch, PackedScalarModel, TokenRows
 from hrl.protocol import DataProto
-from hrl.workers.engine.engine import Engine, ForwardedMicroBatch, UpdateNames
-from hrl.workers.requests import ScalarRequest, Training, ValueUpdate
+from hrl.workers.engine.engine import FROM_DATA, Engine, ForwardedMicroBatch, UpdateNames
+from hrl.workers.requests import RewardModelUpdate, ScalarRequest, Training, ValueUpdate
 
 if TYPE_CHECKING:
     from hrl.batching.plan import RankPlan
@@ -87,24 +88,31 @@ class ValueModel:
         """Return the head's numbers `(N,)`."""
         return (self.engine.module(packed),)
 
-    def update(self, batch: DataProto, request: ValueUpdate[RankPlan]) -> dict[str, Metric]:
-        """Take every optimizer step of the plan on a value loss.
+    def update(
+        self, batch: DataProto, request: ValueUpdate[RankPlan] | RewardModelUpdate[RankPlan]
+    ) -> dict[str, Metric]:
+        """Take every optimizer step of the plan: on values of tokens, or on scores of pairs of answers.
 
         Args:
-            batch: The rows' columns, `values` and `returns`.
-            request: Mini-batches with the counts of all ranks, and what the loss is made of.
+            batch: The columns that the request names; `uid (B,)` is the pair of a `RewardModelUpdate`.
+            request: Mini-batches with the counts of all ranks, and what the loss is made of. Those of a
+                `RewardModelUpdate` hold whole pairs, and their `num_groups` counts pairs.
 
         Returns:
-            Metrics under verl's names, `critic/...`.
+            Metrics under verl's names: of a critic `critic/...`, of a reward model `train/...` and
+            `rewards/{chosen,rejected,margins,accuracies}`, rewards being scores.
 
         Raises:
-            ValueError: Unknown loss.
+            ValueError: The loss is unknown, or a pair is torn apart.
             NonFiniteStepError: Several steps in a row were not finite.
         """
-        return self.engine.learn(batch, request, self.run, partial(_loss, request), NAMES, with_head=False)
+        if isinstance(request, ValueUpdate):
+            return self.engine.learn(batch, request, self.run, partial(_value_loss, request), NAMES, with_head=False)
+        loss_of = partial(_score_loss, request)
+        return self.engine.learn(batch, request, self.run, loss_of, FROM_DATA, with_head=False, wanted="last")
 
 
-def _loss(request: ValueUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
+def _value_loss(request: ValueUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
     """One micro-batch's share of the mini-batch's loss."""
     columns, clip = piece.tokens("values", "returns"), request.loss.cliprange_value
     loss_mat, metrics = value_loss(
@@ -113,4 +121,17 @@ def _loss(request: ValueUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
     loss = piece.aggregate(loss_mat, request.loss.loss_agg_mode, norm=piece.width)
     piece.meter.add_share("critic/vf_loss", loss)
     piece.meter.add_all(metrics)
+    return loss
+
+
+def _score_loss(request: RewardModelUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
+    """One micro-batch's share of the loss that scores chosen answers above rejected ones."""
+    (chosen, rejected), scores, meter = piece.pairs(), piece.result()[:, 0], piece.meter
+    margin = piece.rows("margin")[chosen].to(scores.dtype)
+    losses, metrics = reward_model_loss(scores[chosen], scores[rejected], margin, name=request.loss_type)
+    meter.add_all(metrics)
+    meter.add("rewards/chosen", scores[chosen].sum(), len(chosen))
+    meter.add("rewards/rejected", scores[rejected].sum(), len(rejected))
+    loss = mean_over_pairs(losses, piece.mini_batch.num_groups)
+    meter.add_share("train/loss", loss)
     return loss

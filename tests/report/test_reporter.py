@@ -46,7 +46,7 @@ class Run:
     def step(self, step, show=False, **metrics):
         with self.reporter.step(step), self.reporter.phase("step"), self.reporter.phase("gen"):
             pass
-        self.reporter.step_done(step, metrics | self.reporter.times(Tokens(response=4, all=8)))
+        self.reporter.step_done(step, metrics | self.reporter.own_metrics(Tokens(response=4, all=8)))
         self.reporter.samples(step, samples(0.0, 1.0), show=show)
 
     def validate(self, step, *scores, first="2"):
@@ -74,7 +74,7 @@ def test_a_run_that_learns_from_data_leaves_a_loss_curve_and_no_samples(tmp_path
     with run.reporter as reporter:
         with reporter.step(1), reporter.phase("step"), reporter.phase("update"):
             pass
-        reporter.step_done(1, {"train/loss": 0.5} | reporter.times(Tokens(response=4, all=8)))
+        reporter.step_done(1, {"train/loss": 0.5} | reporter.own_metrics(Tokens(response=4, all=8)))
     assert {"loss_curve.png", "report.html"} <= {file.name for file in tmp_path.iterdir()}
     assert not (tmp_path / "rollouts").exists() and not (tmp_path / "reward_curve.png").exists()
     (record,) = records_of(tmp_path)

@@ -10,7 +10,6 @@ import torch
 from hrl.batching.plan import MiniBatchPlan, RankPlan
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
-from hrl.workers.offline_updates import update_preference, update_reward_model, update_supervised
 from hrl.workers.policy import Policy
 from hrl.workers.requests import (
     LogProbRequest,
@@ -116,7 +115,7 @@ def learn_pairs(policy: Policy, batch: DataProto, plan: RankPlan, **changes: Any
         "has_reference": "ref_sequence_log_prob" in names,
         "measures_mismatch": "rollout_log_probs" in names,
     }
-    return update_preference(policy, batch, PreferenceUpdate(plan=plan, step=STEP, **asked | changes))
+    return policy.update(batch, PreferenceUpdate(plan=plan, step=STEP, **asked | changes))
 
 
 def learn_answers(policy: Policy, batch: DataProto, plan: RankPlan, **changes: Any) -> dict[str, Metric]:
@@ -127,10 +126,10 @@ def learn_answers(policy: Policy, batch: DataProto, plan: RankPlan, **changes: A
         "loss_agg_mode": "token-mean",
         "loss_scale_factor": RESPONSE_WIDTH,
     }
-    return update_supervised(policy, batch, SupervisedUpdate(plan=plan, step=STEP, **asked | changes))
+    return policy.update(batch, SupervisedUpdate(plan=plan, step=STEP, **asked | changes))
 
 
 def learn_scores(model: ValueModel, batch: DataProto, plan: RankPlan, **changes: Any) -> dict[str, Metric]:
     """One update of a reward model."""
     asked: dict[str, Any] = {"loss_type": "bradley_terry"}
-    return update_reward_model(model, batch, RewardModelUpdate(plan=plan, step=STEP, **asked | changes))
+    return model.update(batch, RewardModelUpdate(plan=plan, step=STEP, **asked | changes))

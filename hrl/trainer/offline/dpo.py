@@ -69,7 +69,7 @@ class DPOTrainer(OfflineTrainer):
             has_reference=self.config.needs_reference,
             measures_mismatch=False,
         )
-        return self.workers.model.update_preference(batch, request)
+        return self.workers.model.update_actor(batch, request)
 
     def score(self, batch: DataProto) -> dict[str, Tensor]:
         """Return loss and implicit rewards of every pair; see `pair_scores`."""

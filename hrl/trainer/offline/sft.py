@@ -42,7 +42,7 @@ class SFTTrainer(OfflineTrainer):
             loss_agg_mode=self.config.algorithm.loss_agg_mode,
             loss_scale_factor=self.config.data.max_length,  # as long as any answer may be, and the same in all steps
         )
-        return self.workers.model.update_supervised(batch, request)
+        return self.workers.model.update_actor(batch, request)
 
     def train_step(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Learn from one batch; adds `train/perplexity`."""

@@ -94,4 +94,4 @@ class OnlineDPOTrainer(RayPPOTrainer):
             has_reference=self.use_reference_policy,
             measures_mismatch=True,
         )
-        metrics.observe(*actor.update_preference(batch, request))
+        metrics.observe(*actor.update_actor(batch, request))

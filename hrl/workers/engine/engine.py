@@ -55,6 +55,10 @@ class UpdateNames:
     mfu: str
 
 
+#: Of updates on a data set, or on pairs of samples.
+FROM_DATA = UpdateNames("train", "train/grad_norm", "train/lr", "train/skipped_steps", "perf/mfu/train")
+
+
 @dataclass(frozen=True)
 class ForwardedMicroBatch:
     """One micro-batch of an update after its forward pass: b rows, r response columns.
@@ -95,6 +99,24 @@ class ForwardedMicroBatch:
     def tokens(self, *names: str) -> dict[str, Tensor]:
         """Return columns `(B, R)`, as `(b, r)` on the device."""
         return take_columns(self.batch, names, self.picked, self.packed)
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """Return the places of the chosen and the rejected row of each pair, `(N,)` each, on the device.
+
+        Raises:
+            ValueError: A pair is not whole in the micro-batch.
+        """
+        rows = list(self.picked)
+        is_chosen = self.batch.batch["is_chosen"][rows].tolist()
+        uids = self.batch.non_tensor_batch["uid"][rows].tolist()
+        chosen = {uid: place for place, uid in enumerate(uids) if is_chosen[place]}
+        rejected = {uid: place for place, uid in enumerate(uids) if not is_chosen[place]}
+        if chosen.keys() != rejected.keys() or 2 * len(chosen) != len(uids):
+            odd = next((uid for uid in uids if (uid in chosen) != (uid in rejected)), uids[0])
+            raise ValueError(f"pair {odd} is not whole in its micro-batch: plan pairs by hrl.batching.planner.plan_pairs")
+        places = torch.tensor([list(chosen.values()), [rejected[uid] for uid in chosen]], dtype=torch.int64)
+        here, there = to_device([places], self.mask.device)[0].unbind()
+        return here, there
 
     def aggregate(self, loss_mat: Tensor, mode: str, norm: float | None) -> Tensor:
         """Return this micro-batch's share of the mini-batch's loss."""

@@ -31,7 +31,7 @@ class Learner(Workers):
         rows = torch.arange(len(batch), dtype=torch.float32)
         return DataProto.from_dict(tensors={"ref_log_prob": -rows[:, None] - torch.arange(2.0)})
 
-    def update_preference(self, batch: DataProto, request: Any) -> list[dict[str, Metric]]:
+    def update_actor(self, batch: DataProto, request: Any) -> list[dict[str, Metric]]:
         self.done.append("update")
         self.asked.append(request)
         self.learnt.append(batch)
