@@ -113,7 +113,7 @@ class ForwardedMicroBatch:
         rejected = {uid: place for place, uid in enumerate(uids) if not is_chosen[place]}
         if chosen.keys() != rejected.keys() or 2 * len(chosen) != len(uids):
             odd = next((uid for uid in uids if (uid in chosen) != (uid in rejected)), uids[0])
-            raise ValueError(f"pair {odd} is not whole in its micro-batch: plan pairs by hrl.batching.planner.plan_pairs")
+            raise ValueError(f"pair {odd} is not whole in its micro-batch: plan pairs by `plan_pairs` of hrl.batching")
         places = torch.tensor([list(chosen.values()), [rejected[uid] for uid in chosen]], dtype=torch.int64)
         here, there = to_device([places], self.mask.device)[0].unbind()
         return here, there
