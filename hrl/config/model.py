@@ -107,8 +107,9 @@ class ModelConfig(BackboneConfig):
     trust_remote_code: bool = False
     """Let transformers and vLLM run code from model folders; applies to the models of all roles."""
     probe: bool = True
-    """Before anything starts, compare a few layers of every role's model on packed rows, as in training, with the
-    model's own forward pass, and refuse a model that packed training would compute wrongly. Takes seconds."""
+    """Before anything starts, the driver compares a few layers of every role's model on packed rows, as in training,
+    with the model's own forward pass, and refuses a model that packed training would compute wrongly. Takes
+    seconds."""
     # The probe also covers shared prompts: a group's prompt is computed once for all its samples in a micro-batch,
     # which must not change any number.
     share_prefix: ClassVar[bool] = True
