@@ -1,7 +1,7 @@
-"""The console script `hrl`: look before a run (`check`), at its samples (`rollouts`), at the machine (`env`), or start.
+"""The console script `hrl`: check a run, show its samples, describe the machine, or run the quickstart.
 
 Nothing heavy is imported here. `hrl check` reads data and tokenizer as a run does, which takes seconds; with
-`--config-only` it answers in about one, without torch.
+`--config-only` it answers in about one second, without torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-RUN_KINDS = ("ppo", "dpo", "sft", "rm")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,9 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     if options.command == "check":
+        from hrl.config.run_kind import KINDS, PPO
         from hrl.preflight.check import check
 
-        kind = rest.pop(0) if rest[:1] and rest[0] in RUN_KINDS else "ppo"
+        kind = KINDS[rest.pop(0)] if rest[:1] and rest[0] in KINDS else PPO
         asked = {name: getattr(options, name) for name in ("full", "config_only", "as_json", "explain")}
         return check(kind, rest, **asked)
     if rest:
@@ -84,7 +83,7 @@ def _at_least_one(text: str) -> int:
 
 
 def rollouts(options: argparse.Namespace) -> int:
-    """`hrl rollouts`: lists samples of a run folder, of a run that goes on as well as of one that is over."""
+    """List samples from a run folder, whether the run has ended or not; return the exit status."""
     from rich.console import Console
 
     from hrl.report.samples import NoSamplesError, show_rollouts

@@ -19,7 +19,7 @@ from hrl.config.compose import YOURS, compose_kind, to_yaml
 from hrl.config.help import check_help
 from hrl.config.outline import RunConfiguration
 from hrl.config.rules import warnings
-from hrl.config.run_kind import KINDS
+from hrl.config.run_kind import RunKind
 from hrl.config.section import WholeConfig, leaves
 from hrl.errors import ConfigError
 from hrl.preflight.findings import Findings
@@ -43,7 +43,7 @@ _ONLY_IN_FULL = ("KV cache",)
 
 
 def check(
-    kind_name: str,
+    kind: RunKind[RunConfiguration],
     overrides: Sequence[str],
     *,
     full: bool = False,
@@ -51,10 +51,10 @@ def check(
     as_json: bool = False,
     explain: bool = False,
 ) -> int:
-    """`hrl check`: compose and validate exactly as a run would, take its look at everything it names, and report.
+    """Compose and validate as a run would, make its preflight checks, and report.
 
     Args:
-        kind_name: Name of the kind of run.
+        kind: Kind of run.
         overrides: `key=value` and `--config-*` arguments of the run.
         full: Show every value instead of a summary.
         config_only: Check only the configuration, for a command line meant for another machine.
@@ -64,7 +64,6 @@ def check(
     Returns:
         The exit status: 0, or 2 if something is wrong.
     """
-    kind = KINDS[kind_name]
     if explain:
         sys.stdout.write(check_help(kind) + "\n")
         return 0
