@@ -25,7 +25,7 @@ def _val_files_beside(get: Get) -> object:
     """Return the bundled validation rows that belong to bundled training rows; empty for other training rows."""
     train, bundled = get(".train_files"), get.plain(".train_files")
     is_bundled = ([train] if isinstance(train, str) else train) == bundled
-    return [name.removesuffix("/train") + "/val" for name in bundled] if is_bundled else []
+    return [held_out_beside(name) for name in bundled] if is_bundled else []
 
 
 class RowsConfig(Section):
