@@ -14,14 +14,24 @@ and `b` the sink, the output is scaled by `exp(l - l')`, where `l' = log(exp(l) 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from hrl.models.ops.layout import AttentionLayout, Block, Reach, accumulation_dtype
+from hrl.models.ops.layout import AttentionLayout, Reach, accumulation_dtype, to_device
+
+#: Queries per block on a CPU: a causal block needs only the keys up to its last query.
+MAX_BLOCK_QUERIES = 128
+#: Query × key pairs of one stacked block on a CPU; times the heads, the scores held at once.
+MAX_BLOCK_PAIRS = 1 << 19
+#: A stack may waste at most this share of its pairs on padding.
+MAX_PADDING_SHARE = 0.25
+#: Position of a padded key: later than every query.
+ABSENT = 1 << 40
 
 
 @dataclass(frozen=True)
@@ -127,7 +137,7 @@ class _BlockAttention(torch.autograd.Function):
         heads, kv_heads = query.shape[1], key.shape[1]
         out = query.new_empty(*query.shape[:2], value.shape[2])
         normalisers = []
-        for block in layout.blocks(query.device):
+        for block in stacked_blocks(layout, query.device):
             bias = _bias(block, layout, scoring.reach, heads // kv_heads, query)
             q = _fold(_stack(query, block.query_index), kv_heads)
             k, v = _stack(key, block.key_index), _stack(value, block.key_index)
@@ -154,7 +164,7 @@ class _BlockAttention(torch.autograd.Function):
         grad_sinks = torch.zeros(heads, dtype=wide, device=query.device) if sinks is not None else None
         # Per query, the part of the softmax gradient that is common to all keys: sum over D of grad * out.
         common = (grad.to(wide) * out).sum(-1, keepdim=True)
-        for block, normaliser in zip(layout.blocks(query.device), normalisers, strict=True):
+        for block, normaliser in zip(stacked_blocks(layout, query.device), normalisers, strict=True):
             bias = _bias(block, layout, scoring.reach, repeats, query)
             q, g = (_fold(_stack(x, block.query_index), kv_heads) for x in (query, grad))
             shared = _fold(_stack(common, block.query_index), kv_heads)
@@ -195,3 +205,106 @@ def _zero_padding(block: Block, repeats: int, *weights: Tensor) -> None:
     padded = ~real.view(block.query_index.shape).repeat(1, repeats)[:, None, :, None]
     for weight in weights:
         weight.masked_fill_(padded, 0.0)
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query runs of similar size, stacked with padding so that they run as one batched product.
+
+    Attributes:
+        query_index: `(N, Q)` int64 tokens of the row; padding repeats token 0.
+        key_index: `(N, K)` int64 tokens of the row; padding repeats token 0.
+        query_position: `(N, Q)` int64 positions in the sequence; padding is later than every key.
+        key_position: `(N, K)` int64; padding is `ABSENT`.
+        out_source: `(n,)` int64 flat positions in `(N, Q)` that hold real queries.
+        out_target: `(n,)` int64 the tokens of the row these are.
+    """
+
+    query_index: Tensor
+    key_index: Tensor
+    query_position: Tensor
+    key_position: Tensor
+    out_source: Tensor
+    out_target: Tensor
+
+    def to(self, device: torch.device) -> Block:
+        """Return the same block on `device`."""
+        return Block(*to_device([getattr(self, f.name) for f in fields(self)], device))
+
+    def visible(self, reach: Reach) -> Tensor:
+        """Return `(N, Q, K)` bool: the key is at or before the query, and within its reach."""
+        query, key = self.query_position[:, :, None], self.key_position[:, None, :]
+        mask = key <= query
+        # A padded query would see no key, and its softmax would be undefined. It sees all; nobody reads its result.
+        if reach.window is not None:
+            mask &= (key > query - reach.window) | (query >= ABSENT - 1)
+        if reach.chunk is not None:
+            mask &= (key // reach.chunk == query // reach.chunk) | (query >= ABSENT - 1)
+        return mask
+
+
+def stacked_blocks(layout: AttentionLayout, device: torch.device) -> list[Block]:
+    """Return the query runs of a packed row in blocks, which all layers share."""
+    return layout.once("blocks", lambda: [block.to(device) for block in _stack_blocks(_query_runs(layout))])
+
+
+@dataclass(frozen=True)
+class _QueryRun:
+    """At most `MAX_BLOCK_QUERIES` consecutive queries of a segment with the keys they can see."""
+
+    start: int
+    length: int
+    first_position: int
+    keys: np.ndarray
+
+
+def _query_runs(layout: AttentionLayout) -> list[_QueryRun]:
+    runs = []
+    for start, length, prefix, keys in layout.segments():
+        for offset in range(0, length, MAX_BLOCK_QUERIES):
+            count = min(MAX_BLOCK_QUERIES, length - offset)
+            runs.append(_QueryRun(start + offset, count, prefix + offset, keys[: prefix + offset + count]))
+    return runs
+
+
+def _stack_blocks(runs: list[_QueryRun]) -> list[Block]:
+    """Group runs of similar shape, largest first, within the limits on padding and on size."""
+    ordered = sorted(runs, key=lambda run: (len(run.keys), run.length), reverse=True)
+    blocks: list[Block] = []
+    stack: list[_QueryRun] = []
+    queries = keys = used = 0
+    for run in ordered:
+        wide, long = max(queries, run.length), max(keys, len(run.keys))
+        pairs = wide * long * (len(stack) + 1)
+        used_with = used + run.length * len(run.keys)
+        if stack and (pairs > MAX_BLOCK_PAIRS or used_with < (1 - MAX_PADDING_SHARE) * pairs):
+            blocks.append(_pad(stack, queries, keys))
+            stack, wide, long, used_with = [], run.length, len(run.keys), run.length * len(run.keys)
+        stack.append(run)
+        queries, keys, used = wide, long, used_with
+    blocks.append(_pad(stack, queries, keys))
+    return blocks
+
+
+def _pad(stack: list[_QueryRun], queries: int, keys: int) -> Block:
+    query_index = np.zeros((len(stack), queries), np.int64)
+    key_index = np.zeros((len(stack), keys), np.int64)
+    query_position = np.full((len(stack), queries), ABSENT - 1, np.int64)
+    key_position = np.full((len(stack), keys), ABSENT, np.int64)
+    real = np.zeros((len(stack), queries), bool)
+    for row, run in enumerate(stack):
+        query_index[row, : run.length] = np.arange(run.start, run.start + run.length)
+        query_position[row, : run.length] = np.arange(run.first_position, run.first_position + run.length)
+        key_index[row, : len(run.keys)] = run.keys
+        key_position[row, : len(run.keys)] = np.arange(len(run.keys))
+        real[row, : run.length] = True
+    source = np.flatnonzero(real.reshape(-1))
+    return Block(
+        *map(
+            torch.from_numpy,
+            (query_index, key_index, query_position, key_position, source, query_index.reshape(-1)[source]),
+        )
+    )

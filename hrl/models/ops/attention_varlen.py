@@ -12,21 +12,89 @@ from __future__ import annotations
 import importlib.util
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from hrl.models.ops.attention_blocks import Scoring
-from hrl.models.ops.layout import AttentionLayout, VarlenIndex, accumulation_dtype
+from hrl.models.ops.layout import AttentionLayout, accumulation_dtype, to_device
 
 #: The widest head that the kernels take, and the multiple that a width must be.
 MAX_HEAD_WIDTH = 256
 HEAD_WIDTH_STEP = 8
 #: Compute capability of the oldest cards on which the kernels run.
 MIN_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class VarlenIndex:
+    """The same segments in the form of variable-length attention kernels.
+
+    Queries stay where they are in the row. Keys are gathered: prefix and segment of each query run, one after the
+    other. These kernels align their causal mask to the last query and the last key, as a prefix needs it. A query run
+    is a segment, or the part of one that lies in one chunk.
+
+    Attributes:
+        query_offsets: `(runs + 1,)` int32.
+        key_offsets: `(runs + 1,)` int32.
+        max_query: The longest query run, in tokens.
+        max_key: The most keys of a run.
+        key_index: `(sum of key lengths,)` int64 tokens of the row; `None` where the keys are the queries.
+    """
+
+    query_offsets: Tensor
+    key_offsets: Tensor
+    max_query: int
+    max_key: int
+    key_index: Tensor | None
+
+    @property
+    def runs(self) -> tuple[Tensor, Tensor, int, int]:
+        """Offsets and longest runs, in the order in which every kernel takes them."""
+        return self.query_offsets, self.key_offsets, self.max_query, self.max_key
+
+
+def varlen_index(layout: AttentionLayout, device: torch.device, chunk: int | None = None) -> VarlenIndex:
+    """Return the segments of a packed row as the kernels take them, which all layers share.
+
+    Args:
+        layout: The row.
+        device: Of the result.
+        chunk: Tokens see only their own chunk of this many tokens; `None` is one chunk.
+    """
+    return layout.once(("varlen", chunk), lambda: _varlen_index(layout, device, chunk))
+
+
+def _varlen_index(layout: AttentionLayout, device: torch.device, chunk: int | None) -> VarlenIndex:
+    query_length: list[int] = []
+    keys: list[np.ndarray] = []
+    for _, length, prefix, seen in layout.segments():
+        position, end = prefix, prefix + length
+        while position < end:
+            first = 0 if chunk is None else position // chunk * chunk
+            after = end if chunk is None else min(end, first + chunk)
+            query_length.append(after - position)
+            keys.append(seen[first:after])
+            position = after
+    key_length = [len(part) for part in keys]
+    key_index = np.concatenate(keys)
+    is_identity = len(key_index) == layout.num_tokens and bool((key_index == np.arange(len(key_index))).all())
+    return VarlenIndex(
+        query_offsets=_offsets(query_length, device),
+        key_offsets=_offsets(key_length, device),
+        max_query=max(query_length),
+        max_key=max(key_length),
+        key_index=None if is_identity else to_device([torch.from_numpy(key_index)], device)[0],
+    )
+
+
+def _offsets(lengths: list[int], device: torch.device) -> Tensor:
+    return to_device([torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))], device)[0]
 
 
 def has_kernel(query: Tensor, value: Tensor, sinks: Tensor | None, scoring: Scoring) -> bool:
@@ -43,7 +111,7 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, layout: AttentionLayout, scoring: Scoring
 ) -> Tensor:
     """Attend: `(T, Hq, D)`, `(T, Hkv, D)`, `(T, Hkv, Dv)` and, with sinks, `(Hq,)` to `(T, Hq, Dv)`."""
-    index = layout.varlen(query.device, scoring.reach.chunk)
+    index = varlen_index(layout, query.device, scoring.reach.chunk)
     width = value.shape[-1]
     query, key, value = _one_width(query, key, value)
     if index.key_index is not None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.models.ops import layout
+from hrl.models.ops import attention_blocks
 from hrl.models.ops.attention import packed_attention
 from hrl.models.ops.layout import AttentionLayout, Reach
 from tests.models.ops.dense import assert_equals_dense, inputs, make_layout
@@ -128,10 +128,10 @@ def test_a_reach_is_at_least_one_token(reach):
 
 
 def test_long_segments_are_cut_into_blocks_without_changing_a_number(monkeypatch):
-    monkeypatch.setattr(layout, "MAX_BLOCK_QUERIES", 4)
-    monkeypatch.setattr(layout, "MAX_BLOCK_PAIRS", 64)
+    monkeypatch.setattr(attention_blocks, "MAX_BLOCK_QUERIES", 4)
+    monkeypatch.setattr(attention_blocks, "MAX_BLOCK_PAIRS", 64)
     segments = make_layout([(9, [11, 2, 5]), (13, [])])
-    assert len(segments.blocks(CPU)) > 5
+    assert len(attention_blocks.stacked_blocks(segments, CPU)) > 5
     assert_equals_dense(segments)
     assert_equals_dense(make_layout([(9, [11, 2, 5]), (13, [])]), window=6)
     assert_equals_dense(make_layout([(9, [11, 2, 5]), (13, [])]), chunk=5, softcap=2.0, with_sinks=True)
@@ -141,19 +141,21 @@ def test_blocks_stay_within_the_limits_on_padding_and_size():
     rng = np.random.default_rng(0)
     segments = make_layout([(int(rng.integers(1, 300)), list(rng.integers(1, 400, 8))) for _ in range(12)])
     covered = []
-    for block in segments.blocks(CPU):
+    for block in attention_blocks.stacked_blocks(segments, CPU):
         count, queries = block.query_index.shape
         keys = block.key_index.shape[1]
-        assert queries <= layout.MAX_BLOCK_QUERIES
-        assert count == 1 or count * queries * keys <= layout.MAX_BLOCK_PAIRS
-        real = (block.query_position < layout.ABSENT - 1).sum(1) * (block.key_position < layout.ABSENT).sum(1)
-        assert real.sum() >= (1 - layout.MAX_PADDING_SHARE) * count * queries * keys
+        assert queries <= attention_blocks.MAX_BLOCK_QUERIES
+        assert count == 1 or count * queries * keys <= attention_blocks.MAX_BLOCK_PAIRS
+        real = (block.query_position < attention_blocks.ABSENT - 1).sum(1) * (
+            block.key_position < attention_blocks.ABSENT
+        ).sum(1)
+        assert real.sum() >= (1 - attention_blocks.MAX_PADDING_SHARE) * count * queries * keys
         covered += block.out_target.tolist()
     assert sorted(covered) == list(range(segments.num_tokens))
 
 
 def test_a_group_of_equal_shape_is_two_calls():
-    assert len(make_layout([(45, [21] * 8)] * 16).blocks(CPU)) == 2
+    assert len(attention_blocks.stacked_blocks(make_layout([(45, [21] * 8)] * 16), CPU)) == 2
 
 
 def test_position_ids_of_each_response_start_at_the_prompt_length():

@@ -12,7 +12,7 @@ import torch
 from hrl.models.ops import attention_varlen
 from hrl.models.ops.attention import packed_attention
 from hrl.models.ops.attention_blocks import Scoring
-from hrl.models.ops.attention_varlen import has_kernel, varlen_attention
+from hrl.models.ops.attention_varlen import has_kernel, varlen_attention, varlen_index
 from hrl.models.ops.layout import Reach
 from tests.models.ops.dense import assert_equals_dense, dense, inputs, make_layout
 
@@ -20,12 +20,12 @@ CPU = torch.device("cpu")
 
 
 def test_varlen_index_gathers_prefix_and_segment():
-    index = make_layout([(3, [2, 1]), (2, [])]).varlen(CPU)
+    index = varlen_index(make_layout([(3, [2, 1]), (2, [])]), CPU)
     assert index.query_offsets.tolist() == [0, 3, 5, 6, 8]
     assert index.key_offsets.tolist() == [0, 3, 8, 12, 14]
     assert index.key_index.tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 0, 1, 2, 5, 6, 7]
     assert (index.max_query, index.max_key) == (3, 5)
-    assert make_layout([(3, []), (2, [])]).varlen(CPU).key_index is None
+    assert varlen_index(make_layout([(3, []), (2, [])]), CPU).key_index is None
 
 
 def test_gathered_rows_sum_their_gradient_in_float32():
@@ -36,7 +36,7 @@ def test_gathered_rows_sum_their_gradient_in_float32():
 
 
 def test_a_chunk_is_a_run_of_its_own():
-    index = make_layout([(3, [2, 1])]).varlen(CPU, 2)  # positions 0 1 2 | 3 4 | 3
+    index = varlen_index(make_layout([(3, [2, 1])]), CPU, 2)  # positions 0 1 2 | 3 4 | 3
     assert index.query_offsets.tolist() == [0, 2, 3, 4, 5, 6]
     assert index.key_offsets.tolist() == [0, 2, 3, 5, 6, 8]
     assert index.key_index.tolist() == [0, 1, 2, 2, 3, 4, 2, 5]
