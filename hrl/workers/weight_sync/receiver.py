@@ -185,24 +185,20 @@ class WeightReceiver:
 
     def _read_back(self, sync: _Incoming) -> int:
         """Compare what the model has now with what was sent, and return how many tensors could be compared."""
-        names, sent, found = [], [], []
+        compared = []
         for piece, checksum in zip(sync.manifest.pieces, sync.checksums, strict=True):
-            written = self._writer.read_back(piece.name)
-            if written is None or (written.dtype, tuple(written.shape)) != (
-                piece.tensor.torch_dtype,
-                piece.tensor.shape,
-            ):
-                continue
-            names.append(piece.name)
-            sent.append(checksum)
-            found.append(tensor_checksum(written if piece.is_whole else written.reshape(-1)[piece.elements]))
-        for name, want, got in zip(names, sent, torch.stack(found).tolist() if found else (), strict=True):
-            if want != got:
+            written, sent = self._writer.read_back(piece.name), piece.tensor
+            if written is not None and (written.dtype, tuple(written.shape)) == (sent.torch_dtype, sent.shape):
+                part = written if piece.is_whole else written.reshape(-1)[piece.elements]
+                compared.append((piece.name, checksum, tensor_checksum(part)))
+        found = torch.stack([checksum for *_, checksum in compared]).tolist() if compared else []
+        for (name, checksum, _), got in zip(compared, found, strict=True):
+            if got != checksum:
                 raise WeightSyncError(f"{self._name}: {name!r} reads back differently from what was sent")
-        if not names and not self._said_nothing_reads_back:
+        if not compared and not self._said_nothing_reads_back:
             self._said_nothing_reads_back = True
             logger.warning("%s: the model holds every tensor fused, sharded or packed: none is read back", self._name)
-        return len(set(names))
+        return len({name for name, *_ in compared})
 
 
 @dataclass
