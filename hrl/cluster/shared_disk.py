@@ -26,12 +26,7 @@ _POLL_S = 0.5
 
 
 class Ranks(Protocol):
-    """A worker group, as far as it is asked here.
-
-    Attributes:
-        roles: Its one role.
-        node_ips: The address of each rank's node.
-    """
+    """A worker group, as far as it is asked here."""
 
     @property
     def roles(self) -> tuple[str, ...]:

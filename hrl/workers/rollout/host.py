@@ -77,6 +77,8 @@ class RolloutHost:
         self._setup = setup
         self._config = setup.config
         self._lead = lead
+        if lead is not None:
+            lead.engine = self
         self._keeps_weights = self._lost_weights = False
         self._loop: LoopThread | None = None
         self._starting: Future[None] | None = None
@@ -235,11 +237,8 @@ class RolloutHost:
             )
         if self._sync is None:
             manifest, transport = self._transport(specs, kept)
-            if self._lead is not None:
-                self._lead.engine = self
-            self._sync = WeightSync(
-                manifest, transport, self._lead or self, timeout_s=self._config.weight_sync.timeout_s
-            )
+            target = self._lead or self
+            self._sync = WeightSync(manifest, transport, target, timeout_s=self._config.weight_sync.timeout_s)
         return self._sync.push(version, weights)
 
     def refuse_weights(self, reason: str) -> None:

@@ -116,7 +116,7 @@ class Lead:
         timeout_s: Of a sync, in seconds.
 
     Attributes:
-        engine: The engine that this rank drives; set before the first sync.
+        engine: The engine that this rank drives; its host sets it.
         address: Where the other ranks find it.
     """
 
