@@ -7,6 +7,7 @@ forked children, and polling for the pid is fooled by zombies.
     guard.py LEADER PID@START …      kills these processes, if they still are the ones that began at START
 """
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -45,10 +46,8 @@ def process_table() -> list[ProcessEntry]:
 
 
 def _send(pid: int, sig: signal.Signals) -> None:
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, sig)
-    except ProcessLookupError:
-        return
 
 
 def _is_resource_tracker(pid: int) -> bool:

@@ -76,11 +76,6 @@ class SkippedStep:
     weights: tuple[str, ...]
 
     @property
-    def step(self) -> int:
-        """The step of the run."""
-        return self.request.step
-
-    @property
     def plan(self) -> MiniBatchPlan:
         """Which of the rank's rows made up the mini-batch."""
         return self.request.plan.mini_batches[self.index]
@@ -88,7 +83,7 @@ class SkippedStep:
     @property
     def name(self) -> str:
         """The name of its files, without the suffix."""
-        return f"step_{self.step}_rank_{dist.get_rank()}.{self.update}-{self.index}"
+        return f"step_{self.request.step}_rank_{dist.get_rank()}.{self.update}-{self.index}"
 
 
 def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
@@ -105,7 +100,7 @@ def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
     report, where = skipped.report, "" if kept is None else f". This rank's rows are in {kept}"
     logger.warning(
         "step %d: mini-batch %d of update %s not applied, gradient norm %s, loss of this rank %s (%d in a row)%s",
-        skipped.step,
+        skipped.request.step,
         skipped.index,
         skipped.update,
         report.grad_norm,
@@ -147,7 +142,7 @@ def _described(skipped: SkippedStep, columns: Mapping[str, Tensor]) -> dict[str,
     report, uids = skipped.report, skipped.batch.non_tensor_batch["uid"]
     return {
         "update": skipped.update,
-        "step": skipped.step,
+        "step": skipped.request.step,
         "mini_batch": skipped.index,
         "skipped_in_a_row": skipped.in_a_row,
         "rank": dist.get_rank(),
