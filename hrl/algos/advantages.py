@@ -10,29 +10,36 @@ part of its group; a group with equal scores, or with only one response, gives a
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import pad
 
 from hrl.algos.groups import group_statistics, group_sum
 from hrl.algos.masked import (
     TrainedTokens,
     broadcast_rows,
     check_shapes,
-    in_pieces,
     keep,
     rows_with_tokens,
     whiten,
+    whiten_in_place,
 )
 from hrl.algos.registry import ESTIMATOR_TRAITS, EstimatorTraits, Registry
 
+Floats = NDArray[np.floating]
+Bools = NDArray[np.bool_]
+
 GROUP_EPSILON = 1e-6
-BLOCK_TOKENS = 32
-"""Tokens summed up by one matrix product. Larger blocks cost more multiplications, smaller ones more products."""
+MAX_LOG_POWER = 200.0
+"""Powers of a discount stay above e^-200, which leaves most of float64's range to rewards."""
+TOKENS_AT_ONCE = 1 << 18
+"""Entries in one piece of a large batch: few enough that its float64 copies stay in the processor's cache."""
 
 
 @dataclass(frozen=True)
@@ -376,10 +383,21 @@ def gae(
         Advantages and returns `(B, R)`, 0 outside the mask, in the dtype of `rewards`, without gradient.
     """
     check_shapes(mask, rewards=rewards, values=values)
-    advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    for piece in in_pieces(advantages, returns, rewards.detach(), values.detach(), mask):
-        _fill_rows(*piece, gamma=gamma, lam=lam)
-    return whiten(advantages, mask) if whitened else advantages, returns
+    dtype = torch.promote_types(rewards.dtype, torch.float32)  # NumPy has no bfloat16
+    reward, value = (column.detach().to("cpu", dtype).numpy() for column in (rewards, values))
+    trained = mask.bool().cpu().numpy()
+    advantages, returns = np.zeros_like(reward), np.zeros_like(reward)
+    rows = max(TOKENS_AT_ONCE // max(mask.shape[1], 1), 1)
+    pieces = [slice(start, start + rows) for start in range(0, len(mask), rows)]
+    flat = [_advantages_of_rows(reward[piece], value[piece], trained[piece], gamma, lam) for piece in pieces]
+    for piece, tokens in zip(pieces, flat, strict=True):
+        returns[piece][trained[piece]] = tokens + value[piece][trained[piece]]
+    if whitened:
+        whiten_in_place(flat)
+    for piece, tokens in zip(pieces, flat, strict=True):
+        advantages[piece][trained[piece]] = tokens
+    one, other = (torch.from_numpy(column).to(rewards) for column in (advantages, returns))
+    return one, other
 
 
 def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
@@ -388,35 +406,39 @@ def reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return returns
 
 
-def _fill_rows(
-    advantages: Tensor, returns: Tensor, rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, lam: float
-) -> None:
-    """Write advantages and returns of these rows into their first two arguments."""
-    tokens = TrainedTokens.of(mask)
-    packed_values = tokens.pack(values).double()
-    # Behind a row's last token rewards and values are 0, so nothing comes in from there.
-    deltas = tokens.pack(rewards).double().sub_(packed_values)
-    deltas[:, :-1].add_(packed_values[:, 1:], alpha=gamma)
-    packed = discounted_sums(deltas, gamma * lam)
-    advantages.copy_(tokens.unpack(packed))
-    returns.copy_(tokens.unpack(packed.add_(packed_values)))
+def _advantages_of_rows(reward: Floats, value: Floats, trained: Bools, gamma: float, lam: float) -> Floats:
+    """Return the advantages of the trained tokens of some rows, in the order of the mask. `(B, R) -> (N,)` float64."""
+    lengths, value = np.count_nonzero(trained, axis=1), value[trained]
+    deltas = np.subtract(reward[trained], value, dtype=np.float64)
+    following = np.zeros_like(deltas)
+    following[:-1] = value[1:]
+    following[lengths[lengths > 0].cumsum() - 1] = 0.0  # behind the last token of a row
+    following *= gamma
+    deltas += following
+    # Everything in reverse: the last token of a row, with which the sums begin, comes first.
+    slots = np.arange(lengths.max(initial=0)) < lengths[::-1, None]
+    packed = np.zeros(slots.shape)
+    packed[slots] = deltas[::-1]
+    return discounted_sums(packed, gamma * lam)[slots][::-1]
 
 
-def discounted_sums(steps: Tensor, decay: float) -> Tensor:
-    """`y_t = sum_{k >= t} decay^(k - t) x_k` along the last dimension, any shape, without a loop over time.
+def discounted_sums(steps: Floats, decay: float) -> Floats:
+    """Replace `x_j` by `y_j = x_j + decay * y_(j-1)` along the rows of a `(B, R)` float64 array, and return it.
 
-    The sums within blocks of `BLOCK_TOKENS` are one product with a triangular matrix of powers. What enters a
-    block from behind is the sum at the start of the next block, and those starts are a shorter scan of the same kind.
+    `y_j` is `decay^j` times the running sum of `decay^-i x_i`. A new block begins where these powers would become too
+    small for float64.
     """
-    length = steps.shape[-1]
-    size = min(BLOCK_TOKENS, length)
-    if size < 2:
+    length = steps.shape[1]
+    if decay == 0.0:
         return steps
-    places = torch.arange(size, device=steps.device, dtype=steps.dtype)
-    distance = places.unsqueeze(-1) - places
-    powers = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0)
-    whole = steps if length % size == 0 else pad(steps, (0, -length % size))
-    sums = whole.unflatten(-1, (-1, size)) @ powers
-    starts = discounted_sums(sums[..., 0], decay**size)
-    sums.addcmul_(pad(starts[..., 1:], (0, 1)).unsqueeze(-1), decay ** (size - places))
-    return sums.flatten(-2)[..., :length]
+    size = max(length if decay == 1.0 else int(MAX_LOG_POWER / abs(math.log(decay))), 1)
+    powers = decay ** np.arange(min(size, length))
+    for start in range(0, length, size):
+        block = steps[:, start : start + size]
+        if start:
+            block[:, 0] += decay * steps[:, start - 1]
+        inside = powers[: block.shape[1]]
+        block /= inside
+        torch.from_numpy(block).cumsum_(1)  # four times as fast as NumPy's
+        block *= inside
+    return steps

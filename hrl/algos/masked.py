@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 WHITEN_EPSILON = 1e-8
-TOKENS_AT_ONCE = 1 << 18
-"""Entries in one piece of a large batch: few enough that its float64 copies stay in the processor's cache."""
-
-
-def in_pieces(*matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Cut matrices `(B, R)` into the same pieces of whole rows, in order; a matrix without rows is one piece."""
-    rows = max(TOKENS_AT_ONCE // max(matrices[0].shape[1], 1), 1)
-    return zip(*(matrix.split(rows) for matrix in matrices), strict=True)
 
 
 def check_shapes(mask: Tensor, **tensors: Tensor | None) -> None:
@@ -77,18 +72,25 @@ def whiten(matrix: Tensor, mask: Tensor) -> Tensor:
 
     A single entry equals its mean and becomes 0.
     """
-    trained = mask.bool()
-    count = int(trained.count_nonzero())
-    if count < 2:
-        return torch.zeros_like(matrix)
-    whitened = keep(matrix, trained)
-    pieces = list(in_pieces(whitened, trained))
-    mean = torch.stack([piece.double().sum() for piece, _ in pieces]).sum() / count
-    squares = [keep(piece.double() - mean, kept).square_().sum() for piece, kept in pieces]
-    scale = torch.rsqrt(torch.stack(squares).sum() / (count - 1) + WHITEN_EPSILON)
-    for piece, kept in pieces:
-        piece.copy_(keep((piece.double() - mean).mul_(scale), kept))
-    return whitened
+    dtype = torch.promote_types(matrix.dtype, torch.float32)  # NumPy has no bfloat16
+    entries, trained = matrix.detach().to("cpu", dtype).numpy(), mask.bool().cpu().numpy()
+    # NumPy copies runs of entries; torch looks for the index of each, which takes 15 times as long.
+    flat = entries[trained].astype(np.float64)
+    whiten_in_place([flat])
+    whitened = np.zeros_like(entries)
+    whitened[trained] = flat
+    return torch.from_numpy(whitened).to(matrix)
+
+
+def whiten_in_place(pieces: Sequence[NDArray[np.floating]]) -> None:
+    """Shift and scale numbers, `(N,)` in each piece, to mean 0 and (unbiased) variance 1 over all pieces."""
+    count = sum(map(len, pieces))
+    mean = sum(float(piece.sum()) for piece in pieces) / max(count, 1)
+    for piece in pieces:
+        piece -= mean
+    squares = sum(float(piece @ piece) for piece in pieces)
+    for piece in pieces:
+        piece *= 1.0 / math.sqrt(squares / max(count - 1, 1) + WHITEN_EPSILON)
 
 
 @dataclass(frozen=True)
@@ -100,31 +102,22 @@ class TrainedTokens:
     Attributes:
         trained: `(B, R)` bool, the places of the tokens in the batch.
         slots: `(B, width)` bool, their places in the packed matrix; both in the same order.
-        already_packed: Whether every row's tokens are at its start, so that packing only removes columns.
     """
 
     trained: Tensor
     slots: Tensor
-    already_packed: bool
 
     @classmethod
     def of(cls, mask: Tensor) -> TrainedTokens:
         """Find the trained tokens of a `(B, R)` mask."""
-        trained = mask.bool()
-        lengths = trained.count_nonzero(dim=-1).unsqueeze(-1)
+        lengths = mask.bool().sum(dim=-1, keepdim=True)
         width = int(lengths.max()) if lengths.numel() else 0
-        slots = torch.arange(width, device=mask.device) < lengths
-        return cls(trained, slots, already_packed=torch.equal(trained[:, :width], slots))
+        return cls(mask.bool(), torch.arange(width, device=mask.device) < lengths)
 
     def pack(self, matrix: Tensor) -> Tensor:
-        """`(B, R) -> (B, width)`, trained tokens to the left, 0 behind them."""
-        if self.already_packed:
-            return keep(matrix[:, : self.slots.shape[1]], self.slots)
+        """Move the trained tokens of each row to its start, with 0 behind them. `(B, R) -> (B, width)`."""
         return matrix.new_zeros(self.slots.shape).masked_scatter_(self.slots, matrix[self.trained])
 
     def unpack(self, packed: Tensor) -> Tensor:
-        """`(B, width) -> (B, R)`, back in place, 0 outside the mask."""
-        if self.already_packed:
-            padding = self.trained.shape[1] - self.slots.shape[1]
-            return torch.nn.functional.pad(keep(packed, self.slots), (0, padding))
+        """Move the tokens back to their places, with 0 elsewhere. `(B, width) -> (B, R)`."""
         return packed.new_zeros(self.trained.shape).masked_scatter_(self.trained, packed[self.slots])

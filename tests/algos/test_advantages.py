@@ -1,13 +1,13 @@
 import math
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hrl.algos import masked
 from hrl.algos.advantages import (
     ADVANTAGE_ESTIMATORS,
     GROUP_EPSILON,
@@ -525,9 +525,9 @@ def test_no_rows_and_no_columns() -> None:
 def test_long_rows_worked_on_in_pieces(
     dtype: torch.dtype, tolerance: float, tokens_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(masked, "TOKENS_AT_ONCE", tokens_at_once)
+    monkeypatch.setattr("hrl.algos.advantages.TOKENS_AT_ONCE", tokens_at_once)
     generator = torch.Generator().manual_seed(0)
-    shape = (13, 1100)  # more than one block of blocks
+    shape = (13, 1100)
     mask = torch.arange(1100) < torch.randint(0, 1101, (13, 1), generator=generator)
     mask[::2] &= torch.rand((7, 1100), generator=generator) > 0.1
     rewards, values = (torch.randn(shape, generator=generator, dtype=dtype) for _ in range(2))
@@ -547,13 +547,14 @@ def test_long_rows_worked_on_in_pieces(
     torch.testing.assert_close(whitened[mask], expected, rtol=tolerance, atol=tolerance)
 
 
-def test_discounted_sums_beside_a_loop() -> None:
-    steps = torch.randn(2, 3, 70, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    expected, running = torch.zeros_like(steps), torch.zeros(2, 3, dtype=torch.float64)
-    for t in reversed(range(70)):
-        running = steps[..., t] + 0.9 * running
-        expected[..., t] = running
-    torch.testing.assert_close(discounted_sums(steps, 0.9), expected, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("decay", [0.0, 1e-250, 0.01, 0.5, 0.9, 0.999, 1.0, 1.1])
+def test_discounted_sums_beside_a_loop(decay: float) -> None:
+    """Also where the row is longer than the range of the discount's powers, of which 0.5^k leaves float64 at 1074."""
+    steps = np.random.default_rng(1).normal(size=(3, 1200))
+    expected, running = np.zeros_like(steps), np.zeros(3)
+    for t in range(steps.shape[1]):
+        expected[:, t] = running = steps[:, t] + decay * running
+    np.testing.assert_allclose(discounted_sums(steps.copy(), decay), expected, rtol=1e-10, atol=1e-11)
 
 
 def test_inputs_with_gradients_are_not_changed_and_outputs_have_none() -> None:
