@@ -10,9 +10,9 @@ _NAMES_SHOWN = 6
 
 
 def edit_distance(one: str, other: str) -> int:
-    """Return how many slips of a hand turn one name into the other.
+    """Return the number of typing errors that turn one name into the other.
 
-    A slip is a letter left out, put in, or swapped with its neighbour; a letter in the place of another counts as two.
+    A typing error is a letter left out, put in, or swapped with its neighbour; a wrong letter counts as two.
 
     This is optimal string alignment (a restricted Damerau-Levenshtein distance): `grpo` is nearer to `gpro` than to
     `gspo`.
@@ -30,10 +30,10 @@ def edit_distance(one: str, other: str) -> int:
 
 
 def nearest(name: str, choices: Iterable[str]) -> list[str]:
-    """Return the choices that `name` probably misspells: all that are equally near, none if none is near enough.
+    """Return the choices that `name` probably misspells: the nearest ones, or none if none is near enough.
 
-    One slip is forgiven in a name of up to five letters, two in one of up to eleven, else three. Where no choice is
-    that near, those count that begin with the name, and those that have its words, three or more, and one further word.
+    A name of up to five letters may have one typing error, one of up to eleven two, a longer one three. If no choice is
+    that near, choices that begin with the name count, and those that have all its words (three or more) and one more.
     """
     wanted = _plain(name)
     budget = 1 + (len(wanted) > 5) + (len(wanted) > 11)
@@ -53,7 +53,7 @@ def _plain(name: str) -> str:
 
 
 def _lacks_something(one: str, other: str) -> bool:
-    """Return whether `other` begins with `one` or its singular, or has its words, three or more, and one more."""
+    """Return whether `other` begins with `one` or its singular, or has all its words (three or more) and one more."""
     if len(one) > 3 and other.startswith(one.removesuffix("s")):
         return True
     words, others = set(one.split("_")), set(other.split("_"))
@@ -61,13 +61,13 @@ def _lacks_something(one: str, other: str) -> bool:
 
 
 def did_you_mean(name: str, choices: Iterable[str], otherwise: str = "") -> str:
-    """Return the hint for a misspelt name: the choices nearest to it, or `otherwise` where none is near."""
+    """Return the hint for a misspelt name: the choices nearest to it, or `otherwise` if none is near."""
     close = nearest(name, choices)
     return f"Did you mean {' or '.join(close)}?" if close else otherwise
 
 
 def nearest_path(missing: Path) -> Path | None:
-    """Return the path whose names are spelt most like those of a missing one, or the same name one folder further down.
+    """Return the existing path whose spelling is nearest to a missing one, or the same name one folder further down.
 
     Args:
         missing: A path that does not exist.
@@ -91,11 +91,11 @@ def nearest_path(missing: Path) -> Path | None:
 
 
 def way_to(missing: Path, fits: Callable[[Path], bool]) -> str:
-    """Return a sentence that leads from a missing path to what is there.
+    """Return the hint for a missing path: the path that was probably meant, or what is there instead.
 
     Args:
         missing: A path that does not exist.
-        fits: Whether another path could be meant, by what it is.
+        fits: Returns whether a path is of the wanted kind.
     """
     close = nearest_path(missing)
     if close is not None and fits(close):
@@ -108,7 +108,7 @@ def way_to(missing: Path, fits: Callable[[Path], bool]) -> str:
 
 
 def listing(names: list[str]) -> str:
-    """Some names in one line: the first few, and how many more there are."""
+    """Join the first few names, and say how many more there are."""
     if not names:
         return "nothing"
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
@@ -116,12 +116,12 @@ def listing(names: list[str]) -> str:
 
 
 def _as_written(path: Path, pattern: Path) -> str:
-    """Relative where the pattern was, absolute otherwise."""
+    """Return the path relative to the working folder if `pattern` is relative, else as it is."""
     return str(path) if pattern.is_absolute() else os.path.relpath(path)
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Return what a folder holds, sorted, hidden files left out; nothing where it can't be read."""
+    """Return the sorted names in a folder without hidden files; nothing if it can't be read."""
     try:
         return sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
     except OSError:

@@ -152,7 +152,7 @@ def _parse_options(argv: Sequence[str], config_name: str) -> _Options:
     folders = {option: folder.resolve() for option, folder in named.items() if folder is not None}
     hint = "It is relative to the working folder; without it the files are hrl's own."
     missing = [
-        Problem(option, f"names {folder}, which is no folder here.", hint, reason=Reason.UNREADABLE)
+        Problem(option, f"names {folder}, which is not a folder.", hint, reason=Reason.UNREADABLE)
         for option, folder in folders.items()
         if not folder.is_dir()
     ]
@@ -341,7 +341,7 @@ def _read_override(text: str) -> Override | Problem:
     """
     key, equals, value = text.partition("=")
     if not key.strip("+~") or (not equals and not key.startswith("~")):
-        return Problem(text, "is no override.", "Write key=value.", reason=Reason.UNREADABLE)
+        return Problem(text, "is not an override.", "Write key=value.", reason=Reason.UNREADABLE)
     try:
         return _checked(_PARSER.parse_override(text), text)
     except HydraException as error:

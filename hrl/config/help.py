@@ -1,4 +1,4 @@
-"""The text of `--help`: how to say what to run, and the keys people set most."""
+"""The text of `--help`: usage, groups, the keys people set most, and examples."""
 
 import textwrap
 
@@ -12,7 +12,7 @@ def run_help(program: str | None = None, kind: RunKind[WholeConfig] = PPO, optio
     """Return usage, groups, most used keys and examples.
 
     Args:
-        program: The program asked for help; the kind's own by default.
+        program: The program in the usage line; the kind's own by default.
         kind: Kind of run.
         options: Further options of `program`, for the usage line.
     """
@@ -47,12 +47,12 @@ def run_help(program: str | None = None, kind: RunKind[WholeConfig] = PPO, optio
 def check_help(kind: RunKind[WholeConfig] = PPO) -> str:
     """Return the usage of `hrl check`: its own options, then those of the run."""
     own = [
-        "hrl check takes the look that a run takes before it starts anything: files, columns, model, reward function,",
-        "run folder, packages and devices. It lists everything that is wrong, and starts and downloads nothing.",
+        "hrl check makes the checks that a run makes before it starts: files, columns, model, reward function, run",
+        "folder, packages and devices. It lists everything that is wrong, and starts and downloads nothing.",
         "",
         "  --full                    every value with its default, instead of a summary",
-        "  --config-only             judge the configuration alone, for a line that is written for another machine",
-        "  --json                    one JSON object; exit status 0, or 2 where something is wrong",
+        "  --config-only             check the configuration alone, for a command meant for another machine",
+        "  --json                    one JSON object; exit status 0, or 2 if something is wrong",
         "",
     ]
     return "\n".join([*own, run_help(kind.check, kind, "[--full] [--config-only] [--json] ")])

@@ -214,7 +214,7 @@ def option_problem(text: str, kind: RunKind[WholeConfig]) -> Problem:
     name = text.lstrip("-").replace("=", " ").partition(" ")[0].replace("-", "_")
     synonym = _synonym(name, kind)
     hint = f"{synonym.hint} Write key=value." if synonym is not None else "Write key=value; see --help."
-    return Problem(text, "is no option of this command.", hint, involves=(synonym.key,) if synonym else ())
+    return Problem(text, "is not an option of this command.", hint, involves=(synonym.key,) if synonym else ())
 
 
 def _synonym(key: str, kind: RunKind[WholeConfig]) -> Synonym | None:

@@ -24,9 +24,9 @@ _HEAD = """\
 <!-- Written by `python -m hrl.config.reference > docs/configuration.md`; edit the schema instead. -->
 
 A run is composed by hydra from `configs/`, then validated against a typed schema before torch or ray is imported.
-All problems are listed at once, each with the way out; a key that nothing reads is refused, with `+` too.
-`hrl check key=value ...` composes and validates exactly as a run would, looks at every file that is named as the run
-does, says in words what the run would do, and starts nothing; `hrl check --config-only` opens none of these files.
+All problems are listed at once, each with what to do about it; a key that nothing reads is refused, even with `+`.
+`hrl check key=value ...` composes and validates exactly as a run would, makes a run's checks of every file that is
+named, says in words what the run would do, and starts nothing; `hrl check --config-only` opens none of these files.
 
 ```console
 $ python -m hrl.trainer.main_ppo                                    # the quickstart
@@ -35,10 +35,10 @@ $ python -m hrl.trainer.main_ppo --config-path my/configs --config-name my_run t
 ```
 
 The bare command takes the quickstart's values from `configs/quickstart/ppo.yaml`: short answers, small batches, a
-learning rate for 135M parameters. Recipes, placements and single keys go on top of them. As soon as a line names
+learning rate for 135M parameters. Recipes, placements and single keys go on top of them. As soon as a command names
 another model (`actor_rollout_ref.model.path`), other rows (`data.train_files`, `data.val_files`) or a YAML file of your
 own, none of these values applies any more: every key that you leave out has the default listed below, and
-`data.train_files` is required. `quickstart=ppo` brings the values back, also with a model of your own.
+`data.train_files` is required. `quickstart=ppo` brings the values back, for a model of your own too.
 
 A file of your own starts from hrl's by naming it:
 
@@ -51,7 +51,8 @@ data:
   train_files: [train.parquet]
 ```
 
-In Python a configuration is a nested dict, with the same defaults and rules (and without the quickstart's values):
+In Python a configuration is a nested dict, with the same defaults and rules but without the quickstart's values. A
+section in it may also be an object, such as `DataConfig(train_files=["train.parquet"])`:
 
 ```python
 from hrl.config import load_config
@@ -61,7 +62,7 @@ config = load_config({"data": {"train_files": ["train.parquet"]}, "trainer": {"s
 
 Names and meanings are verl's where both have a key. Interpolations such as `${data.max_prompt_length}` may refer to any
 key, set or not. *follows* in the column of defaults means that the default comes from other keys, as the sentence says.
-Keys that several roles have stand in one row, with every place that they have.
+A key that several roles have is one row, which lists all its places.
 """
 
 
@@ -73,7 +74,7 @@ _OFFLINE_HEAD = """\
 Keys of `python -m hrl.trainer.main_dpo`, `main_sft` and `main_rm`. They are composed, checked and overridden like those
 of [PPO](configuration.md); `hrl check dpo key=value ...` (or `sft`, `rm`) says what a run would do and starts nothing.
 Names are those of verl's SFT trainer where it has an equivalent. A key or a default with names of trainers in brackets
-applies to these only; *follows* means that the default comes from other keys, as the sentence says.
+applies only to these; *follows* means that the default comes from other keys, as the sentence says.
 """
 
 

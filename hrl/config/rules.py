@@ -116,7 +116,7 @@ def training_samples_come_from_the_policy(config: PPOTrainerConfig) -> Iterator[
         what = f"is {rollout.top_k}, so samples would not come from the distribution that is trained."
         yield Problem(f"{ROLLOUT}.top_k", what, "Set it to -1; validation has its own val_kwargs.top_k.")
     if rollout.top_k == 0:
-        yield Problem(f"{ROLLOUT}.top_k", "is 0, which is no number of tokens.", "Set it to -1 for off.")
+        yield Problem(f"{ROLLOUT}.top_k", "is 0, which leaves no token to sample.", "Set it to -1 for off.")
 
 
 def validation_sampling_makes_sense(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -129,7 +129,7 @@ def validation_sampling_makes_sense(config: PPOTrainerConfig) -> Iterator[Proble
         what = "is 0, which is greedy."
         yield Problem(f"{key}.temperature", what, f"Set it above 0, or {key}.do_sample=false.", (f"{key}.do_sample",))
     if val.top_k == 0:
-        yield Problem(f"{key}.top_k", "is 0, which is no number of tokens.", "Set it to -1 for off.")
+        yield Problem(f"{key}.top_k", "is 0, which leaves no token to sample.", "Set it to -1 for off.")
 
 
 def one_row_fits_the_token_budget(config: PPOTrainerConfig) -> Iterator[Problem]:

@@ -205,7 +205,7 @@ def _show_report(config: WholeConfig, said: dict[str, Any], *, full: bool, confi
 def _verdict(*, full: bool, config_only: bool, whole: bool) -> str:
     if config_only:
         return "The configuration is valid. No file that it names was opened, and nothing was started."
-    there = ", and what it names is there" if whole else "; what could be looked at is there"
+    there = ", and what it names is there" if whole else "; everything that could be checked is there"
     more = "" if full else " --full shows every value."
     return f"The configuration is valid{there}. Nothing was started.{more}"
 

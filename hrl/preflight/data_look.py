@@ -118,7 +118,7 @@ def _prompts(findings: Findings, data: DataConfig, tokenizer: PreTrainedTokenize
     with findings.about("data.custom_cls.path"):
         cls = dataset_class(data.custom_cls)
     own = data.custom_cls.path is not None
-    if cls is None or (own and tokenizer is None):  # a class of the user's own reads what it likes, with a tokenizer
+    if cls is None or (own and tokenizer is None):  # a user's own class may need any columns
         return reader(None, {} if own else columns)
     if tokenizer is None:
         return reader(partial(_unrendered, data), columns)
@@ -262,7 +262,7 @@ def look_at_template(
     kwargs = config.data.apply_chat_template_kwargs
     with findings.about("data.train_files"):
         if isinstance(config, PPOTrainerConfig):
-            first = train[0]  # one of the user's own has no tools
+            first = train[0]  # a user's own data set may have no `tools`
             report = inspect_chat_template(
                 tokenizer, first["raw_prompt"], ids.stop, with_tools(kwargs, first.get("tools"))
             )

@@ -85,15 +85,15 @@ def check_writable(path: Path) -> None:
     advice = "name a folder in another place with trainer.default_local_dir"
     there = next(place for place in (path, *path.parents) if place.exists())
     if not there.is_dir():
-        raise RunFolderError(f"the run folder {path} can't be made: {there} is a file; {advice}")
+        raise RunFolderError(f"the run folder {path} can't be created: {there} is a file; {advice}")
     with writing_to(path), tempfile.TemporaryFile(dir=there):
-        pass  # a file without a name, gone again: rights, a read-only disk and a full one show only so
+        pass  # only a write shows missing rights, a read-only disk or a full one; the file has no name
     lock = path / LOCK_NAME
     if not lock.is_file():
         return
     with lock.open(encoding="utf-8") as opened:
         try:
-            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # goes with the file, at the end of the block
+            fcntl.flock(opened, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released with the file, at the end of the block
         except BlockingIOError:
             raise in_use(path, opened) from None
 

@@ -64,7 +64,7 @@ class Given:
 
 
 def _as_list(name: str, rows: Any) -> list[Mapping[str, Any]] | None:
-    """Return rows as a list, so that they can be read again; a row that is no row is reported where it is checked."""
+    """Return rows as a list, so that they can be read again; the rows themselves are checked when they are read."""
     if rows is None:
         return None
     if isinstance(rows, str | Mapping) or not isinstance(rows, Iterable):

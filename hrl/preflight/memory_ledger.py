@@ -393,7 +393,7 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool) -> En
     )
 
 
-# ---------------------------------------------------------------------------------------------- accounts
+# ---------------------------------------------------------------------------------------------- phases
 
 
 def _overhead() -> Iterator[Entry]:
@@ -476,7 +476,7 @@ def _machine(pools: list[_Pool]) -> Ledger:
     return Ledger("this machine", tuple(phases))
 
 
-# ---------------------------------------------------------------------------------------------- judged and told
+# ---------------------------------------------------------------------------------------------- verdicts
 
 
 def too_large(ledger: Ledger, capacity_bytes: float) -> str | None:

@@ -121,8 +121,8 @@ class AdvantageEstimator(StrEnum):
 _COLUMNS = {field.name for field in fields(AdvantageInput)}
 _EPSILON: dict[str, Any] = {"epsilon": GROUP_EPSILON}
 _FIXED = {
-    "epsilon": "the epsilon of a division is no option: epsilon",
-    "handle_zero_tail": "where only one response of a group is left the baseline is 0: handle_zero_tail",
+    "epsilon": "it only guards a division",
+    "handle_zero_tail": "the baseline is 0 where only one response of a group is left",
 }
 """Options of verl that have one value here, and why."""
 
@@ -159,7 +159,7 @@ def _estimator(
     def compute(given: _Given) -> tuple[Tensor, Tensor]:
         for option in _FIXED.keys() & options.keys():
             if given[option] != options[option]:
-                raise ValueError(f"{_FIXED[option]} is fixed at {options[option]}, got {given[option]}")
+                raise ValueError(f"{option} is fixed at {options[option]} ({_FIXED[option]}), got {given[option]}")
         config, divide = given.get("config"), given.get("norm_adv_by_std_in_grpo", True)
         settings = AdvantageConfig(
             gamma=float(given.get("gamma", _option(config, "gamma", 1.0))),

@@ -40,9 +40,9 @@ class DataProtoConfig(metaclass=_DataProtoConfig):
 
 
 class VerlDataProto:
-    """Members that `DataProto` has for those who come from verl."""
+    """Members of `DataProto` that only users coming from verl need."""
 
-    if TYPE_CHECKING:  # what they need of the class that they belong to
+    if TYPE_CHECKING:  # members of `DataProto` that they use
         batch: Any
         non_tensor_batch: dict[str, np.ndarray]
         meta_info: dict[str, Any]
@@ -79,7 +79,7 @@ class VerlDataProto:
         names = [*(self.batch.keys() if self.batch is not None else ()), *self.non_tensor_batch, *self.meta_info]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"keys {twice} stand in more than one of batch, non_tensor_batch and meta_info")
+            raise ValueError(f"keys {twice} are in more than one of batch, non_tensor_batch and meta_info")
         out = TensorDict({}, batch_size=(len(self),)) if self.batch is None else self.batch.copy()
         for key, column in self.non_tensor_batch.items():
             out[key] = NonTensorStack(*(NonTensorData(value) for value in column))
@@ -93,7 +93,7 @@ class VerlDataProto:
         self.batch, self.non_tensor_batch = ordered.batch, ordered.non_tensor_batch
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray) -> Self:
-        """Repeat row i `repeat_times[i]` times, in place of itself.
+        """Repeat row i `repeat_times[i]` times, the copies beside each other.
 
         Raises:
             ValueError: There is not exactly one number for each row.
@@ -133,7 +133,7 @@ class VerlDataProto:
         """Append `padding_size` copies of the `"first"` or the `"last"` row, in place.
 
         Raises:
-            ValueError: The candidate is neither, or there is no row to copy.
+            ValueError: The candidate is neither of them, or there is no row to copy.
         """
         if padding_candidate not in ("first", "last", ""):  # verl's default "" means the last one
             raise ValueError(f"padding_candidate must be 'first' or 'last', got {padding_candidate!r}")

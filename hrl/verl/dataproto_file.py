@@ -149,7 +149,9 @@ def load_parts(path: str | os.PathLike[str]) -> tuple[TensorDict | None, dict[st
     with safe_open(path, framework="pt", device="cpu") as file:
         header = file.metadata() or {}
         if header.get("format") != _FORMAT:
-            raise ValueError(f"{path} is no saved DataProto: its format is {header.get('format')!r}, not {_FORMAT!r}")
+            raise ValueError(
+                f"{path} is not a saved DataProto: its format is {header.get('format')!r}, not {_FORMAT!r}"
+            )
         names = file.keys()
         tensors = {name: file.get_tensor(name) for name in names}
     document = json.loads(header["document"])

@@ -74,10 +74,10 @@ def test_files_grammar_and_fields_are_reported_together():
         "recipe has no choice 'grop'. Did you mean grpo?",
         "trainer.seed can't read '[1': no viable alternative at input '[1'. "
         "Write a list without spaces, or quote it: 'trainer.seed=[…,…]'.",
-        "stray is no override. Write key=value.",
-        "= is no override. Write key=value.",
+        "stray is not an override. Write key=value.",
+        "= is not an override. Write key=value.",
         "a has several values; one run takes one. For a list write 'a=[1,2]'.",
-        "--fast is no option of this command. Write key=value; see --help.",
+        "--fast is not an option of this command. Write key=value; see --help.",
         "trainer.nnodes is 0, must be more than 0.",
     ]
 
@@ -162,7 +162,7 @@ def test_groups_of_the_user_stand_beside_hrls(own):
 @pytest.mark.parametrize("option", ["--config-dir", "--config-path"])
 def test_a_folder_that_is_missing_is_the_only_problem(own, option):
     (problem,) = problems(option, str(own / "house"), "trainer.seed=3")
-    assert problem.startswith(f"{option} names {own / 'house'}, which is no folder here.")
+    assert problem.startswith(f"{option} names {own / 'house'}, which is not a folder.")
 
 
 def test_a_relative_path_starts_at_the_working_folder(own, monkeypatch):

@@ -1,4 +1,4 @@
-"""`hrl check` takes the look that a run takes, and both say the same."""
+"""`hrl check` makes the checks that a run makes, and both say the same."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_the_offline_trainers_agree_too(line, tmp_path, capsys):
         ),
         (
             "trainer.default_local_dir=rows.jsonl/run",
-            "trainer.default_local_dir can't be used: the run folder {here}/rows.jsonl/run can't be made: "
+            "trainer.default_local_dir can't be used: the run folder {here}/rows.jsonl/run can't be created: "
             "{here}/rows.jsonl is a file; name a folder in another place with trainer.default_local_dir.",
         ),
         (
