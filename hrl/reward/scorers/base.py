@@ -6,7 +6,7 @@ data and is handled by `reward.on_error`; a text that the scorer then fails on i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,10 +26,6 @@ class RowError(ValueError):
     """A row that turned out to be bad only when a response was scored."""
 
 
-def _nothing() -> None:
-    """Import nothing."""
-
-
 @dataclass(frozen=True)
 class Scorer:
     """A built-in reward function.
@@ -47,4 +43,9 @@ class Scorer:
     read_truth: Callable[[str, Any, Mapping[str, Any]], Any]
     score: Callable[[str, Any], Reward]
     wrong: Reward = 0.0
-    load: Callable[[], None] = _nothing
+    load: Callable[[], None] = lambda: None
+
+
+def all_right(answers: Sequence[str], is_right: Callable[[str], bool]) -> float:
+    """Return 1.0 if there is an answer and all of them are right, else 0.0."""
+    return float(bool(answers) and all(map(is_right, answers)))

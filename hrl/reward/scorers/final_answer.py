@@ -8,7 +8,6 @@ earns nothing, while the same answer twice counts as one.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 _THINKING = re.compile(r"<(/?)(?:think|thinking)>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|[ \t]+(?=[-\\\d]))")
@@ -151,6 +150,6 @@ def _distinct(values: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(values))[:_MOST_ANSWERS]
 
 
-def sentences(text: str) -> Iterator[str]:
-    """Yield the sentences and lines of `text`, each with its own end mark."""
-    yield from (part for part in re.split(r"(?<=[.!?])\s+|\n+", text) if part.strip())
+def sentences(text: str) -> list[str]:
+    """Return the sentences and lines of `text`, each with its own end mark."""
+    return [part for part in re.split(r"(?<=[.!?])\s+|\n+", text) if part.strip()]

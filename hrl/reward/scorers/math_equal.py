@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer, TruthError
+from hrl.reward.scorers.base import Scorer, TruthError, all_right
 from hrl.reward.scorers.final_answer import (
     after_thinking,
     boxed_answers,
@@ -48,17 +48,20 @@ class AnswerTooComplexError(ValueError):
 
 @dataclass(frozen=True)
 class MathTruth:
-    """A ground truth as text, in normal form, and parsed.
+    """A ground truth as text and parsed.
 
     Attributes:
         text: The text, without a box around it.
-        form: The text in the MATH data set's normal form.
         parsed: The result of math-verify; empty if it is beyond the bounds.
     """
 
     text: str
-    form: str
     parsed: tuple[Any, ...]
+
+    @property
+    def form(self) -> str:
+        """The text in the MATH data set's normal form."""
+        return math_form(self.text)
 
 
 def equal_by_value(truth: MathTruth, answer: str, decimals: int = 6) -> bool:
@@ -219,17 +222,11 @@ def read_truth(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any
         parsed = None
     if parsed == ():
         raise TruthError(ground_truth, data_source, "is not a mathematical expression")
-    return truth_of(text, parsed or ())
-
-
-def truth_of(text: str, parsed: tuple[Any, ...]) -> MathTruth:
-    """Build a truth from a text without a box and its parsed form."""
-    return MathTruth(text, math_form(text), parsed)
+    return MathTruth(text, parsed or ())
 
 
 def _score_by_value(text: str, truth: MathTruth) -> float:
-    answers = explicit_answers(after_thinking(text))
-    return float(bool(answers) and all(equal_by_value(truth, answer) for answer in answers))
+    return all_right(explicit_answers(after_thinking(text)), lambda answer: equal_by_value(truth, answer))
 
 
 def load() -> None:

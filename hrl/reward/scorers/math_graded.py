@@ -10,7 +10,7 @@ import math
 import re
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer
+from hrl.reward.scorers.base import Scorer, all_right
 from hrl.reward.scorers.final_answer import after_thinking, boxed_answers, explicit_answers
 from hrl.reward.scorers.math_equal import (
     LONGEST_ANSWER,
@@ -23,7 +23,6 @@ from hrl.reward.scorers.math_equal import (
     parse_answer,
     parse_bounded,
     read_truth,
-    truth_of,
 )
 from hrl.reward.scorers.math_text import math_form
 
@@ -104,7 +103,7 @@ def _is_equal_part(wanted: str, given: str) -> bool:
     letters = set(re.sub(r"sqrt|frac", "", both)) & set("abcdefghijklmnopqrstuvwxyz")
     if len(letters) > 2 or _NOT_COMPUTED.search(both):
         return False
-    return equal_by_value(truth_of(wanted, parse_bounded(wanted) or ()), given, _EXACT_DECIMALS)
+    return equal_by_value(MathTruth(wanted, parse_bounded(wanted) or ()), given, _EXACT_DECIMALS)
 
 
 def is_close(truth: MathTruth, answer: str) -> bool:
@@ -133,8 +132,7 @@ def _value(parsed: tuple[Any, ...]) -> float | None:
 
 
 def _score_numina(text: str, truth: MathTruth) -> float:
-    answers = explicit_answers(after_thinking(text))
-    return float(bool(answers) and all(_is_right(truth, answer) for answer in answers))
+    return all_right(explicit_answers(after_thinking(text)), lambda answer: _is_right(truth, answer))
 
 
 def _is_right(truth: MathTruth, answer: str) -> bool:
@@ -148,8 +146,7 @@ def _without_brackets(text: str) -> str:
 
 
 def _score_geometry(text: str, truth: MathTruth) -> dict[str, float]:
-    boxes = boxed_answers(after_thinking(text))
-    accuracy = float(bool(boxes) and all(graded_equal(truth, box) for box in boxes))
+    accuracy = all_right(boxed_answers(after_thinking(text)), lambda box: graded_equal(truth, box))
     form = float(text.startswith("<think>") and _in_order(text, _GEOMETRY_FORMAT))
     return {"score": (1.0 - _GEOMETRY_FORMAT_WEIGHT) * accuracy + _GEOMETRY_FORMAT_WEIGHT * form, "acc": accuracy}
 

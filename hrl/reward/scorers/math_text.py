@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer, TruthError
+from hrl.reward.scorers.base import Scorer, TruthError, all_right
 from hrl.reward.scorers.final_answer import after_thinking, boxed_answers, sides_of
 
 _LONGEST_ANSWER = 2000
@@ -109,9 +109,9 @@ def _read_text(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any
 
 
 def _score_math(text: str, truth: str) -> float:
-    boxes = boxed_answers(after_thinking(text))
     right = math_form(truth)
-    return float(bool(boxes) and all(len(box) <= _LONGEST_ANSWER and math_form(box) == right for box in boxes))
+    boxes = boxed_answers(after_thinking(text))
+    return all_right(boxes, lambda box: len(box) <= _LONGEST_ANSWER and math_form(box) == right)
 
 
 def _score_dapo(text: str, truth: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer, TruthError
+from hrl.reward.scorers.base import Scorer, TruthError, all_right
 from hrl.reward.scorers.final_answer import (
     after_thinking,
     explicit_answers,
@@ -42,9 +42,9 @@ def single_number(answer: str) -> Decimal | None:
 
     In `7 + 5 = 12` it is the last side, unless another side is a different number.
     """
-    sides = [_only_number(side) for side in sides_of(answer)]
-    plain = {value for side, value in zip(sides_of(answer), sides, strict=True) if as_number(side) is not None}
-    return None if len(plain) > 1 else sides[-1]
+    sides = sides_of(answer)
+    plain = {_only_number(side) for side in sides if as_number(side) is not None}
+    return None if len(plain) > 1 else _only_number(sides[-1])
 
 
 def concluded_number(text: str) -> Decimal | None:
@@ -90,14 +90,13 @@ def _read_number(data_source: str, ground_truth: Any, extra_info: Mapping[str, A
 def _score_numeric(text: str, truth: Decimal) -> float:
     text = after_thinking(text)
     answers = explicit_answers(text) or hashed_answers(text)
-    if answers:
-        return float(all(single_number(answer) == truth for answer in answers))
-    return float(concluded_number(text) == truth)
+    if not answers:
+        return float(concluded_number(text) == truth)
+    return all_right(answers, lambda answer: single_number(answer) == truth)
 
 
 def _score_hashes(text: str, truth: Decimal) -> float:
-    answers = hashed_answers(after_thinking(text))
-    return float(bool(answers) and all(single_number(answer) == truth for answer in answers))
+    return all_right(hashed_answers(after_thinking(text)), lambda answer: single_number(answer) == truth)
 
 
 def _score_last_number(text: str, truth: Decimal) -> float:
