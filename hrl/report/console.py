@@ -226,7 +226,7 @@ class RunConsole:
 
     @contextmanager
     def step_phases(self, step: int) -> Iterator[None]:
-        """Around a step: on a terminal, show the phase bar."""
+        """Show the phases of a step on a terminal for the duration of the block."""
         self._bar.begin_step(_counter(step, self.total_steps))
         if not self._console.is_terminal:
             yield
@@ -240,7 +240,7 @@ class RunConsole:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around a phase; `name` is the timer's name."""
+        """Show a phase as running for the duration of the block; `name` is that of its timer."""
         self._bar.begin(LABELS.get(name, name))
         try:
             yield

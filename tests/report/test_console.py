@@ -266,6 +266,13 @@ def test_validation_table_compares_with_the_start():
     assert "val/" not in shown
 
 
+def test_every_validation_is_compared_with_the_first():
+    console, file = make_console(terminal=False)
+    for step, score in enumerate((0.5, 0.6, 0.9)):
+        console.validation(step, {"val/add/mean@1": score})
+    assert re.findall(r"[+-]0\.\d{3}", file.getvalue()) == ["+0.100", "+0.400"]
+
+
 # ---------------------------------------------------------------------------------------------- lines for programs
 
 
