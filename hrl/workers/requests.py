@@ -1,8 +1,8 @@
-"""What the driver asks of the ranks, as values: decided once, sent with the batch, and obeyed.
+"""What the driver asks of the ranks, as values that it decides once and sends with the batch.
 
-A request carries the plan of its rows and names the columns that it reads. Only these travel, and a batch that lacks
-one is refused on the driver. A rank gets the same request with its own part of the plan. No rank infers anything from
-what a batch has or lacks.
+A request carries the plan of its rows and names the columns that it reads. Only these columns travel, and the driver
+refuses a batch that lacks one. A rank gets the same request with its own part of the plan, and infers nothing from what
+its batch has or lacks.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ class SampleRequest(Request[P]):
 
     @property
     def columns(self) -> frozenset[str]:
+        """Names of the columns that the ranks read."""
         names = {"prompts", "attention_mask", "uid", "sample_index"}
         return frozenset(names | {"greedy"} if self.with_greedy else names)
 
@@ -117,7 +118,7 @@ class LogProbRequest(Request[P]):
 
 
 def temperature_of(meta_info: Mapping[str, Any]) -> float:
-    """Return the temperature that a batch was sampled at: log-probs are those of the distribution that was sampled.
+    """Return the temperature that a batch was sampled at.
 
     Raises:
         ValueError: The batch does not say.
@@ -134,13 +135,13 @@ def temperature_of(meta_info: Mapping[str, Any]) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """How a model learns, whatever from: what its worker is built with.
+    """How a model learns, whatever it learns from; given to its worker once.
 
     Attributes:
         optim: Optimizer and schedule.
         grad_clip: Largest global gradient norm.
         total_steps: Length of the run in optimizer steps, for the learning rate's schedule.
-        seed: Of the run, by which bfloat16 masters are rounded.
+        seed: Seed of the run, for the rounding of bfloat16 masters.
         run_folder: Where batches are kept whose loss or gradient is not finite; `None` outside of a run.
     """
 
@@ -163,7 +164,7 @@ class Update(Request[P]):
 
 
 class OldLogProbs(StrEnum):
-    """Whose log-probs are the old ones, to which a policy loss takes its ratio. The value is the column, if any."""
+    """Whose log-probs are the old ones, the divisor of a policy loss's ratio. The value is the column, if any."""
 
     COLUMN = "old_log_probs"
     """The trainer's, computed before the update."""
@@ -180,15 +181,15 @@ class PolicyUpdate(Update[P]):
     Attributes:
         temperature: Of the distribution that was sampled from.
         loss: Policy loss, entropy bonus and KL term, and how tokens become one number.
-        old_log_probs: Whose they are.
-        correction: In bypass mode, by what the update weighs and rejects against the sampler; else None.
-        measures_mismatch: Until a step moves the weights, measure how far the sampler's log-probs are from the
+        old_log_probs: Whose log-probs are the old ones.
+        correction: In bypass mode, how the update weighs and rejects by the ratio to the sampler; else None.
+        measures_mismatch: Until a step has moved the weights, measure how far the sampler's log-probs are from the
             update's own.
         is_weighted: The batch's `rollout_is_weights` weigh the loss of each token.
         selects_tokens: The loss treats the batch's `selected_tokens` differently.
 
     Raises:
-        ValueError: The update's own log-probs are to be the old ones in a second step, when the weights have moved.
+        ValueError: The update's own log-probs would be the old ones in a second step too, when the weights have moved.
     """
 
     temperature: float
@@ -224,6 +225,7 @@ class PolicyUpdate(Update[P]):
 
     @property
     def columns(self) -> frozenset[str]:
+        """Names of the columns that the ranks read."""
         return ROW_COLUMNS | set(self.token_columns)
 
 
@@ -241,6 +243,7 @@ class ValueUpdate(Update[P]):
 
     @property
     def columns(self) -> frozenset[str]:
+        """Names of the columns that the ranks read."""
         return ROW_COLUMNS | {"values", "returns"}
 
 
@@ -264,13 +267,14 @@ class PreferenceUpdate(Update[P]):
 
     @property
     def columns(self) -> frozenset[str]:
+        """Names of the columns that the ranks read."""
         is_read = {"ref_sequence_log_prob": self.has_reference, "rollout_log_probs": self.measures_mismatch}
         return ROW_COLUMNS | {"is_chosen"} | {name for name, read in is_read.items() if read}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SupervisedUpdate(Update[P]):
-    """Make a policy more likely to say what the rows say.
+    """Make a policy more likely to give the answers of the rows.
 
     Attributes:
         temperature: Of the distribution whose log-probs are raised.
@@ -297,6 +301,7 @@ class RewardModelUpdate(Update[P]):
 
     @property
     def columns(self) -> frozenset[str]:
+        """Names of the columns that the ranks read."""
         return ROW_COLUMNS | {"is_chosen", "margin"}
 
 

@@ -40,10 +40,16 @@ class HfModelWriter:
         self._written: set[str] = set()
 
     def begin(self) -> None:
+        """Expect a complete set of weights."""
         self._written = set()
 
     @torch.no_grad()
     def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy weights into the model.
+
+        Raises:
+            WeightSyncError: The model has no such parameter, or one of another shape.
+        """
         for name, tensor in weights:
             if name not in self._holders:
                 raise WeightSyncError(f"the model has no parameter {name!r}")
@@ -58,6 +64,11 @@ class HfModelWriter:
             self._written.add(name)
 
     def finish(self, kept: Collection[str] = ()) -> None:
+        """Check that everything was written, but for the names in `kept`.
+
+        Raises:
+            WeightSyncError: Weights are missing; names them.
+        """
         missing = sorted(self._holders.keys() - self._written - set(kept))
         if missing:
             raise WeightSyncError(f"the trainer sent nothing for {', '.join(missing[:8])}")
@@ -66,6 +77,7 @@ class HfModelWriter:
         """Leave what was written: the receiver counts the model as broken until the next complete set."""
 
     def read_back(self, name: str) -> Tensor | None:
+        """Return a weight as the model has it."""
         holder, _ = self._holders[name]
         tensor = self._tensors[holder].detach()
         return tensor if self._form.is_whole(holder) else tensor.view(-1)[self._positions_in(holder)[name]]
@@ -109,10 +121,12 @@ class HfEngine(RolloutEngine):
         self._runner: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
+        """Load the model."""
         self._model = await self._in_thread(self._load)
         self._receiver = WeightReceiver(HfModelWriter(self._model), self.name)
 
     async def shutdown(self) -> None:
+        """Cancel what is being sampled and drop the model."""
         if self._runner is not None:
             self._runner.cancel()
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -133,6 +147,7 @@ class HfEngine(RolloutEngine):
         await self._in_thread(self._running(self._receiver).begin, manifest, handle, version)
 
     async def weights_load(self, index: int) -> None:
+        """Take one published bucket."""
         await self._in_thread(self._running(self._receiver).load, index)
 
     async def _commit_weights(self) -> list[ReceiverReport]:
@@ -166,7 +181,7 @@ class HfEngine(RolloutEngine):
                     request.done.set_result(output)
 
     def _fail_what_is_open(self, runner: asyncio.Task[None]) -> None:
-        """Answer the requests of a runner that has ended early, for whatever reason: nobody else would."""
+        """Fail the open requests of a runner that has ended early, for whatever reason; nobody else would."""
         error = EngineDeadError("the transformers engine was shut down") if runner.cancelled() else runner.exception()
         if error is not None:
             _fail([*self._batch, *self._waiting], error)

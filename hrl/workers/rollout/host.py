@@ -1,4 +1,4 @@
-"""`RolloutHost`: an engine, its event loop, and the batch methods on top of its request interface."""
+"""`RolloutHost`: an engine, the event loop that it runs on, and the batch method on top of its request interface."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-#: Where the engine of `rollout.name` stands. Only the one that runs is imported.
+#: `rollout.name` → module and class of the engine. Only the one that runs is imported.
 ENGINES = {
     "vllm": ("hrl.workers.rollout.vllm_engine", "VllmEngine"),
     "hf": ("hrl.workers.rollout.hf_engine", "HfEngine"),
@@ -69,7 +69,7 @@ class RolloutHost:
     Args:
         setup: What the engine is opened with.
         name: For messages and threads, e.g. `"rollout rank 0"`.
-        lead: Of the ranks of a tensor-parallel engine on GPUs, which send weights along with this process.
+        lead: The lead of a tensor-parallel engine on GPUs, all of whose ranks send weights.
     """
 
     def __init__(self, setup: EngineSetup, *, name: str = "rollout", lead: Lead | None = None) -> None:
@@ -92,11 +92,12 @@ class RolloutHost:
         """Version of the weights that are served."""
         return self.engine.policy_version
 
-    def begin_start(self) -> None:
+    def begin_start(self) -> Future[None]:
         """Start the engine in the background, so that a trainer can load its own model in the meantime."""
         if self._starting is None:
             self._loop = LoopThread(f"{self.name} engine")
             self._starting = self._loop.submit(self.engine.start())
+        return self._starting
 
     def start(self, timeout_s: float = START_TIMEOUT_S) -> None:
         """Wait until the engine is ready.
@@ -104,16 +105,13 @@ class RolloutHost:
         Raises:
             RolloutError: It failed to start, or did not start in time; nothing of it is left.
         """
-        self.begin_start()
-        starting = self._starting
-        assert starting is not None  # `begin_start` sets it
         try:
-            starting.result(timeout=timeout_s)
+            self.begin_start().result(timeout=timeout_s)
         except TimeoutError:
             self.engine.kill()
             self.shutdown()
             raise RolloutError(f"{self.name}: the engine did not start within {timeout_s:g} s") from None
-        except BaseException:
+        except BaseException:  # Ctrl-C included: whatever ends the start, nothing of the engine stays behind
             self.shutdown()
             raise
 
@@ -198,7 +196,7 @@ class RolloutHost:
         )
 
     def sleep(self) -> None:
-        """Give the engine's device memory to the trainer, where the engine can."""
+        """Have the engine give its device memory to the trainer, if it can."""
         if self.engine.supports_sleep and self._config.free_cache_engine:
             # What is not sent in a sync must not be dropped: no sync would bring it back.
             level = KEEP_WEIGHTS if self._keeps_weights else DROP_WEIGHTS
@@ -206,7 +204,7 @@ class RolloutHost:
             self._lost_weights |= level == DROP_WEIGHTS
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take it back: `"weights"` before a weight sync, `"kv_cache"` after it."""
+        """Have the engine take memory back: for `"weights"` before a weight sync, for `"kv_cache"` after it."""
         if self.engine.supports_sleep and self._config.free_cache_engine:
             self._control(self.engine.wake(tags), "waking up", CONTROL_TIMEOUT_S)
 
@@ -222,7 +220,7 @@ class RolloutHost:
         Args:
             version: Policy version of the weights.
             specs: (name, dtype, shape) of what `weights` will yield; used in the first call.
-            weights: (name, full tensor); run to its end whatever happens.
+            weights: (name, full tensor); always exhausted, also after an error.
             kept: Names of what the engine keeps from its folder; used in the first call.
 
         Raises:
@@ -242,7 +240,7 @@ class RolloutHost:
         return self._sync.push(version, weights)
 
     def refuse_weights(self, reason: str) -> None:
-        """Tell the ranks that send along that this sync does not begin."""
+        """Tell the other ranks that would send weights that this sync does not begin."""
         if self._lead is not None:
             self._lead.refuse(reason, CONTROL_TIMEOUT_S)
 
@@ -365,15 +363,15 @@ def check_output(output: SampleOutput, name: str, *, max_tokens: int, vocab_size
     Raises:
         RolloutError: Names the sample and what is wrong with it.
     """
-    tokens, log_probs = output.token_ids, output.log_probs
+    tokens, log_probs = output.token_ids, output.log_probs  # thousands: looked at by functions that don't run Python
     wrong = None
     if len(tokens) != len(log_probs):
         wrong = f"{len(tokens)} tokens with {len(log_probs)} log-probs"
     elif len(tokens) > max_tokens:
         wrong = f"{len(tokens)} tokens, although at most {max_tokens} were asked for"
-    elif any(not 0 <= token < vocab_size for token in tokens):
+    elif tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
         wrong = f"a token outside the vocabulary of {vocab_size}"
-    elif not all(math.isfinite(value) and value <= LOG_PROB_TOLERANCE for value in log_probs):
+    elif not all(map(math.isfinite, log_probs)) or max(log_probs, default=0.0) > LOG_PROB_TOLERANCE:
         wrong = "a log-prob that is not a finite number below 0"
     elif output.policy_version != version:
         wrong = f"policy version {output.policy_version}, although version {version} is served"

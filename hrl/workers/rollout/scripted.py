@@ -1,4 +1,4 @@
-"""An engine without a model, for tests of everything around an engine: it answers and misbehaves as it is told."""
+"""An engine without a model, for tests of everything around an engine: it answers and misbehaves as a script says."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Script:
         log_prob: Of every token; `None` is uniform over the vocabulary.
         stale_version: Answers carry the version before the served one.
         drop_tensor: Name of a tensor that a sync doesn't write.
-        corrupt_tensor: Name of a tensor that a sync writes wrongly.
         sync_hang: A sync stops at its first bucket.
         sync_die: The engine is dead from a sync's first bucket on.
         sleeps: The engine gives memory back, as one on a GPU does.
@@ -56,7 +55,6 @@ class Script:
     log_prob: float | None = None
     stale_version: bool = False
     drop_tensor: str | None = None
-    corrupt_tensor: str | None = None
     sync_hang: bool = False
     sync_die: bool = False
     sleeps: bool = False
@@ -72,18 +70,29 @@ class DictWriter:
         self._written: set[str] = set()
 
     def begin(self) -> None:
+        """Expect a complete set of weights."""
         self._written = set()
 
     def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Keep copies of the weights.
+
+        Raises:
+            WeightSyncError: The first sync had no such weight.
+        """
         for name, tensor in weights:
             if self._expected is not None and name not in self._expected:
                 raise WeightSyncError(f"the model has no parameter {name!r}")
             if name == self._script.drop_tensor:
                 continue
             self._written.add(name)
-            self.weights[name] = tensor + 1 if name == self._script.corrupt_tensor else tensor.clone()
+            self.weights[name] = tensor.clone()
 
     def finish(self, kept: Collection[str] = ()) -> None:
+        """Check that everything was written that the first sync had.
+
+        Raises:
+            WeightSyncError: Weights are missing; names them.
+        """
         dropped = {self._script.drop_tensor} if self._script.drop_tensor is not None else set()
         missing = sorted((self._expected or self._written | dropped) - self._written - set(kept))
         if missing:
@@ -94,6 +103,7 @@ class DictWriter:
         """Leave what was written."""
 
     def read_back(self, name: str) -> Tensor | None:
+        """Return a weight as it was written."""
         return self.weights.get(name)
 
     def drop(self) -> None:
@@ -120,9 +130,11 @@ class ScriptedEngine(RolloutEngine):
         self._receiver = WeightReceiver(self.writer, self.name)
 
     async def start(self) -> None:
+        """Take as long as the script says."""
         await asyncio.sleep(self._script.start_s)
 
     async def shutdown(self) -> None:
+        """Answer nothing any more."""
         self._dead = True
 
     async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
@@ -162,6 +174,7 @@ class ScriptedEngine(RolloutEngine):
         self._receiver.begin(manifest, handle, version)
 
     async def weights_load(self, index: int) -> None:
+        """Take one published bucket, unless the script says otherwise."""
         self._require_alive()
         if self._script.sync_die:
             self._die()

@@ -102,7 +102,7 @@ def engine_args(setup: EngineSetup) -> dict[str, Any]:
 
 
 def engine_environment(setup: EngineSetup) -> dict[str, str | None]:
-    """Return environment variables for the engine's processes; `None` is a variable that they must not have."""
+    """Return environment variables for the engine's processes; `None` stands for one that they must not have."""
     devices = {} if setup.visible_devices is None else {"CUDA_VISIBLE_DEVICES": setup.visible_devices}
     threads = setup.num_threads
     if threads is None and setup.device.type == "cpu":
@@ -138,6 +138,11 @@ class VllmEngine(RolloutEngine):
         self._others: frozenset[int] = frozenset()
 
     async def start(self) -> None:
+        """Start vLLM in processes of its own.
+
+        Raises:
+            RolloutError: vLLM is not installed, is of a version that hrl does not support, or did not start.
+        """
         self._others = frozenset(process.pid for process in _engine_processes() if process.pid is not None)
         with _environment(engine_environment(self.setup)):
             try:
@@ -153,7 +158,7 @@ class VllmEngine(RolloutEngine):
             try:
                 # Blocks this loop on purpose: the child's life is bound to that of the thread that starts it.
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_args(self.setup)))
-            except Exception as error:  # whatever vLLM and what it reads the model with may raise
+            except Exception as error:  # reading a model runs vLLM's and transformers' code, which raise anything
                 raise RolloutError(
                     f"the vLLM engine for {self.setup.model.path} did not start: {error} (the engine process wrote "
                     "the cause to stderr; VLLM_LOGGING_LEVEL=INFO says more)"
@@ -163,6 +168,7 @@ class VllmEngine(RolloutEngine):
         self._lives = [ProcessLife(process["pid"]) for process in self.processes]
 
     async def shutdown(self) -> None:
+        """End the engine's processes, by force where they take too long."""
         llm, self._llm = self._llm, None
         if llm is not None:
             if llm.output_handler is not None:  # it would report the end of the engine's process as a failure
@@ -173,6 +179,7 @@ class VllmEngine(RolloutEngine):
             await asyncio.get_running_loop().run_in_executor(None, life.end, _EXIT_TIMEOUT_S)
 
     def kill(self) -> None:
+        """Kill the processes that this engine has started."""
         # A start that hangs can't be cancelled from outside; it fails when its child is gone.
         for child in _engine_processes():
             if child.pid not in self._others:
@@ -197,6 +204,7 @@ class VllmEngine(RolloutEngine):
         await self._call("hrl_weights_begin", manifest.to_plain(), dict(handle), version)
 
     async def weights_load(self, index: int) -> None:
+        """Take one published bucket in every process."""
         await self._call("hrl_weights_load", index)
 
     async def _commit_weights(self) -> list[ReceiverReport]:
@@ -223,7 +231,7 @@ class VllmEngine(RolloutEngine):
         return answers
 
     async def _alive(self, call: Coroutine[Any, Any, T], during: str) -> T:
-        """Return the call's result, or raise when the engine dies meanwhile: vLLM would wait for its answer forever."""
+        """Return the call's result. Raise if the engine dies meanwhile, since vLLM would wait for an answer forever."""
         task = asyncio.ensure_future(call)
         try:
             while not (await asyncio.wait({task}, timeout=_LIVENESS_INTERVAL_S))[0]:
@@ -232,7 +240,7 @@ class VllmEngine(RolloutEngine):
             return task.result()
         except (RolloutError, asyncio.CancelledError):
             raise
-        except Exception as error:  # a bare Exception is what vLLM raises when a call failed in the engine
+        except Exception as error:  # vLLM raises a bare Exception when a call failed in the engine's process
             raise self._explain(error, during) from error
         finally:
             task.cancel()
@@ -281,7 +289,7 @@ class VllmEngine(RolloutEngine):
 
     def _epitaph(self, during: str) -> str:
         pids = ", ".join(str(process["pid"]) for process in self.processes)
-        return f"the vLLM engine (pid {pids}) died during {during}; its last words are on stderr"
+        return f"the vLLM engine (pid {pids}) died during {during}; its last output is on stderr"
 
 
 def _engine_processes() -> list[multiprocessing.process.BaseProcess]:
@@ -318,7 +326,7 @@ def request_errors() -> tuple[type[Exception], ...]:
 
 
 class ProcessLife:
-    """A hold on a process that is no child of this one, by which its end is waited for or brought about."""
+    """A handle on a process that is no child of this one, to wait for its end or to kill it."""
 
     def __init__(self, pid: int) -> None:
         self._fd = os.pidfd_open(pid)  # stays that of the same process if its pid is given to another one
@@ -336,7 +344,7 @@ class ProcessLife:
 
 @contextlib.contextmanager
 def _environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set environment variables, or remove those that are `None`, for the processes that are started meanwhile."""
+    """Set environment variables for the processes that are started in the block; `None` removes one."""
     before = {name: os.environ.get(name) for name in values}
     threads = torch.get_num_threads()
     _set_environment(values)

@@ -79,6 +79,7 @@ class VllmModelWriter:
         self._silent = False
 
     def begin(self) -> None:
+        """Bring every layer back to its loadable form."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -90,6 +91,11 @@ class VllmModelWriter:
         self._required = _required_parameters(self._model, self._tied)
 
     def write(self, weights: Sequence[tuple[str, Tensor]]) -> None:
+        """Hand weights to vLLM's loader.
+
+        Raises:
+            WeightSyncError: The loader refuses one; names the first and the last of the bucket.
+        """
         from vllm.config import set_current_vllm_config
 
         try:
@@ -109,6 +115,11 @@ class VllmModelWriter:
         self._keep_unfinished_layers(weights)
 
     def finish(self, kept: Collection[str] = ()) -> None:
+        """Convert the layers to what the kernels use, if all of them got all their weights but for those in `kept`.
+
+        Raises:
+            WeightSyncError: Weights are missing; names them.
+        """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
@@ -131,6 +142,7 @@ class VllmModelWriter:
         self._written = dict(_as_loaded(self._model))
 
     def cancel(self) -> None:
+        """Drop what layers have collected, and convert back those that are complete."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -144,6 +156,7 @@ class VllmModelWriter:
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
 
     def read_back(self, name: str) -> Tensor | None:
+        """Return a parameter that vLLM keeps as it is loaded; None for others."""
         return self._written.get(name)
 
     def _hint(self) -> str:
