@@ -47,7 +47,7 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
 
 
 def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
-    """Run to an exit status; errors that explain themselves go to standard error, without a traceback.
+    """Run, and return the exit status. Errors that explain themselves go to standard error without a traceback.
 
     Args:
         config: The validated configuration.

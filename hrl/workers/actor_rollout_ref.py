@@ -62,7 +62,7 @@ class ActorRolloutRefWorker(ModelWorker):
         training: How the model learns; `None` for a role that does not.
         checkpoint: What is saved and loaded of a model that learns; `None` for its whole state.
         rollout: The engine's section; `None` where there is none.
-        runtime: Device, threads, widths and deadlines of this process.
+        runtime: Device, threads and deadlines of this process.
         model_path: Folder of the model on the driver's node.
 
     Raises:
@@ -167,11 +167,9 @@ class ActorRolloutRefWorker(ModelWorker):
         return Policy(self.model_source(), self.training, self.fsdp, device=self.device)
 
     def _engine_devices(self) -> str | None:
-        """Return the GPUs of the ranks that form this rank's engine, as CUDA_VISIBLE_DEVICES names them.
+        """Return the GPUs of the ranks that form this rank's engine, for CUDA_VISIBLE_DEVICES; every rank calls it.
 
-        Every rank calls it.
-
-        Ranks that will send weights to a common engine find each other here.
+        Ranks that send weights to the same engine find each other here.
 
         Raises:
             RolloutError: The ranks of an engine are on several nodes.
@@ -279,9 +277,9 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep_rollout(self) -> None:
-        """Give the engine's device memory to the trainer it shares the device with.
+        """Give the engine's device memory to the trainer that it shares the device with.
 
-        Nothing on a CPU, where vLLM cannot sleep, and nothing on a pool of the engine's own.
+        Do nothing on a CPU, where vLLM cannot sleep, and on a pool of the engine's own.
         """
         if self._host is not None and self.role == "actor_rollout":
             self._host.sleep()
@@ -292,8 +290,7 @@ class ActorRolloutRefWorker(ModelWorker):
     def sync_weights(self, version: int) -> dict[str, float]:
         """Hand the policy's weights to the engine of this process as `version` and get it ready to sample.
 
-        The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need, and
-        finds that memory free again when they are through.
+        The engine wakes in two stages, so that its cache does not take the memory that the gathered weights need.
         """
         self.engine.offload()  # before the engine takes back what it gave the trainer
         release_cached_memory(self.device)
@@ -307,7 +304,7 @@ class ActorRolloutRefWorker(ModelWorker):
         return sync_metrics(report)
 
     def _push_weights(self, version: int) -> SyncReport | None:
-        """This rank's part of a sync. Every rank gathers all weights, and no reference to them outlives the call."""
+        """Do this rank's part of a sync. Every rank gathers all weights and keeps none of them."""
         dtype = getattr(torch, self.rollout.dtype)
         weights, kept = self.engine.iter_full_params(dtype), self.engine.frozen_names()
         if self._host is not None:
@@ -329,7 +326,7 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def open_weight_broadcast(self, num_receivers: int, address: str) -> tuple[Manifest, dict[str, Any]]:
-        """Trainer rank 0, which engines reach at `address`, opens the group; returns what they need to join it."""
+        """Open the group on trainer rank 0, which engines reach at `address`; returns what they need to join it."""
         from hrl.workers.weight_sync.broadcast import BroadcastSender
         from hrl.workers.weight_sync.sender import WeightSync
         from hrl.workers.weight_sync.wire import Manifest
@@ -353,19 +350,19 @@ class ActorRolloutRefWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def receive_weights(self, version: int, manifest: Manifest, handle: dict[str, Any]) -> dict[str, float]:
-        """Every engine takes the weights that trainer rank 0 broadcasts. Ranks of an engine are consecutive."""
+        """Take the weights that trainer rank 0 broadcasts. Ranks of an engine are consecutive."""
         if self._host is None:
             return {}
         return read_back_metrics(self._host.receive_weights(version, manifest, handle | {"first_rank": 1 + self.rank}))
 
 
 def own_device(visible: str | None, index: int) -> str:
-    """What `CUDA_VISIBLE_DEVICES` (None where it is unset) calls the device that this process knows as `index`."""
+    """Return how CUDA_VISIBLE_DEVICES (`visible`; None where it is unset) names this process's device `index`."""
     return str(index) if visible is None else visible.split(",")[index].strip()
 
 
 def engine_devices(places: Sequence[tuple[str, str]], rank: int, size: int) -> str:
-    """The GPUs of the `size` consecutive ranks that form the engine of `rank`, as CUDA_VISIBLE_DEVICES names them.
+    """Return the GPUs of the `size` consecutive ranks that form the engine of `rank`, for CUDA_VISIBLE_DEVICES.
 
     Args:
         places: Node and device of every rank, see `own_device`.

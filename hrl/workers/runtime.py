@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Runtime:
-    """The settings of a worker process that are not the model's.
+    """The settings of a worker process that belong to no model.
 
     Attributes:
         device: `"cpu"` or `"cuda"`, already decided by the driver (never `"auto"`).

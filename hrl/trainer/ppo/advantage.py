@@ -24,7 +24,7 @@ from hrl.trainer.ppo.sampler_mismatch import weighs_tokens
 def apply_kl_penalty(
     data: DataProto, kl_ctrl: KLController, kl_penalty: str = "kl"
 ) -> tuple[DataProto, dict[str, float]]:
-    """Take the scaled KL to the reference off the scores, token by token.
+    """Subtract the scaled KL to the reference from the scores, token by token.
 
     `r_t = score_t - beta * kl_t` (Ziegler et al., 2019, arXiv:1909.08593, eq. 2). The controller then moves beta.
 
@@ -100,7 +100,7 @@ def compute_advantage(
 
 
 def needed_columns(traits: EstimatorTraits) -> list[str]:
-    """Return the names of the columns without which an estimator can't be computed, beside rewards and mask."""
+    """Return the names of the columns that an estimator can't do without, beside rewards and mask."""
     needs = {
         "values": traits.needs_critic,
         "reward_baselines": traits.needs_baseline,
@@ -113,7 +113,8 @@ def needed_columns(traits: EstimatorTraits) -> list[str]:
 def advantage_columns(config: PPOTrainerConfig) -> list[str]:
     """Return the names of the columns that a run gives its estimator beside rewards and mask.
 
-    Also those that the run has for another reason: an estimator in verl's form takes what there is.
+    Besides those that the estimator needs, these are columns that the run has for another reason: an estimator in
+    verl's form takes whatever there is.
     """
     has = {
         "values": config.needs_critic,
@@ -125,7 +126,7 @@ def advantage_columns(config: PPOTrainerConfig) -> list[str]:
 
 
 def rows_without_advantage(data: DataProto) -> np.ndarray:
-    """Rows, as (B,) bool, with advantage 0 at every trained token.
+    """Return which rows have advantage 0 at every trained token, as (B,) bool.
 
     They move no weight through losses with the trait `zero_at_zero_advantage`.
     """

@@ -1,4 +1,4 @@
-"""Around a sampling call: which rows go in, whether what comes back may be trained on, and what leaves as baselines."""
+"""What surrounds a sampling call: its rows and sampling, checks of what comes back, and greedy baselines."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def prompt_batch(
         rollout: The `rollout` part of the configuration.
         step: The trainer's step, which sampling seeds derive from.
         validate: Take the number of samples of `val_kwargs`.
-        wave: How many batches were sampled in this step before. A prompt that comes again, because a small data set
-            begins anew, is another group with other samples.
-        with_greedy: Behind all samples, one row per prompt that takes the most likely tokens (`greedy`).
+        wave: How many batches the step has sampled before. A prompt that comes again, because a small data set begins
+            anew, is another group with other samples.
+        with_greedy: Append one row per prompt that takes the most likely tokens; the column `greedy` marks it.
 
     Returns:
         `n` consecutive rows per prompt, with non-tensor `uid` (B,) and `sample_index` (B,).
@@ -99,7 +99,7 @@ def check_policy_version(batch: DataProto, expected: int) -> None:
 
 
 def count_troubles(samples: DataProto) -> dict[str, Metric]:
-    """Return counts that tell a silent failure of sampling from a response.
+    """Return how many responses are empty, aborted or cut off.
 
     Args:
         samples: `response_mask (B, R)` as the engine gave it, and `finish_reason`.
@@ -115,8 +115,8 @@ def count_troubles(samples: DataProto) -> dict[str, Metric]:
 def take_baselines(batch: DataProto, scores: Tensor, kept: Tensor) -> tuple[DataProto, dict[str, Metric]]:
     """Take the greedy rows out of a scored batch and give their scores to the samples of the same prompt.
 
-    The greedy response of a prompt is the baseline of its samples (ReMax, arXiv:2310.10505).
-    Where the reward function left a greedy row out there is no baseline: the samples of that prompt train nothing.
+    The greedy response of a prompt is the baseline of its samples (ReMax, arXiv:2310.10505). If the reward function
+    left the greedy row out, there is no baseline, and the samples of that prompt train nothing.
 
     Args:
         batch: Sampled rows with `uid` and `greedy`.

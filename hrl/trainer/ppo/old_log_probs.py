@@ -1,6 +1,6 @@
-"""Whose log-probs are the old ones of a step's update, who computes them, and what else the update is asked for.
+"""The request of a policy update: whose log-probs are the old ones, who computes them, what else the ranks are told.
 
-Decided here on the driver, as a request; no rank decides any of it again.
+All of it is decided here, on the driver.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hrl.workers.requests import OldLogProbs, PolicyUpdate
 def is_on_policy(config: PPOTrainerConfig) -> bool:
     """Return whether a batch is used for one optimizer step only.
 
-    Then the old log-probs are the update's own and cost no forward pass: the ratio is exactly 1.
+    The old log-probs are then the update's own and need no forward pass: the ratio is exactly 1.
     """
     actor = config.actor_rollout_ref.actor
     return actor.ppo_epochs == 1 and actor.ppo_mini_batch_size >= config.data.train_batch_size
@@ -37,7 +37,7 @@ def needs_old_log_prob(config: PPOTrainerConfig) -> bool:
 
 
 def update_measures_mismatch(config: PPOTrainerConfig, *, bypasses: bool) -> bool:
-    """Return whether the update compares sampler and trainer: where no phase before it has.
+    """Return whether the update compares sampler and trainer, because no earlier phase has.
 
     Args:
         config: The whole configuration.
@@ -47,7 +47,7 @@ def update_measures_mismatch(config: PPOTrainerConfig, *, bypasses: bool) -> boo
 
 
 def old_log_probs_of(config: PPOTrainerConfig, *, bypasses: bool) -> OldLogProbs:
-    """Return whose log-probs the update takes for the old ones; arguments as there."""
+    """Return whose log-probs the update takes for the old ones; for the arguments see `update_measures_mismatch`."""
     if bypasses:
         return OldLogProbs.SAMPLER
     return OldLogProbs.OWN if is_on_policy(config) else OldLogProbs.COLUMN

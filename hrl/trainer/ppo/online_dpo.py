@@ -46,7 +46,7 @@ class OnlineDPOTrainer(RayPPOTrainer):
         return batch
 
     def compute_advantage(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """There are none."""
+        """Return the batch as it is: pairs have no advantages."""
         return batch
 
     def describe(self, batch: DataProto) -> dict[str, float]:
@@ -54,9 +54,9 @@ class OnlineDPOTrainer(RayPPOTrainer):
         return compute_data_metrics(batch, use_critic=False, has_advantages=False)
 
     def rows_to_learn(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
-        """Return the pairs: the best and the worst sample of a prompt, one behind the other.
+        """Return the pairs: the best and the worst sample of each prompt, one after the other.
 
-        Where these are few, or none, other samples are compared with the sampler as well.
+        If there are few pairs or none, sampler and trainer are also compared on other samples.
         """
         preference, groups = batch.batch["preference"], group_codes(batch.non_tensor_batch["uid"])
         best, worst = (
@@ -72,7 +72,7 @@ class OnlineDPOTrainer(RayPPOTrainer):
         return pairs
 
     def update_actor(self, batch: DataProto, metrics: StepMetrics) -> None:
-        """One pass of DPO over the pairs, `ppo_mini_batch_size` of them per optimizer step."""
+        """Learn from the pairs by the preference loss, `ppo_mini_batch_size` of them per optimizer step."""
         if not len(batch):
             self.reporter.console.note(f"step {self.global_steps}: no two samples of a prompt differ, nothing to learn")
             return

@@ -1,4 +1,4 @@
-"""The driver's view of rewards: samples go to a service as they finish, and come back as one score per row.
+"""The driver's side of rewards: samples go to a service as they finish and come back as one score per row.
 
 The rollout workers send every sample to a Ray actor as it finishes, so that rewards are computed while the rest is
 still generated.
@@ -29,11 +29,11 @@ class RewardService:
 
     Args:
         config: The whole configuration.
-        data_sources: The data sources to come, so that their scorers are loaded beforehand.
+        data_sources: The data sources of the run, whose scorers are loaded beforehand.
         function: A reward function that the caller has as an object, in place of the one that the configuration names.
 
     Attributes:
-        shaping: What is done to the rewards of training samples; its state belongs into a checkpoint.
+        shaping: Shapes the rewards of training samples; its state is part of a checkpoint.
 
     Raises:
         RewardFunctionError: The reward function cannot be loaded.

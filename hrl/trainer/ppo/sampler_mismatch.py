@@ -95,7 +95,7 @@ def correct_for_sampler(batch: DataProto, settings: RolloutCorrectionConfig) -> 
 
 
 def with_sample_sizes(metrics: dict[str, float]) -> None:
-    """Add the effective sample sizes, of the batch as it was sampled and as it is weighed, in place."""
+    """Add, in place, the effective sample sizes of the batch as it was sampled and as it is weighed."""
     ratio, mean = metrics.pop("rollout_corr/ratio", None), metrics.get("rollout_corr/rollout_is_mean")
     if ratio is not None:
         second_moment = metrics["rollout_corr/chi2_token"] + 1.0
@@ -126,17 +126,18 @@ def drift_alarm(drift: float | None, limit: float) -> str | None:
 
 
 class DriftGate:
-    """Whether the sampler's log-probs may stand for the trainer's in the next step.
+    """Decides whether the next step may take the sampler's log-probs in place of the trainer's.
 
-    It judges by the last difference that was measured: in bypass mode by the update itself, which has the trainer's
-    log-probs of the weights that sampled (and by `spot_check` of the rows that the update does not run), else by the
-    forward pass that the closed gate brings back. So it is one step late, and opens again when the two agree.
+    It judges by the last difference that was measured. While it is open, the update measures it, which has the
+    trainer's log-probs of the weights that sampled (and `spot_check` for the rows that the update does not run). While
+    it is closed, the forward pass for the old log-probs does. So it moves one step late, and opens again when the two
+    agree.
 
     Args:
         limit: The largest mean absolute difference of log-probs.
 
     Attributes:
-        is_closed: Log-probs are computed by the trainer.
+        is_closed: Whether the trainer computes the old log-probs.
     """
 
     def __init__(self, limit: float) -> None:
@@ -144,10 +145,9 @@ class DriftGate:
         self.is_closed = False
 
     def judge(self, drift: float | None) -> str | None:
-        """Take the step's mean absolute difference; a sentence where the gate moves.
+        """Take the step's mean absolute difference, and return what to tell the user if the gate moves.
 
-        It stays where it is without a measurement (`None`: no sample had a trained token), which says nothing about
-        the next step. NaN is no agreement.
+        Without a measurement (`None`: no sample had a trained token) it stays where it is. NaN is no agreement.
         """
         if drift is None or is_apart(drift, self.limit) == self.is_closed:
             return None

@@ -23,7 +23,7 @@ def step_generator(seed: int, step: int, purpose: str) -> torch.Generator:
 def draw_by_score(
     batch: DataProto, settings: PfPpoConfig, generator: torch.Generator
 ) -> tuple[DataProto, dict[str, float]]:
-    """Rows drawn with replacement, those with decided scores more often (PF-PPO, arXiv:2409.06957).
+    """Draw rows with replacement, those with decided scores more often (PF-PPO, arXiv:2409.06957).
 
     Args:
         batch: With advantages; its scores decide.
@@ -31,8 +31,8 @@ def draw_by_score(
         generator: Of this draw.
 
     Returns:
-        As many rows. Each has a `uid` of its own: groups have done their part, and mini-batches are cut by rows. And
-        `pf_ppo/distinct_rows`, the share of the rows that were drawn at all.
+        As many rows, each with a `uid` of its own, since groups have no use any more and mini-batches are cut by rows;
+        and `pf_ppo/distinct_rows`, the share of the rows that were drawn at all.
     """
     scores = batch.batch["token_level_scores"].sum(-1)
     counted = batch.batch["response_mask"].bool().any(-1)

@@ -38,10 +38,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UpdateNames:
-    """What an update and its metrics are called.
+    """The names of an update and of its metrics.
 
     Attributes:
-        update: In messages and names of files.
+        update: Name in messages and of files.
         grad_norm: Mean norm of the gradients of the steps that were applied.
         lr: The rate of the last step.
         skipped_steps: Steps that were not finite.
@@ -239,9 +239,9 @@ class Engine:
             request: What is asked for.
             run: From a packed micro-batch to `(N,)` results.
             loss_of: From a micro-batch and its results to its share of the mini-batch's loss, divided by the counts of
-                all ranks; it may add to the piece's meter.
+                all ranks; it may add to the micro-batch's meter.
             names: Of the update and its metrics.
-            with_head: The results come from the language model's head, whose work counts.
+            with_head: Whether the results come from the language model's head, whose operations `mfu` counts then.
             wanted: Which hidden states `run` needs.
 
         Returns:
@@ -289,7 +289,7 @@ class Engine:
         return metrics
 
     def step(self, micro_batches: MiniBatchPlan, loss_of: Callable[[tuple[int, ...]], Tensor]) -> StepReport:
-        """One optimizer step: forward and backward of every micro-batch, then the update.
+        """Take one optimizer step: forward and backward of every micro-batch, then the update.
 
         Args:
             micro_batches: This rank's part of the mini-batch.
@@ -333,7 +333,7 @@ class Engine:
         skip(skipped, training.run_folder)
 
     def _keep_gathered(self, keep: bool) -> None:
-        """Where they may stay, the cast parameters stay until the weights change."""
+        """Let the cast parameters stay until the weights change, where that is configured."""
         if self._keeps_cast and isinstance(self.module, FSDPModule):
             self.module.set_reshard_after_backward(not keep)
 
@@ -347,9 +347,9 @@ class Engine:
 
     @contextlib.contextmanager
     def resident(self) -> Iterator[None]:
-        """The parameters are on the device inside the block, and offloaded afterwards where configured.
+        """Keep the parameters on the device inside the block, and offload them afterwards where configured.
 
-        Offloaded moments stay where they are: they visit the device a bucket at a time, see `AdamW`.
+        Offloaded moments stay in host memory; a step brings a bucket of them to the device at a time, see `AdamW`.
         """
         self.onload()
         try:
@@ -363,7 +363,7 @@ class Engine:
             self.host_copies.onload()
 
     def offload(self) -> None:
-        """Take parameters to host memory, where the configuration says so."""
+        """Move parameters to host memory, if that is configured."""
         if self.host_copies is not None:
             self.host_copies.offload(changed=self._is_changed)
             self._is_changed = False
@@ -402,7 +402,7 @@ class Engine:
         return iter_full_params(self.module, self.form, dtype, self.device, skip=self.frozen)
 
     def frozen_names(self) -> list[str]:
-        """Return the names in the checkpoint of what no update moves: whoever has the model's folder has it."""
+        """Return the names in the checkpoint of the parameters that no update moves."""
         kept = {name for name, _ in saved_tensors(self.module)} & self.frozen
         return sorted(piece.name for name in kept for piece in self.form.pieces(name.removeprefix(PREFIX)))
 

@@ -1,4 +1,4 @@
-"""A rollout engine: what it is opened with, one request in, tokens out; weights in, a version out."""
+"""The interface of a rollout engine: what it is opened with, sampling of one response, and weight sync."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EngineDeadError(RolloutError):
 
 
 class EngineUnusableError(RolloutError):
-    """The engine lives, but its weights are not those of one policy version, until the next good weight sync."""
+    """The engine runs, but until the next good weight sync its weights are not those of one policy version."""
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class SampleOutput:
 
 
 def sample_seed(run_seed: int, step: int, uid: str, sample_index: int) -> int:
-    """Return the 32-bit seed of one sample, which depends on what the sample is, not on where or when it is drawn."""
+    """Return the 32-bit seed of one sample; it does not depend on which engine draws the sample, or when."""
     # torch's CPU generator uses no more than 32 bits of a seed.
     text = f"{run_seed}/{step}/{uid}/{sample_index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
 
 
 def sample_keys(rows: DataProto) -> list[tuple[str, int]]:
-    """Return (group, sample index) of each row, by which all processes know a sample of this batch."""
+    """Return (group, sample index) of each row, which identifies a sample of this batch in all processes."""
     columns = rows.non_tensor_batch
     return [(str(uid), int(index)) for uid, index in zip(columns["uid"], columns["sample_index"], strict=True)]
 
@@ -134,7 +134,7 @@ class RolloutEngine(ABC):
         self._loaded_from_folder()
 
     def _loaded_from_folder(self) -> None:
-        """The weights are those of the model's folder."""
+        """Note that the weights are those of the model's folder."""
         self.policy_version = INITIAL_VERSION
         self._next_version: int | None = None
         self._unusable: str | None = None
@@ -149,7 +149,7 @@ class RolloutEngine(ABC):
         """End the engine and all its processes. Harmless when repeated."""
 
     def kill(self) -> None:
-        """End what is left of an engine that hangs, so that its start or shutdown returns."""
+        """Kill what is left of an engine that hangs, so that its start or shutdown returns."""
 
     async def generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
         """Sample one response.
@@ -178,7 +178,7 @@ class RolloutEngine(ABC):
             await self._wake(tags)
 
     async def weights_begin(self, manifest: Manifest, handle: Mapping[str, Any], version: int) -> None:
-        """Announce a weight sync to `version`, whose buckets are found by `handle`."""
+        """Announce a weight sync to `version`; `handle` says where its buckets are."""
         if self._in_flight:
             raise WeightSyncError(f"{self._in_flight} requests are in flight; a weight sync needs an idle engine")
         self._next_version = version
@@ -189,7 +189,7 @@ class RolloutEngine(ABC):
         """Take one published bucket."""
 
     async def weights_commit(self) -> list[ReceiverReport]:
-        """Serve the new version from here on, and forget everything computed with the old one."""
+        """Serve the new version from now on, and drop what was computed with the old one."""
         if self._next_version is None:
             raise WeightSyncError(f"{self.name}: no weight sync is under way")
         self._unusable = "its last weight sync did not finish"
