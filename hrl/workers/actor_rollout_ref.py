@@ -65,9 +65,15 @@ class ActorRolloutRefWorker(ModelWorker):
         runtime: Device, threads and deadlines of this process.
         model_path: Folder of the model on the driver's node.
 
+    Attributes:
+        policy: The trained or frozen model, in roles that have one.
+
     Raises:
         ValueError: `role` is unknown.
     """
+
+    model: ModelConfig
+    policy: Policy
 
     def __init__(
         self,
@@ -87,7 +93,6 @@ class ActorRolloutRefWorker(ModelWorker):
         self.role = role
         self.fsdp = fsdp
         self._rollout = rollout
-        self._policy: Policy | None = None
         self._host: RolloutHost | None = None
         self._broadcast: WeightSync | None = None
         self._lead: Lead | None = None
@@ -97,15 +102,6 @@ class ActorRolloutRefWorker(ModelWorker):
         self._tokenizer: Any = None
 
     # ------------------------------------------------------------------ set-up and state
-
-    model: ModelConfig
-
-    @property
-    def policy(self) -> Policy:
-        """The trained or frozen model; only in roles that have one."""
-        if self._policy is None:
-            raise RuntimeError(f"role {self.role!r} has no model to train or score with, or init_model was not called")
-        return self._policy
 
     @property
     def engine(self) -> Engine:
@@ -152,7 +148,7 @@ class ActorRolloutRefWorker(ModelWorker):
                     importlib.import_module(module)
                 self._host.begin_start()
         if self.role != "rollout":
-            self._policy = self._build_policy()
+            self.policy = self._build_policy()
             # vLLM refuses to start where less is free than it is to use: what may leave the device leaves it before.
             self.engine.offload()
         release_cached_memory(self.device)

@@ -73,7 +73,7 @@ def worker(events: list[str], **parts: Any) -> ActorRolloutRefWorker:
     worker = ActorRolloutRefWorker.__new__(ActorRolloutRefWorker)
     worker._rollout = rollout_config("vllm")
     worker.device = torch.device("cpu")
-    worker._policy, worker._host, worker._fellow = SimpleNamespace(engine=Engine(events)), None, None
+    worker.policy, worker._host, worker._fellow = SimpleNamespace(engine=Engine(events)), None, None
     for name, part in parts.items():
         setattr(worker, name, part)
     return worker
