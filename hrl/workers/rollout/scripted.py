@@ -39,6 +39,7 @@ class Script:
         log_prob: Of every token; `None` is uniform over the vocabulary.
         stale_version: Answers carry the version before the served one.
         drop_tensor: Name of a tensor that a sync doesn't write.
+        corrupt_tensor: Name of a tensor that a sync writes wrongly.
         sync_hang: A sync stops at its first bucket.
         sync_die: The engine is dead from a sync's first bucket on.
         sleeps: The engine gives memory back, as one on a GPU does.
@@ -55,6 +56,7 @@ class Script:
     log_prob: float | None = None
     stale_version: bool = False
     drop_tensor: str | None = None
+    corrupt_tensor: str | None = None
     sync_hang: bool = False
     sync_die: bool = False
     sleeps: bool = False
@@ -85,7 +87,7 @@ class DictWriter:
             if name == self._script.drop_tensor:
                 continue
             self._written.add(name)
-            self.weights[name] = tensor.clone()
+            self.weights[name] = tensor + 1 if name == self._script.corrupt_tensor else tensor.clone()
 
     def finish(self, kept: Collection[str] = ()) -> None:
         """Check that everything was written that the first sync had.
