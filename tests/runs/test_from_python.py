@@ -95,6 +95,21 @@ def test_a_step_is_trained_on_rows_and_a_reward_that_no_file_holds(runner: Runne
     assert "step" in shown.getvalue()
 
 
+def test_rows_of_a_generator_are_trained_on_twice_in_one_process(runner: Runner, tmp_path: Path) -> None:
+    given = Given(train_rows=(row for row in ROWS), reward=lambda solution_str, **_: float(len(solution_str)))
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        run("ppo", configuration(runner.model, folder), given, trainer_cls=in_this_process(Watching))
+    first, second = (read_jsonl(tmp_path / name / "metrics.jsonl") for name in ("first", "second"))
+    assert first[0]["reward/mean"] == second[0]["reward/mean"] > 0
+
+
+def test_a_validation_that_has_no_rows_is_refused_before_anything_starts(runner: Runner, tmp_path: Path) -> None:
+    config = configuration(runner.model, tmp_path / "run", test_freq=1)
+    with pytest.raises(ConfigError, match=r"trainer\.test_freq is 1, but data\.val_files is empty"):
+        run("ppo", config, Given(train_rows=ROWS, reward=lambda **_: 1.0))
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_is_wrong_is_raised_and_nothing_is_made(runner: Runner, tmp_path: Path) -> None:
     config = configuration(tmp_path / "no model", tmp_path / "run")
     with pytest.raises(PreflightError, match=r"actor_rollout_ref\.model\.path can't be used"):
