@@ -205,18 +205,27 @@ def render_prompt(
             "the prompt is a chat of several messages, but the tokenizer has no chat template: "
             "choose an instruct model, or give prompts as strings"
         )
-    return _render(tokenizer, messages, template_kwargs, add_generation_prompt=True)
+    return render_chat(tokenizer, messages, template_kwargs, add_generation_prompt=True)
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], template_kwargs: Mapping[str, Any]
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Message],
+    template_kwargs: Mapping[str, Any],
+    *,
+    add_generation_prompt: bool = False,
 ) -> str:
-    """Return the text of a chat without a generation prompt at its end.
+    """Return the text of a chat, by default without a generation prompt at its end.
 
     Raises:
         jinja2.TemplateError: The template refuses the chat.
     """
-    return _render(tokenizer, messages, template_kwargs, add_generation_prompt=False)
+    conversation = [dict(message) for message in messages]
+    return str(
+        tokenizer.apply_chat_template(
+            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **template_kwargs
+        )
+    )
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -306,21 +315,6 @@ def _check_answer(
             f"at {_show(tokenizer, stop_ids)}: set the tokenizer's eos_token or generation_config's eos_token_id to "
             "the token that closes an answer"
         )
-
-
-def _render(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Message],
-    kwargs: Mapping[str, Any],
-    *,
-    add_generation_prompt: bool,
-) -> str:
-    conversation = [dict(message) for message in messages]
-    return str(
-        tokenizer.apply_chat_template(
-            conversation, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
-        )
-    )
 
 
 def _closing_ids(tokenizer: PreTrainedTokenizerBase, answer_ids: Sequence[int]) -> list[int]:

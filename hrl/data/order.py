@@ -18,7 +18,7 @@ _DIGEST_BYTES = 16
 
 @dataclass(frozen=True)
 class Position:
-    """Where the next batch starts: `offset` rows into the order of `epoch`."""
+    """Where the next batch starts: `offset` rows into the order of `epoch`, by default at the very beginning."""
 
     epoch: int = 0
     offset: int = 0
@@ -55,10 +55,6 @@ class EpochOrder:
     num_rows: int
     seed: int
     shuffle: bool = True
-
-    def start(self) -> Position:
-        """Return the position of the first row of the first epoch."""
-        return Position()
 
     def epoch(self, epoch: int) -> np.ndarray:
         """Return the order of one epoch, int64 `(num_rows,)`.

@@ -200,19 +200,6 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         """Tokens of every row that count against the length limit, int64 (N,)."""
         return np.array([self.length(tokens) for tokens in self.tokens], dtype=np.int64)
 
-    def require_rows(self, needed: int, purpose: str) -> None:
-        """Refuse a data set that is too small for its purpose.
-
-        Args:
-            needed: Number of rows needed.
-            purpose: Their use, with the configuration key, e.g. `"one batch (data.train_batch_size)"`.
-
-        Raises:
-            DatasetError: There are too few rows; names how many were read, left out, kept and needed.
-        """
-        if len(self) < needed:
-            raise DatasetError(f"too few rows for {purpose}: {self.counts}, {needed} needed")
-
     def _take(self, block: list[R], intake: Intake) -> None:
         """Render and tokenise rows, and keep those that the chat template accepts and that fit."""
         rendered = []

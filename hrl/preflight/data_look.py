@@ -30,7 +30,6 @@ from hrl.data.sources import (
     sources_of,
 )
 from hrl.data.tokenised_dataset import DatasetCounts, Intake
-from hrl.errors import DatasetError
 from hrl.models.tokenizer import TokenIds
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings
@@ -245,11 +244,11 @@ def look_at_batch(findings: Findings, config: RunConfiguration, train: Any) -> N
 
 def _look_at_size(findings: Findings, rows: Any, wanted: int, *, suggested_at_most: int) -> None:
     """Check that the training rows fill a batch."""
-    try:
-        rows.require_rows(wanted, f"one batch ({_BATCH})")
-    except DatasetError as error:
+    if len(rows) < wanted:
+        found = getattr(rows, "counts", count(len(rows), "row"))  # a user's own class may lack counts
         suggestion = 1 << (max(min(len(rows), suggested_at_most), 1).bit_length() - 1)
-        findings.problem(_BATCH, f"is {wanted:,}: {error}.", f"Set {_BATCH}={suggestion}.")
+        what = f"is {wanted:,}: too few rows for one batch: {found}, {wanted} needed."
+        findings.problem(_BATCH, what, f"Set {_BATCH}={suggestion}.")
 
 
 def look_at_template(

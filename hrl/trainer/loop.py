@@ -17,7 +17,7 @@ from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.shared_disk import require_all_shards, require_shared
 from hrl.cluster.worker_groups import WorkerGroups
-from hrl.data.order import differences
+from hrl.data.order import Position, differences
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.phases import Tokens
@@ -83,7 +83,7 @@ class TrainingLoop(ABC):
         self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)
         self._workers: WorkerGroups | None = None
         self.global_steps = 0
-        self.data_position = train_dataset.order.start()
+        self.data_position = Position()
 
     # ------------------------------------------------------------------ what a trainer is
 
@@ -234,7 +234,7 @@ class TrainingLoop(ABC):
         self.workers.load(path)
         self.reporter.console.note(f"resumed from {path}: continuing after step {self.global_steps}")
 
-    def _position_after(self, path: Path, state: dict[str, Any]) -> Any:
+    def _position_after(self, path: Path, state: dict[str, Any]) -> Position:
         """Return where to go on in the data: at the beginning, if the checkpoint is another run's with other data.
 
         Raises:
@@ -246,8 +246,8 @@ class TrainingLoop(ABC):
         changes = differences(state["data"], present)
         if changes:
             self.reporter.console.note(f"other training data than {path} ({'; '.join(changes)}): from its beginning")
-            return self.train_dataset.order.start()
-        return type(self.data_position).from_dict(state["data_position"])
+            return Position()
+        return Position.from_dict(state["data_position"])
 
     # ------------------------------------------------------------------ small things
 

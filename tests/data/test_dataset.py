@@ -191,13 +191,6 @@ def test_data_with_nothing_left_says_what_became_of_it(tokenizer, config, make_r
         RLHFDataset([], tokenizer, config)
 
 
-def test_too_few_rows_for_a_batch_are_refused_with_the_counts(tokenizer, config, make_row):
-    dataset = RLHFDataset([make_row()] * 3, tokenizer, config)
-    dataset.require_rows(3, "one batch")
-    with pytest.raises(DatasetError, match="3 kept, 4 needed"):
-        dataset.require_rows(4, "one batch (data.train_batch_size)")
-
-
 def test_rows_may_be_any_objects_that_can_be_gone_through_once(tokenizer, config, make_row):
     rows = [make_row("a"), make_row("b")]
     dataset = RLHFDataset(iter(rows), tokenizer, config)

@@ -246,10 +246,7 @@ def test_a_source_may_be_of_any_type(tokenizer):
     assert demonstrations(tokenizer, rows).sources == ["list", "3", "[1, 2]"]
 
 
-def test_too_few_rows_say_how_many_there_are(tokenizer):
-    dataset = demonstrations(tokenizer, [{"prompt": "a", "completion": "b"}])
-    with pytest.raises(DatasetError, match="too few rows for one batch: 1 rows read.*2 needed"):
-        dataset.require_rows(2, "one batch")
+def test_no_row_to_use_is_refused(tokenizer):
     with pytest.raises(DatasetError, match="no row to use"):
         demonstrations(tokenizer, [{"text": "a"}], bad_rows="skip")
 
