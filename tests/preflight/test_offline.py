@@ -51,7 +51,7 @@ def test_what_does_not_fit_is_named(model: Path) -> None:
     with pytest.raises(PreflightError, match="data.max_length is 129 tokens, but model has 128 positions. Lower it."):
         ready(model, **{"data.max_length": 129})
     assert ready(model, **{"data.max_length": 129, "model.override_config": {"max_position_embeddings": 256}})
-    with pytest.raises(PreflightError, match="one batch .*3 kept, 4 needed. Set data.train_batch_size=2."):
+    with pytest.raises(PreflightError, match="one batch: .*3 kept, 4 needed. Set data.train_batch_size=2."):
         ready(model, **{"data.train_batch_size": 4})
 
 
