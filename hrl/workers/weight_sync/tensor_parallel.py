@@ -37,6 +37,7 @@ T = TypeVar("T")
 _SEND_TIMEOUT_S = 10.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _LONGEST_MESSAGE_BYTES = 1 << 16
+_LONGEST_REASON = 4096  # characters, of up to 12 bytes each in JSON
 
 
 class Link:
@@ -62,6 +63,14 @@ class Link:
             self._connection.sendall(json.dumps({"sync": sync, **content}).encode())
         except OSError as error:
             raise WeightSyncError(f"{self.other} is gone: {error}") from error
+
+    def abort(self, sync: int, reason: str) -> None:
+        """Say that a sync has failed here and why; a reason that does not fit into a message is cut.
+
+        Raises:
+            WeightSyncError: The other process is gone.
+        """
+        self.send(sync, aborted=reason[:_LONGEST_REASON])
 
     def receive(self, sync: int, timeout_s: float) -> dict[str, Any]:
         """Return the next message of this sync, skipping those of earlier ones.
@@ -200,7 +209,7 @@ class Lead:
     def _tell_aborted(self, reason: str) -> None:
         for link in self._links.values():
             try:
-                link.send(self._number, aborted=reason)
+                link.abort(self._number, reason)
             except WeightSyncError as error:
                 logger.warning("weight sync: %s", error)
 
@@ -305,7 +314,7 @@ class FellowRank:
 
     def weights_abort(self, reason: str) -> Future[None]:
         """Tell the lead that this rank has failed."""
-        return _Later(lambda _: self._link.send(self._number, aborted=reason))
+        return _Later(lambda _: self._link.abort(self._number, reason))
 
     def close(self) -> None:
         """Hang up and give the buffers back. Harmless when repeated."""

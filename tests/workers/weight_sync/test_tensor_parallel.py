@@ -169,6 +169,16 @@ def test_a_sync_that_the_lead_cannot_begin_ends_for_the_others_too_and_is_not_co
     assert pair.push(1, weights(1), weights(1)) == (None, None)
 
 
+def test_a_reason_too_long_for_a_message_is_cut_and_not_mistaken_for_an_end(pair):
+    names = "; ".join(f"'läyers.{i}.😀' is missing" for i in range(20_000))
+    with ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(pair.fellow.push_weights, 1, SPECS, weights(1))
+        pair.lead.refuse(names, 10.0)
+        assert f"aborted the weight sync: {names[:1000]}" in str(refused.exception(timeout=TIMEOUT_S))
+
+    assert pair.push(1, weights(1), weights(1)) == (None, None)
+
+
 def test_a_rank_that_never_comes_is_named_at_the_deadline(devices):
     lead = lead_of([1, 2], InProcess(), 0.5)
     fellow = fellow_of(lead, rank=2)
