@@ -215,7 +215,8 @@ class AdamW:
         steps: How many updates the moments of each parameter have seen, which gives its bias correction.
 
     Raises:
-        ValueError: A parameter's dtype is neither float32, float64 nor bfloat16.
+        ValueError: A parameter's dtype is neither float32, float64 nor bfloat16, or it is bfloat16 and not sharded by
+            rows.
     """
 
     def __init__(
@@ -247,6 +248,7 @@ class AdamW:
         self.steps = dict.fromkeys(names, 0)
         self.state = {parameter: {moment: self._zeros_like(parameter) for moment in MOMENTS} for parameter in names}
         self._coming, self._going = Lane(device), Lane(device)
+        self._first = {parameter: _first_element(parameter) for parameter in names if parameter.dtype == torch.bfloat16}
 
     def _zeros_like(self, parameter: nn.Parameter) -> Tensor:
         if self.offload:
@@ -349,7 +351,7 @@ class AdamW:
             if number is not weight:
                 parameter = piece.parameter
                 key = rounding_key(self._seed, self._names[parameter], self.steps[parameter])
-                weight.copy_(round_stochastically(number, key, _first_element(parameter) + piece.start))
+                weight.copy_(round_stochastically(number, key, self._first[parameter] + piece.start))
 
     def _counts(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
         """Return how many updates each parameter had before this one, on the device; the kernel adds one itself."""
