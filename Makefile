@@ -17,7 +17,7 @@ STAMP := $(VENV)/.installed-from-$(notdir $(LOCK))
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install demo test test-engines test-without-engines test-fast test-processes test-without-processes test-gpu first-light mutation models lint type format clean
+.PHONY: help install demo test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light mutation models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -38,32 +38,34 @@ demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine
 	$(BIN)/python -m hrl.trainer.main_ppo
 
 # A test that starts a process would otherwise have it compile the package anew.
-test-engines test-without-engines test-processes test-without-processes: export PYTHONDONTWRITEBYTECODE :=
+test-engines test-without-engines test-fast-one-half test-fast-other-half: export PYTHONDONTWRITEBYTECODE :=
 
 # Two processes at a time, each output in one piece: most of what a test waits for is one core that imports torch.
 BOTH := $(MAKE) --no-print-directory -j2 -O
-FAST := -m "not engine and not gpu"
-WITH_PROCESSES := tests/workers tests/single_controller
+# What each test took stays in build/.
+PYTEST = $(BIN)/python -m pytest --junitxml=build/$@.xml
+FAST := -m "not engine and not gpu and not ray"
+ONE_HALF := tests/workers tests/single_controller tests/runs tests/reward
 
 test: lint type  ## everything CI runs
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(BOTH) test-engines test-without-engines
 
-test-fast: install  ## the tests that start no real engine
+test-fast: install  ## the tests that start no real engine and no Ray
 	@echo 'tests run in two processes; each shows its output when it ends'
-	@$(BOTH) test-processes test-without-processes
+	@$(BOTH) test-fast-one-half test-fast-other-half
 
 test-engines:
-	$(BIN)/python -m pytest -m "engine or gpu"
+	$(PYTEST) -m "engine or gpu"
 
 test-without-engines:
-	$(BIN)/python -m pytest $(FAST)
+	$(PYTEST) -m "not engine and not gpu"
 
-test-processes:
-	$(BIN)/python -m pytest $(FAST) $(WITH_PROCESSES)
+test-fast-one-half:
+	$(PYTEST) $(FAST) $(ONE_HALF)
 
-test-without-processes:
-	$(BIN)/python -m pytest $(FAST) $(WITH_PROCESSES:%=--ignore=%)
+test-fast-other-half:
+	$(PYTEST) $(FAST) $(ONE_HALF:%=--ignore=%)
 
 test-gpu: install  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
