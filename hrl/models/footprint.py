@@ -1,14 +1,13 @@
-"""How large a model is, from its config alone: it is built without storage, and one forward is run on it.
+"""How large a model is, from its config alone: the model is built without storage and run once.
 
-What a packed forward keeps for its backward is counted, not guessed from the names of config fields, so that it is
-right for every family.
+What a packed forward keeps for its backward is counted, not guessed from the names of config fields, so it is right for
+every family.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,35 +15,36 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from transformers import PreTrainedModel
 
 from hrl.errors import HrlError
-from hrl.models.head import backbone_of
-from hrl.models.loading import ModelSource, load_causal_lm
+from hrl.models.head import last_hidden_states
+from hrl.models.loading import ModelSource, decoder_layers, load_causal_lm
 from hrl.models.ops.layout import AttentionLayout
 
-#: Tokens of that forward: enough that what does not grow with the tokens is small beside what does.
+#: Tokens of that forward, enough to make what does not grow with their number negligible.
 _PROBE_TOKENS = 256
 
 
 class FootprintError(HrlError, ValueError):
-    """A model's sizes can't be found from its config."""
+    """A model's sizes can't be computed from its config."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Sizes of one model. Bytes are those of products in a dtype of two bytes.
+    """Sizes of a model. Bytes are for matrix products in a dtype of two bytes.
 
     Attributes:
-        parameters: Number of weights, tied ones once.
-        embedding: Weights of the input embedding.
-        head: Weights of the language-model head; 0 where it is tied to the embedding.
-        largest_layer: Weights of the largest decoder layer.
+        parameters: Number of weights; tied weights count once.
+        embedding: Number of weights of the input embedding.
+        head: Number of weights of the language-model head; 0 if it is tied to the embedding.
+        largest_layer: Number of weights of the largest decoder layer.
         num_layers: Number of decoder layers.
         hidden_size: Width of the residual stream.
         vocab_size: Rows of the head.
-        kept_bytes_per_token: What one layer keeps for its backward, per token, if activations are not recomputed.
-        stream_bytes_per_token: What it keeps if they are: the residual stream between two layers, per token.
-        kv_bytes_per_token: Keys and values of one token in all layers.
+        kept_bytes_per_token: What one layer keeps for its backward if activations are not recomputed.
+        stream_bytes_per_token: What it keeps if they are recomputed: the residual stream between two layers.
+        kv_bytes_per_token: Keys and values of all layers.
     """
 
     parameters: int
@@ -63,16 +63,15 @@ def footprint(source: ModelSource) -> Footprint:
     """Return the sizes of a causal language model.
 
     Args:
-        source: Of its folder only config.json is read.
+        source: Only config.json is read from its folder.
 
     Raises:
         FootprintError: The model can't be built or run without its weights.
     """
     try:
         loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
-        layers = _layers(loaded)
-        with _kept_bytes(loaded, layers) as kept:
-            streams = _forward(loaded, layers)
+        layers = decoder_layers(loaded)
+        kept, streams = _bytes_of_layers(loaded, layers)
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
         name = Path(source.path).name
         raise FootprintError(f"{name} can't be sized without its weights ({type(error).__name__}: {error})") from error
@@ -93,57 +92,28 @@ def footprint(source: ModelSource) -> Footprint:
     )
 
 
-def _layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers, which are sharded as units of their own."""
-    names = set(model._no_split_modules or ())  # type: ignore[arg-type]
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _kv_width(text: Any) -> int:
-    """Return the elements of one token's keys in one layer (its values are as many)."""
+    """Return the number of elements of one token's keys in one layer; its values have as many."""
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     return int((getattr(text, "num_key_value_heads", None) or heads) * head_dim)
 
 
-def _forward(model: Any, layers: list[nn.Module]) -> list[int]:
-    """Run one packed row without storage; bytes of what every layer hands on."""
-    streams: list[int] = []
+def _bytes_of_layers(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[list[int], list[int]]:
+    """Run one packed row without storage.
 
-    def note(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output
-        streams.append(hidden.numel() * hidden.element_size())
-
-    handles = [layer.register_forward_hook(note) for layer in layers]
-    zeros, ids = np.zeros(1, np.int64), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
-    layout = AttentionLayout(np.array([_PROBE_TOKENS]), zeros, zeros)
-    try:
-        mask = layout.full_mask(ids.device)
-        backbone_of(model)(input_ids=ids, attention_mask=mask, position_ids=ids, packing=layout, use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return streams
-
-
-@contextmanager
-def _kept_bytes(model: nn.Module, layers: list[nn.Module]) -> Iterator[list[int]]:
-    """Yield a list that fills with the bytes which autograd keeps in each layer, weights not counted."""
+    Returns:
+        The bytes that autograd keeps in every layer, weights not counted, and the bytes that every layer hands on.
+    """
     weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-    kept = [0] * len(layers)
+    kept, streams = [0] * len(layers), [0] * len(layers)
     running: list[int] = []
     seen: list[Tensor] = []  # kept alive, so that no storage's address is used twice
     storages: set[int] = set()
-
-    def enter(index: int) -> Any:
-        return lambda _module, _inputs: running.append(index)
-
-    def leave(_module: nn.Module, _inputs: Any, _output: Any) -> None:
-        running.pop()
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -153,11 +123,20 @@ def _kept_bytes(model: nn.Module, layers: list[nn.Module]) -> Iterator[list[int]
             kept[running[-1]] += storage.nbytes()
         return tensor
 
-    handles = [layer.register_forward_pre_hook(enter(index)) for index, layer in enumerate(layers)]
+    def enter(index: int, _module: nn.Module, _inputs: Any) -> None:
+        running.append(index)
+
+    def leave(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        streams[running.pop()] = hidden.numel() * hidden.element_size()
+
+    handles = [layer.register_forward_pre_hook(partial(enter, index)) for index, layer in enumerate(layers)]
     handles += [layer.register_forward_hook(leave) for layer in layers]
+    zeros, ids = np.zeros(1, np.int64), torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device="meta")
     try:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
-            yield kept
+            last_hidden_states(model, ids, ids, AttentionLayout(np.array([_PROBE_TOKENS]), zeros, zeros))
     finally:
         for handle in handles:
             handle.remove()
+    return kept, streams

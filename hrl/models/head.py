@@ -1,9 +1,9 @@
-"""What a causal language model does between its last hidden states and its logits, found by measuring.
+"""A model's backbone, and what the model does between its last hidden states and its logits, found by measuring.
 
 Families differ: Cohere multiplies its logits, Granite divides them, Gemma caps them, MiniCPM3 divides the hidden
 states, and two families use the same field name for opposite things. So no field of a configuration is read here. The
-model's own forward is run once around a stand-in backbone that returns chosen hidden states and a stand-in head that
-returns chosen products; the logits show what was done to them. No weight is read, so a model without storage will do.
+model's own forward runs once around a stand-in backbone that returns chosen hidden states and a stand-in head that
+returns chosen products; the logits show what was done to these. No weight is read, so the model needs no storage.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hrl.models.ops.layout import AttentionLayout
 from hrl.models.ops.log_prob import LogitForm
 
 #: Products of the stand-in head: large ones show a cap, small ones a scale.
@@ -41,10 +42,10 @@ class HeadForm:
 
 
 def head_form(model: PreTrainedModel) -> HeadForm:
-    """Return how `model.forward` makes logits of the backbone's hidden states and its head.
+    """Return how `model.forward` makes logits from the backbone's hidden states.
 
     Raises:
-        ValueError: It does something else than apply factors and a soft-cap.
+        ValueError: It does anything but apply the head, factors and a soft-cap.
     """
     name = type(model).__name__
     head = model.get_output_embeddings()
@@ -77,11 +78,30 @@ def backbone_of(model: PreTrainedModel) -> nn.Module:
     """
     if model.base_model is not model:
         return model.base_model
-    # Where the prefix is wrong, as Llama 4's is.
+    # The model's prefix may be wrong, as Llama 4's is.
     inner = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     if len(inner) != 1:
         raise ValueError(f"{type(model).__name__} has no backbone under {model.base_model_prefix!r}, its own prefix")
     return inner[0]
+
+
+def last_hidden_states(model: PreTrainedModel, ids: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
+    """Run the backbone on one packed row.
+
+    Args:
+        model: Whose attention is `hrl.models.ops.attention.ATTENTION_NAME`.
+        ids: Tokens of the row `(1, L)`.
+        positions: Their positions, each in its own sequence `(1, L)`.
+        layout: Which tokens attend to which.
+
+    Returns:
+        `(1, L, H)`.
+    """
+    mask = layout.full_mask(ids.device)
+    output = backbone_of(model)(
+        input_ids=ids, attention_mask=mask, position_ids=positions, packing=layout, use_cache=False
+    )
+    return output.last_hidden_state
 
 
 def _fit(products: Tensor, logits: Tensor) -> LogitForm | None:
@@ -142,7 +162,7 @@ def _forward_around(
 
 @contextmanager
 def forward_replaced(module: nn.Module, forward: Any) -> Iterator[None]:
-    """Give one module another forward inside the block."""
+    """Give a module another forward inside the block."""
     own = module.__dict__.get("forward")
     module.forward = forward
     try:

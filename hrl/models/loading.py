@@ -1,7 +1,7 @@
-"""Loading transformers models for packed training.
+"""Load transformers models for packed training.
 
-Loading executes nothing from the model's folder: weights are read from safetensors only, and remote code runs only if
-`trust_remote_code` is set. Whether a family may be trained packed is not known here; `hrl.models.probe` finds out.
+Nothing from the model's folder is executed: weights are read from safetensors only, and remote code runs only if
+`trust_remote_code` is set. Whether a family can be trained packed is not decided here but in `hrl.models.probe`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hrl.models.ops.attention import ATTENTION_NAME
 from hrl.models.ops.residual import widen_residual
 from hrl.models.ops.rms_norm import use_fused_rms_norms
 from hrl.models.ops.rope import fix_rope_frequencies
+from hrl.models.source import ModelSourceError
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +44,12 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-#: Parts of the names of config fields that are probabilities: of a dropped activation, layer or token, of router noise.
+#: Words in the names of config fields that are probabilities: of dropping an activation, layer or token, of router noise.
 _CHANCES = ("drop", "jitter")
 
 
 def dtype_of(name: str) -> torch.dtype:
-    """Return the torch dtype of a configuration's name.
+    """Return the torch dtype that a configuration names.
 
     Raises:
         ValueError: Unknown name.
@@ -81,7 +83,7 @@ class ModelSource:
     def to_look_at(
         cls, folder: Path, override_config: Mapping[str, Any], *, trust_remote_code: bool, max_model_len: int
     ) -> ModelSource:
-        """Return the source for a look at a model, to which the settings of training do not matter."""
+        """Return the source for checks before a run, to which the settings of training do not matter."""
         return cls(str(folder), override_config, False, True, trust_remote_code, max_model_len)
 
 
@@ -90,9 +92,9 @@ class Loaded:
     """A model as it was loaded.
 
     Attributes:
-        model: The transformers model, on the CPU, or without storage on the meta device.
+        model: The transformers model, on the CPU or, without storage, on the meta device.
         source_config: The folder's config with `override_config`, as the export writes it.
-        fresh_head: The scalar head was not in the checkpoint and starts at zero.
+        fresh_head: Whether the scalar head was not in the checkpoint and starts at zero.
     """
 
     model: PreTrainedModel
@@ -109,12 +111,20 @@ def load_causal_lm(source: ModelSource, dtype: torch.dtype, *, meta: bool = Fals
         meta: Build the structure without storage (the weights will come from another rank).
 
     Raises:
-        ValueError: The folder lacks some of its weights.
+        ModelSourceError: The weights in the folder are not those of the model that its config describes.
         ModelConfigError: `override_config` does not fit the model.
     """
-    exported, used = _configs(source)
-    model, missing = _load(AutoModelForCausalLM, source, used, dtype, meta=meta)
-    _require_weights(source.path, missing)
+    exported = _config(source)
+    model, info = _load(AutoModelForCausalLM, source, deepcopy(exported), dtype, meta=meta)
+    _require_weights(source.path, model, info)
+    if info.unexpected:
+        logger.warning(
+            "%s holds %d weights that %s has no place for (%s): they are not trained, synced or exported",
+            source.path,
+            len(info.unexpected),
+            type(model).__name__,
+            _first(info.unexpected),
+        )
     return Loaded(_prepared(model, source), exported)
 
 
@@ -123,28 +133,33 @@ def load_scalar_model(
 ) -> Loaded:
     """Load a backbone with a scalar head, as transformers' sequence classifier with one label.
 
-    A classifier's folder has its head. A causal language model's has none: the head then starts at zero, so that every
+    A classifier's folder has a head. A causal language model's has none: the head then starts at zero, so that every
     value is 0 until it is trained, whatever the seed.
 
     Args:
         source: Which model, and how.
         dtype: Of the parameters.
         meta: Build the structure without storage.
-        head_required: Refuse a folder without a head (a reward model that nobody trained).
+        head_required: Refuse a folder without a head, which no reward model has.
 
     Raises:
-        ValueError: As `load_causal_lm`; also if the folder's head has several labels, or a required head is missing.
+        ModelSourceError: As `load_causal_lm`; also if the folder's head has several labels, or a required head is
+            missing.
+        ModelConfigError: `override_config` does not fit the model.
     """
-    exported, used = _configs(source)
+    exported = _config(source)
     is_classifier = any("ForSequenceClassification" in name for name in exported.architectures or ())
     if is_classifier and exported.num_labels != 1:
-        raise ValueError(f"{source.path} has {exported.num_labels} labels; a value or reward model has exactly one")
+        raise ModelSourceError(
+            f"{source.path} has {exported.num_labels} labels; a value or reward model has exactly one"
+        )
+    used = deepcopy(exported)
     used.num_labels = 1
-    model, missing = _load(AutoModelForSequenceClassification, source, used, dtype, meta=meta)
-    fresh = "score.weight" in missing
-    _require_weights(source.path, missing - {"score.weight", "score.bias"})
+    model, info = _load(AutoModelForSequenceClassification, source, used, dtype, meta=meta)
+    fresh = "score.weight" in info.missing
+    _require_weights(source.path, model, replace(info, missing=info.missing - {"score.weight", "score.bias"}))
     if fresh and head_required:
-        raise ValueError(
+        raise ModelSourceError(
             f"{source.path} has no scalar head (score.weight): a reward model must be a sequence classifier that was "
             "trained to score"
         )
@@ -156,37 +171,75 @@ def load_scalar_model(
 
 def _load(
     auto: Any, source: ModelSource, config: PretrainedConfig, dtype: torch.dtype, *, meta: bool
-) -> tuple[PreTrainedModel, set[str]]:
-    """Return the model of a class of transformers' and the names of weights that its folder lacks."""
+) -> tuple[PreTrainedModel, _Mismatch]:
+    """Return the model of a transformers class, and how its folder's weights differ from it."""
     options = {"trust_remote_code": source.trust_remote_code, "attn_implementation": ATTENTION_NAME, "dtype": dtype}
     if meta:
         with torch.device("meta"):
-            return auto.from_config(config, **options), set()
+            return auto.from_config(config, **options), _Mismatch()
     model, info = auto.from_pretrained(
-        source.path, config=config, use_safetensors=True, output_loading_info=True, **options
+        source.path,
+        config=config,
+        use_safetensors=True,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused here, with the name of the folder
+        **options,
     )
-    return model, set(info["missing_keys"])
+    return model, _Mismatch(*(frozenset(info[f"{kind}_keys"]) for kind in ("missing", "unexpected", "mismatched")))
 
 
-def _require_weights(path: str, missing: set[str]) -> None:
-    if missing:  # transformers has filled them with random numbers
-        first = ", ".join(sorted(missing)[:3])
-        raise ValueError(
-            f"{path} lacks {len(missing)} of its model's weights ({first}{', …' if len(missing) > 3 else ''}): its "
-            "files are incomplete, or its config.json is another model's"
+@dataclass(frozen=True)
+class _Mismatch:
+    """How the weights in a folder differ from those of its model.
+
+    Attributes:
+        missing: Names of weights that the folder lacks. transformers has filled them with random numbers.
+        unexpected: Names of weights that the model does not have.
+        resized: Name, shape in the folder and shape in the model of weights of another size.
+    """
+
+    missing: frozenset[str] = frozenset()
+    unexpected: frozenset[str] = frozenset()
+    resized: frozenset[tuple[str, tuple[int, ...], tuple[int, ...]]] = frozenset()
+
+
+def _require_weights(path: str, model: PreTrainedModel, info: _Mismatch) -> None:
+    """Refuse a model with weights that are not its folder's.
+
+    Raises:
+        ModelSourceError: Weights are missing, of another shape, or tied although the folder's differ.
+    """
+    if info.missing:
+        others = f" and holds others in their place ({_first(info.unexpected)})" if info.unexpected else ""
+        raise ModelSourceError(
+            f"{path} lacks {len(info.missing)} of its model's weights ({_first(info.missing)}){others}: its files are "
+            "incomplete, or its config.json is another model's"
         )
+    for name, found, wanted in sorted(info.resized):
+        raise ModelSourceError(
+            f"{path} holds {name} of shape {tuple(found)}, and its config.json with override_config describes a model "
+            f"with {tuple(wanted)}: the files or the config are another model's"
+        )
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name, source in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        # transformers then unties them on this rank; other ranks and the engine follow the config and tie them.
+        if parameters.get(name) is not parameters.get(source):
+            raise ModelSourceError(
+                f"{path} holds a {name} of its own, but its config.json ties it to {source}: set "
+                "override_config={tie_word_embeddings: false}"
+            )
 
 
-def _configs(source: ModelSource) -> tuple[PretrainedConfig, PretrainedConfig]:
-    """Return the folder's config with `override_config` twice: to export, and to build the model from."""
-    exported, used = (
-        load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code) for _ in range(2)
-    )
-    return exported, used
+def _first(names: frozenset[str]) -> str:
+    return ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+
+
+def _config(source: ModelSource) -> PretrainedConfig:
+    return load_config(source.path, source.override_config, trust_remote_code=source.trust_remote_code)
 
 
 def prepare(model: PreTrainedModel, *, max_model_len: int, recompute: bool) -> None:
-    """Turn a transformers model into what the engine runs, whether it is trained or only evaluated.
+    """Turn a transformers model into what the engine runs, for training and evaluation alike.
 
     Args:
         model: Loaded with `attn_implementation=ATTENTION_NAME`.
@@ -221,8 +274,14 @@ def _chances(model: PreTrainedModel) -> list[str]:
     ]
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers, each of which is sharded as a unit of its own; those of towers too."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def recompute_layers(model: nn.Module) -> int:
-    """Let every decoder layer keep only its inputs and compute its activations again in the backward pass.
+    """Make every decoder layer keep only its inputs and compute its activations again in the backward pass.
 
     Returns:
         The number of layers.

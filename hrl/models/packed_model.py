@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hrl.models.head import backbone_of, head_form
+from hrl.models.head import head_form, last_hidden_states
 from hrl.models.ops.layout import AttentionLayout, to_device
 from hrl.models.ops.log_prob import TokenStatistics, default_chunk, token_statistics
 
@@ -249,21 +249,10 @@ class _PackedModel(nn.Module):
         super().__init__()
         self.model = model
 
-    @property
-    def backbone(self) -> nn.Module:
-        """The part of the model that ends with the last hidden states."""
-        return backbone_of(self.model)
-
     def hidden_states(self, packed: PackedMicroBatch) -> Tensor:
         """Return the last hidden states at the wanted tokens, `(N, H)`."""
-        output = self.backbone(
-            input_ids=packed.input_ids,
-            attention_mask=packed.layout.full_mask(packed.input_ids.device),
-            position_ids=packed.position_ids,
-            packing=packed.layout,
-            use_cache=False,
-        )
-        return output.last_hidden_state[0].index_select(0, packed.hidden_index)
+        hidden = last_hidden_states(self.model, packed.input_ids, packed.position_ids, packed.layout)
+        return hidden[0].index_select(0, packed.hidden_index)
 
 
 class PackedCausalLM(_PackedModel):

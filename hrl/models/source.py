@@ -1,11 +1,11 @@
 """Where a model comes from: a local folder, a hub id, or a model bundled in an installed package.
 
 `resolve_model` always returns a local folder that transformers and vLLM load, and never fetches pickled weights.
-`find_on_this_node` does the same on the other nodes of a run. `check_weights` and `check_scores` look whether a folder
-holds what training reads. They load nothing: of a file of weights only the header is read, which also shows whether the
-file was cut off.
+`find_on_this_node` does the same on the other nodes of a run. `check_weights` and `check_scores` check that a folder
+holds what training reads. They load nothing: they read only the headers of the weight files, which also show whether a
+file is cut off.
 
-The bundled model is converted once per machine into a cache. Its weights are stored in bfloat16: the source is a 4-bit
+A bundled model is converted once per machine into a cache. Its weights are stored in bfloat16: the source is a 4-bit
 quantisation, whose steps are hundreds of times coarser than bfloat16's. So the trainer's float32 masters and a bfloat16
 engine start from exactly the same values, at half the bytes of float32.
 """
@@ -34,11 +34,13 @@ logger = logging.getLogger(__name__)
 BUNDLED_PREFIX = "bundled:"
 MANIFEST_NAME = "hrl_source.json"
 CONVERTER_VERSION = 2
-"""To be raised when the conversion writes something else for the same source; old caches are then not used."""
+"""Raise it when the conversion of the same source changes; older caches are then not used."""
+CONVERSION_WAIT_S = 300.0
+"""How long to wait for another process that is converting the same bundled model."""
 
 _PATTERNS = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]  # what is fetched from a hub's repository
-_CONVERTED = "models"  # below the cache: converted models
-_HUB_REPOSITORY = "models--"  # how huggingface_hub begins a repository's folder
+_CONVERTED = "models"  # the cache's folder of converted models
+_HUB_REPOSITORY = "models--"  # prefix of a repository's folder in huggingface_hub's cache
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -70,19 +72,18 @@ def cache_root() -> Path:
     return Path(root).expanduser() if root else Path.home() / ".cache" / "hrl"
 
 
-def resolve_model(path: str | os.PathLike[str], *, wait_s: float = 300.0) -> Path:
+def resolve_model(path: str | os.PathLike[str]) -> Path:
     """Turn `model.path` into a local folder with `config.json` and safetensors weights.
 
     Args:
         path: A local folder, a hub id such as `Qwen/Qwen2.5-0.5B-Instruct`, or `bundled:<name>`.
-        wait_s: How long to wait for another process that is converting the same bundled model, in seconds.
 
     Raises:
-        ModelSourceError: The model isn't there; the message names what was looked for and the way out.
+        ModelSourceError: There is no such model; names what was looked for and the way out.
     """
     name = os.fspath(path)
     if name.startswith(BUNDLED_PREFIX):
-        return _resolve_bundled(name.removeprefix(BUNDLED_PREFIX), wait_s)
+        return _resolve_bundled(name.removeprefix(BUNDLED_PREFIX))
     return _local_folder(name) or _download(name)
 
 
@@ -90,25 +91,34 @@ def find_model(path: str) -> Path | None:
     """Return what `resolve_model` returns, but look up a hub id only in this machine's cache.
 
     Returns:
-        None for a hub id that is not there completely.
+        None for a hub id that is not in the cache with all its files.
 
     Raises:
         ModelSourceError: As `resolve_model`, except for what only a download can tell.
     """
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
     if path.startswith(BUNDLED_PREFIX):
         return resolve_model(path)
-    return _local_folder(path) or _cached(path)
+    folder = _local_folder(path)
+    if folder is not None:
+        return folder
+    try:
+        folder = _snapshot(path, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+    return folder if _is_model(folder) and any(folder.glob("*.safetensors")) else None
 
 
 def _local_folder(name: str) -> Path | None:
     """Return the folder that `model.path` names; None for a hub id.
 
     Raises:
-        ModelSourceError: It is no model folder, or it does not exist and can't be a hub id.
+        ModelSourceError: It is not a model's folder, or it does not exist and can't be a hub id.
     """
     folder = Path(os.path.expanduser(name))  # leaves an unknown user's `~name` as it is
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
+        if not _is_model(folder):
             raise ModelSourceError(_no_config(folder))
         return folder.resolve()
     if folder.is_file():
@@ -132,13 +142,13 @@ def _no_config(folder: Path) -> str:
     if any(folder.glob("*.gguf")):
         return (
             f"model folder {folder} holds GGUF files, which can't be trained; name a folder that save_pretrained "
-            "wrote, of the model they were made from"
+            "wrote for the model they were made from"
         )
     return f"model folder {folder} has no config.json; name a folder that save_pretrained wrote"
 
 
 def _snapshot(hub_id: str, **options: Any) -> Path:
-    """Return the folder of a hub's repository, from the cache or fetched."""
+    """Return the folder of a hub's repository, from the cache or downloaded."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
@@ -148,35 +158,23 @@ def _snapshot(hub_id: str, **options: Any) -> Path:
         raise ModelSourceError(f"{hub_id!r} is neither a folder nor a hub id: {error}{_advice()}") from error
 
 
-def _cached(hub_id: str) -> Path | None:
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def find_on_this_node(folder: str | os.PathLike[str]) -> Path:
+    """Return this node's folder of the model that `resolve_model` found on the driver's node.
 
-    try:
-        folder = _snapshot(hub_id, local_files_only=True)
-    except LocalEntryNotFoundError:
-        return None
-    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
-    return folder if whole else None
-
-
-def find_on_this_node(folder: str | os.PathLike[str], *, wait_s: float = 300.0) -> Path:
-    """Return the model folder that `resolve_model` gave on the driver's node, on this one.
-
-    A folder that is not here is made here, if it is a hub's (at the driver's revision) or a bundled model's.
+    A hub's model that is missing here is downloaded at the driver's revision, and a bundled one is converted.
 
     Args:
-        folder: On the driver's node.
-        wait_s: How long to wait for another process of this node that is converting the same bundled model.
+        folder: Path on the driver's node.
 
     Raises:
         ModelSourceError: It can't be found or made here; names node and folder.
     """
     folder = Path(folder)
-    if (folder / "config.json").is_file():
+    if _is_model(folder):
         return folder
     where = f"node {socket.gethostname()}: model folder {folder}, which the driver's node has, is missing here"
     try:
-        found = _make_again(folder, wait_s)
+        found = _make_again(folder)
     except ModelSourceError as error:
         raise ModelSourceError(f"{where}, and cannot be made: {error}") from error
     if found is None:
@@ -188,14 +186,14 @@ def find_on_this_node(folder: str | os.PathLike[str], *, wait_s: float = 300.0) 
     return found
 
 
-def _make_again(folder: Path, wait_s: float) -> Path | None:
-    """Return the same model in this node's cache; None if it was a folder of the user's own."""
+def _make_again(folder: Path) -> Path | None:
+    """Return the same model in this node's cache; None if the folder is the user's own."""
     repository = folder.parent.parent.name
     if folder.parent.name == "snapshots" and repository.startswith(_HUB_REPOSITORY):
         return _download(repository.removeprefix(_HUB_REPOSITORY).replace("--", "/"), revision=folder.name)
     if folder.parent.name == _CONVERTED:
         names = [name for name in BUNDLED_MODELS if folder.name.startswith(f"{name}-")]
-        return _resolve_bundled(names[0], wait_s) if names else None
+        return _resolve_bundled(names[0]) if names else None
     return None
 
 
@@ -218,7 +216,7 @@ def _advice() -> str:
     return f"; give a local folder, or a bundled model: {', '.join(BUNDLED_PREFIX + name for name in BUNDLED_MODELS)}"
 
 
-def _resolve_bundled(name: str, wait_s: float) -> Path:
+def _resolve_bundled(name: str) -> Path:
     if name not in BUNDLED_MODELS:
         known = ", ".join(BUNDLED_PREFIX + n for n in sorted(BUNDLED_MODELS))
         raise ModelSourceError(f"unknown bundled model {BUNDLED_PREFIX + name!r}; there are: {known}")
@@ -228,14 +226,15 @@ def _resolve_bundled(name: str, wait_s: float) -> Path:
     if _is_intact(target):
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(str(target) + ".lock", timeout=wait_s)
+    lock = FileLock(str(target) + ".lock", timeout=CONVERSION_WAIT_S)
     try:
         with lock:
             if not _is_intact(target):
                 _convert_into(source, digest, target)
     except Timeout as error:
         raise ModelSourceError(
-            f"waited {wait_s:.0f} s for another process to convert {BUNDLED_PREFIX + name} (lock {lock.lock_file})"
+            f"waited {CONVERSION_WAIT_S:.0f} s for another process to convert {BUNDLED_PREFIX + name} (lock "
+            f"{lock.lock_file})"
         ) from error
     return target
 
@@ -260,7 +259,7 @@ def _sha256(path: Path) -> str:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Return whether the manifest is there and every listed file has its size, as after a complete conversion."""
+    """Return whether every file of the manifest is there with its size, as after a complete conversion."""
     manifest = folder / MANIFEST_NAME
     if not manifest.is_file():
         return False
@@ -297,23 +296,31 @@ def model_facts(folder: Path) -> dict[str, Any]:
     """Return the contents of a model folder's `config.json`.
 
     Raises:
-        ModelSourceError: It is no JSON object.
+        ModelSourceError: It is not a JSON object.
     """
-    file = folder / "config.json"
+    return read_object(folder / "config.json")
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a model.
+
+    Raises:
+        ModelSourceError: The file is not a JSON object.
+    """
     try:
         facts = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelSourceError(f"{file} is no JSON: {error}") from error
+        raise ModelSourceError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(facts, dict):
         raise ModelSourceError(f"{file} holds a {type(facts).__name__}, expected an object")
     return facts
 
 
 def check_weights(folder: Path) -> None:
-    """Refuse a folder without whole safetensors weights.
+    """Refuse a folder without complete safetensors weights.
 
     Raises:
-        ModelSourceError: Names what is missing or cut off, and the way out.
+        ModelSourceError: A file is missing or cut off; names it and the way out.
     """
     files = sorted(folder.glob("*.safetensors"))
     if not files:
@@ -326,7 +333,7 @@ def check_weights(folder: Path) -> None:
 
 
 def check_scores(folder: Path) -> None:
-    """Refuse a folder of weights without a head that scores.
+    """Refuse a folder of weights without a scalar head.
 
     Raises:
         ModelSourceError: No file of weights holds `score.weight`.
@@ -351,19 +358,19 @@ def _no_weights(folder: Path) -> str:
             f"transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained('converted')"
         )
     if any(folder.glob("*.gguf")):
-        return f"{folder} has GGUF weights, which can't be trained; take the model they were made from"
+        return f"{folder} has only GGUF weights, which can't be trained; take the model they were made from"
     return f"{folder} has no weights: there is no *.safetensors file in it"
 
 
 def _listed(folder: Path) -> set[str]:
-    """Return the names of the files over which the index spreads the weights; none without an index."""
+    """Return the names of the files that the index lists; none without an index."""
     index = folder / _INDEX
     if not index.is_file():
         return set()
     try:
         return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelSourceError(f"{index} is no index of weights: {error}") from error
+        raise ModelSourceError(f"{index} is not an index of weights: {error}") from error
 
 
 def _check_header(file: Path) -> None:
@@ -375,5 +382,5 @@ def _check_header(file: Path) -> None:
     except (SafetensorError, OSError) as error:
         with file.open("rb") as opened:
             pointer = opened.read(len(_LFS_POINTER)) == _LFS_POINTER
-        why = "is a pointer of Git LFS; fetch it with `git lfs pull`" if pointer else f"is not whole: {error}"
+        why = "is a Git LFS pointer; fetch the file with `git lfs pull`" if pointer else f"is incomplete: {error}"
         raise ModelSourceError(f"{file} {why}") from error

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hrl.models.source import ModelSourceError, find_on_this_node
+from hrl.models.source import ModelSourceError, find_on_this_node, read_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,10 +21,10 @@ class TokenIds:
     """The ids with a special meaning.
 
     Attributes:
-        pad: Fills prompts on the left and responses on the right. It may be any id, also that of the end token: what is
-            padding is known from lengths, never from ids.
-        stop: A response ends with the first of these; empty if only the length ends it.
-        vocab_size: Ids are below it.
+        pad: Fills prompts on the left and responses on the right. It may be any id, even the end token's: padding is
+            known from lengths, never from ids.
+        stop: A response ends at the first of these; empty if only its length ends it.
+        vocab_size: All ids are below this.
     """
 
     pad: int
@@ -34,10 +33,8 @@ class TokenIds:
 
 
 def resolve_tokenizer(path: str) -> str:
-    """Return `model.tokenizer_path` as every process understands it: a folder's absolute path, or a hub id.
-
-    Workers need not run in the driver's working folder.
-    """
+    """Return `model.tokenizer_path` as a folder's absolute path, or as the hub id that it is."""
+    # Workers may run in another working folder than the driver.
     folder = Path(path).expanduser()
     return str(folder.resolve()) if folder.is_dir() else path
 
@@ -46,9 +43,9 @@ def find_tokenizer_on_this_node(path: str) -> str:
     """Return this node's path for what `resolve_tokenizer` returned on the driver's node.
 
     Raises:
-        ModelSourceError: The folder is not here and can't be made here; names node and folder.
+        ModelSourceError: The folder can't be found or made on this node; names node and folder.
     """
-    if not os.path.isabs(path) or os.path.isdir(path):  # a hub id, or a folder that is here
+    if not os.path.isabs(path) or os.path.isdir(path):  # a hub id, or a folder on this node
         return path
     return str(find_on_this_node(path))
 
@@ -68,16 +65,19 @@ def load_tokenizer(path: str | os.PathLike[str], *, trust_remote_code: bool = Fa
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, model_path: str | os.PathLike[str] | None = None) -> TokenIds:
-    """Return padding and stop ids of a tokenizer, with the stop ids of the model's `generation_config.json` if any.
+    """Return the special ids of a tokenizer; stop ids also from the model's `generation_config.json`, if it has one.
 
     Args:
-        tokenizer: Of the policy.
+        tokenizer: The policy's.
         model_path: Local model folder. Chat models often stop at more ids than their tokenizer's end token.
+
+    Raises:
+        ModelSourceError: The `generation_config.json` is not a JSON object.
     """
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stop += [token for token in _generation_stop_ids(model_path) if token not in stop]
     if not stop:
-        logger.warning("neither tokenizer nor generation config has an end token: only the length ends a response")
+        logger.warning("neither tokenizer nor generation config names an end token: only the length ends a response")
     pad = next((i for i in (tokenizer.pad_token_id, *stop) if i is not None), 0)
     return TokenIds(pad=pad, stop=tuple(stop), vocab_size=len(tokenizer))
 
@@ -86,11 +86,5 @@ def _generation_stop_ids(model_path: str | os.PathLike[str] | None) -> list[int]
     file = None if model_path is None else Path(model_path) / "generation_config.json"
     if file is None or not file.is_file():
         return []
-    try:
-        written = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ModelSourceError(f"{file} is no JSON: {error}") from error
-    if not isinstance(written, dict):
-        raise ModelSourceError(f"{file} holds a {type(written).__name__}, expected an object")
-    found = written.get("eos_token_id")
+    found = read_object(file).get("eos_token_id")
     return [] if found is None else [found] if isinstance(found, int) else list(found)

@@ -1,6 +1,6 @@
-"""Parameters that text cannot move: the towers of multimodal models, which see pictures and hear sound.
+"""Parameters that training on text cannot move: the towers of multimodal models, for pictures and sound.
 
-No gradient from text reaches them. They are frozen at load: they get no moments, and no sync sends them, since the
+No gradient from text reaches them. They are frozen at load: they have no moments, and no sync sends them, because the
 engine has them from the model's folder. The export includes them.
 """
 
@@ -17,25 +17,25 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from hrl.models.head import backbone_of, forward_replaced
+from hrl.models.head import forward_replaced, last_hidden_states
 from hrl.models.ops.layout import AttentionLayout
 
 logger = logging.getLogger(__name__)
 
-#: Enough text to see what it passes through.
+#: Number of tokens, enough to see what text passes through.
 _TOKENS = 2
 
 
 def unreachable_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the names of the parameters, outside the text decoder and the heads, that text does not reach.
 
-    Two tokens run through everything but the decoder, whose forward is replaced for the moment. Autograd then says on
-    what the decoder's input, and what is made of its output, depend. That takes no time, whatever the model's size, and
-    no list of names. Parameters inside the decoder count as reached: an expert that this text does not visit, another
-    one may.
+    Two tokens run through everything but the decoder, whose forward is replaced meanwhile. Then autograd knows the
+    parameters on which the decoder's input depends, and those that are applied to its output. This takes next to no
+    time, whatever the model's size, and no list of names. Parameters inside the decoder count as reached: an expert
+    that these tokens do not visit may be visited by others.
 
     Args:
-        model: From `load_causal_lm` or `load_scalar_model`, with storage: without it some models do not run.
+        model: From `load_causal_lm` or `load_scalar_model`, with storage, without which some models do not run.
     """
     named = dict(model.named_parameters())
     decoder = model.get_decoder()
@@ -48,8 +48,8 @@ def unreachable_parameters(model: PreTrainedModel) -> tuple[str, ...]:
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError) as error:
         # This costs only memory: what gets no gradient is not moved.
         logger.warning(
-            "%s does not run around its decoder (%s: %s), so that what text cannot move is not known: it keeps its "
-            "optimizer state and is synced",
+            "%s does not run without its decoder (%s: %s), so the parameters that text cannot move are not known: they "
+            "have optimizer state and are synced",
             type(model).__name__,
             type(error).__name__,
             error,
@@ -75,7 +75,7 @@ def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
 
 
 def frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the largest modules with parameters of which none is trained."""
+    """Yield the largest modules that have parameters and train none of them."""
     for child in module.children():
         flags = {parameter.requires_grad for parameter in child.parameters()}
         if flags == {False}:
@@ -85,13 +85,13 @@ def frozen_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _heads(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the modules before and behind the backbone, whose weights `hrl.models.packed_model` uses."""
+    """Return the embedding and the heads, whose weights `hrl.models.packed_model` uses."""
     heads = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(model, "score", None))
     return [head for head in heads if head is not None]
 
 
 def _run_around(model: PreTrainedModel, decoder: nn.Module) -> Tensor:
-    """Return last hidden states `(1, 2, H)` of two tokens that depend only on what is outside the decoder."""
+    """Return the last hidden states `(1, 2, H)` of two tokens, with a stand-in for the decoder."""
     width, device = model.config.get_text_config().hidden_size, model.device
 
     def stand_in(*args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
@@ -103,20 +103,13 @@ def _run_around(model: PreTrainedModel, decoder: nn.Module) -> Tensor:
         return BaseModelOutputWithPast(last_hidden_state=hidden)
 
     layout = AttentionLayout(np.array([_TOKENS]), np.array([0]), np.array([0]))
+    positions = torch.arange(_TOKENS, device=device)[None]
     with forward_replaced(decoder, stand_in), torch.enable_grad():
-        output = backbone_of(model)(
-            input_ids=torch.zeros(1, _TOKENS, dtype=torch.int64, device=device),
-            attention_mask=layout.full_mask(device),
-            position_ids=torch.arange(_TOKENS, device=device)[None],
-            packing=layout,
-            use_cache=False,
-        )
-    hidden: Tensor = output.last_hidden_state
-    return hidden
+        return last_hidden_states(model, torch.zeros_like(positions), positions, layout)
 
 
 def _common_modules(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Return the largest modules whose parameters are all among `names`, then the parameters that remain."""
+    """Return the largest modules whose parameters are all among `names`, then the other names."""
     found, rest = [], set(names)
     for prefix, module in model.named_modules():
         inside = {f"{prefix}.{name}" for name, _ in module.named_parameters()}

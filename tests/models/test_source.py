@@ -98,12 +98,13 @@ def test_a_conversion_that_fails_leaves_nothing_behind(package, monkeypatch, tmp
     assert [p.name for p in (tmp_path / "cache" / "models").iterdir() if p.is_dir()] == []
 
 
-def test_waiting_for_another_process_has_an_end(package):
+def test_waiting_for_another_process_has_an_end(package, monkeypatch):
     thread = threading.Thread(target=resolve_model, args=(NAME,))
     thread.start()
     time.sleep(0.05)
+    monkeypatch.setattr(model_source, "CONVERSION_WAIT_S", 0.01)
     with pytest.raises(ModelSourceError, match="waited 0 s for another process"):
-        resolve_model(NAME, wait_s=0.01)
+        resolve_model(NAME)
     thread.join()
 
 
@@ -254,13 +255,13 @@ def test_whole_weights_pass_in_one_file_or_in_several(tmp_path):
         tmp_path
     )
     (tmp_path / "model.safetensors.index.json").write_text("[]")
-    assert "is no index of weights" in refusal(tmp_path)
+    assert "is not an index of weights" in refusal(tmp_path)
 
 
 def test_weights_that_are_missing_or_of_another_kind_say_what_to_do(tmp_path):
     assert refusal(tmp_path).endswith("has no weights: there is no *.safetensors file in it")
     (tmp_path / "model.gguf").touch()
-    assert "GGUF weights, which can't be trained" in refusal(tmp_path)
+    assert "only GGUF weights, which can't be trained" in refusal(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     assert "only pytorch_model.bin, and hrl loads no pickled ones. Convert it: transformers." in refusal(tmp_path)
 
@@ -269,9 +270,9 @@ def test_a_file_that_was_cut_off_and_a_pointer_are_told_apart(tmp_path):
     file = tmp_path / "model.safetensors"
     save(file)
     file.write_bytes(file.read_bytes()[:-4])
-    assert "model.safetensors is not whole" in refusal(tmp_path)
+    assert "model.safetensors is incomplete" in refusal(tmp_path)
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 4\n")
-    assert "is a pointer of Git LFS; fetch it with `git lfs pull`" in refusal(tmp_path)
+    assert "is a Git LFS pointer; fetch the file with `git lfs pull`" in refusal(tmp_path)
 
 
 def test_a_reward_model_has_a_head(tmp_path):
@@ -320,7 +321,7 @@ def test_a_hub_id_is_looked_up_in_the_cache_and_not_fetched(tmp_path, monkeypatc
     assert asked == [("org/model", True)] * 2
 
 
-@pytest.mark.parametrize(("text", "complaint"), [("{", "config.json is no JSON"), ("[]", "holds a list")])
+@pytest.mark.parametrize(("text", "complaint"), [("{", "config.json is not valid JSON"), ("[]", "holds a list")])
 def test_a_broken_config_file_is_named(tmp_path, text, complaint):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ModelSourceError, match=complaint):

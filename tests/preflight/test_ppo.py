@@ -267,7 +267,7 @@ def test_a_folder_without_tokenizer_explains_itself(run, tmp_path, key):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{", "config.json is no JSON"),
+        ("{", "config.json is not valid JSON"),
         ("[]", "config.json holds a list"),
         ('{"model_type": "no_such_model"}', "describes no model known here"),
         ("{}", "describes no model known here"),
@@ -375,7 +375,7 @@ def test_an_argument_that_the_installed_vllm_does_not_take_is_found_before_it_st
     run(**given(disable_custom_all_reduce=True, compilation_config={"cudagraph_mode": "FULL_DECODE_ONLY"}))
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "holds a list, expected an object")])
+@pytest.mark.parametrize(("text", "message"), [("{", "is not valid JSON"), ("[]", "holds a list, expected an object")])
 def test_a_broken_generation_config_is_named(run, tmp_path, text, message):
     (tmp_path / "policy" / "generation_config.json").write_text(text)
     (problem,) = refused(run)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import PreTrainedModel
 
-from hrl.models.loading import Loaded, dtype_of
+from hrl.models.loading import Loaded, decoder_layers, dtype_of
 from hrl.models.towers import freeze, frozen_modules, unreachable_parameters
 
 if TYPE_CHECKING:
@@ -105,9 +105,7 @@ def _shard(module: nn.Module, loaded: Loaded, fsdp: FsdpConfig | ForwardSharding
     )
     device = torch.device(mesh.device_type)
     reshard = fsdp.reshard_after_forward and not keeps_cast_parameters(mesh.size(), device, fsdp.reshard_after_forward)
-    layer_names = set(loaded.model._no_split_modules or ())
-    layers = [m for m in module.modules() if type(m).__name__ in layer_names]
-    for layer in layers:
+    for layer in decoder_layers(loaded.model):
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for end, keeps in _vocabulary_modules(loaded.model):
         fully_shard(end, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and not keeps)
