@@ -1,7 +1,7 @@
-"""Which names and pieces a model's tensors have in its checkpoint.
+"""The names and pieces of a model's tensors in its checkpoint.
 
-transformers keeps some models in memory in another form than on disk; the experts of a mixture, for instance, are one
-tensor per layer. What leaves the trainer has the checkpoint's form, which vLLM and transformers read.
+transformers keeps some models in memory in another form than on disk: the experts of a mixture, for instance, are one
+tensor per layer. What leaves the trainer has the form of the checkpoint, which vLLM and transformers read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CheckpointTensor(NamedTuple):
 
 
 class CheckpointForm:
-    """Turns each tensor of a model, by itself, into its pieces in the checkpoint that the model was loaded from."""
+    """Turns each tensor of a model, without the others, into its pieces in the checkpoint it was loaded from."""
 
     def __init__(
         self, model: PreTrainedModel, pieces: Mapping[str, tuple[CheckpointTensor, ...]], same: frozenset[str]
@@ -34,10 +34,10 @@ class CheckpointForm:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Try, without data, to revert what transformers did when it loaded the model.
+        """Revert, without data, what transformers did when it loaded the model.
 
         Raises:
-            ValueError: A tensor cannot be reverted by itself; names model and tensors.
+            ValueError: A tensor can't be reverted without the others; names model and tensors.
         """
         empty = {name: torch.empty_like(tensor, device="meta") for name, tensor in saved_tensors(model)}
         who = f"{type(model).__name__} at {model.config.name_or_path}"
@@ -59,7 +59,7 @@ class CheckpointForm:
         return cls(model, {name: _described(pieces) for name, pieces in alone.items()}, same)
 
     def pieces(self, name: str) -> tuple[CheckpointTensor, ...]:
-        """Return the pieces of the tensor that is called `name` in memory."""
+        """Return the pieces of the tensor with the name `name` in memory."""
         return self._pieces[name]
 
     def split(self, name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
@@ -76,16 +76,16 @@ class CheckpointForm:
         return [(piece.name, found[piece.name]) for piece in pieces]
 
     def is_whole(self, name: str) -> bool:
-        """Return whether the tensor is the same in the checkpoint, apart from its name."""
+        """Return whether only the name of the tensor differs in the checkpoint, if anything."""
         return name in self._same
 
     def positions(self, name: str, shape: torch.Size) -> dict[str, Tensor]:
-        """Return, by piece, where its elements lie in the flattened tensor: int64, of the piece's shape."""
+        """Return where the elements of each piece are in the flattened tensor: int64, in the piece's shape."""
         return dict(self.split(name, torch.arange(shape.numel()).view(shape)))
 
 
 def saved_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name in memory, tensor) of all that a checkpoint holds of a module; tied parameters once."""
+    """Yield (name in memory, tensor) of everything that a checkpoint holds of a module; tied parameters once."""
     yield from module.named_parameters()
     saved = module.state_dict(keep_vars=True).keys()
     yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)
@@ -96,6 +96,6 @@ def _described(pieces: Mapping[str, Tensor]) -> tuple[CheckpointTensor, ...]:
 
 
 def _covers(pieces: Mapping[str, Tensor], together: Mapping[str, Tensor], whole: Tensor) -> bool:
-    """Return whether a tensor has the same pieces alone as together with all others, and they hold all its elements."""
+    """Return whether a tensor's pieces are the same alone and with all other tensors, and hold all its elements."""
     known = all(name in together and together[name].shape == piece.shape for name, piece in pieces.items())
     return known and sum(piece.numel() for piece in pieces.values()) == whole.numel()

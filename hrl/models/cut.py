@@ -1,7 +1,7 @@
 """The smallest copy of a model's configuration that computes in the same way.
 
 It keeps what decides how a family computes: kinds of layers and their order, widths of heads, the ratio of query to key
-heads, numbers of experts, every switch. It reduces what only costs: vocabulary, width, repeated layers. Lengths at
+heads, numbers of experts, every switch. It reduces what only costs time: vocabulary, width, repeated layers. Lengths at
 which something changes (sliding windows, chunks, the pre-training length of a RoPE) become a few tokens if the run's
 sequences are long enough to cross them.
 """
@@ -15,10 +15,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-#: A length that a cut's short sequences cross, and one that only a packed row of them reaches: what counts positions
-#: over the row instead of the sequence changes there.
+#: A length that a cut's short sequences cross, and one that only a packed row of them reaches: a model that counts
+#: positions over the row instead of the sequence changes there.
 CROSSED_TOKENS, UNREACHED_TOKENS = 8, 32
-#: Words in the names of config fields that are lengths in tokens at which a layer changes what it does.
+#: Words in the names of config fields that are lengths in tokens at which a layer computes differently.
 _LENGTHS = (
     "sliding_window",
     "window_size",
@@ -37,17 +37,17 @@ _VOCABULARY, _POSITIONS, _WIDTH, _MLA_HIDDEN, _WIDE_HEAD = 128, 64, 16, 256, 128
 _MIN_LAYERS = 2
 #: Two copies of a cut and their gradients in float32 take 16 bytes for each parameter.
 MAX_PARAMETERS = 200_000_000
-#: Attributes that number a layer, and so do not make it another kind.
+#: Attributes in which layers of the same kind differ.
 _NUMBERS = ("layer_idx", "layer_id", "layer_number", "block_idx", "training")
 
 
 def cuts(
     config: PretrainedConfig, max_length: int, build: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> Iterator[PretrainedConfig]:
-    """Yield smaller copies of `config`, the smallest first. If widths depend on each other, only a later one may work.
+    """Yield smaller copies of `config`, the smallest first. A later one may work where widths depend on each other.
 
     Args:
-        config: Of the model.
+        config: The model's.
         max_length: The longest sequence of the run, in tokens.
         build: Builds the model of a config.
     """
@@ -68,7 +68,7 @@ def _num_parameters(config: PretrainedConfig, build: Callable[[PretrainedConfig]
 def _changed(
     config: PretrainedConfig, change: Callable[[dict[str, Any], PretrainedConfig, int], None], max_length: int
 ) -> PretrainedConfig | None:
-    """Return a copy of the configuration with `change` applied to all of its sections; `None` if it is not valid."""
+    """Return a copy of the configuration with `change` applied to all its sections; None if that is not valid."""
     from huggingface_hub.errors import StrictDataclassError
 
     fields = config.to_dict()
@@ -137,7 +137,7 @@ def _narrow(fields: dict[str, Any], config: PretrainedConfig, max_length: int) -
 def _first_of_every_kind(
     config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel]
 ) -> PretrainedConfig | None:
-    """Return the configuration with as few first layers as have every kind; `None` if these cannot be told."""
+    """Return the configuration with only its first layers, up to the last new kind; None if kinds can't be told."""
     settings = config.get_text_config()
     depth = settings.num_hidden_layers
     per_layer = [key for key, value in settings.to_dict().items() if isinstance(value, list) and len(value) == depth]
@@ -160,7 +160,7 @@ def _first_of_every_kind(
 def _kinds_of_layers(
     config: PretrainedConfig, build: Callable[[PretrainedConfig], PreTrainedModel], per_layer: list[str]
 ) -> list[str]:
-    """Return what distinguishes each decoder layer: classes, shapes, settings, and its entries in lists."""
+    """Return what tells decoder layers apart: classes, shapes, settings, and their entries in lists."""
     with torch.device("meta"):
         model = build(config)
     settings = model.config.get_text_config()
@@ -180,5 +180,5 @@ def _kind(layer: nn.Module) -> list[Any]:
 
 
 def _plain(value: Any) -> str:
-    """Return a switch, name or whole number as text. A float only scales, so just its type counts."""
+    """Return a switch, name or whole number as text; of a float only the type, since it only scales."""
     return repr(value) if isinstance(value, (bool, int, str, type(None))) else type(value).__name__

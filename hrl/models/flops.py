@@ -1,4 +1,4 @@
-"""How many FLOPs a packed forward or update takes, and how many the device could do in a second."""
+"""How many FLOPs a packed forward or update takes, and how many the device can do in a second."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-#: Dense bfloat16 FLOP/s without sparsity, from the vendors' data sheets; the longest name in a card's name wins.
+#: Dense bfloat16 FLOP/s, from the vendors' data sheets. Of several names in a card's name the longest counts.
 PEAK_FLOPS = {
     "A10": 125e12,
     "A100": 312e12,
@@ -30,7 +30,7 @@ PEAK_FLOPS = {
     "RTX 5090": 209e12,
 }
 BACKWARD_OVER_FORWARD = 2.0
-#: Names that configurations give to the number of experts a token visits.
+#: Names of the number of experts that a token visits, in configurations.
 _EXPERTS_PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_top_k", "moe_topk", "top_k_experts")
 
 
@@ -50,16 +50,16 @@ class ModelFlops:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelFlops | None:
-        """Count two operations for each weight that a token of text meets: of experts those it visits, no embeddings.
+        """Count two operations for each weight that a token of text is multiplied with, those of visited experts only.
 
-        Attention scores are counted by the shapes of the modules that compute them, without sliding windows. Anything
+        Attention scores are counted from the shapes of the modules that compute them, without sliding windows. Anything
         else that depends on the sequence (the states of linear attention) is small and left out.
 
         Args:
             model: On any device, sharded or without storage.
 
         Returns:
-            `None` for a model that can't be counted, because its experts or heads are not in the usual places.
+            None if the model can't be counted, because its experts or heads are not in the usual places.
         """
         text, config = model.get_decoder(), model.config.get_text_config()
         head = model.get_output_embeddings()
@@ -87,7 +87,7 @@ class ModelFlops:
 
 
 def _visited_share(text: nn.Module, config: Any, name: str, module: nn.Module) -> float | None:
-    """Return the share of a module's own weights that a token meets; `None` for experts that can't be counted."""
+    """Return the share of a module's own weights that a token uses; None for experts that can't be counted."""
     parts = name.split(".")
     if "experts" not in parts or not any(p.ndim >= 2 for p in module.parameters(recurse=False)):
         return 1.0
@@ -102,7 +102,7 @@ def _visited_share(text: nn.Module, config: Any, name: str, module: nn.Module) -
 
 
 def _experts_per_token(block: nn.Module, config: Any) -> int | None:
-    """Return it from the modules around the experts, whose routers know best, else from the configuration."""
+    """Return the number of experts that a token visits, from the router beside them or else from the configuration."""
     for module in (block, *block.children()):
         if isinstance(getattr(module, "top_k", None), int):
             return module.top_k
@@ -111,7 +111,7 @@ def _experts_per_token(block: nn.Module, config: Any) -> int | None:
 
 
 def _per_pair(text: nn.Module, config: Any) -> float | None:
-    """Return the FLOPs of a query–key pair: the score over the queries' width, the output over the values'."""
+    """Return the FLOPs of a query–key pair: the score over the width of queries, the output over that of values."""
     total = 0.0
     for module in text.modules():
         if not isinstance(getattr(module, "is_causal", None), bool):
@@ -127,14 +127,14 @@ def _per_pair(text: nn.Module, config: Any) -> float | None:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the FLOP/s of one device: from the table on CUDA (`None` for an unknown card), measured on a CPU."""
+    """Return the FLOP/s of a device: on CUDA from the table (None for an unknown card), on a CPU measured."""
     if device.type == "cuda":
         return peak_flops_of_card(torch.cuda.get_device_name(device))
     return _measured_cpu_flops(torch.get_num_threads())
 
 
 def peak_flops_of_card(name: str) -> float | None:
-    """Return the bfloat16 FLOP/s of a card by the name that CUDA gives it; `None` for an unknown one."""
+    """Return the bfloat16 FLOP/s of a card by the name that CUDA gives it; None for an unknown card."""
     # Only whole words count: an L40 is no L4, and an RTX A1000 no A100.
     matches = [key for key in PEAK_FLOPS if re.search(rf"\b{re.escape(key)}\b", name)]
     return PEAK_FLOPS[max(matches, key=len)] if matches else None
@@ -148,7 +148,7 @@ def _measured_cpu_flops(threads: int) -> float:
 
 def _product_flops(dtype: torch.dtype) -> float:
     size = 1024
-    # Not the global generator, which is part of a checkpoint: a resumed run must draw what the straight one draws.
+    # The global generator is part of a checkpoint: a resumed run must draw what an uninterrupted one draws.
     a = torch.randn(size, size, generator=torch.Generator().manual_seed(0)).to(dtype)
     best = float("inf")
     for _ in range(5):

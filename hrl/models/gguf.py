@@ -1,7 +1,7 @@
-r"""Converts a GGUF file of the Llama family into a folder of safetensors, configuration and tokenizer.
+r"""Convert a GGUF file of the Llama family into a folder of safetensors, configuration and tokenizer.
 
-transformers can do this too (`from_pretrained(gguf_file=…)`), and a test compares the two. This is several times
-faster, because it reads the file once and builds no model. It also reads `tokenizer.ggml.pre`, which transformers
+transformers can do this too (`from_pretrained(gguf_file=…)`), and a test compares the weights. This takes a third of
+the time, because it reads the file once and builds no model. It also reads `tokenizer.ggml.pre`, which transformers
 ignores: SmolLM's tokenizer splits digits off *before* the byte-level split, so that `"\n\n12"` is three tokens and not
 four.
 """
@@ -42,7 +42,7 @@ _CONTROL_TOKEN = 3
 
 
 class GgufError(HrlError, ValueError):
-    """A GGUF file of an unknown kind."""
+    """A GGUF file can't be converted."""
 
 
 def convert_gguf(source: Path, folder: Path) -> None:
@@ -126,12 +126,14 @@ def build_tokenizer(fields: Mapping[str, Any]) -> PreTrainedTokenizerBase:
 
 
 def _check_tokenizer(tokenizer: PreTrainedTokenizerBase, fields: Mapping[str, Any]) -> None:
-    """Check the tokenizer against the file: same ids for all tokens, same end token, and a chat that survives."""
+    """Check the tokenizer against the file: ids of all tokens, the end token, and a chat that survives."""
     tokens: list[str] = fields["tokenizer.ggml.tokens"]
     if len(tokenizer) != len(tokens) or tokenizer.convert_tokens_to_ids(tokens) != list(range(len(tokens))):
         raise GgufError("the tokenizer's vocabulary differs from the file's tokenizer.ggml.tokens")
     if tokenizer.eos_token_id != fields["tokenizer.ggml.eos_token_id"]:
-        raise GgufError(f"the tokenizer ends at id {tokenizer.eos_token_id}, the file's model at another")
+        raise GgufError(
+            f"the tokenizer's end token is {tokenizer.eos_token_id}, the file's {fields['tokenizer.ggml.eos_token_id']}"
+        )
     chat = [{"role": "user", "content": "What is 7 + 5?"}, {"role": "assistant", "content": "12"}]
     text = str(tokenizer.apply_chat_template(chat, tokenize=False))
     ids = tokenizer.encode(text, add_special_tokens=False)
@@ -159,7 +161,7 @@ def _to_bf16(tensor: ReaderTensor, fields: Mapping[str, Any]) -> torch.Tensor:
 def _to_half_split_rotary(weight: np.ndarray, num_heads: int) -> np.ndarray:
     """Reorder the rows of a query or key projection `(H * D, E)` from rotating neighbours to rotating halves.
 
-    GGUF places the two coordinates that one rotary frequency turns side by side: (0, 1), (2, 3), …; transformers places
+    GGUF places the two coordinates that a rotary frequency turns side by side: (0, 1), (2, 3), …; transformers places
     them half a head apart: (0, D/2), (1, D/2+1), ….
     """
     rows, columns = weight.shape

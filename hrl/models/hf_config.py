@@ -6,7 +6,7 @@ So `override_config` takes whatever that file may hold, in the forms that model 
     override_config={rope_scaling: {rope_type: yarn, factor: 4.0, original_max_position_embeddings: 32768}}
     override_config={rope_theta: 1000000}
 
-work for a folder of any version of transformers, although newer ones keep all of it under `rope_parameters`.
+work for a folder of any version of transformers, although newer versions keep both under `rope_parameters`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 ROPE_FORMS = ("rope_parameters", "rope_scaling")
-"""The newer and the older name of the same dictionary."""
+"""The newer and the older name of the same section."""
 _KEPT_WITH_ROPE = ("rope_theta", "partial_rotary_factor")
 
 
@@ -34,15 +34,15 @@ class ModelConfigError(HrlError, ValueError):
 def merge_config(written: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `config.json` with the overrides.
 
-    Sections (`text_config`) are merged key by key. RoPE's dictionary is replaced as a whole, since its keys depend on
-    its type; only its base frequency stays, unless that is overridden too.
+    Sections (`text_config`) are merged key by key. RoPE's section is replaced as a whole, because its keys depend on
+    its type; only the base frequency stays, unless it is overridden too.
 
     Args:
-        written: A `config.json`.
+        written: The `config.json`.
         override: `override_config`.
 
     Raises:
-        ModelConfigError: One RoPE is given for a model that has one for each kind of layer.
+        ModelConfigError: A single RoPE is given for a model that has one for each kind of layer.
     """
     merged = dict(written)
     for key, value in override.items():
@@ -96,7 +96,7 @@ def load_config(path: Path | str, override: Mapping[str, Any], *, trust_remote_c
     """Return the transformers configuration of a model folder with its overrides.
 
     Raises:
-        ModelConfigError: An override is neither in the `config.json` nor in the class, or has an impossible value.
+        ModelConfigError: An override is neither in the `config.json` nor in its class, or has an impossible value.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
@@ -134,10 +134,10 @@ def _check_names(own: Any, written: Mapping[str, Any], override: Mapping[str, An
 
 
 def engine_overrides(path: Path | str, override: Mapping[str, Any], *, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the attributes of the built configuration that the overrides change, for an engine that replaces them.
+    """Return the attributes of the configuration that the overrides change, for an engine that replaces attributes.
 
-    vLLM builds the configuration from the folder alone and then replaces attributes. There an override from which
-    others are derived, or which has an older form, would mean something else than in the trainer; changed attributes do
+    vLLM builds the configuration from the folder alone and then replaces attributes. An override from which others are
+    derived, or in an older form, would mean something else there than in the trainer; the attributes that it changes do
     not.
 
     Raises:

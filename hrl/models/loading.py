@@ -44,7 +44,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 
-#: Words in the names of config fields that are probabilities: of dropping an activation, layer or token, of router noise.
+#: Words in the names of config fields that are probabilities: of dropping a value, layer or token, of router noise.
 _CHANCES = ("drop", "jitter")
 
 
@@ -119,10 +119,10 @@ def load_causal_lm(source: ModelSource, dtype: torch.dtype, *, meta: bool = Fals
     _require_weights(source.path, model, info)
     if info.unexpected:
         logger.warning(
-            "%s holds %d weights that %s has no place for (%s): they are not trained, synced or exported",
+            "%s holds weights that %s has no place for (%d: %s): they are not trained, synced or exported",
             source.path,
-            len(info.unexpected),
             type(model).__name__,
+            len(info.unexpected),
             _first(info.unexpected),
         )
     return Loaded(_prepared(model, source), exported)

@@ -1,14 +1,14 @@
-"""Whether a model family computes the same packed and alone: compared before anything of a run is started.
+"""Check, before anything of a run starts, that a model family computes the same packed and alone.
 
-The log-probs of packed training are right only if attention, positions, masks, experts and head of a family do nothing
+The log-probs of packed training are right only if a family's attention, positions, masks, experts and head do nothing
 that the packed path does not know of. No list of families could guarantee that: transformers has nearly two hundred,
-and one that the list missed would train silently wrong. So a small cut of the model (`hrl.models.cut`) with random
-weights runs a few short sequences
+and a family that the list missed would silently be trained wrongly. So a small cut of the model (`hrl.models.cut`) with
+random weights runs a few short sequences
 
 - packed, as the engine runs them, in two different packings;
 - through the model's own plain forward, one sequence at a time, without padding.
 
-The log-probs must agree, and so must the gradients of all parameters, with every layer recomputed. That takes a second
+The log-probs must agree, and so must the gradients of all parameters, with every layer recomputed. This takes a second
 or two on one core, in float32, and needs no GPU.
 """
 
@@ -38,40 +38,43 @@ from hrl.models.packed_model import PackedCausalLM, PackedScalarModel, TokenRows
 
 logger = logging.getLogger(__name__)
 
-#: The largest difference of two log-probs in float32 that counts as rounding, and the largest relative one of two
-#: gradients, which is larger because rounding may switch a single ReLU.
+#: The largest difference of two log-probs in float32 that counts as rounding, and the largest relative difference of
+#: two gradients, which is larger because rounding may switch a ReLU.
 LOG_PROB_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-2
 #: A model that amplifies rounding is allowed SPREADS times what one rounding of all its weights does to its log-probs,
-#: up to MOST_ROUNDING, which every real difference exceeds. Its bound on gradients grows with that, up to the last
-#: number.
+#: up to MOST_ROUNDING, which every real difference exceeds. Its bound on gradients grows in proportion, up to
+#: MOST_GRADIENT_ROUNDING.
 SPREADS, MOST_ROUNDING, MOST_GRADIENT_ROUNDING = 20.0, 1e-2, 0.1
 #: Two prompts with two answers each, in tokens; all but one sequence cross `CROSSED_TOKENS` inside their prompt.
 PROMPT_LENGTHS, ANSWER_LENGTHS = (11, 6), ((13, 9), (17, 4))
 PACKINGS: tuple[tuple[tuple[int, ...], ...], ...] = (((0, 1, 2, 3),), ((3, 0), (2, 1)))
-_KEY = "actor_rollout_ref.model.probe=false (model.probe=false in offline runs)"
-#: What a model's code raises when it is given what it was not written for.
+_WAY_OUT = (
+    "Take another family, see docs/models.md; actor_rollout_ref.model.probe=false (model.probe=false in offline runs) "
+    "skips this comparison, at your own risk"
+)
+#: Errors of a model's code that is given what it was not written for.
 _FAILURES = (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, AssertionError, ImportError)
 
 _CPU = torch.device("cpu")
 
 
 class ProbeError(HrlError, ValueError):
-    """A model that packed training would compute wrongly; the message names family, difference and likely cause."""
+    """Packed training would compute a model wrongly; the message names family, difference and likely cause."""
 
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """How far the packed forward is from the model's own.
+    """How much the packed forward differs from the model's own.
 
     Attributes:
         family: Class of the model.
-        num_layers: Of the cut that was compared.
+        num_layers: Layers of the cut that was compared.
         difference: Largest difference of a log-prob (of a score, for a scalar model) from the model's own forward.
-        packing_difference: The same between the two packings.
-        gradient_difference: Largest relative difference of a parameter's gradient from the model's own; 0 where the
+        packing_difference: Largest difference between the two packings.
+        gradient_difference: Largest relative difference of a parameter's gradient from the model's own; 0 if the
             log-probs differ already.
         cause: Likely cause of a difference that is not rounding; empty if there is none.
-        seconds: How long the comparison took.
+        seconds: Duration of the comparison.
     """
 
     family: str
@@ -84,32 +87,25 @@ class ProbeResult:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing but rounding was seen."""
+        """Whether the differences are only rounding."""
         return not self.cause
 
 
-def require_right_causal_lm(source: ModelSource) -> ProbeResult:
-    """Refuse a causal language model that packed training would compute wrongly. A process compares a model once.
+def require_right(source: ModelSource, *, scalar: bool) -> ProbeResult:
+    """Refuse a model that packed training would compute wrongly. A process compares a model only once.
 
     Args:
         source: The model's folder, its overrides and the run's longest sequence.
+        scalar: Whether it is a critic or reward model, whose backbone is run as a sequence classifier, instead of a
+            causal language model.
 
     Raises:
         ProbeError: Names family, difference and likely cause.
         ModelConfigError: The overrides do not fit the model.
     """
-    return _require_right(AutoModelForCausalLM, *_identity(source))
-
-
-def require_right_scalar_model(source: ModelSource) -> ProbeResult:
-    """Do the same for a critic or a reward model: the backbone as a sequence classifier."""
-    return _require_right(AutoModelForSequenceClassification, *_identity(source))
-
-
-def _identity(source: ModelSource) -> tuple[str, str, bool, int]:
-    """Return what of a source decides how its model computes."""
+    auto = AutoModelForSequenceClassification if scalar else AutoModelForCausalLM
     overrides = json.dumps(dict(source.override_config), sort_keys=True)
-    return str(source.path), overrides, source.trust_remote_code, source.max_model_len
+    return _require_right(auto, source.path, overrides, source.trust_remote_code, source.max_model_len)
 
 
 @cache
@@ -119,12 +115,12 @@ def _require_right(auto: Any, path: str, overrides: str, trust_remote_code: bool
     try:
         result = probe_config(config, max_model_len, auto, trust_remote_code=trust_remote_code)
     except ProbeError as error:
-        raise ProbeError(f"{name} cannot be trained packed: {error}. {_way_out()}") from error
+        raise ProbeError(f"{name} cannot be trained packed: {error}. {_WAY_OUT}") from error
     if not result.is_right:
         raise ProbeError(
             f"{name} ({result.family}) would be trained wrongly: its log-probs differ by {result.difference:.2g} from "
             f"its own forward and by {result.packing_difference:.2g} between two packings of the same rows, its "
-            f"gradients by {result.gradient_difference:.2g}. Likely cause: {result.cause}. {_way_out()}"
+            f"gradients by {result.gradient_difference:.2g}. Likely cause: {result.cause}. {_WAY_OUT}"
         )
     logger.info(
         "%s computes packed what it computes alone (largest difference %.1e over %d layers, %.1f s)",
@@ -136,23 +132,19 @@ def _require_right(auto: Any, path: str, overrides: str, trust_remote_code: bool
     return result
 
 
-def _way_out() -> str:
-    return f"Take another family, see docs/models.md; {_KEY} skips this comparison, at your own risk"
-
-
 def probe_config(
     config: PretrainedConfig, max_model_len: int, auto: Any = AutoModelForCausalLM, *, trust_remote_code: bool = False
 ) -> ProbeResult:
     """Compare the smallest cut of a configuration that runs.
 
     Args:
-        config: Of the model, with its overrides.
-        max_model_len: The longest sequence of the run in tokens; what happens only beyond that does not count.
+        config: The model's, with its overrides.
+        max_model_len: The longest sequence of the run in tokens; what happens only beyond that does not matter.
         auto: `AutoModelForCausalLM` or `AutoModelForSequenceClassification`.
-        trust_remote_code: The config's folder may run code.
+        trust_remote_code: Whether the config's folder may run code.
 
     Raises:
-        ProbeError: No cut of it runs alone, or the one that does does not run packed.
+        ProbeError: No cut runs alone, or the cut that does cannot run packed.
     """
     start = time.perf_counter()
     verbosity = transformers_logging.get_verbosity()
@@ -173,9 +165,9 @@ class _Family:
     """How cuts are built.
 
     Attributes:
-        auto: transformers' class for them.
+        auto: transformers' class that builds them.
         max_model_len: The longest sequence of the run in tokens.
-        trust_remote_code: The model's folder may run code.
+        trust_remote_code: Whether the model's folder may run code.
     """
 
     auto: Any
@@ -184,11 +176,11 @@ class _Family:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether they end in one number instead of logits."""
+        """Whether their output is one number instead of logits."""
         return self.auto is AutoModelForSequenceClassification
 
     def build(self, config: PretrainedConfig, attention: str = "eager") -> PreTrainedModel:
-        """Return a new model."""
+        """Return a new model with random weights."""
         own = type(config).from_dict(config.to_dict())
         if self.is_scalar:
             own.num_labels = 1
@@ -221,7 +213,7 @@ def _first_that_runs(config: PretrainedConfig, family: _Family) -> tuple[Pretrai
 
 @torch.no_grad()
 def _excite(model: PreTrainedModel) -> PreTrainedModel:
-    """Give a model weights under which every part matters: attention is not uniform, no bias or sink is zero."""
+    """Give a model weights with which every part has an effect: no uniform attention, no bias or sink of zero."""
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings().weight
     is_tied = head is not None and head.weight is embedding
@@ -275,7 +267,7 @@ def _gradients(model: nn.Module, values: Tensor, weights: Tensor) -> dict[str, T
 
 
 def _rows(config: PretrainedConfig) -> TokenRows:
-    """Return two prompts with two answers each, without tokens 0 to 3, which may pad, begin or end."""
+    """Return two prompts with two answers each, without the tokens 0 to 3, which may be special."""
     rng, tokens = np.random.default_rng(0), config.get_text_config().vocab_size
     prompts: list[np.ndarray] = []
     lengths: list[int] = []
@@ -310,7 +302,7 @@ def _plain(model: PreTrainedModel, rows: TokenRows, scalar: bool) -> Tensor:
 
 
 def _packed(module: nn.Module, rows: TokenRows, packing: tuple[tuple[int, ...], ...], scalar: bool) -> Tensor:
-    """Return the same as the engine computes it; only a packing of all rows in one piece shares prompts."""
+    """Return the same as the engine computes it. Prompts are shared if all rows are in one micro-batch."""
     wanted: Wanted = "last" if scalar else "next"
     width = 1 if scalar else rows.responses.shape[1]
     parts: dict[int, Tensor] = {}
@@ -332,7 +324,7 @@ def _largest(difference: Tensor) -> float:
 
 def _gradient_difference(packed: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> float:
     """Return the largest norm of a gradient's difference, relative to the norm of the model's own gradient."""
-    # A gradient that is only rounding is compared with the largest one.
+    # A gradient that consists of rounding is compared with the largest one.
     floor = 1e-2 * max((float(g.norm()) for g in own.values()), default=1.0)
     worst = 0.0
     for name in {*packed, *own}:
@@ -349,8 +341,8 @@ def _cause_of_values(
 ) -> str:
     if result.packing_difference > tolerance:
         return (
-            "what a row gets depends on the other rows of its micro-batch: recurrent or convolutional state that "
-            "crosses rows, or positions that are counted over the whole row"
+            "the values of a sequence depend on the other rows of its micro-batch: recurrent or convolutional state "
+            "that crosses rows, or positions that are counted over the whole packed row"
         )
     if result.difference > tolerance:
         if _same_hidden_states(own, module, rows):
@@ -362,20 +354,20 @@ def _cause_of_values(
             )
         return (
             "its attention has a mask, a bias, a cap or positions of its own, which packed attention does not have, or "
-            "it reads the row as one sequence"
+            "it reads the packed row as one sequence"
         )
     return ""
 
 
 def _before(apart: Tensor, rows: TokenRows) -> Tensor:
-    """Return the differences at tokens whose context is too short to cross anything, 0 elsewhere."""
+    """Return the differences at tokens with a context of at most `CROSSED_TOKENS`, 0 elsewhere."""
     positions = torch.tensor([len(prompt) for prompt in rows.prompts])[:, None] + torch.arange(apart.shape[1])[None]
     return torch.where(positions <= CROSSED_TOKENS, apart, 0.0)
 
 
 @torch.no_grad()
 def _same_hidden_states(own: PreTrainedModel, module: Any, rows: TokenRows) -> bool:
-    """Return whether the backbones agree, so that the difference arises in the head."""
+    """Return whether the backbones agree, so that the difference is the head's."""
     tokens = _sequence(rows, 0)
     packed = pack_micro_batch(rows, (0,), share_prefix=False, wanted="next", device=_CPU)
     try:

@@ -75,7 +75,7 @@ def look_at_families(findings: Findings, outline: Outline, folders: Mapping[str,
     same on every node.
     """
     from hrl.models.loading import ModelSource
-    from hrl.models.probe import require_right_causal_lm, require_right_scalar_model
+    from hrl.models.probe import require_right
 
     for role, folder in folders.items():
         model = outline.models[role]
@@ -86,7 +86,7 @@ def look_at_families(findings: Findings, outline: Outline, folders: Mapping[str,
             max_model_len=outline.lengths.model,
         )
         with findings.about(model.key):
-            (require_right_scalar_model if model.is_scalar else require_right_causal_lm)(source)
+            require_right(source, scalar=model.is_scalar)
 
 
 def _look_at_model(findings: Findings, model: NamedModel, *, download: bool, trust_remote_code: bool) -> Path | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,6 +22,7 @@ from transformers import (
 from hrl.models import flops
 from hrl.models.flops import ModelFlops, peak_flops, peak_flops_of_card
 from hrl.models.loading import dtype_of, load_causal_lm, load_scalar_model
+from hrl.models.source import ModelSourceError
 from tests.models.tiny import SHAPE, model_config, save_llama
 
 FLOAT32 = torch.float32
@@ -84,6 +87,47 @@ def test_a_folder_without_some_of_its_weights_is_refused(tmp_path, load):
     save_file(kept, file, metadata={"format": "pt"})
     with pytest.raises(ValueError, match=rf"lacks 1 of its model's weights \({lost}\)"):
         load(model_config(tmp_path), FLOAT32)
+
+
+def rewrite(folder, change):
+    """Change the weights in a folder."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_renamed_weight_is_named_with_the_one_in_its_place(tmp_path):
+    rewrite(save_llama(tmp_path), lambda weights: weights.update({"model.layers.1.mlp.w3": weights.pop(UP)}))
+    with pytest.raises(ModelSourceError, match=rf"lacks 1 .*\({UP}\) and holds others in their place \(model.*w3\)"):
+        load_causal_lm(model_config(tmp_path), FLOAT32)
+
+
+def test_a_weight_of_another_shape_is_named_with_both(tmp_path):
+    rewrite(save_llama(tmp_path), lambda weights: weights.update({UP: torch.zeros(3, 32)}))
+    with pytest.raises(ModelSourceError, match=rf"{tmp_path} holds {UP} of shape \(3, 32\).*a model with \(48, 32\)"):
+        load_causal_lm(model_config(tmp_path), FLOAT32)
+
+
+def test_weights_without_a_place_are_told(tmp_path, caplog):
+    rewrite(save_llama(tmp_path), lambda weights: weights.update({"model.layers.7.norm": torch.zeros(3)}))
+    load_causal_lm(model_config(tmp_path), FLOAT32)
+    assert "holds weights that LlamaForCausalLM has no place for (1: model.layers.7.norm)" in caplog.text
+
+
+def test_a_head_of_its_own_in_a_model_said_to_be_tied_is_refused(tmp_path):
+    """transformers would load it on rank 0; the other ranks and vLLM would use the embedding."""
+    folder = save_llama(tmp_path, tied=False)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    with pytest.raises(ModelSourceError, match=r"lm_head.weight of its own.*{tie_word_embeddings: false}"):
+        load_causal_lm(model_config(folder), FLOAT32)
+    untied = load_causal_lm(model_config(folder, override_config={"tie_word_embeddings": False}), FLOAT32).model
+    assert torch.equal(untied.lm_head.weight, load_file(folder / "model.safetensors")["lm_head.weight"])
+    rewrite(save_llama(tmp_path, tied=True), lambda weights: None)
+    assert load_causal_lm(model_config(tmp_path), FLOAT32).model.lm_head.weight.any()
 
 
 def test_dtypes_by_name():

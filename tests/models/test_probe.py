@@ -22,8 +22,7 @@ from hrl.models.probe import (
     LOG_PROB_TOLERANCE,
     ProbeError,
     probe_config,
-    require_right_causal_lm,
-    require_right_scalar_model,
+    require_right,
 )
 from tests.models.tiny import SHAPE, save_llama
 
@@ -176,20 +175,20 @@ def test_the_refusal_names_family_figures_cause_and_way_out(tmp_path):
     with pytest.raises(
         ProbeError, match=r"recurrent_gemma at .*differ by \d.*Likely cause: .*docs/models.md.*model.probe=false"
     ):
-        require_right_causal_lm(source_of(tmp_path))
+        require_right(source_of(tmp_path), scalar=False)
 
 
 def test_a_family_without_a_classifier_is_no_critic(tmp_path):
     config_of("olmoe", num_experts=4).save_pretrained(tmp_path)
     with pytest.raises(ProbeError, match="olmoe at .*OlmoeConfig"):
-        require_right_scalar_model(source_of(tmp_path))
+        require_right(source_of(tmp_path), scalar=True)
 
 
 def test_a_folder_is_compared_once_in_a_process(tmp_path, monkeypatch):
     folder = save_llama(tmp_path)
-    first = require_right_causal_lm(source_of(folder))
+    first = require_right(source_of(folder), scalar=False)
     monkeypatch.setattr(probe, "probe_config", None)
-    assert require_right_causal_lm(source_of(folder)) is first
+    assert require_right(source_of(folder), scalar=False) is first
 
 
 @pytest.mark.parametrize(

@@ -114,7 +114,7 @@ def test_a_model_that_does_not_run_around_its_decoder_is_trained_whole_and_that_
     model.model.forward = lambda **kwargs: model.decoder(**kwargs).missing
     with caplog.at_level(logging.WARNING):
         assert unreachable_parameters(model) == ()
-    assert "Bridged does not run around its decoder (AttributeError" in caplog.text
+    assert "Bridged does not run without its decoder (AttributeError" in caplog.text
     assert "forward" not in model.decoder.__dict__
 
 
