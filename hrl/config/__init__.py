@@ -12,11 +12,10 @@ from hrl.errors import ConfigError, Problem
 if TYPE_CHECKING:
     from hrl.config.compose import compose_cli
     from hrl.config.load import load_config
-    from hrl.config.placement import resolve_placement
 
-__all__ = ["ConfigError", "PPOTrainerConfig", "Problem", "compose_cli", "load_config", "resolve_placement"]
+__all__ = ["ConfigError", "PPOTrainerConfig", "Problem", "compose_cli", "load_config"]
 
-_LAZY = {"compose_cli": "compose", "load_config": "load", "resolve_placement": "placement"}
+_LAZY = {"compose_cli": "compose", "load_config": "load"}
 
 
 def __getattr__(name: str) -> Any:

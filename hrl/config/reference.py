@@ -6,16 +6,14 @@
 
 import json
 import sys
-import types
-import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, NamedTuple
 
-from annotated_types import Ge, Gt, Le, Lt
+from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
 from hrl.config.run_kind import OFFLINE_KINDS, PPO, RunKind
-from hrl.config.section import Leaf, NameOf, Section, WholeConfig, leaves, section_of, sections
+from hrl.config.section import Leaf, Section, WholeConfig, leaves, section_of, sections
 from hrl.config.spellings import PPO_SPELLINGS, Verdict
 
 _HEAD = """\
@@ -89,7 +87,7 @@ def render_offline() -> str:
     return "\n".join([_OFFLINE_HEAD, *_tables(list(OFFLINE_KINDS.values()))]).rstrip() + "\n"
 
 
-class _Place(typing.NamedTuple):
+class _Place(NamedTuple):
     """A key of one kind of run."""
 
     kind: str
@@ -155,58 +153,40 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|")
 
 
+_TYPES = {"integer": "int", "number": "float", "boolean": "bool", "string": "str", "null": "null"}
+_BOUNDS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+
+
 def type_in_words(field: FieldInfo) -> str:
-    """Describe a field's type and bounds in words."""
-    words = _names_in_words(field.metadata) or _annotation_in_words(field.annotation)
-    words += " or null" if type(None) in typing.get_args(field.annotation) and "null" not in words else ""
-    return " ".join([words, *_bounds_in_words(field.metadata)])
+    """Describe a field's type and bounds in words, from its JSON schema."""
+    kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    return _in_words(TypeAdapter(kind).json_schema())
 
 
-def _bounds_in_words(metadata: list[Any]) -> Iterator[str]:
-    for bound in metadata:
-        match bound:
-            case Gt(gt=limit):
-                yield f"> {limit}"
-            case Ge(ge=limit):
-                yield f"≥ {limit}"
-            case Lt(lt=limit):
-                yield f"< {limit}"
-            case Le(le=limit):
-                yield f"≤ {limit}"
-            case FieldInfo(metadata=inner):
-                yield from _bounds_in_words(inner)
-
-
-def _names_in_words(marks: Iterable[Any]) -> str:
-    """Return the allowed names if a field takes names from a table, to which users can register their own."""
-    for mark in marks:
-        if isinstance(mark, NameOf):
-            names = ", ".join(f"`{name}`" for name in mark.table)
-            return f"{names}{f', each also with `{mark.suffix}`' if mark.suffix else ''}"
-    return ""
-
-
-_PLAIN = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", Any: "any"}
-
-
-def _annotation_in_words(annotation: Any) -> str:
-    if annotation in _PLAIN:
-        return _PLAIN[annotation]
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is Literal:
-        return ", ".join(f"`{choice}`" for choice in arguments)
-    if origin is typing.Annotated:
-        return _names_in_words(arguments[1:]) or " ".join(
-            [_annotation_in_words(arguments[0]), *_bounds_in_words(list(arguments[1:]))]
+def _in_words(schema: Mapping[str, Any]) -> str:
+    options = schema.get("anyOf", ())
+    if "enum" in schema:
+        suffix = f", each also with `{schema['suffix']}`" if schema.get("suffix") else ""
+        null = " or null" if {"type": "null"} in options else ""
+        return ", ".join(f"`{name}`" for name in schema["enum"]) + suffix + null
+    if options:
+        return " or ".join(map(_in_words, options))
+    kind = schema.get("type")
+    if kind == "array":
+        return f"list of {_in_words(schema['items'])}"
+    if kind == "object":
+        names, values = schema.get("propertyNames"), schema["additionalProperties"]
+        return (
+            "mapping"
+            + (f" of {_in_words(names)}" if names else "")
+            + (f" to {_in_words(values)}" if values is not True else "")
         )
-    if origin in (typing.Union, types.UnionType):
-        return " or ".join(_annotation_in_words(argument) for argument in arguments)
-    if origin is list:
-        return f"list of {_annotation_in_words(arguments[0])}"
-    if origin is dict:
-        names = "" if arguments[0] is str else f" of {_annotation_in_words(arguments[0])}"
-        return f"mapping{names}" + ("" if arguments[1] is Any else f" to {_annotation_in_words(arguments[1])}")
-    raise TypeError(f"no words for the type {annotation!r}")
+    return " ".join(
+        [
+            _TYPES[kind] if kind else "any",
+            *(f"{sign} {schema[name]:g}" for name, sign in _BOUNDS.items() if name in schema),
+        ]
+    )
 
 
 def _compatibility() -> Iterator[str]:

@@ -17,10 +17,12 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
     PrivateAttr,
     model_validator,
 )
 from pydantic.fields import FieldInfo
+from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 S = TypeVar("S", bound="Section")
@@ -54,6 +56,10 @@ class NameOf:
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Validate as a string, then look it up in the table."""
         return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def __get_pydantic_json_schema__(self, source: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Name the members for the documentation."""
+        return handler(source) | {"enum": list(self.table), "suffix": self.suffix}
 
     def _known(self, name: str | None) -> str | None:
         if name is None or name.removesuffix(self.suffix) in self.table:

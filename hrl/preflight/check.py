@@ -69,30 +69,21 @@ def check(
         return 0
     try:
         config = compose_kind(kind, overrides)
-        findings, rows = (None, None) if config_only else look(config)
-        if findings is not None:
+        ready, findings = None, None
+        if not config_only:
+            from hrl.preflight.preflight import inspect_run  # imports torch
+
+            ready, findings = inspect_run(config, download=False)
             findings.raise_problems()
     except ConfigError as error:
         _show_problems(error, as_json=as_json)
         return 2
-    said = report(config, findings, rows)
+    said = report(config, findings, None if ready is None else len(ready.train_dataset))
     if as_json:
         _write_json({"valid": True, **said})
     else:
         _show_report(config, said, full=full, config_only=config_only)
     return 0
-
-
-def look(config: RunConfiguration) -> tuple[Findings, int | None]:
-    """Run a run's preflight checks without downloading anything.
-
-    Returns:
-        The findings, and the number of training rows, None if they could not be read.
-    """
-    from hrl.preflight.preflight import inspect_run
-
-    ready, findings = inspect_run(config, download=False)
-    return findings, None if ready is None else len(ready.train_dataset)
 
 
 def report(config: RunConfiguration, findings: Findings | None, train_rows: int | None) -> dict[str, Any]:
@@ -101,7 +92,7 @@ def report(config: RunConfiguration, findings: Findings | None, train_rows: int 
     Args:
         config: The validated configuration.
         findings: The findings; None if only the configuration was checked.
-        train_rows: Number of training rows, see `look`.
+        train_rows: Number of training rows; None if they were not read.
     """
     return {
         "config": config.model_dump(),

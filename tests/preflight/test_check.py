@@ -201,7 +201,7 @@ def test_everything_is_behind_full_and_in_json(line, capsys):
 
 
 def test_a_line_for_another_machine_is_judged_alone(capsys, monkeypatch):
-    monkeypatch.setattr("hrl.preflight.check.look", None)  # it would fail
+    monkeypatch.setattr("hrl.preflight.preflight.inspect_run", None)  # it would fail
     arguments = ["actor_rollout_ref.model.path=/there/model", "data.train_files=/there/train.parquet"]
     assert cli.main(["check", "--config-only", *arguments]) == 0
     assert "No file that it names was opened" in capsys.readouterr().out
