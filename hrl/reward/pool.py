@@ -379,7 +379,7 @@ class RewardPool:
         """Kill a process past its deadline."""
         holder, *_ = process.state.read()
         if not process.concurrency:
-            self._end(process, f"loading took longer than {_START_TIMEOUT_S:g} s")
+            self._end(process, f"loading took longer than {_START_TIMEOUT_S:g} s", "timeout")
         elif holder in process.tasks:
             self._end(process, f"took longer than {self._timeout_s:g} s and was killed", "timeout")
         else:
@@ -398,12 +398,14 @@ class RewardPool:
         Args:
             process: The process.
             error: What happened to it.
-            status: Of the sample that is charged. After a first crash it is queued again.
+            status: Whether it passed its deadline or died. A sample is charged with a timeout at once, and with a crash
+                after its second.
         """
         holder, _, blames_response = process.state.read()
         self._kill(process)
         if not process.concurrency:
-            self._start_failed(error)
+            # The first process that takes too long is the last: the next would too, after another minute.
+            self._start_failed(error, is_final=status == "timeout" and not self._started.is_set())
             return
         charged = [process.tasks[holder]] if holder in process.tasks else list(process.tasks.values())
         for task in charged:
@@ -420,10 +422,10 @@ class RewardPool:
         """Queue the samples of an ended process again, in front of all others."""
         self._queue.extendleft([task for task in reversed(process.tasks.values()) if not task.future.done()])
 
-    def _start_failed(self, reason: str) -> None:
+    def _start_failed(self, reason: str, *, is_final: bool) -> None:
         self._failed_starts += 1
         logger.warning("a reward process did not start: %s", reason)
-        if self._failed_starts > _FAILED_STARTS_ALLOWED:
+        if is_final or self._failed_starts > _FAILED_STARTS_ALLOWED:
             self._give_up(reason)
 
     def _give_up(self, reason: str) -> None:
