@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,36 +51,27 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
         if the reward function left the response out), `reward_parts`, `advantage` (mean over trained tokens),
         `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; fields that the run lacks are left out.
     """
-    prompts, responses = (_texts(batch, name, tokenizer) for name in ("prompts", "responses"))
-    reward_parts = batch.non_tensor_batch.get("reward_parts")
-    columns = batch.batch
-    trained = columns["response_mask"].bool()
+    tensors, others = batch.batch, batch.non_tensor_batch
+    trained = tensors["response_mask"].bool()
     lengths = lengths_of(batch)[1]
-    numbers: dict[str, list[float | None]] = {"response_length": lengths.tolist()}
-    if "token_level_scores" in columns:
+    fields: dict[str, Iterable[Any]] = {"prompt": _texts(batch, "prompts", tokenizer)}
+    if "raw_prompt" in others:
+        fields["question"] = [text_of(chat[-1]) for chat in others["raw_prompt"]]
+    fields["response"] = _texts(batch, "responses", tokenizer)
+    fields["response_length"] = lengths.tolist()
+    if "token_level_scores" in tensors:
         left_out = ~trained.any(-1) & (lengths > 0)
-        scores = columns["token_level_scores"].sum(-1)
-        numbers["score"] = [None if out else score for out, score in zip(left_out, scores.tolist(), strict=True)]
-    if "advantages" in columns:
-        summed = (columns["advantages"] * trained).sum(-1)
-        numbers["advantage"] = (summed / trained.sum(-1).clamp(min=1)).tolist()
-
-    records = []
-    for row in range(len(batch)):
-        record: dict[str, Any] = {"prompt": prompts[row]}
-        if "raw_prompt" in batch.non_tensor_batch:
-            record["question"] = text_of(batch.non_tensor_batch["raw_prompt"][row][-1])
-        record["response"] = responses[row]
-        record |= {name: values[row] for name, values in numbers.items()}
-        if reward_parts is not None:
-            record["reward_parts"] = dict(reward_parts[row])
-        record |= {
-            name: batch.non_tensor_batch[name][row] for name in _NON_TENSOR_COLUMNS if name in batch.non_tensor_batch
-        }
-        if "reward_model" in batch.non_tensor_batch:
-            record["ground_truth"] = batch.non_tensor_batch["reward_model"][row].get("ground_truth")
-        records.append(record)
-    return records
+        scores = tensors["token_level_scores"].sum(-1)
+        fields["score"] = [None if out else score for out, score in zip(left_out, scores.tolist(), strict=True)]
+    if "advantages" in tensors:
+        summed = (tensors["advantages"] * trained).sum(-1)
+        fields["advantage"] = (summed / trained.sum(-1).clamp(min=1)).tolist()
+    if "reward_parts" in others:
+        fields["reward_parts"] = [dict(parts) for parts in others["reward_parts"]]
+    fields |= {name: others[name] for name in _NON_TENSOR_COLUMNS if name in others}
+    if "reward_model" in others:
+        fields["ground_truth"] = [reward_model.get("ground_truth") for reward_model in others["reward_model"]]
+    return [dict(zip(fields, row, strict=True)) for row in zip(*fields.values(), strict=True)]
 
 
 def _texts(batch: DataProto, column: str, tokenizer: PreTrainedTokenizerBase) -> list[str]:
