@@ -87,14 +87,14 @@ class SkippedStep:
 
 
 def skip(skipped: SkippedStep, run_folder: Path | None) -> None:
-    """Keep what a step was made of, and say so.
+    """Keep the batch of a skipped step, and log that it was skipped.
 
     Args:
         skipped: The step.
-        run_folder: On this rank's machine; `None` for an update outside of a run, of which nothing is kept.
+        run_folder: On this rank's machine; `None` for an update outside a run, of which nothing is kept.
 
     Raises:
-        NonFiniteStepError: It is one too many in a row.
+        NonFiniteStepError: It is the last of `MAX_IN_A_ROW`.
     """
     kept = None if run_folder is None else dump(skipped, run_folder / FOLDER)
     report, where = skipped.report, "" if kept is None else f". This rank's rows are in {kept}"

@@ -160,7 +160,7 @@ def _broadcast_buffers(module: nn.Module, source: nn.Module | None) -> None:
 
 
 def _broadcast_object(value: Any) -> Any:
-    """Return rank 0's value."""
+    """Return rank 0's `value` on every rank."""
     record = [value]
     dist.broadcast_object_list(record, src=0)
     return record[0]

@@ -103,7 +103,7 @@ def export_hf(
 
 
 def _write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
-    """Write `config.json`, whatever it contains."""
+    """Write `config.json`, even one that transformers would refuse to write."""
     # `save_pretrained` is stricter than `from_pretrained`. It refuses, for instance, a `config.json` that sets a
     # temperature, as many published ones do.
     config.dtype = dtype

@@ -41,7 +41,7 @@ class CudaDevices:
         return torch.device("cuda", torch.cuda.current_device())
 
     def uuid(self, device: torch.device) -> str:
-        """Return which GPU it is, the same in every process."""
+        """Return the GPU's UUID, the same in every process."""
         return str(torch.cuda.get_device_properties(device).uuid)
 
     def allocate(self, nbytes: int, device: torch.device) -> Tensor:

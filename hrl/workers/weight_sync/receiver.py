@@ -65,7 +65,7 @@ class BucketReader(Protocol):
         """Return the bytes of a published bucket, `(bucket.nbytes,) uint8`."""
 
     def release(self) -> None:
-        """Give back the memory that only a sync needs. Called whenever a sync has ended, also by an error."""
+        """Give back the memory that only a sync needs. Called whenever a sync ends, also when it fails."""
 
 
 class WeightReceiver:

@@ -69,7 +69,7 @@ class SenderTransport(ABC):
         """Release receivers that wait for a bucket that will not come."""
 
     def release(self) -> None:
-        """Give back the memory that only a sync needs. Called whenever a sync has ended, also by an error."""
+        """Give back the memory that only a sync needs. Called whenever a sync ends, also when it fails."""
 
     def close(self) -> None:
         """Give all memory back. Harmless when repeated."""

@@ -61,7 +61,7 @@ class Deadline:
             raise self.passed(doing) from None
 
     def passed(self, doing: str) -> WeightSyncError:
-        """Return the error for what was not done in time."""
+        """Return the error that says what was not done in time."""
         return WeightSyncError(f"{self.what} took longer than {self.seconds:g} s (weight_sync.timeout_s), at: {doing}")
 
 
@@ -286,18 +286,18 @@ class Manifest:
         return hashlib.sha256(json.dumps(self.to_plain(), sort_keys=True).encode()).hexdigest()
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the manifest as lists, strings and integers; `from_plain` turns it back."""
+        """Return the manifest as lists, strings and integers; `from_plain` is the inverse."""
         tensors = [[tensor.name, tensor.dtype, list(tensor.shape)] for tensor in self.tensors]
         return {"tensors": tensors, "limit_bytes": self.limit_bytes, "kept": list(self.kept)}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Manifest:
-        """Return the manifest that `to_plain` described."""
+        """Undo `to_plain`."""
         tensors = (TensorSpec(name, dtype, tuple(shape)) for name, dtype, shape in plain["tensors"])
         return cls(tuple(tensors), plain["limit_bytes"], tuple(plain["kept"]))
 
     def difference(self, other: Manifest) -> list[str]:
-        """Return what `other` lacks, has in addition or has differently, one phrase for each tensor."""
+        """Return how `other` differs: a phrase for each tensor that is missing, extra or different."""
         mine, theirs = ({spec.name: (spec.dtype, spec.shape) for spec in m.tensors} for m in (self, other))
         found = [f"{name!r} is missing" for name in mine.keys() - theirs.keys()]
         found += [f"{name!r} is extra" for name in theirs.keys() - mine.keys()]
