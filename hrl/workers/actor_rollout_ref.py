@@ -17,6 +17,7 @@ import importlib
 import logging
 import os
 import socket
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -308,14 +309,12 @@ class ActorRolloutRefWorker(ModelWorker):
                 self._host.wake(("weights",))
             except RolloutError as error:
                 self._host.refuse_weights(str(error))
-                for _ in weights:  # the other ranks are gathering already
-                    pass
+                deque(weights, maxlen=0)  # the other ranks are gathering already
                 raise
             return self._host.push_weights(version, self.engine.param_specs(dtype), weights, kept)
         if self._fellow is not None:
             return self._fellow.push_weights(version, self.engine.param_specs(dtype), weights, kept)
-        for _ in weights:  # a rank of a tensor-parallel engine on a CPU, whose lead sends for all
-            pass
+        deque(weights, maxlen=0)  # a rank of a tensor-parallel engine on a CPU, whose lead sends for all
         return None
 
     # ------------------------------------------------------------------ weights, by broadcast between pools
@@ -339,8 +338,7 @@ class ActorRolloutRefWorker(ModelWorker):
         """Broadcast the policy's weights; every trainer rank gathers, rank 0 sends."""
         weights = self.engine.iter_full_params(getattr(torch, self.rollout.dtype))
         if self._broadcast is None:
-            for _ in weights:
-                pass
+            deque(weights, maxlen=0)
             return {}
         return sync_metrics(self._broadcast.push(version, weights))
 

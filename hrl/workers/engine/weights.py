@@ -53,8 +53,8 @@ def iter_full_params(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield `(name, full tensor)` in the checkpoint's form, in the same order on every rank; tied parameters once.
 
-    Every rank must run the iterator to its end, because it gathers. A shard in host memory comes to the device alone
-    and leaves it before the next one.
+    Every rank must run the iterator to its end, because it gathers. A tensor is gone before the next one is gathered,
+    unless the caller holds on to it (the variable of a `for` loop does).
 
     Args:
         module: The sharded module.
@@ -70,6 +70,7 @@ def iter_full_params(
         shard = tensor.detach().to(device=device, dtype=_outgoing_dtype(tensor, dtype))
         full = shard.full_tensor() if isinstance(shard, DTensor) else shard
         yield from form.split(name.removeprefix(PREFIX), full)
+        del shard, full  # before the next one is gathered
 
 
 def _outgoing_dtype(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -94,6 +95,7 @@ def export_hf(
     for name, tensor in tensors:
         if writes:
             kept[name] = tensor.to("cpu", copy=True)
+        del tensor  # before the next one is gathered
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(config, dtype, folder)

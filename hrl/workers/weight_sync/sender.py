@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -132,8 +133,7 @@ class WeightSync:
         except BaseException as error:  # Ctrl-C included: whatever it is, the receiver has to hear of it
             self._abort(f"{type(error).__name__}: {error}")
             if isinstance(error, Exception):  # on Ctrl-C the other ranks stop as well
-                for _ in source:
-                    pass
+                deque(source, maxlen=0)
             raise
         finally:
             self._transport.release()

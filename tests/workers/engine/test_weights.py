@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from hrl.workers.engine import weights
 from hrl.workers.policy import Policy
 from tests.models.tiny import fsdp_config, model_config, save_llama
 from tests.workers.asked import Actor
@@ -26,6 +28,23 @@ def policy_of(source: Path) -> Policy:
 def export(source: Path, target: Path) -> Path:
     policy_of(source).engine.export_hf(target)
     return target
+
+
+def test_a_full_tensor_is_gone_before_the_next_one_is_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = policy_of(save_llama(tmp_path / "source")).engine
+    given: list[weakref.ref[torch.Tensor]] = []
+    alive = []
+    cast = weights._outgoing_dtype
+
+    def look(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:  # asked when the next one is cast and gathered
+        alive.append(sum(reference() is not None for reference in given))
+        return cast(tensor, dtype)
+
+    monkeypatch.setattr(weights, "_outgoing_dtype", look)
+    for _, tensor in engine.iter_full_params(torch.bfloat16):
+        given.append(weakref.ref(tensor))
+        del tensor
+    assert len(alive) == len(given) > 5 and not any(alive)
 
 
 def test_a_generation_config_that_transformers_would_not_write_is_copied_byte_for_byte(tmp_path: Path) -> None:

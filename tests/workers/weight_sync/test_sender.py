@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -260,6 +261,23 @@ def test_weights_of_another_model_are_refused_before_anything_is_written():
         WeightSync(other, SharedMemorySender(other), target, timeout_s=10).push(2, weights(2))
 
     target.assert_serves(1)
+
+
+def test_a_tensor_is_let_go_before_the_next_one_is_asked_for_whole_or_cut():
+    manifest = Manifest.build(SPECS, 1024)
+    held = []
+
+    def source():
+        for name, tensor in weights(1):
+            full = tensor.clone()
+            reference = weakref.ref(full)
+            yield name, full
+            del full
+            held.append(reference() is not None)
+
+    WeightSync(manifest, SharedMemorySender(manifest), Target(), timeout_s=10).push(1, source())
+
+    assert held == [False] * len(SPECS) and any(not piece.is_whole for piece in manifest.pieces)
 
 
 def test_the_iterator_runs_to_its_end_also_when_the_sync_fails():
