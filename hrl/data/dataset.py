@@ -1,4 +1,4 @@
-"""Prompts to train or validate on: what a row of them is, their data set, and loading of a user's own class for it.
+"""Prompts to train or validate on: what a row needs, the data set, and loading of a user's own class for it.
 
 A row is a dict with verl's keys: `data_source` (str), `prompt` (a chat, or a string), `reward_model`
 (`{"style": …, "ground_truth": …}`) and `extra_info` (a dict); and, for a chat template that shows them, `tools` (JSON

@@ -1,4 +1,4 @@
-"""Given answers as tokens: their prompts before them, the trained tokens marked by position, and their data sets' base.
+"""Given answers as tokens, the trained ones marked by position and never by id; and the base of their data sets.
 
 A conversation is rendered message by message. The tokens of the prompt are those that a sampler would be given, so the
 model learns in the contexts that it will be used in. An assistant's message is trained on completely, together with
