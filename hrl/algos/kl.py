@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -125,15 +125,6 @@ def penalise_rewards(
     return keep(scores - coefficient * penalty, mask), float(mean_per_row.mean())
 
 
-class KLController(Protocol):
-    """Holds the weight of a KL penalty and adjusts it after each step."""
-
-    value: float
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Adjust the weight to the KL that was measured over `n_steps` samples."""
-
-
 class FixedKLController:
     """A constant weight."""
 
@@ -172,7 +163,11 @@ class AdaptiveKLController:
         self.value *= 1.0 + error * n_steps / self.horizon
 
 
-def get_kl_controller(kl_ctrl: Any) -> FixedKLController | AdaptiveKLController:
+KLController = FixedKLController | AdaptiveKLController
+"""Holds the weight of a KL penalty in `value` and adjusts it after each step."""
+
+
+def get_kl_controller(kl_ctrl: Any) -> KLController:
     """Build the controller that `algorithm.kl_ctrl` describes.
 
     Args:

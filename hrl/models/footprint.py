@@ -70,14 +70,14 @@ def footprint(source: ModelSource) -> Footprint:
     """
     try:
         loaded = load_causal_lm(replace(source, enable_gradient_checkpointing=False), torch.bfloat16, meta=True).model
-        layers = decoder_layers(loaded)
-        kept, streams = _bytes_of_layers(loaded, layers)
+        kept, streams = _bytes_of_layers(loaded, decoder_layers(loaded))
     except (RuntimeError, ValueError, TypeError, KeyError, IndexError, AttributeError, NotImplementedError) as error:
         name = Path(source.path).name
         raise FootprintError(f"{name} can't be sized without its weights ({type(error).__name__}: {error})") from error
     embedding, head = loaded.get_input_embeddings(), loaded.get_output_embeddings()
     tied = embedding.weight is head.weight
     text = loaded.config.get_text_config()
+    layers = [layer for layer, stream in zip(decoder_layers(loaded), streams, strict=True) if stream]  # not a tower's
     return Footprint(
         parameters=_count(loaded),
         embedding=_count(embedding),
@@ -88,7 +88,7 @@ def footprint(source: ModelSource) -> Footprint:
         vocab_size=head.weight.shape[0],
         kept_bytes_per_token=max(kept) // _PROBE_TOKENS,
         stream_bytes_per_token=max(streams) // _PROBE_TOKENS,
-        kv_bytes_per_token=2 * 2 * len(layers) * _kv_width(text),
+        kv_bytes_per_token=2 * len(layers) * _cache_width(text),
     )
 
 
@@ -96,11 +96,14 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _kv_width(text: Any) -> int:
-    """Return the number of elements of one token's keys in one layer; its values have as many."""
+def _cache_width(text: Any) -> int:
+    """Return the number of elements that the KV cache holds for one token in one layer."""
+    latent = getattr(text, "kv_lora_rank", None)
+    if latent:  # vLLM caches the latent vector, which all heads share, and its rotary part
+        return int(latent + text.qk_rope_head_dim)
     heads = text.num_attention_heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    return int((getattr(text, "num_key_value_heads", None) or heads) * head_dim)
+    return int(2 * (getattr(text, "num_key_value_heads", None) or heads) * head_dim)
 
 
 def _bytes_of_layers(model: PreTrainedModel, layers: list[nn.Module]) -> tuple[list[int], list[int]]:

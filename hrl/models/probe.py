@@ -194,7 +194,7 @@ class _Family:
 
 def _first_that_runs(config: PretrainedConfig, family: _Family) -> tuple[PretrainedConfig, PreTrainedModel]:
     """Return the smallest cut whose own forward runs, and its model with random weights."""
-    failure: Exception = ValueError("its smallest copy is too large, or is no valid configuration")
+    failure: Exception = ValueError("its smallest copy is too large, or is not a valid configuration")
     try:
         for cut in cuts(config, family.max_model_len, family.build):
             try:

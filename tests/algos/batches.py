@@ -39,7 +39,7 @@ MASK_WITH_EVERYTHING = torch.tensor(
 
 @dataclass(frozen=True)
 class Batch:
-    """Columns ``(B, R)`` of a random batch."""
+    """Columns `(B, R)` of a random batch."""
 
     log_prob: Tensor
     old_log_prob: Tensor

@@ -1,6 +1,6 @@
 """88 cases computed with verl 0.9.1 in float64, and hrl's own numbers for them.
 
-``python -m tests.algos.golden`` writes docs/algorithms/golden.md anew.
+`python -m tests.algos.golden` writes docs/algorithms/golden.md anew.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ LOSSES: dict[str, LossOf] = (
 
 
 def prepared(name: str, batch: Batch) -> Batch:
-    """Losses that choose tokens do so over the whole batch; their choice travels as a column (here ``values``)."""
+    """Losses that choose tokens do so over the whole batch; their choice travels as a column (here `values`)."""
     loss = name.removeprefix("policy ").removesuffix(" weighted")
     if loss not in TOKEN_SELECTORS:
         return batch

@@ -105,9 +105,9 @@ class Row:
     """A line of the table.
 
     Attributes:
-        family: ``model_type``.
+        family: `model_type`.
         setting: how it differs from the default; empty where it does not.
-        verdict: ``RIGHT`` or ``REFUSED``.
+        verdict: `RIGHT` or `REFUSED`.
         result: of the comparison, where it came to one.
         why: it is refused; empty where it is right.
     """
@@ -180,27 +180,30 @@ def page(rows: list[Row]) -> str:
         "of its heads, all of its experts and switches, and random weights. Two prompts with two answers each go",
         "through it packed, as in training, in two different packings, and also one sequence at a time through the",
         "model's own plain forward. Log-probs must agree to 1e-4 in float32, and the gradients of all parameters to",
-        "one part in a hundred. For a model that amplifies rounding, both limits grow with what it makes of one",
-        "rounding of its weights, at most a hundredfold. The comparison takes a few seconds. A model that differs is",
-        "refused, with the difference and its likely cause; `actor_rollout_ref.model.probe=false`",
+        "one part in a hundred. For a model that amplifies rounding, both limits grow with the effect that one",
+        "rounding of its weights has, at most a hundredfold. The comparison takes a few seconds. A model that",
+        "differs is refused, with the difference and its likely cause; `actor_rollout_ref.model.probe=false`",
         "(`model.probe=false` in offline runs) skips the comparison. Only the driver compares, on its CPU: the result",
         "depends on a model's config and code, which are the same on every node, so ranks don't repeat it. `hrl",
         "check` makes the same comparison.",
         "",
         "Only what a run reaches counts: a sliding window of 32,768 tokens matters only to a run with longer",
-        "sequences. The lengths at which a layer changes what it does are found by the names of their fields in",
+        "sequences. The lengths at which a layer computes differently are found by the names of their fields in",
         "`config.json` (windows, chunks, blocks of sparse attention, the pre-training length of a RoPE).",
         "",
-        "Three things hold for every family when it is loaded:",
+        "Four things hold for every family when it is loaded:",
         "",
         "- **Nothing is random.** Dropout of every kind, router noise and layer drop are off, in the update too, since",
-        "  the sampler has none. A line says what the `config.json` would have switched on.",
+        "  the sampler has none. A log line names what the `config.json` would have switched on.",
         "- **RoPE does not depend on the batch.** LongRoPE (Phi-3-128k, Phi-4-mini) uses its long factors if the run's",
         "  longest sequence (`rollout.max_model_len`, or prompt plus response) is above the pre-training length, and",
-        "  its short ones otherwise; dynamic RoPE uses the frequencies of that longest sequence. vLLM is opened for",
+        "  its short ones otherwise; dynamic RoPE uses the frequencies of that longest sequence. vLLM is started for",
         "  the same length and follows the same rule.",
         "- **`override_config` takes what may be in a `config.json`**, in the forms that model cards show",
         "  (`rope_scaling`, `rope_theta`), and trainer, engine and export see the same result.",
+        "- **The weights are the folder's.** A weight that the files lack, hold under another name or in another",
+        "  shape, or hold although the `config.json` ties it to another one, is refused by name. Weights that the",
+        "  model has no place for are named in a warning.",
         "",
         f"The table has {len(rows)} configurations of the causal families in transformers {__version__}, compared as",
         f"for a run that crosses every length: {right} are right packed, {len(rows) - right} are refused. The figures",

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from transformers import DeepseekV3Config
 
 from hrl.models.footprint import FootprintError, footprint
 from hrl.models.loading import ModelSource, load_causal_lm
-from tests.models.tiny import SHAPE, save_llama, save_mixture
+from tests.models.tiny import SHAPE, save_gemma3, save_llama, save_mixture
 
 
 def source(folder):
@@ -34,6 +35,19 @@ def test_a_layer_keeps_at_least_what_its_products_are_made_of(tmp_path):
     hidden, inner = SHAPE["hidden_size"], SHAPE["intermediate_size"]
     products = 2 * (4 * hidden + 2 * inner)  # two norms, attention's output, its input; gate and up
     assert products <= footprint(source(save_llama(tmp_path))).kept_bytes_per_token <= 6 * products
+
+
+def test_a_tower_that_text_does_not_pass_counts_in_the_parameters_alone(tmp_path):
+    size = footprint(source(save_gemma3(tmp_path)))
+    assert size.num_layers == 2
+    assert size.kv_bytes_per_token == 2 * 2 * 2 * SHAPE["num_key_value_heads"] * 8
+
+
+def test_latent_attention_caches_one_vector_for_all_heads(tmp_path):
+    latent = {"kv_lora_rank": 16, "q_lora_rank": 24, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    experts = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16}
+    DeepseekV3Config(**SHAPE | latent | experts | {"num_key_value_heads": 4}).save_pretrained(tmp_path)
+    assert footprint(source(tmp_path)).kv_bytes_per_token == 2 * 2 * (16 + 4)  # bytes, layers
 
 
 def test_experts_count_with_all_their_weights(tmp_path):

@@ -166,7 +166,7 @@ def test_the_form_of_a_head_is_measured_without_storage(family, form):
 
 
 def llama_with(forward) -> LlamaForCausalLM:
-    """A Llama whose logits pass ``forward`` on their way out."""
+    """A Llama whose logits pass `forward` on their way out."""
 
     class Altered(LlamaForCausalLM):
         def forward(self, *args, **kwargs):

@@ -241,7 +241,7 @@ def test_longrope_that_ignores_its_long_factors_is_refused_where_vllm_takes_them
 
 
 def test_what_counts_positions_over_the_row_is_caught_although_no_sequence_is_so_long():
-    """Llama 4 scales its queries by the position in the row from ``floor_scale`` on."""
+    """Llama 4 scales its queries by the position in the row from `floor_scale` on."""
     config = config_of("llama4_text", num_local_experts=2, intermediate_size_mlp=16, head_dim=8, num_hidden_layers=4)
     assert config.floor_scale == 8192
     result = probe_config(config, 4096)

@@ -92,7 +92,7 @@ def save_gemma3(folder: Path) -> Path:
 
 
 def model_config(path: Path, **changes: Any) -> SimpleNamespace:
-    """``actor_rollout_ref.model`` with defaults for tests."""
+    """`actor_rollout_ref.model` with defaults for tests."""
     base = {
         "path": str(path),
         "share_prefix": True,
@@ -105,7 +105,7 @@ def model_config(path: Path, **changes: Any) -> SimpleNamespace:
 
 
 def fsdp_config(dtype: str = "float64", **changes: Any) -> SimpleNamespace:
-    """An ``fsdp_config`` with one dtype for storage and compute."""
+    """An `fsdp_config` with one dtype for storage and compute."""
     base = {
         "dtype": dtype,
         "model_dtype": dtype,
@@ -118,7 +118,7 @@ def fsdp_config(dtype: str = "float64", **changes: Any) -> SimpleNamespace:
 
 
 def optim_config(**changes: Any) -> SimpleNamespace:
-    """An ``optim`` with a constant rate."""
+    """An `optim` with a constant rate."""
     base = {
         "lr": 1e-3,
         "betas": [0.9, 0.999],
@@ -133,7 +133,7 @@ def optim_config(**changes: Any) -> SimpleNamespace:
 
 
 def actor_config(**changes: Any) -> SimpleNamespace:
-    """``actor_rollout_ref.actor``."""
+    """`actor_rollout_ref.actor`."""
     base = {
         "optim": optim_config(),
         "grad_clip": 1.0,
@@ -153,7 +153,7 @@ def actor_config(**changes: Any) -> SimpleNamespace:
 
 
 def critic_config(**changes: Any) -> SimpleNamespace:
-    """``critic``."""
+    """`critic`."""
     base = {
         "optim": optim_config(),
         "grad_clip": 1.0,
@@ -200,7 +200,7 @@ def make_batch(num_groups: int = 3, samples: int = 4, *, temperature: float = 1.
 
 
 def plan_rows(batch: DataProto, world_size: int, micro_batches: int, *, empty: bool = False) -> BatchPlan:
-    """Rows dealt out round-robin, each rank's cut into equal runs; ``empty`` appends a micro-batch of no rows."""
+    """Rows dealt out round-robin, each rank's cut into equal runs; `empty` appends a micro-batch of no rows."""
     trained = batch.batch["response_mask"]
     sequences = trained.any(1)
     groups = {uid for uid, real in zip(batch.non_tensor_batch["uid"], sequences.tolist(), strict=True) if real}
@@ -214,7 +214,7 @@ def plan_rows(batch: DataProto, world_size: int, micro_batches: int, *, empty: b
 
 
 def trim(batch: DataProto, row: int) -> tuple[torch.Tensor, int, np.ndarray]:
-    """``(1, L)`` tokens of one row without padding, its prompt's length, and its trained response columns."""
+    """`(1, L)` tokens of one row without padding, its prompt's length, and its trained response columns."""
     mask = batch.batch["attention_mask"][row].bool()
     tokens = torch.cat([batch.batch["prompts"][row], batch.batch["responses"][row]])[mask]
     prompt_length = int(mask[:PROMPT_WIDTH].sum())
@@ -222,7 +222,7 @@ def trim(batch: DataProto, row: int) -> tuple[torch.Tensor, int, np.ndarray]:
 
 
 def plain_log_probs(model: PreTrainedModel, batch: DataProto, temperature: float) -> torch.Tensor:
-    """``(B, R)`` by the definition: one unpadded forward per row, log-softmax of all logits. Carries gradients."""
+    """`(B, R)` by the definition: one unpadded forward per row, log-softmax of all logits. Carries gradients."""
     out = torch.zeros(len(batch), RESPONSE_WIDTH, dtype=model.dtype)
     for row in range(len(batch)):
         tokens, prompt_length, columns = trim(batch, row)
@@ -256,7 +256,7 @@ def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., 
 
 
 def run_ranks(world_size: int, folder: Path, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Runs ``function(rank, *args)`` in ``world_size`` new processes; what each returned (tensors, numbers)."""
+    """Runs `function(rank, *args)` in `world_size` new processes; what each returned (tensors, numbers)."""
     folder.mkdir(parents=True)
     main = functools.partial(_rank_main, folder=str(folder), function=function, args=args)
     warm_context()

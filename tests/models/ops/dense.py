@@ -10,7 +10,7 @@ from hrl.models.ops.layout import AttentionLayout
 
 
 def make_layout(groups: list[tuple[int, list[int]]]) -> AttentionLayout:
-    """``[(prompt length, [response lengths])]`` as segments; a group without responses is a plain sequence."""
+    """`[(prompt length, [response lengths])]` as segments; a group without responses is a plain sequence."""
     length, prefix_start, prefix_length, position = [], [], [], 0
     for prompt, responses in groups:
         start = position
@@ -23,7 +23,7 @@ def make_layout(groups: list[tuple[int, list[int]]]) -> AttentionLayout:
 
 
 def visible(segments: AttentionLayout, window: int | None, chunk: int | None) -> torch.Tensor:
-    """``(T, T)`` bool: every token of a segment sees prefix and segment up to itself, within window and chunk."""
+    """`(T, T)` bool: every token of a segment sees prefix and segment up to itself, within window and chunk."""
     tokens = segments.num_tokens
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
     position = segments.position_ids().tolist()
@@ -70,7 +70,7 @@ def assert_equals_dense(
     softcap=None,
     **shape,
 ) -> None:
-    """Output and all gradients of ``attend`` in float64 against the definition."""
+    """Output and all gradients of `attend` in float64 against the definition."""
     query, key, value = inputs(segments.num_tokens, **shape)
     sinks = torch.linspace(-2, 2, query.shape[1], dtype=torch.float64).requires_grad_() if with_sinks else None
     leaves = [t for t in (query, key, value, sinks) if t is not None]

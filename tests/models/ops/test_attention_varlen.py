@@ -47,7 +47,7 @@ def test_a_chunk_is_a_run_of_its_own():
 
 
 def scores_of_run(query, key, scale, left, softcap=0.0):
-    """``(H, q, k)`` as the kernels define them: causal from the last query and key backwards, ``left`` keys before."""
+    """`(H, q, k)` as the kernels define them: causal from the last query and key backwards, `left` keys before."""
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)

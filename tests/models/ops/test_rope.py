@@ -28,7 +28,7 @@ def dynamic() -> torch.nn.Module:
 
 
 def frequencies(module: torch.nn.Module, longest_position: int) -> torch.Tensor:
-    """``(4,)``: the angle at position 1, of a row whose longest sequence ends at ``longest_position``."""
+    """`(4,)`: the angle at position 1, of a row whose longest sequence ends at `longest_position`."""
     cos, sin = module(torch.zeros(1), torch.tensor([[0, 1, longest_position]]))
     assert cos.shape == (1, 3, 8)
     return torch.atan2(sin[0, 1, :4], cos[0, 1, :4])
