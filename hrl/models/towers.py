@@ -65,12 +65,13 @@ def freeze(model: PreTrainedModel, names: Collection[str]) -> None:
     """Freeze these parameters and log it."""
     if not names:
         return
-    frozen = {name: model.get_parameter(name).requires_grad_(False) for name in names}
+    frozen = [model.get_parameter(name).requires_grad_(False) for name in names]
+    modules = set(frozen_modules(model))
     logger.info(
         "%s: text gives no gradient to %s (%.1f million weights): frozen, without optimizer state, not synced",
         type(model).__name__,
-        ", ".join(_common_modules(model, frozen.keys())),
-        sum(parameter.numel() for parameter in frozen.values()) / 1e6,
+        ", ".join(name for name, module in model.named_modules() if module in modules),
+        sum(parameter.numel() for parameter in frozen) / 1e6,
     )
 
 
@@ -106,14 +107,3 @@ def _run_around(model: PreTrainedModel, decoder: nn.Module) -> Tensor:
     positions = torch.arange(_TOKENS, device=device)[None]
     with forward_replaced(decoder, stand_in), torch.enable_grad():
         return last_hidden_states(model, torch.zeros_like(positions), positions, layout)
-
-
-def _common_modules(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Return the largest modules whose parameters are all among `names`, then the other names."""
-    found, rest = [], set(names)
-    for prefix, module in model.named_modules():
-        inside = {f"{prefix}.{name}" for name, _ in module.named_parameters()}
-        if prefix and inside and inside <= rest:
-            found.append(prefix)
-            rest -= inside
-    return [*found, *sorted(rest)]
