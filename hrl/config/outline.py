@@ -34,15 +34,11 @@ class Lengths:
     """How long sequences may be, in tokens.
 
     Attributes:
-        prompt: P, the width of the prompt columns.
-        response: R, the width of the response columns.
-        total: Prompt and response together.
+        total: The longest row: prompt and response together.
         keys: Keys whose values add up to `total`.
         model: The longest sequence that models must support.
     """
 
-    prompt: int
-    response: int
     total: int
     keys: tuple[str, ...]
     model: int
@@ -94,8 +90,6 @@ def _of_ppo(config: PPOTrainerConfig) -> Outline:
         models["rm"] = NamedModel("reward.reward_model.model_path", rm.model_path, {}, is_scalar=True)
     total = data.max_prompt_length + data.max_response_length
     lengths = Lengths(
-        prompt=data.max_prompt_length,
-        response=data.max_response_length,
         total=total,
         keys=("data.max_prompt_length", "data.max_response_length"),
         model=config.actor_rollout_ref.rollout.max_model_len or total,
@@ -111,6 +105,6 @@ def _of_offline(config: OfflineConfig) -> Outline:
         section="model",
         model=model,
         models={role: NamedModel("model.path", model.path, model.override_config, is_scalar)},
-        lengths=Lengths(longest, longest, longest, ("data.max_length",), longest),
+        lengths=Lengths(longest, ("data.max_length",), longest),
         placement=Placement({"global": (trainer.n_gpus_per_node,) * trainer.nnodes}, {role: "global"}),
     )
