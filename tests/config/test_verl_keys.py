@@ -169,14 +169,6 @@ def test_what_would_change_what_is_learnt_is_refused_with_a_reason(key, value):
     assert problem.hint.endswith(".")
 
 
-@pytest.mark.parametrize("key", [key for key in KEYS if verdict(key) == "refused"])
-def test_a_refusal_says_what_to_do_instead(key):
-    problem = problem_of(key, "x")
-    assert problem.key == key
-    assert problem.hint.endswith(".")
-    assert problem.reason is not None
-
-
 def concrete(outside: Mapping[str, Verdict], wanted: Callable[[Verdict], Sequence[Any]]) -> list[tuple[str, str, Any]]:
     """(Key or pattern, a key that it is for, value): every entry of a table with each value that is wanted of it."""
     cases = []
