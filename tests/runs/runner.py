@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,14 @@ class Runner:
         self.reward = reward
         self._shared_memory: set[str] = set()
 
+    @property
+    def with_reward_model(self) -> tuple[str, ...]:
+        return (
+            "reward.reward_model.enable=true",
+            f"reward.reward_model.model_path={self.reward_model}",
+            f"critic.model.path={self.model}",
+        )
+
     def arguments(self, folder: Path, *overrides: str) -> list[str]:
         """What follows the command."""
         return [
@@ -68,6 +76,15 @@ class Runner:
         self._shared_memory = set(os.listdir("/dev/shm"))
         one_thread = "trainer.cpu_threads_per_worker=1"  # enough for this model; its processes share two cores
         return launch("-m", "hrl.trainer.main_ppo", *self.arguments(folder, one_thread, *overrides))
+
+    def start_and_wait(self, folder: Path, reached: Callable[[], bool], *overrides: str) -> subprocess.Popen[str]:
+        """A run of so many steps that only a signal ends it, which has come to where `reached` holds."""
+        process = self.start(folder, *overrides, "trainer.total_training_steps=1000")
+        deadline = time.monotonic() + RUN_TIMEOUT_S
+        while not reached():
+            assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+            time.sleep(0.5)
+        return process
 
     def finish(self, process: subprocess.Popen[str], folder: Path, timeout_s: float = RUN_TIMEOUT_S) -> FinishedRun:
         """Waits for the run and asserts that it listened on loopback alone and that nothing of it outlives it."""

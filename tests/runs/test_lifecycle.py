@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -19,28 +17,10 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 QUICK = ("actor_rollout_ref.rollout.name=hf", "trainer.test_freq=-1", "data.val_max_samples=4")
 
 
-def started(runner: Runner, folder: Path, until: Path, *overrides: str) -> subprocess.Popen[str]:
-    """A run of many steps that has written `until`."""
-    process = runner.start(folder, *QUICK, "trainer.total_training_steps=1000", *overrides)
-    deadline = time.monotonic() + 200
-    while not until.exists() or not until.read_text():
-        assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
-        time.sleep(0.5)
-    return process
-
-
-def test_ctrl_c_ends_the_run_and_its_engine(runner: Runner, tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    engine = ("actor_rollout_ref.rollout.name=vllm", "trainer.val_before_train=false")
-    process = started(runner, folder, folder / "metrics.jsonl", *engine)
-    os.kill(process.pid, signal.SIGINT)
-    run = runner.finish(process, folder, timeout_s=60)
-    assert run.returncode == 130, run.output
-
-
 def test_a_terminated_run_ends_all_it_started_and_another_goes_on_from_its_checkpoint_to_the_end(
     runner: Runner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """The one has pairs of roles and a pool of two engines; the other has all roles in one process."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,14 +28,21 @@ def test_a_terminated_run_ends_all_it_started_and_another_goes_on_from_its_check
     from tests.runs.in_process import in_process
 
     folder = tmp_path / "run"
-    saving = (
+    arguments = (
+        *QUICK,
+        *runner.with_reward_model,
+        "recipe=ppo",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
         "trainer.save_freq=1",
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
     )
-    process = started(runner, folder, folder / "checkpoints" / "step_2" / "state.json", *saving)
+    second_step = folder / "checkpoints" / "step_2" / "state.json"
+    pairs = ("placement=pairs", "trainer.resource_pools.rollout=[2]")
+    process = runner.start_and_wait(folder, second_step.exists, *arguments, *pairs)
     os.kill(process.pid, signal.SIGTERM)
     first = runner.finish(process, folder, timeout_s=60)
     assert first.returncode == 130, first.output
+    assert all(record["rollout/logprob_diff_mean"] < 0.02 for record in first.metrics[1:])
     (said,) = re.findall(r"the same command continues after step (\d+)", first.output)
     last = int(said)
     assert last >= 2 and "val/bundled/addition/mean@1" in first.metrics[0]
@@ -69,7 +56,7 @@ def test_a_terminated_run_ends_all_it_started_and_another_goes_on_from_its_check
     capsys.readouterr()
     ending = ("trainer.device=cpu", f"trainer.total_training_steps={last + 1}", "trainer.logger=console-json")
     with in_process(reports=True):
-        assert main(runner.arguments(folder, *QUICK, *saving, *ending)) == 0
+        assert main(runner.arguments(folder, *arguments, *ending)) == 0
     output = capsys.readouterr().out
     assert f"continuing after step {last}" in output
     records = FinishedRun(folder, 0, output).metrics

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 
 PPO = (
     "recipe=ppo",
-    "trainer.total_training_steps=2",
     "trainer.val_before_train=false",
     "trainer.val_after_train=false",
     "trainer.test_freq=-1",
@@ -35,20 +36,13 @@ EVERY_ROLE_METRICS = (
 )
 
 
-def with_reward_model(runner: Runner) -> tuple[str, ...]:
-    return (
-        "reward.reward_model.enable=true",
-        f"reward.reward_model.model_path={runner.reward_model}",
-        f"critic.model.path={runner.model}",
-    )
-
-
 def test_all_colocated_on_two_ranks_with_one_tensor_parallel_engine(runner: Runner, tmp_path: Path) -> None:
     run = runner(
         tmp_path / "run",
         *PPO,
-        *with_reward_model(runner),
+        *runner.with_reward_model,
         "placement=colocated",
+        "trainer.total_training_steps=2",
         "trainer.n_gpus_per_node=2",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
     )
@@ -60,29 +54,23 @@ def test_all_colocated_on_two_ranks_with_one_tensor_parallel_engine(runner: Runn
     assert all("reward_model" in sample["reward_parts"] for sample in run.samples(1))
 
 
-def test_every_role_apart_with_weights_by_broadcast(runner: Runner, tmp_path: Path) -> None:
-    run = runner(
-        tmp_path / "run",
+def test_every_role_apart_with_weights_by_broadcast_until_ctrl_c_ends_the_run_and_its_engine(
+    runner: Runner, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    metrics = folder / "metrics.jsonl"
+    process = runner.start_and_wait(
+        folder,
+        lambda: metrics.exists() and metrics.read_text().count("\n") >= 2,
         *PPO,
-        *with_reward_model(runner),
+        *runner.with_reward_model,
         "placement=separate",
         "actor_rollout_ref.actor.optim.lr=1e-3",
     )
-    assert [record["step"] for record in run.metrics] == [1, 2]
+    os.kill(process.pid, signal.SIGINT)
+    run = runner.finish(process, folder, timeout_s=60)
+    assert run.returncode == 130, run.output
+    assert [record["step"] for record in run.metrics[:2]] == [1, 2]
     for record in run.metrics:
         assert set(EVERY_ROLE_METRICS) <= record.keys()
         assert record["rollout/logprob_diff_mean"] < 0.02  # also after a large step: the broadcast arrived
-
-
-def test_pairs_of_roles_and_an_engine_pool_of_two_engines(runner: Runner, tmp_path: Path) -> None:
-    run = runner(
-        tmp_path / "run",
-        *PPO,
-        *with_reward_model(runner),
-        "placement=pairs",
-        "trainer.resource_pools.rollout=[2]",
-        "actor_rollout_ref.rollout.name=hf",
-        "actor_rollout_ref.actor.optim.lr=1e-3",
-    )
-    assert [record["step"] for record in run.metrics] == [1, 2]
-    assert all(record["rollout/logprob_diff_mean"] < 0.02 for record in run.metrics)
