@@ -72,7 +72,7 @@ def batch_arithmetic(config: RunConfiguration, *, train_rows: int | None = None)
         steps, micro_batches = _step_facts(config), [*_micro_batch_facts(config), *_engine_facts(config)]
     else:
         noun, answers = ("pair", 2) if isinstance(config.data, PairDataConfig) else ("row", 1)
-        text = _micro_batch_in_words(config.micro_batches(), answers * config.data.max_length, noun)
+        text = _micro_batch_in_words(config.micro_batches()["model"], answers * config.data.max_length, noun)
         steps, micro_batches = _offline_step_facts(config), [Fact("micro-batch", text)]
     return [*steps, _length_fact(config, train_rows), *micro_batches]
 

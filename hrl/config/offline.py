@@ -90,9 +90,9 @@ class OfflineConfig(WholeConfig):
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     trainer: OfflineRunConfig = section(OfflineRunConfig)
 
-    def micro_batches(self) -> MicroBatches:
-        """Return the micro-batches of every pass."""
-        return MicroBatches.of(self.data, "data", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
+    def micro_batches(self) -> dict[str, MicroBatches]:
+        """Return the micro-batches of the run's one model, `model`."""
+        return {"model": MicroBatches.of(self.data, "data", "max_token_len_per_gpu", "micro_batch_size_per_gpu")}
 
     @property
     def num_processes(self) -> int:

@@ -367,7 +367,7 @@ def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
         size,
         config.model.fsdp_config,
         config.num_processes,
-        config.micro_batches().largest(rows * config.data.max_length),
+        config.micro_batches()["model"].largest(rows * config.data.max_length),
         device,
         recompute=config.model.enable_gradient_checkpointing,
         head=not isinstance(config, RMTrainerConfig),

@@ -12,11 +12,12 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from hrl.batching.planner import MicroBatchLimits, lengths_of
+from hrl.batching.planner import MicroBatchLimits, Planner, lengths_of
 from hrl.cluster.checkpoints import CheckpointStore, check_data, load_state
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.cluster.shared_disk import require_all_shards, require_shared
 from hrl.cluster.worker_groups import WorkerGroups
+from hrl.config.outline import outline_of
 from hrl.data.order import Position, differences
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
@@ -30,7 +31,6 @@ from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from hrl.config.model import MicroBatches
     from hrl.config.outline import RunConfiguration
     from hrl.report.reporter import RunReporter
 
@@ -51,6 +51,8 @@ class TrainingLoop(ABC):
 
     Attributes:
         learners: Roles whose models learn and are saved, where the run has them; the first is exported.
+        planner: Decides which rank runs which rows, in which micro-batches.
+        limits: How large the micro-batches of every pass may be; see `micro_batches` of the configuration.
         global_steps: Steps done, the running one included.
         data_position: Where the next batch starts.
     """
@@ -80,6 +82,11 @@ class TrainingLoop(ABC):
         self.val_dataset = val_dataset
         self.reporter = reporter
         self.total_training_steps = total_training_steps
+        self.planner = Planner(share_prefix=outline_of(config).model.share_prefix)
+        self.limits = {
+            name: MicroBatchLimits(each.max_tokens, each.max_rows, each.tokens_key)
+            for name, each in config.micro_batches().items()
+        }
         self.checkpoints = CheckpointStore(reporter.folder.checkpoints, config.trainer.max_ckpt_to_keep)
         self._workers: WorkerGroups | None = None
         self.global_steps = 0
@@ -280,8 +287,3 @@ class TrainingLoop(ABC):
         """Return whether something that happens every `every` steps (never, if not positive) happens after this one."""
         last = self.global_steps == self.total_training_steps
         return (every > 0 and self.global_steps % every == 0) or (also_last and last)
-
-
-def limits_of(micro_batches: MicroBatches) -> MicroBatchLimits:
-    """Return the limits of a pass as planning takes them."""
-    return MicroBatchLimits(micro_batches.max_tokens, micro_batches.max_rows, micro_batches.tokens_key)

@@ -32,7 +32,7 @@ class SFTTrainer(OfflineTrainer):
     def update(self, batch: DataProto) -> list[dict[str, Metric]]:
         """Make the policy more likely to give the answers of a batch."""
         plan = self.planner.update(
-            batch, self.workers.model.world_size, self.limits, mini_batch_rows=len(batch), epochs=1
+            batch, self.workers.model.world_size, self.limits["model"], mini_batch_rows=len(batch), epochs=1
         )
         request = SupervisedUpdate(
             plan=plan,

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from hrl.batching.plan import BatchPlan
-from hrl.batching.planner import MicroBatchLimits, Planner, lengths_of
+from hrl.batching.planner import lengths_of
 from hrl.cluster.roles import Role
 from hrl.config.offline import OfflineConfig
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
-from hrl.trainer.loop import TrainingLoop, limits_of
+from hrl.trainer.loop import TrainingLoop
 from hrl.workers.requests import LogProbRequest, temperature_of
 
 #: Items of one forward pass over a data set: enough to fill every rank, few enough for a call's deadline.
@@ -27,16 +26,6 @@ class OfflineTrainer(TrainingLoop):
 
     config: OfflineConfig
     learners = (Role.Actor,)
-
-    @cached_property
-    def planner(self) -> Planner:
-        """Decides which rank runs which rows, in which micro-batches."""
-        return Planner(share_prefix=self.config.model.share_prefix)
-
-    @cached_property
-    def limits(self) -> MicroBatchLimits:
-        """How large a micro-batch may be."""
-        return limits_of(self.config.micro_batches())
 
     # ------------------------------------------------------------------ what a trainer is
 
@@ -87,11 +76,11 @@ class OfflineTrainer(TrainingLoop):
     def pair_plan(self, batch: DataProto) -> BatchPlan:
         """Return one step over a batch of pairs."""
         world_size = self.workers.model.world_size
-        return self.planner.pairs(batch, world_size, self.limits, mini_batch_pairs=len(batch) // 2)
+        return self.planner.pairs(batch, world_size, self.limits["model"], mini_batch_pairs=len(batch) // 2)
 
     def forward_plan(self, batch: DataProto) -> BatchPlan:
         """Return a pass over every row, without gradients."""
-        return self.planner.forward(batch, self.workers.model.world_size, self.limits)
+        return self.planner.forward(batch, self.workers.model.world_size, self.limits["model"])
 
     def log_probs(self, batch: DataProto) -> Tensor:
         """Return log-probs `(B, R)` of the trained tokens under the present weights, float64, zero elsewhere."""

@@ -10,12 +10,12 @@ from hrl.algos.kl import AdaptiveKLController, get_kl_controller
 from hrl.algos.registry import POLICY_LOSS_TRAITS, estimator_traits
 from hrl.algos.reward_placement import place_scores
 from hrl.algos.token_selection import TOKEN_SELECTORS
-from hrl.batching.planner import Planner, plan_generation, rows_of_first_step
+from hrl.batching.planner import plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.samples import rollout_records
-from hrl.trainer.loop import TrainingLoop, limits_of
+from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import (
     advantage_columns,
     apply_kl_penalty,
@@ -76,8 +76,6 @@ class RayPPOTrainer(TrainingLoop):
     def __init__(self, config: PPOTrainerConfig, *args: Any, rewards: RewardService, **named: Any) -> None:
         super().__init__(config, *args, **named)
         self.rewards = rewards
-        self.planner = Planner(share_prefix=config.actor_rollout_ref.model.share_prefix)
-        self.limits = {name: limits_of(each) for name, each in config.micro_batches().items()}
         self.kl_ctrl = get_kl_controller(config.algorithm.kl_ctrl)
         self.use_critic = config.needs_critic
         self.use_reference_policy = config.needs_reference

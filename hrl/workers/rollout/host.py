@@ -178,14 +178,12 @@ class RolloutHost:
             )
             for key, greedy in zip(keys, is_greedy, strict=True)
         ]
-        loop, token_ids = self._running(), prompt_tokens(prompts, prompt_mask)
+        token_ids = prompt_tokens(prompts, prompt_mask)
         # One thread, so that calls come one at a time; not the engine's, which has other requests to serve meanwhile.
         listener = ThreadPoolExecutor(1, f"{self.name} samples")
         work = self._generate_all(token_ids, keys, samplings, on_sample, listener)
         try:
-            outputs = loop.run(work, timeout_s=timeout_s, what=f"{self.name}: sampling {len(keys)} rows")
-        except TimeoutError as error:
-            raise RolloutError(str(error)) from None
+            outputs = self._control(work, f"sampling {len(keys)} rows", timeout_s)
         finally:
             listener.shutdown(wait=False, cancel_futures=True)
         reasons = np.array([output.finish_reason for output in outputs], dtype=object)
