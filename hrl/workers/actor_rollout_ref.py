@@ -378,7 +378,7 @@ def engine_devices(places: Sequence[tuple[str, str]], rank: int, size: int) -> s
 
 
 def sync_metrics(report: SyncReport) -> dict[str, float]:
-    """Return what a step shows of its weight sync, as its sender saw it."""
+    """Return the metrics of a weight sync, as its sender measured it."""
     return {
         "weight_sync/seconds": report.seconds,
         "weight_sync/bytes": float(report.nbytes),
@@ -387,5 +387,5 @@ def sync_metrics(report: SyncReport) -> dict[str, float]:
 
 
 def read_back_metrics(reports: Sequence[ReceiverReport]) -> dict[str, float]:
-    """Return how many tensors every process of an engine found in its model as they were sent."""
+    """Return the number of tensors that every process of an engine read back as they were sent."""
     return {"weight_sync/read_back_tensors": float(min(r.read_back for r in reports))} if reports else {}

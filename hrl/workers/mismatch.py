@@ -1,4 +1,4 @@
-"""How far the sampler's log-probs are from the trainer's: measured here for updates, forward passes and pairs alike."""
+"""How far the sampler's log-probs are from the trainer's, for updates and forward passes alike."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def measure_difference(meter: Meter, trainer: Tensor, sampler: Tensor, of_tokens
 def measure_mismatch(
     meter: Meter, trainer: Tensor, sampler: Tensor, mask: Tensor, of_tokens: Callable[[Tensor], Tensor]
 ) -> None:
-    """As `measure_difference`, and the divergences and perplexities of `hrl.algos.rollout_correction.mismatch`.
+    """Do as `measure_difference`, and add the divergences and perplexities of `rollout_correction.mismatch`.
 
     Args:
         meter: Takes the metrics.

@@ -65,7 +65,7 @@ class ModelWorker(Worker):
         """The sharded model."""
 
     def model_source(self) -> ModelSource:
-        """Make it of the role's `model` section, the folder that this node has, and what holds for every role."""
+        """Return which model to load and how: its section, its folder on this node, and what holds for all roles."""
         from hrl.models.loading import ModelSource
 
         return ModelSource(

@@ -117,7 +117,7 @@ class Policy:
 
 
 def _policy_loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
-    """One micro-batch's share of the mini-batch's loss."""
+    """Return one micro-batch's share of the mini-batch's loss."""
     config, mask, meter = request.loss, piece.mask, piece.meter
     log_prob = piece.result()
     columns = piece.tokens(*request.token_columns)
@@ -153,7 +153,7 @@ def _policy_loss(request: PolicyUpdate[RankPlan], piece: ForwardedMicroBatch) ->
 
 
 def _pair_loss(request: PreferenceUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
-    """One micro-batch's share of the loss that moves a policy towards chosen and away from rejected answers."""
+    """Return one micro-batch's share of the loss that moves a policy towards chosen and away from rejected answers."""
     (chosen, rejected), log_prob, meter = piece.pairs(), piece.result(), piece.meter
     if request.measures_mismatch and not piece.moved:
         sampler = piece.tokens("rollout_log_probs")["rollout_log_probs"]
@@ -171,7 +171,7 @@ def _pair_loss(request: PreferenceUpdate[RankPlan], piece: ForwardedMicroBatch) 
 
 
 def _imitation_loss(request: SupervisedUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
-    """One micro-batch's share of the loss that makes a policy more likely to give the answers."""
+    """Return one micro-batch's share of the loss that makes a policy more likely to give the answers."""
     log_prob, mask = piece.result(), piece.mask
     losses = sft_loss(log_prob, mask, name=request.loss_type)
     piece.meter.add("train/nll", -log_prob.sum(), mask.sum())

@@ -39,7 +39,7 @@ class Request(Generic[P]):
 
     @property
     def rows(self: Request[BatchPlan]) -> Sequence[Sequence[int]]:
-        """Per rank the rows of the batch that it gets."""
+        """The rows of the batch that each rank gets."""
         return self.plan.rows
 
     @property

@@ -157,7 +157,7 @@ def seed_everything(seed: int) -> None:
 
 
 def release_cached_memory(device: torch.device) -> None:
-    """Give the memory that torch's allocator holds for later back to the device, on every rank before any goes on.
+    """Give the memory that torch's allocator caches back to the device, and wait until every rank has.
 
     An engine in another process of the same GPU can only take what the trainer does not keep.
     """

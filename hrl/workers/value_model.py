@@ -113,7 +113,7 @@ class ValueModel:
 
 
 def _value_loss(request: ValueUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
-    """One micro-batch's share of the mini-batch's loss."""
+    """Return one micro-batch's share of the mini-batch's loss."""
     columns, clip = piece.tokens("values", "returns"), request.loss.cliprange_value
     loss_mat, metrics = value_loss(
         piece.result(), columns["values"], columns["returns"], piece.mask, clip, name=request.loss_name
@@ -125,7 +125,7 @@ def _value_loss(request: ValueUpdate[RankPlan], piece: ForwardedMicroBatch) -> T
 
 
 def _score_loss(request: RewardModelUpdate[RankPlan], piece: ForwardedMicroBatch) -> Tensor:
-    """One micro-batch's share of the loss that scores chosen answers above rejected ones."""
+    """Return one micro-batch's share of the loss that scores chosen answers above rejected ones."""
     (chosen, rejected), scores, meter = piece.pairs(), piece.result()[:, 0], piece.meter
     margin = piece.rows("margin")[chosen].to(scores.dtype)
     losses, metrics = reward_model_loss(scores[chosen], scores[rejected], margin, name=request.loss_type)

@@ -80,7 +80,7 @@ def sampling_of(rollout: RolloutConfig, max_tokens: int, *, validate: bool) -> S
 
 
 def seed_of(rollout: RolloutConfig, *, validate: bool) -> int:
-    """Return the seed that a sample's own comes from; a validation may sample the prompts of a step that trains."""
+    """Return the seed of all samples; a validation has its own, as it may sample prompts of a training step."""
     return -1 - rollout.seed if validate else rollout.seed
 
 

@@ -391,13 +391,13 @@ class Engine:
         export_hf(everything, self.source_config, folder, dtype)
 
     def param_specs(self, dtype: torch.dtype) -> list[ParamSpec]:
-        """Name, dtype and shape of everything that `iter_full_params` yields, in its order."""
+        """Return name, dtype and shape of everything that `iter_full_params` yields, in its order."""
         return param_specs(self.module, self.form, dtype, skip=self.frozen)
 
     def iter_full_params(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """`(name, full tensor)` as the checkpoint has them, on the device and in a fixed order; it gathers.
+        """Yield `(name, full tensor)` as the checkpoint has them, gathered on the device, in a fixed order.
 
-        Left out is what was frozen at load, of which `frozen_names` gives the names.
+        Parameters that were frozen at load are left out; `frozen_names` has their names.
         """
         return iter_full_params(self.module, self.form, dtype, self.device, skip=self.frozen)
 

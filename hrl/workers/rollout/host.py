@@ -271,19 +271,19 @@ class RolloutHost:
     # The receiving end of `WeightSync`, for a sender in this process.
 
     def weights_begin(self, manifest: Manifest, handle: dict[str, Any], version: int) -> Future[None]:
-        """See `SyncTarget`."""
+        """Announce a sync to the engine; see `SyncTarget`."""
         return self._running().submit(self.engine.weights_begin(manifest, handle, version))
 
     def weights_load(self, index: int) -> Future[None]:
-        """See `SyncTarget`."""
+        """Have the engine take a bucket; see `SyncTarget`."""
         return self._running().submit(self.engine.weights_load(index))
 
     def weights_commit(self) -> Future[list[ReceiverReport]]:
-        """See `SyncTarget`."""
+        """Have the engine serve what was sent; see `SyncTarget`."""
         return self._running().submit(self.engine.weights_commit())
 
     def weights_abort(self, reason: str) -> Future[None]:
-        """See `SyncTarget`."""
+        """Have the engine drop a sync; see `SyncTarget`."""
         return self._running().submit(self.engine.weights_abort(reason))
 
     async def _receive(self, version: int, manifest: Manifest, handle: Mapping[str, Any]) -> list[ReceiverReport]:

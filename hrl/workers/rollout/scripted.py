@@ -132,11 +132,11 @@ class ScriptedEngine(RolloutEngine):
         self._receiver = WeightReceiver(self.writer, self.name)
 
     async def start(self) -> None:
-        """Take as long as the script says."""
+        """Wait for as long as the script says."""
         await asyncio.sleep(self._script.start_s)
 
     async def shutdown(self) -> None:
-        """Answer nothing any more."""
+        """End; every later request fails."""
         self._dead = True
 
     async def _generate(self, prompt_ids: list[int], sampling: SamplingParams, request_id: str) -> SampleOutput:
