@@ -177,8 +177,10 @@ def test_how_a_batch_is_sampled_is_decided_here(tmp_path: Path) -> None:
     sampling = [f"{rollout}.temperature=0.9", f"{rollout}.seed=5"]
     val = f"{rollout}.val_kwargs"
     sampled = [f"{val}.do_sample=true", f"{val}.temperature=0.6", f"{val}.top_p=0.5", f"{val}.top_k=3"]
-    for overrides, expected in (([], SamplingParams(0.0, max_tokens=32)), (sampled, SamplingParams(0.6, 0.5, 3, 32))):
-        driver = Driver(tmp_path / str(len(overrides)), *sampling, *overrides)
+    greedy = [f"{val}.do_sample=false", *sampled[1:]]
+    cases = ((greedy, SamplingParams(0.0, max_tokens=32)), (sampled, SamplingParams(0.6, 0.5, 3, 32)))
+    for number, (overrides, expected) in enumerate(cases):
+        driver = Driver(tmp_path / str(number), *sampling, *overrides)
         trainer, trainer_step = driver.trainer, 4
         trainer.sync_weights()
         trainer.global_steps = trainer_step
