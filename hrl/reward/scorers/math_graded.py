@@ -24,7 +24,7 @@ from hrl.reward.scorers.math_equal import (
     parse_bounded,
     read_truth,
 )
-from hrl.reward.scorers.math_text import math_form
+from hrl.reward.scorers.math_text import math_form, replaced
 
 _INTEGER = re.compile(r"-?[0-9]+")
 _FRACTION = re.compile(r"-?[0-9]+/[0-9]+")
@@ -72,8 +72,7 @@ def graded_form(answer: str) -> str:
     """Return PRM800K's normal form: without units, money and percent signs, in lower case, whole numbers as such."""
     if (text := re.fullmatch(r"\\text\{(.+?)\}", answer)) is not None:
         answer = text.group(1)
-    for old, new in _SPELLINGS:
-        answer = answer.replace(old, new)
+    answer = replaced(answer, _SPELLINGS)
     answer = re.sub(r"\^ *(?:\\circ|\{\\circ\})", "", _UNIT.sub("", answer)).strip()
     if answer.startswith("{") and answer.endswith("}"):
         answer = answer[1:-1]

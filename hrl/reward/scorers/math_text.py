@@ -8,7 +8,7 @@ appendix), which DAPO took over.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from hrl.reward.scorers.base import Scorer, TruthError, all_right
@@ -20,7 +20,10 @@ _DAPO_BOX_WINDOW = 100
 _NO_ANSWER = "[INVALID]"
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
-_MATH_REMOVED = ("\n", "\\!", "\\left", "\\right", "^{\\circ}", "^\\circ", "\\$", "\\%")
+_MATH_REPLACED = (
+    *(("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac")),
+    *((removed, "") for removed in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")),
+)
 _MATH_LEADING_POINT = re.compile(r"(^| |\{)\.")
 _UNIT = re.compile(r"\\text\{ (?!(?:or|and)\b).*", re.DOTALL)
 _BARE_ROOT = re.compile(r"\\sqrt([^{])")
@@ -52,19 +55,21 @@ _MINERVA_UNWRAPPED = (
 )
 
 
+def replaced(text: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """Return the text with the first of each pair replaced by the second, one pair after the other."""
+    for old, new in pairs:
+        text = text.replace(old, new)
+    return text
+
+
 def math_form(answer: str) -> str:
     r"""Return MATH's normal form: one spelling of fractions, roots, decimals; no spaces, units, degrees, percents.
 
     `\dfrac12`, `\frac{1}{2}`, `1/2` and `0.5` become the same; `x = 5` becomes `5`. Nothing else is computed.
     """
-    text = answer
-    for removed in _MATH_REMOVED[:2]:
-        text = text.replace(removed, "")
-    text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")
-    for removed in _MATH_REMOVED[2:-1]:
-        text = text.replace(removed, "")
+    text = replaced(answer, _MATH_REPLACED)
     text = _UNIT.sub("", text) if text.count("\\text{ ") == 1 else text
-    text = _MATH_LEADING_POINT.sub(r"\g<1>0.", text.replace(_MATH_REMOVED[-1], ""))
+    text = _MATH_LEADING_POINT.sub(r"\g<1>0.", text.replace("\\%", ""))
     name, equals, value = text.partition("=")
     if equals and "=" not in value and len(name) <= 2 and not any(sign.isdigit() for sign in name):
         text = value
@@ -80,11 +85,8 @@ def math_form(answer: str) -> str:
 
 def minerva_form(answer: str) -> str:
     """Return Minerva's normal form: the text after the last `=`, without units, articles, dollars, text commands."""
-    text = answer.split("=")[-1]
-    for old, new in _MINERVA_REPLACED:
-        text = text.replace(old, new)
-    for removed in _MINERVA_REMOVED:
-        text = text.replace(removed, "")
+    text = replaced(answer.split("=")[-1], _MINERVA_REPLACED)
+    text = replaced(text, ((removed, "") for removed in _MINERVA_REMOVED))
     if (math := re.search(r"\$(.*?)\$", text)) is not None:
         text = math.group(1)
     for unwrapped in _MINERVA_UNWRAPPED:
