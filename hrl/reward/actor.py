@@ -172,13 +172,6 @@ class RewardLoop:
         """Kill the processes."""
         self._pool.shutdown()
 
-    def __enter__(self) -> RewardLoop:
-        self.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.shutdown()
-
     # ------------------------------------------------------------------ under the lock
 
     def _running(self, step: int) -> _Step | None:

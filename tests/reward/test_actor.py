@@ -1,4 +1,5 @@
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -24,6 +25,14 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
+@contextmanager
+def started(spec, **section):
+    loop = RewardLoop(spec, reward(**section))
+    loop.start()
+    yield loop
+    loop.shutdown()
+
+
 @pytest.fixture(scope="module")
 def function_file(tmp_path_factory):
     file = tmp_path_factory.mktemp("reward") / "mine.py"
@@ -33,7 +42,7 @@ def function_file(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def strict(function_file):
-    with RewardLoop(RewardSpec(UserFile(function_file)), reward(num_workers=2, timeout_s=2.0)) as loop:
+    with started(RewardSpec(UserFile(function_file)), num_workers=2, timeout_s=2.0) as loop:
         yield loop
 
 
@@ -42,7 +51,7 @@ def lenient(function_file):
     spec = RewardSpec(UserFile(function_file))
     with (
         pytest.MonkeyPatch.context() as patch,
-        RewardLoop(spec, reward(num_workers=2, timeout_s=1.0, on_error="skip")) as loop,
+        started(spec, num_workers=2, timeout_s=1.0, on_error="skip") as loop,
     ):
         patch.setattr("hrl.reward.actor.MAX_FAILED_SHARE", 0.5)
         yield loop
@@ -156,7 +165,7 @@ def test_wrong_keys_and_steps_are_refused(strict):
 
 def test_responses_that_break_a_built_in_function_do_not_stop_a_strict_run_and_are_counted():
     endless, right = r"\boxed{10^{10^{10}}}", r"\boxed{3}"
-    with RewardLoop(RewardSpec(BuiltIn(("math_verify",))), reward(timeout_s=20.0)) as loop:
+    with started(RewardSpec(BuiltIn(("math_verify",))), timeout_s=20.0) as loop:
         loop.begin(1, [RewardRow(index, "math_verify", "3") for index in range(3)])
         for index, text in enumerate((endless, right, endless)):
             loop.submit(1, index, text)
