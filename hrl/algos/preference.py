@@ -94,11 +94,10 @@ PAIR_LOSSES: Registry[PairLoss, PairLossTraits] = Registry(
 `PAIR_LOSSES.register("mine", reference=False, mean_log_prob=True)`."""
 
 
-def sequence_log_prob(log_prob: Tensor, mask: Tensor, *, mean: bool = False) -> Tensor:
-    """Return the log-prob of each whole response: the sum or mean over its trained tokens. `(B, R) -> (B,)`."""
+def sequence_log_prob(log_prob: Tensor, mask: Tensor) -> Tensor:
+    """Return the log-prob of each whole response, the sum over its trained tokens. `(B, R) -> (B,)`."""
     check_shapes(mask, log_prob=log_prob)
-    total = keep(log_prob, mask).sum(dim=-1)
-    return total / mask.bool().sum(dim=-1).clamp(min=1) if mean else total
+    return keep(log_prob, mask).sum(dim=-1)
 
 
 def pair_margins(

@@ -26,12 +26,12 @@ from hrl.algos.preference import (
     SFT_LOSSES,
     PairOptions,
     mean_over_pairs,
+    pair_margins,
     preference_loss,
     reward_model_loss,
     sequence_log_prob,
     sft_loss,
 )
-from hrl.algos.registry import pair_loss_traits
 from hrl.algos.token_selection import TOKEN_SELECTORS, select_tokens
 from hrl.algos.value_loss import VALUE_LOSSES, value_loss
 from tests.algos.batches import ACTOR, Batch
@@ -200,14 +200,13 @@ def test_on_random_ragged_batches(name: str, rows: int, width: int, share: float
 # ------------------------------------------------------------------------------------------- pairs
 
 
-def of_pairs(name: str, chosen: Tensor, rejected: Tensor, reference: tuple[Tensor, Tensor]) -> Tensor:
-    if pair_loss_traits(name).reference:
-        chosen, rejected = chosen - reference[0], rejected - reference[1]
-    return preference_loss(name, chosen, rejected, PairOptions())[0]
+def of_pairs(name: str, sums: Tensor, lengths: Tensor, reference: Tensor) -> Tensor:
+    chosen, rejected = torch.arange(len(sums)).view(-1, 2).unbind(1)
+    return preference_loss(name, *pair_margins(name, sums, lengths, chosen, rejected, reference), PairOptions())[0]
 
 
-def of_scores(name: str, chosen: Tensor, rejected: Tensor, reference: tuple[Tensor, Tensor]) -> Tensor:
-    return reward_model_loss(chosen, rejected, name=name)[0]
+def of_scores(name: str, sums: Tensor, lengths: Tensor, reference: Tensor) -> Tensor:
+    return reward_model_loss(sums[::2], sums[1::2], name=name)[0]
 
 
 PAIRS = {f"preference {name}": partial(of_pairs, name) for name in PAIR_LOSSES} | {
@@ -221,16 +220,13 @@ def test_a_loss_of_pairs_does_not_depend_on_the_cut(name: str, dtype: torch.dtyp
     """Rows 2i and 2i + 1 are a pair; the gradient goes through their tokens' log-probs."""
     mask = (torch.arange(6) < torch.tensor([[4], [6], [1], [3], [0], [2], [5], [5], [2], [1]])).long()
     batch = Batch.random(seed=7, mask=mask, dtype=dtype)
-    mean = pair_loss_traits(name.removeprefix("preference ")).mean_log_prob
 
     def gradient(pieces: int, order: Tensor) -> Tensor:
         log_prob = batch.log_prob.clone().requires_grad_()
         for pairs in order.tensor_split(pieces):
             rows = torch.stack([2 * pairs, 2 * pairs + 1], dim=1).flatten()
-            ours, theirs = (
-                sequence_log_prob(column[rows], mask[rows], mean=mean) for column in (log_prob, batch.old_log_prob)
-            )
-            losses = PAIRS[name](ours[::2], ours[1::2], (theirs[::2], theirs[1::2]))
+            ours, theirs = (sequence_log_prob(column[rows], mask[rows]) for column in (log_prob, batch.old_log_prob))
+            losses = PAIRS[name](ours, mask[rows].sum(1), theirs)
             mean_over_pairs(losses, num_pairs=5).backward()
         assert log_prob.grad is not None
         return log_prob.grad
