@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from hrl.algos.masked import Metrics
 from hrl.algos.policy_losses import PolicyLossInput, PolicyLossOutput, PolicyLossSettings, policy_loss
 from hrl.algos.rollout_correction import CorrectionSettings, correct
 
@@ -31,7 +32,7 @@ def bypass_loss(
     config: PolicyLossSettings,
     correction: CorrectionSettings,
     sampler_log_prob: Tensor | None = None,
-) -> tuple[PolicyLossOutput, Tensor, dict[str, tuple[Tensor, Tensor]]]:
+) -> tuple[PolicyLossOutput, Tensor, Metrics]:
     """Return a policy loss against the sampler's log-probs.
 
     If the sampler's log-probs are too far from the trainer's to be used as the old ones, the clipped losses use the

@@ -11,6 +11,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+Metrics = dict[str, tuple[Tensor, Tensor]]
+"""Full name → sum and count over trained tokens, or over rows."""
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are kept within ±20 before `exp`, which could overflow to NaN. Every clipped loss is flat well before."""
 WHITEN_EPSILON = 1e-8
 
 

@@ -16,13 +16,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hrl.algos.masked import broadcast_rows, check_shapes, keep, sum_and_count
+from hrl.algos.masked import MAX_LOG_RATIO, Metrics, broadcast_rows, check_shapes, keep, sum_and_count
 from hrl.algos.registry import POLICY_LOSS_TRAITS, PolicyLossTraits, Registry
-
-MAX_LOG_RATIO = 20.0
-"""Ratios are limited to e^±20. Every clipped loss is flat well before that; without a limit exp overflows to NaN."""
-
-Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)

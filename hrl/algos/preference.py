@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from hrl.algos.masked import check_shapes, keep
+from hrl.algos.masked import Metrics, check_shapes, keep
 from hrl.algos.registry import PAIR_LOSS_TRAITS, PairLossTraits, Registry, Traits, pair_loss_traits
-
-Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)

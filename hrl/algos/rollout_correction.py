@@ -19,14 +19,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hrl.algos.masked import check_shapes, keep, rows_with_tokens, sum_and_count
+from hrl.algos.masked import MAX_LOG_RATIO, Metrics, check_shapes, keep, rows_with_tokens, sum_and_count
 from hrl.algos.ratio_bounds import REJECTION_RULES, Divergence, Interval, parse_rejections, rejection_bounds
 from hrl.algos.registry import IMPORTANCE_LEVEL_NAMES, Registry, Traits
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are taken within ±20 before exponentiation."""
-
-Metrics = dict[str, tuple[Tensor, Tensor]]
 
 
 class CorrectionSettings(Protocol):

@@ -8,10 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hrl.algos.masked import check_shapes, keep, sum_and_count
+from hrl.algos.masked import Metrics, check_shapes, keep, sum_and_count
 from hrl.algos.registry import Registry, Traits
 
-Metrics = dict[str, tuple[Tensor, Tensor]]
 ValueLoss = Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
