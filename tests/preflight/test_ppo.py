@@ -154,7 +154,7 @@ def test_what_a_reward_function_raises_begins_in_its_own_file(run, tmp_path):
         ("class compute_score:\n    def __init__(self, **row): pass", "path can't be used: .*is a class"),
         ("def compute_score(solution_str):\n    pass", "path can't be used: .*does not take data_source"),
         ("def compute_score(weight, **row):\n    pass", "path can't be used: .*needs weight"),
-        (f"raise SystemExit(3)\n{SCORE}", "path can't be used: .*ended with exit code 3"),
+        (f"raise SystemExit(3)\n{SCORE}", "path can't be used: .*SystemExit: 3"),
     ],
 )
 def test_a_reward_function_that_cannot_be_loaded_is_named(run, tmp_path, source, message):

@@ -136,7 +136,7 @@ def test_a_file_of_something_else_is_refused(tmp_path):
     from safetensors.torch import save_file
 
     save_file({"x": torch.ones(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="no saved DataProto"):
+    with pytest.raises(ValueError, match="not a saved DataProto"):
         DataProto.load_from_disk(tmp_path / "model.safetensors")
 
 
