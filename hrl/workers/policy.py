@@ -21,7 +21,7 @@ from hrl.algos.masked import keep
 from hrl.algos.policy_losses import PolicyLossInput, policy_loss
 from hrl.algos.preference import mean_over_pairs, pair_margins, preference_loss, sequence_log_prob, sft_loss
 from hrl.metrics import Metric
-from hrl.models.loading import dtype_of, load_causal_lm
+from hrl.models.loading import load_causal_lm
 from hrl.models.packed_model import PackedCausalLM, PackedMicroBatch, TokenRows
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import FROM_DATA, Engine, ForwardedMicroBatch, UpdateNames
@@ -62,15 +62,7 @@ class Policy:
         *,
         device: torch.device,
     ) -> None:
-        dtype = dtype_of(fsdp.model_dtype)
-        self.engine = Engine(
-            lambda meta: load_causal_lm(model, dtype, meta=meta),
-            PackedCausalLM,
-            share_prefix=model.share_prefix,
-            training=training,
-            fsdp=fsdp,
-            device=device,
-        )
+        self.engine = Engine(load_causal_lm, PackedCausalLM, model, training, fsdp, device=device)
 
     def compute_log_prob(self, batch: DataProto, request: LogProbRequest[RankPlan]) -> DataProto:
         """Compute log-probs of the trained response tokens under the current weights, without gradients.

@@ -12,7 +12,7 @@ from torch import Tensor
 from hrl.algos.preference import mean_over_pairs, reward_model_loss
 from hrl.algos.value_loss import value_loss
 from hrl.metrics import Metric
-from hrl.models.loading import dtype_of, load_scalar_model
+from hrl.models.loading import load_scalar_model
 from hrl.models.packed_model import PackedMicroBatch, PackedScalarModel, TokenRows
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import FROM_DATA, Engine, ForwardedMicroBatch, UpdateNames
@@ -47,15 +47,8 @@ class ValueModel:
         *,
         device: torch.device,
     ) -> None:
-        dtype = dtype_of(fsdp.model_dtype)
-        self.engine = Engine(
-            lambda meta: load_scalar_model(model, dtype, meta=meta, head_required=training is None),
-            PackedScalarModel,
-            share_prefix=model.share_prefix,
-            training=training,
-            fsdp=fsdp,
-            device=device,
-        )
+        load = partial(load_scalar_model, head_required=training is None)
+        self.engine = Engine(load, PackedScalarModel, model, training, fsdp, device=device)
 
     def export_classifier(self, folder: Path, *, pad_token_id: int) -> None:
         """Write a folder that transformers loads as a sequence classifier with one label; every rank calls it.

@@ -75,7 +75,7 @@ def build_engine(
 ) -> Engine:
     """A training engine around a random model, computing in bfloat16."""
 
-    def load(meta: bool) -> Loaded:
+    def load(source: object, dtype: torch.dtype, *, meta: bool) -> Loaded:
         config = config_of(size)
         with torch.device("meta" if meta else device):
             model = AutoModelForCausalLM.from_config(
@@ -96,9 +96,9 @@ def build_engine(
     return Engine(
         load,
         PackedCausalLM,
-        share_prefix=True,
-        training=Training(optim=optim, grad_clip=1.0, total_steps=1, seed=0, run_folder=None) if trained else None,
-        fsdp=SimpleNamespace(
+        SimpleNamespace(share_prefix=True),
+        Training(optim=optim, grad_clip=1.0, total_steps=1, seed=0, run_folder=None) if trained else None,
+        SimpleNamespace(
             dtype="bf16",
             model_dtype=masters,
             reshard_after_forward=True,

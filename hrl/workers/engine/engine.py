@@ -32,6 +32,7 @@ from hrl.workers.engine.weights import PREFIX, ParamSpec, export_hf, iter_full_p
 
 if TYPE_CHECKING:
     from hrl.config.model import ForwardShardingConfig, FsdpConfig
+    from hrl.models.loading import ModelSource
     from hrl.protocol import DataProto
     from hrl.workers.requests import Training, Update
 
@@ -128,9 +129,9 @@ class Engine:
     """Runs packed micro-batches through one sharded model.
 
     Args:
-        load: `load(meta)` gives the transformers model, with or without storage.
+        load: `load(source, dtype, meta=...)` gives the transformers model, on the meta device or with storage.
         wrap: From the transformers model to the module whose `forward` is run.
-        share_prefix: Compute equal prompts of a micro-batch once.
+        source: Which model, and how it is loaded.
         training: How the model learns; `None` for a frozen one.
         fsdp: The sharding's configuration.
         device: Of this rank.
@@ -138,19 +139,22 @@ class Engine:
 
     def __init__(
         self,
-        load: Callable[[bool], Loaded],
+        load: Callable[..., Loaded],
         wrap: Callable[[Any], nn.Module],
-        *,
-        share_prefix: bool,
+        source: ModelSource,
         training: Training | None,
         fsdp: FsdpConfig | ForwardShardingConfig,
+        *,
         device: torch.device,
     ) -> None:
         self.device = device
         self.training = training
-        self.share_prefix = share_prefix
+        self.share_prefix = source.share_prefix
         self.mesh = build_mesh(device, fsdp.fsdp_size)
-        self.module, loaded = build_sharded(load, wrap, fsdp, self.mesh, device, train=training is not None)
+        dtype = dtype_of(fsdp.model_dtype)
+        self.module, loaded = build_sharded(
+            lambda meta: load(source, dtype, meta=meta), wrap, fsdp, self.mesh, device, train=training is not None
+        )
         self.source_config = loaded.source_config
         self.form = CheckpointForm.of(loaded.model)
         self.flops = ModelFlops.of(loaded.model)
