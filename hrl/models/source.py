@@ -1,9 +1,8 @@
 """Where a model comes from: a local folder, a hub id, or a model bundled in an installed package.
 
 `resolve_model` always returns a local folder that transformers and vLLM load, and never fetches pickled weights.
-`find_on_this_node` does the same on the other nodes of a run. `check_weights` and `check_scores` check that a folder
-holds what training reads. They load nothing: they read only the headers of the weight files, which also show whether a
-file is cut off.
+`find_on_this_node` does the same on the other nodes of a run. The checks find out whether a folder holds what training
+reads. They load nothing: of the weight files they read only the headers, which also show whether a file is cut off.
 
 A bundled model is converted once per machine into a cache. Its weights are stored in bfloat16: the source is a 4-bit
 quantisation, whose steps are hundreds of times coarser than bfloat16's. So the trainer's float32 masters and a bfloat16
@@ -143,6 +142,11 @@ def _no_config(folder: Path) -> str:
         return (
             f"model folder {folder} holds GGUF files, which can't be trained; name a folder that save_pretrained "
             "wrote for the model they were made from"
+        )
+    if (folder / "adapter_config.json").is_file():
+        return (
+            f"model folder {folder} holds an adapter without its model; merge the two (peft: merge_and_unload, then "
+            "save_pretrained) and name that folder"
         )
     return f"model folder {folder} has no config.json; name a folder that save_pretrained wrote"
 
@@ -314,6 +318,20 @@ def read_object(file: Path) -> dict[str, Any]:
     if not isinstance(facts, dict):
         raise ModelSourceError(f"{file} holds a {type(facts).__name__}, expected an object")
     return facts
+
+
+def check_unquantised(folder: Path) -> None:
+    """Refuse a folder whose `config.json` says that its weights are quantised.
+
+    Raises:
+        ModelSourceError: They are; names the method and the way out.
+    """
+    settings = model_facts(folder).get("quantization_config") or {}
+    if settings and settings.get("quantization_mode") != "online":  # then they are only rounded while it runs
+        raise ModelSourceError(
+            f"{folder} holds weights quantised by {settings.get('quant_method')}, which can't be trained. Take the "
+            "unquantised model; an engine can quantise what it gets, with rollout.engine_kwargs.vllm.quantization=fp8"
+        )
 
 
 def check_weights(folder: Path) -> None:

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING
 from hrl.config.arithmetic import Fact
 from hrl.config.outline import NamedModel, Outline
 from hrl.models.hf_config import load_config
-from hrl.models.source import ModelSourceError, check_scores, check_weights, find_model, model_facts, resolve_model
+from hrl.models.source import (
+    ModelSourceError,
+    check_scores,
+    check_unquantised,
+    check_weights,
+    find_model,
+    model_facts,
+    resolve_model,
+)
 from hrl.models.tokenizer import TokenIds, load_tokenizer, resolve_tokenizer, token_ids
 from hrl.preflight.findings import Findings
 
@@ -100,7 +108,7 @@ def _look_at_model(findings: Findings, model: NamedModel, *, download: bool, tru
                 "its memory and the lengths of rows in its tokens were not looked at"
             )
             return None
-        model_facts(folder)
+        check_unquantised(folder)
         check_weights(folder)
         _check_type(folder, trust_remote_code)
         with findings.about(f"{key.rpartition('.')[0]}.override_config"):

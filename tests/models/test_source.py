@@ -19,6 +19,7 @@ from hrl.models.source import (
     MANIFEST_NAME,
     ModelSourceError,
     check_scores,
+    check_unquantised,
     check_weights,
     find_model,
     find_on_this_node,
@@ -266,6 +267,17 @@ def test_weights_that_are_missing_or_of_another_kind_say_what_to_do(tmp_path):
     assert "only pytorch_model.bin, and hrl loads no pickled ones. Convert it: transformers." in refusal(tmp_path)
 
 
+def test_quantised_weights_are_refused_with_their_method(tmp_path):
+    for settings in ({"quant_method": "gptq", "bits": 4}, {"quant_method": "mxfp4"}):
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": settings}))
+        with pytest.raises(ModelSourceError, match=f"quantised by {settings['quant_method']}.*vllm.quantization=fp8"):
+            check_unquantised(tmp_path)
+    online = {"quant_method": "bitnet", "quantization_mode": "online"}
+    for harmless in ({}, {"quantization_config": None}, {"quantization_config": online}):
+        (tmp_path / "config.json").write_text(json.dumps(harmless))
+        check_unquantised(tmp_path)
+
+
 def test_a_file_that_was_cut_off_and_a_pointer_are_told_apart(tmp_path):
     file = tmp_path / "model.safetensors"
     save(file)
@@ -291,6 +303,8 @@ def test_a_model_path_that_leads_nowhere_is_answered_with_the_nearest_model(tmp_
     (tmp_path / "weights.gguf").touch()
     (tmp_path / "gguf").mkdir()
     (tmp_path / "gguf" / "weights.gguf").touch()
+    (tmp_path / "lora").mkdir()
+    (tmp_path / "lora" / "adapter_config.json").touch()
     monkeypatch.chdir(tmp_path)
     for written, meant in (("./models/qwn", "models/qwen"), ("models/qwn", "models/qwen"), (f"{model}2", str(model))):
         with pytest.raises(ModelSourceError, match=f"does not exist. Did you mean {meant}\\?"):
@@ -298,6 +312,7 @@ def test_a_model_path_that_leads_nowhere_is_answered_with_the_nearest_model(tmp_
     for written, message in (
         ("models", "no config.json, but folders in it have: qwen. Name one of them"),
         ("gguf", "holds GGUF files, which can't be trained"),
+        ("lora", "holds an adapter without its model; merge the two"),
         ("weights.gguf", "is a file; name a folder"),
         ("~/no/such/model", "does not exist. The folder .* does not exist either"),
     ):

@@ -271,6 +271,7 @@ def test_a_folder_without_tokenizer_explains_itself(run, tmp_path, key):
         ("[]", "config.json holds a list"),
         ('{"model_type": "no_such_model"}', "describes no model known here"),
         ("{}", "describes no model known here"),
+        ('{"quantization_config": {"quant_method": "awq"}}', "holds weights quantised by awq, which can't be trained"),
     ],
 )
 def test_a_broken_config_explains_itself(run, tmp_path, text, message):
