@@ -44,14 +44,14 @@ test-engines test-without-engines test-fast-one-half test-fast-other-half: expor
 BOTH := $(MAKE) --no-print-directory -j2 -O
 # What each test took stays in build/.
 PYTEST = $(BIN)/python -m pytest --junitxml=build/$@.xml
-FAST := -m "not engine and not gpu and not ray"
-ONE_HALF := tests/workers tests/single_controller tests/runs tests/reward
+FAST := -m "not engine and not gpu and not cluster"
+ONE_HALF := $(addprefix tests/,workers single_controller runs reward preflight first_light)
 
 test: lint type  ## everything CI runs
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(BOTH) test-engines test-without-engines
 
-test-fast: install  ## the tests that start no real engine and no Ray
+test-fast: install  ## the tests that need no real engine, no Ray and no second rank
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(BOTH) test-fast-one-half test-fast-other-half
 

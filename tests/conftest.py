@@ -56,10 +56,10 @@ def own_registries() -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that need the session's Ray, and skips those marked `gpu` where there is no CUDA device."""
+    """Marks the tests that need the session's cluster, and skips those marked `gpu` where there is no CUDA device."""
     for item in items:
         if "ray_session" in getattr(item, "fixturenames", ()):
-            item.add_marker("ray")
+            item.add_marker("cluster")
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

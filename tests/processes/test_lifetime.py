@@ -147,7 +147,7 @@ def test_a_child_of_multiprocessing_dies_with_a_parent_that_gets_sigkill(late: b
         reader.recv()
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 @pytest.mark.parametrize("end", ["sigkill", "exception"])
 def test_no_process_outlives_the_driver(end: str, tmp_path: Path) -> None:
     driver = start(DRIVER, tmp_path)

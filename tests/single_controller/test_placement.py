@@ -50,7 +50,7 @@ finally:
 """
 
 
-@pytest.mark.ray
+@pytest.mark.cluster
 def test_a_pool_over_two_nodes_has_one_placement_group_on_each(tmp_path: Path) -> None:
     script = tmp_path / "two_nodes.py"
     script.write_text(TWO_NODES)

@@ -73,7 +73,14 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Measured]:
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(ranks, dtype) for ranks in DTYPES for dtype in DTYPES[ranks]])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"),
+    [
+        pytest.param(ranks, dtype, marks=[pytest.mark.cluster] * (ranks > 1))
+        for ranks, dtypes in DTYPES.items()
+        for dtype in dtypes
+    ],
+)
 def test_no_gradient_depends_on_the_cut(measured: Measured, ranks: int, dtype: str) -> None:
     broken = {}
     for case, errors in measured.of(ranks, dtype).items():
@@ -88,7 +95,7 @@ def test_no_gradient_depends_on_the_cut(measured: Measured, ranks: int, dtype: s
     assert not broken, broken
 
 
-@pytest.mark.parametrize("ranks", DTYPES)
+@pytest.mark.parametrize("ranks", [pytest.param(ranks, marks=[pytest.mark.cluster] * (ranks > 1)) for ranks in DTYPES])
 def test_every_sum_is_run_in_all_cuts_and_every_member_alone(measured: Measured, ranks: int) -> None:
     for dtype in DTYPES[ranks]:
         cases = measured.of(ranks, dtype).keys()

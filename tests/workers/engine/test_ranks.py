@@ -23,6 +23,8 @@ from tests.workers.engine.ranks import (
     train_and_save,
 )
 
+pytestmark = pytest.mark.cluster
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
