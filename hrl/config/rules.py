@@ -204,9 +204,15 @@ def roles_have_pools(config: PPOTrainerConfig) -> Iterator[Problem]:
     sharded["critic"] = ("critic.model", config.critic.model.fsdp_config.fsdp_size)
     sharded["rm"] = ("reward.reward_model.model", config.reward.reward_model.model.fsdp_config.fsdp_size)
     for role, (owner, size) in sharded.items():
-        if role in placement.roles and size != -1 and (size == 0 or placement.processes(role) % size):
-            what = f"is {size}, which does not divide the {placement.processes(role)} processes of {role}."
-            yield Problem(f"{owner}.fsdp_config.fsdp_size", what, "Set it to -1 for all of them.", involves)
+        if role in placement.roles:
+            yield from _uneven_copies(owner, size, placement.processes(role), f" of {role}", involves)
+
+
+def _uneven_copies(owner: str, size: int, processes: int, whose: str, involves: tuple[str, ...]) -> Iterator[Problem]:
+    """Report a size of a sharded copy that does not divide the number of processes."""
+    if size != -1 and (size == 0 or processes % size):
+        what = f"is {size}, which does not divide the {processes} processes{whose}."
+        yield Problem(f"{owner}.fsdp_config.fsdp_size", what, "Set it to -1 for all of them.", involves)
 
 
 def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -451,19 +457,17 @@ def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Pro
     data = config.data
     pairs = isinstance(data, PairDataConfig)
     longest = data.max_length * (2 if pairs else 1)
-    if data.micro_batch_size_per_gpu is None and data.max_token_len_per_gpu < longest:
+    budget = config.micro_batches().max_tokens
+    if budget is not None and budget < longest:
         row = f"the two answers of a pair may have 2 × {data.max_length}" if pairs else f"one row may have {longest}"
-        what = f"is {data.max_token_len_per_gpu} tokens, but {row}."
+        what = f"is {budget} tokens, but {row}."
         yield Problem("data.max_token_len_per_gpu", what, f"Set it to at least {longest}.", ("data.max_length",))
 
 
 def shards_divide_the_processes(config: OfflineConfig) -> Iterator[Problem]:
     """The size of a sharded copy divides the number of processes."""
-    size, processes = config.model.fsdp_config.fsdp_size, config.num_processes
-    if size != -1 and (size == 0 or processes % size):
-        what = f"is {size}, which does not divide the {processes} processes."
-        involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
-        yield Problem("model.fsdp_config.fsdp_size", what, "Set it to -1 for all of them.", involves)
+    involves = ("trainer.n_gpus_per_node", "trainer.nnodes")
+    yield from _uneven_copies("model", config.model.fsdp_config.fsdp_size, config.num_processes, "", involves)
 
 
 def constants_belong_to_the_loss(config: DPOTrainerConfig) -> Iterator[Problem]:
