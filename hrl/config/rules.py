@@ -457,7 +457,7 @@ def one_offline_row_fits_the_token_budget(config: OfflineConfig) -> Iterator[Pro
     data = config.data
     pairs = isinstance(data, PairDataConfig)
     longest = data.max_length * (2 if pairs else 1)
-    budget = config.micro_batches().max_tokens
+    budget = config.micro_batches()["model"].max_tokens
     if budget is not None and budget < longest:
         row = f"the two answers of a pair may have 2 × {data.max_length}" if pairs else f"one row may have {longest}"
         what = f"is {budget} tokens, but {row}."
