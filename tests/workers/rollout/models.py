@@ -58,15 +58,23 @@ def load(folder: Path | str, dtype: torch.dtype = torch.float32) -> PreTrainedMo
 
 
 @torch.no_grad()
-def response_log_probs(model: PreTrainedModel, out: DataProto, temperature: float) -> Tensor:
-    """Log-probs ``(B, R)`` of the responses, by one forward over whole rows."""
-    batch = out.batch
-    logits = model(
+def response_logits(model: PreTrainedModel, out: DataProto) -> Tensor:
+    """What each token of the responses was drawn from, ``(B, R, V)``, by one forward over whole rows."""
+    batch, width = out.batch, out.batch["prompts"].shape[1]
+    return model(
         input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], position_ids=batch["position_ids"]
-    ).logits
-    width = batch["prompts"].shape[1]
-    log_probs = (logits[:, width - 1 : -1].float() / temperature).log_softmax(-1)
-    return log_probs.gather(-1, batch["responses"][..., None])[..., 0]
+    ).logits[:, width - 1 : -1]
+
+
+def log_probs_at(logits: Tensor, out: DataProto, temperature: float) -> Tensor:
+    """Log-probs ``(B, R)`` of the responses."""
+    log_probs = (logits.float() / temperature).log_softmax(-1)
+    return log_probs.gather(-1, out.batch["responses"][..., None])[..., 0]
+
+
+def response_log_probs(model: PreTrainedModel, out: DataProto, temperature: float) -> Tensor:
+    """Both at once."""
+    return log_probs_at(response_logits(model, out), out, temperature)
 
 
 @torch.no_grad()
