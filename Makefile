@@ -45,7 +45,7 @@ BOTH := $(MAKE) --no-print-directory -j2 -O
 # What each test took stays in build/.
 PYTEST = $(BIN)/python -m pytest --junitxml=build/$@.xml
 FAST := -m "not engine and not gpu and not cluster"
-ONE_HALF := $(addprefix tests/,workers single_controller runs reward preflight first_light)
+ONE_HALF := $(addprefix tests/,workers single_controller runs reward preflight)
 
 test: lint type  ## everything CI runs
 	@echo 'tests run in two processes; each shows its output when it ends'
