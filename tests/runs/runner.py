@@ -72,10 +72,14 @@ class Runner:
             *overrides,
         ]
 
-    def start(self, folder: Path, *overrides: str) -> subprocess.Popen[str]:
+    def launch(self, *arguments: str) -> subprocess.Popen[str]:
+        """Python with these arguments; `finish` compares with the shared memory that is there now."""
         self._shared_memory = set(os.listdir("/dev/shm"))
+        return launch(*arguments)
+
+    def start(self, folder: Path, *overrides: str) -> subprocess.Popen[str]:
         one_thread = "trainer.cpu_threads_per_worker=1"  # enough for this model; its processes share two cores
-        return launch("-m", "hrl.trainer.main_ppo", *self.arguments(folder, one_thread, *overrides))
+        return self.launch("-m", "hrl.trainer.main_ppo", *self.arguments(folder, one_thread, *overrides))
 
     def start_and_wait(self, folder: Path, reached: Callable[[], bool], *overrides: str) -> subprocess.Popen[str]:
         """A run of so many steps that only a signal ends it, which has come to where `reached` holds."""

@@ -19,7 +19,7 @@ from hrl.config.run_kind import OFFLINE_KINDS, RunKind
 from hrl.report.run_folder import read_jsonl
 from tests.config.key_reads import KeyReads
 from tests.runs.in_process import in_process, run_configured, run_in_process
-from tests.runs.runner import Runner, launch
+from tests.runs.runner import Runner
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -172,7 +172,7 @@ def test_a_trained_reward_model_scores_in_transformers_and_in_a_ppo_run(runner: 
 @pytest.mark.engine
 def test_two_ranks_on_a_cluster_of_their_own(runner: Runner, tmp_path: Path) -> None:
     run_of_two = runner.finish(
-        launch(
+        runner.launch(
             "-m",
             "hrl.trainer.main_dpo",
             "quickstart=dpo",
