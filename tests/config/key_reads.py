@@ -15,9 +15,11 @@ from hrl.config.section import Section, WholeConfig, leaves, section_of
 PACKAGE = Path(__file__).parents[2] / "hrl"
 #: These touch every key, whatever it means: the schema and its rules, and what replaces `dtype=auto`.
 NOT_A_READER = (PACKAGE / "config", PACKAGE / "cluster" / "precision.py")
-#: Of the configuration's own code, what a run asks: properties of a section, the number of steps, roles and pools.
+#: Of the configuration's own code, what a run asks: properties of a section, micro-batches, the number of steps, roles
+#: and pools.
 ASKED_BY_A_RUN = tuple(
-    PACKAGE / "config" / f"{name}.py" for name in ("ppo", "offline", "reward", "outline", "placement", "trainer")
+    PACKAGE / "config" / f"{name}.py"
+    for name in ("ppo", "offline", "model", "reward", "outline", "placement", "trainer")
 )
 
 

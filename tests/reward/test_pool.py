@@ -430,7 +430,7 @@ def test_the_samples_of_a_process_that_does_not_read_wait_without_holding_up_oth
 
 
 ENDLESS = r"\boxed{10^{10^{10}}}"
-SLOW = r"\boxed{(x+y+z+w)^{10}-(x+y)^{10}}"  # half a second; any larger power is refused at once
+SLOW = r"\boxed{(x+y+z+w)^{10}-(x+y)^{10}}"  # half a second; the twelfth power is refused at once
 
 
 def test_a_hundred_responses_that_no_computer_could_compute_cost_their_own_score_and_no_process():

@@ -144,14 +144,19 @@ def test_every_key_is_read_by_code(
     ran = {item.name for item in request.session.items}
     if any(f"test_a_recipe_makes_two_steps[{recipe}]" not in ran for recipe in RECIPES):
         pytest.skip("says something after the runs of all recipes")
+    with_reward_model = (
+        "reward.reward_model.enable=true", f"reward.reward_model.model_path={runner.reward_model}",
+        "trainer.total_training_steps=1",
+    )  # fmt: skip
     two_steps(  # what no recipe asks for
-        runner, coin, tmp_path, "actor_rollout_ref.actor.policy_loss.loss_mode=sapo", "trainer.total_training_steps=1",
+        runner, coin, tmp_path / "one", *with_reward_model, "actor_rollout_ref.actor.policy_loss.loss_mode=sapo",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "critic.optim.lr_scheduler_type=linear",
         "algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "trainer.save_freq=1",
         "data.val_files=bundled:addition/val", "data.val_max_samples=2", "trainer.test_freq=1",
         "actor_rollout_ref.rollout.val_kwargs.temperature=1", "actor_rollout_ref.actor.use_dynamic_bsz=false",
-        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2", "reward.reward_model.enable=true",
-        f"reward.reward_model.model_path={runner.reward_model}",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",
     )  # fmt: skip
+    two_steps(runner, coin, tmp_path / "packed", *with_reward_model)
     assert reads.unread(PPOTrainerConfig) == READ_ELSEWHERE.keys()
     source = "\n".join(file.read_text() for file in (ROOT / "hrl").rglob("*.py"))
     assert [key for key in READ_ELSEWHERE if not re.search(rf"[.\"]{key.rpartition('.')[2]}\b", source)] == []
