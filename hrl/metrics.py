@@ -61,7 +61,7 @@ class Metric:
 
     @property
     def is_empty(self) -> bool:
-        """True when nothing was observed: there is no mean of no tokens."""
+        """Whether nothing was observed: a mean with count 0."""
         return self.kind == "mean" and self.count == 0
 
     def merge(self, later: Metric) -> Metric:
@@ -86,7 +86,7 @@ class Metric:
 
 
 def _max(a: float, b: float) -> float:
-    # A lost number must not hide behind a good one.
+    # NaN wins, so that a failed observation stays visible.
     return math.nan if math.isnan(a) or math.isnan(b) else max(a, b)
 
 
@@ -109,7 +109,7 @@ class SpreadNames(NamedTuple):
 class Meter:
     """Collects what an update measures on the device, micro-batch by micro-batch, and fetches it once.
 
-    To fetch a number is to wait until it is computed.
+    Fetching a number blocks until the device has computed it.
 
     Args:
         world_size: Ranks that measure the same update.

@@ -24,7 +24,7 @@ MODULES = {module_of(path): path for path in FILES}
 
 
 def imports_of(path: Path) -> set[str]:
-    """The modules of hrl that a file imports, anywhere in it, for its types too."""
+    """The modules of hrl that a file imports, anywhere in it, for its types too, or names in a text to import later."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -34,6 +34,9 @@ def imports_of(path: Path) -> set[str]:
             for alias in node.names:
                 submodule = f"{node.module}.{alias.name}"
                 found.add(submodule if submodule in MODULES else str(node.module))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("hrl."):
+            names = node.value.split(".")
+            found |= {".".join(names[:depth]) for depth in (len(names), len(names) - 1) if depth > 1}
     return (found & MODULES.keys()) - {module_of(path)}
 
 

@@ -30,6 +30,11 @@ class RankPlan:
 
     mini_batches: tuple[MiniBatchPlan, ...]
 
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps."""
+        return len(self.mini_batches)
+
 
 @dataclass(frozen=True)
 class BatchPlan:
@@ -37,7 +42,7 @@ class BatchPlan:
 
     Attributes:
         rows: Per rank the indices into the whole batch, in the order in which the rank holds them, each at most once.
-        ranks: Per rank what it runs; None where the plan only says who holds which rows.
+        ranks: Per rank what it runs.
 
     Raises:
         ValueError: The ranks differ in their number of mini-batches, micro-batches or counts: one of them would wait in
@@ -45,7 +50,12 @@ class BatchPlan:
     """
 
     rows: tuple[tuple[int, ...], ...]
-    ranks: tuple[RankPlan | None, ...]
+    ranks: tuple[RankPlan, ...]
+
+    @property
+    def num_steps(self) -> int:
+        """Number of optimizer steps, the same on every rank."""
+        return self.ranks[0].num_steps
 
     def __post_init__(self) -> None:
         if not self.ranks or len(self.rows) != len(self.ranks):
@@ -59,7 +69,5 @@ class BatchPlan:
                 )
 
 
-def _collective_shape(plan: RankPlan | None) -> list[tuple[int, int, int, int]] | None:
-    if plan is None:
-        return None
+def _collective_shape(plan: RankPlan) -> list[tuple[int, int, int, int]]:
     return [(len(m.micro_batches), m.num_tokens, m.num_sequences, m.num_groups) for m in plan.mini_batches]

@@ -244,7 +244,6 @@ def rows_of_first_step(plan: BatchPlan) -> list[int]:
     return [
         held[place]
         for held, rank in zip(plan.rows, plan.ranks, strict=True)
-        if rank is not None
         for mini_batch in rank.mini_batches[:1]
         for micro_batch in mini_batch.micro_batches
         for place in micro_batch
@@ -410,7 +409,7 @@ def _assemble(rows: RowLengths, steps: list[_Step], world_size: int, repeats: in
 def plan_pairs(
     rows: RowLengths, world_size: int, limits: MicroBatchLimits, *, mini_batch_pairs: int, epochs: int = 1
 ) -> BatchPlan:
-    """Plan the optimizer steps of a batch of N pairs, rows 2i and 2i + 1 being a pair.
+    """Plan the optimizer steps of a batch of N pairs, in which rows 2i and 2i + 1 are a pair.
 
     Args:
         rows: All 2N rows of the batch, each a group of its own; both answers of a pair have one prompt, and count (and
@@ -466,7 +465,6 @@ def _both_rows(pairs: BatchPlan) -> BatchPlan:
             )
         )
         for rank in pairs.ranks
-        if rank is not None
     ]
     return BatchPlan(rows=tuple(map(both, pairs.rows)), ranks=tuple(ranks))
 
@@ -536,7 +534,7 @@ def _split_to_fit(rows: RowLengths, group: np.ndarray, max_tokens: int) -> list[
 
 
 def _pack_ranks(rows: RowLengths, shares: list[list[np.ndarray]], max_tokens: int) -> _MicroBatches:
-    """Pack each rank's units into the number of micro-batches that the fullest rank needs, evenly where they fit so."""
+    """Pack each rank's units into the number of micro-batches that the fullest rank needs, evenly if they still fit."""
     tokens = [rows.tokens(units) for units in shares]
     packed = [pack(of_rank, max_tokens) for of_rank in tokens]
     steps = max(map(len, packed))
@@ -552,7 +550,7 @@ def _pack_ranks(rows: RowLengths, shares: list[list[np.ndarray]], max_tokens: in
 
 
 def _share_by_count(rows: RowLengths, positions: np.ndarray, world_size: int) -> list[np.ndarray]:
-    """Give every rank as many rows (to within one) of about the same cost; whole groups where they come out even."""
+    """Give every rank the same number of rows, give or take one, at about the same cost; whole groups if they divide."""
     units = rows.runs(positions) if rows.share_prefix else []
     if len(units) % world_size or len({len(unit) for unit in units}) != 1:
         units = list(positions[:, None])

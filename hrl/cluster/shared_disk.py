@@ -26,7 +26,7 @@ _POLL_S = 0.5
 
 
 class Ranks(Protocol):
-    """A worker group, as far as it is asked here."""
+    """What this module needs of a worker group."""
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ def _missing(reports: Iterable[tuple[str, Mapping[str, int]]], here: Mapping[str
 
 
 def _first(failures: Callable[[], Iterator[T]], patience_s: float) -> T | None:
-    """Return the first failure that is still one after `patience_s` seconds; None as soon as there is none."""
+    """Retry for `patience_s` seconds; return the first remaining failure, or None as soon as there is none."""
     deadline = time.monotonic() + patience_s
     while (failure := next(failures(), None)) is not None and time.monotonic() < deadline:
         time.sleep(_POLL_S)

@@ -1,1 +1,1 @@
-"""Compatibility with verl: its function names and signatures over hrl's code, and its names of keys."""
+"""Compatibility with verl: its function names and signatures over hrl's code. Its names of keys are in `hrl.config`."""

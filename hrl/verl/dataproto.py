@@ -14,7 +14,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from hrl.columns import object_array
 from hrl.verl.dataproto_file import load_parts, save_parts
 
-logger = logging.getLogger("hrl.protocol")
+logger = logging.getLogger(__name__)
 
 B = TypeVar("B", bound="VerlDataProto")
 

@@ -201,12 +201,10 @@ class PolicyUpdate(Update[P]):
     selects_tokens: bool
 
     def __post_init__(self) -> None:
-        plan: Any = self.plan
-        rank_plan = getattr(plan, "ranks", [plan])[0]
-        if self.old_log_probs is OldLogProbs.OWN and len(rank_plan.mini_batches) != 1:
+        if self.old_log_probs is OldLogProbs.OWN and self.plan.num_steps != 1:
             raise ValueError(
                 f"an update's own log-probs are the old ones in its first step only, and the plan has "
-                f"{len(rank_plan.mini_batches)} steps: run compute_log_prob first, and name its column"
+                f"{self.plan.num_steps} steps: run compute_log_prob first, and name its column"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""A script written for verl finds its names where verl has them, with `hrl` in place of `verl`."""
+"""A script written for verl finds its names with `hrl` in place of `verl`; docs/coming-from-verl.md has the modules."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ NAMES = {
         unfold_batch_dim collate_fn serialize_single_tensor serialize_tensordict deserialize_single_tensor
         deserialize_tensordict""",
     "hrl.single_controller.base": "Worker WorkerGroup ClassWithInitArgs ResourcePool",
+    "hrl.single_controller.base.worker": "Worker",
+    "hrl.single_controller.base.worker_group": "WorkerGroup ClassWithInitArgs ResourcePool",
     "hrl.single_controller.base.decorator": "Dispatch Execute register make_nd_compute_dataproto_dispatch_fn",
     "hrl.single_controller.ray": """RayResourcePool SubRayResourcePool RayClassWithInitArgs RayWorkerGroup
         create_colocated_worker_cls""",

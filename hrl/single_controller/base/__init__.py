@@ -1,8 +1,4 @@
 """The names of `verl.single_controller.base`. Nothing in hrl imports from here."""
 
-from hrl.single_controller.resource_pool import RayResourcePool as ResourcePool
-from hrl.single_controller.worker import RayClassWithInitArgs as ClassWithInitArgs
-from hrl.single_controller.worker import Worker
-from hrl.single_controller.worker_group import WorkerGroup
-
-__all__ = ["ClassWithInitArgs", "ResourcePool", "Worker", "WorkerGroup"]
+from hrl.single_controller.base.worker import *  # noqa: F403
+from hrl.single_controller.base.worker_group import *  # noqa: F403

@@ -36,16 +36,16 @@ def prompt_batch(
         rollout: The `rollout` part of the configuration.
         step: The trainer's step, which sampling seeds derive from.
         validate: Take the number of samples of `val_kwargs`.
-        wave: How many batches the step has sampled before. A prompt that comes again, because a small data set begins
-            anew, is another group with other samples.
+        wave: How many batches the step has sampled before. A prompt that is drawn twice in a step, from a small data
+            set, forms a second group with other samples.
         with_greedy: Append one row per prompt that takes the most likely tokens; the column `greedy` marks it.
 
     Returns:
         `n` consecutive rows per prompt, with non-tensor `uid` (B,) and `sample_index` (B,).
     """
     samples = rollout.val_kwargs.n if validate else rollout.n
-    # Derived, not random: the same run draws the same samples when it is started again. From the number in the data
-    # set, not in the batch: the prompts of a validation in several batches stay apart.
+    # Derived, not random, so that a run that is started again draws the same samples. It uses the row's number in the
+    # data set, so that prompts of a validation that runs in several batches get different uids.
     again = f"/{wave}" if wave else ""
     prompts.non_tensor_batch["uid"] = np.array(
         [

@@ -216,10 +216,10 @@ class Engine:
                 if not packed.is_empty:
                     results.append(outputs)
             self._release_gathered()
-            # Once for all micro-batches: to fetch is to wait until they are computed.
+            # Once for all micro-batches, because fetching blocks until they are computed.
             found = torch.cat(results, 1).cpu() if results else torch.zeros(num_outputs, 0)
         columns = torch.zeros(num_outputs, count, 1 if wanted == "last" else width)
-        # In the order of the micro-batches and of their rows, so came the results.
+        # Results come in the order of the micro-batches and of their rows.
         order = [row for picked in micro_batches for row in picked]
         mask = torch.ones(count, 1, dtype=torch.bool) if wanted == "last" else torch.from_numpy(rows.trained)
         columns[:, order] = torch.zeros_like(columns).masked_scatter(mask[order].expand_as(columns), found)

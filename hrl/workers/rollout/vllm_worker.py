@@ -200,7 +200,7 @@ class VllmModelWriter:
 
 @contextmanager
 def _kept_layers_unannounced() -> Iterator[None]:
-    """Silence vLLM's warning about layers that got nothing: those that are left by then are meant to be kept."""
+    """Silence vLLM's warning about layers that deliberately got no weights."""
     reload = logging.getLogger("vllm.model_executor.model_loader.reload.layerwise")
 
     def is_other(record: logging.LogRecord) -> bool:

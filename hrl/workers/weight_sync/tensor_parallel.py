@@ -118,7 +118,7 @@ class Link:
 
 
 class Lead:
-    """The lead's end: the engine's other ranks connect to it, and to the lead's own sync it stands for the engine.
+    """The lead's end: the engine's other ranks connect to it; its own `WeightSync` uses it in place of the engine.
 
     Args:
         others: The ranks that send along.
