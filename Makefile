@@ -51,7 +51,7 @@ test: lint type  ## everything CI runs
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(BOTH) test-engines test-without-engines
 
-test-fast: install  ## the tests that need no real engine, no Ray and no second rank
+test-fast: install  ## the tests that need no real engine, no Ray, no second rank and no whole run
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(BOTH) test-fast-one-half test-fast-other-half
 

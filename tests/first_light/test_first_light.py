@@ -28,6 +28,8 @@ from tests.first_light.report import (
 from tests.first_light.stages import STAGES, Setup, Stage
 from tests.processes.warm import warm_context
 
+pytestmark = pytest.mark.cluster
+
 BARE = ("ops", "ipc", "engine", "memory")
 
 

@@ -105,11 +105,20 @@ class Runner:
             time.sleep(0.5)
         output, _ = process.communicate()
         left = psutil.wait_procs(list(family.values()), timeout=15)[1]
-        left_in_memory = without_owner(set(os.listdir("/dev/shm")) - self._shared_memory)
+        left_in_memory = self._left_in_memory(patience_s=15)
         assert not left_in_memory, f"shared memory was left: {sorted(left_in_memory)}"
         assert not reachable, f"listened beyond loopback: {sorted(reachable)}"
         assert not left, f"left running: {[child.as_dict(['pid', 'name', 'cmdline']) for child in left]}"
         return FinishedRun(folder, process.returncode, output)
+
+    def _left_in_memory(self, patience_s: float) -> set[str]:
+        """What stays: the semaphores of a process that has just ended are unlinked by another one, a moment later."""
+        deadline = time.monotonic() + patience_s
+        while left := without_owner(set(os.listdir("/dev/shm")) - self._shared_memory):
+            if time.monotonic() > deadline:
+                return left
+            time.sleep(0.2)
+        return set()
 
     def __call__(self, folder: Path, *overrides: str) -> FinishedRun:
         run = self.finish(self.start(folder, *overrides), folder)

@@ -26,7 +26,7 @@ from hrl.trainer.run import run
 from tests.runs.in_process import in_process, in_this_process
 from tests.runs.runner import Runner
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
 
 ROWS = [{"prompt": f"What is {a} plus {a}?", "data_source": "doubles", "reward_model": {}} for a in range(8)]
 

@@ -23,6 +23,8 @@ from hrl.workers.weight_sync.sender import WeightSync
 from hrl.workers.weight_sync.wire import Manifest, WeightSyncError
 from tests.processes.warm import warm_context
 
+pytestmark = pytest.mark.cluster
+
 SPECS = [(f"layers.{i}.weight", torch.bfloat16, (33, 17)) for i in range(6)]
 MANIFEST = Manifest.build(SPECS, 3000)
 
