@@ -550,7 +550,7 @@ def _pack_ranks(rows: RowLengths, shares: list[list[np.ndarray]], max_tokens: in
 
 
 def _share_by_count(rows: RowLengths, positions: np.ndarray, world_size: int) -> list[np.ndarray]:
-    """Give every rank the same number of rows, give or take one, at about the same cost; whole groups if they divide."""
+    """Give every rank the same number of rows, give or take one, of about equal cost; whole groups if they divide."""
     units = rows.runs(positions) if rows.share_prefix else []
     if len(units) % world_size or len({len(unit) for unit in units}) != 1:
         units = list(positions[:, None])

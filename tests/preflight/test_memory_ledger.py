@@ -48,6 +48,7 @@ def tracked():
         return process.map_async(step, CASES, chunksize=1).get(240)
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_an_update_takes_no_more_than_the_ledger_says_and_not_much_less(tracked, case, monkeypatch):
     monkeypatch.setattr(ledgers, "default_chunk", lambda device: 1 << 27)

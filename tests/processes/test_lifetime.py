@@ -128,6 +128,7 @@ def _parent(pids: Connection, late: bool) -> None:
     child.join()
 
 
+@pytest.mark.cluster
 @pytest.mark.parametrize("late", [False, True], ids=["in time", "after the parent's death"])
 def test_a_child_of_multiprocessing_dies_with_a_parent_that_gets_sigkill(late: bool) -> None:
     context = multiprocessing.get_context("spawn")
