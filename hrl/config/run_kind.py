@@ -72,6 +72,17 @@ class RunKind(Generic[C_co]):
         return "hrl check" if self.name == "ppo" else f"hrl check {self.name}"
 
 
+_RUN_KEYS = (
+    "trainer.total_epochs",
+    "trainer.n_gpus_per_node",
+    "trainer.nnodes",
+    "trainer.test_freq",
+    "trainer.save_freq",
+    "trainer.logger",
+    "trainer.project_name",
+    "trainer.experiment_name",
+)
+
 PPO = RunKind(
     name="ppo",
     schema=PPOTrainerConfig,
@@ -99,14 +110,7 @@ PPO = RunKind(
             "algorithm.use_kl_in_reward",
             "critic.optim.lr",
             "reward.custom_reward_function.path",
-            "trainer.total_epochs",
-            "trainer.n_gpus_per_node",
-            "trainer.nnodes",
-            "trainer.test_freq",
-            "trainer.save_freq",
-            "trainer.logger",
-            "trainer.project_name",
-            "trainer.experiment_name",
+            *_RUN_KEYS,
         ),
         examples=(
             "recipe=ppo",
@@ -132,17 +136,6 @@ _OFFLINE_DATA_KEYS = (
     "data.truncation",
     "data.max_token_len_per_gpu",
 )
-_OFFLINE_RUN_KEYS = (
-    "optim.lr",
-    "trainer.total_epochs",
-    "trainer.n_gpus_per_node",
-    "trainer.nnodes",
-    "trainer.test_freq",
-    "trainer.save_freq",
-    "trainer.logger",
-    "trainer.project_name",
-    "trainer.experiment_name",
-)
 _OFFLINE_EXAMPLES = (
     "trainer.total_epochs=2 optim.lr=5e-6",
     "model.path=Qwen/Qwen2.5-0.5B-Instruct \\\n"
@@ -160,7 +153,7 @@ def _offline(
     help_text = Help(
         summary=f"Without arguments this runs the quickstart: {summary}",
         groups=(),
-        most_used=(*_OFFLINE_DATA_KEYS, *keys, *_OFFLINE_RUN_KEYS),
+        most_used=(*_OFFLINE_DATA_KEYS, *keys, "optim.lr", *_RUN_KEYS),
         examples=_OFFLINE_EXAMPLES,
         check="data.train_files=train.parquet",
         page="docs/configuration-offline.md",
