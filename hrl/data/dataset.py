@@ -1,14 +1,15 @@
 """Prompts to train or validate on: what a row needs, the data set, and loading of a user's own class for it.
 
-A row is a dict with verl's keys: `data_source` (str), `prompt` (a chat, or a string), `reward_model`
-(`{"style": …, "ground_truth": …}`) and `extra_info` (a dict); and, for a chat template that shows them, `tools` (JSON
-schemas of functions). Rows with answers are described in `hrl.data.offline`.
+A row is a dict with a `prompt` (a chat, or a string) and whatever its reward function needs: an `answer`, or any other
+columns. verl's keys mean what they mean there: `data_source` (str), `reward_model` (`{"style": …, "ground_truth": …}`)
+and `extra_info` (a dict); `tools` (JSON schemas of functions) are for a chat template that shows them. Rows with
+answers to learn from are described in `hrl.data.offline`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from hrl.config.data import CustomClassConfig, DataConfig
 
 
+ANSWER = "answer"
+"""Column of the ground truth in rows without `reward_model.ground_truth`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class PromptRow(DataRow):
     """One prompt with what its reward function needs.
@@ -36,12 +41,14 @@ class PromptRow(DataRow):
             other fields for the chat template, such as `tool_calls`.
         reward_model: `ground_truth` and other values for the reward function; empty if the row has none.
         extra_info: Further values for the reward function.
+        columns: Every column of the row that can be handed to another process, as it was read.
         tools: Schemas of the functions that the prompt offers; None for none.
     """
 
     messages: list[dict[str, Any]]
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]
+    columns: dict[str, Any] = field(default_factory=dict)
     tools: list[dict[str, Any]] | None = None
 
 
@@ -51,7 +58,7 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Pr
     Args:
         raw: The row.
         prompt_key: Column of the prompt (`data.prompt_key`).
-        source_key: Column of the data source (`data.reward_fn_key`).
+        source_key: Column of the data source (`data.reward_fn_key`); a row without it has its file's name.
     """
     messages = as_messages(raw.get(prompt_key), prompt_key)
     if isinstance(messages, str):
@@ -63,8 +70,8 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Pr
     wrong = wrong_value(data_source, source_key)
     if wrong is not None:
         return wrong
-    if not isinstance(data_source, str) or not data_source:
-        return f"{source_key!r} is {show_value(data_source)}, expected a non-empty string"
+    if source_key in raw and (not isinstance(data_source, str) or not data_source):
+        return f"{source_key!r} is {show_value(data_source)}, expected a non-empty string (or no such column)"
     plain: dict[str, dict[str, Any]] = {}
     for key in ("reward_model", "extra_info"):
         value = raw.get(key, {})
@@ -75,13 +82,26 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> Pr
         if not isinstance(value, Mapping):
             return f"{key!r} is {show_value(value)}, expected an object ({{}}, or no such key, for none)"
         plain[key] = dict(value)
+    columns = {name: value for name, value in raw.items() if _can_travel(value)}
+    if ANSWER in columns:
+        plain["reward_model"].setdefault("ground_truth", columns[ANSWER])
     return PromptRow(
-        data_source=data_source,
+        data_source=data_source or "",
         messages=messages,
         reward_model=plain["reward_model"],
         extra_info=plain["extra_info"],
+        columns=columns,
         tools=tools,
     )
+
+
+def _can_travel(value: object) -> bool:
+    """Return whether a value can be handed to the reward function's process, unlike the bytes of a picture."""
+    try:
+        to_plain(value)
+    except ValueError:
+        return False
+    return True
 
 
 class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
@@ -146,6 +166,11 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         return DataProto.from_single_dict({**self._left_padded(chosen), **columns})
 
     @property
+    def columns(self) -> tuple[str, ...]:
+        """The columns that rows have, as they can be handed to a reward function, sorted."""
+        return tuple(sorted({name for row in self.rows for name in row.columns}))
+
+    @property
     def data_sources(self) -> tuple[str, ...]:
         """The data sources of the rows, sorted."""
         return tuple(sorted({row.data_source for row in self.rows}))
@@ -164,12 +189,18 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         return {name: torch.from_numpy(column) for name, column in columns.items()}
 
 
+def columns_of_rows(datasets: Iterable[RLHFDataset]) -> tuple[str, ...]:
+    """Return the columns that rows of any of these data sets have, sorted."""
+    return tuple(sorted({name for rows in datasets for name in rows.columns}))
+
+
 def _belongings(row: PromptRow, index: int) -> dict[str, Any]:
     return {
         "raw_prompt": row.messages,
         "data_source": row.data_source,
         "reward_model": row.reward_model,
         "extra_info": row.extra_info,
+        "columns": row.columns,
         "index": index,
     }
 

@@ -111,7 +111,9 @@ def look_at_rows(
 
 
 def _prompts(findings: Findings, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> _Reader:
-    columns = {"data.prompt_key": (data.prompt_key,), "data.reward_fn_key": (data.reward_fn_key,)}
+    columns = {"data.prompt_key": (data.prompt_key,)}
+    if data.reward_fn_key != DataConfig.model_fields["reward_fn_key"].default:  # without it rows have their file's name
+        columns["data.reward_fn_key"] = (data.reward_fn_key,)
     reader = partial(_Reader, measured="prompts", limit=data.max_prompt_length)
     cls = None
     with findings.about("data.custom_cls.path"):
@@ -153,6 +155,10 @@ class _Unrendered:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return tuple(sorted({name for row in self.rows for name in row.columns}))
 
     @property
     def data_sources(self) -> tuple[str, ...]:

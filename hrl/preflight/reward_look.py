@@ -7,7 +7,7 @@ from typing import Any
 from hrl.config.arithmetic import Fact, count
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import RewardConfig
-from hrl.data.dataset import PromptRow
+from hrl.data.dataset import PromptRow, columns_of_rows
 from hrl.data.user_file import functions_in_user_file, names_in_user_file
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings, sentence
@@ -51,14 +51,16 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
     also = f", and the reward model {reward.reward_model.model_path}" if config.needs_reward_model else ""
     findings.facts.append(Fact("reward", words + also))
     if known or custom.path is not None or given.reward is not None:
-        _load_where_it_runs(findings, reward, given, known)
+        columns = columns_of_rows(rows for rows in (train, val) if rows is not None)
+        _load_where_it_runs(findings, reward, given, known, columns)
 
 
 def _look_for_ground_truth(findings: Findings, name: str, train: Any, val: Any) -> None:
     """Add a note if some rows have no ground truth for a user's own function."""
     bare = sum(len(_without_ground_truth(rows)) for rows in (train, val))
     if bare:
-        findings.notes.append(f"{count(bare, 'row')} without reward_model.ground_truth: {name} gets None there")
+        what = "an answer (a column `answer`, or reward_model.ground_truth)"
+        findings.notes.append(f"{count(bare, 'row')} without {what}: {name} gets None there")
 
 
 def _without_ground_truth(rows: Any) -> list[PromptRow]:
@@ -104,11 +106,17 @@ def _look_at_function(findings: Findings, path: str, name: str) -> bool:
     return False
 
 
-def _load_where_it_runs(findings: Findings, reward: RewardConfig, given: Given, data_sources: tuple[str, ...]) -> None:
+def _load_where_it_runs(
+    findings: Findings,
+    reward: RewardConfig,
+    given: Given,
+    data_sources: tuple[str, ...],
+    columns: tuple[str, ...],
+) -> None:
     """Load the function, or the built-in scorers of the data sources, in a reward process like those of a run."""
     key = "data.train_files" if reward.custom_reward_function.path is None else f"{_FUNCTION}.path"
     try:
-        spec = RewardSpec.of_config(reward, data_sources, given.reward)
+        spec = RewardSpec.of_config(reward, data_sources, given.reward, columns)
         with RewardPool(spec, reward.model_copy(update={"num_workers": 1})):
             pass
     except (RewardFunctionError, ValueError) as error:

@@ -8,7 +8,7 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
@@ -23,8 +23,11 @@ from hrl.processes.plain_data import from_plain, to_plain
 if TYPE_CHECKING:
     from hrl.config.reward import RewardConfig
 
-HANDED_OVER = ("data_source", "solution_str", "ground_truth", "extra_info")
-"""Keyword arguments of every call of a reward function."""
+RESPONSE = ("response", "solution_str")
+"""What the response's text is called: plainly, and as in verl."""
+HANDED_OVER = ("data_source", *RESPONSE, "answer", "ground_truth", "extra_info")
+"""What a reward function may take of every sample, beside the columns of its row. Without a column `answer` that is the
+ground truth."""
 
 _ENV = "env:"
 _LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
@@ -45,7 +48,7 @@ class BuiltIn:
     data_sources: tuple[str, ...] = ()
     title: ClassVar[str] = "the built-in reward function"
 
-    def load(self, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    def load(self, kwargs: Mapping[str, Any], columns: Collection[str] = ()) -> Callable[..., Any]:
         """Return the function that looks a sample's data source up, with the scorers of `data_sources` loaded.
 
         Raises:
@@ -78,7 +81,7 @@ class UserFile:
         """The function's name in messages."""
         return f"reward function {self.name} in {self.path}"
 
-    def load(self, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    def load(self, kwargs: Mapping[str, Any], columns: Collection[str] = ()) -> Callable[..., Any]:
         """Run the file, which is the user's own code, and return the function.
 
         Raises:
@@ -95,7 +98,7 @@ class UserFile:
             raise RewardFunctionError(
                 f"{module.__file__} has no function {self.name!r}; it has: {', '.join(functions) or 'none'}"
             )
-        _check_callable(function, self.name, f"{self.name} in {module.__file__}", kwargs)
+        _check_callable(function, self.name, f"{self.name} in {module.__file__}", kwargs, columns)
         return function
 
 
@@ -114,7 +117,9 @@ class PickledFunction:
     import_path: tuple[str, ...]
 
     @classmethod
-    def of(cls, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None) -> Self:
+    def of(
+        cls, function: Callable[..., Any], kwargs: Mapping[str, Any] | None = None, columns: Collection[str] = ()
+    ) -> Self:
         """Pickle a function.
 
         A function that can be imported is sent as the names of its module and itself. Any other (a lambda, a function
@@ -123,6 +128,7 @@ class PickledFunction:
         Args:
             function: Plain or async, called like `compute_score`.
             kwargs: Passed to every call.
+            columns: Columns of the rows.
 
         Raises:
             RewardFunctionError: It can't be called as reward functions are, or can't be sent to another process.
@@ -134,7 +140,7 @@ class PickledFunction:
                 f"the reward given as an object is {function!r}, which can't be called: give the function itself, or "
                 "name its file with reward.custom_reward_function.path"
             )
-        _check_callable(function, name, title, kwargs or {})
+        _check_callable(function, name, title, kwargs or {}, columns)
         try:
             pickled = cloudpickle.dumps(function)
         except Exception as error:  # objects that the user's function refers to may raise anything when pickled
@@ -150,7 +156,7 @@ class PickledFunction:
         """The function's name in messages."""
         return f"reward function {self.name}"
 
-    def load(self, kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    def load(self, kwargs: Mapping[str, Any], columns: Collection[str] = ()) -> Callable[..., Any]:
         """Unpickle the function.
 
         Raises:
@@ -179,14 +185,20 @@ class RewardSpec:
     Attributes:
         source: Where the function comes from.
         kwargs: Passed to every call; a text `env:NAME` stands for the environment variable NAME.
+        columns: Columns of the rows, which the function may take by name.
     """
 
     source: BuiltIn | UserFile | PickledFunction
     kwargs: Mapping[str, Any] = field(default_factory=dict)
+    columns: tuple[str, ...] = ()
 
     @classmethod
     def of_config(
-        cls, reward: RewardConfig, data_sources: tuple[str, ...], function: Callable[..., Any] | None = None
+        cls,
+        reward: RewardConfig,
+        data_sources: tuple[str, ...],
+        function: Callable[..., Any] | None = None,
+        columns: tuple[str, ...] = (),
     ) -> Self:
         """Return the reward function of the section `reward`, or one that the caller gives as an object.
 
@@ -194,6 +206,7 @@ class RewardSpec:
             reward: The section; its `reward_kwargs` are passed in both cases.
             data_sources: Data sources of the rows.
             function: Used instead of a file; see `PickledFunction.of`.
+            columns: Columns of the rows.
 
         Raises:
             RewardFunctionError: Both a file and an object, or an object that can't be used.
@@ -206,11 +219,11 @@ class RewardSpec:
                 "reward.custom_reward_function.path; leave one of the two out"
             )
         if function is not None:
-            source = PickledFunction.of(function, custom.reward_kwargs)
+            source = PickledFunction.of(function, custom.reward_kwargs, columns)
         elif custom.path is not None:
             # By its absolute path: the process that loads it need not run in this folder.
             source = UserFile(str(Path(custom.path).expanduser().resolve()), custom.name)
-        return cls(source, custom.reward_kwargs)
+        return cls(source, custom.reward_kwargs, columns)
 
     @property
     def env(self) -> dict[str, str]:
@@ -229,15 +242,24 @@ class RewardSpec:
             ValueError: `kwargs` has something other than plain data.
         """
         kwargs = to_plain(self.kwargs, "reward.custom_reward_function.reward_kwargs")
-        return {"kind": type(self.source).__name__, "source": to_plain(vars(self.source)), "kwargs": kwargs}
+        source = to_plain(vars(self.source))
+        return {
+            "kind": type(self.source).__name__,
+            "source": source,
+            "kwargs": kwargs,
+            "columns": list(self.columns),
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Self:
         """Return the specification from the dict of `to_plain`."""
-        return cls(_SOURCES[plain["kind"]](**from_plain(plain["source"])), from_plain(plain["kwargs"]))
+        source = _SOURCES[plain["kind"]](**from_plain(plain["source"]))
+        return cls(source, from_plain(plain["kwargs"]), tuple(plain["columns"]))
 
 
-def _check_callable(function: Callable[..., Any], name: str, title: str, kwargs: Mapping[str, Any]) -> None:
+def _check_callable(
+    function: Callable[..., Any], name: str, title: str, kwargs: Mapping[str, Any], columns: Collection[str]
+) -> None:
     """Refuse anything that can't be called as reward functions are, and classes, whose call doesn't give a reward."""
     if isinstance(function, type) and not issubclass(function, Real | Mapping):
         instance = f"{name.lower()} = {name}()"
@@ -245,7 +267,7 @@ def _check_callable(function: Callable[..., Any], name: str, title: str, kwargs:
             f"{title} is a class, and calling it makes an object, not a reward: write `{instance}` below it, give the "
             "class `__call__`, and name the instance"
         )
-    if (problem := signature_problem(function, kwargs)) is not None:
+    if (problem := signature_problem(function, kwargs, columns)) is not None:
         raise RewardFunctionError(f"{title} {problem}")
 
 
@@ -258,43 +280,59 @@ def is_async(function: Callable[..., Any]) -> bool:
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
-def signature_problem(function: Callable[..., Any], kwargs: Mapping[str, Any]) -> str | None:
+def names_taken(function: Callable[..., Any]) -> frozenset[str] | None:
+    """Return the names of what a function takes by keyword; None if it takes anything."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None  # written in C, without a signature
+    if any(one.kind is one.VAR_KEYWORD for one in parameters):
+        return None
+    return frozenset(one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY))
+
+
+def signature_problem(
+    function: Callable[..., Any], kwargs: Mapping[str, Any], columns: Collection[str] = ()
+) -> str | None:
     """Return why a function can't be called as reward functions are, or None if it can; does not call it.
+
+    A function is given what it names, and with `**kwargs` everything.
 
     Args:
         function: Any callable: a function, plain or async, a class, an instance with `__call__`, a partial.
-        kwargs: The configuration's `reward_kwargs`, passed besides the four arguments.
+        kwargs: The configuration's `reward_kwargs`, passed to every call.
+        columns: Columns of the rows.
 
     Returns:
         The problem, as the end of a sentence that begins with the function's name.
     """
-    twice = sorted(set(HANDED_OVER) & set(kwargs))
+    offered = [*dict.fromkeys([*HANDED_OVER, *columns])]
+    twice = sorted(set(offered) & set(kwargs))
     if twice:
         return f"gets {', '.join(twice)} with every sample; take it out of reward_kwargs"
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
         return None  # written in C, without a signature
-    handed_over = [*HANDED_OVER, *kwargs]
-    parameters = signature.parameters.values()
+    parameters, taken = signature.parameters.values(), names_taken(function)
     by_position = [one.name for one in parameters if one.kind is one.POSITIONAL_ONLY]
     named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    unexpected = [name for name in handed_over if not takes_any and name not in [one.name for one in named]]
-    unfilled = [one.name for one in named if one.default is one.empty and one.name not in handed_over]
+    unfilled = [one.name for one in named if one.default is one.empty and one.name not in (*offered, *kwargs)]
+    unexpected = [] if taken is None else [name for name in kwargs if name not in taken]
     problems = []
-    if unexpected:
-        problems.append(f"does not take {', '.join(unexpected)}")
     if unfilled:
-        problems.append(f"needs {', '.join(unfilled)}, which nothing gives: add it to reward_kwargs, or a default")
+        problems.append(f"needs {', '.join(unfilled)}, which nothing gives: name a column, or add it to reward_kwargs")
+    if unexpected:
+        problems.append(f"does not take {', '.join(unexpected)} of reward_kwargs")
     if by_position:
         problems.append(f"takes {', '.join(by_position)} by position only")
+    if not problems and taken is not None and taken.isdisjoint(RESPONSE):
+        problems.append(f"takes neither {' nor '.join(RESPONSE)}, so it would score every response alike")
     if not problems:
         return None
     return (
-        f"{' and '.join(problems)}. It is called as {getattr(function, '__name__', 'function')}"
-        f"({', '.join(f'{name}=…' for name in handed_over)}), and is {signature}. A function may take fewer of these "
-        "where it also takes **kwargs"
+        f"{' and '.join(problems)}. It is {getattr(function, '__name__', 'function')}{signature}, and may take any of "
+        f"{', '.join([*offered, *kwargs])} by name, or **kwargs"
     )
 
 

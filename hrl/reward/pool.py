@@ -64,12 +64,14 @@ class RewardRow:
     Attributes:
         key: Unique within its step, e.g. `(uid, sample_index)`.
         data_source, ground_truth, extra_info: From the prompt's row; plain data.
+        columns: Every column of the row, as it was read; plain data.
     """
 
     key: Hashable
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -209,6 +211,7 @@ class RewardPool:
                 "solution_str": solution_str,
                 "ground_truth": to_plain(row.ground_truth, f"ground truth of {name}"),
                 "extra_info": to_plain(row.extra_info, f"extra_info of {name}"),
+                "columns": to_plain(row.columns, f"a column of {name}"),
             }
         )
         task = _Task(number, name, row.data_source, frame, Future())

@@ -29,7 +29,15 @@ from hrl.data import user_file
 from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.processes.plain_data import from_plain
 from hrl.reward import function as function_file
-from hrl.reward.function import BuiltIn, RewardFunctionError, RewardSpec, is_async, read_reward
+from hrl.reward.function import (
+    RESPONSE,
+    BuiltIn,
+    RewardFunctionError,
+    RewardSpec,
+    is_async,
+    names_taken,
+    read_reward,
+)
 
 _SINCE_NS, _HOLDER, _BLAME = range(3)
 _STATE_BYTES = 3 * 8
@@ -123,11 +131,11 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
         if (limit_gib := settings["memory_limit_gib"]) is not None:
             resource.setrlimit(resource.RLIMIT_AS, (int(limit_gib * 2**30),) * 2)
         spec = RewardSpec.from_plain(settings["spec"]).resolve(os.environ)
-        function, error = _attempt(lambda: spec.source.load(spec.kwargs))
+        function, error = _attempt(lambda: spec.source.load(spec.kwargs, spec.columns))
         if error is not None:
             connection.sendall(encode({"load_error": error}))
             return
-        together = is_async(function)
+        together, taken = is_async(function), names_taken(function)
         connection.sendall(encode({"ready": settings["max_concurrency"] if together else 1}))
         # One event loop for all calls, so that clients that a function keeps stay usable.
         with asyncio.Runner(loop_factory=functools.partial(AttributingLoop, state)) as runner:
@@ -136,7 +144,7 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
                 return
             for line in stream:
                 sample = json.loads(line)
-                arguments = _arguments(spec, sample)
+                arguments = _arguments(spec, sample, taken)
                 if isinstance(spec.source, BuiltIn):
                     arguments["blames_response"] = state.blame_response
                 state.hold(sample["id"])
@@ -226,6 +234,7 @@ class _Judges:
 
     def __init__(self, function: Callable[..., Any], spec: RewardSpec, timeout_s: float) -> None:
         self._function = function
+        self._taken = names_taken(function)
         self._spec = spec
         self._timeout_s = timeout_s
 
@@ -246,7 +255,7 @@ class _Judges:
 
     async def _answer(self, sample: dict[str, Any]) -> None:
         number = sample["id"]
-        call = self._loop.create_attributed(number, self._judge(_arguments(self._spec, sample)))
+        call = self._loop.create_attributed(number, self._judge(_arguments(self._spec, sample, self._taken)))
         left_s = self._timeout_s
         begun_s, others_s = self._loop.time(), self._loop.held_by_others_s(number)
         while not call.done() and left_s > 0:
@@ -276,14 +285,20 @@ def _result_of(call: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
     return call.result() if error is None else {"error": _describe(error)}
 
 
-def _arguments(spec: RewardSpec, sample: dict[str, Any]) -> dict[str, Any]:
-    return {
+def _arguments(spec: RewardSpec, sample: dict[str, Any], taken: frozenset[str] | None) -> dict[str, Any]:
+    """Return what the function takes of a sample; a column that other rows have and this one lacks is None."""
+    truth = from_plain(sample["ground_truth"])
+    offered = {
+        **dict.fromkeys(spec.columns),
+        "answer": truth,
+        **from_plain(sample["columns"]),
         "data_source": sample["data_source"],
-        "solution_str": sample["solution_str"],
-        "ground_truth": from_plain(sample["ground_truth"]),
+        **dict.fromkeys(RESPONSE, sample["solution_str"]),
+        "ground_truth": truth,
         "extra_info": from_plain(sample["extra_info"]),
         **spec.kwargs,
     }
+    return offered if taken is None else {name: value for name, value in offered.items() if name in taken}
 
 
 def _attempt(call: Callable[[], Any]) -> tuple[Any, str | None]:

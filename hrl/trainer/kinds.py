@@ -11,6 +11,7 @@ from hrl.config.offline import OfflineConfig
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import DPO, PPO, RM, SFT, RunKind
 from hrl.config.section import WholeConfig
+from hrl.data.dataset import columns_of_rows
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight
 from hrl.report.console import Field, StepLine
@@ -105,7 +106,7 @@ def _ppo_notes(config: PPOTrainerConfig, ready: Preflight) -> list[str]:
 def _reward_service(config: PPOTrainerConfig, ready: Preflight, given: Given) -> Iterator[Mapping[str, Any]]:
     datasets = [rows for rows in (ready.train_dataset, ready.val_dataset) if rows is not None]
     sources = sorted({source for rows in datasets for source in rows.data_sources})
-    with RewardService(config, tuple(sources), given.reward) as rewards:
+    with RewardService(config, tuple(sources), given.reward, columns_of_rows(datasets)) as rewards:
         yield {"rewards": rewards}
 
 

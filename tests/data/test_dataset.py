@@ -119,7 +119,7 @@ def test_a_row_from_python_that_json_could_not_hold_is_a_bad_row(tokenizer_with,
 
 
 PARQUET = {
-    "no source": ({"prompt": ["a"]}, "'data_source' is missing or null"),
+    "a null source": ({"prompt": ["a", "b"], "data_source": ["s", None]}, "row 1: 'data_source' is missing or null"),
     "a null prompt": ({"prompt": ["a", None], "data_source": ["s", "s"]}, "row 1: 'prompt' is missing or null"),
     "a null reward": (
         {"prompt": ["a", "b"], "data_source": ["s", "s"], "reward_model": [{"ground_truth": "1"}, None]},

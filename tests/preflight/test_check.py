@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -79,7 +81,12 @@ def test_check_and_run_refuse_the_same_with_the_same_words(line, tmp_path, capsy
 
 def test_what_check_finds_in_order_starts(line, capsys, monkeypatch):
     started = []
-    monkeypatch.setattr("hrl.trainer.run._train", lambda kind, config, ready, *_: started.append(ready.findings.notes))
+
+    def trainer(kind, config, ready, given, trainer_cls, reporter):
+        fit = partial(started.append, ready.findings.notes)
+        return nullcontext(SimpleNamespace(fit=fit, reporter=reporter))
+
+    monkeypatch.setattr("hrl.trainer.run._trainer", trainer)
     monkeypatch.setattr("hrl.trainer.run.run_cluster", lambda *_: nullcontext())
     assert cli.main(["check", *line]) == 0
     shown = capsys.readouterr().out
@@ -148,11 +155,11 @@ def test_what_is_missing_is_refused_by_key_with_the_way_out(line, tmp_path, caps
 
 
 def test_a_wrong_signature_is_refused(line, tmp_path, capsys):
-    (tmp_path / "reward.py").write_text("def compute_score(answer, truth):\n    return 1.0\n")
+    (tmp_path / "reward.py").write_text("def compute_score(answer, truth, about):\n    return 1.0\n")
     status, said = check(capsys, *line)
     assert status == 2
     assert "reward.custom_reward_function.path can't be used: " in said
-    assert "does not take data_source" in said and "needs answer, truth" in said
+    assert "needs truth, about, which nothing gives" in said
 
 
 def test_a_home_folder_is_found(line, tmp_path, monkeypatch):

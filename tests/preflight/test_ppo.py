@@ -152,7 +152,7 @@ def test_what_a_reward_function_raises_begins_in_its_own_file(run, tmp_path):
         ("def compute_score(solution_str=no_such_name):\n    pass", "path can't be used: .*no_such_name"),
         ("compute_score = 3", "path can't be used: .*compute_score"),
         ("class compute_score:\n    def __init__(self, **row): pass", "path can't be used: .*is a class"),
-        ("def compute_score(solution_str):\n    pass", "path can't be used: .*does not take data_source"),
+        ("def compute_score(text):\n    pass", "path can't be used: .*needs text, which nothing gives"),
         ("def compute_score(weight, **row):\n    pass", "path can't be used: .*needs weight"),
         (f"raise SystemExit(3)\n{SCORE}", "path can't be used: .*SystemExit: 3"),
     ],
@@ -189,13 +189,12 @@ def test_columns_that_are_missing_are_named_with_those_that_are_there(run, tmp_p
     assert refused(run, **{"data.train_files": str(file)}) == [
         f"data.prompt_key is prompt, a column that {file} does not have. It has: question, origin. "
         "Set data.prompt_key=question?",
-        f"data.reward_fn_key is data_source, a column that {file} does not have. It has: question, origin. "
-        "Set data.reward_fn_key=origin?",
     ]
     file = write_rows(tmp_path / "third.jsonl", [{"prompts": "what", "zzz": "x"}])
-    first, second = refused(run, **{"data.train_files": str(file)})
+    first, second, of_validation = refused(run, **{"data.train_files": str(file), "data.reward_fn_key": "kind"})
     assert first.endswith("Set data.prompt_key=prompts?")
     assert second.endswith("It has: prompts, zzz. Add the column, or name yours with data.reward_fn_key.")
+    assert of_validation.startswith("data.reward_fn_key is kind, a column that ")
 
 
 def test_columns_of_a_parquet_file_are_named(run, tmp_path):
@@ -414,5 +413,8 @@ def test_processes_that_a_cpu_has_no_memory_for_are_to_be_fewer(run, monkeypatch
 def test_a_function_of_ones_own_that_will_get_no_ground_truth_is_noted(run, tmp_path):
     (tmp_path / "bare.jsonl").write_text(json.dumps({k: v for k, v in ROW.items() if k != "reward_model"}) + "\n")
     bare = {"data.val_files": [str(tmp_path / "bare.jsonl")]}
-    assert "1 row without reward_model.ground_truth: compute_score gets None there" in run(**bare).findings.notes
+    assert (
+        "1 row without an answer (a column `answer`, or reward_model.ground_truth): compute_score gets None there"
+        in run(**bare).findings.notes
+    )
     assert not any("ground_truth" in note for note in run().findings.notes)

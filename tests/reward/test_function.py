@@ -115,7 +115,7 @@ class AsyncJudge:
         return 1.0
 
 
-def without_extra(data_source, solution_str, ground_truth):
+def of_columns(response, answer, level=0):
     return 1.0
 
 
@@ -137,6 +137,8 @@ def by_position(data_source, solution_str, /, ground_truth, extra_info=None):
         (AsyncJudge(), {"weight": 2.0}),
         (functools.partial(verls, bonus=1), {}),
         (dict, {}),
+        (of_columns, {}),
+        (lambda solution_str: 1.0, {}),
     ],
 )
 def test_what_can_be_called_as_rewards_are_fits(function, kwargs):
@@ -146,34 +148,39 @@ def test_what_can_be_called_as_rewards_are_fits(function, kwargs):
 @pytest.mark.parametrize(
     "function, kwargs, problem",
     [
-        (without_extra, {}, "does not take extra_info. It is called as without_extra(data_source=…, solution_str=…"),
-        (asynchronous, {"url": "x"}, "does not take url"),
-        (trl_like, {}, "needs completions, which nothing gives: add it to reward_kwargs, or a default"),
+        (
+            asynchronous,
+            {"url": "x"},
+            "does not take url of reward_kwargs. It is asynchronous(data_source, solution_str",
+        ),
+        (trl_like, {}, "needs completions, which nothing gives: name a column, or add it to reward_kwargs"),
+        (lambda answer, level: 1.0, {}, "needs level, which nothing gives"),
+        (lambda answer: 1.0, {}, "takes neither response nor solution_str, so it would score every response alike"),
         (by_position, {}, "takes data_source, solution_str by position only"),
         (Judge(), {"wieght": 1}, "does not take wieght"),
         (verls, {"solution_str": "x"}, "gets solution_str with every sample; take it out of reward_kwargs"),
-        (
-            lambda solution, truth: 1.0,
-            {},
-            "does not take data_source, solution_str, ground_truth, extra_info and needs",
-        ),
+        (lambda solution, truth: 1.0, {}, "needs solution, truth, which nothing gives"),
     ],
 )
 def test_what_cannot_is_told_without_calling_it(function, kwargs, problem):
     assert problem in signature_problem(function, kwargs)
 
 
-def test_a_function_of_fewer_arguments_is_told_how_to_leave_out_the_others():
-    assert signature_problem(without_extra, {}).endswith(
-        "A function may take fewer of these where it also takes **kwargs"
+def test_a_function_may_take_any_column_of_its_rows():
+    assert signature_problem(lambda response, level: 1.0, {}, ["level", "prompt"]) is None
+    assert signature_problem(lambda response, levle: 1.0, {}, ["level"]).endswith(
+        "may take any of data_source, response, solution_str, answer, ground_truth, extra_info, level by name, or "
+        "**kwargs"
     )
+    assert "gets level with every sample" in signature_problem(verls, {"level": 3}, ["level"])
 
 
 def test_a_signature_that_does_not_fit_is_found_at_loading(tmp_path):
     file = tmp_path / "mine.py"
-    file.write_text("def compute_score(solution_str, ground_truth):\n    return 1.0\n")
-    with pytest.raises(RewardFunctionError, match=r"mine\.py does not take data_source, extra_info\. It is called as"):
+    file.write_text("def compute_score(solution_str, level):\n    return 1.0\n")
+    with pytest.raises(RewardFunctionError, match=r"mine\.py needs level, which nothing gives: "):
         UserFile(str(file)).load({})
+    assert UserFile(str(file)).load({}, ["level"])("", 1) == 1.0
 
 
 def test_async_functions_are_told_from_others():

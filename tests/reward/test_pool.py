@@ -563,6 +563,23 @@ def test_a_function_of_a_module_that_its_processes_do_not_find_is_told_at_start(
         pool.start()
 
 
+def test_a_function_takes_what_it_names_of_a_row():
+    row = RewardRow(0, "s", "4", {"unit": "m"}, {"prompt": "2 + 2", "answer": "four", "level": (1, 2)})
+    bare = RewardRow(1, "s", "4")
+    functions = {
+        "by name": lambda response, answer, level: {"score": 1.0, "took": repr((response, answer, level))},
+        "all": lambda **sample: {"score": 1.0, "took": " ".join(sorted(sample))},
+    }
+    columns, took = ("answer", "level", "prompt"), {}
+    for name, function in functions.items():
+        spec = RewardSpec(PickledFunction.of(function, None, columns), {}, columns)
+        with RewardPool(spec, reward(timeout_s=5.0)) as pool:
+            took[name] = [pool.submit(one, "4!", "s").result(20).parts["took"] for one in (row, bare)]
+    assert took["by name"] == ["('4!', 'four', (1, 2))", "('4!', '4', None)"]
+    everything = "answer data_source extra_info ground_truth level prompt response solution_str"
+    assert took["all"] == [everything, everything]
+
+
 def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out():
     with socket.socket() as client:
 
@@ -571,8 +588,8 @@ def test_a_function_that_cannot_be_sent_is_refused_with_the_way_out():
 
         with pytest.raises(RewardFunctionError, match=r"judge of .*can't be sent.*socket.*Open clients(?s:.*)\.path"):
             PickledFunction.of(judge)
-    with pytest.raises(RewardFunctionError, match="<lambda> of .* does not take data_source"):
-        PickledFunction.of(lambda solution_str: 1.0)
+    with pytest.raises(RewardFunctionError, match="<lambda> of .* needs completions, which nothing gives"):
+        PickledFunction.of(lambda completions: 1.0)
     with pytest.raises(RewardFunctionError, match="Judge of .* is a class"):
         PickledFunction.of(Judge)
     with pytest.raises(RewardFunctionError, match=r"is 'score\.py', which can't be called: .*custom_reward_function"):

@@ -31,6 +31,7 @@ class RewardService:
         config: The whole configuration.
         data_sources: The data sources of the run, whose scorers are loaded beforehand.
         function: A reward function that the caller has as an object, in place of the one that the configuration names.
+        columns: Columns of the rows to come, which the function may take by name.
 
     Attributes:
         shaping: Shapes the rewards of training samples; its state is part of a checkpoint.
@@ -44,6 +45,7 @@ class RewardService:
         config: PPOTrainerConfig,
         data_sources: tuple[str, ...],
         function: Callable[..., Any] | None = None,
+        columns: tuple[str, ...] = (),
     ) -> None:
         reward = config.reward
         self._deadline_s = config.trainer.timeouts.call_s
@@ -55,7 +57,7 @@ class RewardService:
         self._title, self._validates = "no step", False
         self._loop: RewardActor | None = None
         if reward.function_weight != 0:  # otherwise the reward model alone decides
-            self._loop = RewardActor(RewardSpec.of_config(reward, data_sources, function), reward)
+            self._loop = RewardActor(RewardSpec.of_config(reward, data_sources, function, columns), reward)
 
     @property
     def sink(self) -> Any:
@@ -86,11 +88,12 @@ class RewardService:
         if self._loop is None:
             return None
         self._round += 1
-        columns = rows.non_tensor_batch
         announced = [
-            RewardRow(key, str(source), reward_model.get("ground_truth"), extra or {})
-            for key, source, reward_model, extra in zip(
-                sample_keys(rows), columns["data_source"], columns["reward_model"], columns["extra_info"], strict=True
+            RewardRow(key, str(source), reward_model.get("ground_truth"), extra or {}, columns)
+            for key, source, reward_model, extra, columns in zip(
+                sample_keys(rows),
+                *(rows.non_tensor_batch[name] for name in ("data_source", "reward_model", "extra_info", "columns")),
+                strict=True,
             )
         ]
         self._loop.begin(self._round, announced, self._title)
