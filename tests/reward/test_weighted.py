@@ -1,0 +1,84 @@
+"""Several reward functions as one."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import pytest
+
+from hrl.reward.function import PickledFunction, RewardFunctionError, RewardSpec, is_async, signature_problem
+from hrl.reward.pool import RewardPool, RewardRow
+from hrl.reward.weighted import as_one
+from tests.reward.test_pool import reward
+
+
+def correct(response, answer):
+    return float(response == answer)
+
+
+def brief(response, **sample):
+    return {"score": 1.0 - len(response) / 10, "length": len(response), "kind": sample["kind"]}
+
+
+async def silent_about_words(solution_str):
+    await asyncio.sleep(0)
+    return None if solution_str.isalpha() else 2.0
+
+
+def test_the_sum_is_weighted_and_every_score_is_a_part():
+    one = as_one([(correct, 1.0), (brief, 0.5)])
+    assert one(response="four", answer="four", kind="word") == {
+        "score": pytest.approx(1.0 + 0.5 * 0.6),
+        "correct": 1.0,
+        "brief": pytest.approx(0.6),
+        "brief/length": 4,
+        "brief/kind": "word",
+    }
+    assert as_one(correct) is correct
+
+
+def test_a_function_without_a_say_is_left_out_and_a_sample_without_any_is():
+    one = as_one([correct, silent_about_words])
+    assert is_async(one) and not is_async(as_one([correct]))
+    said = asyncio.run(one(response="a", answer="a", solution_str="a"))
+    assert said == {"score": 1.0, "correct": 1.0, "silent_about_words": None}
+    alone = as_one([(silent_about_words, 3.0)])
+    assert asyncio.run(alone(solution_str="a"))["score"] is None
+    assert asyncio.run(alone(solution_str="4"))["score"] == 6.0
+
+
+def test_it_takes_what_its_functions_take():
+    assert signature_problem(as_one([correct, silent_about_words]), {}) is None
+    assert "needs level" in signature_problem(as_one([correct, lambda response, level: 1.0]), {})
+    needed = inspect.signature(as_one([lambda response, level=1: 1.0, correct])).parameters
+    assert needed["level"].default == 1 and needed["answer"].default is inspect.Parameter.empty
+
+
+def test_it_is_scored_in_processes_like_any_other():
+    function = PickledFunction.of(as_one([(correct, 1.0), (lambda response: 0.25, 2.0)]))
+    with RewardPool(RewardSpec(function), reward(timeout_s=5.0)) as pool:
+        outcome = pool.submit(RewardRow(0, "s", "4"), "4", "sample").result(20)
+    assert outcome.score == 1.5 and dict(outcome.parts) == {"correct": 1.0, "<lambda>": 0.25}
+
+
+@pytest.mark.parametrize(
+    "rewards, message",
+    [
+        ([], "empty"),
+        ([(correct, "much")], "reward 0 is .*give a function, or a pair"),
+        (["correct"], "reward 0 is 'correct'"),
+        ([correct, (correct, 2.0)], "two rewards are named correct"),
+    ],
+)
+def test_what_cannot_be_summed_is_refused(rewards, message):
+    with pytest.raises(RewardFunctionError, match=message):
+        as_one(rewards)
+
+
+def test_the_function_that_returns_no_reward_is_named():
+    def texts(response):
+        return response
+
+    with pytest.raises(RewardFunctionError, match="texts returned 'x', a str"):
+        as_one([correct, texts])(response="x", answer="x")
