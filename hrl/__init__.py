@@ -4,12 +4,30 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hrl.api import DPO, GRPO, PPO, SFT, RewardModel, Run
     from hrl.protocol import DataProto
+    from hrl.trainer.callbacks import Callback, RunState
 
 __version__ = "0.1.0"
-__all__ = ["DataProto", "__version__"]
+__all__ = [
+    "DPO",
+    "GRPO",
+    "PPO",
+    "SFT",
+    "Callback",
+    "DataProto",
+    "RewardModel",
+    "Run",
+    "RunState",
+    "__version__",
+]
 
-_LAZY = {"DataProto": "hrl.protocol"}  # torch costs a second: it loads when a name that needs it is first read
+# Torch costs a second, hydra a half: what needs them loads when it is first read.
+_LAZY = {
+    **dict.fromkeys(("PPO", "GRPO", "DPO", "SFT", "RewardModel", "Run"), "hrl.api"),
+    **dict.fromkeys(("Callback", "RunState"), "hrl.trainer.callbacks"),
+    "DataProto": "hrl.protocol",
+}
 
 
 def __getattr__(name: str) -> Any:

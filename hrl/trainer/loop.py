@@ -26,6 +26,7 @@ from hrl.report.run_folder import writing_to
 from hrl.single_controller.worker import RayClassWithInitArgs
 from hrl.single_controller.worker_errors import phase as worker_phase
 from hrl.single_controller.worker_group import RayWorkerGroup
+from hrl.trainer.callbacks import Callback, RunState
 from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ class TrainingLoop(ABC):
         self._workers: WorkerGroups | None = None
         self.global_steps = 0
         self.data_position = Position()
+        self.callbacks: Callback = Callback()
+        self.run_state = RunState(total_training_steps, reporter.folder.path)
+        self._is_prepared = False
 
     # ------------------------------------------------------------------ what a trainer is
 
@@ -148,10 +152,7 @@ class TrainingLoop(ABC):
 
         If no step is left, validate once.
         """
-        if self.config.trainer.save_freq > 0:
-            require_shared(self.reporter.folder.path, self.workers.trained)
-        self.restore()
-        self.begin()
+        self.prepare()
         if self.global_steps >= self.total_training_steps:
             self.validate_only()
         elif self.config.trainer.val_before_train and self.global_steps == 0:
@@ -159,6 +160,7 @@ class TrainingLoop(ABC):
 
         for batch in self.batches():
             self.global_steps += 1
+            self.run_state.step = self.global_steps
             metrics = StepMetrics()
             with self.reporter.step(self.global_steps):
                 with self.phase("step"):
@@ -173,10 +175,32 @@ class TrainingLoop(ABC):
             tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
             metrics |= self.reporter.own_metrics(tokens)
             self.reporter.step_done(self.global_steps, metrics)
+            self.callbacks.on_validation(self.run_state, metrics)
+            self.callbacks.on_step_end(self.run_state, metrics)
             self.report_samples(batch)
             # After the log, so that no checkpoint has a step that the log lacks.
             if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0):
                 self.save()
+            if self.run_state.stop_reason is not None:
+                self.reporter.console.note(f"stopped after step {self.global_steps}: {self.run_state.stop_reason}")
+                return
+
+    def prepare(self) -> None:
+        """Take the weights that the run goes on from, and give them to the engines; only the first call does it."""
+        if self._is_prepared:
+            return
+        if self.config.trainer.save_freq > 0:
+            require_shared(self.reporter.folder.path, self.workers.trained)
+        self.restore()
+        self.begin()
+        self._is_prepared = True
+
+    def evaluate(self, rows: Any | None = None) -> dict[str, float]:
+        """Return the `val/...` metrics of the present weights, on other rows than the run's own if any are given."""
+        self.prepare()
+        if rows is not None:
+            self.val_dataset = type(self.train_dataset)(rows, self.tokenizer, self.config.data)
+        return self.validate()
 
     def batches(self) -> Iterator[DataProto]:
         """Yield the remaining batches of training rows, from the current position in the data."""
@@ -201,7 +225,9 @@ class TrainingLoop(ABC):
     def validate_alone(self) -> None:
         """Validate before the first step, or if no step is left, and report the metrics on their own."""
         if self.val_dataset is not None:
-            self.reporter.validation_done(self.global_steps, self.validate())
+            metrics = self.validate()
+            self.reporter.validation_done(self.global_steps, metrics)
+            self.callbacks.on_validation(self.run_state, metrics)
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -225,6 +251,17 @@ class TrainingLoop(ABC):
                 self.tokenizer.save_pretrained(folder / "hf")
             final = self.checkpoints.commit(self.global_steps, position | self.state())
         self.reporter.console.note(f"saved {final} in {perf_counter() - started:.1f} s")
+        self.callbacks.on_checkpoint(self.run_state, final)
+
+    def export(self, folder: Path) -> Path:
+        """Write the present weights and the tokenizer as a folder that transformers and vLLM load."""
+        self.prepare()
+        require_shared(folder.parent, self.workers.trained)
+        with worker_phase("save_checkpoint"):
+            self.workers.model.export_hf(str(folder))
+        with writing_to(folder):
+            self.tokenizer.save_pretrained(folder)
+        return folder
 
     def restore(self) -> None:
         """Continue from the checkpoint that `trainer.resume_mode` names, if any, and say so."""

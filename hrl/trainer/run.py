@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hrl.preflight.preflight import Preflight, preflight
 from hrl.report.console import Display, JsonConsole, RunConsole
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
+from hrl.trainer.callbacks import Callback, Callbacks
 from hrl.trainer.kinds import KINDS, Kind
 from hrl.trainer.loop import TrainingLoop
 from hrl.workers.runtime import Runtime
@@ -42,7 +44,23 @@ def run(
     trainer_cls: type[TrainingLoop] | None = None,
     display: Display | None = None,
 ) -> Path:
-    """Train as configured.
+    """Train as configured, and return the run folder; arguments and errors are those of `running`."""
+    with running(kind, config, given, trainer_cls=trainer_cls, display=display) as trainer:
+        trainer.fit()
+        return trainer.reporter.folder.path
+
+
+@contextmanager
+def running(
+    kind: str,
+    config: RunConfiguration,
+    given: Given | None = None,
+    *,
+    trainer_cls: type[TrainingLoop] | None = None,
+    display: Display | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Iterator[TrainingLoop]:
+    """Yield the trainer of a run with its processes started; the run ends with the block.
 
     Args:
         kind: `ppo`, `dpo`, `sft` or `rm`.
@@ -51,9 +69,7 @@ def run(
         given: Rows and a reward function that the caller has as objects.
         trainer_cls: A subclass of the trainer to run in its place.
         display: Where the run is shown; on the terminal by default.
-
-    Returns:
-        The run folder.
+        callbacks: Are called at the moments of the run.
 
     Raises:
         HrlError: The configuration can't be run (`ConfigError`), or the run failed. Nothing is left running.
@@ -86,8 +102,9 @@ def run(
         run_cluster(config.trainer.ray_kwargs, num_processes, made_of.batch_tokens(config, ready)),
     ):
         _restore(handlers)
-        _train(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter)
-    return folder.path
+        with _trainer(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter) as trainer:
+            trainer.callbacks = Callbacks(callbacks)
+            yield trainer
 
 
 def display_of(config: RunConfiguration, total_steps: int, kind: Kind) -> Display:
@@ -117,15 +134,16 @@ def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
                 signal.signal(number, handler)
 
 
-def _train(
+@contextmanager
+def _trainer(
     kind: Kind[Any],
     config: RunConfiguration,
     ready: Preflight,
     given: Given,
     trainer_cls: type[TrainingLoop],
     reporter: RunReporter,
-) -> None:
-    """Build the trainer, fit it and end its workers, on a running Ray."""
+) -> Iterator[TrainingLoop]:
+    """Build the trainer and start its workers, on a running Ray; they end with the block."""
     device = choose_device(config.trainer.device)
     scarce = scarcity(config.trainer.device, device, ready.outline.num_processes)
     if scarce is not None:
@@ -158,7 +176,7 @@ def _train(
         )
         try:
             trainer.init_workers()
-            trainer.fit()
+            yield trainer
         finally:
             trainer.shutdown()
 

@@ -22,7 +22,7 @@ class PolicyVersionError(HrlError, RuntimeError):
 
 def prompt_batch(
     prompts: DataProto,
-    rollout: RolloutConfig,
+    samples: int,
     *,
     step: int,
     validate: bool = False,
@@ -33,9 +33,9 @@ def prompt_batch(
 
     Args:
         prompts: One row per prompt, from `RLHFDataset.batch`; its `index` tells prompts apart.
-        rollout: The `rollout` part of the configuration.
+        samples: Responses to each prompt.
         step: The trainer's step, which sampling seeds derive from.
-        validate: Take the number of samples of `val_kwargs`.
+        validate: The samples are not trained on; their `uid` differ from those of the step that trains.
         wave: How many batches the step has sampled before. A prompt that is drawn twice in a step, from a small data
             set, forms a second group with other samples.
         with_greedy: Append one row per prompt that takes the most likely tokens; the column `greedy` marks it.
@@ -43,7 +43,6 @@ def prompt_batch(
     Returns:
         `n` consecutive rows per prompt, with non-tensor `uid` (B,) and `sample_index` (B,).
     """
-    samples = rollout.val_kwargs.n if validate else rollout.n
     # Derived, not random, so that a run that is started again draws the same samples. It uses the row's number in the
     # data set, so that prompts of a validation that runs in several batches get different uids.
     again = f"/{wave}" if wave else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from hrl.algos.bypass import bypass_loss_name
@@ -43,7 +43,14 @@ from hrl.trainer.ppo.sampler_mismatch import (
     with_sample_sizes,
 )
 from hrl.trainer.ppo.selection import draw_by_score, mark_tokens, step_generator
-from hrl.workers.requests import LogProbRequest, SampleRequest, ScalarRequest, ValueUpdate, temperature_of
+from hrl.workers.requests import (
+    LogProbRequest,
+    SampleRequest,
+    SamplingParams,
+    ScalarRequest,
+    ValueUpdate,
+    temperature_of,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -196,22 +203,58 @@ class RayPPOTrainer(TrainingLoop):
         wave: int = 0,
         with_greedy: bool = False,
     ) -> DataProto:
-        rollout, step, settings = self.workers.rollout, self.global_steps, self.config.actor_rollout_ref.rollout
-        rows = prompt_batch(prompts, settings, step=step, validate=validate, wave=wave, with_greedy=with_greedy)
-        plan = plan_generation(rows.non_tensor_batch["uid"], rollout.world_size, settings.tensor_model_parallel_size)
-        request = SampleRequest(
-            plan=plan,
-            sampling=sampling_of(settings, self.config.data.max_response_length, validate=validate),
-            seed=seed_of(settings, validate=validate),
-            step=step,
+        step, settings = self.global_steps, self.config.actor_rollout_ref.rollout
+        samples = settings.val_kwargs.n if validate else settings.n
+        rows = prompt_batch(prompts, samples, step=step, validate=validate, wave=wave, with_greedy=with_greedy)
+        sampled = self._responses(
+            rows,
+            sampling_of(settings, self.config.data.max_response_length, validate=validate),
+            seed_of(settings, validate=validate),
             with_greedy=with_greedy,
             reward_round=self.rewards.begin(rows, step, validate=validate),
         )
-        sampled = rollout.generate_sequences(rows, request)
         check_policy_version(sampled, self.policy_version)
         metrics.observe(count_troubles(sampled))
+        return sampled
+
+    def _responses(
+        self,
+        rows: DataProto,
+        sampling: SamplingParams,
+        seed: int,
+        *,
+        with_greedy: bool = False,
+        reward_round: int | None = None,
+    ) -> DataProto:
+        """Return the rows with a response each, by the weights that the engines have."""
+        rollout, parallel = self.workers.rollout, self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        request = SampleRequest(
+            plan=plan_generation(rows.non_tensor_batch["uid"], rollout.world_size, parallel),
+            sampling=sampling,
+            seed=seed,
+            step=self.global_steps,
+            with_greedy=with_greedy,
+            reward_round=reward_round,
+        )
         # The sampler's columns are prompt and response together; they replace the prompt's own.
-        return rows.select(batch_keys=[]).union(sampled)
+        return rows.select(batch_keys=[]).union(rollout.generate_sequences(rows, request))
+
+    def answer(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams, n: int = 1) -> list[dict[str, Any]]:
+        """Return `n` responses to each prompt, by the present weights; they are neither scored nor trained on.
+
+        Args:
+            rows: As in `data.train_files`.
+            sampling: How they are sampled; the length is at most `data.max_response_length`.
+            n: Responses to each prompt, in a row.
+
+        Returns:
+            A record for each response, as in the folder `rollouts`.
+        """
+        self.prepare()
+        prompts = type(self.train_dataset)(rows, self.tokenizer, self.config.data)
+        batch = prompt_batch(prompts.batch(range(len(prompts))), n, step=self.global_steps, validate=True)
+        seed = seed_of(self.config.actor_rollout_ref.rollout, validate=True)
+        return rollout_records(self._responses(batch, sampling, seed), self.tokenizer)
 
     def compute_reward(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Score every response: reward functions, reward model, or both combined.
@@ -440,7 +483,9 @@ class RayPPOTrainer(TrainingLoop):
     def report_samples(self, batch: DataProto) -> None:
         """Write the step's samples to the run folder, and show some every `trainer.log_rollouts_freq` steps."""
         shown = self.is_due(self.config.trainer.log_rollouts_freq)
-        self.reporter.samples(self.global_steps, rollout_records(batch, self.tokenizer), show=shown)
+        samples = rollout_records(batch, self.tokenizer)
+        self.reporter.samples(self.global_steps, samples, show=shown)
+        self.callbacks.on_rollouts(self.run_state, samples)
 
     # ------------------------------------------------------------------ checkpoints
 

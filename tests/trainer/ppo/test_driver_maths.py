@@ -113,7 +113,7 @@ def test_prompts_of_different_batches_are_different_groups_and_samples_of_one_pr
             tensors={"prompts": torch.zeros(len(indices), 3)},
             non_tensors={"index": np.array(indices, dtype=object)},
         )
-        rows = prompt_batch(prompts, settings, step=step, validate=validate)
+        rows = prompt_batch(prompts, settings.n, step=step, validate=validate)
         assert rows.non_tensor_batch["sample_index"].tolist() == [0, 1] * len(indices)
         return rows.non_tensor_batch["uid"].tolist()
 
