@@ -219,9 +219,7 @@ class Trainer:
 
     def close(self) -> None:
         """End all processes. Does nothing if there are none."""
-        if self._session is not None:
-            session, self._session, self._loop = self._session, None, None
-            session.close()
+        self.__exit__(None, None, None)
 
     def __enter__(self) -> Self:
         from hrl.trainer.run import running
