@@ -12,12 +12,13 @@ BIN := $(VENV)/bin
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 LOCK := requirements/$(if $(HAS_GPU),gpu,cpu).lock
 STAMP := $(VENV)/.installed-from-$(notdir $(LOCK))
+DEV_STAMP := $(VENV)/.installed-from-dev.lock
 
 # If PIP_FIND_LINKS says where wheels are, uv looks there too; otherwise uv picks the CPU builds of torch.
 export UV_FIND_LINKS ?= $(PIP_FIND_LINKS)
 BACKEND := $(if $(HAS_GPU)$(strip $(UV_FIND_LINKS)),,--torch-backend cpu)
 
-.PHONY: help install demo test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light mutation models lint type format clean
+.PHONY: help install install-dev demo test test-engines test-without-engines test-fast test-fast-one-half test-fast-other-half test-gpu first-light mutation models lint type format clean
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -32,6 +33,12 @@ $(STAMP): $(LOCK) pyproject.toml
 	@# Every rank and engine imports torch and vLLM; if Python may not write compiled files then, compile them here.
 	@# (Some packages have files for a newer Python, which this one can't compile and never imports.)
 	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true)
+	@touch $@
+
+install-dev: $(DEV_STAMP)  ## the same, and what tests and the documentation need
+
+$(DEV_STAMP): requirements/dev.lock $(STAMP)
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/dev.lock
 	@touch $@
 
 demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine
@@ -51,7 +58,7 @@ test: lint type  ## everything CI runs
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(BOTH) test-engines test-without-engines
 
-test-fast: install  ## the tests that need no real engine, no Ray, no second rank and no whole run
+test-fast: install-dev  ## the tests that need no real engine, no Ray, no second rank and no whole run
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(BOTH) test-fast-one-half test-fast-other-half
 
@@ -67,28 +74,28 @@ test-fast-one-half:
 test-fast-other-half:
 	$(PYTEST) $(FAST) $(ONE_HALF:%=--ignore=%)
 
-test-gpu: install  ## the tests that need a CUDA device
+test-gpu: install-dev  ## the tests that need a CUDA device
 	$(BIN)/python -m pytest -m gpu
 
 # Needs no install: the first stages run with torch and transformers alone.
 first-light:  ## what to run first on a machine with a GPU: 45 minutes at most, one table (docs/first-gpu.md)
 	$(or $(wildcard $(BIN)/python),$(PYTHON)) -m tests.first_light
 
-mutation: install  ## put known mistakes into the maths and count how many the tests notice (minutes)
+mutation: install-dev  ## put known mistakes into the maths and count how many the tests notice (minutes)
 	$(BIN)/python -m tests.mutation.run
 
-models: install  ## docs/models.md: every causal family of transformers against its own forward (minutes)
+models: install-dev  ## docs/models.md: every causal family of transformers against its own forward (minutes)
 	$(BIN)/python -m tests.models.table > docs/models.md.new
 	mv docs/models.md.new docs/models.md
 
-lint: install  ## ruff: rules and format
+lint: install-dev  ## ruff: rules and format
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-type: install  ## mypy
+type: install-dev  ## mypy
 	$(BIN)/mypy
 
-format: install  ## let ruff write the format
+format: install-dev  ## let ruff write the format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
