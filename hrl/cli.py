@@ -1,106 +1,91 @@
-"""The console script `hrl`: check a run, show its samples, describe the machine, or run the quickstart.
+"""The console script `hrl`: finds the command in the table, reads its arguments, runs it.
 
-Nothing heavy is imported here. `hrl check` reads data and tokenizer as a run does, which takes seconds; with
-`--config-only` it answers in about one second, without torch.
+Nothing heavy is imported here, nor any command but the one that is called.
 """
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from pathlib import Path
+
+from hrl.commands.table import COMMANDS, Command
+from hrl.errors import ConfigError, HrlError
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one subcommand.
+    """Run one command.
 
     Args:
         argv: The arguments after the program's name; the command line's if None.
 
     Returns:
-        The exit status: 0, or 2 for a configuration that can't be run or samples that are not there.
+        The exit status: 0 for success, 1 for a failure that explains itself, 2 for arguments or a configuration that
+        make no sense, 130 after Ctrl-C; that of a run for `train` and `demo`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if arguments[:1] == ["demo"]:
-        # A run answers `--help` itself; its arguments are those of `python -m hrl.trainer.main_ppo`.
-        from hrl.trainer.main_ppo import main as train
-
-        return train(arguments[1:])
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    if options.command == "check":
-        from hrl.config.run_kind import KINDS, PPO
-        from hrl.preflight.check import check
-
-        kind = KINDS[rest.pop(0)] if rest[:1] and rest[0] in KINDS else PPO
-        asked = {name: getattr(options, name) for name in ("full", "config_only", "as_json", "explain")}
-        return check(kind, rest, **asked)
-    if rest:
-        parser.error(f"hrl {options.command} takes no argument {rest[0]!r}")
-    if options.command == "rollouts":
-        return rollouts(options)
-    from hrl.report.environment import show_environment
-
-    show_environment(as_json=options.as_json)
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="hrl",
-        description="Reinforcement learning for language models.",
-        epilog="A run is started by `python -m hrl.trainer.main_ppo key=value ...`.",
+    commands = {command.name: command for command in COMMANDS}
+    if not arguments or arguments[0] not in commands:
+        return _without_command(arguments, commands)
+    command = commands[arguments[0]]
+    module = command.load()
+    parser = ArgumentParser(
+        prog=f"hrl {command.name}",
+        description=module.__doc__ if command.takes_overrides else f"{command.help[0].upper()}{command.help[1:]}.",
+        add_help=not command.takes_overrides,
+        allow_abbrev=not command.takes_overrides,
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="check | rollouts | env | demo")
-    checking = commands.add_parser(
-        "check",
-        add_help=False,
-        help="look at a configuration and everything it names, and say in words what a run would do; starts nothing. "
-        "`check dpo`, `check sft` and `check rm` are for the other trainers",
-    )
-    checking.add_argument("--full", action="store_true", help="every value, with its default, instead of a summary")
-    checking.add_argument("--config-only", action="store_true", help="open no file that the configuration names")
-    checking.add_argument("--json", action="store_true", help="one JSON object instead of text", dest="as_json")
-    checking.add_argument("--help", "-h", action="store_true", dest="explain")
-    samples = commands.add_parser("rollouts", help="show samples of a run, with their rewards")
-    samples.add_argument("folder", type=Path, help="the run folder")
-    samples.add_argument("--step", type=int, help="the step; the last one by default")
-    samples.add_argument("--sort", choices=("score", "length", "advantage"), help="the largest first")
-    samples.add_argument("--limit", type=_at_least_one, default=10, help="how many to show; 10 by default")
-    samples.add_argument("--val", action="store_true", help="samples of the validation after the step")
-    machine = commands.add_parser("env", help="versions, cores, memory and GPUs, for a bug report")
-    machine.add_argument("--json", action="store_true", help="one JSON object instead of text", dest="as_json")
-    commands.add_parser("demo", help="run the quickstart: GRPO teaches a small model to add")
-    return parser
-
-
-def _at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not at least 1")
-    return number
-
-
-def rollouts(options: argparse.Namespace) -> int:
-    """List samples from a run folder, whether the run has ended or not; return the exit status."""
-    from rich.console import Console
-
-    from hrl.report.samples import NoSamplesError, show_rollouts
-
+    module.add_arguments(parser)
+    if command.takes_overrides:
+        parser.add_argument("--help", "-h", action="store_true")
+        options, overrides = parser.parse_known_args(arguments[1:])
+        options.overrides = overrides
+    else:
+        options = parser.parse_args(arguments[1:])
     try:
-        show_rollouts(
-            options.folder,
-            Console(highlight=False),
-            step=options.step,
-            sort=options.sort,
-            limit=options.limit,
-            validation=options.val,
-        )
-    except NoSamplesError as error:
+        return module.run(options)
+    except HrlError as error:
         sys.stderr.write(f"{error}\n")
-        return 2
-    return 0
+        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
+    except KeyboardInterrupt:
+        sys.stderr.write("\ninterrupted\n")
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `hrl rollouts RUN | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _without_command(arguments: Sequence[str], commands: dict[str, Command]) -> int:
+    """Answer a command line that names no command, or none that there is."""
+    parser = ArgumentParser(
+        prog="hrl",
+        usage="hrl COMMAND ...",
+        description="Reinforcement learning for language models.",
+        epilog="hrl COMMAND --help explains a command. hrl demo is a good first one.",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="the version of hrl")
+    listed = parser.add_subparsers(title="commands", dest="command", metavar="")
+    for command in commands.values():
+        listed.add_parser(command.name, help=command.help)
+    if not arguments or arguments[0] in ("--help", "-h", "help"):
+        (sys.stdout if arguments else sys.stderr).write(parser.format_help())
+        return 0 if arguments else EXIT_USAGE
+    if arguments[0] == "--version":
+        from hrl import __version__
+
+        sys.stdout.write(f"hrl {__version__}\n")
+        return 0
+    from hrl.nearest import did_you_mean
+
+    hint = did_you_mean(arguments[0], commands, f"There are {', '.join(commands)}.")
+    sys.stderr.write(f"hrl has no command {arguments[0]!r}. {hint}\n")
+    return EXIT_USAGE
 
 
 if __name__ == "__main__":

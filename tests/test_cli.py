@@ -1,117 +1,104 @@
-"""The console script: what `hrl check` and `hrl env` say, and their exit status."""
+"""The console script: it finds a command, imports nothing else, and turns errors into a status."""
 
-import json
 import subprocess
 import sys
+from argparse import ArgumentParser
 
 import pytest
 
 from hrl import cli
+from hrl.commands.table import COMMANDS
+from hrl.errors import ConfigError, HrlError, Problem
 
-HEADINGS = [
-    "Configuration", "Differs from the default", "Units", "Placement", "Arithmetic",
-    "Memory at the worst moment of each phase", "Summary",
-]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def no_cached_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("HRL_CACHE", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "120")
+HEAVY = ("torch", "ray", "vllm", "transformers", "hydra", "omegaconf", "pydantic", "rich", "numpy", "yaml")
 
 
-def test_check_reports_and_starts_nothing(capsys):
-    assert cli.main(["check", "--config-only", "--full", "recipe=ppo", "placement=pairs"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if line in HEADINGS] == HEADINGS
-    text = "\n".join(lines)
-    assert "pool policy   1 process with actor, ref" in text
-    assert "8 prompts × 8 samples = 64 sequences" in text
-    assert "skipped  the model was not looked at" in text
-    assert lines[-1] == "The configuration is valid. No file that it names was opened, and nothing was started."
+def test_help_lists_every_command_with_its_line(capsys):
+    assert cli.main(["--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(f"{command.name} {command.help}" in text for command in COMMANDS)
 
 
-@pytest.mark.parametrize("columns", [80, 120])
-def test_check_fits_the_terminal(capsys, monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    cli.main(["check", "--config-only"])
-    assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
-    cli.main(["check", "--config-only", "--full"])
-    text = capsys.readouterr().out
-    assert max(map(len, text[text.index("Differs") :].splitlines())) <= columns
-
-
-def test_check_lists_all_problems_with_status_2(capsys):
-    assert cli.main(["check", "algorithm.adv_estimatr=grpo", "trainer.total_epoch=3"]) == 2
+def test_without_a_command_the_help_is_an_error(capsys):
+    assert cli.main([]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("2 problems in the configuration:")
+    assert out == "" and "commands:" in err
 
 
-def test_check_as_json(capsys):
-    assert cli.main(["check", "--config-only", "--json", "trainer.seed=3"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["valid"] is True
-    assert report["config"]["trainer"]["seed"] == 3
-    assert report["differs_from_default"]["trainer.seed"] == {"value": 3, "default": 1}
-    assert set(report) == {
-        "valid", "config", "origins", "differs_from_default", "found", "placement", "arithmetic", "units", "memory",
-        "warnings", "notes", "unchecked",
-    }  # fmt: skip
+def test_an_unknown_command_is_refused_with_the_nearest_name(capsys):
+    assert cli.main(["chek", "trainer.seed=3"]) == 2
+    assert capsys.readouterr().err == "hrl has no command 'chek'. Did you mean check?\n"
+    assert cli.main(["xyzzy"]) == 2
+    err = capsys.readouterr().err
+    assert all(command.name in err for command in COMMANDS)
 
 
-def test_problems_as_json(capsys):
-    assert cli.main(["check", "trainer.sed=3", "--json"]) == 2
-    assert json.loads(capsys.readouterr().out) == {
-        "valid": False,
-        "problems": [
-            {"key": "trainer.sed", "what": "is not a key of hrl.", "hint": "Did you mean trainer.seed?"},
-        ],
-    }
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_a_file_with_arguments_and_a_line_of_help(command):
+    module = command.load()
+    parser = ArgumentParser()
+    module.add_arguments(parser)
+    assert callable(module.run)
+    assert module.__doc__ and f"`hrl {command.name}" in module.__doc__
+    assert command.help and not command.help.endswith(".") and len(command.help) < 100
 
 
-def test_env_names_versions_and_no_folder(capsys, monkeypatch):
-    assert cli.main(["env", "--json"]) == 0
-    text = capsys.readouterr().out
-    facts = json.loads(text)
-    assert {"python", "torch", "ray", "cores", "memory", "gpus"} <= set(facts)
-    assert "/" not in text
+def _loaded_by(*arguments: str) -> set[str]:
+    code = f"import sys; from hrl.cli import main\ntry: main({list(arguments)!r})\nexcept SystemExit: pass\n"
+    code += "sys.stderr.write(' '.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stderr.split())
 
 
-def test_help_lists_the_subcommands(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["--help"])
-    assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert all(name in text for name in ("check", "env", "demo"))
+def test_help_imports_nothing_heavy_and_no_command():
+    loaded = _loaded_by("--help")
+    assert not loaded & set(HEAVY)
+    assert not loaded & {f"hrl.commands.{command.name}" for command in COMMANDS}
 
 
-def test_check_help_explains_overrides(capsys):
-    assert cli.main(["check", "--help"]) == 0
-    text = capsys.readouterr().out
-    assert "usage: hrl check" in text and "--config-only" in text and "--full" in text
-    assert max(map(len, text.splitlines())) <= 110
+def test_help_of_all_commands_without_overrides_imports_nothing_heavy():
+    plain = [command.name for command in COMMANDS if not command.takes_overrides]
+    code = "import sys; from hrl.cli import main\n"
+    for name in plain:
+        code += f"try: main([{name!r}, '--help'])\nexcept SystemExit as ended: assert ended.code == 0\n"
+    code += f"sys.exit(sorted(set({HEAVY!r}) & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
 
 
-def test_an_unknown_subcommand_is_refused(capsys):
-    with pytest.raises(SystemExit) as ended:
-        cli.main(["chek"])
-    assert ended.value.code == 2
-
-
-def test_demo_is_a_run_with_the_same_arguments(monkeypatch):
-    from hrl.trainer import main_ppo
-
-    seen = []
-    monkeypatch.setattr(main_ppo, "main", lambda argv: seen.append(argv) or 0)
-    assert cli.main(["demo", "trainer.seed=3"]) == 0
-    assert seen == [["trainer.seed=3"]]
-
-
-def test_judging_the_configuration_alone_imports_neither_torch_nor_ray():
-    code = (
-        "import sys; from hrl.cli import main; main(['check', '--config-only', '--json']); "
-        "sys.exit(sorted({'torch', 'ray', 'vllm', 'transformers'} & set(sys.modules)) != [])"
+def test_the_module_is_the_console_script():
+    done = subprocess.run(
+        [sys.executable, "-m", "hrl.cli", "--version"], capture_output=True, text=True, timeout=60, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=60, check=False)
-    assert done.returncode == 0
+    from hrl import __version__
+
+    assert done.stdout == f"hrl {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (HrlError("no such thing; make it"), 1),
+        (ConfigError([Problem("trainer.seed", "is no number.")]), 2),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_an_error_that_explains_itself_is_shown_without_a_traceback(monkeypatch, capsys, error, status):
+    from hrl.commands import env
+
+    def fails(options):
+        raise error
+
+    monkeypatch.setattr(env, "run", fails)
+    assert cli.main(["env"]) == status
+    assert capsys.readouterr().err.strip() == (str(error) or "interrupted")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    shell = f"{sys.executable} -c 'import sys, hrl.commands.env as env, hrl.cli\n"
+    shell += 'env.run = lambda options: [sys.stdout.write("x" * 80 + "\\n") for _ in range(100000)] and 0\n'
+    shell += 'sys.exit(hrl.cli.main(["env"]))\' | head -1'
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,39 @@
+"""`hrl rollouts`: the samples of a run, whether it has ended or not."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+from hrl.commands.argument_types import at_least_one
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add which samples, and in which order."""
+    parser.add_argument("folder", type=Path, help="the run folder")
+    parser.add_argument("--step", type=int, help="the step; the last one by default")
+    parser.add_argument("--sort", choices=("score", "length", "advantage"), help="the largest first")
+    parser.add_argument("--limit", type=at_least_one, default=10, help="how many to show; 10 by default")
+    parser.add_argument("--val", action="store_true", help="samples of the validation after the step")
+
+
+def run(options: Namespace) -> int:
+    """Show the samples, and return 0, or 2 if there are none."""
+    from rich.console import Console
+
+    from hrl.report.samples import NoSamplesError, show_rollouts
+
+    try:
+        show_rollouts(
+            options.folder,
+            Console(highlight=False),
+            step=options.step,
+            sort=options.sort,
+            limit=options.limit,
+            validation=options.val,
+        )
+    except NoSamplesError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    return 0

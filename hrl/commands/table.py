@@ -1,0 +1,50 @@
+"""The table of commands. The file of a command is imported only when it is called, so the table costs nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from argparse import ArgumentParser, Namespace
+
+
+class CommandModule(Protocol):
+    """What the file of a command defines."""
+
+    def add_arguments(self, parser: ArgumentParser) -> None:
+        """Describe the command's arguments."""
+
+    def run(self, options: Namespace) -> int:
+        """Do it, and return the exit status; an `HrlError` is shown without a traceback, with status 1 or 2."""
+
+
+class Command(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+        name: What is typed after `hrl`; the file is `hrl/commands/<name>.py`.
+        help: What it does, in one line.
+        takes_overrides: Whether it takes the arguments of a run: what its parser does not know, such as `key=value`, is
+            in `options.overrides`, and `--help` is in `options.help`, for the command to answer.
+    """
+
+    name: str
+    help: str
+    takes_overrides: bool = False
+
+    def load(self) -> CommandModule:
+        """Return the module with the command's `add_arguments` and `run`."""
+        module: CommandModule = import_module(f"{__package__}.{self.name}")
+        return module
+
+
+COMMANDS: Sequence[Command] = (
+    Command("train", "train a model: `train grpo`, `ppo`, `dpo`, `sft` or `rm`, then the keys to set", True),
+    Command("demo", "run the quickstart: GRPO teaches a small model to add", True),
+    Command("check", "say what a run would do and everything that is wrong with it; starts nothing", True),
+    Command("rollouts", "show samples of a run, with their rewards"),
+    Command("env", "versions, cores, memory and GPUs, for a bug report"),
+)
+"""All commands, in the order of the help text."""

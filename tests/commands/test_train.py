@@ -1,0 +1,52 @@
+"""`hrl train` and `hrl demo` are the trainers' own commands."""
+
+import pytest
+
+from hrl import cli
+from hrl.trainer import command
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What was handed on: kind and arguments of each run."""
+    seen = []
+    monkeypatch.setattr(command, "run_command", lambda kind, argv: seen.append((kind, list(argv))) or 0)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("words", "kind", "arguments"),
+    [
+        (["trainer.seed=3"], "ppo", ["trainer.seed=3"]),
+        (["grpo", "trainer.seed=3"], "ppo", ["recipe=grpo", "trainer.seed=3"]),
+        (["ppo"], "ppo", ["recipe=ppo"]),
+        (["grpo", "recipe=dapo"], "ppo", ["recipe=dapo"]),
+        (["dpo", "algorithm.beta=0.2"], "dpo", ["algorithm.beta=0.2"]),
+        (["sft", "--cfg"], "sft", ["--cfg"]),
+        (["rm", "--help"], "rm", ["--help"]),
+        (["--config-name", "mine", "trainer.seed=3"], "ppo", ["--config-name", "mine", "trainer.seed=3"]),
+        (["grpo", "--config-name", "mine"], "ppo", ["recipe=grpo", "--config-name", "mine"]),
+    ],
+)
+def test_the_first_word_names_the_algorithm_and_the_rest_is_the_runs(started, words, kind, arguments):
+    assert cli.main(["train", *words]) == 0
+    assert started == [(kind, arguments)]
+
+
+def test_the_status_of_a_run_is_the_commands(monkeypatch):
+    monkeypatch.setattr(command, "run_command", lambda kind, argv: 3)
+    assert cli.main(["train"]) == 3
+
+
+def test_check_reads_the_first_word_as_train_does(capsys):
+    assert cli.main(["check", "grpo", "--config-only", "--json"]) == 0
+    assert '"experiment_name": "grpo"' in capsys.readouterr().out
+
+
+def test_demo_is_a_run_with_the_same_arguments(monkeypatch):
+    from hrl.trainer import main_ppo
+
+    seen = []
+    monkeypatch.setattr(main_ppo, "main", lambda argv: seen.append(argv) or 0)
+    assert cli.main(["demo", "trainer.seed=3"]) == 0
+    assert seen == [["trainer.seed=3"]]
