@@ -7,7 +7,10 @@ disk, `state.json` last, so a folder with the final name is always whole:
       actor/      sharded model, optimizer and scheduler of the policy
       critic/     the same of the critic, where there is one
       hf/         config, weights and tokenizer: transformers and vLLM load it as it is
-      state.json  the driver's state: step, position in the data and which data that is, KL coefficient, reward shaping
+      state.json  the driver's state: step, position in the data and which data that is, KL coefficient, reward shaping;
+                  what the checkpoint holds, and how good its validation was
+
+Of a run's checkpoints the newest few stay, and the one with the best validation beside them.
 
 A run that resumes from an older checkpoint makes the later steps again; its metrics and samples of them
 move to `checkpoints/superseded/<n>/`.
@@ -43,7 +46,7 @@ class CheckpointStore:
 
     Args:
         folder: The run's `checkpoints` folder; made on the first save.
-        keep: How many to keep, newest first; `None` keeps all.
+        keep: How many to keep, newest first, and the best one beside them; `None` keeps all.
     """
 
     def __init__(self, folder: Path, keep: int | None = None) -> None:
@@ -56,6 +59,16 @@ class CheckpointStore:
             return []
         named = ((_STEP.fullmatch(path.name), path) for path in self.folder.iterdir())
         return sorted(int(match[1]) for match, path in named if match and (path / STATE_FILE).is_file())
+
+    def best(self) -> int | None:
+        """Return the step with the highest `score` in its state, the newest of several; None if none has a score."""
+        scores = {step: self._score(step) for step in self.steps()}
+        scored = [(score, step) for step, score in scores.items() if score is not None]
+        return max(scored)[1] if scored else None
+
+    def _score(self, step: int) -> float | None:
+        score = json.loads((self.path(step) / STATE_FILE).read_text()).get("score")
+        return None if score is None else float(score)
 
     def path(self, step: int) -> Path:
         """Return the final folder of a step's checkpoint."""
@@ -95,9 +108,10 @@ class CheckpointStore:
     def _rotate(self, committed: int) -> None:
         if self.keep is None:
             return
-        others = [step for step in self.steps() if step != committed]
+        others, best = [step for step in self.steps() if step != committed], self.best()
         for step in others[: max(0, len(others) + 1 - self.keep)]:
-            shutil.rmtree(self.path(step))
+            if step != best:
+                shutil.rmtree(self.path(step))
 
     def interrupted(self) -> list[Path]:
         """Return the folders that killed saves left behind; no run resumes from them."""
@@ -161,7 +175,8 @@ def load_state(path: Path, parts: Iterable[str]) -> dict[str, Any]:
         parts: What it must hold beside the step.
 
     Raises:
-        CheckpointError: The file is not the JSON object that a save writes, or lacks one of the parts.
+        CheckpointError: The file is not the JSON object that a save writes, or lacks one of the parts; or the
+            checkpoint holds only a model to use, and nothing to train on from.
     """
     try:
         state = json.loads((path / STATE_FILE).read_text())
@@ -169,6 +184,12 @@ def load_state(path: Path, parts: Iterable[str]) -> dict[str, Any]:
         raise CheckpointError(f"{path / STATE_FILE} cannot be read: {error}") from error
     if not isinstance(state, dict) or "step" not in state:
         raise CheckpointError(f"{path / STATE_FILE} holds no step: it was not written by a save of hrl")
+    if "model" not in state.get("contents", ["model"]):  # older checkpoints do not say, and always hold it
+        raise CheckpointError(
+            f"{path} was saved with checkpoint.save_contents={json.dumps(state['contents'])}: it holds a model to use, "
+            f"and no run continues from it. Start a run with {path / 'hf'} as its model path, in a "
+            "trainer.default_local_dir of its own"
+        )
     missing = sorted(set(parts) - state.keys())
     if missing:
         raise CheckpointError(

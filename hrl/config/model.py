@@ -186,6 +186,7 @@ class CheckpointConfig(Section):
 
     save_contents: list[Content] = Field(default=["model", "optimizer", "extra", "hf_model"], min_length=1)
     """Parts to write: `model` and `optimizer` (sharded weights and AdamW's state), `extra` (position in the schedule
-    and random states), `hf_model` (a folder `hf` that transformers and vLLM can load)."""
+    and random states), `hf_model` (a folder `hf` that transformers and vLLM can load). With `[hf_model]` alone a
+    checkpoint is small and no run continues from it."""
     load_contents: Annotated[list[Content], Field(min_length=1)] = follows(_load_contents)
     """Parts to read on resume. Default: `save_contents` without `hf_model`."""

@@ -9,7 +9,7 @@ from hrl.algos.registry import (
     estimator_traits,
     pair_loss_traits,
 )
-from hrl.config.model import FsdpConfig
+from hrl.config.model import CheckpointConfig, FsdpConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
@@ -264,14 +264,18 @@ def resume_names_its_folder(config: RunConfiguration) -> Iterator[Problem]:
 
 
 def checkpoints_can_be_resumed(config: RunConfiguration) -> Iterator[Problem]:
-    """A checkpoint needs sharded weights for a run to continue from it."""
-    owner, key = (config, "") if isinstance(config, OfflineConfig) else (config.actor_rollout_ref.actor, f"{ACTOR}.")
-    saved = owner.checkpoint.save_contents
-    if config.trainer.save_freq > 0 and "model" not in saved:
+    """A checkpoint needs sharded weights for a run to continue from it, unless it is meant to hold a model alone."""
+    key = "" if isinstance(config, OfflineConfig) else f"{ACTOR}."
+    saved = _checkpoint(config).save_contents
+    if config.trainer.save_freq > 0 and "model" not in saved and set(saved) != {"hf_model"}:
         what = f"is [{','.join(saved)}], from which no run can continue."
         yield Problem(
             f"{key}checkpoint.save_contents", what, "Add model, or set trainer.save_freq=-1.", ("trainer.save_freq",)
         )
+
+
+def _checkpoint(config: RunConfiguration) -> CheckpointConfig:
+    return (config if isinstance(config, OfflineConfig) else config.actor_rollout_ref.actor).checkpoint
 
 
 def policy_losses_have_their_constants(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -535,6 +539,8 @@ def warnings(config: RunConfiguration) -> list[str]:
         found.append(f"{section}.trust_remote_code=true: code from the model's folder runs with your rights.")
     if config.trainer.save_freq <= 0:
         found.append(f"trainer.save_freq is off: {loss}.")
+    elif set(_checkpoint(config).save_contents) == {"hf_model"}:
+        found.append("checkpoint.save_contents=[hf_model]: no run can continue from its checkpoints.")
     elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
     return [*config.remarks, *found]

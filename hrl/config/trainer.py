@@ -82,8 +82,9 @@ class RunConfig(Section):
     """Validate every this many steps; -1 or 0 is never."""
     save_freq: Annotated[Frequency, Unit("steps between checkpoints")] = -1
     """Write a checkpoint every this many steps; -1 or 0 is never."""
-    max_ckpt_to_keep: Annotated[PositiveInt | None, Unit("checkpoints")] = None
-    """Number of checkpoints to keep, the newest ones; null keeps all."""
+    max_ckpt_to_keep: Annotated[PositiveInt | None, Unit("checkpoints")] = 2
+    """Number of checkpoints to keep: the newest ones, and beside them the one with the best validation (highest mean
+    score, or lowest loss); null keeps all."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Continue from the newest valid checkpoint of the run folder (auto), start from the beginning (disable), or
     continue from `resume_from_path` (resume_path)."""

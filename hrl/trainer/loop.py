@@ -28,6 +28,7 @@ from hrl.single_controller.worker_errors import phase as worker_phase
 from hrl.single_controller.worker_group import RayWorkerGroup
 from hrl.trainer.callbacks import Callback, RunState
 from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
+from hrl.workers.model_worker import file_sizes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,6 +117,14 @@ class TrainingLoop(ABC):
     def describe(self, batch: DataProto) -> dict[str, float]:
         """Return the metrics of a finished step's batch."""
 
+    @abstractmethod
+    def validation_score(self, metrics: Mapping[str, float]) -> float | None:
+        """Return how good a validation was, more being better; None without one. It decides which checkpoint is best.
+
+        Args:
+            metrics: Those of a step, with `val/...` if there was a validation after it.
+        """
+
     def report_samples(self, batch: DataProto) -> None:
         """Give the reporter the samples of a step, if there are any. Called after the step was reported."""
 
@@ -180,7 +189,7 @@ class TrainingLoop(ABC):
             self.report_samples(batch)
             # After the log, so that no checkpoint has a step that the log lacks.
             if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0):
-                self.save()
+                self.save(metrics)
             if self.run_state.stop_reason is not None:
                 self.reporter.console.note(f"stopped after step {self.global_steps}: {self.run_state.stop_reason}")
                 return
@@ -231,8 +240,12 @@ class TrainingLoop(ABC):
 
     # ------------------------------------------------------------------ checkpoints
 
-    def save(self) -> None:
-        """Write a checkpoint of this step: every trained role's state, a transformers folder, the driver's state."""
+    def save(self, metrics: Mapping[str, float] | None = None) -> None:
+        """Write a checkpoint of this step: every trained role's state, a transformers folder, the driver's state.
+
+        Args:
+            metrics: Those of the step.
+        """
         # The time is shown and not logged: the step's record is written already, and it is no part of the next step.
         started = perf_counter()
         run_folder = self.reporter.folder.path
@@ -245,13 +258,27 @@ class TrainingLoop(ABC):
             "step": self.global_steps,
             "data_position": self.data_position.to_dict(),
             "data": self.train_dataset.fingerprint,
+            "contents": list(self.save_contents),
+            "score": self.validation_score(metrics or {}),
         }
         with writing_to(run_folder):
             if "hf_model" in self.save_contents:
                 self.tokenizer.save_pretrained(folder / "hf")
             final = self.checkpoints.commit(self.global_steps, position | self.state())
-        self.reporter.console.note(f"saved {final} in {perf_counter() - started:.1f} s")
+        took = f"{perf_counter() - started:.1f} s"
+        self.reporter.console.note(f"saved {final} in {took}, {self._sizes(final)}; {self._kept()}")
         self.callbacks.on_checkpoint(self.run_state, final)
+
+    @staticmethod
+    def _sizes(checkpoint: Path) -> str:
+        """Return how large a checkpoint is, and the model in it that others load."""
+        whole, model = (sum(file_sizes(folder).values()) / 1e9 for folder in (checkpoint, checkpoint / "hf"))
+        return f"{whole:.2f} GB" + (f", of which hf {model:.2f} GB" if model else "")
+
+    def _kept(self) -> str:
+        best = self.checkpoints.best()
+        steps = ", ".join(f"{step} (the best)" if step == best else str(step) for step in self.checkpoints.steps())
+        return f"kept: step {steps}"
 
     def export(self, folder: Path) -> Path:
         """Write the present weights and the tokenizer as a folder that transformers and vLLM load."""

@@ -10,9 +10,9 @@ import pytest
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointError, CheckpointStore, load_state
 
 
-def save(store: CheckpointStore, step: int) -> Path:
+def save(store: CheckpointStore, step: int, **state: object) -> Path:
     (store.begin(step) / "weights.bin").write_bytes(b"w" * step)
-    return store.commit(step, {"step": step})
+    return store.commit(step, {"step": step, **state})
 
 
 def test_a_committed_checkpoint_is_found_and_holds_what_was_written(tmp_path: Path) -> None:
@@ -104,6 +104,39 @@ def test_rotation_never_takes_what_was_just_saved(tmp_path: Path) -> None:
     assert everything.steps() == [5]
     save(CheckpointStore(tmp_path, keep=9), 6)
     assert everything.steps() == [5, 6]
+
+
+def test_the_best_validation_stays_beside_the_newest(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step, score in ((1, 0.5), (2, 0.9), (3, None), (4, 0.7), (5, 0.8), (6, None)):
+        save(store, step, score=score)
+    assert store.steps() == [2, 5, 6]
+    assert store.best() == 2
+    save(store, 7, score=0.9)  # as good, and newer
+    assert store.best() == 7
+    assert store.steps() == [6, 7]
+
+
+def test_the_best_is_remembered_by_a_run_that_resumes(tmp_path: Path) -> None:
+    for step, score in ((1, -0.1), (2, -0.4), (3, -0.3)):  # losses, with the other sign
+        save(CheckpointStore(tmp_path, keep=1), step, score=score)
+    assert CheckpointStore(tmp_path, keep=1).steps() == [1, 3]
+    assert CheckpointStore(tmp_path).find("auto", None) == tmp_path / "step_3"  # the newest continues, not the best
+
+
+def test_without_validation_the_newest_stay(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    for step in (1, 2):
+        save(store, step, score=None)
+    assert store.best() is None and store.steps() == [2]
+
+
+def test_a_checkpoint_with_only_a_model_to_use_is_not_trained_on_from(tmp_path: Path) -> None:
+    path = save(CheckpointStore(tmp_path), 1, contents=["hf_model"])
+    with pytest.raises(CheckpointError, match=r'save_contents=\["hf_model"\].*no run continues from it.*step_1/hf'):
+        load_state(path, ())
+    path = save(CheckpointStore(tmp_path), 2, contents=["model", "optimizer"])
+    assert load_state(path, ())["step"] == 2
 
 
 def test_a_checkpoint_is_never_overwritten(tmp_path: Path) -> None:

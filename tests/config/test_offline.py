@@ -127,8 +127,8 @@ def test_keys_of_verls_sft_trainer_are_understood():
         ),
         (
             SFT,
-            {"checkpoint__save_contents": ["hf_model"], "checkpoint__load_contents": ["model"]},
-            "checkpoint.save_contents is [hf_model], from which no run can continue. "
+            {"checkpoint__save_contents": ["extra", "hf_model"], "checkpoint__load_contents": ["model"]},
+            "checkpoint.save_contents is [extra,hf_model], from which no run can continue. "
             "Add model, or set trainer.save_freq=-1.",
         ),
         (

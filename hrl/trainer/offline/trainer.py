@@ -66,6 +66,11 @@ class OfflineTrainer(TrainingLoop):
             "train/tokens": float(batch.batch["response_mask"].sum()),
         }
 
+    def validation_score(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the loss of the validation, over its sources, with the other sign."""
+        losses = [value for name, value in metrics.items() if name.startswith("val/") and name.endswith("/loss")]
+        return -sum(losses) / len(losses) if losses else None
+
     @property
     def save_contents(self) -> Sequence[str]:
         """What a checkpoint holds: `checkpoint.save_contents`."""

@@ -480,6 +480,13 @@ class RayPPOTrainer(TrainingLoop):
         """Return scores, rewards, advantages and lengths of a step's samples, under verl's names."""
         return compute_data_metrics(batch, use_critic=self.use_critic)
 
+    def validation_score(self, metrics: Mapping[str, float]) -> float | None:
+        """Return the mean score of the validation, over its sources."""
+        sources = () if self.val_dataset is None else dict.fromkeys(self.val_dataset.data_sources)
+        names = [f"val/{source}/mean@{self.config.actor_rollout_ref.rollout.val_kwargs.n}" for source in sources]
+        means = [metrics[name] for name in names if name in metrics]
+        return sum(means) / len(means) if means else None
+
     def report_samples(self, batch: DataProto) -> None:
         """Write the step's samples to the run folder, and show some every `trainer.log_rollouts_freq` steps."""
         shown = self.is_due(self.config.trainer.log_rollouts_freq)

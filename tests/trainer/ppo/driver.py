@@ -33,6 +33,8 @@ class Prompts:
         self.order = EpochOrder(count, seed=0)
         self.fingerprint = fingerprint(self.order, [np.ones(2)] * count)
 
+        self.data_sources = ("sums",)
+
     def __len__(self) -> int:
         return self.order.num_rows
 

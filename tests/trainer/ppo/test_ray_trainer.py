@@ -85,6 +85,25 @@ def test_what_went_wrong_in_a_validation_is_counted_over_its_batches(tmp_path: P
     assert "val/reward/num_retries" not in metrics, "nothing was retried"
 
 
+def test_the_checkpoint_with_the_best_validation_stays_beside_the_newest(tmp_path: Path) -> None:
+    scores = {1: 0.2, 2: 0.9, 3: 0.4, 4: 0.3}
+    driver = Driver(tmp_path, "trainer.save_freq=1", "trainer.test_freq=1", "trainer.val_before_train=false", steps=4)
+    trainer = driver.trainer
+    # A part's mean is no score, and another source's is not the run's.
+    others = {"val/sums/format/mean@1": 5.0, "val/elsewhere/mean@1": 7.0}
+    trainer.validate = lambda: {"val/sums/mean@1": scores[trainer.global_steps], **others}
+    driver.fit()
+    assert trainer.checkpoints.steps() == [2, 3, 4]
+    said = " ".join(driver.shown.split())
+    assert "kept: step 2 (the best), 3, 4" in said and "0.00 GB" in said
+    states = [json.loads((tmp_path / "checkpoints" / f"step_{step}" / "state.json").read_text()) for step in (2, 4)]
+    assert [(state["score"], state["contents"]) for state in states] == [(0.9, ["model"]), (0.3, ["model"])]
+
+    again = Driver(tmp_path, "trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_after_train=false", steps=6)
+    again.fit()  # goes on after step 4, without a validation
+    assert again.trainer.checkpoints.steps() == [2, 5, 6]
+
+
 def test_the_spread_of_the_runs_rewards_goes_on_after_a_resume(tmp_path: Path, saved: Path) -> None:
     driver = Driver(tmp_path)
     assert driver.trainer.state()["reward_shaping"]["scale"]["count"] == 0
