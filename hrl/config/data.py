@@ -66,8 +66,6 @@ class DataConfig(RowsConfig):
     """Maximum number of tokens generated per sample."""
     train_batch_size: Annotated[PositiveInt, Unit("prompts per step")] = 1024
     """Prompts per step; each is sampled `actor_rollout_ref.rollout.n` times."""
-    val_batch_size: Annotated[PositiveInt | None, Unit("prompts generated at once")] = None
-    """Validation prompts generated at once; null takes the whole validation set."""
     filter_overlong_prompts: bool = False
     """Drop prompts longer than `data.max_prompt_length` when the rows are read, and count them."""
     truncation: Literal["error", "left", "right"] = "error"

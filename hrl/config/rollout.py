@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from hrl.algos.registry import estimator_traits
 from hrl.config.model import DType, LogProbConfig
@@ -80,8 +80,6 @@ class RolloutConfig(LogProbConfig):
     """Sample from the most likely tokens that together have this probability; 1 is off."""
     top_k: MinusOneOrMore = -1
     """Sample from this many of the most likely tokens; -1 is off."""
-    seed: NonNegativeInt = follows("trainer.seed")
-    """Seed of the samples, combined with step, prompt and number of the sample. Default: `trainer.seed`."""
     dtype: DType = "auto"
     """Dtype of the engine's weights; `auto` means the same as for the trainer's `fsdp_config.dtype`."""
     tensor_model_parallel_size: Annotated[PositiveInt, Unit("processes per engine")] = 1

@@ -247,10 +247,11 @@ def validation_has_rows(config: RunConfiguration) -> Iterator[Problem]:
     if trainer.test_freq > 0:
         what = f"is {trainer.test_freq}, but data.val_files is empty."
         yield Problem("trainer.test_freq", what, "Name validation rows, or set it to -1.", ("data.val_files",))
-    for name in ("val_before_train", "val_after_train"):
-        if getattr(trainer, name):
-            what = "is true, but data.val_files is empty."
-            yield Problem(f"trainer.{name}", what, "Name validation rows, or set it to false.", ("data.val_files",))
+    if trainer.val_before_train:
+        what = "is true, but data.val_files is empty."
+        yield Problem(
+            "trainer.val_before_train", what, "Name validation rows, or set it to false.", ("data.val_files",)
+        )
 
 
 def resume_names_its_folder(config: RunConfiguration) -> Iterator[Problem]:

@@ -75,9 +75,8 @@ class RunConfig(Section):
     default_local_dir: str = follows(lambda get: f"outputs/{get('.project_name')}/{get('.experiment_name')}")
     """Run folder. Default: outputs/<project_name>/<experiment_name>."""
     val_before_train: bool = follows(_validates)
-    """Validate before the first step. Default: whether there are validation rows."""
-    val_after_train: bool = follows(_validates)
-    """Validate after the last step. Default: whether there are validation rows."""
+    """Validate before the first step. Default: whether there are validation rows. A run that validates before its first
+    step, or every `test_freq` steps, also does after its last."""
     test_freq: Annotated[Frequency, Unit("steps between validations")] = -1
     """Validate every this many steps; -1 or 0 is never."""
     save_freq: Annotated[Frequency, Unit("steps between checkpoints")] = -1
@@ -94,6 +93,11 @@ class RunConfig(Section):
     ray_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of `ray.init`. `{address: auto}`, or the environment variable RAY_ADDRESS, joins a running
     cluster; otherwise the run starts its own."""
+
+    @property
+    def validates_last(self) -> bool:
+        """Whether a validation follows the last step: it does in a run that validates at all."""
+        return self.val_before_train or self.test_freq > 0
 
 
 class TrainerConfig(RunConfig):

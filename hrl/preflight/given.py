@@ -56,7 +56,7 @@ class Given:
             return config
         changes: dict[str, Section] = {"data": config.data.model_copy(update=names)}
         if names.get("val_files") == []:
-            never: dict[str, Any] = {"val_before_train": False, "val_after_train": False}
+            never: dict[str, Any] = {"val_before_train": False}
             if config.origins is not None and config.origins.get("trainer.test_freq") != YOURS:
                 never["test_freq"] = -1
             changes["trainer"] = config.trainer.model_copy(update=never)

@@ -93,7 +93,7 @@ def _ppo_phases(config: PPOTrainerConfig) -> list[str]:
 def _ppo_batch_tokens(config: PPOTrainerConfig, ready: Preflight) -> int:
     data, rollout = config.data, config.actor_rollout_ref.rollout
     val_rows = 0 if ready.val_dataset is None else len(ready.val_dataset)
-    validated = min(data.val_batch_size or val_rows, val_rows) * rollout.val_kwargs.n
+    validated = val_rows * rollout.val_kwargs.n
     return max(data.train_batch_size * rollout.n, validated) * ready.outline.lengths.total
 
 

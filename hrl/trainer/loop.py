@@ -174,7 +174,7 @@ class TrainingLoop(ABC):
             with self.reporter.step(self.global_steps):
                 with self.phase("step"):
                     batch = self.train_step(batch, metrics)
-                if self.is_due(self.config.trainer.test_freq, self.config.trainer.val_after_train):
+                if self.is_due(self.config.trainer.test_freq, self.config.trainer.validates_last):
                     metrics |= self.validate()
                 metrics.observe(*self.workers.peak_memory())
                 self.on_step_end(batch, metrics)

@@ -109,7 +109,6 @@ GENERATED = "reasoning_gym:gsm_symbolic?size=100&seed=1"
         ("train_files", "~/rows.parquet", ["~/rows.parquet"]),
         ("train_files", "[a.parquet,'b c.jsonl']", ["a.parquet", "b c.jsonl"]),
         ("apply_chat_template_kwargs", "{enable_thinking: false}", {"enable_thinking": False}),
-        ("val_batch_size", "null", None),
         ("max_prompt_length", "${data.max_response_length}", 32),
         ("seed", "${actor_rollout_ref.rollout.n}", 8),
     ],

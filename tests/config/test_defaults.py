@@ -84,7 +84,7 @@ def test_a_place_may_have_a_default_of_its_own_whatever_is_set_beside_it() -> No
 def test_following_defaults_follow_each_other() -> None:
     config = load_config({"data": {"train_batch_size": 8}, "trainer": {"seed": 5}, "critic": {"enable": True}})
     assert config.critic.ppo_mini_batch_size == config.actor_rollout_ref.actor.ppo_mini_batch_size == 8
-    assert config.data.seed == config.actor_rollout_ref.rollout.seed == 5
+    assert config.data.seed == 5
 
 
 @EVERY_KIND

@@ -79,7 +79,7 @@ def test_no_hint_leads_into_another_section():
     [
         ("rollout.nnodes", "trainer.nnodes"),
         ("actor_rollout_ref.nccl_timeout", "clip_ratio"),
-        ("actor_rollout_ref.actor.fsdp_config.seed", "rollout.seed"),
+        ("actor_rollout_ref.actor.fsdp_config.seed", "rollout.n"),
         ("trainer.n_env_gpus_per_node", "trainer.n_gpus_per_node"),
         ("data.min_response_length", "data.max_response_length"),
         ("actor_rollout_ref.actor.gvpo_beta", "betas"),

@@ -133,8 +133,8 @@ def test_keys_of_verls_sft_trainer_are_understood():
         ),
         (
             SFT,
-            {"data__val_files": [], "trainer__val_before_train": False},
-            "trainer.val_after_train is true, but data.val_files is empty. Name validation rows, or set it to false.",
+            {"data__val_files": [], "trainer__val_before_train": True},
+            "trainer.val_before_train is true, but data.val_files is empty. Name validation rows, or set it to false.",
         ),
         (SFT, {"trainer__logger": "wadb"}, "trainer.logger names 'wadb', which nothing is registered under. "
             "Did you mean wandb?"),

@@ -70,20 +70,20 @@ def test_nothing_of_it_reaches_a_task_of_ones_own(task):
 def test_other_training_rows_are_not_validated_on_the_bundled_ones(kind):
     config = compose_kind(kind, [OWN])
     assert config.data.val_files == []
-    assert not config.trainer.val_before_train and not config.trainer.val_after_train
+    assert not config.trainer.val_before_train
     assert config.trainer.test_freq == -1
 
 
 def test_validation_rows_that_are_named_are_used():
     config = compose_cli([OWN, "data.val_files=held_out.jsonl"])
     assert config.data.val_files == ["held_out.jsonl"]
-    assert config.trainer.val_before_train and config.trainer.val_after_train
+    assert config.trainer.val_before_train
 
 
 def test_the_quickstart_may_leave_validation_out():
-    off = ["data.val_files=[]", *(f"trainer.{name}" for name in ("val_before_train=false", "val_after_train=false"))]
-    off.append("trainer.test_freq=-1")
-    assert compose_cli(off).data.train_batch_size == 8
+    off = ["data.val_files=[]", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    config = compose_cli(off)
+    assert config.data.train_batch_size == 8 and not config.trainer.validates_last
 
 
 @EVERY_KIND

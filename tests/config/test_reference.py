@@ -29,7 +29,7 @@ def test_every_key_is_named_in_full():
 def test_types_are_said_in_words():
     said = {
         "data.train_batch_size": "int > 0",
-        "data.val_batch_size": "int > 0 or null",
+        "trainer.cpu_threads_per_worker": "int > 0 or null",
         "data.truncation": "`error`, `left`, `right`",
         "data.train_files": "list of str",
         "actor_rollout_ref.rollout.gpu_memory_utilization": "float > 0 ≤ 1",

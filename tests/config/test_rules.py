@@ -197,7 +197,7 @@ def test_greedy_and_sampled_validation_are_both_possible():
 
 
 def test_a_run_without_validation_rows_is_possible():
-    off = {"trainer.val_before_train": False, "trainer.val_after_train": False}
+    off = {"trainer.val_before_train": False}
     assert validate({"data.val_files": None, **off}).data.val_files == []
 
 

@@ -44,7 +44,6 @@ def hrl_seconds(setup: Setup, prompts: int, samples: int, tokens: int) -> float:
         "trainer.device": setup.device,
         "trainer.default_local_dir": folder,
         "trainer.val_before_train": "false",
-        "trainer.val_after_train": "false",
         "trainer.test_freq": -1,
         "data.train_batch_size": prompts,
         "data.max_response_length": tokens,

@@ -20,7 +20,7 @@ def run(setup: Setup, findings: Findings) -> None:
     folder = Path(setup.folder, "quickstart")
     command = [sys.executable, "-m", "hrl.trainer.main_ppo", f"trainer.total_training_steps={STEPS}"]
     command += [f"trainer.device={setup.device}", f"trainer.default_local_dir={folder}", "trainer.save_freq=-1"]
-    command += ["trainer.val_before_train=false", "trainer.val_after_train=false", "trainer.test_freq=-1"]
+    command += ["trainer.val_before_train=false", "trainer.test_freq=-1"]
     started = time.perf_counter()
     code = subprocess.run(command, check=False).returncode
     findings.add("exit code", str(code), "0", code == 0)

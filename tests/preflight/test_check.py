@@ -165,7 +165,7 @@ def test_a_wrong_signature_is_refused(line, tmp_path, capsys):
 def test_a_home_folder_is_found(line, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     home = ["data.train_files=~/rows.jsonl", "reward.custom_reward_function.path=~/reward.py", "data.val_files=[]"]
-    off = ["trainer.val_before_train=false", "trainer.val_after_train=false"]
+    off = ["trainer.val_before_train=false"]
     assert cli.main(["check", *line, *home, *off, "actor_rollout_ref.model.path=~/policy"]) == 0
 
 

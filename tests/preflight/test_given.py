@@ -20,7 +20,7 @@ def test_given_rows_are_named_and_validate_on_given_rows_only() -> None:
     assert (validated.data.train_files, validated.data.val_files) == (config.data.train_files, ["python:val_rows"])
     alone = load_kind(KINDS["ppo"], Given(train_rows=ROWS).named_in(config))
     assert (alone.data.train_files, alone.data.val_files) == (["python:train_rows"], [])
-    assert not alone.trainer.val_before_train and not alone.trainer.val_after_train
+    assert not alone.trainer.val_before_train
     both = load_kind(KINDS["ppo"], Given(ROWS, ROWS).named_in(config))
     assert (both.data.val_files, both.trainer.val_before_train) == (["python:val_rows"], True)
 

@@ -43,7 +43,7 @@ def ready(model: Path, given: Given | None = None, **changes: object):
 def test_steps_follow_from_rows_and_epochs(model: Path) -> None:
     found = ready(model)
     assert (len(found.train_dataset), found.total_training_steps, found.folders) == (3, 3, {"actor": model})
-    without = {"data.val_files": [], "trainer.val_before_train": False, "trainer.val_after_train": False}
+    without = {"data.val_files": [], "trainer.val_before_train": False}
     assert ready(model, **without).val_dataset is None
 
 

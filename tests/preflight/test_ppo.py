@@ -171,7 +171,7 @@ def test_built_in_scorers_know_every_data_source_and_find_the_ground_truth(run, 
     built_in = {"reward.custom_reward_function.path": None}
     unknown, lacking = refused(
         run, **built_in, **{"data.train_files": str(tmp_path / "mixed.jsonl"), "data.val_files": [],
-        "trainer.val_before_train": False, "trainer.val_after_train": False},
+        "trainer.val_before_train": False},
     )  # fmt: skip
     assert unknown.startswith("data.train_files has rows that can't be scored: no built-in reward function")
     assert "'gsm8kk'" in unknown and "gsm8k" in unknown.replace("gsm8kk", "")

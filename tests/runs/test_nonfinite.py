@@ -37,7 +37,7 @@ def test_three_poisoned_steps_end_a_run_that_has_kept_their_batches(
             "actor_rollout_ref.rollout.n=2",
             "trainer.total_training_steps=9",
             "trainer.val_before_train=false",
-            "trainer.val_after_train=false",
+            "trainer.test_freq=-1",
         )
     kept = {file.name for file in (tmp_path / "nonfinite").glob("*.json")}
     assert kept == {f"step_{step}_rank_0.actor-0.json" for step in (1, 2, 3)}

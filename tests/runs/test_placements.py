@@ -15,7 +15,6 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(500)]
 PPO = (
     "recipe=ppo",
     "trainer.val_before_train=false",
-    "trainer.val_after_train=false",
     "trainer.test_freq=-1",
 )
 EVERY_ROLE_METRICS = (

@@ -71,7 +71,6 @@ def two_steps(runner: Runner, coin: Path, folder: Path, *overrides: str) -> list
         "actor_rollout_ref.rollout.n=3",
         "trainer.total_training_steps=2",
         "trainer.val_before_train=false",
-        "trainer.val_after_train=false",
         "trainer.test_freq=-1",
         *overrides,
     )

@@ -78,9 +78,9 @@ def sampling_of(rollout: RolloutConfig, max_tokens: int, *, validate: bool) -> S
     return SamplingParams(settings.temperature, settings.top_p, settings.top_k, max_tokens)
 
 
-def seed_of(rollout: RolloutConfig, *, validate: bool) -> int:
+def seed_of(seed: int, *, validate: bool) -> int:
     """Return the seed of all samples; a validation has its own, as it may sample prompts of a training step."""
-    return -1 - rollout.seed if validate else rollout.seed
+    return -1 - seed if validate else seed
 
 
 def check_policy_version(batch: DataProto, expected: int) -> None:

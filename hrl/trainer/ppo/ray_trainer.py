@@ -209,7 +209,7 @@ class RayPPOTrainer(TrainingLoop):
         sampled = self._responses(
             rows,
             sampling_of(settings, self.config.data.max_response_length, validate=validate),
-            seed_of(settings, validate=validate),
+            seed_of(self.config.trainer.seed, validate=validate),
             with_greedy=with_greedy,
             reward_round=self.rewards.begin(rows, step, validate=validate),
         )
@@ -253,7 +253,7 @@ class RayPPOTrainer(TrainingLoop):
         self.prepare()
         prompts = type(self.train_dataset)(rows, self.tokenizer, self.config.data)
         batch = prompt_batch(prompts.batch(range(len(prompts))), n, step=self.global_steps, validate=True)
-        seed = seed_of(self.config.actor_rollout_ref.rollout, validate=True)
+        seed = seed_of(self.config.trainer.seed, validate=True)
         return rollout_records(self._responses(batch, sampling, seed), self.tokenizer)
 
     def compute_reward(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
@@ -448,15 +448,8 @@ class RayPPOTrainer(TrainingLoop):
         if self.val_dataset is None:
             return {}
         with self.phase("testing"):
-            size = self.config.data.val_batch_size or len(self.val_dataset)
             counters = StepMetrics()
-            batches = [
-                self._validate_batch(
-                    self.val_dataset.batch(range(start, min(start + size, len(self.val_dataset)))), counters
-                )
-                for start in range(0, len(self.val_dataset), size)
-            ]
-        batch = DataProto.concat(batches)
+            batch = self._validate_batch(self.val_dataset.batch(range(len(self.val_dataset))), counters)
         kept = batch.pop(["kept"]).batch["kept"]
         scored, left_out = batch.select_idxs(kept), count_left_out(batch, kept)
         if left_out:

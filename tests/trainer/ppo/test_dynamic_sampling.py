@@ -25,7 +25,7 @@ FILTER = (
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
     "algorithm.filter_groups.enable=true",
     "trainer.val_before_train=false",
-    "trainer.val_after_train=false",
+    "trainer.test_freq=-1",
 )
 
 

@@ -39,7 +39,7 @@ class Learner(Workers):
 
 
 def run(path: Path, *scores: float | None) -> Driver:
-    driver = Driver(path, *ONLINE, "trainer.val_before_train=false", "trainer.val_after_train=false",
+    driver = Driver(path, *ONLINE, "trainer.val_before_train=false", "trainer.test_freq=-1",
                     steps=1, scores=list(scores), workers=Learner())  # fmt: skip
     assert isinstance(driver.trainer, OnlineDPOTrainer)
     driver.fit()

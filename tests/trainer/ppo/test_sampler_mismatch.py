@@ -17,7 +17,7 @@ from hrl.trainer.ppo.sampler_mismatch import SPOT_CHECK_ROWS, DriftGate, drift_a
 from hrl.workers.requests import OldLogProbs
 from tests.trainer.ppo.driver import Driver, Workers
 
-QUIET = ("trainer.val_before_train=false", "trainer.val_after_train=false")
+QUIET = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 GROUPS = ("algorithm.adv_estimator=grpo", *QUIET)
 CORRECTION = "algorithm.rollout_correction"
 BYPASS = f"{CORRECTION}.bypass_mode=true"

@@ -15,7 +15,7 @@ from hrl.trainer.ppo.reward_parts import RewardPartError
 from hrl.workers.requests import OldLogProbs
 from tests.trainer.ppo.driver import Driver, Rewards, Workers
 
-QUIET = ("trainer.val_before_train=false", "trainer.val_after_train=false")
+QUIET = ("trainer.val_before_train=false", "trainer.test_freq=-1")
 GROUPS = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", *QUIET)
 CORRECTION = "algorithm.rollout_correction"
 

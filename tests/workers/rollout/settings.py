@@ -26,7 +26,6 @@ def rollout_config(name: str, **changes: Any) -> RolloutConfig:
     values: dict[str, Any] = {
         "name": name,
         "n": 1,
-        "seed": 1,
         "dtype": "bfloat16",
         "gpu_memory_utilization": 0.3,
         "kv_cache_gib": 0.25,
@@ -93,7 +92,7 @@ def sample_rows(
     request = SampleRequest(
         plan=RankPlan(()),
         sampling=SamplingParams(max_tokens=max_tokens, **sampling),
-        seed=host._config.seed,
+        seed=1,
         step=step,
         with_greedy=with_greedy,
         reward_round=None,
