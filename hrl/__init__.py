@@ -4,7 +4,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hrl.api import DPO, GRPO, PPO, SFT, RewardModel, Run
+    from hrl.api.run import Run
+    from hrl.api.trainers import DPO, GRPO, PPO, SFT, RewardModel
     from hrl.protocol import DataProto
     from hrl.trainer.callbacks import Callback, RunState
 
@@ -24,7 +25,8 @@ __all__ = [
 
 # Torch costs a second, hydra a half: what needs them loads when it is first read.
 _LAZY = {
-    **dict.fromkeys(("PPO", "GRPO", "DPO", "SFT", "RewardModel", "Run"), "hrl.api"),
+    **dict.fromkeys(("PPO", "GRPO", "DPO", "SFT", "RewardModel"), "hrl.api.trainers"),
+    "Run": "hrl.api.run",
     **dict.fromkeys(("Callback", "RunState"), "hrl.trainer.callbacks"),
     "DataProto": "hrl.protocol",
 }

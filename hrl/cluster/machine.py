@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import ray
@@ -31,6 +31,8 @@ def object_store_bytes(batch_tokens: int) -> int:
 def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: int) -> AbstractContextManager[None]:
     """Return a context in which Ray runs: a cluster that is joined, or one that is started and ended with the block.
 
+    A Ray that this process is connected to already is used, and left as it is.
+
     Args:
         ray_kwargs: Further arguments of `ray.init`; `address` names a running cluster to join, before the
             environment's `RAY_ADDRESS`; `local` starts one in any case.
@@ -38,6 +40,8 @@ def run_cluster(ray_kwargs: dict[str, Any], num_processes: int, batch_tokens: in
             given as many on paper: ranks take turns there, which is slow and correct.
         batch_tokens: See `object_store_bytes`.
     """
+    if ray.is_initialized():
+        return nullcontext()
     address = ray_kwargs.get("address") or os.environ.get("RAY_ADDRESS") or "local"
     settings = ray_kwargs | {"address": address}
     if address == "local":

@@ -26,7 +26,7 @@ from hrl.report.run_folder import writing_to
 from hrl.single_controller.worker import RayClassWithInitArgs
 from hrl.single_controller.worker_errors import phase as worker_phase
 from hrl.single_controller.worker_group import RayWorkerGroup
-from hrl.trainer.callbacks import Callback, RunState
+from hrl.trainer.callbacks import Callback, CallbackError, RunState
 from hrl.workers.engine.nonfinite import FOLDER as NONFINITE_FOLDER
 from hrl.workers.model_worker import file_sizes
 
@@ -57,6 +57,7 @@ class TrainingLoop(ABC):
         limits: How large the micro-batches of every pass may be; see `micro_batches` of the configuration.
         global_steps: Steps done, the running one included.
         data_position: Where the next batch starts.
+        keeps_validation_samples: Whether the samples of a validation belong to the run folder.
     """
 
     config: RunConfiguration
@@ -93,6 +94,7 @@ class TrainingLoop(ABC):
         self._workers: WorkerGroups | None = None
         self.global_steps = 0
         self.data_position = Position()
+        self.keeps_validation_samples = True
         self.callbacks: Callback = Callback()
         self.run_state = RunState(total_training_steps, reporter.folder.path)
         self._is_prepared = False
@@ -162,14 +164,17 @@ class TrainingLoop(ABC):
         If no step is left, validate once.
         """
         self.prepare()
+        self.run_state._advance(self.global_steps)
         if self.global_steps >= self.total_training_steps:
             self.validate_only()
         elif self.config.trainer.val_before_train and self.global_steps == 0:
             self.validate_alone()
+        if self._is_stopped():
+            return
 
         for batch in self.batches():
             self.global_steps += 1
-            self.run_state.step = self.global_steps
+            self.run_state._advance(self.global_steps)
             metrics = StepMetrics()
             with self.reporter.step(self.global_steps):
                 with self.phase("step"):
@@ -184,15 +189,43 @@ class TrainingLoop(ABC):
             tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
             metrics |= self.reporter.own_metrics(tokens)
             self.reporter.step_done(self.global_steps, metrics)
-            self.callbacks.on_validation(self.run_state, metrics)
-            self.callbacks.on_step_end(self.run_state, metrics)
-            self.report_samples(batch)
+            failed = self._tell_callbacks(batch, metrics)
+            if self.run_state.stop_reason is not None and not any(name.startswith("val/") for name in metrics):
+                metrics |= self._validate_the_end()
             # After the log, so that no checkpoint has a step that the log lacks.
-            if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0):
+            if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0) or (
+                failed is not None and self.config.trainer.save_freq > 0
+            ):
                 self.save(metrics)
-            if self.run_state.stop_reason is not None:
-                self.reporter.console.note(f"stopped after step {self.global_steps}: {self.run_state.stop_reason}")
+            if failed is not None:
+                raise failed
+            if self._is_stopped():
                 return
+
+    def _is_stopped(self) -> bool:
+        """Return whether a callback asked for the end, and say so."""
+        reason = self.run_state.stop_reason
+        if reason is not None:
+            self.reporter.console.note(f"stopped after step {self.global_steps}: {reason}")
+        return reason is not None
+
+    def _tell_callbacks(self, batch: DataProto, metrics: dict[str, float]) -> CallbackError | None:
+        """Report the samples of a finished step and call the callbacks; return what one of them raised."""
+        failed = None
+        for tell in (
+            lambda: self.callbacks.on_validation(self.run_state, metrics),
+            lambda: self.callbacks.on_step_end(self.run_state, metrics),
+            lambda: self.report_samples(batch),
+        ):
+            try:
+                tell()
+            except CallbackError as error:
+                failed = failed or error
+        return failed
+
+    def _validate_the_end(self) -> dict[str, float]:
+        """Validate after a step that turned out to be the last one; return the metrics."""
+        return self.validate_alone() if self.config.trainer.val_after_train else {}
 
     def prepare(self) -> None:
         """Take the weights that the run goes on from, and give them to the engines; only the first call does it."""
@@ -205,11 +238,24 @@ class TrainingLoop(ABC):
         self._is_prepared = True
 
     def evaluate(self, rows: Any | None = None) -> dict[str, float]:
-        """Return the `val/...` metrics of the present weights, on other rows than the run's own if any are given."""
+        """Return the `val/...` metrics of the present weights.
+
+        Args:
+            rows: Rows, or names of sources, to validate on in place of the run's own. Their samples are not written to
+                the run folder, which has those of its own rows.
+        """
         self.prepare()
-        if rows is not None:
-            self.val_dataset = type(self.train_dataset)(rows, self.tokenizer, self.config.data)
-        return self.validate()
+        if rows is None:
+            return self.validate()
+        own = self.val_dataset, self.keeps_validation_samples
+        self.val_dataset, self.keeps_validation_samples = (
+            type(self.train_dataset)(rows, self.tokenizer, self.config.data),
+            False,
+        )
+        try:
+            return self.validate()
+        finally:
+            self.val_dataset, self.keeps_validation_samples = own
 
     def batches(self) -> Iterator[DataProto]:
         """Yield the remaining batches of training rows, from the current position in the data."""
@@ -231,12 +277,14 @@ class TrainingLoop(ABC):
         )
         self.validate_alone()
 
-    def validate_alone(self) -> None:
-        """Validate before the first step, or if no step is left, and report the metrics on their own."""
-        if self.val_dataset is not None:
-            metrics = self.validate()
-            self.reporter.validation_done(self.global_steps, metrics)
-            self.callbacks.on_validation(self.run_state, metrics)
+    def validate_alone(self) -> dict[str, float]:
+        """Validate before the first step, or if no step is left, and report the metrics on their own; return them."""
+        if self.val_dataset is None:
+            return {}
+        metrics = self.validate()
+        self.reporter.validation_done(self.global_steps, metrics)
+        self.callbacks.on_validation(self.run_state, metrics)
+        return metrics
 
     # ------------------------------------------------------------------ checkpoints
 
@@ -349,5 +397,5 @@ class TrainingLoop(ABC):
 
     def is_due(self, every: int, also_last: bool = False) -> bool:
         """Return whether something that happens every `every` steps (never, if not positive) happens after this one."""
-        last = self.global_steps == self.total_training_steps
+        last = self.global_steps == self.total_training_steps or self.run_state.stop_reason is not None
         return (every > 0 and self.global_steps % every == 0) or (also_last and last)

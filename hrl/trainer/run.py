@@ -19,7 +19,7 @@ from hrl.cluster.machine import available_cores, choose_device, run_cluster, sca
 from hrl.cluster.precision import with_dtypes
 from hrl.cluster.roles import pool_manager_of
 from hrl.cluster.worker_groups import worker_mapping
-from hrl.config.arithmetic import batch_arithmetic, placement_facts
+from hrl.config.arithmetic import Fact, batch_arithmetic, placement_facts
 from hrl.config.load import load_kind
 from hrl.config.outline import RunConfiguration
 from hrl.config.rules import warnings
@@ -28,6 +28,7 @@ from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight, preflight
 from hrl.report.console import Display, JsonConsole, RunConsole
+from hrl.report.notebook import NotebookConsole, in_notebook
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
 from hrl.trainer.callbacks import Callback, Callbacks
@@ -59,6 +60,7 @@ def running(
     trainer_cls: type[TrainingLoop] | None = None,
     display: Display | None = None,
     callbacks: Sequence[Callback] = (),
+    facts: Sequence[Fact] = (),
 ) -> Iterator[TrainingLoop]:
     """Yield the trainer of a run with its processes started; the run ends with the block.
 
@@ -70,6 +72,7 @@ def running(
         trainer_cls: A subclass of the trainer to run in its place.
         display: Where the run is shown; on the terminal by default.
         callbacks: Are called at the moments of the run.
+        facts: Further lines for the banner.
 
     Raises:
         HrlError: The configuration can't be run (`ConfigError`), or the run failed. Nothing is left running.
@@ -86,7 +89,7 @@ def running(
     config = config if checked == config else checked  # which knows where its values come from
     ready = preflight(config, given)
     display = display or display_of(config, ready.total_training_steps, made_of)
-    _show(display, config, ready)
+    _show(display, config, ready, facts)
     folder = open_run_folder(config.trainer, display, ready.train_dataset)
     num_processes = ready.outline.num_processes
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -108,15 +111,17 @@ def running(
 
 
 def display_of(config: RunConfiguration, total_steps: int, kind: Kind) -> Display:
-    """Return where a run is shown: lines for people, unless `trainer.logger` asks for JSON."""
+    """Return where a run is shown: lines for people, in a notebook one output, unless `trainer.logger` asks for JSON."""
     if JSON_CONSOLE in config.trainer.logger:
         return JsonConsole(total_steps)
-    return RunConsole(total_steps, kind.line, kind.phases(config))
+    console = NotebookConsole if in_notebook() else RunConsole
+    return console(total_steps, kind.line, kind.phases(config))
 
 
-def _show(display: Display, config: RunConfiguration, ready: Preflight) -> None:
+def _show(display: Display, config: RunConfiguration, ready: Preflight, further: Sequence[Fact]) -> None:
     findings = ready.findings
     facts = [
+        *further,
         *batch_arithmetic(config, train_rows=len(ready.train_dataset)),
         *placement_facts(config),
         *(fact for fact in findings.facts if fact.label == "first prompt"),

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hrl
-from hrl.api import UsageError, _as_override
+from hrl.api.arguments import as_override
+from hrl.api.rows import UsageError
 from hrl.errors import ConfigError
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from tests.runs.in_process import in_process, in_this_process
@@ -30,7 +31,7 @@ plain = st.recursive(
 
 @given(plain)
 def test_any_value_reads_back_from_the_command_line(value: Any) -> None:
-    assert OverridesParser.create().parse_override(f"key={_as_override(value)}").value() == value
+    assert OverridesParser.create().parse_override(f"key={as_override(value)}").value() == value
 
 
 def grpo(runner: Runner, folder: Path, **arguments: Any) -> hrl.GRPO:
@@ -144,9 +145,15 @@ def test_a_trainer_trains_answers_and_is_stopped_by_a_callback(
         assert [one["question"] for one in trainer.generate(["a", "b"], n=2)] == ["a", "a", "b", "b"]
         exported = trainer.save_hf(tmp_path / "exported")
     assert before["val/doubles/n"] == 2
-    assert notes.moments == [("validation", 0), ("step", 1), ("rollouts", 1), ("checkpoint", 1)]
+    assert notes.moments == [
+        ("validation", 0),
+        ("step", 1),
+        ("rollouts", 1),
+        ("validation", 1),  # of the step that turned out to be the last
+        ("checkpoint", 1),
+    ]
     assert [record["step"] for record in run.metrics] == [0, 1]
-    assert len(run.samples()) == 8 and len(run.samples(0, validation=True)) == 2
+    assert len(run.samples()) == 8 and len(run.samples(1, validation=True)) == 2
     assert run.report.exists() and "seen enough" in capsys.readouterr().out
     for folder in (run.model_path, exported):
         assert (folder / "model.safetensors").exists() and (folder / "tokenizer.json").exists()

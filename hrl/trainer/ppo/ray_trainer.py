@@ -239,13 +239,21 @@ class RayPPOTrainer(TrainingLoop):
         # The sampler's columns are prompt and response together; they replace the prompt's own.
         return rows.select(batch_keys=[]).union(rollout.generate_sequences(rows, request))
 
-    def answer(self, rows: Sequence[Mapping[str, Any]], sampling: SamplingParams, n: int = 1) -> list[dict[str, Any]]:
+    def answer(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampling: SamplingParams,
+        n: int = 1,
+        *,
+        with_log_probs: bool = False,
+    ) -> list[dict[str, Any]]:
         """Return `n` responses to each prompt, by the present weights; they are neither scored nor trained on.
 
         Args:
             rows: As in `data.train_files`.
             sampling: How they are sampled; the length is at most `data.max_response_length`.
             n: Responses to each prompt, in a row.
+            with_log_probs: Whether a record has `logprobs`, the sampler's log-probabilities of the response's tokens.
 
         Returns:
             A record for each response, as in the folder `rollouts`.
@@ -254,7 +262,12 @@ class RayPPOTrainer(TrainingLoop):
         prompts = type(self.train_dataset)(rows, self.tokenizer, self.config.data)
         batch = prompt_batch(prompts.batch(range(len(prompts))), n, step=self.global_steps, validate=True)
         seed = seed_of(self.config.trainer.seed, validate=True)
-        return rollout_records(self._responses(batch, sampling, seed), self.tokenizer)
+        sampled = self._responses(batch, sampling, seed)
+        records = rollout_records(sampled, self.tokenizer)
+        if with_log_probs:
+            for record, log_probs in zip(records, sampled.batch["rollout_log_probs"], strict=True):
+                record["logprobs"] = log_probs[: record["response_length"]].tolist()
+        return records
 
     def compute_reward(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
         """Score every response: reward functions, reward model, or both combined.
@@ -456,8 +469,9 @@ class RayPPOTrainer(TrainingLoop):
             count = f"{sum(left_out.values()):g} of {len(batch)} samples"
             self.reporter.console.note(f"validation: the reward function left out {count}")
         metrics = validation_metrics(scored, self.config.actor_rollout_ref.rollout.val_kwargs.n)
-        tracked = self.config.trainer.log_val_generations
-        self.reporter.validation_samples(self.global_steps, rollout_records(scored, self.tokenizer), tracked=tracked)
+        if self.keeps_validation_samples:
+            tracked, samples = self.config.trainer.log_val_generations, rollout_records(scored, self.tokenizer)
+            self.reporter.validation_samples(self.global_steps, samples, tracked=tracked)
         return metrics | left_out | validation_troubles(counters)
 
     def _validate_batch(self, prompts: DataProto, counters: StepMetrics) -> DataProto:

@@ -1,0 +1,1 @@
+"""Training from Python: trainers, what they are given, and what a run leaves."""

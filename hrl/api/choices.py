@@ -1,0 +1,89 @@
+"""What a trainer in Python chooses for rows of your own, where nobody has set it.
+
+verl's defaults, which a command line has, suit large models and many GPUs: 1024 prompts per step, and a learning rate
+that moves a small model nowhere. A model that is bundled, or that a machine without a GPU can train, is small, and gets
+the values of the quickstart; batches are never larger than the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from hrl.config.compose import QUICKSTART
+from hrl.config.offline import OfflineConfig
+from hrl.config.outline import RunConfiguration, outline_of
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.run_kind import RunKind, config_folder
+from hrl.config.section import flatten
+
+BATCH = "data.train_batch_size"
+GPU_BATCH = 64
+"""Rows per step of a model that a GPU trains; verl's 1024 take minutes there."""
+CPU_RESPONSE_TOKENS = 128
+"""Longest response without a GPU, where every token costs milliseconds."""
+_RESPONSE = "data.max_response_length"
+_OF_ITS_TASK = ("trainer.", "data.max_", "critic.", "actor_rollout_ref.actor.ppo_mini_batch_size")
+"""Keys of the quickstart that belong to its task, or follow from others."""
+_BUDGETS = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
+
+
+def chosen(kind: RunKind[Any], config: RunConfiguration, num_rows: int | None) -> dict[str, Any]:
+    """Return key → value for keys that nobody set and whose default would not suit these rows or this machine.
+
+    Args:
+        kind: Kind of run.
+        config: What was set, as composed.
+        num_rows: Training rows, None if they are in files.
+    """
+    set_by = config.origins or {}
+    if f"{QUICKSTART}={kind.name}" in set_by.values():
+        return {}  # the quickstart's own rows
+    small = _of_small_models(kind)
+    has_gpu = _runs_on_gpus(config)
+    values: dict[str, Any] = {}
+    most = GPU_BATCH if has_gpu else small[BATCH]
+    values[BATCH] = most if num_rows is None else _power_of_two_up_to(min(most, _used(config, num_rows)))
+    if not has_gpu or outline_of(config).model.path.startswith("bundled:"):
+        values |= {key: value for key, value in small.items() if key != BATCH}
+    if isinstance(config, PPOTrainerConfig):
+        if not has_gpu:
+            values[_RESPONSE] = CPU_RESPONSE_TOKENS
+        if config.needs_critic and "actor_rollout_ref.actor.optim.lr" in values:
+            values["critic.optim.lr"] = values["actor_rollout_ref.actor.optim.lr"]
+    for key in _BUDGETS:
+        if key in values:
+            values[key] = max(values[key], _longest_row(config))
+    return {key: value for key, value in values.items() if key not in set_by}
+
+
+def _of_small_models(kind: RunKind[Any]) -> dict[str, Any]:
+    """Return the quickstart's keys that suit small models, whatever they learn."""
+    tree = yaml.safe_load((config_folder() / QUICKSTART / f"{kind.name}.yaml").read_text(encoding="utf-8"))
+    values = dict(flatten(tree, kind.schema))
+    of_lengths = tuple(key for key in values if key.startswith(_OF_ITS_TASK) and key not in _BUDGETS)
+    return {key: value for key, value in values.items() if key not in of_lengths}
+
+
+def _runs_on_gpus(config: RunConfiguration) -> bool:
+    from hrl.preflight.machine_look import gpus_here, joins_a_cluster
+
+    return config.trainer.device == "cuda" or (
+        config.trainer.device == "auto" and (joins_a_cluster(config.trainer) or gpus_here() > 0)
+    )
+
+
+def _used(config: RunConfiguration, num_rows: int) -> int:
+    most = config.data.train_max_samples
+    return max(1, num_rows if most < 0 else min(num_rows, most))
+
+
+def _power_of_two_up_to(number: int) -> int:
+    return 1 << (number.bit_length() - 1)
+
+
+def _longest_row(config: RunConfiguration) -> int:
+    if isinstance(config, OfflineConfig):
+        return 2 * config.data.max_length
+    return config.data.max_prompt_length + config.data.max_response_length

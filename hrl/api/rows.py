@@ -1,0 +1,104 @@
+"""What may be given as `data`: names of sources, or rows in any of the usual containers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from hrl.errors import HrlError
+
+Rows = str | Path | Sequence[str] | Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
+"""A source as `data.train_files` takes it, several of them, or the rows themselves: a list of dicts, a dict of columns,
+a `datasets.Dataset` or `IterableDataset`, a pandas `DataFrame`, a polars or Arrow table, any iterable of dicts."""
+
+MOST_ROWS = 1_000_000
+"""Rows that are read from an iterable without a length, which may never end."""
+
+
+class UsageError(HrlError, TypeError):
+    """A trainer was given something that it can't take, or asked for something that it can't do now."""
+
+
+def as_sources_or_rows(data: Rows | None) -> tuple[list[str] | None, list[Mapping[str, Any]] | None]:
+    """Return the names of sources, or the rows; None for what was not given.
+
+    Raises:
+        UsageError: It is neither; says what it is and what to give.
+    """
+    if data is None:
+        return None, None
+    if isinstance(data, str | Path):
+        return [str(data)], None
+    items = list(_items(data))
+    if items and all(isinstance(item, str | Path) for item in items):
+        return [str(item) for item in items], None
+    for index, item in enumerate(items):
+        if not isinstance(item, Mapping):
+            raise UsageError(f"row {index} of data is a {type(item).__name__}; a row is a dict of column to value")
+    return None, items
+
+
+def _items(data: Any) -> Iterable[Any]:
+    """Return what a container holds, row by row. Packages of tables need not be installed, so methods tell them."""
+    if hasattr(data, "to_dict") and hasattr(data, "iterrows"):  # pandas
+        return [_without_missing(row) for row in data.to_dict("records")]
+    if hasattr(data, "to_pylist"):  # pyarrow
+        return list(data.to_pylist())
+    if hasattr(data, "to_dicts"):  # polars
+        return list(data.to_dicts())
+    if isinstance(data, Mapping):
+        return _rows_of_columns(data)
+    if hasattr(data, "with_format") and hasattr(data, "column_names"):  # datasets: plain values, not tensors
+        data = data.with_format(None)
+    if not isinstance(data, Iterable) or isinstance(data, bytes):
+        raise UsageError(
+            f"data is a {type(data).__name__}; give a list of rows (dicts), a dict of columns, a data set, or a file's "
+            "name"
+        )
+    if hasattr(data, "__len__"):
+        return data
+    found = list(islice(data, MOST_ROWS + 1))
+    if len(found) > MOST_ROWS:
+        raise UsageError(
+            f"data is a {type(data).__name__} of more than {MOST_ROWS:,} rows, which are all read before the first "
+            "step: take some, e.g. with itertools.islice or .take(n), or name its files, which are streamed"
+        )
+    return found
+
+
+def _rows_of_columns(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a dict of columns.
+
+    Raises:
+        UsageError: Its values are not columns of one length.
+    """
+    for name, column in columns.items():
+        if hasattr(column, "column_names"):  # a data set: these are the splits of a `DatasetDict`
+            raise UsageError(f"data is a dict of data sets; give one of them: {', '.join(map(str, columns))}")
+        if isinstance(column, str | bytes) or not hasattr(column, "__len__"):
+            raise UsageError(
+                f"data is a dict whose {name!r} is a {type(column).__name__}; give a list of rows (dicts), or a dict "
+                "of columns, each a list"
+            )
+    lengths = {str(name): len(column) for name, column in columns.items()}
+    if len(set(lengths.values())) > 1:
+        listed = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+        raise UsageError(f"the columns of data have different lengths: {listed}")
+    for values in zip(*columns.values(), strict=True):
+        yield dict(zip(columns, values, strict=True))
+
+
+def _without_missing(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of pandas with None for what is missing there: NaN, NaT and NA are the values unequal to themselves.
+
+    NA compares to NA, which has no truth value.
+    """
+    return {str(name): None if _is_missing(value) else value for name, value in row.items()}
+
+
+def _is_missing(value: Any) -> bool:
+    if type(value).__name__ in ("NAType", "NaTType"):
+        return True
+    return isinstance(value, float) and value != value

@@ -1,0 +1,547 @@
+"""Train from Python: `hrl.GRPO(model=…, reward=…, data=…).train()`.
+
+A trainer here is a command line with objects in it. What it is given becomes `key=value` arguments, which are composed
+and checked as a shell's are; rows and functions go along as objects. So a run means the same from both places, and
+errors name the same keys.
+"""
+
+from __future__ import annotations
+
+import shlex
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from hrl.api.arguments import as_override, dotted, file_arguments
+from hrl.api.choices import chosen
+from hrl.api.config_view import ConfigView
+from hrl.api.rows import Rows, UsageError, as_sources_or_rows
+from hrl.api.run import MODEL, Run
+from hrl.config.arithmetic import Fact
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import KINDS
+from hrl.config.section import Section, leaves
+from hrl.errors import ConfigError, DatasetError
+from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given
+from hrl.reward.weighted import Rewards, as_one
+
+if TYPE_CHECKING:
+    from hrl.config.outline import RunConfiguration
+    from hrl.trainer.callbacks import Callback
+    from hrl.trainer.loop import TrainingLoop
+
+_FUNCTION = "reward.custom_reward_function"
+
+
+class Trainer:
+    """A run to be made, and the processes that make it.
+
+    `train()` starts processes, trains and ends them. In a `with` block they stay for what comes next, such as
+    `evaluate()` and `generate()`, and end with the block; `start()` and `close()` do the same over several cells of a
+    notebook.
+
+    Args:
+        values: Dotted key → value; None for what is not given.
+        data: Rows to train on.
+        val_data: Rows to validate on.
+        recipe: A file of `configs/recipe`.
+        config: Further keys.
+        callbacks: Are called at the moments of the run.
+        trainer_cls: A subclass of the trainer.
+    """
+
+    kind: ClassVar[str]
+    _recipe: ClassVar[str | None] = None
+    _model_key: ClassVar[str] = "model.path"
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        *,
+        data: Rows | None,
+        val_data: Rows | None,
+        recipe: str | None,
+        config: Mapping[str, Any] | Section | str | Path | None,
+        callbacks: Sequence[Callback],
+        trainer_cls: type[TrainingLoop] | None,
+    ) -> None:
+        self._callbacks = list(callbacks)
+        self._trainer_cls = trainer_cls
+        self._recipe_name = recipe or self._recipe
+        self._file: Path | None = None
+        self._values: dict[str, Any] = {}
+        self._keys = leaves(KINDS[self.kind].schema)
+        if isinstance(config, str | Path):
+            self._file = Path(config)
+        elif isinstance(config, Section):
+            self._values |= dotted(config.model_dump(), self._keys)
+        elif config is not None:
+            self._values |= dotted(config, self._keys)
+        train_files, self._train_rows = as_sources_or_rows(data)
+        val_files, self._val_rows = as_sources_or_rows(val_data)
+        self._values |= {
+            key: value
+            for key, value in {
+                "data.train_files": [TRAIN_ROWS] if self._train_rows is not None else train_files,
+                "data.val_files": [VAL_ROWS] if self._val_rows is not None else val_files,
+                **values,
+            }.items()
+            if value is not None
+        }
+        self._chosen: tuple[list[str], dict[str, Any]] | None = None
+        self._session: ExitStack | None = None
+        self._loop: TrainingLoop | None = None
+        self._closed_because: str | None = None
+        self._trained: Run | None = None
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def chosen(self) -> Mapping[str, Any]:
+        """The keys that nobody set and whose defaults would not suit these rows or this machine, with their values."""
+        given = self._given_arguments()
+        if self._chosen is None or self._chosen[0] != given:
+            kind = KINDS[self.kind]
+            try:
+                values = chosen(
+                    kind, compose_kind(kind, given), None if self._train_rows is None else len(self._train_rows)
+                )
+            except ConfigError:  # told by whoever composes them to train
+                values = {}
+            self._chosen = given, values
+        return self._chosen[1]
+
+    @property
+    def arguments(self) -> list[str]:
+        """The arguments of the command line that means the same."""
+        return [*self._given_arguments(), *_overrides(self.chosen)]
+
+    @property
+    def command(self) -> str:
+        """The command line that means the same, where no object is given in place of a file."""
+        return shlex.join([*KINDS[self.kind].program.split(), *self.arguments])
+
+    @property
+    def config(self) -> ConfigView:
+        """The keys, to read and to set: `trainer.config.data.max_response_length = 64`."""
+        return ConfigView(KINDS[self.kind].schema, self.resolved, self._set)
+
+    def resolved(self) -> RunConfiguration:
+        """Return the configuration with all defaults.
+
+        Raises:
+            ConfigError: Lists every problem at once.
+        """
+        return compose_kind(KINDS[self.kind], self.arguments)
+
+    def _given_arguments(self) -> list[str]:
+        file = [] if self._file is None else file_arguments(self._file)
+        recipe = [] if self._recipe_name is None else [f"recipe={self._recipe_name}"]
+        return [*file, *recipe, *_overrides(self._values)]
+
+    def _set(self, key: str, value: Any) -> None:
+        if self._loop is not None:
+            raise UsageError(f"{key} can't be set while the processes of the run are there: set it before they start")
+        self._values |= dotted({key: value}, self._keys)
+
+    def _given(self) -> Given:
+        return Given(self._train_rows, self._val_rows)
+
+    def __repr__(self) -> str:
+        return f"<hrl.{type(self).__name__}: {self.command}>"
+
+    # ------------------------------------------------------------------ what it does
+
+    def train(self) -> Run:
+        """Train, and write the trained model, the report and the samples into the run folder.
+
+        The same call continues after the newest checkpoint in the folder, if there is one.
+
+        Raises:
+            HrlError: The configuration can't be run (`ConfigError`), or the run failed. Nothing is left running.
+        """
+        try:
+            with self._running() as loop:
+                loop.fit()
+                folder = loop.reporter.folder.path
+                loop.export(folder / MODEL)
+                run = Run(folder, self.kind)
+        except BaseException as error:
+            self._end("a run that was interrupted or failed", type(error), error, error.__traceback__)
+            raise
+        self._trained = run
+        return run
+
+    def evaluate(self, data: Rows | None = None) -> dict[str, float]:
+        """Return the `val/...` metrics of the present weights: before `train()` the model's, then the trained ones.
+
+        Args:
+            data: Rows to validate on, this time, in place of the run's own.
+        """
+        names, rows = as_sources_or_rows(data)
+        with self._running() as loop:
+            return loop.evaluate(names if rows is None else rows)
+
+    def save_hf(self, folder: str | Path) -> Path:
+        """Write the present weights as a folder that transformers and vLLM load, and return it."""
+        with self._running() as loop:
+            return loop.export(Path(folder).expanduser().resolve())
+
+    # ------------------------------------------------------------------ its processes
+
+    def start(self) -> Self:
+        """Start the processes, which then stay until `close()`."""
+        if self._loop is not None:
+            raise UsageError("the processes of this trainer are there already")
+        self._session = self._started(self.resolved(), self._given())
+        return self
+
+    def close(self) -> None:
+        """End all processes; the trainer can't be used afterwards. Does nothing if it was closed before."""
+        self._end("a trainer that is closed", None, None, None)
+        self._closed_because = self._closed_because or "a trainer that is closed"
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *failure: Any) -> None:
+        self._end("a trainer whose `with` block has ended", *failure)
+
+    def _end(self, what: str, *failure: Any) -> None:
+        session, self._session, self._loop = self._session, None, None
+        if session is not None:
+            self._closed_because = what
+            session.__exit__(*failure)
+
+    def _started(self, config: RunConfiguration, given: Given) -> ExitStack:
+        from hrl.trainer.run import running
+
+        if self._closed_because is not None:
+            raise UsageError(
+                f"this is {self._closed_because}: make a new one. With the same arguments and folder it continues "
+                "after the newest checkpoint; with model=run.model_path it begins with the trained weights"
+            )
+        session = ExitStack()
+        self._loop = session.enter_context(
+            running(
+                self.kind,
+                config,
+                given,
+                trainer_cls=self._trainer_cls,
+                callbacks=self._callbacks,
+                facts=self._facts(),
+            )
+        )
+        return session
+
+    def _facts(self) -> list[Fact]:
+        facts = [Fact("command", self.command)]
+        if self.chosen:
+            facts.insert(0, Fact("chosen", ", ".join(_overrides(self.chosen))))
+        return facts
+
+    @contextmanager
+    def _running(self) -> Iterator[TrainingLoop]:
+        """Yield the trainer of the started processes, or of processes that end with the block."""
+        if self._loop is not None:
+            yield self._loop
+            return
+        with ExitStack() as stack:
+            config, given = self.resolved(), self._given()
+            if self._trained is not None:
+                config = self._after_training(stack, self._trained)
+            stack.push(self._started(config, given))
+            stack.callback(setattr, self, "_loop", None)
+            assert self._loop is not None
+            yield self._loop
+
+    def _after_training(self, stack: ExitStack, run: Run) -> RunConfiguration:
+        """Return the configuration of processes that hold the trained model and leave the run's folder alone."""
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hrl-"))
+        changed = {
+            self._model_key: str(run.model_path),
+            "trainer.default_local_dir": folder,
+            "trainer.resume_mode": "disable",
+        }
+        return compose_kind(KINDS[self.kind], [*self.arguments, *_overrides(changed)])
+
+
+class PPO(Trainer):
+    """Proximal policy optimisation (arXiv:1707.06347), with a critic unless `algorithm.adv_estimator` needs none."""
+
+    kind = "ppo"
+    _recipe = "ppo"
+    _model_key = "actor_rollout_ref.model.path"
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        reward: Rewards | str | Path | None = None,
+        data: Rows | None = None,
+        *,
+        val_data: Rows | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        n: int | None = None,
+        max_prompt_length: int | None = None,
+        max_response_length: int | None = None,
+        lr: float | None = None,
+        test_freq: int | None = None,
+        save_freq: int | None = None,
+        seed: int | None = None,
+        folder: str | Path | None = None,
+        name: str | None = None,
+        recipe: str | None = None,
+        config: Mapping[str, Any] | Section | str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        trainer_cls: type[TrainingLoop] | None = None,
+    ) -> None:
+        """Describe a run; nothing is read or started yet.
+
+        What is not given has the default of `docs/configuration.md`, apart from what `chosen` names: batches are never
+        larger than the rows, and small models get a learning rate that moves them.
+
+        Args:
+            model: Folder or hub id of the model; the bundled one by default.
+            reward: What a response is worth: a function, or several, alone or in pairs with their weights; or the path
+                of a Python file, `my_reward.py` or `my_reward.py:name`. A function takes `response`, `answer` and any
+                column of the rows by name, may be async or an object with `__call__`, and returns a number, a dict with
+                `score` and parts, or None for no score. By default the built-in function of each row's `data_source`.
+            data: Rows to train on: a list of dicts, a dict of columns, a `datasets.Dataset`, a pandas `DataFrame`, or
+                names of files or hub data sets. A row has a `prompt` (a text or a chat) and what its reward needs.
+            val_data: Rows to validate on.
+            steps: Steps to train for; by default `epochs` passes over the rows.
+            epochs: Passes over the rows (`trainer.total_epochs`).
+            batch_size: Prompts per step (`data.train_batch_size`).
+            n: Responses to each prompt (`actor_rollout_ref.rollout.n`).
+            max_prompt_length: Longest prompt in tokens.
+            max_response_length: Longest response in tokens.
+            lr: Learning rate of the policy (`actor_rollout_ref.actor.optim.lr`).
+            test_freq: Validate every so many steps, besides before the first and after the last.
+            save_freq: Write a checkpoint every so many steps, from which the same call continues.
+            seed: Of the run: order of the rows, samples, new heads.
+            folder: Run folder; `outputs/<project>/<experiment>` by default.
+            name: Name of the run (`trainer.experiment_name`).
+            recipe: A file of `configs/recipe`, whose values apply where nothing else is given.
+            config: Any other keys: nested or dotted, a configuration such as `run.config`, or a YAML file's path.
+            callbacks: Objects of `hrl.Callback`, called at named moments of the run.
+            trainer_cls: A subclass of `RayPPOTrainer` with hooks of your own.
+        """
+        self._reward: Any = None
+        values: dict[str, Any] = {}
+        if _is_file(reward):
+            path, _, function = str(reward).partition(".py:")
+            values = {f"{_FUNCTION}.path": f"{path.removesuffix('.py')}.py", f"{_FUNCTION}.name": function or None}
+        elif reward is not None:
+            self._reward = as_one(reward)  # type: ignore[arg-type]
+        super().__init__(
+            {
+                self._model_key: model,
+                "data.train_batch_size": batch_size,
+                "data.max_prompt_length": max_prompt_length,
+                "data.max_response_length": max_response_length,
+                "actor_rollout_ref.rollout.n": n,
+                "actor_rollout_ref.actor.optim.lr": lr,
+                **values,
+                **_of_the_run(steps, epochs, test_freq, save_freq, seed, folder, name),
+            },
+            data=data,
+            val_data=val_data,
+            recipe=recipe,
+            config=config,
+            callbacks=callbacks,
+            trainer_cls=trainer_cls,
+        )
+
+    def _given(self) -> Given:
+        return Given(self._train_rows, self._val_rows, self._reward)
+
+    def generate(
+        self,
+        prompts: Any,
+        *,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        max_tokens: int | None = None,
+        logprobs: bool = False,
+    ) -> list[dict[str, Any]]:
+        """Return responses of the present weights; they are neither scored nor trained on.
+
+        Args:
+            prompts: A text, a chat (a list of messages), or several of them; or rows, as `data` takes them.
+            n: Responses to each prompt, which follow each other.
+            temperature: 0 takes the most likely token.
+            top_p: Nucleus size; 1 is off.
+            max_tokens: Longest response, at most `data.max_response_length`, which is the default.
+            logprobs: Whether each response has the log-probability of each of its tokens, as `logprobs`.
+
+        Returns:
+            A dict per response: `prompt` as the model sees it, `question`, `response`, `response_length`,
+            `finish_reason`, ...
+        """
+        from hrl.workers.requests import SamplingParams
+
+        for what, is_wrong in {
+            f"n={n} is not at least 1": n < 1,
+            f"temperature={temperature} is negative": temperature < 0,
+            f"top_p={top_p} is not above 0 and at most 1": not 0 < top_p <= 1,
+        }.items():
+            if is_wrong:
+                raise UsageError(f"generate: {what}")
+        with self._running() as loop:
+            data: Any = loop.config.data
+            policy: Any = loop
+            longest: int = data.max_response_length
+            if max_tokens is not None and not 0 < max_tokens <= longest:
+                raise UsageError(
+                    f"generate: max_tokens={max_tokens} is not between 1 and data.max_response_length={longest}, for "
+                    "which the engine was started"
+                )
+            sampling = SamplingParams(temperature, top_p, max_tokens=max_tokens or longest)
+            return list(policy.answer(_as_rows(prompts, data.prompt_key), sampling, n, with_log_probs=logprobs))
+
+
+class GRPO(PPO):
+    """Group relative policy optimisation (arXiv:2402.03300): the baseline is the mean reward of a prompt's samples."""
+
+    _recipe = "grpo"
+
+
+class OfflineTrainer(Trainer):
+    """What the trainers that learn from given answers have in common."""
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        data: Rows | None = None,
+        *,
+        val_data: Rows | None = None,
+        steps: int | None = None,
+        epochs: int | None = None,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+        lr: float | None = None,
+        test_freq: int | None = None,
+        save_freq: int | None = None,
+        seed: int | None = None,
+        folder: str | Path | None = None,
+        name: str | None = None,
+        config: Mapping[str, Any] | Section | str | Path | None = None,
+        callbacks: Sequence[Callback] = (),
+        trainer_cls: type[TrainingLoop] | None = None,
+    ) -> None:
+        """Describe a run; nothing is read or started yet.
+
+        What is not given has the default of `docs/configuration-offline.md`, apart from what `chosen` names: batches
+        are never larger than the rows, and small models get a learning rate that moves them.
+
+        Args:
+            model: Folder or hub id of the model; the bundled one by default.
+            data: Rows to train on, as for `hrl.GRPO`. A row has what its class says.
+            val_data: Rows to validate on.
+            steps: Steps to train for; by default `epochs` passes over the rows.
+            epochs: Passes over the rows (`trainer.total_epochs`).
+            batch_size: Rows per step (`data.train_batch_size`).
+            max_length: Longest row in tokens, prompt and answer together (`data.max_length`).
+            lr: Learning rate (`optim.lr`).
+            test_freq: Validate every so many steps, besides before the first and after the last.
+            save_freq: Write a checkpoint every so many steps, from which the same call continues.
+            seed: Of the run.
+            folder: Run folder; `outputs/<project>/<experiment>` by default.
+            name: Name of the run (`trainer.experiment_name`).
+            config: Any other keys: nested or dotted, a configuration such as `run.config`, or a YAML file's path.
+            callbacks: Objects of `hrl.Callback`, called at named moments of the run.
+            trainer_cls: A subclass of the kind's trainer with hooks of your own.
+        """
+        super().__init__(
+            {
+                self._model_key: model,
+                "data.train_batch_size": batch_size,
+                "data.max_length": max_length,
+                "optim.lr": lr,
+                **_of_the_run(steps, epochs, test_freq, save_freq, seed, folder, name),
+            },
+            data=data,
+            val_data=val_data,
+            recipe=None,
+            config=config,
+            callbacks=callbacks,
+            trainer_cls=trainer_cls,
+        )
+
+
+class SFT(OfflineTrainer):
+    """Supervised fine-tuning on answers; a row has `messages` (a chat), or a `prompt` and a `completion`."""
+
+    kind = "sft"
+
+
+class DPO(OfflineTrainer):
+    """Direct preference optimisation (arXiv:2305.18290); a row has `prompt`, `chosen` and `rejected`."""
+
+    kind = "dpo"
+
+
+class RewardModel(OfflineTrainer):
+    """A reward model from pairs of answers; a row has `prompt`, `chosen` and `rejected`."""
+
+    kind = "rm"
+
+
+def _of_the_run(
+    steps: int | None,
+    epochs: int | None,
+    test_freq: int | None,
+    save_freq: int | None,
+    seed: int | None,
+    folder: str | Path | None,
+    name: str | None,
+) -> dict[str, Any]:
+    return {
+        "trainer.total_training_steps": steps,
+        "trainer.total_epochs": epochs,
+        "trainer.test_freq": test_freq,
+        "trainer.save_freq": save_freq,
+        "trainer.seed": seed,
+        "trainer.default_local_dir": folder,
+        "trainer.experiment_name": name,
+    }
+
+
+def _overrides(values: Mapping[str, Any]) -> list[str]:
+    return [f"{key}={as_override(value)}" for key, value in values.items()]
+
+
+def _is_file(reward: object) -> bool:
+    return isinstance(reward, Path) or (isinstance(reward, str) and (reward.endswith(".py") or ".py:" in reward))
+
+
+def _as_rows(prompts: Any, prompt_key: str) -> list[Mapping[str, Any]]:
+    """Return prompts as rows: texts, chats, or rows already.
+
+    Raises:
+        UsageError: A row lacks its prompt.
+    """
+    if isinstance(prompts, str) or _is_chat(prompts):
+        return [{prompt_key: prompts}]
+    if isinstance(prompts, list | tuple) and not any(isinstance(one, Mapping) for one in prompts):
+        return [{prompt_key: one} for one in prompts]
+    sources, rows = as_sources_or_rows(prompts)
+    if rows is None:
+        raise UsageError(f"generate takes texts, chats or rows, not the file {sources}")
+    for index, row in enumerate(rows):
+        if prompt_key not in row:
+            raise DatasetError(f"row {index} has no {prompt_key!r}; it has: {', '.join(map(str, row))}")
+    return rows
+
+
+def _is_chat(prompts: Any) -> bool:
+    return (
+        isinstance(prompts, list | tuple)
+        and bool(prompts)
+        and all(isinstance(one, Mapping) and "role" in one and "content" in one for one in prompts)
+    )

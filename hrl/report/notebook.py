@@ -1,0 +1,102 @@
+"""A run in the cell of a notebook: one output that is rewritten, however many steps the run has."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from rich.console import Console
+
+from hrl.report.console import PLAIN_WIDTH, RunConsole, StepLine
+
+HEAD_LINES = 40
+"""Lines before the first step that stay."""
+TAIL_LINES = 24
+"""Newest lines that are shown below them."""
+
+
+def in_notebook() -> bool:
+    """Return whether this process is the kernel of a notebook, which can rewrite what a cell shows."""
+    ipython = sys.modules.get("IPython")
+    shell = ipython.get_ipython() if ipython is not None else None
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class CellOutput(io.TextIOBase):
+    """Text in the output of a cell: its first and its newest lines, under a bar of the steps.
+
+    Attributes:
+        step: Steps done.
+        total_steps: Steps of the run.
+    """
+
+    def __init__(self, total_steps: int) -> None:
+        self.step, self.total_steps = 0, total_steps
+        self._head: list[str] = []
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._left_out = 0
+        self._line = ""
+        self._handle: Any = None
+
+    def write(self, text: str) -> int:
+        *whole, self._line = (self._line + text).split("\n")
+        for line in whole:
+            if self.step == 0 and len(self._head) < HEAD_LINES:
+                self._head.append(line)
+            else:
+                self._left_out += len(self._tail) == TAIL_LINES
+                self._tail.append(line)
+        return len(text)
+
+    def flush(self) -> None:
+        """Show what was written."""
+        if self._handle is None:
+            from IPython.display import display
+
+            self._handle = display(self, display_id=True)
+        else:
+            self._handle.update(self)
+
+    def _repr_html_(self) -> str:
+        bar = (
+            f"<progress value='{self.step}' max='{max(self.total_steps, 1)}' style='width:30em'></progress> "
+            f"step {self.step} of {self.total_steps}"
+        )
+        return f"<div>{bar}<pre style='white-space:pre-wrap'>{escape(str(self))}</pre></div>"
+
+    def __str__(self) -> str:
+        left_out = [f"… {self._left_out} lines: all steps are in run.metrics …"] if self._left_out else []
+        return "\n".join([*self._head, *left_out, *self._tail])
+
+    __repr__ = __str__
+
+
+class NotebookConsole(RunConsole):
+    """Shows a run in a notebook as it is shown in a file, in one output.
+
+    Args:
+        total_steps: Steps of the run.
+        line: What the line of a step shows.
+        phases: The phases of a step.
+    """
+
+    def __init__(self, total_steps: int, line: StepLine, phases: Sequence[str] = ()) -> None:
+        self._cell = CellOutput(total_steps)
+        plain = Console(
+            file=self._cell,
+            force_terminal=False,
+            force_jupyter=False,
+            width=PLAIN_WIDTH,
+            highlight=False,
+            no_color=True,
+        )
+        super().__init__(total_steps, line, phases, plain)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show the line of a finished step."""
+        self._cell.step = step
+        super().step(step, metrics)
