@@ -26,7 +26,7 @@ def in_notebook() -> bool:
     return shell is not None and hasattr(shell, "kernel")
 
 
-class CellOutput(io.TextIOBase):
+class CellOutput(io.StringIO):
     """Text in the output of a cell: its first and its newest lines, under a bar of the steps.
 
     Attributes:
@@ -35,6 +35,7 @@ class CellOutput(io.TextIOBase):
     """
 
     def __init__(self, total_steps: int) -> None:
+        super().__init__()
         self.step, self.total_steps = 0, total_steps
         self._head: list[str] = []
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)

@@ -111,7 +111,7 @@ def running(
 
 
 def display_of(config: RunConfiguration, total_steps: int, kind: Kind) -> Display:
-    """Return where a run is shown: lines for people, in a notebook one output, unless `trainer.logger` asks for JSON."""
+    """Return where a run is shown: lines for people, or one output of a notebook; JSON if `trainer.logger` asks for it."""
     if JSON_CONSOLE in config.trainer.logger:
         return JsonConsole(total_steps)
     console = NotebookConsole if in_notebook() else RunConsole
