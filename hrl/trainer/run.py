@@ -111,7 +111,7 @@ def running(
 
 
 def display_of(config: RunConfiguration, total_steps: int, kind: Kind) -> Display:
-    """Return where a run is shown: lines for people, or one output of a notebook; JSON if `trainer.logger` asks for it."""
+    """Return where a run is shown: on the terminal, in a cell of a notebook, or as JSON if `trainer.logger` asks so."""
     if JSON_CONSOLE in config.trainer.logger:
         return JsonConsole(total_steps)
     console = NotebookConsole if in_notebook() else RunConsole
