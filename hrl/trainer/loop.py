@@ -225,7 +225,7 @@ class TrainingLoop(ABC):
 
     def _validate_the_end(self) -> dict[str, float]:
         """Validate after a step that turned out to be the last one; return the metrics."""
-        return self.validate_alone() if self.config.trainer.val_after_train else {}
+        return self.validate_alone() if self.config.trainer.validates_last else {}
 
     def prepare(self) -> None:
         """Take the weights that the run goes on from, and give them to the engines; only the first call does it."""
