@@ -4,7 +4,7 @@ Hydra's own override handling stops at the first key it doesn't know. Here hydra
 are parsed with hydra's grammar and applied afterwards, so all wrong keys are reported at once, each with a suggestion.
 
 The quickstart's values suit a small model and short answers. They stand in `configs/quickstart/`, apart from the
-primary files, and apply to hrl's own model and rows only: a run on anything else starts from the schema's defaults.
+primary files, and apply to hrl's own model and tasks only: a run on anything else starts from the schema's defaults.
 """
 
 import argparse
@@ -37,7 +37,9 @@ QUICKSTART = "quickstart"
 TRAIN_FILES = "data.train_files"
 _VAL_FILES, _TEST_FREQ = "data.val_files", "trainer.test_freq"
 _MODELS = ("actor_rollout_ref.model.path", "model.path")
-_BUNDLED = "bundled:"
+_BUILT_IN = ("bundled:", "reasoning_gym:")
+_OF_ITS_ROWS = ("data.max_prompt_length", "trainer.experiment_name", _TEST_FREQ)
+"""Keys whose value in the quickstart suits its rows alone."""
 _NEEDS_GRAMMAR = frozenset("[]{}'\"$,()")
 _PARSER = OverridesParser.create()
 _BESIDE_THE_PROGRAM = ("config", "./config")
@@ -232,12 +234,10 @@ def _compose_values(
         del values[key], origins[key]
     values = _resolve(values, kind, problems)
     rows = leaves(kind.schema)[TRAIN_FILES].plain
-    if (
-        origins.get(_TEST_FREQ) == quickstart
-        and _VAL_FILES not in values
-        and _as_list(values.get(TRAIN_FILES, rows)) != rows
-    ):
-        del values[_TEST_FREQ], origins[_TEST_FREQ]  # its validation rows belong to its training rows
+    if _as_list(values.get(TRAIN_FILES, rows)) != rows:
+        for key in _OF_ITS_ROWS:
+            if origins.get(key) == quickstart and not (key == _TEST_FREQ and _VAL_FILES in values):
+                del values[key], origins[key]
     is_open = composed is not None and all(problem.key != TRAIN_FILES for problem in problems)
     if is_open and TRAIN_FILES not in values and quickstart not in origins.values():
         hint = (
@@ -386,18 +386,23 @@ def _remove(tree: DictConfig, key: str) -> None:
 
 
 def _is_the_quickstarts_task(kind: RunKind[WholeConfig], values: Mapping[str, Any]) -> bool:
-    """Return whether the run names neither a model nor rows other than the quickstart's.
+    """Return whether the run is one of hrl's model on hrl's tasks, with no rows or model of the user's own.
 
     Args:
         kind: Kind of run.
         values: Dotted key → value, without the quickstart's own.
     """
     known = leaves(kind.schema)
-    for key in (*_MODELS, TRAIN_FILES):
-        if key in known and _as_list(values.get(key, known[key].plain)) != _as_list(known[key].plain):
+    for key in _MODELS:
+        if key in known and values.get(key, known[key].plain) != known[key].plain:
             return False
+    trained = _as_list(values.get(TRAIN_FILES, known[TRAIN_FILES].plain))
     held_out = _as_list(values.get(_VAL_FILES) or [])
-    return not isinstance(held_out, list) or all(str(source).startswith(_BUNDLED) for source in held_out)
+    if not isinstance(trained, list):
+        return False
+    return all(str(source).startswith(_BUILT_IN) for source in trained) and (
+        not isinstance(held_out, list) or all(str(source).startswith(_BUILT_IN) for source in held_out)
+    )
 
 
 def _without_its_critic(kind: RunKind[WholeConfig], values: Mapping[str, Any], origins: Mapping[str, str]) -> set[str]:

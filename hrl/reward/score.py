@@ -12,7 +12,15 @@ from typing import Any
 
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX as REASONING_GYM
 from hrl.nearest import nearest
-from hrl.reward.scorers import math_equal, math_graded, math_text, numbers, question_answering, reasoning_gym
+from hrl.reward.scorers import (
+    answer_format,
+    math_equal,
+    math_graded,
+    math_text,
+    numbers,
+    question_answering,
+    reasoning_gym,
+)
 from hrl.reward.scorers.base import Reward, RowError, Scorer
 
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
@@ -20,7 +28,7 @@ _SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", 
 
 SCORERS: dict[str, Scorer] = {
     "numeric": numbers.NUMERIC,
-    "bundled/addition": numbers.NUMERIC,
+    "bundled/addition": answer_format.in_format(numbers.NUMERIC),
     "gsm8k": numbers.GSM8K,
     "openai/gsm8k": numbers.GSM8K,
     "gsm8k_flexible": numbers.GSM8K_FLEXIBLE,

@@ -52,7 +52,8 @@ def test_the_quickstart_takes_recipes_placements_and_values(given):
         [OWN],
         [MODEL, OWN],
         [MODEL, "data.train_files=bundled:addition/train"],
-        ["data.train_files=reasoning_gym:chain_sum?size=9"],
+        [MODEL, "data.train_files=reasoning_gym:chain_sum?size=9"],
+        ["data.train_files=[bundled:addition/train,rows.jsonl]"],
         ["data.train_files=bundled:addition/train", "data.val_files=held_out.jsonl"],
     ],
     ids=" ".join,
@@ -64,6 +65,16 @@ def test_nothing_of_it_reaches_a_task_of_ones_own(task):
     }
     assert config.trainer.experiment_name == "ppo"
     assert set(config.origins.values()) == {YOURS, "placement=colocated"}
+
+
+@pytest.mark.parametrize("task", ["reasoning_gym:chain_sum?size=9", "bundled:addition/train?answer=tags"])
+def test_another_task_of_hrl_has_its_learning_rate_and_batch_and_not_its_rows(task):
+    config = compose_cli([f"data.train_files={task}"])
+    assert (config.data.train_batch_size, config.actor_rollout_ref.actor.optim.lr) == (8, 2e-5)
+    assert (config.data.max_prompt_length, config.trainer.experiment_name) == (512, "ppo")
+    assert (config.data.val_files, config.trainer.test_freq) == ([], -1)
+    held_out = compose_cli([f"data.train_files={task}", f"data.val_files={task}&seed=2"])
+    assert held_out.trainer.test_freq == 5
 
 
 @EVERY_KIND

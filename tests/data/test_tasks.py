@@ -1,10 +1,9 @@
-import itertools
-
 import pytest
 
 from hrl.data.tasks import bundled_rows
 from hrl.data.tasks.addition import held_out
-from hrl.data.tasks.reasoning_gym import parse_address, reasoning_gym_rows
+from hrl.data.tasks.answer_format import FORMATS, PLAIN, TAGS, chat
+from hrl.data.tasks.reasoning_gym import create_dataset, datasets, parameters_at, parse_address, reasoning_gym_rows
 from hrl.errors import DatasetError
 
 
@@ -27,17 +26,19 @@ def test_a_held_out_sum_is_held_out_in_both_orders():
 
 
 def test_unknown_tasks_and_splits_are_named():
-    with pytest.raises(DatasetError, match="unknown bundled task 'adition'.*there is: addition"):
+    with pytest.raises(DatasetError, match="unknown bundled task 'adition'.*Did you mean addition"):
         bundled_rows("adition/train")
+    with pytest.raises(DatasetError, match="There is: addition, addition_answers"):
+        bundled_rows("sorting/train")
     with pytest.raises(DatasetError, match="unknown split 'test'.*train, val, all"):
         bundled_rows("addition/test")
 
 
 def test_an_address_holds_parameters_as_json():
-    assert parse_address("chain_sum?size=3&max_terms=4&flag=true&name=x") == (
-        "chain_sum",
-        {"size": 3, "seed": 1, "max_terms": 4, "flag": True, "name": "x"},
-    )
+    asked = parse_address("chain_sum?size=3&max_terms=4&flag=true&name=x&answer=tags&level=null")
+    assert (asked.name, asked.form, asked.credit, asked.level) == ("chain_sum", TAGS, TAGS.credit, None)
+    assert asked.parameters == {"size": 3, "seed": 1, "max_terms": 4, "flag": True, "name": "x"}
+    assert parse_address("chain_sum").form is PLAIN
 
 
 def test_generated_rows_are_the_same_in_every_process():
@@ -46,11 +47,84 @@ def test_generated_rows_are_the_same_in_every_process():
     assert first == second
     assert first[0]["data_source"] == "reasoning_gym/word_ladder"
     assert first[0]["reward_model"]["ground_truth"]["question"] in first[0]["prompt"][0]["content"]
-    assert len(set(itertools.chain(*(row["extra_info"]["parameters"] for row in first)))) == 2
+    assert first[0]["extra_info"]["parameters"] | {"size": 2, "seed": 5} == first[1]["extra_info"]["parameters"]
 
 
 def test_a_wrong_address_is_refused():
-    with pytest.raises(DatasetError, match=r"can't make 'reasoning_gym:chain_sum\?siz=3': .*refuses.*siz"):
+    with pytest.raises(DatasetError, match=r"make 'reasoning_gym:chain_sum\?siz=3': .*'siz'. Did you mean size\?"):
         reasoning_gym_rows("chain_sum?siz=3")
-    with pytest.raises(DatasetError, match="is not <dataset>"):
+    with pytest.raises(DatasetError, match=r"does not end in \?name=value"):
         reasoning_gym_rows("chain_sum?=&&")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("answer=tag", "Did you mean tags"),
+        ("answer=json", "There are plain, tags, boxed"),
+        ("answer=tags&format_credit=1", "from 0 to below 1"),
+        ("level=hard", "level=hard .* a number from 0, or null"),
+        ("shots=-1", "from 0 to 8"),
+    ],
+)
+def test_a_wrong_option_is_told_before_rows_are_made(wrong, told):
+    with pytest.raises(DatasetError, match=told):
+        parse_address(f"chain_sum?{wrong}")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ("chain_sums", "no dataset 'chain_sums'. Did you mean chain_sum"),
+        ("addition_of_frogs", "hrl tasks"),
+        ("gsm_symbolic?level=0", "gsm_symbolic has no curriculum"),
+        ("chain_sum?min_digits=3", "max_digits must be >= min_digits"),
+    ],
+)
+def test_what_a_dataset_refuses_is_told(wrong, told):
+    asked = parse_address(wrong)
+    with pytest.raises(DatasetError, match=told):
+        create_dataset(asked.name, parameters_at(asked))
+
+
+def test_without_a_level_questions_are_those_of_the_first_one():
+    easiest = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "size": 1000, "seed": 1}
+    assert parameters_at(parse_address("chain_sum")) == easiest
+    assert parameters_at(parse_address("chain_sum?max_terms=3"))["max_terms"] == 3
+    assert parameters_at(parse_address("chain_sum?level=1")) == {**easiest, "max_terms": 3, "max_digits": 2}
+    assert parameters_at(parse_address("chain_sum?level=null")) == {"size": 1000, "seed": 1}
+    assert parameters_at(parse_address("gsm_symbolic")) == {"size": 1000, "seed": 1}
+
+
+def test_every_dataset_is_made_by_its_name_alone():
+    for name in datasets():
+        if name not in ("sokoban", "composite"):  # takes seconds; needs the names of others
+            parameters = parameters_at(parse_address(f"{name}?size=1"))
+            assert create_dataset(name, parameters)[0]["question"], name
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_prompts_ask_for_the_format_and_examples_show_it(form):
+    *shown, asked = chat("1 + 2 =", form, [("2 + 2 =", 4)])
+    assert [turn["role"] for turn in shown] == ["user", "assistant"]
+    assert shown[1]["content"] == form.write(4)
+    assert asked["content"] == f"1 + 2 =\n\n{form.instruction}"
+
+
+def test_no_row_is_its_own_example():
+    rows = list(reasoning_gym_rows("chain_sum?size=200&shots=2&answer=boxed"))
+    for row in rows:
+        *shown, asked = (turn["content"] for turn in row["prompt"])
+        assert len(shown) == 4 and asked not in shown
+    assert rows[0]["extra_info"]["answer_format"] == "boxed"
+    assert rows[0]["answer"] == rows[0]["reward_model"]["ground_truth"]["answer"]
+
+
+def test_sums_take_an_answer_format():
+    (row, *_) = bundled_rows("addition/val?answer=tags")
+    assert row["prompt"][0]["content"].endswith(TAGS.instruction)
+    assert row["extra_info"] == {"index": 0, "answer_format": "tags", "format_credit": TAGS.credit}
+    with pytest.raises(DatasetError, match="no option 'answr'. Did you mean answer"):
+        bundled_rows("addition/val?answr=tags")
+    with pytest.raises(DatasetError, match="takes no options"):
+        bundled_rows("addition_pairs/val?answer=tags")

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from hrl.data.tasks import addition
+from hrl.data.tasks.answer_format import options_in, take_format
 from hrl.errors import DatasetError
+from hrl.nearest import did_you_mean
 
 _TASKS = {
     "addition": addition.rows,
@@ -16,12 +18,23 @@ _TASKS = {
 
 
 def bundled_rows(name: str) -> Iterator[dict[str, Any]]:
-    """Return the rows of `<task>/<split>`.
+    """Return the rows of `<task>/<split>`; `addition` also takes options, as in `addition/train?answer=tags`.
 
     Raises:
-        DatasetError: No such task or split.
+        DatasetError: No such task, split or option.
     """
-    task, _, split = name.partition("/")
+    path, _, query = name.partition("?")
+    task, _, split = path.partition("/")
     if task not in _TASKS:
-        raise DatasetError(f"unknown bundled task {task!r} in 'bundled:{name}'; there is: {', '.join(sorted(_TASKS))}")
-    return _TASKS[task](split)
+        hint = did_you_mean(task, _TASKS, f"There is: {', '.join(sorted(_TASKS))}.")
+        raise DatasetError(f"unknown bundled task {task!r} in 'bundled:{name}'. {hint}")
+    if not query:
+        return _TASKS[task](split)
+    if task != "addition":
+        raise DatasetError(f"bundled:{task} takes no options, and 'bundled:{name}' has {query!r}")
+    options = options_in(query, f"bundled:{name}")
+    form = take_format(options, f"bundled:{name}")
+    if options:
+        hint = did_you_mean(next(iter(options)), ("answer", "format_credit"), "There are answer and format_credit.")
+        raise DatasetError(f"bundled:{task} has no option {next(iter(options))!r}. {hint}")
+    return addition.rows(split, *form)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
+from hrl.data.tasks.answer_format import PLAIN, AnswerFormat, format_info
 from hrl.errors import DatasetError
 
 DATA_SOURCE = "bundled/addition"
@@ -33,8 +34,13 @@ def held_out() -> frozenset[tuple[int, int]]:
     return frozenset(order for a, b in chosen for order in ((a, b), (b, a)))
 
 
-def rows(split: str) -> Iterator[dict[str, Any]]:
+def rows(split: str, form: AnswerFormat = PLAIN, credit: float = 0.0) -> Iterator[dict[str, Any]]:
     """Return the prompts of a split: `train` (65), `val` (16) or `all` (81).
+
+    Args:
+        split: The split.
+        form: How answers are to be written.
+        credit: Score of a wrong answer in that format.
 
     Raises:
         DatasetError: No such split.
@@ -42,9 +48,9 @@ def rows(split: str) -> Iterator[dict[str, Any]]:
     return (
         {
             "data_source": DATA_SOURCE,
-            "prompt": _prompt(a, b),
+            "prompt": _prompt(a, b, form),
             "reward_model": {"style": "rule", "ground_truth": str(a + b)},
-            "extra_info": {"index": index},
+            "extra_info": {"index": index} | format_info(form, credit),
         }
         for index, (a, b) in enumerate(_sums(split))
     )
@@ -88,8 +94,9 @@ def _sums(split: str) -> list[tuple[int, int]]:
     return [s for s in sums if split == "all" or (s in kept_back) == (split == "val")]
 
 
-def _prompt(a: int, b: int) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"What is {a} + {b}? Answer with the final number only."}]
+def _prompt(a: int, b: int, form: AnswerFormat = PLAIN) -> list[dict[str, str]]:
+    instruction = "Answer with the final number only." if form is PLAIN else form.instruction
+    return [{"role": "user", "content": f"What is {a} + {b}? {instruction}"}]
 
 
 def _answer(number: int) -> list[dict[str, str]]:

@@ -3,25 +3,69 @@
 Rows are generated from the seed. Each has its whole entry as the ground truth, and the dataset's own scorer scores the
 answer (`hrl.reward.scorers.reasoning_gym`). Several generators iterate over sets of strings, whose order differs
 between processes, so the rows are generated in a child process with a fixed hash seed.
+
+Besides parameters of the dataset, an address takes options of hrl (`OPTIONS`): how answers are written, and how hard
+the questions are. Without `level` they are those of the first level of the dataset's own curriculum, which suit small
+models; `level=null` stands for the parameters that the package itself would take.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qsl
 
+from hrl.data.tasks.answer_format import PLAIN, AnswerFormat, chat, format_info, options_in, take_format
 from hrl.errors import DatasetError
+from hrl.nearest import did_you_mean
 from hrl.processes.child_environment import child_environment
 from hrl.processes.plain_data import from_plain, to_plain
 
 DATA_SOURCE_PREFIX = "reasoning_gym/"
+OPTIONS: Mapping[str, str] = {
+    "answer": "plain, tags or boxed: how the answer is to be written",
+    "format_credit": "score of a wrong answer in tags or in a box",
+    "level": "of the dataset's curriculum, from 0; null for the package's own parameters",
+    "shots": "solved examples before the question",
+    "size": "rows",
+    "seed": "other rows",
+}
+"""What an address takes beside the dataset's parameters."""
 _DEFAULT_SIZE = 1000
 _DEFAULT_SEED = 1
-_INSTRUCTION = "\n\nWrite your final answer between <answer> and </answer>."
+_FIRST_LEVEL = 0
+_MOST_SHOTS = 8
+_SHOTS_SEED = 1_000_003
+"""Added to the seed of the rows for the examples, so that no row is its own example."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """What `<dataset>?…` asks for.
+
+    Attributes:
+        text: The address.
+        name: The dataset.
+        form: How answers are written.
+        credit: Score of a wrong answer in that format.
+        level: Level of the curriculum; None for the package's own parameters.
+        is_level_given: Whether the address names it.
+        shots: Number of solved examples.
+        parameters: Parameters of the dataset that the address gives, with size and seed.
+    """
+
+    text: str
+    name: str
+    form: AnswerFormat = PLAIN
+    credit: float = 0.0
+    level: int | None = _FIRST_LEVEL
+    is_level_given: bool = False
+    shots: int = 0
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def reasoning_gym_rows(address: str, *, timeout_s: float = 600.0) -> Iterator[dict[str, Any]]:
@@ -30,7 +74,7 @@ def reasoning_gym_rows(address: str, *, timeout_s: float = 600.0) -> Iterator[di
     Raises:
         DatasetError: The dataset is unknown, has no such parameter, refuses a value, or takes too long.
     """
-    name, parameters = parse_address(address)
+    asked = parse_address(address)
     command = [sys.executable, "-W", "ignore", "-m", "hrl.data.tasks.reasoning_gym", address]
     environment = child_environment(PYTHONHASHSEED="0")
     try:
@@ -40,18 +84,31 @@ def reasoning_gym_rows(address: str, *, timeout_s: float = 600.0) -> Iterator[di
     if done.returncode != 0:
         reason = done.stderr.decode("utf-8", "replace").strip().splitlines()
         raise DatasetError(f"can't make 'reasoning_gym:{address}': {reason[-1] if reason else done.returncode}")
-    entries = (from_plain(json.loads(line)) for line in done.stdout.decode("utf-8").splitlines())
-    return (_row(name, parameters, index, entry) for index, entry in enumerate(entries))
+    head, *lines = done.stdout.decode("utf-8").splitlines()
+    made = json.loads(head)
+    examples = [(example["question"], example["answer"]) for example in made["examples"]]
+    entries = (from_plain(json.loads(line)) for line in lines)
+    return (_row(asked, made["parameters"], examples, index, entry) for index, entry in enumerate(entries))
 
 
-def parse_address(address: str) -> tuple[str, dict[str, Any]]:
-    """Split `chain_sum?size=10&max_terms=3` into the name and the parameters; values are JSON or plain strings."""
+def parse_address(address: str) -> Address:
+    """Read `chain_sum?size=10&answer=tags&max_terms=3`; values are JSON or plain strings.
+
+    Raises:
+        DatasetError: It is no address, or an option has a value that it can't have.
+    """
     name, _, query = address.partition("?")
-    try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
-    except ValueError as error:
-        raise DatasetError(f"'reasoning_gym:{address}' is not <dataset>?name=value&name=value: {error}") from error
-    return name, {"size": _DEFAULT_SIZE, "seed": _DEFAULT_SEED} | {key: _value(text) for key, text in pairs}
+    text = f"reasoning_gym:{address}"
+    given = options_in(query, text)
+    is_level_given = "level" in given
+    form, credit = take_format(given, text)
+    level, shots = given.pop("level", _FIRST_LEVEL), given.pop("shots", form.shots)
+    if not (level is None or _is_count(level)):
+        raise DatasetError(f"level={level} in {text!r} must be a number from 0, or null for no level")
+    if not _is_count(shots) or shots > _MOST_SHOTS:
+        raise DatasetError(f"shots={shots} in {text!r} must be a number from 0 to {_MOST_SHOTS}")
+    parameters = {"size": _DEFAULT_SIZE, "seed": _DEFAULT_SEED} | given
+    return Address(address, name, form, credit, level, is_level_given, shots, parameters)
 
 
 def create_dataset(name: str, parameters: Mapping[str, Any]) -> Any:
@@ -60,38 +117,128 @@ def create_dataset(name: str, parameters: Mapping[str, Any]) -> Any:
     Raises:
         DatasetError: The package is missing, or the dataset or its parameters are wrong.
     """
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise DatasetError(f"'reasoning_gym:{name}' needs a package: pip install reasoning-gym ({error})") from error
-    if name not in DATASETS:
-        raise DatasetError(f"reasoning-gym has no dataset {name!r}; it has: {', '.join(sorted(DATASETS))}")
+    known = datasets()
+    if name not in known:
+        hint = did_you_mean(name, known, "`hrl tasks` lists them.")
+        raise DatasetError(f"reasoning-gym has no dataset {name!r}. {hint}")
+    unknown = [parameter for parameter in parameters if parameter not in parameters_of(name)]
+    if unknown:
+        there = [*OPTIONS, *(one for one in parameters_of(name) if one not in OPTIONS)]
+        hint = did_you_mean(unknown[0], there, f"There are {', '.join(there)}.")
+        raise DatasetError(f"{name} has no parameter {unknown[0]!r}. {hint}")
+    import reasoning_gym
+
     try:
         return reasoning_gym.create_dataset(name, **parameters)
     except (TypeError, ValueError, AssertionError) as error:
-        raise DatasetError(f"reasoning-gym's {name} refuses {dict(parameters)}: {error}") from error
+        shown = {key: value for key, value in parameters.items() if key not in ("size", "seed")}
+        raise DatasetError(f"{name} refuses {shown}: {error}") from error
 
 
-def _value(text: str) -> Any:
+def datasets() -> list[str]:
+    """Return the names of all datasets.
+
+    Raises:
+        DatasetError: The package is missing.
+    """
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
-        return text
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise DatasetError(f"tasks of reasoning_gym: need a package: pip install reasoning-gym ({error})") from error
+    return sorted(DATASETS)
 
 
-def _row(name: str, parameters: Mapping[str, Any], index: int, entry: dict[str, Any]) -> dict[str, Any]:
+def parameters_of(name: str) -> dict[str, Any]:
+    """Return the parameters of a dataset with the package's defaults."""
+    from reasoning_gym.factory import DATASETS
+
+    config = DATASETS[name][1]
+    return {field.name: _default_of(field) for field in dataclasses.fields(config)}
+
+
+def parameters_at(asked: Address) -> dict[str, Any]:
+    """Return what a dataset is made with: the values of the level, and those of the address on top.
+
+    Without `level`, a dataset that has no curriculum, or whose first level makes no rows, has the package's values.
+
+    Raises:
+        DatasetError: The address names a level, and the dataset has none.
+    """
+    from reasoning_gym.factory import CURRICULA, create_curriculum
+
+    given = dict(asked.parameters)
+    if asked.level is None or asked.name not in CURRICULA:
+        if asked.is_level_given and asked.level is not None:
+            raise DatasetError(f"{asked.name} has no curriculum, so it has no level={asked.level}")
+        return given
+    curriculum = create_curriculum(asked.name)
+    curriculum.set_global_level(asked.level)
+    config = curriculum.generate_configuration()
+    names = [
+        field
+        for one in curriculum.attributes.values()
+        for field in (getattr(one, name, None) for name in ("field_name", "lower_field_name", "upper_field_name"))
+        if field is not None
+    ]
+    of_level = {name: getattr(config, name) for name in names}
+    return of_level | given if asked.is_level_given or _is_valid(config) else given
+
+
+def _is_valid(config: Any) -> bool:
+    try:
+        getattr(config, "validate", lambda: None)()
+    except (AssertionError, ValueError):
+        return False
+    return True
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _row(
+    asked: Address,
+    parameters: Mapping[str, Any],
+    examples: Sequence[tuple[str, str]],
+    index: int,
+    entry: dict[str, Any],
+) -> dict[str, Any]:
+    shown = [example for example in examples if example[0] != entry["question"]][: asked.shots]
     return {
-        "data_source": DATA_SOURCE_PREFIX + name,
-        "prompt": [{"role": "user", "content": entry["question"] + _INSTRUCTION}],
+        "data_source": DATA_SOURCE_PREFIX + asked.name,
+        "prompt": chat(entry["question"], asked.form, shown),
+        "answer": entry["answer"],
         "reward_model": {"style": "rule", "ground_truth": entry},
-        "extra_info": {"index": index, "parameters": dict(parameters)},
+        "extra_info": {
+            "index": index,
+            "parameters": dict(parameters),
+            **format_info(asked.form, asked.credit),
+        },
     }
 
 
 def _main(address: str) -> None:
-    """Write the entries of `address` to stdout, one JSON object a line."""
-    dataset = create_dataset(*parse_address(address))
+    """Write the parameters and examples of `address` to stdout, and then its entries, one JSON object a line."""
+    asked = parse_address(address)
+    if asked.name not in datasets():
+        create_dataset(asked.name, {})  # says what there is
+    parameters = parameters_at(asked)
+    dataset = create_dataset(asked.name, parameters)
+    examples: list[dict[str, Any]] = []
+    if asked.shots:
+        others = parameters | {"seed": parameters["seed"] + _SHOTS_SEED, "size": asked.shots + 1}
+        examples = list(create_dataset(asked.name, others))
+    head = {
+        "parameters": parameters,
+        "examples": [{key: one[key] for key in ("question", "answer")} for one in examples],
+    }
+    sys.stdout.write(json.dumps(to_plain(head, "parameters")) + "\n")
     for index in range(len(dataset)):
         sys.stdout.write(json.dumps(to_plain(dataset[index], "entry")) + "\n")
 

@@ -87,12 +87,21 @@ def _read_number(data_source: str, ground_truth: Any, extra_info: Mapping[str, A
     return number
 
 
-def _score_numeric(text: str, truth: Decimal) -> float:
+def final_number(text: str) -> Decimal | None:
+    """Return the number that a text gives as its answer: the explicit one, or the one that it concludes with.
+
+    None if there is none, or if explicit answers differ.
+    """
     text = after_thinking(text)
     answers = explicit_answers(text) or hashed_answers(text)
     if not answers:
-        return float(concluded_number(text) == truth)
-    return all_right(answers, lambda answer: single_number(answer) == truth)
+        return concluded_number(text)
+    numbers = {single_number(answer) for answer in answers}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def _score_numeric(text: str, truth: Decimal) -> float:
+    return float(final_number(text) == truth)
 
 
 def _score_hashes(text: str, truth: Decimal) -> float:

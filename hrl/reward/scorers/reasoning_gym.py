@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+from hrl.data.tasks.answer_format import TAGS, AnswerFormat, format_of_row
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX, create_dataset
-from hrl.reward.scorers.base import RowError, Scorer
-from hrl.reward.scorers.final_answer import after_thinking, tagged_answers
+from hrl.reward.scorers.answer_format import read_answer, with_credit
+from hrl.reward.scorers.base import Reward, RowError, Scorer
 
 _ARITHMETIC = re.compile(r"[0-9+\-*/().\s]{1,200}")
 _FORMULA = re.compile(r"[0-9A-Za-z+\-*/().\s]{1,1000}")
@@ -71,12 +72,6 @@ GRAMMARS: dict[str, Callable[[str], bool]] = {
 """Datasets whose scorers evaluate the answer. A test compares this with the source of the installed package."""
 
 
-def extract_answer(text: str) -> str | None:
-    """Return the stripped content of `<answer>…</answer>`; `None` if there is none, or if several differ."""
-    found = tagged_answers(after_thinking(text))
-    return found[0] if len(found) == 1 else None
-
-
 @dataclass(frozen=True)
 class Task:
     """The task that an answer is scored by.
@@ -85,11 +80,15 @@ class Task:
         dataset: The dataset of reasoning-gym, which has the scorer.
         entry: The dataset's entry for this row.
         allows: Returns whether an answer matches the dataset's grammar; None if any answer is safe.
+        form: How the answer was asked for.
+        credit: Score of a wrong answer in that format.
     """
 
     dataset: Any
     entry: dict[str, Any]
     allows: Callable[[str], bool] | None
+    form: AnswerFormat = TAGS
+    credit: float = 0.0
 
 
 def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Task:
@@ -106,19 +105,29 @@ def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]
         )
     name = data_source.removeprefix(DATA_SOURCE_PREFIX)
     dataset = _dataset(name, json.dumps(extra_info["parameters"], sort_keys=True))
-    return Task(dataset, dict(ground_truth), GRAMMARS.get(name))
+    return Task(dataset, dict(ground_truth), GRAMMARS.get(name), *format_of_row(extra_info, TAGS))
 
 
-def score(text: str, task: Task) -> float:
-    """Return the task's own score, 0 to 1, of the answer in `text`; 0 if the right answer has other text around it.
+def score(text: str, task: Task) -> Reward:
+    """Score the answer in `text`.
+
+    A format with a credit gives it for any answer in the format, and the rest of 1 by the task's own score; both are
+    parts of the reward then, `format` and `correct`.
+    """
+    answer = read_answer(text, task.form, task.entry.get("answer"))
+    correct = 0.0 if answer is None else score_answer(answer, task)
+    return correct if task.credit == 0 else with_credit(correct, answer is not None, task.credit)
+
+
+def score_answer(answer: str, task: Task) -> float:
+    """Return the task's own score of an answer, 0 to 1; 0 if the right answer has other text around it.
 
     An answer that the scorer fails on scores 0, provided that the scorer handles the row's own answer.
 
     Raises:
         RowError: The row's own answer can't be scored either.
     """
-    answer = extract_answer(text)
-    if answer is None or (task.allows is not None and not task.allows(answer)):
+    if task.allows is not None and not task.allows(answer):
         return 0.0
     try:
         value = float(task.dataset.score_answer(answer, dict(task.entry)))
@@ -152,4 +161,4 @@ def _dataset(name: str, parameters: str) -> Any:
     return create_dataset(name, json.loads(parameters))
 
 
-REASONING_GYM = Scorer("the dataset's own rule for the text in <answer>…</answer>", read_task, score, load=_import)
+REASONING_GYM = Scorer("the dataset's own rule for the answer", read_task, score, load=_import)

@@ -5,11 +5,12 @@ import warnings
 
 import pytest
 
+from hrl.data.tasks.answer_format import FORMATS
+from hrl.data.tasks.reasoning_gym import create_dataset, datasets, parameters_at, parse_address
 from hrl.reward.score import compute_score
 from hrl.reward.scorers.base import RowError
 from hrl.reward.scorers.reasoning_gym import (
     GRAMMARS,
-    extract_answer,
     is_arithmetic,
     is_formula,
     is_literal_or_words,
@@ -81,11 +82,40 @@ def test_the_right_answer_scores_1_and_nonsense_does_not(name):
         assert compute_score(source, nonsense, entry, info) <= 0.05
 
 
-def test_a_single_answer_counts_and_only_outside_of_the_reasoning():
-    assert extract_answer("<think><answer>1</answer></think> <answer> 2 </answer><answer>2</answer>") == "2"
-    assert extract_answer("<answer>1</answer> no <answer> 2 </answer>") is None
-    assert extract_answer("<think><answer>2</answer>") is None
-    assert extract_answer("2") is None
+def test_a_format_with_credit_pays_for_the_format_and_the_rest_for_the_answer():
+    entry, info = _entry("chain_sum"), {"parameters": {"size": 1, "seed": 3}}
+    info |= {"answer_format": "boxed", "format_credit": 0.2}
+    source, right = "reasoning_gym/chain_sum", entry["answer"]
+    scored = {text: compute_score(source, text, entry, info) for text in (rf"\boxed{{{right}}}", r"\boxed{x}", right)}
+    assert list(scored.values()) == [
+        {"score": 1.0, "correct": 1.0, "format": 1.0},
+        {"score": 0.2, "correct": 0.0, "format": 1.0},
+        {"score": 0.0, "correct": 0.0, "format": 0.0},
+    ]
+
+
+def test_a_plain_answer_is_a_number_or_a_sentence():
+    entry = _entry("chain_sum")
+    info = {"parameters": {"size": 1, "seed": 3}, "answer_format": "plain", "format_credit": 0.0}
+    right = entry["answer"]
+    for text in (right, f"The answer is {right}.", rf"\boxed{{{right}}}", f"<answer>{right}</answer>"):
+        assert compute_score("reasoning_gym/chain_sum", text, entry, info) == 1.0
+    for text in ("", "frog", f"{right} or {right}1", f"1{right}"):
+        assert compute_score("reasoning_gym/chain_sum", text, entry, info) == 0.0
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_every_datasets_own_answer_scores_1_in_every_format(form):
+    for name in datasets():
+        if name in ("sokoban", "composite"):  # takes seconds; needs the names of others
+            continue
+        parameters = parameters_at(parse_address(f"{name}?size=1&seed=4"))
+        entry = create_dataset(name, parameters)[0]
+        if entry["answer"] is None:
+            continue
+        info = {"parameters": parameters, "answer_format": form.name, "format_credit": 0.0}
+        scored = compute_score(f"reasoning_gym/{name}", form.write(entry["answer"]), entry, info)
+        assert scored == pytest.approx(1.0), name
 
 
 def test_a_right_answer_among_others_is_not_paid_by_its_share_of_the_text():
