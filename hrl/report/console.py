@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hrl.report.first_look import FirstLook
 from hrl.report.phases import LABELS
 from hrl.report.run_folder import RolloutKind, json_line
 from hrl.report.samples import (
@@ -224,6 +225,10 @@ class RunConsole:
         """Show a remark about the run."""
         self._line(printable(text, limit=4000))
 
+    def first_look(self, look: FirstLook) -> None:
+        """Show what the first samples say: a line, or one of them and what to try if there is nothing to learn."""
+        self.banner(f"first look: {look.headline}", look.facts)
+
     @contextmanager
     def step_phases(self, step: int) -> Iterator[None]:
         """Show the phases of a step on a terminal for the duration of the block."""
@@ -280,9 +285,9 @@ class RunConsole:
 class JsonConsole:
     """Writes a run for programs: one JSON object per line on standard output, and nothing else there.
 
-    Every object has a `time` (UTC, ISO 8601) and an `event`: `banner`, `note`, `step`, `validation`, `rollouts` or
-    `before_and_after`. The metrics of a step are added under their names in `metrics.jsonl`. Lines are ASCII, so a
-    model's text can neither break a line nor control a terminal.
+    Every object has a `time` (UTC, ISO 8601) and an `event`: `banner`, `note`, `first_look`, `step`, `validation`,
+    `rollouts` or `before_and_after`. The metrics of a step are added under their names in `metrics.jsonl`. Lines are
+    ASCII, so a model's text can neither break a line nor control a terminal.
 
     Args:
         total_steps: Steps of the run.
@@ -300,6 +305,10 @@ class JsonConsole:
     def note(self, text: str) -> None:
         """Write a remark about the run."""
         self._write("note", text=text)
+
+    def first_look(self, look: FirstLook) -> None:
+        """Write what the first samples say."""
+        self._write("first_look", **look.as_dict())
 
     def step_phases(self, step: int) -> AbstractContextManager[None]:
         """Do nothing; a step's metrics have the seconds of its phases."""

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from hrl.config.trainer import RunConfig
 from hrl.report.console import Display
+from hrl.report.first_look import FirstLook
 from hrl.report.html_report import REWARD, Curve, Outcome, write_html_report, write_reward_curve
 from hrl.report.phases import Tokens, timing_metrics
 from hrl.report.run_folder import RunFolder
@@ -133,6 +134,11 @@ class RunReporter:
         self.console.step(step, metrics)
         if step == self.console.total_steps:  # before the last step, the step's line has the score
             self.console.validation(step, metrics)
+
+    def first_look(self, look: FirstLook) -> None:
+        """Show what the first samples say, and write it to the run folder."""
+        self.folder.write_first_look(look.as_dict())
+        self.console.first_look(look)
 
     def samples(self, step: int, samples: Sequence[Sample], *, show: bool) -> None:
         """Write the samples of a step to the run folder; with `show`, also show the best, the median and the worst."""

@@ -29,6 +29,7 @@ _OUTPUTS = (
     "metrics.jsonl",
     "config.yaml",
     "environment.json",
+    "first_look.json",
     "rollouts",
     "nonfinite",
     "reward_curve.png",
@@ -96,6 +97,11 @@ class RunFolder:
         text = json.dumps(describe_environment(), indent=2) + "\n"
         with writing_to(self.path):
             return write_text(self.path / "environment.json", text)
+
+    def write_first_look(self, look: Mapping[str, Any]) -> Path:
+        """Write what the first samples say to `first_look.json`."""
+        with writing_to(self.path):
+            return write_text(self.path / "first_look.json", json_line(look))
 
     def write_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add the metrics of a step to `metrics.jsonl`; an existing record of the step is updated.

@@ -175,6 +175,12 @@ def question(record: Sample) -> str:
     return str(record.get("question", record["prompt"]))
 
 
+def expected(record: Sample) -> Any:
+    """Return the right answer of a sample, None if unknown; the ground truth of some tasks is a whole entry."""
+    truth = record.get("ground_truth")
+    return truth.get("answer", truth) if isinstance(truth, Mapping) else truth
+
+
 def readable(text: str) -> str:
     """Spell out all control, escape and direction characters of a text, to make it safe to show."""
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
@@ -188,7 +194,7 @@ def sample_facts(record: Sample) -> list[tuple[str, str]]:
         "tokens": _fact(record.get("response_length"), ".0f"),
         "ended by": record.get("finish_reason"),
         **{name: _fact(part, ".4g") for name, part in record.get("reward_parts", {}).items()},
-        "truth": record.get("ground_truth"),
+        "truth": expected(record),
     }
     return [(name, str(fact)) for name, fact in facts.items() if fact is not None]
 

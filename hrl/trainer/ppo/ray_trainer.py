@@ -14,6 +14,7 @@ from hrl.batching.planner import plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
+from hrl.report.first_look import first_look
 from hrl.report.samples import rollout_records
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.ppo.advantage import (
@@ -114,6 +115,8 @@ class RayPPOTrainer(TrainingLoop):
         with self.phase("reward"):
             batch = self.compute_reward(batch, metrics)
         batch = self.on_batch_scored(batch, metrics)
+        if self.global_steps == 1:
+            self.reporter.first_look(first_look(rollout_records(batch, self.tokenizer), self.config))
         if may_refill:
             batch = self.refill(batch, metrics)
             self.workers.rollout.sleep_rollout()

@@ -59,6 +59,17 @@ def test_samples_are_shown_every_so_many_steps(tmp_path: Path, freq: int, shown_
     assert [step for step in (1, 2) if f"samples of step {step}" in driver.shown] == shown_at
 
 
+def test_the_first_samples_are_looked_at_before_anything_is_learnt_and_only_once(tmp_path: Path) -> None:
+    driver = Driver(tmp_path)
+    done: list[str] = []
+    shown = driver.trainer.reporter.console.first_look
+    driver.trainer.reporter.console.first_look = lambda look: (done.extend(driver.workers.done), shown(look))  # type: ignore[method-assign,assignment,func-returns-value]
+    driver.fit()
+    assert "generate" in done and "update actor" not in done
+    assert driver.shown.count("first look: ") == 1
+    assert json.loads((tmp_path / "first_look.json").read_text())["finding"]
+
+
 def test_validation_by_a_reward_model_alone(tmp_path: Path) -> None:
     driver = Driver(tmp_path, *MODEL_ONLY, scores=None)
     driver.trainer.sync_weights()

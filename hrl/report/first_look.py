@@ -1,0 +1,155 @@
+"""The first look: whether there is anything to learn from the first samples of a run, before anything is learnt.
+
+A run whose samples all score the same teaches nothing, and its curve is a flat line that says nothing about why. The
+samples of the first step say it at once, and cost nothing extra.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from hrl.config.arithmetic import count
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.report.samples import Sample, expected, number, question
+
+_MANY = 0.5
+"""The share of samples from which on something is worth a remark."""
+_RIGHT = 1.0
+
+
+class Finding(StrEnum):
+    """What there is to learn."""
+
+    UNSCORED = "no sample has a score"
+    NOTHING_RIGHT = "no sample scores above 0"
+    ALL_RIGHT = "every sample has the full score"
+    ALIKE = "the answers to each prompt score alike"
+    SOMETHING = "there is something to learn"
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """What the samples of the first step say.
+
+    Attributes:
+        finding: What there is to learn.
+        headline: That in a sentence, with the counts.
+        example: One of the samples; None if there is something to learn.
+        advice: What to try, a sentence each; empty if there is something to learn.
+    """
+
+    finding: Finding
+    headline: str
+    example: Sample | None = None
+    advice: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """The example and the advice, label → text."""
+        if self.example is None:
+            return {}
+        example = self.example
+        parts = {name: part for name, part in example.get("reward_parts", {}).items() if part is not None}
+        score = number(example.get("score"), ".3g").strip()
+        shown = {
+            "prompt": question(example),
+            "response": example["response"],
+            "expected": str(expected(example) or ""),
+            "score": ", ".join([score, *(f"{name} {_short(part)}" for name, part in parts.items())]),
+            "ended by": f"{example.get('finish_reason')} after {example.get('response_length', 0):.0f} tokens",
+        }
+        advice = {"to try" if index == 0 else " " * index: text for index, text in enumerate(self.advice)}
+        return {label: text for label, text in shown.items() if text} | advice
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        example = None if self.example is None else dict(self.example)
+        return {"finding": self.finding.name.lower(), "headline": self.headline, "example": example} | {
+            "advice": list(self.advice)
+        }
+
+
+def first_look(samples: Sequence[Sample], config: PPOTrainerConfig) -> FirstLook:
+    """Judge the samples of a step, as `rollout_records` gives them.
+
+    Args:
+        samples: All of them, scored.
+        config: Of the run; names the keys and values of the advice.
+    """
+    scores = [sample["score"] for sample in samples if sample.get("score") is not None]
+    groups: dict[Any, set[float]] = defaultdict(set)
+    for sample in samples:
+        if sample.get("score") is not None:
+            groups[sample.get("uid")].add(sample["score"])
+    with_spread = sum(len(group) > 1 for group in groups.values())
+    above = sum(score > 0 for score in scores)
+    of = f"{len(samples)} samples"
+    if not scores:
+        finding, headline = Finding.UNSCORED, f"none of {of} has a score: the reward function left them all out"
+    elif len(set(scores)) == 1 and scores[0] >= _RIGHT:
+        finding, headline = Finding.ALL_RIGHT, f"all {of} have the score {scores[0]:g}: there is nothing left to learn"
+    elif above == 0 and not with_spread:
+        finding, headline = Finding.NOTHING_RIGHT, f"0 of {of} score above 0: there is nothing to learn from yet"
+    elif not with_spread and config.actor_rollout_ref.rollout.n > 1:
+        finding = Finding.ALIKE
+        headline = f"{above} of {of} score above 0, but the answers to each prompt score alike, so none is preferred"
+    else:
+        mean = sum(scores) / len(scores)
+        spread = f"; the answers to {with_spread} of {count(len(groups), 'prompt')} differ in score"
+        return FirstLook(
+            Finding.SOMETHING,
+            f"{above} of {of} score above 0, {mean:.3g} on average"
+            + (spread if config.actor_rollout_ref.rollout.n > 1 else ""),
+        )
+    return FirstLook(finding, headline, _typical(samples), tuple(_advice(finding, samples, config)))
+
+
+def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfig) -> Iterator[str]:
+    if finding is Finding.UNSCORED:
+        yield "a function that returns None for every sample teaches nothing; let it return a number"
+        return
+    if finding is Finding.ALL_RIGHT:
+        yield "harder rows" + (", e.g. the task's next level (&level=1)" if _is_made(samples) else "")
+        return
+    cut = sum(sample.get("finish_reason") == "length" for sample in samples)
+    if cut >= _MANY * len(samples):
+        limit = config.data.max_response_length
+        yield f"{cut} of {len(samples)} answers were cut off at data.max_response_length={limit}: raise it"
+    empty = sum(not sample["response"].strip() for sample in samples)
+    if empty >= _MANY * len(samples):
+        yield f"{empty} of {len(samples)} answers are empty: does the prompt end where an answer begins?"
+    if finding is Finding.NOTHING_RIGHT:
+        names = [name for name, value in samples[0].get("reward_parts", {}).items() if isinstance(value, int | float)]
+        never = [name for name in names if not any(sample.get("reward_parts", {}).get(name) for sample in samples)]
+        if never and len(never) < len(names):
+            yield f"these parts of the reward are 0 in every sample: {', '.join(never)}"
+        if _is_made(samples) and not _is_plain(config):
+            yield "answer=plain in the task's address, or more shots: the answer's format may be what never comes"
+        yield "show the form of the answer in the prompt, or give part of the score for it"
+        yield "easier rows, or a model that solves some of them: a policy learns only from answers that sometimes score"
+        return
+    yield (
+        "more samples per prompt (actor_rollout_ref.rollout.n), a higher actor_rollout_ref.rollout.temperature, or a "
+        "score with steps between wrong and right"
+    )
+
+
+def _is_made(samples: Sequence[Sample]) -> bool:
+    return str(samples[0].get("data_source")).startswith("reasoning_gym/")
+
+
+def _is_plain(config: PPOTrainerConfig) -> bool:
+    return not any(f"answer={form}" in str(config.data.train_files) for form in ("tags", "boxed"))
+
+
+def _typical(samples: Sequence[Sample]) -> Sample:
+    """Return the first sample that ended by itself, or else the first."""
+    return next((sample for sample in samples if sample.get("finish_reason") == "stop"), samples[0])
+
+
+def _short(value: object) -> str:
+    return f"{value:.3g}" if isinstance(value, int | float) else str(value)[:40]

@@ -1,0 +1,102 @@
+"""The first samples say whether there is anything to learn, with one of them and what to try if not."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from hrl.config import compose_cli
+from hrl.report.console import JsonConsole, RunConsole
+from hrl.report.first_look import Finding, first_look
+from hrl.report.reporter import RunReporter
+from hrl.report.run_folder import RunFolder
+from hrl.trainer.kinds import KINDS
+
+CONFIG = compose_cli([])
+
+
+def samples(*groups, source="sums", **fields):
+    """A group of scores per prompt."""
+    return [
+        {
+            "data_source": source,
+            "uid": str(prompt),
+            "prompt": f"<user>{prompt} + 1 =",
+            "question": f"{prompt} + 1 =",
+            "response": f"answer {number}",
+            "score": score,
+            "finish_reason": "stop",
+            "response_length": 3,
+            "ground_truth": {"question": "…", "answer": str(prompt + 1)},
+            **fields,
+        }
+        for prompt, group in enumerate(groups)
+        for number, score in enumerate(group)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("groups", "finding", "headline"),
+    [
+        (
+            [[0, 1], [0, 0]],
+            Finding.SOMETHING,
+            "1 of 4 samples score above 0, 0.25 on average; the answers to 1",
+        ),
+        ([[0, 0], [0, 0]], Finding.NOTHING_RIGHT, "0 of 4 samples score above 0: there is nothing to learn from yet"),
+        ([[-1, -1], [0, 0]], Finding.NOTHING_RIGHT, "0 of 4 samples score above 0"),
+        ([[-1, 0], [0, 0]], Finding.SOMETHING, "0 of 4 samples score above 0, -0.25 on average"),
+        ([[1, 1], [1, 1]], Finding.ALL_RIGHT, "all 4 samples have the score 1: there is nothing left to learn"),
+        ([[0.1, 0.1], [0.1, 0.1]], Finding.ALIKE, "4 of 4 samples score above 0, but the answers to each prompt"),
+        ([[1, 1], [0, 0]], Finding.ALIKE, "2 of 4 samples score above 0, but the answers to each prompt score alike"),
+        ([[None, None]], Finding.UNSCORED, "none of 2 samples has a score"),
+        ([[None, 0], [0, 0]], Finding.NOTHING_RIGHT, "0 of 4 samples"),
+    ],
+)
+def test_what_there_is_to_learn_is_told_from_scores(groups, finding, headline):
+    look = first_look(samples(*groups), CONFIG)
+    assert look.finding is finding
+    assert look.headline.startswith(headline)
+    assert bool(look.advice) == bool(look.facts) == (finding is not Finding.SOMETHING)
+
+
+def test_one_answer_per_prompt_need_not_differ_from_others():
+    critic = compose_cli(["recipe=ppo", "actor_rollout_ref.rollout.n=1"])
+    assert first_look(samples([1], [0]), critic).finding is Finding.SOMETHING
+
+
+def test_advice_is_about_what_is_seen():
+    cut = first_look(samples([0, 0], finish_reason="length"), CONFIG)
+    assert cut.advice[0] == "2 of 2 answers were cut off at data.max_response_length=32: raise it"
+    assert "empty" in first_look(samples([0, 0], response=" "), CONFIG).advice[0]
+    parts = first_look(samples([0, 0], reward_parts={"format": 0.0, "brevity": 0.4, "pred": "x"}), CONFIG)
+    assert parts.advice[0] == "these parts of the reward are 0 in every sample: format"
+    tags = compose_cli(["data.train_files=reasoning_gym:chain_sum?answer=tags"])
+    assert "answer=plain" in first_look(samples([0, 0], source="reasoning_gym/chain_sum"), tags).advice[0]
+    assert "level=1" in first_look(samples([1, 1], source="reasoning_gym/chain_sum"), tags).advice[0]
+    assert not any("answer=plain" in line for line in first_look(samples([0, 0]), CONFIG).advice)
+
+
+def test_it_is_shown_once_and_kept_in_the_run_folder(tmp_path):
+    shown, lines = io.StringIO(), io.StringIO()
+    look = first_look(samples([0, 0], reward_parts={"format": 0.0}, response="[bold]\x1b[31mx"), CONFIG)
+    console = RunConsole(2, KINDS["ppo"].line, [], Console(file=shown, width=100, color_system=None))
+    with RunReporter(RunFolder(tmp_path), console, CONFIG.trainer, {}) as reporter:
+        reporter.first_look(look)
+    text = shown.getvalue()
+    for part in (
+        "first look: 0 of 2 samples",
+        "prompt",
+        "0 + 1 =",
+        r"[bold]\x1b[31mx",
+        "expected",
+        "format 0",
+        "to try",
+    ):
+        assert part in text, part
+    assert "…" not in text  # the whole ground truth
+    kept = json.loads((tmp_path / "first_look.json").read_text())
+    assert (kept["finding"], kept["example"]["response"]) == ("nothing_right", "[bold]\x1b[31mx")
+    JsonConsole(2, lines).first_look(look)
+    assert json.loads(lines.getvalue())["headline"] == look.headline
