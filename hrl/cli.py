@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options, overrides = parser.parse_known_args(arguments[1:])
         options.overrides = overrides
     else:
-        options = parser.parse_args(arguments[1:])
+        options = parser.parse_intermixed_args(arguments[1:])  # options may stand between words
     try:
         return module.run(options)
     except HrlError as error:

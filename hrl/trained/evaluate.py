@@ -1,0 +1,186 @@
+"""`hrl eval`: samples and scores of a model, made as a run makes those of its validation."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hrl.api.arguments import as_override
+from hrl.config.arithmetic import changed_values
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import PPO
+from hrl.errors import HrlError
+from hrl.report.run_folder import read_jsonl, rollouts_file
+from hrl.trained.folders import CONFIG, Trained, find_trained, require_loadable
+from hrl.trained.scores import Estimate, SourceScores, score_table
+
+SAMPLES = "samples.jsonl"
+SCORES = "scores.json"
+_OF_THE_RUN = ("data.", "reward.", "actor_rollout_ref.model.", "actor_rollout_ref.rollout.")
+"""Keys of the model's own run that hold for its evaluation too, with the exceptions below."""
+_NOT_OF_THE_RUN = (
+    "data.train_files",
+    "data.train_batch_size",
+    "data.train_max_samples",
+    "data.val_max_samples",
+    "data.val_batch_size",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.val_kwargs.",
+)
+
+
+class NoScoresError(HrlError, RuntimeError):
+    """An evaluation has nothing to show."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What an evaluation found.
+
+    Attributes:
+        scores: Source → its scores.
+        samples: The file with every sample.
+        left_out: Number of samples that the reward function gave no score.
+    """
+
+    scores: dict[str, SourceScores]
+    samples: Path
+    left_out: int
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the responses are drawn.
+
+    Attributes:
+        n: Samples of each prompt.
+        temperature: 0 takes the most likely token; None is 0 for one sample and 1 for several.
+        sizes: Each k of pass@k and maj@k; n by default.
+    """
+
+    n: int = 1
+    temperature: float | None = None
+    sizes: tuple[int, ...] = ()
+
+    @property
+    def drawn_at(self) -> float:
+        """The temperature."""
+        return self.temperature if self.temperature is not None else float(self.n > 1)
+
+
+def run_arguments(
+    trained: Trained, sources: Sequence[str], sampling: Sampling, folder: Path, overrides: Sequence[str]
+) -> list[str]:
+    """Return the arguments of the run whose validation is the evaluation.
+
+    A model that lies in the folder of a run brings that run's keys for data, chat template, reward and engine.
+
+    Args:
+        trained: The model.
+        sources: As in `data.val_files`; none for the validation rows of the model's run.
+        sampling: How the responses are drawn.
+        folder: Run folder of the evaluation.
+        overrides: Further keys; they win.
+
+    Raises:
+        NoScoresError: There is nothing to evaluate on.
+    """
+    own: dict[str, Any] = {}
+    if trained.run is not None and "actor_rollout_ref" in trained.config:
+        config = compose_kind(PPO, ["--config-path", str(trained.run), "--config-name", Path(CONFIG).stem])
+        own = {
+            key: value
+            for key, (value, _) in changed_values(config).items()
+            if key.startswith(_OF_THE_RUN) and not key.startswith(_NOT_OF_THE_RUN)
+        }
+    rows = list(sources) or own.get("data.val_files")
+    if not rows:
+        where = "its run has no validation rows" if trained.run is not None else "it lies in no run's folder"
+        raise NoScoresError(f"name the rows to evaluate {trained.name} on: {where}")
+    values = own | {
+        "actor_rollout_ref.model.path": require_loadable(trained),
+        "data.train_files": list(rows)[:1],  # a run has some; none is looked at
+        "data.train_max_samples": 1,
+        "data.train_batch_size": 1,
+        "data.val_files": list(rows),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": 1,
+        "actor_rollout_ref.rollout.n": 1,
+        "actor_rollout_ref.rollout.val_kwargs.n": sampling.n,
+        "actor_rollout_ref.rollout.val_kwargs.temperature": sampling.drawn_at,
+        "algorithm.adv_estimator": "reinforce_plus_plus",  # needs neither a critic nor groups
+        "trainer.total_training_steps": 0,
+        "trainer.save_freq": -1,
+        "trainer.test_freq": -1,
+        "trainer.resume_mode": "disable",
+        "trainer.default_local_dir": str(folder),
+        "trainer.experiment_name": trained.label,
+    }
+    return [*(f"{key}={as_override(value)}" for key, value in values.items()), *overrides]
+
+
+def evaluate(
+    name: str, sources: Sequence[str], sampling: Sampling, folder: Path | None, overrides: Sequence[str]
+) -> Evaluation:
+    """Sample and score; write `samples.jsonl` and `scores.json` into the folder.
+
+    Args:
+        name: The model; see `find_trained`.
+        sources: Rows, as `data.val_files` takes them.
+        sampling: How the responses are drawn.
+        folder: Where the files go; `outputs/eval/<label>` by default.
+        overrides: Further keys of the run.
+
+    Raises:
+        HrlError: The model, the rows or the keys can't be used, or the run failed.
+    """
+    from hrl.trainer.run import running
+
+    trained = find_trained(name)
+    folder = (folder or Path("outputs", "eval", trained.label)).expanduser().resolve()
+    config = compose_kind(PPO, run_arguments(trained, sources, sampling, folder, overrides))
+    with running(PPO.name, config) as trainer:
+        metrics = trainer.evaluate()
+        records = rollouts_file(trainer.reporter.folder.path / "rollouts", 0, "val")
+        shutil.copyfile(records, folder / SAMPLES)
+    samples = list(read_jsonl(folder / SAMPLES))
+    left_out = int(sum(value for key, value in metrics.items() if key.startswith("val/") and key.endswith("/skipped")))
+    if not samples:
+        raise NoScoresError(f"the reward function gave none of the {left_out} samples a score")
+    n = config.actor_rollout_ref.rollout.val_kwargs.n
+    scores = score_table(samples, n, sampling.sizes or ((n,) if n > 1 else ()))
+    plain = {source: asdict(found) for source, found in scores.items()}
+    (folder / SCORES).write_text(json.dumps(plain | {"left_out": left_out}, indent=1) + "\n")
+    return Evaluation(scores, folder / SAMPLES, left_out)
+
+
+def show(evaluation: Evaluation, console: Console) -> None:
+    """Write the table of scores."""
+    names = list(dict.fromkeys(name for found in evaluation.scores.values() for name in found.estimates))
+    table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
+    table.add_column("source", overflow="fold")
+    for name in ("prompts", *names, "tokens", "cut off"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for source, found in evaluation.scores.items():
+        cells = [_text(found.estimates.get(name)) for name in names]
+        table.add_row(Text(source), str(found.prompts), *cells, f"{found.length:.0f}", f"{found.cut_off:.0%}")
+    console.print(table)
+    if evaluation.left_out:
+        console.print(f"{evaluation.left_out} samples have no score: the reward function returned None.")
+    if any(name.startswith("pass@") for name in names) and not any(name.startswith("maj@") for name in names):
+        console.print("No maj@k: the reward function returns no `pred`, the answer that is voted on.")
+    console.print(f"± is the standard error over prompts. Samples: {evaluation.samples}", soft_wrap=True)
+
+
+def _text(estimate: Estimate | None) -> str:
+    if estimate is None:
+        return "-"
+    return f"{estimate.value:.3f}" + ("" if estimate.error is None else f" ± {estimate.error:.3f}")

@@ -1,0 +1,111 @@
+"""Which model is meant by a name on a command line: a run, one of its checkpoints, a model's folder, or a hub id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hrl.cluster.checkpoints import STATE_FILE, CheckpointStore
+from hrl.errors import HrlError
+from hrl.models.source import ModelSourceError
+from hrl.report.run_folder import RunFolder
+
+HF = "hf"
+"""The folder of a checkpoint that transformers and vLLM load."""
+MODEL = "model"
+"""The folder of the trained model in a folder of a run that was started from Python."""
+CONFIG = "config.yaml"
+
+
+class NoModelError(HrlError, ValueError):
+    """A name on the command line names no model."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A model that is there, and where it comes from.
+
+    Attributes:
+        name: What a run takes as the path of a model; for a checkpoint without such a folder, the checkpoint.
+        label: Short name for a folder of its own.
+        checkpoint: The checkpoint that it belongs to.
+        run: The folder of the run that made it.
+    """
+
+    name: str
+    label: str
+    checkpoint: Path | None = None
+    run: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the checkpoint has only the shards that training continues from, and no folder `hf`."""
+        return self.checkpoint is not None and self.name == str(self.checkpoint)
+
+
+def find_trained(name: str) -> Trained:
+    """Return the model that is meant.
+
+    Args:
+        name: A run folder (its best checkpoint by validation, else the newest, else its final model), a checkpoint such
+            as `checkpoints/step_20`, a model's folder, or anything else that `model.path` takes.
+
+    Raises:
+        NoModelError: The folder holds no model; says what is in it.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        return Trained(name, name.rpartition("/")[2].rpartition(":")[2] or "model")
+    folder = folder.resolve()
+    if (folder / "config.json").is_file():
+        checkpoint = folder.parent if (folder.parent / STATE_FILE).is_file() else None
+        return _of(folder, checkpoint)
+    if (folder / STATE_FILE).is_file():
+        return _of_checkpoint(folder)
+    store = CheckpointStore(RunFolder.checkpoints_in(folder))
+    steps = store.steps()
+    if steps:
+        best = store.best()
+        return _of_checkpoint(store.path(steps[-1] if best is None else best))
+    if (folder / MODEL / "config.json").is_file():
+        return _of(folder / MODEL, None)
+    if (folder / CONFIG).is_file():
+        raise NoModelError(
+            f"{folder} is the folder of a run that has saved no checkpoint. Set trainer.save_freq for the next run, or "
+            "name a model"
+        )
+    raise NoModelError(
+        f"{folder} holds no model: neither config.json, nor a checkpoint (state.json), nor a run (checkpoints/)"
+    )
+
+
+def _of_checkpoint(checkpoint: Path) -> Trained:
+    model = checkpoint / HF
+    return _of(model if (model / "config.json").is_file() else checkpoint, checkpoint)
+
+
+def _of(model: Path, checkpoint: Path | None) -> Trained:
+    inner = checkpoint or model
+    run = next((parent for parent in (inner.parent, inner.parent.parent) if (parent / CONFIG).is_file()), None)
+    parts = [run.name if run is not None else inner.parent.name, inner.name]
+    config = {} if run is None else yaml.safe_load((run / CONFIG).read_text())
+    return Trained(str(model), "-".join(parts), checkpoint, run, config)
+
+
+def require_loadable(trained: Trained) -> str:
+    """Return the model's path for a run.
+
+    Raises:
+        ModelSourceError: The checkpoint has only shards.
+    """
+    if trained.is_sharded:
+        raise ModelSourceError(
+            f"{trained.checkpoint} has no folder hf, which transformers and vLLM load: it was saved without "
+            f"hf_model in checkpoint.save_contents. Write one with `hrl export {trained.checkpoint} OUT`, and name OUT"
+        )
+    return trained.name

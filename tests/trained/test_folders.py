@@ -1,0 +1,78 @@
+"""Which model a name means."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hrl.models.source import ModelSourceError
+from hrl.trained.folders import NoModelError, find_trained, require_loadable
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "sums"
+    for step, score in ((1, 0.9), (2, 0.5), (3, None)):
+        checkpoint = folder / "checkpoints" / f"step_{step}"
+        (checkpoint / "hf").mkdir(parents=True)
+        (checkpoint / "hf" / "config.json").write_text("{}")
+        (checkpoint / "state.json").write_text(json.dumps({"step": step, "score": score}))
+    (folder / "config.yaml").write_text("data: {prompt_key: question}\n")
+    return folder
+
+
+def test_a_run_means_its_best_checkpoint(run: Path) -> None:
+    found = find_trained(str(run))
+    assert found.name == str(run / "checkpoints" / "step_1" / "hf")
+    assert (found.label, found.run, found.config) == ("sums-step_1", run, {"data": {"prompt_key": "question"}})
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step_2", "checkpoints/step_2/hf"])
+def test_a_checkpoint_and_the_model_in_it_are_the_same(run: Path, name: str) -> None:
+    found = find_trained(str(run / name))
+    assert found.name == str(run / "checkpoints" / "step_2" / "hf")
+    assert (found.label, found.run, found.checkpoint) == ("sums-step_2", run, run / "checkpoints" / "step_2")
+
+
+def test_a_run_without_validation_means_its_newest_checkpoint(run: Path) -> None:
+    for step in (1, 2):
+        (run / "checkpoints" / f"step_{step}" / "state.json").write_text(json.dumps({"step": step}))
+    assert find_trained(str(run)).name == str(run / "checkpoints" / "step_3" / "hf")
+
+
+def test_a_run_from_python_without_checkpoints_means_its_model(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text("data: {}\n")
+    found = find_trained(str(tmp_path))
+    assert (found.name, found.run) == (str(tmp_path / "model"), tmp_path)
+
+
+def test_shards_alone_are_exported_first(run: Path) -> None:
+    (run / "checkpoints" / "step_3" / "hf" / "config.json").unlink()
+    found = find_trained(str(run / "checkpoints" / "step_3"))
+    assert found.is_sharded
+    with pytest.raises(ModelSourceError, match=r"hrl export .*step_3 OUT"):
+        require_loadable(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("Qwen/Qwen2.5-0.5B-Instruct", "Qwen2.5-0.5B-Instruct"),
+        ("bundled:smollm2-135m-instruct", "smollm2-135m-instruct"),
+    ],
+)
+def test_a_hub_id_and_a_bundled_model_are_taken_as_they_are(name: str, label: str) -> None:
+    found = find_trained(name)
+    assert (found.name, found.label, found.run) == (name, label, None)
+
+
+def test_a_folder_without_a_model_says_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(NoModelError, match="holds no model"):
+        find_trained(str(tmp_path))
+    (tmp_path / "config.yaml").write_text("data: {}\n")
+    with pytest.raises(NoModelError, match="has saved no checkpoint"):
+        find_trained(str(tmp_path))
