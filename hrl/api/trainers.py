@@ -25,14 +25,12 @@ from hrl.config.run_kind import KINDS
 from hrl.config.section import Section, leaves
 from hrl.errors import ConfigError, DatasetError
 from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given
-from hrl.reward.weighted import Rewards, as_one
+from hrl.reward.weighted import Rewards, entries_of
 
 if TYPE_CHECKING:
     from hrl.config.outline import RunConfiguration
     from hrl.trainer.callbacks import Callback
     from hrl.trainer.loop import TrainingLoop
-
-_FUNCTION = "reward.custom_reward_function"
 
 
 class Trainer:
@@ -306,10 +304,11 @@ class PPO(Trainer):
 
         Args:
             model: Folder or hub id of the model; the bundled one by default.
-            reward: What a response is worth: a function, or several, alone or in pairs with their weights; or the path
-                of a Python file, `my_reward.py` or `my_reward.py:name`. A function takes `response`, `answer` and any
-                column of the rows by name, may be async or an object with `__call__`, and returns a number, a dict with
-                `score` and parts, or None for no score. By default the built-in function of each row's `data_source`.
+            reward: What a response is worth: a function, the name of one of the library (`"numeric"`), a Python file
+                (`"my_reward.py:name"`), an entry of `reward.functions` as a dict, or a list of such, alone or in pairs
+                with their weights. A function takes `response`, `answer` and any column of the rows by name, may be
+                async or an object with `__call__`, and returns a number, a dict with `score` and parts, or None for no
+                score. By default the built-in function of each row's `data_source`.
             data: Rows to train on: a list of dicts, a dict of columns, a `datasets.Dataset`, a pandas `DataFrame`, or
                 names of files or hub data sets. A row has a `prompt` (a text or a chat) and what its reward needs.
             val_data: Rows to validate on.
@@ -332,11 +331,16 @@ class PPO(Trainer):
         """
         self._reward: Any = None
         values: dict[str, Any] = {}
-        if _is_file(reward):
-            path, _, function = str(reward).partition(".py:")
-            values = {f"{_FUNCTION}.path": f"{path.removesuffix('.py')}.py", f"{_FUNCTION}.name": function or None}
+        if callable(reward):
+            self._reward = reward
         elif reward is not None:
-            self._reward = as_one(reward)  # type: ignore[arg-type]
+            rewards = str(reward) if isinstance(reward, Path) else reward
+            entries = entries_of(rewards)
+            named = [entry.model_dump(exclude_defaults=True) for entry in entries if not isinstance(entry, tuple)]
+            if len(named) == len(entries):  # no object among them, so that a command line can say the same
+                values = {"reward.functions": named}
+            else:
+                self._reward = rewards
         super().__init__(
             {
                 self._model_key: model,
@@ -514,10 +518,6 @@ def _of_the_run(
 
 def _overrides(values: Mapping[str, Any]) -> list[str]:
     return [f"{key}={as_override(value)}" for key, value in values.items()]
-
-
-def _is_file(reward: object) -> bool:
-    return isinstance(reward, Path) or (isinstance(reward, str) and (reward.endswith(".py") or ".py:" in reward))
 
 
 def _as_rows(prompts: Any, prompt_key: str) -> list[Mapping[str, Any]]:

@@ -1,12 +1,92 @@
 """`reward.*`: what a response is worth."""
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
 
 from hrl.algos.registry import REWARD_SHAPER_NAMES
 from hrl.config.model import ForwardShardingConfig
 from hrl.config.section import ACTOR, Get, NameOf, Section, Unit, follows, section
+
+FUNCTION_NAMES = (
+    "data_source",
+    "numeric",
+    "gsm8k",
+    "gsm8k_flexible",
+    "math_verify",
+    "math_dapo",
+    "multiple_choice",
+    "exact_match",
+    "reasoning_gym",
+    "regex",
+    "tags",
+    "length",
+    "repetition",
+    "language",
+    "json_schema",
+    "judge",
+)
+"""Names of the library's reward functions, which `hrl.reward.library.catalogue` describes. `data_source` stands for the
+one that the data source of each row chooses."""
+
+
+class RewardEntry(Section):
+    """An entry of `reward.functions`: one function and its weight.
+
+    A text is short for `{name: text}`, or for `{path: text}` if it names a Python file. Keys other than those below are
+    keyword arguments.
+    """
+
+    name: Annotated[str | None, NameOf(FUNCTION_NAMES)] = None
+    """A function of the library."""
+    path: str | None = None
+    """A Python file and, after a colon, the function in it (`compute_score` if left out)."""
+    weight: float = 1.0
+    """Weight of its score in the sum; 0 only shows it."""
+    label: str | None = None
+    """Name of its score in metrics and samples. Default: the function's name."""
+    kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments. A text `env:NAME` stands for the environment variable NAME, as in
+    `reward.custom_reward_function.reward_kwargs`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out(cls, entry: Any) -> Any:
+        return spelt_out(entry) if isinstance(entry, str | Mapping) else entry
+
+    @property
+    def file_and_function(self) -> tuple[str, str]:
+        """The two parts of `path`."""
+        file, _, function = (self.path or "").rpartition(":")
+        return (file, function) if file and function.isidentifier() else (self.path or "", "compute_score")
+
+    @property
+    def part(self) -> str:
+        """The name of its score: the label, or the function's name."""
+        return self.label or self.name or self.file_and_function[1]
+
+
+def spelt_out(entry: str | Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry of `reward.functions` without its short forms."""
+    if isinstance(entry, str):
+        is_file = entry.endswith(".py") or ".py:" in entry or "/" in entry
+        return {"path" if is_file else "name": entry}
+    own = {key: value for key, value in entry.items() if key in RewardEntry.model_fields}
+    rest = {key: value for key, value in entry.items() if key not in RewardEntry.model_fields}
+    return {**own, "kwargs": {**(own.get("kwargs") or {}), **rest}} if rest else own
+
+
+def _one_or_many(entries: object) -> object:
+    return [entries] if isinstance(entries, str | Mapping) else entries
 
 
 class CustomRewardFunctionConfig(Section):
@@ -70,11 +150,6 @@ class OverlongBufferConfig(Section):
     """Penalty of a response of the full length."""
 
 
-def _function_weight(get: Get) -> float:
-    alone = get("reward.reward_model.enable") is True and get("reward.custom_reward_function.path") is None
-    return 0.0 if alone else 1.0
-
-
 class RewardConfig(Section):
     """`reward.*`: what a response is worth."""
 
@@ -92,9 +167,11 @@ class RewardConfig(Section):
     """What happens when a reward function fails: stop the run (raise), or leave the sample out of training and count it
     (skip). A response that a built-in function can't read scores as a wrong answer and is counted in
     `reward/num_unscorable`."""
-    function_weight: float = follows(_function_weight)
-    """Weight of the reward function's score in the sum. Default: 1; 0 beside a reward model, unless a function is named
-    by `custom_reward_function.path`."""
+    functions: Annotated[list[RewardEntry] | None, BeforeValidator(_one_or_many)] = None
+    """Functions whose weighted scores are added up, e.g. `[numeric, {name: length, weight: 0.2, most: 50},
+    "my.py:brief"]`; an entry is a `name` of the library (`hrl tasks` lists them) or a `path`, with `weight`, `label`
+    and the function's arguments. Default: the function of `custom_reward_function`, else that of each row's data
+    source, or none beside a reward model."""
     shaping: dict[Annotated[str, NameOf(REWARD_SHAPER_NAMES)], PositiveFloat | None] = Field(default_factory=dict)
     """Transformations of the weighted sum before training, in the order written, e.g. `{standardise: null, clip: 5}`:
     clip limits it to [-limit, limit], scale divides it by its standard deviation over the run, standardise subtracts
@@ -102,3 +179,13 @@ class RewardConfig(Section):
     custom_reward_function: CustomRewardFunctionConfig = section(CustomRewardFunctionConfig)
     reward_model: RewardModelConfig = section(RewardModelConfig)
     overlong_buffer: OverlongBufferConfig = section(OverlongBufferConfig)
+
+    @property
+    def entries(self) -> tuple[RewardEntry, ...]:
+        """The functions to add up, whichever keys name them; none where the reward model alone decides."""
+        if self.functions is not None:
+            return tuple(self.functions)
+        custom = self.custom_reward_function
+        if custom.path is not None:
+            return (RewardEntry(path=f"{custom.path}:{custom.name}", kwargs=custom.reward_kwargs),)
+        return () if self.reward_model.enable else (RewardEntry(name="data_source"),)

@@ -14,6 +14,7 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.reward import FUNCTION_NAMES, RewardConfig
 from hrl.config.rollout import RolloutConfig
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
 from hrl.config.trainer import JSON_CONSOLE
@@ -221,13 +222,39 @@ def something_scores(config: PPOTrainerConfig) -> Iterator[Problem]:
     if reward.reward_model.enable and not reward.reward_model.model_path:
         what = "needs a folder or hub id, because the reward model is enabled."
         yield Problem("reward.reward_model.model_path", what, involves=("reward.reward_model.enable",))
-    if reward.function_weight == 0.0 and not reward.reward_model.enable:
-        what = "is 0 and there is no reward model, so every reward would be 0."
-        yield Problem("reward.function_weight", what, "Set it above 0, or reward.reward_model.enable=true.")
+    yield from _functions_can_be_summed(reward)
     buffer, longest = reward.overlong_buffer, config.data.max_response_length
     if buffer.enable and not 0 < buffer.len <= longest:
         what = f"is {buffer.len} tokens, must be between 1 and data.max_response_length={longest}."
         yield Problem("reward.overlong_buffer.len", what, involves=("data.max_response_length",))
+
+
+def _functions_can_be_summed(reward: RewardConfig) -> Iterator[Problem]:
+    """Every function can be told from the others, and one of them or the reward model has a weight."""
+    key, entries = "reward.functions", reward.entries
+    if not any(entry.weight for entry in entries) and not reward.reward_model.enable:
+        what = "is empty" if not entries else "has no weight but 0"
+        what += " and there is no reward model, so every reward would be 0."
+        yield Problem(key, what, "Add a function, or reward.reward_model.enable=true.", ("reward.reward_model.enable",))
+    if reward.functions is None:
+        return
+    if reward.custom_reward_function.path is not None:
+        what = "is given, and reward.custom_reward_function.path names a function too."
+        hint = f"Add {reward.custom_reward_function.path}:{reward.custom_reward_function.name} to the list instead."
+        yield Problem(key, what, hint, ("reward.custom_reward_function.path",))
+    for position, entry in enumerate(entries):
+        if (entry.name is None) == (entry.path is None):
+            which = "neither a name nor a path" if entry.name is None else "a name and a path"
+            yield Problem(
+                key, f"[{position}] has {which}.", f"Give one of the two; names are {', '.join(FUNCTION_NAMES)}."
+            )
+        if isinstance(written := entry.kwargs.get("api_key"), str) and not written.startswith("env:"):
+            what = f"[{position}] has an api_key written out, which would be saved with the run."
+            yield Problem(key, what, "Export it as an environment variable and write api_key: env:ITS_NAME.")
+    parts = [entry.part for entry in entries]
+    for part in sorted({part for part in parts if parts.count(part) > 1}):
+        what = f"has two functions called {part}, whose scores could not be told apart."
+        yield Problem(key, what, "Give one of them a label.")
 
 
 def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:

@@ -129,6 +129,23 @@ def _sampled_at_once() -> Conversion:
     )
 
 
+def _one_weighted_function() -> Conversion:
+    """Return the conversion of hrl's earlier `reward.function_weight` to a list of one function."""
+    path, name, kwargs = (f"reward.custom_reward_function.{key}" for key in ("path", "name", "reward_kwargs"))
+
+    def convert(weight: Any, given: Given) -> Mapping[str, Any] | None:
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or given("reward.functions") is not None:
+            return None
+        if weight == 0:
+            return {"reward.functions": []}
+        if given(path) is None:
+            return {"reward.functions": [{"name": "data_source", "weight": float(weight)}]}
+        entry = {"path": f"{given(path)}:{given(name)}", "weight": float(weight), "kwargs": given(kwargs)}
+        return {} if weight == 1 else {"reward.functions": [entry], path: None}
+
+    return Conversion(convert, "the `weight` of an entry of `reward.functions`", "set the weight in reward.functions")
+
+
 _BOTH = ("param_offload", "optimizer_offload")
 _PPO_CONVERTED: dict[str, Conversion] = {
     f"{ACTOR}.ppo_micro_batch_size": _over_processes(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
@@ -141,6 +158,7 @@ _PPO_CONVERTED: dict[str, Conversion] = {
     f"{REF}.fsdp_config.offload_policy": _offload(f"{REF}.fsdp_config", "param_offload"),
     f"{RM}.model.fsdp_config.offload_policy": _offload(f"{RM}.model.fsdp_config", "param_offload"),
     "data.gen_batch_size": _sampled_at_once(),
+    "reward.function_weight": _one_weighted_function(),
     "trainer.val_only": _switch({"trainer.total_training_steps": 0}),
 }
 

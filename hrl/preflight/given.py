@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from hrl.config.data import held_out_beside
 from hrl.config.outline import RunConfiguration
 from hrl.config.section import Section
 from hrl.errors import DatasetError
+from hrl.reward.weighted import Rewards
 
 TRAIN_ROWS, VAL_ROWS = "python:train_rows", "python:val_rows"
 """The name of rows given as objects in `config.yaml` and messages."""
@@ -24,7 +25,8 @@ class Given:
         train_rows: Rows to train on, in the format of rows in `data.train_files`. A generator is read here, once.
         val_rows: Rows to validate on. Without them, a run with `train_rows` validates on `data.val_files`, unless
             these belong to the configuration's own training rows.
-        reward: The reward function, called like `compute_score`; see `PickledFunction.of` for how it is sent.
+        reward: The reward function, called like `compute_score`, or several; see `PickledFunction.of` for how one is
+            sent.
 
     Raises:
         DatasetError: Rows are not an iterable of rows.
@@ -32,7 +34,7 @@ class Given:
 
     train_rows: Iterable[Mapping[str, Any]] | None = None
     val_rows: Iterable[Mapping[str, Any]] | None = None
-    reward: Callable[..., Any] | None = None
+    reward: Rewards | None = None
 
     def __post_init__(self) -> None:
         for name in ("train_rows", "val_rows"):

@@ -6,17 +6,20 @@ from typing import Any
 
 from hrl.config.arithmetic import Fact, count
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.reward import RewardConfig
+from hrl.config.reward import RewardConfig, RewardEntry
 from hrl.data.dataset import PromptRow, columns_of_rows
 from hrl.data.user_file import functions_in_user_file, names_in_user_file
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.given import Given
-from hrl.reward.function import RewardFunctionError, RewardSpec
+from hrl.reward.function import RewardFunctionError
+from hrl.reward.library.catalogue import CATALOGUE
 from hrl.reward.pool import RewardPool
 from hrl.reward.score import find_scorer, why_no_scorer
+from hrl.reward.spec import RewardSpec
+from hrl.reward.weighted import entries_of
 
-_FUNCTION = "reward.custom_reward_function"
+_FUNCTION, _FUNCTIONS = "reward.custom_reward_function", "reward.functions"
 
 
 def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, train: Any, val: Any) -> None:
@@ -29,30 +32,49 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
         train: Rows to train on, None if they could not be read.
         val: Rows to validate on.
     """
-    reward, custom = config.reward, config.reward.custom_reward_function
-    if reward.function_weight == 0:
-        if given.reward is not None:
-            what = "is 0, so the given reward function would have no effect."
-            findings.problem("reward.function_weight", what, "Set it to 1, or give no function.")
-        findings.facts.append(Fact("reward", f"the reward model {reward.reward_model.model_path} alone"))
+    reward = config.reward
+    try:
+        entries = list(reward.entries) if given.reward is None else entries_of(given.reward)
+    except RewardFunctionError as error:
+        findings.problem("reward", f"can't be used: {sentence(str(error))}")
         return
+    also = f"the reward model {reward.reward_model.model_path}" if config.needs_reward_model else ""
+    if not entries:
+        findings.facts.append(Fact("reward", f"{also} alone"))
+        return
+    before, words = len(findings.problems), list[str]()
     known: tuple[str, ...] = ()
-    if given.reward is not None:
-        words = name = getattr(given.reward, "__qualname__", type(given.reward).__qualname__)
-        _look_for_ground_truth(findings, name, train, val)
-    elif custom.path is None:
-        known = _look_at_scorers(findings, {"data.train_files": train, "data.val_files": val})
-        words = "; ".join(f"{source} pays for {find_scorer(source).rule}" for source in known) or "built-in"
-    elif _look_at_function(findings, custom.path, custom.name):
-        words = f"{custom.name} of {custom.path}"
-        _look_for_ground_truth(findings, custom.name, train, val)
-    else:
-        return
-    also = f", and the reward model {reward.reward_model.model_path}" if config.needs_reward_model else ""
-    findings.facts.append(Fact("reward", words + also))
-    if known or custom.path is not None or given.reward is not None:
+    rows = {"data.train_files": train, "data.val_files": val}
+    for entry in entries:
+        if isinstance(entry, tuple):
+            name, _, weight = entry
+            what = name
+        else:
+            name, weight, what = entry.part, entry.weight, _what_it_is(entry)
+        if not isinstance(entry, tuple) and entry.name == "data_source":
+            known = _look_at_scorers(findings, rows)
+            what = "; ".join(f"{source} pays for {find_scorer(source).rule}" for source in known) or "built-in"
+        elif isinstance(entry, tuple) or entry.path is not None:
+            if isinstance(entry, tuple) or _look_at_function(findings, reward, *entry.file_and_function):
+                _look_for_ground_truth(findings, name, train, val)
+        elif CATALOGUE[str(entry.name)].needs_answer:
+            _look_for_answers(
+                findings, f"the function {entry.name}", {"data.train_files": train, "data.val_files": val}
+            )
+        words.append(what if len(entries) == 1 and weight == 1 else f"{weight:g} · {what}")
+    findings.facts.append(Fact("reward", " + ".join(words) + (f", and {also}" if also else "")))
+    if len(findings.problems) == before:
         columns = columns_of_rows(rows for rows in (train, val) if rows is not None)
         _load_where_it_runs(findings, reward, given, known, columns)
+
+
+def _what_it_is(entry: RewardEntry) -> str:
+    """Return an entry in words."""
+    if entry.path is not None:
+        file, function = entry.file_and_function
+        return f"{function} of {file}"
+    given = ", ".join(f"{name}={value}" for name, value in entry.kwargs.items())
+    return f"{entry.name}({given})" if given else str(entry.name)
 
 
 def _look_for_ground_truth(findings: Findings, name: str, train: Any, val: Any) -> None:
@@ -78,21 +100,28 @@ def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str,
                 known[source] = None
             else:
                 findings.problem(key, f"has rows that can't be scored: {sentence(reason)}")
-        lacking = _without_ground_truth(rows)
-        if lacking:
-            what = (
-                f"has {count(len(lacking), 'row')} without reward_model.ground_truth, which the built-in scorers "
-                f"compare answers with; the first is {lacking[0].origin}."
-            )
-            findings.problem(key, what, f"Add it, or score with a function of your own: {_FUNCTION}.path.")
+    _look_for_answers(findings, "the built-in scorers", datasets)
     return tuple(known)
 
 
-def _look_at_function(findings: Findings, path: str, name: str) -> bool:
+def _look_for_answers(findings: Findings, whose: str, datasets: dict[str, Any]) -> None:
+    """Check that every row has an answer to compare with."""
+    for key, rows in datasets.items():
+        lacking = _without_ground_truth(rows)
+        if lacking:
+            what = (
+                f"has {count(len(lacking), 'row')} without reward_model.ground_truth (or a column `answer`), which "
+                f"{whose} compares responses with; the first is {lacking[0].origin}."
+            )
+            findings.problem(key, what, f"Add it, or score with a function of your own: {_FUNCTION}.path.")
+
+
+def _look_at_function(findings: Findings, reward: RewardConfig, path: str, name: str) -> bool:
     """Return whether the user's file exists and defines the function, without running it."""
+    of_list = reward.functions is not None
     names: set[str] | None = None
     before = len(findings.problems)
-    with findings.about(f"{_FUNCTION}.path"):
+    with findings.about(_FUNCTIONS if of_list else f"{_FUNCTION}.path"):
         names = names_in_user_file(path)
     if len(findings.problems) > before:
         return False
@@ -100,9 +129,12 @@ def _look_at_function(findings: Findings, path: str, name: str) -> bool:
         return True
     public = sorted(one for one in names if not one.startswith("_"))
     close = nearest(name, public) or functions_in_user_file(path)[-1:]  # helper functions usually come first
-    hint = f"Set {_FUNCTION}.name={close[0]}?" if close else "Define it there."
-    what = f"is {name}, which {path} does not define; it has: {', '.join(public) or 'nothing'}."
-    findings.problem(f"{_FUNCTION}.name", what, hint)
+    key, instead = (_FUNCTIONS, f"Write {path}:") if of_list else (f"{_FUNCTION}.name", f"Set {_FUNCTION}.name=")
+    hint = f"{instead}{close[0]}?" if close else "Define it there."
+    what = "names" if of_list else "is"
+    findings.problem(
+        key, f"{what} {name}, which {path} does not define; it has: {', '.join(public) or 'nothing'}.", hint
+    )
     return False
 
 
@@ -114,10 +146,15 @@ def _load_where_it_runs(
     columns: tuple[str, ...],
 ) -> None:
     """Load the function, or the built-in scorers of the data sources, in a reward process like those of a run."""
-    key = "data.train_files" if reward.custom_reward_function.path is None else f"{_FUNCTION}.path"
+    if given.reward is not None:
+        key = "reward"
+    elif reward.functions is not None:
+        key = _FUNCTIONS
+    else:
+        key = "data.train_files" if reward.custom_reward_function.path is None else f"{_FUNCTION}.path"
     try:
         spec = RewardSpec.of_config(reward, data_sources, given.reward, columns)
         with RewardPool(spec, reward.model_copy(update={"num_workers": 1})):
             pass
     except (RewardFunctionError, ValueError) as error:
-        findings.problem("reward" if given.reward is not None else key, f"can't be used: {sentence(str(error))}")
+        findings.problem(key, f"can't be used: {sentence(str(error))}")

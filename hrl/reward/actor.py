@@ -25,8 +25,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.processes.lifetime import die_with_parent
-from hrl.reward.function import RewardSpec
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow, Status
+from hrl.reward.spec import RewardSpec
 from hrl.single_controller.worker_errors import cause_of, death_reason, is_death
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ class CombinedScores:
         scores: float32 (B,), 0 where not kept.
         kept: Bool (B,); a row that is not kept trains nothing and counts in no statistics of its group.
         overlong: float32 (B,), the penalty inside `scores`, not positive.
-        plain: float32 (B,), for validation: the function's unweighted score, or the model's if there is no function;
-            0 where not kept.
+        plain: float32 (B,), for validation: the functions' score, or the model's if there is no function; 0 where not
+            kept.
     """
 
     scores: Tensor
@@ -90,14 +90,15 @@ def combine_scores(
     reward: RewardConfig,
     shaping: RewardShaping | None = None,
 ) -> CombinedScores:
-    """Return `shaping(function · f + model · m) + overlong penalty`, per response.
+    """Return `shaping(functions + model · m) + overlong penalty`, per response.
 
     Args:
-        function_scores: One per response, `None` for those left out; or `None` without a reward function.
+        function_scores: The weighted sum of the functions' scores, one per response, `None` for those left out; or
+            `None` without a reward function.
         model_scores: (B,), or `None` without a reward model.
         response_lengths: (B,), in tokens.
         max_response_tokens: The longest response allowed.
-        reward: The section `reward`, with the weights `f` and `m` and the overlong buffer.
+        reward: The section `reward`, with the weight `m` and the overlong buffer.
         shaping: Applied to the weighted sum; `None` for no shaping.
 
     Raises:
@@ -122,7 +123,7 @@ def combine_scores(
         _check_rows("reward function", len(function_scores), rows)
         kept = torch.tensor([score is not None for score in function_scores], dtype=torch.bool)
         plain = torch.tensor([score or 0.0 for score in function_scores], dtype=torch.float32)
-        scores = scores + reward.function_weight * plain
+        scores = scores + plain
     if shaping is not None:
         scores = shaping(scores, kept)
     penalty, overlong = torch.zeros(rows), reward.overlong_buffer
@@ -132,7 +133,7 @@ def combine_scores(
     _check_finite(
         scores,
         "the sum of weighted and shaped scores",
-        "Lower reward.function_weight or reward.reward_model.weight, or the function's scores",
+        "Lower the weights in reward.functions or reward.reward_model.weight, or the function's scores",
     )
     return CombinedScores(
         scores=scores,

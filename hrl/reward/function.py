@@ -1,4 +1,4 @@
-"""Reward functions: where they come from and what they may return."""
+"""Reward functions: where one comes from, how it is called, and what it may return."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import math
 import os
 import sys
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from numbers import Real
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import cloudpickle
 
 from hrl.data.user_file import UserFileError, load_user_file
 from hrl.errors import HrlError
-from hrl.processes.plain_data import from_plain, to_plain
-
-if TYPE_CHECKING:
-    from hrl.config.reward import RewardConfig
 
 RESPONSE = ("response", "solution_str")
 """What the response's text is called: plainly, and as in verl."""
@@ -29,7 +24,6 @@ HANDED_OVER = ("data_source", *RESPONSE, "answer", "ground_truth", "extra_info")
 """What a reward function may take of every sample, beside the columns of its row. Without a column `answer` that is the
 ground truth."""
 
-_ENV = "env:"
 _LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
@@ -47,6 +41,7 @@ class BuiltIn:
 
     data_sources: tuple[str, ...] = ()
     title: ClassVar[str] = "the built-in reward function"
+    is_ours: ClassVar[bool] = True
 
     def load(self, kwargs: Mapping[str, Any], columns: Collection[str] = ()) -> Callable[..., Any]:
         """Return the function that looks a sample's data source up, with the scorers of `data_sources` loaded.
@@ -63,6 +58,50 @@ class BuiltIn:
             raise RewardFunctionError(str(error)) from error
         return score.compute_score
 
+    def wrong(self, data_source: str) -> Any:
+        """Return the reward of a response that could not be scored: that of a wrong answer."""
+        from hrl.reward import score
+
+        return score.find_scorer(data_source).wrong
+
+
+@dataclass(frozen=True)
+class LibraryFunction:
+    """A function of the library.
+
+    Attributes:
+        name: Its name in the catalogue.
+        arguments: What it is made with.
+    """
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    is_ours: ClassVar[bool] = True
+
+    @property
+    def title(self) -> str:
+        """The function's name in messages."""
+        return f"reward function {self.name}"
+
+    def load(self, kwargs: Mapping[str, Any], columns: Collection[str] = ()) -> Callable[..., Any]:
+        """Make the function, which imports what it needs.
+
+        Raises:
+            RewardFunctionError: It does not take the arguments, or a package is missing.
+        """
+        from hrl.reward.library.catalogue import make
+
+        try:
+            return make(self.name, self.arguments)
+        except (ValueError, ImportError) as error:
+            raise RewardFunctionError(f"{self.title} {error}") from error
+
+    def wrong(self, data_source: str) -> Any:
+        """Return the reward of a response that could not be scored."""
+        from hrl.reward.library.catalogue import CATALOGUE
+
+        return CATALOGUE[self.name].wrong
+
 
 @dataclass(frozen=True)
 class UserFile:
@@ -75,6 +114,7 @@ class UserFile:
 
     path: str
     name: str = "compute_score"
+    is_ours: ClassVar[bool] = False
 
     @property
     def title(self) -> str:
@@ -101,6 +141,10 @@ class UserFile:
         _check_callable(function, self.name, f"{self.name} in {module.__file__}", kwargs, columns)
         return function
 
+    def wrong(self, data_source: str) -> Any:
+        """Return the reward of a response that could not be scored: nothing is known of a function of the user's."""
+        return 0.0
+
 
 @dataclass(frozen=True)
 class PickledFunction:
@@ -115,6 +159,7 @@ class PickledFunction:
     name: str
     pickled: str
     import_path: tuple[str, ...]
+    is_ours: ClassVar[bool] = False
 
     @classmethod
     def of(
@@ -174,87 +219,9 @@ class PickledFunction:
                 "file with reward.custom_reward_function.path"
             ) from error
 
-
-_SOURCES = {source.__name__: source for source in (BuiltIn, UserFile, PickledFunction)}
-
-
-@dataclass(frozen=True)
-class RewardSpec:
-    """The reward function to run, as plain data that its processes can read.
-
-    Attributes:
-        source: Where the function comes from.
-        kwargs: Passed to every call; a text `env:NAME` stands for the environment variable NAME.
-        columns: Columns of the rows, which the function may take by name.
-    """
-
-    source: BuiltIn | UserFile | PickledFunction
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-    columns: tuple[str, ...] = ()
-
-    @classmethod
-    def of_config(
-        cls,
-        reward: RewardConfig,
-        data_sources: tuple[str, ...],
-        function: Callable[..., Any] | None = None,
-        columns: tuple[str, ...] = (),
-    ) -> Self:
-        """Return the reward function of the section `reward`, or one that the caller gives as an object.
-
-        Args:
-            reward: The section; its `reward_kwargs` are passed in both cases.
-            data_sources: Data sources of the rows.
-            function: Used instead of a file; see `PickledFunction.of`.
-            columns: Columns of the rows.
-
-        Raises:
-            RewardFunctionError: Both a file and an object, or an object that can't be used.
-        """
-        custom = reward.custom_reward_function
-        source: BuiltIn | UserFile | PickledFunction = BuiltIn(data_sources)
-        if function is not None and custom.path is not None:
-            raise RewardFunctionError(
-                f"the run was given a reward function as an object, and {custom.path} by "
-                "reward.custom_reward_function.path; leave one of the two out"
-            )
-        if function is not None:
-            source = PickledFunction.of(function, custom.reward_kwargs, columns)
-        elif custom.path is not None:
-            # By its absolute path: the process that loads it need not run in this folder.
-            source = UserFile(str(Path(custom.path).expanduser().resolve()), custom.name)
-        return cls(source, custom.reward_kwargs, columns)
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Argument → environment variable, for the arguments that stand for one."""
-        texts = {name: value for name, value in self.kwargs.items() if isinstance(value, str)}
-        return {name: text.removeprefix(_ENV) for name, text in texts.items() if text.startswith(_ENV)}
-
-    def resolve(self, environ: Mapping[str, str]) -> Self:
-        """Fill in the environment variables that `kwargs` name; called only in the function's own process."""
-        return replace(self, kwargs={**self.kwargs, **{name: environ[key] for name, key in self.env.items()}})
-
-    def to_plain(self) -> dict[str, Any]:
-        """Return the specification as a dict for JSON.
-
-        Raises:
-            ValueError: `kwargs` has something other than plain data.
-        """
-        kwargs = to_plain(self.kwargs, "reward.custom_reward_function.reward_kwargs")
-        source = to_plain(vars(self.source))
-        return {
-            "kind": type(self.source).__name__,
-            "source": source,
-            "kwargs": kwargs,
-            "columns": list(self.columns),
-        }
-
-    @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Self:
-        """Return the specification from the dict of `to_plain`."""
-        source = _SOURCES[plain["kind"]](**from_plain(plain["source"]))
-        return cls(source, from_plain(plain["kwargs"]), tuple(plain["columns"]))
+    def wrong(self, data_source: str) -> Any:
+        """Return the reward of a response that could not be scored: nothing is known of a function of the user's."""
+        return 0.0
 
 
 def _check_callable(

@@ -29,9 +29,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hrl.processes.child_environment import child_environment, withheld_names
 from hrl.processes.plain_data import to_plain
-from hrl.reward.function import RewardFunctionError, RewardSpec, read_reward
+from hrl.reward.function import RewardFunctionError, read_reward
 from hrl.reward.process import SharedState, encode, open_stream, receive
-from hrl.reward.score import find_scorer
+from hrl.reward.spec import RewardSpec
 
 if TYPE_CHECKING:
     from hrl.config.reward import RewardConfig
@@ -178,9 +178,9 @@ class RewardPool:
         if missing:
             name, key = next(iter(missing.items()))
             raise RewardFunctionError(
-                f"reward.custom_reward_function.reward_kwargs.{name} is the environment variable {key}, which is not "
-                "set where the reward processes start. Export it before the run; on a cluster that runs already, "
-                "before `ray start` on the driver's node"
+                f"the argument {name} of {self._spec.source.title} is the environment variable {key}, which is not set "
+                "where the reward processes start. Export it before the run; on a cluster that runs already, before "
+                "`ray start` on the driver's node"
             )
         self._loop = asyncio.new_event_loop()
         self._thread.start()
@@ -356,6 +356,8 @@ class RewardPool:
             self._finish(task, "error", blames_response, error=self._with_hint(message["error"]))
         else:
             status: Status = "skip" if message["score"] is None else "ok"
+            if self._spec.source.is_ours and any(part.rpartition("/")[2] == "unscorable" for part in message["parts"]):
+                status = "unscorable"  # said so by a function of hrl
             self._finish(task, status, score=message["score"], parts=message["parts"])
 
     def _with_hint(self, error: str) -> str:
@@ -364,7 +366,7 @@ class RewardPool:
             if f"'{name}'" in error or f'"{name}"' in error:
                 return (
                     f"{error}\n(the variable {name} looks like a secret, which reward processes get only if it is "
-                    f"named: reward.custom_reward_function.reward_kwargs.<argument>=env:{name})"
+                    f"named: as env:{name} among the function's arguments)"
                 )
         return error
 
@@ -374,7 +376,7 @@ class RewardPool:
         if blames_response:  # only built-in functions say so
             reason = outcome["error"].rstrip().splitlines()[-1][:_LONGEST_REASON]
             logger.info("reward of %s: the response can't be scored: %s", task.name, reason)
-            score, parts = read_reward(find_scorer(task.data_source).wrong)
+            score, parts = read_reward(self._spec.source.wrong(task.data_source))
             status, outcome = "unscorable", {"score": score, "parts": parts | {"unscorable": reason}}
         task.future.set_result(RewardOutcome(status, duration_s=duration_s, attempts=task.attempts, **outcome))
 

@@ -29,15 +29,9 @@ from hrl.data import user_file
 from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.processes.plain_data import from_plain
 from hrl.reward import function as function_file
-from hrl.reward.function import (
-    RESPONSE,
-    BuiltIn,
-    RewardFunctionError,
-    RewardSpec,
-    is_async,
-    names_taken,
-    read_reward,
-)
+from hrl.reward.function import RESPONSE, RewardFunctionError, is_async, names_taken, read_reward
+from hrl.reward.spec import RewardSpec
+from hrl.reward.weighted import BLAME
 
 _SINCE_NS, _HOLDER, _BLAME = range(3)
 _STATE_BYTES = 3 * 8
@@ -136,7 +130,8 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
             connection.sendall(encode({"load_error": error}))
             return
         together, taken = is_async(function), names_taken(function)
-        connection.sendall(encode({"ready": settings["max_concurrency"] if together else 1}))
+        most = min(settings["max_concurrency"], getattr(function, "max_concurrency", None) or sys.maxsize)
+        connection.sendall(encode({"ready": most if together else 1}))
         # One event loop for all calls, so that clients that a function keeps stay usable.
         with asyncio.Runner(loop_factory=functools.partial(AttributingLoop, state)) as runner:
             if together:
@@ -145,8 +140,8 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
             for line in stream:
                 sample = json.loads(line)
                 arguments = _arguments(spec, sample, taken)
-                if isinstance(spec.source, BuiltIn):
-                    arguments["blames_response"] = state.blame_response
+                if spec.source.is_ours and (taken is None or BLAME in taken):
+                    arguments[BLAME] = state.blame_response
                 state.hold(sample["id"])
                 answer, error = _attempt(functools.partial(_score, function, arguments, runner))
                 state.hold(0)

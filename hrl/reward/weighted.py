@@ -6,32 +6,74 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from hrl.config.load import load_config
+from hrl.config.reward import RewardEntry, spelt_out
+from hrl.errors import ConfigError
 from hrl.reward.function import RewardFunctionError, is_async, names_taken, read_reward
 
 Function = Callable[..., Any]
-Rewards = Function | Sequence[Function | tuple[Function, float]]
-"""A reward function, or several, each alone or with its weight (1 by default)."""
+Reward = Function | str | Mapping[str, Any]
+"""A function; or one of the library by its name, or a file and a function as `my.py:brief`; or an entry of
+`reward.functions`, such as `{"name": "regex", "pattern": "^yes"}`."""
+Rewards = Reward | Sequence[Reward | tuple[Reward, float]]
+"""A reward, or several, each alone or with its weight (1 by default)."""
+Entry = RewardEntry | tuple[str, Function, float]
+"""An entry of `reward.functions`, or a function with the name of its score and its weight."""
+
+BLAME = "blames_response"
+"""The argument by which functions of hrl say that a response, and not the row, is to blame if they fail."""
+_DECIDES = ("acc", "pred")
+"""Parts that validation reads: whether a response is correct, and what it answers."""
 
 
-def as_one(rewards: Rewards) -> Function:
-    """Return several reward functions as one; a single one as it is.
+def entries_of(rewards: Rewards) -> list[Entry]:
+    """Return rewards as given from Python, one by one.
 
     Raises:
-        RewardFunctionError: An entry is neither a function nor a function with its weight, or two have one name.
+        RewardFunctionError: An entry is neither a reward nor one with its weight, or two have one name.
     """
-    if callable(rewards):
-        return rewards
-    functions: dict[str, tuple[Function, float]] = {}
+    if callable(rewards) or isinstance(rewards, str | Mapping):
+        rewards = [rewards]
+    entries: list[Entry] = []
     for position, entry in enumerate(rewards):
-        function, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, 1.0)
-        if not callable(function) or isinstance(weight, bool) or not isinstance(weight, int | float):
-            raise RewardFunctionError(f"reward {position} is {entry!r}; give a function, or a pair (function, weight)")
-        name = getattr(function, "__name__", type(function).__name__)
-        if name in functions:
+        reward, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
+        if isinstance(weight, bool) or not isinstance(weight, int | float | None):
+            raise _not_a_reward(position, entry)
+        if isinstance(reward, str | Mapping):
+            entries.append(_named(position, reward, weight))
+        elif callable(reward):
+            name = getattr(reward, "__name__", type(reward).__name__)
+            entries.append((name, reward, 1.0 if weight is None else float(weight)))
+        else:
+            raise _not_a_reward(position, entry)
+    names = [entry[0] if isinstance(entry, tuple) else entry.part for entry in entries]
+    for name in names:
+        if names.count(name) > 1:
             raise RewardFunctionError(f"two rewards are named {name}; their scores could not be told apart")
-        functions[name] = (function, float(weight))
-    if not functions:
+    if not entries:
         raise RewardFunctionError("the list of rewards is empty")
+    return entries
+
+
+def _not_a_reward(position: int, entry: object) -> RewardFunctionError:
+    return RewardFunctionError(
+        f"reward {position} is {entry!r}; give a function, the name of one, or a pair (function, weight)"
+    )
+
+
+def _named(position: int, reward: str | Mapping[str, Any], weight: float | None) -> RewardEntry:
+    written = spelt_out(reward) | ({} if weight is None else {"weight": float(weight)})
+    try:
+        functions = load_config({"reward": {"functions": [written]}}).reward.functions
+    except ConfigError as error:
+        # The value is not repeated: it may hold a key.
+        raise RewardFunctionError(f"reward {position} is no entry of reward.functions. {error}") from error
+    assert functions is not None
+    return functions[0]
+
+
+def weighted_sum(functions: Mapping[str, tuple[Function, float]]) -> Function:
+    """Return several functions, each with its weight, as one; it is async if one of them is."""
     return (AsyncWeightedSum if any(is_async(function) for function, _ in functions.values()) else WeightedSum)(
         functions
     )
@@ -41,7 +83,8 @@ class WeightedSum:
     """Called like any reward function; calls each of several with what it takes.
 
     A function that returns None has no say in that sample; if all do, the sample is left out. Parts that a function
-    returns beside its score are named `<function>/<part>`.
+    returns beside its score are named `<function>/<part>`. The first `acc` and the first `pred` keep their names, since
+    validation counts by them.
 
     Args:
         functions: Name → function and weight.
@@ -56,9 +99,15 @@ class WeightedSum:
         """Return the sum as `score`, and every function's score under its name."""
         return self._sum({name: self._call(name, sample) for name in self.functions})
 
+    @property
+    def max_concurrency(self) -> int | None:
+        """The fewest calls at once that one of the functions allows; None if none of them says."""
+        allowed = [getattr(function, "max_concurrency", None) for function, _ in self.functions.values()]
+        return min((number for number in allowed if number is not None), default=None)
+
     def _call(self, name: str, sample: Mapping[str, Any]) -> Any:
         taken = self._taken[name]
-        mine = sample if taken is None else {key: value for key, value in sample.items() if key in taken}
+        mine = {key: value for key, value in sample.items() if (key != BLAME if taken is None else key in taken)}
         return self.functions[name][0](**mine)
 
     def _sum(self, returned: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,7 +118,8 @@ class WeightedSum:
                 parts[name], own = read_reward(value)
             except RewardFunctionError as error:
                 raise RewardFunctionError(f"{name} {error}") from error
-            parts |= {f"{name}/{part}": number for part, number in own.items()}
+            for part, number in own.items():
+                parts[part if part in _DECIDES and part not in parts else f"{name}/{part}"] = number
             if parts[name] is not None:
                 score = (score or 0.0) + self.functions[name][1] * parts[name]
         return {"score": score, **parts}

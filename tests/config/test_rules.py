@@ -95,7 +95,7 @@ CASES = [
     ({"trainer.role_pools": {"actor_rollout": "global", "actor": "global"}}, "beside actor or rollout"),
     ({"trainer.resource_pools": {}}, "trainer.resource_pools has no pool."),
     ({"reward.reward_model.enable": True}, "reward.reward_model.model_path needs a folder or hub id"),
-    ({"reward.function_weight": 0.0}, "every reward would be 0"),
+    ({"reward.functions": []}, "every reward would be 0"),
     ({"reward.overlong_buffer": {"enable": True, "len": 0}}, "reward.overlong_buffer.len is 0 tokens"),
     ({"data.custom_cls.path": "my.py"}, "data.custom_cls.name needs the name of the class"),
     ({"data.val_files": [], "trainer.test_freq": 5}, "trainer.test_freq is 5, but data.val_files is empty."),

@@ -317,10 +317,12 @@ def test_a_sampling_batch_scales_how_many_batches_may_be_sampled():
 
 def test_a_reward_model_decides_alone_unless_a_function_is_named():
     model = {"reward_model.enable": True, "reward_model.model.path": "some/classifier"}
-    assert validate(model).reward.function_weight == 0.0
-    assert validate({**model, "custom_reward_function.path": "my.py"}).reward.function_weight == 1.0
-    assert validate({**model, "reward.function_weight": 0.5}).reward.function_weight == 0.5
-    assert validate({}).reward.function_weight == 1.0
+    assert validate(model).reward.entries == ()
+    (named,) = validate({**model, "custom_reward_function.path": "my.py"}).reward.entries
+    assert named.file_and_function == ("my.py", "compute_score") and named.weight == 1.0
+    (half,) = validate({**model, "reward.function_weight": 0.5}).reward.entries
+    assert (half.name, half.weight) == ("data_source", 0.5)
+    assert [entry.name for entry in validate({}).reward.entries] == ["data_source"]
 
 
 def test_validation_with_a_temperature_draws_samples():
@@ -474,7 +476,7 @@ ITS_ENGINE = """
 def test_a_launch_line_with_a_reward_model_composes_and_says_that_it_gets_no_engine():
     config = compose_cli([*PPO_LINE.split(), *REWARD_MODEL.split(), *ITS_ENGINE.split()])
     assert config.needs_reward_model and config.reward.num_workers == 8
-    assert config.reward.function_weight == 0.0
+    assert config.reward.entries == ()
     (line,) = config.remarks
     assert all(part.split("=")[0] in line for part in ITS_ENGINE.split())
     assert "not in an engine" in line

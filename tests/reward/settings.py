@@ -17,9 +17,9 @@ def reward(**changes: Any) -> RewardConfig:
     return _default().model_copy(update=changes)
 
 
-def weighted(function: float = 1.0, model: float = 1.0, overlong_tokens: int = 0) -> RewardConfig:
-    """The section with these weights; with a penalty over this many tokens, if any."""
-    section = reward(function_weight=function)
+def weighted(model: float = 1.0, overlong_tokens: int = 0) -> RewardConfig:
+    """The section with this weight of the model; with a penalty over this many tokens, if any."""
+    section = reward()
     overlong = {"enable": overlong_tokens > 0, "len": overlong_tokens}
     return section.model_copy(
         update={

@@ -4,8 +4,9 @@ from contextlib import contextmanager
 import pytest
 
 from hrl.reward.actor import RewardError, RewardLoop, reward_metrics
-from hrl.reward.function import BuiltIn, RewardSpec, UserFile
+from hrl.reward.function import BuiltIn, UserFile
 from hrl.reward.pool import RewardRow
+from hrl.reward.spec import RewardSpec
 from tests.reward.settings import reward
 
 FUNCTION = """

@@ -8,8 +8,9 @@ import pytest
 import ray
 
 from hrl.reward.actor import RewardActor, RewardError, _on_this_node
-from hrl.reward.function import RewardSpec, UserFile
+from hrl.reward.function import UserFile
 from hrl.reward.pool import RewardRow
+from hrl.reward.spec import RewardSpec
 from tests.processes.process_table import still_alive
 from tests.reward.settings import reward
 

@@ -7,10 +7,10 @@ from tests.reward.settings import weighted
 LENGTHS = torch.tensor([4, 2, 3])
 
 
-def test_function_and_model_are_added_with_their_weights():
+def test_functions_and_the_weighted_model_are_added():
     model = torch.tensor([0.5, -1.0, 2.0])
-    combined = combine_scores([1.0, 0.0, None], model, LENGTHS, 4, weighted(function=2.0, model=0.5))
-    assert combined.scores.tolist() == [2.25, -0.5, 0.0]
+    combined = combine_scores([1.0, 0.0, None], model, LENGTHS, 4, weighted(model=0.5))
+    assert combined.scores.tolist() == [1.25, -0.5, 0.0]
     assert combined.kept.tolist() == [True, True, False]
 
 
@@ -36,7 +36,7 @@ def test_a_reward_model_alone_is_enough_and_nothing_is_not():
 
 def test_a_validation_reports_the_function_as_it_came_or_the_model_where_there_is_no_function():
     model = torch.tensor([0.5, -1.0, 2.0])
-    section = weighted(function=0.3, model=7.0, overlong_tokens=2)
+    section = weighted(model=7.0, overlong_tokens=2)
     shaping = RewardShaping({"standardise": None, "clip": 0.1})
     combined = combine_scores([1.0, 0.0, None], model, LENGTHS, 4, section, shaping)
     assert combined.plain.tolist() == [1.0, 0.0, 0.0]

@@ -1,6 +1,4 @@
 import functools
-import json
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -9,9 +7,7 @@ import torch
 
 from hrl.reward.function import (
     BuiltIn,
-    PickledFunction,
     RewardFunctionError,
-    RewardSpec,
     UserFile,
     is_async,
     read_reward,
@@ -186,12 +182,3 @@ def test_a_signature_that_does_not_fit_is_found_at_loading(tmp_path):
 def test_async_functions_are_told_from_others():
     assert all(map(is_async, (asynchronous, AsyncJudge(), functools.partial(asynchronous, extra_info=None))))
     assert not any(map(is_async, (verls, Judge(), AsyncJudge, functools.partial(verls))))
-
-
-def test_a_spec_goes_to_another_process_and_back():
-    spec = RewardSpec(UserFile("a.py", "f"), {"a": (1, [10**5000]), "key": "env:MY_KEY"})
-    for source in (spec.source, BuiltIn(("a", "b")), PickledFunction.of(verls)):
-        sent = json.loads(json.dumps(replace(spec, source=source).to_plain()))
-        assert RewardSpec.from_plain(sent) == replace(spec, source=source)
-    assert spec.env == {"key": "MY_KEY"}
-    assert spec.resolve({"MY_KEY": "k"}).kwargs["key"] == "k"

@@ -11,8 +11,9 @@ from types import ModuleType
 
 import pytest
 
-from hrl.reward.function import BuiltIn, PickledFunction, RewardFunctionError, RewardSpec, UserFile
+from hrl.reward.function import BuiltIn, PickledFunction, RewardFunctionError, UserFile
 from hrl.reward.pool import RewardPool, RewardRow, _Task
+from hrl.reward.spec import RewardSpec
 from tests.reward.settings import reward
 
 FUNCTION = """
@@ -332,7 +333,8 @@ def test_shutdown_kills_all_and_ends_what_waits(function_file):
 def test_processes_die_with_a_parent_that_is_killed(function_file):
     script = (
         "import sys, time\n"
-        "from hrl.reward.function import RewardSpec, UserFile\n"
+        "from hrl.reward.function import UserFile\n"
+        "from hrl.reward.spec import RewardSpec\n"
         "from tests.reward.settings import reward\n"
         "from hrl.reward.pool import RewardPool, RewardRow\n"
         "pool = RewardPool(RewardSpec(UserFile(sys.argv[1])), reward(num_workers=2, timeout_s=600.0))\n"

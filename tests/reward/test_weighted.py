@@ -7,10 +7,15 @@ import inspect
 
 import pytest
 
-from hrl.reward.function import PickledFunction, RewardFunctionError, RewardSpec, is_async, signature_problem
+from hrl.reward.function import PickledFunction, RewardFunctionError, is_async, signature_problem
 from hrl.reward.pool import RewardPool, RewardRow
-from hrl.reward.weighted import as_one
+from hrl.reward.spec import RewardSpec
+from hrl.reward.weighted import entries_of, weighted_sum
 from tests.reward.test_pool import reward
+
+
+def as_one(rewards):
+    return weighted_sum({name: (function, weight) for name, function, weight in entries_of(rewards)})
 
 
 def correct(response, answer):
@@ -35,7 +40,6 @@ def test_the_sum_is_weighted_and_every_score_is_a_part():
         "brief/length": 4,
         "brief/kind": "word",
     }
-    assert as_one(correct) is correct
 
 
 def test_a_function_without_a_say_is_left_out_and_a_sample_without_any_is():
@@ -66,14 +70,26 @@ def test_it_is_scored_in_processes_like_any_other():
     "rewards, message",
     [
         ([], "empty"),
-        ([(correct, "much")], "reward 0 is .*give a function, or a pair"),
-        (["correct"], "reward 0 is 'correct'"),
+        ([(correct, "much")], "reward 0 is .*give a function, .*or a pair"),
+        (["corect"], r"(?s)reward 0 is no entry of reward.functions.*names 'corect'"),
+        ([3], "reward 0 is 3; give a function"),
         ([correct, (correct, 2.0)], "two rewards are named correct"),
     ],
 )
 def test_what_cannot_be_summed_is_refused(rewards, message):
     with pytest.raises(RewardFunctionError, match=message):
-        as_one(rewards)
+        entries_of(rewards)
+
+
+def test_the_first_acc_and_pred_keep_their_names_because_validation_counts_by_them():
+    one = as_one([brief, (lambda response: {"score": 1.0, "acc": 0.0, "pred": "x"}, 1.0), (graded, 1.0)])
+    parts = one(response="four", kind="word")
+    assert (parts["acc"], parts["pred"]) == (0.0, "x")
+    assert (parts["graded/acc"], parts["graded/pred"]) == (1.0, "y")
+
+
+def graded(response):
+    return {"score": 0.0, "acc": True, "pred": "y"}
 
 
 def test_the_function_that_returns_no_reward_is_named():

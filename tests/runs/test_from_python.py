@@ -129,7 +129,7 @@ def test_a_given_function_that_would_score_nothing_is_refused(runner: Runner, tm
         update={
             "reward": config.reward.model_copy(
                 update={
-                    "function_weight": 0.0,
+                    "functions": [],
                     "reward_model": config.reward.reward_model.model_copy(
                         update={"enable": True, "model_path": str(runner.reward_model)}
                     ),
@@ -137,5 +137,5 @@ def test_a_given_function_that_would_score_nothing_is_refused(runner: Runner, tm
             )
         }
     )
-    with pytest.raises(PreflightError, match=r"reward\.function_weight is 0, .*Set it to 1"):
+    with pytest.raises(PreflightError, match=r"as an object, and none by reward\.functions; leave one"):
         run("ppo", weightless, Given(train_rows=ROWS, reward=lambda **sample: 1.0))

@@ -158,7 +158,6 @@ def test_a_trained_reward_model_scores_in_transformers_and_in_a_ppo_run(runner: 
         f"actor_rollout_ref.model.path={runner.model}",
         "reward.reward_model.enable=true",
         f"reward.reward_model.model_path={folder}",
-        "reward.function_weight=0",
         "actor_rollout_ref.rollout.n=4",
         "data.train_batch_size=2",
         "actor_rollout_ref.actor.ppo_mini_batch_size=2",

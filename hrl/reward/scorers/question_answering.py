@@ -22,7 +22,7 @@ def squad_form(answer: str) -> str:
 
 
 def _read_targets(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> frozenset[str]:
-    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else None
+    target = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     texts = [target] if isinstance(target, str) else target
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
         raise TruthError(ground_truth, data_source, "has no 'target': a text, or a list of them")

@@ -6,7 +6,6 @@ still generated.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -16,8 +15,9 @@ from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardActor, RewardError, reward_metrics
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, combine_scores
-from hrl.reward.function import RewardSpec
 from hrl.reward.pool import RewardRow
+from hrl.reward.spec import RewardSpec
+from hrl.reward.weighted import Rewards
 from hrl.workers.rollout.base import sample_keys
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class RewardService:
     Args:
         config: The whole configuration.
         data_sources: The data sources of the run, whose scorers are loaded beforehand.
-        function: A reward function that the caller has as an object, in place of the one that the configuration names.
+        function: Rewards that the caller has as objects, in place of those that the configuration names.
         columns: Columns of the rows to come, which the function may take by name.
 
     Attributes:
@@ -44,7 +44,7 @@ class RewardService:
         self,
         config: PPOTrainerConfig,
         data_sources: tuple[str, ...],
-        function: Callable[..., Any] | None = None,
+        function: Rewards | None = None,
         columns: tuple[str, ...] = (),
     ) -> None:
         reward = config.reward
@@ -56,8 +56,9 @@ class RewardService:
         self._round = 0
         self._title, self._validates = "no step", False
         self._loop: RewardActor | None = None
-        if reward.function_weight != 0:  # otherwise the reward model alone decides
-            self._loop = RewardActor(RewardSpec.of_config(reward, data_sources, function, columns), reward)
+        if reward.entries or function is not None:  # otherwise the reward model alone decides
+            folder = config.trainer.default_local_dir
+            self._loop = RewardActor(RewardSpec.of_config(reward, data_sources, function, columns, folder), reward)
 
     @property
     def sink(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -155,9 +156,10 @@ class Rewards:
 
     def collect(self, batch: DataProto, metrics: StepMetrics) -> CombinedScores:
         model = batch.batch["rm_scores"] if "rm_scores" in batch.batch.keys() else None
-        combined = combine_scores(
-            self.scores_of(batch), model, torch.full((len(batch),), 2), 2, reward(function_weight=10.0)
-        )
+        scores, lengths = self.scores_of(batch), torch.full((len(batch),), 2)
+        tenfold = None if scores is None else [None if score is None else 10 * score for score in scores]
+        combined = combine_scores(tenfold, model, lengths, 2, reward())
+        combined = replace(combined, plain=combine_scores(scores, model, lengths, 2, reward()).plain)
         batch.non_tensor_batch["reward_parts"] = np.array(self.parts_of(batch), dtype=object)
         batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
         return combined

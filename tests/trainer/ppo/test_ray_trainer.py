@@ -19,7 +19,6 @@ from hrl.workers.requests import SamplingParams
 from tests.trainer.ppo.driver import Driver, Prompts, Rewards
 
 MODEL_ONLY = (
-    "reward.function_weight=0",
     "reward.reward_model.enable=true",
     "reward.reward_model.model_path=some/model",
 )

@@ -15,8 +15,9 @@ from hrl.config.reward import RewardConfig
 from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardError
-from hrl.reward.function import PickledFunction, RewardFunctionError, RewardSpec, UserFile
+from hrl.reward.function import PickledFunction, RewardFunctionError, UserFile
 from hrl.reward.pool import RewardOutcome, RewardRow
+from hrl.reward.spec import RewardSpec
 from hrl.trainer.ppo.rewards import RewardService
 
 
@@ -72,7 +73,6 @@ def test_a_reward_model_alone_gives_both_scores() -> None:
     service = RewardService(
         compose_cli(
             [
-                "reward.function_weight=0",
                 "reward.reward_model.enable=true",
                 "reward.reward_model.model_path=some/model",
                 "reward.reward_model.weight=0.5",
@@ -90,10 +90,10 @@ def test_a_reward_model_alone_gives_both_scores() -> None:
 
 def test_a_left_out_row_trains_nothing_and_the_plain_score_has_no_penalty(loops: list[Loop]) -> None:
     overlong = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2", "data.max_response_length=2"]
-    service = RewardService(compose_cli(["reward.function_weight=2.0", *overlong]), ())
+    service = RewardService(compose_cli(overlong), ())
     batch = sampled()
     combined = service.collect(batch, StepMetrics())
-    assert combined.scores.tolist() == [1.0, 0.0, -1.0]
+    assert combined.scores.tolist() == [0.0, 0.0, -1.0]
     assert combined.plain.tolist() == [1.0, 0.0, 0.0]
     assert combined.kept.tolist() == [True, False, True]
     assert batch.batch["response_mask"].tolist() == [[1, 1], [0, 0], [1, 1]]
@@ -157,7 +157,7 @@ def pow_of_length(solution_str: str, base: float, **_: Any) -> float:
 
 def test_a_reward_model_that_gives_no_number_is_named_with_the_sample() -> None:
     model = ["reward.reward_model.enable=true", "reward.reward_model.model_path=some/model"]
-    service = RewardService(compose_cli(["reward.function_weight=0", *model]), ())
+    service = RewardService(compose_cli(model), ())
     batch = sampled(rm_scores=torch.tensor([1.0, 2.0, float("nan")]))
     batch.non_tensor_batch["sample_index"] = np.array([0, 1, 2], dtype=object)
     assert service.begin(batch, 7, validate=False) is None, "no sample is sent to a function that nobody has"
@@ -166,8 +166,9 @@ def test_a_reward_model_that_gives_no_number_is_named_with_the_sample() -> None:
 
 
 def test_a_sum_that_float32_cannot_hold_is_named_with_the_sample(loops: list[Loop]) -> None:
-    service = RewardService(compose_cli(["reward.function_weight=1e39"]), ())
-    batch = sampled()
+    model = ["reward.reward_model.enable=true", "reward.reward_model.model_path=m", "reward.reward_model.weight=1e39"]
+    service = RewardService(compose_cli(["reward.functions=[data_source]", *model]), ())
+    batch = sampled(rm_scores=torch.tensor([1.0, 0.0, 0.0]))
     batch.non_tensor_batch["sample_index"] = np.array([0, 1, 2], dtype=object)
     service._title = "step 7"
     with pytest.raises(RewardError, match="sum of weighted and shaped scores is inf in step 7: uid a, sample 0"):
