@@ -366,7 +366,7 @@ class RewardPool:
             if f"'{name}'" in error or f'"{name}"' in error:
                 return (
                     f"{error}\n(the variable {name} looks like a secret, which reward processes get only if it is "
-                    f"named: as env:{name} among the function's arguments)"
+                    f"named: <argument>: env:{name} in reward_kwargs, or in the entry of reward.functions)"
                 )
         return error
 

@@ -489,14 +489,14 @@ def test_a_variable_that_is_named_reaches_the_function_and_one_that_is_kept_from
         assert score(pool, "JUDGE_API_KEY").parts == {"key": "canary-1", "same": 1.0}
         error = score(pool, "OTHER_API_KEY").error
     assert "KeyError: 'OTHER_API_KEY'" in error
-    assert "named: reward.custom_reward_function.reward_kwargs.<argument>=env:OTHER_API_KEY" in error
+    assert "named: <argument>: env:OTHER_API_KEY in reward_kwargs" in error
     assert "canary-2" not in error
 
 
 def test_a_variable_that_is_named_and_not_set_is_told_at_start(function_file, monkeypatch):
     monkeypatch.delenv("JUDGE_API_KEY", raising=False)
     with pytest.raises(
-        RewardFunctionError, match=r"reward_kwargs\.key is the environment variable JUDGE_API_KEY, which"
+        RewardFunctionError, match=r"argument key of .* is the environment variable JUDGE_API_KEY, which"
     ):
         spec = RewardSpec(UserFile(function_file), {"key": "env:JUDGE_API_KEY"})
         RewardPool(spec, reward(timeout_s=1.0)).start()
