@@ -45,6 +45,7 @@ COMMANDS: Sequence[Command] = (
     Command("demo", "run the quickstart: GRPO teaches a small model to add", True),
     Command("check", "say what a run would do and everything that is wrong with it; starts nothing", True),
     Command("eval", "score a model on rows: mean@k, pass@k, maj@k, and a file with every sample"),
+    Command("export", "write a checkpoint as a folder that transformers and vLLM load, or to the hub"),
     Command("rollouts", "show samples of a run, with their rewards"),
     Command("env", "versions, cores, memory and GPUs, for a bug report"),
 )

@@ -98,13 +98,13 @@ def export_hf(
         del tensor  # before the next one is gathered
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
-        _write_config(config, dtype, folder)
-        _copy_companions(Path(config.name_or_path), folder, has_code=bool(getattr(config, "auto_map", None)))
+        write_config(config, dtype, folder)
+        copy_companions(Path(config.name_or_path), folder, has_code=bool(getattr(config, "auto_map", None)))
         save_torch_state_dict(kept, folder)
     dist.barrier()
 
 
-def _write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
+def write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
     """Write `config.json`, even one that transformers would refuse to write."""
     # `save_pretrained` is stricter than `from_pretrained`. It refuses, for instance, a `config.json` that sets a
     # temperature, as many published ones do.
@@ -114,7 +114,7 @@ def _write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) ->
     (folder / "config.json").write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
-def _copy_companions(source: Path, folder: Path, *, has_code: bool) -> None:
+def copy_companions(source: Path, folder: Path, *, has_code: bool) -> None:
     """Copy the companions byte for byte: transformers would refuse to write what some published ones contain."""
     code = sorted(file.name for file in source.glob("*.py")) if has_code else []
     for name in (*COMPANIONS, *code):

@@ -1,0 +1,291 @@
+"""`hrl export`: a checkpoint as a folder that transformers and vLLM load, with a card that says how it was made."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import hrl
+from hrl.errors import HrlError
+from hrl.models.source import check_weights, resolve_model
+from hrl.report.run_folder import read_jsonl
+from hrl.trained.folders import Trained, find_trained
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
+_CARD = "README.md"
+
+
+class ExportError(HrlError, RuntimeError):
+    """A model can't be written or sent."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        folder: Where.
+        dtype: Of the weights.
+        weights_bytes: Bytes of the weights.
+    """
+
+    folder: Path
+    dtype: str
+    weights_bytes: int
+
+
+def export(name: str, out: Path, dtype: str | None = None) -> Exported:
+    """Write a model's weights, configuration, tokenizer, chat template, generation settings and card.
+
+    Args:
+        name: Run folder, checkpoint (with `hf/`, or shards alone), model folder, hub id or `bundled:...`.
+        out: The folder; created, and empty if it is there.
+        dtype: Of the weights, such as `bfloat16`; by default that of the model.
+
+    Raises:
+        HrlError: There is no such model, or the folder can't be used.
+    """
+    out = out.expanduser().resolve()
+    if out.is_dir() and any(out.iterdir()):
+        raise ExportError(f"{out} is not empty; name a new folder")
+    if out.exists() and not out.is_dir():
+        raise ExportError(f"{out} is a file; name a folder")
+    trained = find_trained(name)
+    # Beside its name until it is whole, so that an interrupted export leaves no folder that looks like a model.
+    unfinished = out.with_name(f"{out.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        unfinished.mkdir(parents=True)
+        if trained.is_sharded:
+            written = _from_shards(trained, unfinished, dtype)
+        else:
+            written = _copy(resolve_model(trained.name), unfinished, dtype)
+        (unfinished / _CARD).write_text(model_card(trained, written, out.name), encoding="utf-8")
+        if out.is_dir():
+            out.rmdir()
+        unfinished.rename(out)
+    except OSError as error:
+        raise ExportError(f"{out} can't be written: {error}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    check_weights(out)
+    size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    return Exported(out, written, size)
+
+
+# ---------------------------------------------------------------------------------------------- weights
+
+
+def _copy(source: Path, out: Path, dtype: str | None) -> str:
+    """Copy a model's folder, with its weights in another dtype if one is asked for; return the dtype."""
+    check_weights(source)
+    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
+    own = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+    weights = {file.name for pattern in _WEIGHTS for file in source.glob(pattern)}
+    for file in sorted(source.iterdir()):
+        is_model = file.suffix in (".json", ".jinja", ".txt", ".model", ".py") or file.name in weights
+        if file.is_file() and is_model and (dtype in (None, own) or file.name not in weights):
+            shutil.copyfile(file, out / file.name)
+    if dtype in (None, own):
+        return own
+    assert dtype is not None
+    _save(_cast(source, own, dtype), out)
+    config.pop("torch_dtype", None)
+    (out / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2, sort_keys=True) + "\n")
+    return dtype
+
+
+def _cast(source: Path, own: str, dtype: str) -> dict[str, Tensor]:
+    """Return all tensors; those of the model's dtype in the other one, since buffers may have one of their own."""
+    from safetensors.torch import load_file
+
+    from hrl.models.loading import dtype_of
+
+    before, after = dtype_of(own), dtype_of(dtype)
+    return {
+        name: tensor.to(after) if tensor.dtype == before else tensor
+        for file in sorted(source.glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def _save(tensors: dict[str, Tensor], out: Path) -> None:
+    from huggingface_hub import save_torch_state_dict
+
+    save_torch_state_dict(tensors, out)
+
+
+def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
+    """Put the shards of the trained model together, in the form of the model that the run began with."""
+    import torch
+
+    from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
+    from hrl.models.loading import ModelSource, dtype_of, load_causal_lm
+    from hrl.models.tokenizer import load_tokenizer
+    from hrl.workers.engine.weights import PREFIX, copy_companions, write_config
+
+    assert trained.checkpoint is not None
+    shards = trained.checkpoint / "actor"
+    if not shards.is_dir():
+        raise ExportError(f"{trained.checkpoint} has neither hf nor actor: there is no policy in it to export")
+    model_keys = _section(trained.config, "actor_rollout_ref.model") or _section(trained.config, "model")
+    if not model_keys:
+        raise ExportError(
+            f"{trained.checkpoint} lies in no run's folder: config.yaml names the model that it began with"
+        )
+    base, trust = resolve_model(model_keys["path"]), bool(model_keys.get("trust_remote_code"))
+    overrides = model_keys.get("override_config") or {}
+    source = ModelSource.to_look_at(base, overrides, trust_remote_code=trust, max_model_len=1)
+    loaded = load_causal_lm(source, torch.float32)
+    _read_shards(shards, {f"model.{PREFIX}{name}": each.detach() for name, each in loaded.model.named_parameters()})
+    own = str(loaded.source_config.dtype or "bfloat16").removeprefix("torch.")
+    target = dtype_of(dtype or own)
+    form, tensors = CheckpointForm.of(loaded.model), dict[str, Any]()
+    for name, tensor in saved_tensors(loaded.model):
+        is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
+        pieces = form.split(name, tensor.detach().to(target if is_weight else tensor.dtype))
+        tensors |= {piece: each.clone() for piece, each in pieces}  # safetensors writes no views of a larger tensor
+    write_config(loaded.source_config, target, out)
+    copy_companions(base, out, has_code=bool(getattr(loaded.source_config, "auto_map", None)))
+    load_tokenizer(model_keys.get("tokenizer_path") or base, trust_remote_code=trust).save_pretrained(out)
+    _save(tensors, out)
+    return dtype or own
+
+
+def _read_shards(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """Read a sharded checkpoint into these whole tensors."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    saved = json.loads((folder / "state.json").read_text())
+    missing = sorted(name for name, each in tensors.items() if saved["tensors"].get(name) != list(each.shape))
+    if missing:
+        what = "it was saved without `model`, or the run began with another model"
+        raise ExportError(f"{folder} lacks {missing[0]}: {what}")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as it is meant to be
+        dcp.load(tensors, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+
+
+def _section(tree: Any, key: str) -> dict[str, Any]:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree if isinstance(tree, dict) else {}
+
+
+# ---------------------------------------------------------------------------------------------- the card
+
+
+def model_card(trained: Trained, dtype: str, title: str) -> str:
+    """Return the text of the model card: what the model began with, how it was trained, and what it scored."""
+    facts = dict(_facts(trained))
+    base = facts.get("starts from")
+    front = ["---", "library_name: transformers", "tags: [hrl]"]
+    if base is not None and base.count("/") == 1 and not base.startswith((".", "/", "~")):
+        front.append(f"base_model: {base}")
+    front.append("---")
+    lines = [f"| {name} | {text} |" for name, text in (facts | {"weights": dtype}).items()]
+    body = ["", f"# {title}", "", f"Trained with hrl {hrl.__version__}.", "", "| | |", "| --- | --- |", *lines, ""]
+    usage = [
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model, tokenizer = (auto.from_pretrained("{title}") for auto in (AutoModelForCausalLM, AutoTokenizer))',
+        "```",
+        "",
+    ]
+    return "\n".join([*front, *body, *([] if facts.get("kind") == "rm" else usage)])
+
+
+def _facts(trained: Trained) -> Iterator[tuple[str, str]]:
+    config = trained.config
+    if not config:
+        yield "starts from", trained.name
+        return
+    model = _section(config, "actor_rollout_ref.model") or _section(config, "model")
+    algorithm, data = _section(config, "algorithm"), _section(config, "data")
+    if "adv_estimator" in algorithm:
+        yield "algorithm", str(algorithm["adv_estimator"])
+    elif "beta" in algorithm:
+        yield "algorithm", f"dpo ({algorithm.get('loss_type')}, beta {algorithm['beta']})"
+    else:
+        yield "algorithm", "sft" if "loss_agg_mode" in algorithm else "reward model"
+    yield "starts from", str(model.get("path"))
+    yield "trained on", ", ".join(map(str, data.get("train_files") or []))
+    function = _section(config, "reward.custom_reward_function").get("path")
+    if function:
+        yield "reward", str(function)
+    optim = _section(config, "actor_rollout_ref.actor.optim") or _section(config, "optim")
+    yield "batch, learning rate", f"{data.get('train_batch_size')}, {optim.get('lr')}"
+    step = _step(trained)
+    if step is not None:
+        yield "steps", str(step)
+        yield from _measured(trained, step)
+
+
+def _step(trained: Trained) -> int | None:
+    if trained.checkpoint is None:
+        return None
+    return int(json.loads((trained.checkpoint / "state.json").read_text())["step"])
+
+
+def _measured(trained: Trained, step: int) -> Iterator[tuple[str, str]]:
+    """Yield what the run's validations measured at the step, or last before it."""
+    log = None if trained.run is None else trained.run / "metrics.jsonl"
+    if log is None or not log.is_file():
+        return
+    validated = [record for record in read_jsonl(log) if record["step"] <= step and any(map(_is_score, record))]
+    if validated:
+        last = validated[-1]
+        yield from ((f"{name} after step {last['step']}", f"{last[name]:.4g}") for name in filter(_is_score, last))
+
+
+def _is_score(name: str) -> bool:
+    return name.startswith("val/") and ("/mean@" in name or name.endswith(("/loss", "/rewards_accuracies")))
+
+
+# ---------------------------------------------------------------------------------------------- the hub
+
+
+def push(exported: Exported, repository: str, *, private: bool = True) -> str:
+    """Send an exported folder to the hub and return its address.
+
+    Args:
+        exported: What `export` wrote.
+        repository: `user/name`; created if it does not exist.
+        private: Whether a new repository is private.
+
+    Raises:
+        ExportError: The hub can't be reached, or refuses; the folder stays.
+    """
+    from httpx import HTTPError
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OfflineModeIsEnabled
+
+    stays = f"The model is in {exported.folder}."
+    api = HfApi()
+    try:
+        api.create_repo(repository, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=exported.folder, commit_message=f"hrl {hrl.__version__}")
+    except HFValidationError as error:
+        raise ExportError(f"{repository!r} is no name of a repository: {error}. {stays}") from error
+    except OfflineModeIsEnabled as error:
+        raise ExportError(f"nothing was sent to the hub: HF_HUB_OFFLINE is set. {stays}") from error
+    except LocalTokenNotFoundError as error:
+        raise ExportError(f"the hub wants a token: run `hf auth login`, or set HF_TOKEN. {stays}") from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", None)
+        advice = " Run `hf auth login` with a token that may write, or set HF_TOKEN." if status in (401, 403) else ""
+        raise ExportError(f"the hub refused {repository!r}: {str(error).splitlines()[0]}.{advice} {stays}") from error
+    except (HTTPError, OSError) as error:
+        raise ExportError(f"the hub can't be reached ({error}). Try again where there is a network. {stays}") from error
+    return f"{api.endpoint}/{repository}"

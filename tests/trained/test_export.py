@@ -1,0 +1,174 @@
+"""What an export leaves loads as what was trained, from `hf` and from shards alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+from hrl import cli
+from hrl.trained.export import Exported, ExportError, export, push
+from tests.data.conftest import make_tokenizer
+from tests.models.tiny import run_ranks, save_llama, save_mixture
+from tests.workers.engine.ranks import policy_of, train_and_save
+
+WORDS = "two and three make five"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return make_tokenizer()
+
+
+@pytest.fixture(params=["llama", "qwen3_moe"])
+def base(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
+    """A model to start from, with its tokenizer and the settings of its generation."""
+    folder = tmp_path / "base"
+    if request.param == "llama":
+        save_llama(folder)
+    else:
+        save_mixture(folder, "qwen3_moe")
+    tokenizer.save_pretrained(folder)
+    GenerationConfig(temperature=0.6, do_sample=True).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def checkpoint(base: Path, tmp_path: Path, world: None, tokenizer: PreTrainedTokenizerFast) -> Iterator[Path]:
+    """A checkpoint of a trained policy in the folder of its run."""
+    yield as_run(base, tmp_path, lambda folder: change_and_save(base, folder), tokenizer)
+
+
+def change_and_save(base: Path, folder: Path) -> None:
+    """Stands for training: every weight changes."""
+    engine = policy_of(base, "float32").engine
+    with torch.no_grad():
+        for parameter in engine.module.parameters():
+            parameter.mul_(1.25)
+    engine.save(folder / "state")
+    engine.export_hf(folder / "hf")
+
+
+def as_run(base: Path, tmp_path: Path, train: Any, tokenizer: PreTrainedTokenizerFast) -> Path:
+    checkpoint = tmp_path / "sums" / "checkpoints" / "step_2"
+    train(checkpoint)
+    (checkpoint / "state").rename(checkpoint / "actor")
+    tokenizer.save_pretrained(checkpoint / "hf")
+    (checkpoint / "state.json").write_text(json.dumps({"step": 2, "score": 0.5}))
+    config = {
+        "actor_rollout_ref": {
+            "model": {"path": str(base), "override_config": {}, "trust_remote_code": False, "tokenizer_path": None},
+            "actor": {"optim": {"lr": 0.001}},
+        },
+        "algorithm": {"adv_estimator": "grpo"},
+        "data": {"train_files": ["sums.jsonl"], "train_batch_size": 8},
+    }
+    (tmp_path / "sums" / "config.yaml").write_text(yaml.safe_dump(config))
+    records = [{"step": 1}, {"step": 2, "val/sums/mean@1": 0.5}, {"step": 3, "val/sums/mean@1": 0.9}]
+    (tmp_path / "sums" / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    return checkpoint
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(1, 12)[None]).logits
+
+
+def test_shards_alone_make_the_model_of_the_folder_beside_them(checkpoint: Path, base: Path, tmp_path: Path) -> None:
+    trained = logits(checkpoint / "hf")
+    assert not torch.equal(trained, logits(base))  # it has learnt something
+    from_hf = export(str(checkpoint), tmp_path / "from_hf")
+    shutil.rmtree(checkpoint / "hf")
+    from_shards = export(str(checkpoint), tmp_path / "from_shards")
+    for exported in (from_hf, from_shards):
+        assert torch.equal(logits(exported.folder), trained)
+        assert exported.dtype == "float32" and exported.weights_bytes > 0
+        assert AutoTokenizer.from_pretrained(exported.folder).chat_template is not None
+    assert GenerationConfig.from_pretrained(from_shards.folder).temperature == 0.6
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+@pytest.mark.parametrize("shards_only", [False, True])
+def test_another_dtype_halves_the_weights(checkpoint: Path, tmp_path: Path, shards_only: bool) -> None:
+    whole = export(str(checkpoint), tmp_path / "whole")
+    if shards_only:
+        shutil.rmtree(checkpoint / "hf")
+    half = export(str(checkpoint), tmp_path / "half", "bfloat16")
+    assert half.weights_bytes < 0.6 * whole.weights_bytes
+    assert json.loads((half.folder / "config.json").read_text())["dtype"] == "bfloat16"
+    model = AutoModelForCausalLM.from_pretrained(half.folder)
+    assert model.dtype == torch.bfloat16
+    assert torch.equal(
+        model.model.norm.weight, AutoModelForCausalLM.from_pretrained(whole.folder).model.norm.weight.bfloat16()
+    )
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+@pytest.mark.cluster
+def test_shards_of_two_ranks_are_put_together(base: Path, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    checkpoint = as_run(
+        base, tmp_path, lambda to: run_ranks(2, tmp_path / "ranks", train_and_save, base, to, 2), tokenizer
+    )
+    trained = logits(checkpoint / "hf")
+    shutil.rmtree(checkpoint / "hf")
+    assert torch.equal(logits(export(str(checkpoint), tmp_path / "out").folder), trained)
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+def test_the_card_says_how_the_model_was_made_and_what_it_scored(checkpoint: Path, tmp_path: Path) -> None:
+    assert cli.main(["export", str(checkpoint.parents[1]), str(tmp_path / "adder")]) == 0
+    card = (tmp_path / "adder" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags: [hrl]\n---\n")
+    assert "base_model" not in card  # a folder is none of the hub
+    for line in ("| algorithm | grpo |", "| trained on | sums.jsonl |", "| steps | 2 |", "| weights | float32 |"):
+        assert line in card
+    assert "| val/sums/mean@1 after step 2 | 0.5 |" in card and "0.9" not in card  # which is of a later step
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+def test_a_folder_that_is_in_use_is_refused(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    export(str(base), tmp_path / "out")  # an empty one is taken
+    assert cli.main(["export", str(base), str(tmp_path / "out")]) == 1
+    assert "is not empty; name a new folder" in capsys.readouterr().err
+    assert cli.main(["export", str(tmp_path), str(tmp_path / "other")]) == 1
+    assert "holds no model" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists() and not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+def test_shards_of_another_model_are_refused(checkpoint: Path, base: Path, tmp_path: Path) -> None:
+    shutil.rmtree(checkpoint / "hf")
+    config = json.loads((base / "config.json").read_text())
+    shutil.rmtree(base)
+    save_mixture(base, "qwen3_moe")
+    assert config["model_type"] == "llama"
+    with pytest.raises(ExportError, match="the run began with another model"):
+        export(str(checkpoint), tmp_path / "out")
+    (checkpoint.parents[1] / "config.yaml").unlink()
+    with pytest.raises(ExportError, match="lies in no run's folder"):
+        export(str(checkpoint), tmp_path / "out")
+
+
+def test_nothing_is_sent_without_a_network_and_the_folder_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*args: Any, **kwargs: Any) -> None:
+        raise httpx.ConnectError("no route to host")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.create_repo", unreachable)
+    with pytest.raises(ExportError, match=r"can't be reached \(no route to host\).*The model is in "):
+        push(Exported(tmp_path, "float32", 1), "me/adder")
+    monkeypatch.undo()
+    with pytest.raises(ExportError, match="is no name of a repository"):
+        push(Exported(tmp_path, "float32", 1), "not a/name/at all")
