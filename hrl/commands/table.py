@@ -47,6 +47,7 @@ COMMANDS: Sequence[Command] = (
     Command("eval", "score a model on rows: mean@k, pass@k, maj@k, and a file with every sample"),
     Command("export", "write a checkpoint as a folder that transformers and vLLM load, or to the hub"),
     Command("rollouts", "show samples of a run, with their rewards"),
+    Command("tasks", "the built-in tasks, each with an example and what scores"),
     Command("env", "versions, cores, memory and GPUs, for a bug report"),
 )
 """All commands, in the order of the help text."""

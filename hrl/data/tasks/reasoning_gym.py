@@ -12,6 +12,7 @@ models; `level=null` stands for the parameters that the package itself would tak
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import json
 import subprocess
 import sys
@@ -74,7 +75,7 @@ def reasoning_gym_rows(address: str, *, timeout_s: float = 600.0) -> Iterator[di
     Raises:
         DatasetError: The dataset is unknown, has no such parameter, refuses a value, or takes too long.
     """
-    asked = parse_address(address)
+    parse_address(address)
     command = [sys.executable, "-W", "ignore", "-m", "hrl.data.tasks.reasoning_gym", address]
     environment = child_environment(PYTHONHASHSEED="0")
     try:
@@ -84,11 +85,26 @@ def reasoning_gym_rows(address: str, *, timeout_s: float = 600.0) -> Iterator[di
     if done.returncode != 0:
         reason = done.stderr.decode("utf-8", "replace").strip().splitlines()
         raise DatasetError(f"can't make 'reasoning_gym:{address}': {reason[-1] if reason else done.returncode}")
-    head, *lines = done.stdout.decode("utf-8").splitlines()
-    made = json.loads(head)
-    examples = [(example["question"], example["answer"]) for example in made["examples"]]
-    entries = (from_plain(json.loads(line)) for line in lines)
-    return (_row(asked, made["parameters"], examples, index, entry) for index, entry in enumerate(entries))
+    return (from_plain(json.loads(line)) for line in done.stdout.decode("utf-8").splitlines())
+
+
+def rows_made_here(address: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows in this process; those of some datasets are others in every process.
+
+    Raises:
+        DatasetError: As `reasoning_gym_rows`.
+    """
+    asked = parse_address(address)
+    if asked.name not in datasets():
+        create_dataset(asked.name, {})  # says what there is
+    parameters = parameters_at(asked)
+    dataset = create_dataset(asked.name, parameters)
+    examples: list[tuple[str, str]] = []
+    if asked.shots:
+        others = parameters | {"seed": parameters["seed"] + _SHOTS_SEED, "size": asked.shots + 1}
+        examples = [(one["question"], one["answer"]) for one in create_dataset(asked.name, others)]
+    for index in range(len(dataset)):
+        yield _row(asked, parameters, examples, index, dataset[index])
 
 
 def parse_address(address: str) -> Address:
@@ -146,6 +162,13 @@ def datasets() -> list[str]:
     except ImportError as error:
         raise DatasetError(f"tasks of reasoning_gym: need a package: pip install reasoning-gym ({error})") from error
     return sorted(DATASETS)
+
+
+def about(name: str) -> str:
+    """Return what the package says of a dataset, in a line; empty if it says nothing."""
+    from reasoning_gym.factory import DATASETS
+
+    return " ".join(inspect.cleandoc(DATASETS[name][0].__doc__ or "").partition("\n\n")[0].split())
 
 
 def parameters_of(name: str) -> dict[str, Any]:
@@ -224,23 +247,9 @@ def _row(
 
 
 def _main(address: str) -> None:
-    """Write the parameters and examples of `address` to stdout, and then its entries, one JSON object a line."""
-    asked = parse_address(address)
-    if asked.name not in datasets():
-        create_dataset(asked.name, {})  # says what there is
-    parameters = parameters_at(asked)
-    dataset = create_dataset(asked.name, parameters)
-    examples: list[dict[str, Any]] = []
-    if asked.shots:
-        others = parameters | {"seed": parameters["seed"] + _SHOTS_SEED, "size": asked.shots + 1}
-        examples = list(create_dataset(asked.name, others))
-    head = {
-        "parameters": parameters,
-        "examples": [{key: one[key] for key in ("question", "answer")} for one in examples],
-    }
-    sys.stdout.write(json.dumps(to_plain(head, "parameters")) + "\n")
-    for index in range(len(dataset)):
-        sys.stdout.write(json.dumps(to_plain(dataset[index], "entry")) + "\n")
+    """Write the rows of `address` to stdout, one JSON object a line."""
+    for row in rows_made_here(address):
+        sys.stdout.write(json.dumps(to_plain(row, "row")) + "\n")
 
 
 if __name__ == "__main__":

@@ -71,6 +71,10 @@ GRAMMARS: dict[str, Callable[[str], bool]] = {
 }
 """Datasets whose scorers evaluate the answer. A test compares this with the source of the installed package."""
 
+SAME_WORD = frozenset({"game_of_life_halting"})
+"""Datasets whose answers are compared as text, because their scorers pay any text: they compare `bool("False")`, which
+is true, with `bool("True")`."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -79,7 +83,7 @@ class Task:
     Attributes:
         dataset: The dataset of reasoning-gym, which has the scorer.
         entry: The dataset's entry for this row.
-        allows: Returns whether an answer matches the dataset's grammar; None if any answer is safe.
+        allows: Returns whether an answer may reach the dataset's scorer; None if any may.
         form: How the answer was asked for.
         credit: Score of a wrong answer in that format.
     """
@@ -105,7 +109,11 @@ def read_task(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]
         )
     name = data_source.removeprefix(DATA_SOURCE_PREFIX)
     dataset = _dataset(name, json.dumps(extra_info["parameters"], sort_keys=True))
-    return Task(dataset, dict(ground_truth), GRAMMARS.get(name), *format_of_row(extra_info, TAGS))
+    allows = GRAMMARS.get(name)
+    if name in SAME_WORD:
+        right = str(ground_truth.get("answer")).casefold()
+        allows = lambda answer: answer.casefold() == right  # noqa: E731
+    return Task(dataset, dict(ground_truth), allows, *format_of_row(extra_info, TAGS))
 
 
 def score(text: str, task: Task) -> Reward:

@@ -128,6 +128,16 @@ def test_a_right_answer_among_others_is_not_paid_by_its_share_of_the_text():
     assert scored == {right: 1.0, f"{right}.0": 1.0, f"1 {right}": 0.0, f"{right}, {right}1": 0.0}
 
 
+def test_no_dataset_pays_for_any_text():
+    for name in datasets():
+        if name in ("sokoban", "composite"):
+            continue
+        parameters = parameters_at(parse_address(f"{name}?size=2&seed=4"))
+        for entry in create_dataset(name, parameters):
+            scored = compute_score(f"reasoning_gym/{name}", "<answer>frogs</answer>", entry, {"parameters": parameters})
+            assert scored < 0.5, name
+
+
 def test_rows_made_elsewhere_are_refused():
     with pytest.raises(ValueError, match="has no 'parameters'"):
         compute_score("reasoning_gym/chain_sum", "", {}, {})
