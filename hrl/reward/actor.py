@@ -227,7 +227,7 @@ def _describe_late(state: _Step, deadline_s: float) -> str:
 
 
 def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
-    """Return counts of failures, the duration of calls, and the mean of every numeric part.
+    """Return counts of failures and the duration of calls.
 
     `reward/num_unscorable` counts responses that a built-in function failed on and scored as wrong answers.
     """
@@ -237,12 +237,6 @@ def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
     durations = [outcome.duration_s for outcome in outcomes]
     metrics["reward/call_s_mean"] = Metric.mean(sum(durations), len(durations))
     metrics["reward/call_s_max"] = Metric.max(max(durations, default=0.0))
-    names = dict.fromkeys(name for outcome in outcomes for name in outcome.parts)
-    for name in names:
-        values = [outcome.parts.get(name) for outcome in outcomes]
-        numbers = [value for value in values if isinstance(value, float | int)]
-        if numbers:
-            metrics[f"reward/{name}/mean"] = Metric.mean(sum(numbers), len(numbers))
     return metrics
 
 

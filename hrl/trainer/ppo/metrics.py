@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from hrl.algos.groups import count_groups_without_spread, group_codes
 from hrl.algos.sample_metrics import best_at_k, maj_at_k, pass_at_k, worst_at_k
 from hrl.batching.planner import lengths_of
 from hrl.protocol import DataProto
+from hrl.reward.parts import numeric_parts
 
 
 def _spread(values: torch.Tensor, mean: str, largest: str, smallest: str) -> dict[str, float]:
@@ -138,7 +140,9 @@ def validation_metrics(batch: DataProto, num_samples: int, seed: int = 0) -> dic
         seed: Seed of the bootstrap's own generator, so that validation changes no other random state.
 
     Returns:
-        `val/<source>/{mean,std,best,worst,pass,maj}@<k>` and `val/<source>/n`, the number of prompts.
+        `val/<source>/{mean,std,best,worst,pass,maj}@<k>` and `val/<source>/n`, the number of prompts; and
+        `val/<source>/<part>/mean@n` of every part of the reward, over the samples that have it, with
+        `val/<source>/<part>/missing`, the number of samples that do not, where there are any. Only a source has an `n`.
 
     Raises:
         ValueError: A score is not finite, or a prompt has more than n samples.
@@ -168,9 +172,37 @@ def validation_metrics(batch: DataProto, num_samples: int, seed: int = 0) -> dic
         for name, values in found.items():
             collected.setdefault(name, []).append(values)
     counts = Counter(source for source, _ in prompts)
-    return {name: float(np.concatenate(values).mean()) for name, values in collected.items()} | {
-        f"val/{source}/n": float(count) for source, count in counts.items()
-    }
+    return (
+        {name: float(np.concatenate(values).mean()) for name, values in collected.items()}
+        | {f"val/{source}/n": float(count) for source, count in counts.items()}
+        | _of_parts(prompts, parts, num_samples)
+    )
+
+
+def _of_parts(
+    prompts: Mapping[tuple[str, Hashable], Sequence[int]], parts: Sequence[Mapping[str, Any]], n: int
+) -> dict[str, float]:
+    """Return the mean of every part over the prompts of each source that have it.
+
+    Args:
+        prompts: Source and uid → rows.
+        parts: The parts of each row.
+        n: Samples per prompt, for the names.
+    """
+    metrics: dict[str, float] = {}
+    for name, column in numeric_parts(parts).items():
+        means: dict[str, list[float]] = {}
+        missing: Counter[str] = Counter()
+        for (source, _), rows in prompts.items():
+            values = [value for value in (column[row] for row in rows) if value is not None]
+            missing[source] += len(rows) - len(values)
+            if values:
+                means.setdefault(source, []).append(sum(values) / len(values))
+        for source, of_prompts in means.items():
+            metrics[f"val/{source}/{name}/mean@{n}"] = sum(of_prompts) / len(of_prompts)
+            if missing[source]:
+                metrics[f"val/{source}/{name}/missing"] = float(missing[source])
+    return metrics
 
 
 def _per_prompt(

@@ -15,6 +15,7 @@ from hrl.metrics import StepMetrics
 from hrl.protocol import DataProto
 from hrl.reward.actor import RewardActor, RewardError, reward_metrics
 from hrl.reward.combine import CombinedScores, NonFiniteScoreError, RewardShaping, combine_scores
+from hrl.reward.parts import part_metrics
 from hrl.reward.pool import RewardRow
 from hrl.reward.spec import RewardSpec
 from hrl.reward.weighted import Rewards
@@ -109,7 +110,7 @@ class RewardService:
 
         Args:
             batch: Sampled rows, with `rm_scores (B,)` where the run has a reward model.
-            metrics: Receives the counters of the reward function.
+            metrics: Receives the counters of the reward function and the means of the parts.
 
         Raises:
             RewardError: Rewards are missing or wrong; the message names function or model, and sample.
@@ -139,6 +140,7 @@ class RewardService:
                 part["reward_model"] = float(model_scores[row])
             if self._reward.overlong_buffer.enable:
                 part["overlong"] = float(combined.overlong[row])
+        metrics.observe(part_metrics(parts))
         batch.non_tensor_batch["reward_parts"] = np.fromiter(parts, dtype=object, count=len(parts))
         batch.batch["response_mask"] = batch.batch["response_mask"] * combined.kept[:, None]
         return combined

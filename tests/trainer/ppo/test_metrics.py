@@ -125,6 +125,16 @@ def test_what_the_reward_function_calls_acc_decides_what_passes(parts, passed):
     assert (metrics["val/sums/pass@2"], metrics["val/sums/mean@2"]) == (passed, 0.5)
 
 
+def test_parts_of_a_validation_are_means_over_prompts_of_the_samples_that_have_them():
+    parts = [{"right": 1.0, "brief": 0.5}, {"right": 0.0, "brief": None}, {"right": 0.0, "why": "text"}, {"right": 0.0}]
+    metrics = validation_metrics(["s", "s", "s", "t"], ["a", "a", "b", "c"], [1.0, 0.0, 0.0, 0.0], parts, num_samples=2)
+    assert metrics["val/s/right/mean@2"] == 0.25  # of 0.5 and 0
+    assert metrics["val/s/brief/mean@2"] == 0.5 and metrics["val/s/brief/missing"] == 2.0
+    assert metrics["val/t/right/mean@2"] == 0.0
+    others = {name for name in metrics if "brief" in name or "why" in name or "missing" in name}
+    assert others == {"val/s/brief/mean@2", "val/s/brief/missing"}
+
+
 def test_a_validation_with_a_sample_left_out_has_the_names_of_one_without():
     batch = validated(["sums"] * 2, ["a"] * 2, [1.0, 0.0])
     whole = m.validation_metrics(batch, num_samples=2)
