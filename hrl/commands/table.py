@@ -48,6 +48,7 @@ COMMANDS: Sequence[Command] = (
     Command("export", "write a checkpoint as a folder that transformers and vLLM load, or to the hub"),
     Command("rollouts", "show samples of a run, with their rewards"),
     Command("tasks", "the built-in tasks, each with an example and what scores"),
+    Command("reward", "try a reward on responses that are there already, without a model", True),
     Command("env", "versions, cores, memory and GPUs, for a bug report"),
 )
 """All commands, in the order of the help text."""

@@ -1,0 +1,258 @@
+"""Try a reward without a model, on responses that are there already: what it pays, and what laziness gets."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import TYPE_CHECKING, Any, Literal
+
+from hrl.data.chat import text_of
+from hrl.data.dataset import PromptRow
+from hrl.errors import HrlError
+from hrl.reward.parts import numeric_parts
+from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
+from hrl.reward.spec import RewardSpec
+
+if TYPE_CHECKING:
+    from hrl.config.reward import RewardConfig
+
+Kind = Literal["response", "empty", "prompt", "answer"]
+PROBED_ROWS = 4
+"""How many rows the probes are made of."""
+_RESPONSE_KEYS = ("response", "completion", "solution_str", "output", "text")
+_TRIAL_S = 600.0
+"""How long all calls together may take beyond their deadlines one after the other."""
+_TITLES: dict[Kind, str] = {"empty": "an empty response", "prompt": "the prompt itself", "answer": "the answer alone"}
+
+
+class TrialError(HrlError, ValueError):
+    """Responses that can't be read, or fit no rows."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A text to score.
+
+    Attributes:
+        kind: A response of the user's, or a probe: an empty text, the prompt, the answer and nothing else.
+        row: Index of its row.
+        response: The text.
+    """
+
+    kind: Kind
+    row: int
+    response: str
+
+
+@dataclass(frozen=True)
+class Call:
+    """A text and what the reward gave it."""
+
+    attempt: Attempt
+    outcome: RewardOutcome
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the function raised, returned no reward, or took too long."""
+        return self.outcome.error is not None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a trial showed.
+
+    Attributes:
+        title: The reward.
+        calls: All texts, responses first.
+    """
+
+    title: str
+    calls: list[Call]
+
+    @property
+    def of_responses(self) -> list[Call]:
+        """The calls that are no probes."""
+        return [call for call in self.calls if call.attempt.kind == "response"]
+
+    @property
+    def failed(self) -> list[Call]:
+        """The calls that failed."""
+        return [call for call in self.calls if call.has_failed]
+
+    def summary(self) -> dict[str, Any]:
+        """Return the numbers: of the responses, or of the probes if there are no others."""
+        calls = self.of_responses or self.calls
+        scores = [call.outcome.score for call in calls if call.outcome.score is not None]
+        seconds = [call.outcome.duration_s for call in calls]
+        columns = numeric_parts([call.outcome.parts for call in calls])
+        return {
+            "samples": len(calls),
+            "scored": len(scores),
+            "none": sum(call.outcome.status == "skip" for call in calls),
+            "failed": sum(call.has_failed for call in calls),
+            "unscorable": sum(call.outcome.status == "unscorable" for call in calls),
+            **(
+                {"mean": fmean(scores), "std": pstdev(scores), "min": min(scores), "max": max(scores)} if scores else {}
+            ),
+            "parts": {name: fmean(value for value in column if value is not None) for name, column in columns.items()},
+            "call_s_mean": fmean(seconds) if seconds else 0.0,
+            "call_s_max": max(seconds, default=0.0),
+        }
+
+    def warnings(self) -> list[str]:
+        """Return what looks wrong, a sentence each."""
+        found = []
+        scores = [call.outcome.score for call in self.of_responses if call.outcome.score is not None]
+        if len(scores) > 1 and len(set(scores)) == 1:
+            found.append(f"all {len(scores)} responses got {scores[0]:g}: where all score alike, nothing is learnt.")
+        left_out = sum(call.outcome.status == "skip" for call in self.of_responses)
+        if left_out and left_out >= len(self.of_responses) / 2:
+            found.append(f"{left_out} of {len(self.of_responses)} responses got None, and would not be trained on.")
+        best = max(scores, default=None)
+        lazy: tuple[Kind, ...] = ("empty", "prompt")
+        for kind in lazy:
+            scores_of_kind = [call.outcome.score or 0.0 for call in self.calls if call.attempt.kind == kind]
+            paid = [score for score in scores_of_kind if score > 0]
+            if paid:
+                what = f"{_TITLES[kind]} is paid {max(paid):g}"
+                beats = " which no response of yours beats" if best is not None and max(paid) >= best else ""
+                found.append(f"{what}{',' + beats if beats else ''}: a policy finds that out.")
+        of_answers = [call.outcome.score for call in self.calls if call.attempt.kind == "answer"]
+        if of_answers and all((score or 0.0) <= 0 for score in of_answers):
+            found.append(
+                "the answer alone is never paid: if responses have to have a form besides, say so in the prompt, or "
+                "give a small reward for the form, so that the policy finds it."
+            )
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain data."""
+        calls = [
+            {
+                "kind": call.attempt.kind,
+                "row": call.attempt.row,
+                "response": call.attempt.response,
+                "score": call.outcome.score,
+                "parts": dict(call.outcome.parts),
+                "status": call.outcome.status,
+                "error": call.outcome.error,
+                "seconds": call.outcome.duration_s,
+            }
+            for call in self.calls
+        ]
+        return {"reward": self.title, "summary": self.summary(), "warnings": self.warnings(), "calls": calls}
+
+
+def probes(rows: Sequence[PromptRow]) -> list[Attempt]:
+    """Return the texts that no reward should pay for, and the bare answers, for the first rows."""
+    attempts: list[Attempt] = []
+    for index, row in enumerate(rows[:PROBED_ROWS]):
+        attempts += [Attempt("empty", index, ""), Attempt("prompt", index, text_of(row.messages[-1]))]
+        truth = row.reward_model.get("ground_truth")
+        if isinstance(truth, str | int | float):
+            attempts.append(Attempt("answer", index, str(truth)))
+    return attempts
+
+
+def responses_for(records: Iterable[tuple[str, Any]], num_rows: int) -> list[Attempt]:
+    """Return the responses of a file, each with its row.
+
+    A record is a text, or an object with `response` (or `completion`, `solution_str`, `output`, `text`) and, if
+    responses are not in the order of the rows, `row`, counted from 0. n responses to every row follow each other.
+
+    Args:
+        records: Place and record.
+        num_rows: Number of rows.
+
+    Raises:
+        TrialError: A record has no response, or they fit no rows.
+    """
+    found = list(records)
+    each = len(found) // num_rows if num_rows and len(found) % num_rows == 0 else 0
+    attempts = []
+    for position, (place, record) in enumerate(found):
+        row = record.get("row") if isinstance(record, Mapping) else None
+        if row is None and not each:
+            raise TrialError(
+                f"there are {len(found)} responses to {num_rows} rows, which is no whole number to each; give every "
+                'response the index of its row, counted from 0, as "row"'
+            )
+        index = position // each if row is None else row
+        if not isinstance(index, int) or not 0 <= index < num_rows:
+            raise TrialError(f"{place} has the row {index!r}; there are {num_rows}, counted from 0")
+        attempts.append(Attempt("response", index, response_in(place, record)))
+    return attempts
+
+
+def response_in(place: str, record: Any) -> str:
+    """Return the response of a record.
+
+    Raises:
+        TrialError: It has none.
+    """
+    if isinstance(record, str):
+        return record
+    if isinstance(record, Mapping):
+        for key in _RESPONSE_KEYS:
+            if isinstance(text := record.get(key), str):
+                return text
+            if isinstance(text, list) and text:  # a chat
+                return text_of(text[-1])
+        raise TrialError(f"{place} has none of {', '.join(_RESPONSE_KEYS)}; it has {', '.join(map(str, record))}")
+    raise TrialError(f"{place} is a {type(record).__name__}, expected a text or an object with a response")
+
+
+def records_in(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the records of a JSON or JSON-lines file, with their places.
+
+    Raises:
+        TrialError: It can't be read.
+    """
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TrialError(f"responses {path} can't be read: {error}") from error
+    if path.suffix == ".json":
+        whole = _parsed(text, str(path))
+        if not isinstance(whole, list):
+            raise TrialError(f"responses {path} hold a {type(whole).__name__}, expected a list")
+        yield from ((f"{path} item {number}", item) for number, item in enumerate(whole))
+        return
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            yield f"{path} line {number}", _parsed(line, f"{path} line {number}")
+
+
+def _parsed(text: str, place: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TrialError(f"{place} is no JSON: {error}") from error
+
+
+def run_trial(spec: RewardSpec, reward: RewardConfig, rows: Sequence[PromptRow], attempts: Sequence[Attempt]) -> Trial:
+    """Score texts in a supervised process, as a run does.
+
+    Args:
+        spec: The reward.
+        reward: The section `reward`, for deadlines and limits.
+        rows: The rows.
+        attempts: The texts.
+
+    Raises:
+        RewardFunctionError: The function can't be loaded.
+    """
+    with RewardPool(spec, reward) as pool:
+        futures = []
+        for number, attempt in enumerate(attempts):
+            row = rows[attempt.row]
+            belongings = RewardRow(
+                number, row.data_source, row.reward_model.get("ground_truth"), row.extra_info, row.columns
+            )
+            futures.append(pool.submit(belongings, attempt.response, f"{attempt.kind} {number} (row {attempt.row})"))
+        limit_s = _TRIAL_S + reward.timeout_s * len(futures)
+        calls = [Call(attempt, future.result(limit_s)) for attempt, future in zip(attempts, futures, strict=True)]
+    return Trial(spec.source.title, calls)

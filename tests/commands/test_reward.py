@@ -1,0 +1,122 @@
+"""`hrl reward`, as a user calls it."""
+
+import json
+import re
+
+import pytest
+
+from hrl import cli
+
+FUNCTION = """
+def compute_score(response, answer, level=1):
+    if "skip" in response:
+        return None
+    if "boom" in response:
+        raise ValueError("cannot read this")
+    return {"score": level * float(answer in response), "length": len(response)}
+
+
+def generous(response):
+    return 1.0
+"""
+ROWS = [{"prompt": f"What is {n} + 5?", "answer": str(n + 5), "level": n} for n in (1, 2)]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_reward.py").write_text(FUNCTION)
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return tmp_path
+
+
+def write(folder, *records):
+    (folder / "r.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def found(capsys, *arguments):
+    status = cli.main(["reward", *arguments, "--json"])
+    return status, json.loads(capsys.readouterr().out)
+
+
+def test_responses_are_scored_with_their_rows_and_columns_and_lazy_ones_beside_them(folder, capsys):
+    write(folder, "1 + 5 = 6", "skip", {"response": "7"}, {"response": "8"})
+    status, said = found(capsys, "my_reward.py", "--data", "rows.jsonl", "--responses", "r.jsonl")
+    assert status == 0
+    calls = {(call["kind"], call["row"]): call["score"] for call in said["calls"] if call["kind"] != "response"}
+    assert calls == {
+        **dict.fromkeys([("empty", 0), ("prompt", 0), ("empty", 1), ("prompt", 1)], 0.0),
+        ("answer", 0): 1.0,
+        ("answer", 1): 2.0,
+    }
+    responses = [(call["row"], call["score"]) for call in said["calls"] if call["kind"] == "response"]
+    assert responses == [(0, 1.0), (0, None), (1, 2.0), (1, 0.0)]
+    assert said["summary"] | {"call_s_mean": 0, "call_s_max": 0} == {
+        "samples": 4, "scored": 3, "none": 1, "failed": 0, "unscorable": 0, "mean": 1.0, "min": 0.0, "max": 2.0,
+        "std": pytest.approx((2 / 3) ** 0.5), "parts": {"length": pytest.approx(11 / 3)}, "call_s_mean": 0,
+        "call_s_max": 0,
+    }  # fmt: skip
+    assert said["warnings"] == []
+
+
+def test_failures_are_shown_with_their_row_and_end_in_status_1(folder, capsys):
+    write(folder, "boom", "7")
+    assert cli.main(["reward", "my_reward.py", "--data", "rows.jsonl", "--responses", "r.jsonl"]) == 1
+    shown = capsys.readouterr().out
+    assert "error in row 0, response 'boom'" in shown and "ValueError: cannot read this" in shown
+    assert "1 failed" in shown and "[" not in shown.split("\n")[0]
+
+
+def test_what_pays_everything_is_told(folder, capsys):
+    write(folder, "6", "no")
+    _, said = found(capsys, "my_reward.py:generous", "--data", "rows.jsonl", "--responses", "r.jsonl")
+    assert len(said["warnings"]) == 3
+    alike, empty, prompt = said["warnings"]
+    assert "all 2 responses got 1" in alike
+    assert "an empty response is paid 1, which no response of yours beats" in empty and "the prompt itself" in prompt
+
+
+def test_an_answer_that_needs_a_form_is_told(folder, capsys):
+    _, said = found(capsys, "gsm8k", "--data", "rows.jsonl")
+    assert any("the answer alone is never paid" in warning for warning in said["warnings"])
+
+
+def test_a_list_of_entries_is_tried_as_a_run_would_sum_it(folder, capsys):
+    write(folder, "6", "no")
+    length = "{name: length, most: 3, weight: 0.5, label: short}"
+    status, said = found(capsys, "numeric", length, "--data", "rows.jsonl", "--responses", "r.jsonl")
+    first = said["calls"][0]
+    assert (status, first["score"], first["parts"]) == (0, 1.5, {"numeric": 1.0, "short": 1.0})
+
+
+def test_a_name_alone_tries_its_example_row_and_keys_of_a_run_count(folder, capsys):
+    status, said = found(capsys, "numeric")
+    assert status == 0 and [call["kind"] for call in said["calls"]] == ["empty", "prompt", "answer"]
+    (folder / "other.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    _, said = found(capsys, "numeric", "--data", "other.jsonl", "data.prompt_key=question")
+    assert said["calls"][1]["response"] == "1 + 1?"
+
+
+def test_the_rollouts_of_a_run_are_scored_again_without_its_rows(folder, capsys):
+    record = {"prompt": "<user>7 + 5?", "question": "7 + 5?", "response": "12", "ground_truth": "12", "score": 0.0}
+    write(folder, record, record | {"response": "13"})
+    _, said = found(capsys, "numeric", "--responses", "r.jsonl")
+    assert [call["score"] for call in said["calls"] if call["kind"] == "response"] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "arguments, records, message",
+    [
+        (["numerik"], ["6", "7"], "names 'numerik'.*Did you mean numeric"),
+        (["none.py"], ["6", "7"], "none.py does not exist"),
+        (["numeric"], ["6", "7", "8"], "3 responses to 2 rows"),
+        (["numeric"], [{"answer": "6"}, "7"], "line 1 has none of response, completion.*it has answer"),
+        (["numeric"], [{"response": "6", "row": 2}, "7"], "line 1 has the row 2; there are 2"),
+        (["numeric"], [3, "7"], "line 1 is a int"),
+        (["my_reward.py:lazy"], ["6", "7"], "no function 'lazy'; it has: compute_score, generous"),
+    ],
+)
+def test_what_does_not_fit_is_said(folder, capsys, arguments, records, message):
+    write(folder, *records)
+    assert cli.main(["reward", *arguments, "--data", "rows.jsonl", "--responses", "r.jsonl"]) in (1, 2)
+    assert re.search(message, capsys.readouterr().err)
