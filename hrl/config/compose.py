@@ -421,4 +421,4 @@ def _quickstart_of(kind: RunKind[WholeConfig]) -> str:
 
 
 def _as_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | Mapping) else value

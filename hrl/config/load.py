@@ -275,6 +275,8 @@ def _field_problem(key: str, detail: ErrorDetails) -> Problem:
     kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
     where = ".".join(map(str, detail["loc"])).removeprefix(key).strip(".")
     item = f"[{where}] " if where else ""
+    if kind == "source":
+        return Problem(key, context["what"], context["hint"])
     if kind == "not_registered":
         hint = did_you_mean(str(value), context["known"], f"Known: {', '.join(context['known'])}.")
         return Problem(key, f"names {value!r}, which nothing is registered under.", hint)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
-from hrl.data.sources import DEEPEST, show_value
+from hrl.data.files import DEEPEST
+from hrl.data.sources import show_value
 from hrl.errors import HrlError
 
 if TYPE_CHECKING:
@@ -27,6 +28,9 @@ Message = Mapping[str, Any]
 RENDERING_ERRORS = (TemplateError, TypeError, ValueError)
 #: An answer that no template has a reason to treat specially.
 PROBE_ANSWER = "Forty-two."
+_OLDER_TOOLS = ("functions", "function_call")
+_ROLES = {"human": "user", "gpt": "assistant"}
+"""Roles of ShareGPT's rows → as chat templates know them."""
 _SHOWN_TOKENS = 12
 _SHOWN_CHARACTERS = 400
 
@@ -52,11 +56,7 @@ class TemplateReport:
     @property
     def shown_prompt(self) -> str:
         """The prompt on one line, with its middle cut out if it is long."""
-        text = self.prompt
-        if len(text) > _SHOWN_CHARACTERS:
-            half = _SHOWN_CHARACTERS // 2
-            text = f"{text[:half]} … {text[-half:]}"
-        return repr(text)
+        return shortened(self.prompt)
 
     def warnings_for_sampling(self) -> list[str]:
         """Return warnings for a run that samples from these prompts."""
@@ -66,6 +66,12 @@ class TemplateReport:
                 "an instruct model, set the tokenizer's folder (tokenizer_path) to one that has its template"
             ]
         return [f"{fault}. Sampled answers do not need this; SFT and DPO would refuse it" for fault in self.faults]
+
+
+def shortened(text: str) -> str:
+    """Return a text on one line, with its middle cut out if it is long."""
+    half = _SHOWN_CHARACTERS // 2
+    return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}")
 
 
 # ---- from a row ------------------------------------------------------------------------------------------------
@@ -93,7 +99,14 @@ def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, 
     messages = []
     for position, message in enumerate(prompt):
         if not isinstance(message, Mapping):
-            return f"message {position} of {key!r} is {show_value(message)}, expected an object with role and content"
+            hint = "expected an object with role and content"
+            if isinstance(message, str):
+                hint += ", such as {'role': 'user', 'content': '…'}; a prompt that is one text is no list"
+            return f"message {position} of {key!r} is {show_value(message)}, {hint}"
+        if "from" in message and "value" in message and "role" not in message:  # ShareGPT's names
+            message = {"role": _ROLES.get(message["from"], message["from"]), "content": message["value"]}
+        if message.get("function_call"):
+            return f"message {position} of {key!r} has 'function_call', OpenAI's older form of 'tool_calls'; rewrite it"
         if not isinstance(message.get("role"), str):
             return f"'role' of message {position} of {key!r} is {show_value(message.get('role'))}, expected a string"
         fields = {name: value for name, value in message.items() if value is not None and name != "content"}
@@ -132,6 +145,16 @@ def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):
         return f"'tools' is {show_value(tools)}, expected a list of JSON schemas"
     return [dict(tool) for tool in tools]
+
+
+def tools_of(raw: Mapping[str, Any]) -> list[dict[str, Any]] | str | None:
+    """Return the tool schemas of a row; or a sentence about what is wrong with them."""
+    for name in _OLDER_TOOLS:
+        if raw.get(name):
+            return (
+                f"{name!r} is OpenAI's older form of 'tools' and 'tool_calls', which no chat template reads; rewrite it"
+            )
+    return as_tools(raw.get("tools"))
 
 
 def wrong_value(value: object, key: str, *, is_text: bool = True) -> str | None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hrl.columns import object_column
-from hrl.data.chat import as_messages, as_tools, encode_texts, render_prompt, with_tools, wrong_value
+from hrl.data.chat import as_messages, encode_texts, render_prompt, tools_of, with_tools, wrong_value
 from hrl.data.sources import DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.data.user_file import UserFileError, load_user_file
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ANSWER = "answer"
 """Column of the ground truth in rows without `reward_model.ground_truth`."""
+MESSAGES = "messages"
+"""Column of a whole chat, in rows without a prompt; a reply at its end is no part of the prompt, but the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,7 @@ class PromptRow(DataRow):
             other fields for the chat template, such as `tool_calls`.
         reward_model: `ground_truth` and other values for the reward function; empty if the row has none.
         extra_info: Further values for the reward function.
-        columns: Every column of the row that can be handed to another process, as it was read.
+        columns: Every other column of the row that can be handed to another process, as it was read.
         tools: Schemas of the functions that the prompt offers; None for none.
     """
 
@@ -52,56 +54,80 @@ class PromptRow(DataRow):
     tools: list[dict[str, Any]] | None = None
 
 
-def check_prompt(raw: Mapping[str, Any], prompt_key: str, source_key: str) -> PromptRow | str:
+def check_prompt(
+    raw: Mapping[str, Any], prompt_key: str, source_key: str, answer_key: str | None = None
+) -> PromptRow | str:
     """Check a raw row; return a prompt, or a sentence about what is wrong with the row.
 
     Args:
         raw: The row.
-        prompt_key: Column of the prompt (`data.prompt_key`).
+        prompt_key: Column of the prompt (`data.prompt_key`). Rows without it may have `messages`, a whole chat.
         source_key: Column of the data source (`data.reward_fn_key`); a row without it has its file's name.
+        answer_key: Column of the right answer (`data.answer_key`); None takes `reward_model.ground_truth`, or `answer`.
     """
-    messages = as_messages(raw.get(prompt_key), prompt_key)
+    prompt, reply = _prompt_of(raw, prompt_key)
+    messages = as_messages(prompt, prompt_key)
     if isinstance(messages, str):
         return messages
-    tools = as_tools(raw.get("tools"))
+    tools = tools_of(raw)
     if isinstance(tools, str):
         return tools
     data_source = raw.get(source_key)
     wrong = wrong_value(data_source, source_key)
     if wrong is not None:
         return wrong
-    if source_key in raw and (not isinstance(data_source, str) or not data_source):
+    if data_source is not None and (not isinstance(data_source, str) or not data_source):
         return f"{source_key!r} is {show_value(data_source)}, expected a non-empty string (or no such column)"
-    plain: dict[str, dict[str, Any]] = {}
-    for key in ("reward_model", "extra_info"):
-        value = raw.get(key, {})
+    columns: dict[str, Any] = {}
+    for name, value in raw.items():
         try:
-            to_plain(value, key)
+            to_plain(value, name)
         except ValueError as error:
-            return wrong_value(value, key, is_text=False) or str(error)
-        if not isinstance(value, Mapping):
-            return f"{key!r} is {show_value(value)}, expected an object ({{}}, or no such key, for none)"
-        plain[key] = dict(value)
-    columns = {name: value for name, value in raw.items() if _can_travel(value)}
-    if ANSWER in columns:
-        plain["reward_model"].setdefault("ground_truth", columns[ANSWER])
+            if name in _OBJECTS:
+                return wrong_value(value, name, is_text=False) or str(error)
+            continue  # such as the bytes of a picture
+        columns[str(name)] = value
+    objects: dict[str, dict[str, Any]] = {}
+    for name in _OBJECTS:
+        value = columns.pop(name, None)
+        if value is not None and not isinstance(value, Mapping):
+            return f"{name!r} is {show_value(value)}, expected an object (null, or no such column, for none)"
+        objects[name] = dict(value or {})
+    reward_model = objects["reward_model"]
+    if answer_key is not None:
+        if columns.get(answer_key) is None:
+            return f"{answer_key!r} is missing or null (data.answer_key)"
+        reward_model["ground_truth"] = columns[answer_key]
+        columns[ANSWER] = columns[answer_key]
+    else:
+        columns.setdefault(ANSWER, reply)
+        if columns[ANSWER] is None:
+            del columns[ANSWER]
+        elif reward_model.get("ground_truth") is None:
+            reward_model["ground_truth"] = columns[ANSWER]
     return PromptRow(
         data_source=data_source or "",
         messages=messages,
-        reward_model=plain["reward_model"],
-        extra_info=plain["extra_info"],
+        reward_model=reward_model,
+        extra_info=objects["extra_info"],
         columns=columns,
         tools=tools,
     )
 
 
-def _can_travel(value: object) -> bool:
-    """Return whether a value can be handed to the reward function's process, unlike the bytes of a picture."""
-    try:
-        to_plain(value)
-    except ValueError:
-        return False
-    return True
+_OBJECTS = ("reward_model", "extra_info")
+"""Columns that hold objects, and go to the reward function on ways of their own."""
+
+
+def _prompt_of(raw: Mapping[str, Any], prompt_key: str) -> tuple[object, str | None]:
+    """Return the prompt of a row, and the reply that follows it where the row is a whole chat."""
+    chat = raw.get(MESSAGES)
+    if raw.get(prompt_key) is not None or not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
+        return raw.get(prompt_key), None
+    last = chat[-1]
+    if len(chat) > 1 and isinstance(last, Mapping) and last.get("role") == "assistant":
+        return chat[:-1], last["content"] if isinstance(last.get("content"), str) else None
+    return chat, None
 
 
 class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
@@ -110,11 +136,14 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
     config: DataConfig
 
     def check(self, raw: Mapping[str, Any]) -> PromptRow | str:
-        return check_prompt(raw, self.config.prompt_key, self.config.reward_fn_key)
+        return check_prompt(raw, self.config.prompt_key, self.config.reward_fn_key, self.config.answer_key)
 
     def render(self, row: PromptRow) -> str:
         kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
         return render_prompt(self.tokenizer, row.messages, kwargs)
+
+    def shown(self, row: PromptRow) -> str:
+        return self.render(row)
 
     def encode(self, rendered: Sequence[str]) -> list[np.ndarray]:
         return [np.array(ids, dtype=np.int32) for ids in encode_texts(self.tokenizer, rendered)]
@@ -140,7 +169,7 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         )
 
     def all_ids(self) -> Iterable[np.ndarray]:
-        return self.tokens
+        return (self.tokens[index] for index in self.known)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Return one prompt: `input_ids`, `attention_mask`, `position_ids`, int64 (P,), left-padded; and its row.
@@ -168,12 +197,12 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns that rows have, as they can be handed to a reward function, sorted."""
-        return tuple(sorted({name for row in self.rows for name in row.columns}))
+        return columns_handed_on(self.rows[index] for index in self.known)
 
     @property
     def data_sources(self) -> tuple[str, ...]:
         """The data sources of the rows, sorted."""
-        return tuple(sorted({row.data_source for row in self.rows}))
+        return tuple(sorted({self.rows[index].data_source for index in self.known}))
 
     def _left_padded(self, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         shape = (len(indices), self.config.max_prompt_length)
@@ -187,6 +216,11 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         positions = np.maximum(mask.cumsum(axis=1) - 1, 0)
         columns = {"prompts": prompts, "attention_mask": mask, "position_ids": positions}
         return {name: torch.from_numpy(column) for name, column in columns.items()}
+
+
+def columns_handed_on(rows: Iterable[PromptRow]) -> tuple[str, ...]:
+    """Return the columns of rows that a reward function may take by name, sorted."""
+    return tuple(sorted({name for row in rows for name in row.columns}))
 
 
 def columns_of_rows(datasets: Iterable[RLHFDataset]) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The order of the training rows, and a position in it for checkpoints.
 
-The order is a pure function of (seed, epoch). The `fingerprint` saved with a position reveals a resumed run that has
-other rows or another order.
+The order is a pure function of (seed, epoch), with weighted sources too. The `fingerprint` saved with a
+position reveals a resumed run that has other rows or another order.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -57,16 +58,8 @@ class EpochOrder:
     shuffle: bool = True
 
     def epoch(self, epoch: int) -> np.ndarray:
-        """Return the order of one epoch, int64 `(num_rows,)`.
-
-        Rows are sorted by a hash of (seed, epoch, row) instead of a library's generator, so that the order doesn't
-        depend on the version of numpy.
-        """
-        rows = np.arange(self.num_rows, dtype=np.uint64)
-        if not self.shuffle:
-            return rows.astype(np.int64)
-        stream = _mix(_mix(np.array([self.seed], dtype=np.uint64)) ^ np.uint64(epoch))
-        return np.argsort(_mix(rows ^ stream), kind="stable")
+        """Return the order of one epoch, int64 `(num_rows,)`."""
+        return _pass_over(self.num_rows, self.seed, epoch) if self.shuffle else np.arange(self.num_rows)
 
     def next(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
         """Return the rows of the next batch and the position after it.
@@ -74,11 +67,11 @@ class EpochOrder:
         Raises:
             ValueError: The batch is larger than the data set, or the position is beyond its end.
         """
-        self._check(position, batch_size)
+        self.check(position, batch_size)
         if position.offset + batch_size > self.num_rows:
             position = Position(position.epoch + 1, 0)
         end = position.offset + batch_size
-        rows = self.epoch(position.epoch)[position.offset : end]
+        rows = epoch_of(self, position.epoch)[position.offset : end]
         return rows.tolist(), Position(position.epoch, end)
 
     def ahead(self, position: Position, batch_size: int, batches: int) -> np.ndarray:
@@ -87,20 +80,98 @@ class EpochOrder:
         Raises:
             ValueError: As `next` does.
         """
-        self._check(position, batch_size)
+        self.check(position, batch_size)
         found = np.zeros(self.num_rows, dtype=bool)
         while batches > 0 and not found.all():
             fitting = min(batches, (self.num_rows - position.offset) // batch_size)
             end = position.offset + fitting * batch_size
-            found[self.epoch(position.epoch)[position.offset : end]] = True
+            found[epoch_of(self, position.epoch)[position.offset : end]] = True
             batches, position = batches - fitting, Position(position.epoch + 1, 0)
         return found
 
-    def _check(self, position: Position, batch_size: int) -> None:
+    def check(self, position: Position, batch_size: int) -> None:
+        """Refuse a batch or a position that the rows don't have.
+
+        Raises:
+            ValueError: The batch is larger than the data set, or the position is beyond its end.
+        """
         if not 1 <= batch_size <= self.num_rows:
             raise ValueError(f"a batch of {batch_size} rows can't be drawn from a data set of {self.num_rows} rows")
         if position.offset > self.num_rows:
             raise ValueError(f"{position} lies beyond the data set's {self.num_rows} rows: it belongs to other data")
+
+
+@dataclass(frozen=True)
+class MixedOrder(EpochOrder):
+    """Rows of several sources, each with its share of the prompts.
+
+    A source with the weight w gives w of the sum of all weights: of the `num_rows` prompts of an epoch, and of each
+    batch, to one prompt. It goes through its own rows again and again, in another order each time, so that a small
+    source with a large weight is seen more often. Its place in its rows follows from (epoch, offset), so a resumed run
+    goes on exactly.
+
+    Attributes:
+        sizes: Rows of each source, which follow each other in the data set.
+        weights: Weight of each source.
+    """
+
+    sizes: tuple[int, ...] = ()
+    weights: tuple[float, ...] = ()
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Prompts of each source in an epoch: the shares of `num_rows`, rounded so that they add up."""
+        exact = np.array(self.weights) / sum(self.weights) * self.num_rows
+        counts = np.floor(exact).astype(np.int64)
+        for source in np.argsort(counts - exact, kind="stable")[: self.num_rows - int(counts.sum())]:
+            counts[source] += 1
+        return tuple(int(count) for count in counts)
+
+    def share(self, source: int) -> float:
+        """Return the share of the prompts that a source gives."""
+        return self.weights[source] / sum(self.weights)
+
+    def epoch(self, epoch: int) -> np.ndarray:
+        """Return the order of one epoch, int64 `(num_rows,)`; sources take turns as their shares demand."""
+        rows, places, start = [], [], 0
+        for source, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
+            rows.append(start + self._drawn(source, size, epoch * count, count))
+            places.append((np.arange(count) + 0.5) / max(count, 1))
+            start += size
+        return np.concatenate(rows)[np.argsort(np.concatenate(places), kind="stable")]
+
+    def _drawn(self, source: int, size: int, start: int, count: int) -> np.ndarray:
+        """Return `count` rows of a source from its `start`-th prompt on, int64."""
+        if not self.shuffle:
+            return np.arange(start, start + count) % size
+        first = start // size
+        passes = np.arange(first, (start + count - 1) // size + 1) if count else np.arange(0)
+        return _passes_over(size, self.seed, passes, source + 1).reshape(-1)[start - first * size :][:count]
+
+
+@lru_cache(maxsize=2)
+def epoch_of(order: EpochOrder, epoch: int) -> np.ndarray:
+    """Return `order.epoch(epoch)`, kept for the next batch of the same epoch: it takes a sort of all rows."""
+    rows = order.epoch(epoch)
+    rows.setflags(write=False)
+    return rows
+
+
+def _pass_over(num_rows: int, seed: int, which: int) -> np.ndarray:
+    """Return the row numbers in the random order of one pass, int64 `(num_rows,)`."""
+    return _passes_over(num_rows, seed, np.array([which]))[0]
+
+
+def _passes_over(num_rows: int, seed: int, passes: np.ndarray, source: int = 0) -> np.ndarray:
+    """Return the row numbers in a random order for each of some passes, int64 `(passes, num_rows)`.
+
+    Rows are sorted by a hash of (seed, pass, source, row) instead of a library's generator, so that the order doesn't
+    depend on the version of numpy.
+    """
+    stream = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ passes.astype(np.uint64))
+    if source:
+        stream = _mix(stream ^ _mix(np.array([source], dtype=np.uint64)))
+    return np.argsort(_mix(np.arange(num_rows, dtype=np.uint64) ^ stream[:, None]), axis=1, kind="stable")
 
 
 def _mix(values: np.ndarray) -> np.ndarray:
@@ -119,7 +190,8 @@ def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, An
         tokens: Token ids of the rows, `(T,)` each, in their stored order.
 
     Returns:
-        `rows`, their number; `shuffle`; `seed`, None without shuffling; `tokens`, a digest of the ids.
+        `rows`, their number; `shuffle`; `seed`, None without shuffling; `tokens`, a digest of the ids; `mix`, sizes and
+        weights of sources with shares.
     """
     digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     for ids in tokens:
@@ -130,6 +202,7 @@ def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, An
         "shuffle": order.shuffle,
         "seed": order.seed if order.shuffle else None,
         "tokens": digest.hexdigest(),
+        **({"mix": [[*order.sizes], [*order.weights]]} if isinstance(order, MixedOrder) else {}),
     }
 
 
@@ -142,6 +215,8 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
         found.append(f"{present['rows']} rows, were {saved.get('rows')}")
     elif saved.get("tokens") != present["tokens"]:
         found.append("the rows hold other tokens (files and their order, filters, chat template, tokenizer, lengths)")
+    if saved.get("mix") != present.get("mix"):
+        found.append("the weights of its sources are others")
     changed = [name for name in ("shuffle", "seed") if saved.get(name) != present[name]]
     found += [f"data.{name}={present[name]}, was {saved.get(name)}" for name in changed[:1]]  # one entails the other
     return found

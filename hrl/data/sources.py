@@ -1,49 +1,117 @@
-"""Where rows come from, and reading them: Parquet and JSON files, tasks that make rows, objects of a caller.
+"""Where rows come from, and reading them: files, folders, data sets of the hub, tasks that make rows, objects.
 
-Reading never runs code. What a row must have is checked by the data set that takes it, with the function that it gives
-to `read_rows`.
+What a row must have is checked by the data set that takes it, with the function that it gives to `read_rows`.
 """
 
 from __future__ import annotations
 
-import glob
-import json
+import math
+import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from hrl.config.sources import SourceConfig, is_source, source_config
+from hrl.data.files import (
+    PARQUET,
+    BadRow,
+    files_in,
+    is_saved_data_set,
+    kind_of,
+    parquet_columns,
+    rows_of_file,
+    stem_of,
+    without_missing,
+)
+from hrl.data.hub import looks_like_hub, on_disk, open_data_set
 from hrl.errors import DatasetError
-from hrl.nearest import listing, way_to
+from hrl.nearest import listing
 
 if TYPE_CHECKING:
-    import pyarrow as pa
+    from hrl.config.data import RowsConfig
 
 BUNDLED_PREFIX = "bundled:"
 REASONING_GYM_PREFIX = "reasoning_gym:"
+PYTHON = "python"
+"""The data source of rows that were given as objects and name none."""
 
-Source = str | Iterable[Mapping[str, Any]]
-"""A `.parquet` or `.jsonl` path, `bundled:<task>/<split>`, `reasoning_gym:<dataset>?…`, or the rows themselves."""
-DataFiles = Source | Sequence[str]
+ROWS_LOOKED_AT = 64
+_LONGEST_ROW_SHOWN = 300
+_SPLIT_NAMES = {
+    "train": "train",
+    "test": "test",
+    "eval": "test",
+    "dev": "validation",
+    "val": "validation",
+} | dict.fromkeys(("valid", "validation"), "validation")
+_MISSING = object()
 
-PARQUET = (".parquet",)
-JSON_LINES = (".jsonl", ".ndjson")
-READ = (*PARQUET, *JSON_LINES)
 
-DEEPEST = 100
-"""How deep rows may be nested; deeper ones cannot be sent to another process (`hrl.processes.plain_data`)."""
+@dataclass(frozen=True)
+class Source:
+    """A source of rows with its options.
 
-_ROWS_AT_ONCE = 1024
-_ROWS_LOOKED_AT = 64
-_PARQUET_MAGIC = b"PAR1"
-_GLOB = frozenset("*?[")
-_WAYS_OUT = {
-    ".csv": "pyarrow.parquet.write_table(pyarrow.csv.read_csv('rows.csv'), 'rows.parquet')",
-    ".json": "open('rows.jsonl', 'w').writelines(json.dumps(row) + '\\n' for row in json.load(open('rows.json')))",
-    ".arrow": "pyarrow.parquet.write_table(pyarrow.ipc.open_stream('rows.arrow').read_all(), 'rows.parquet')",
-}
-"""Suffix → a line of Python that converts such a file to a supported format."""
+    Attributes:
+        options: Path and options, as configured.
+        rows: The rows themselves, in place of a path.
+        columns: Column as the data set names it → column of this source; see `Source.with_keys_of`.
+    """
+
+    options: SourceConfig
+    rows: Sequence[Any] | None = None
+    columns: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What the source is called in messages."""
+        if self.rows is not None:
+            return "the list of rows"
+        return ":".join(part for part in (self.options.path, self.options.name, self.options.split) if part)
+
+    @property
+    def path(self) -> Path:
+        """The path, with `~` expanded; an unknown user's `~name` stays as it is."""
+        return Path(os.path.expanduser(self.options.path))
+
+    @property
+    def makes_rows(self) -> bool:
+        """Whether a task makes the rows."""
+        return self.rows is None and self.options.path.startswith((BUNDLED_PREFIX, REASONING_GYM_PREFIX))
+
+    @property
+    def data_source(self) -> str:
+        """The data source of rows that name none: the task, the hub's name, the file's, the folder's, or `python`."""
+        if self.options.data_source:
+            return self.options.data_source
+        path = self.options.path
+        if self.rows is not None:
+            return PYTHON
+        if path.startswith(BUNDLED_PREFIX):
+            return f"bundled/{path.removeprefix(BUNDLED_PREFIX).partition('/')[0]}"
+        return path if self.is_of_the_hub else stem_of(Path(os.path.abspath(self.path)))
+
+    @property
+    def is_of_the_hub(self) -> bool:
+        """Whether the path is the name of a data set of the hub: it has the form of one, and nothing here has it."""
+        return not self.path.exists() and looks_like_hub(self.options.path)
+
+    def with_keys_of(self, data: RowsConfig) -> Source:
+        """Return the source with the columns that the section `data` and its own options map."""
+        columns = dict(data.map) | dict(self.options.map)
+        for ours, theirs in (
+            (getattr(data, "prompt_key", None), self.options.prompt_key),
+            (getattr(data, "answer_key", None) or "answer", self.options.answer_key),
+        ):
+            if theirs is not None and ours is not None and theirs != ours:
+                columns[ours] = theirs
+        return replace(self, columns=columns)
+
+
+DataFiles = str | Source | Mapping[str, Any] | Sequence[Any] | Iterable[Mapping[str, Any]]
+"""A source as `data.train_files` takes it, or several of them; or the rows themselves."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,37 +127,7 @@ class DataRow:
     origin: str = ""
 
 
-@dataclass(frozen=True)
-class BadRow:
-    """A row that can't be used, and why."""
-
-    origin: str
-    reason: str
-
-
 R = TypeVar("R", bound=DataRow)
-
-
-def read_rows(sources: Iterable[Source], check: Callable[[Mapping[str, Any]], R | str]) -> Iterator[R | BadRow]:
-    """Yield every row of all sources in order, the unusable ones as `BadRow`.
-
-    Args:
-        sources: Sources from `sources_of`.
-        check: Turns a raw row into a checked one, or into a sentence about what is wrong with it.
-
-    Raises:
-        DatasetError: A whole source can't be read.
-    """
-    for source in sources:
-        for origin, raw in _raw_rows(source):
-            if isinstance(raw, BadRow):
-                yield raw
-                continue
-            row = check(raw) if isinstance(raw, Mapping) else f"is a {type(raw).__name__}, expected an object"
-            if isinstance(row, str):
-                yield BadRow(origin, row)
-            else:
-                yield replace(row, origin=origin, data_source=row.data_source or _source_name(source))
 
 
 def sources_of(data_files: DataFiles) -> list[Source]:
@@ -98,13 +136,29 @@ def sources_of(data_files: DataFiles) -> list[Source]:
     Raises:
         DatasetError: A list mixes names and rows.
     """
-    if isinstance(data_files, str):
-        return [data_files]
+    if isinstance(data_files, str | Source | Path) or is_source(data_files):
+        return [_source(data_files)]
     items: list[Any] = list(data_files)
-    names: list[Source] = [item for item in items if isinstance(item, str)]
-    if names and len(names) < len(items):
+    named = [isinstance(item, str | Source | Path) or is_source(item) for item in items]
+    if any(named) and not all(named):
         raise DatasetError("a list of data holds either the names of sources or the rows themselves, not both")
-    return names or [items]
+    return [_source(item) for item in items] if any(named) else [Source(SourceConfig(path="python:rows"), items)]
+
+
+def _source(value: Any) -> Source:
+    if isinstance(value, Source):
+        return value
+    options = source_config(value if isinstance(value, Mapping) else str(value))
+    path, *more = options.path.split(":")
+    there = Path(os.path.expanduser(options.path)).exists()
+    known = looks_like_hub(path) or Path(os.path.expanduser(path)).is_dir()
+    if there or options.path.startswith((BUNDLED_PREFIX, REASONING_GYM_PREFIX)) or not more or not known:
+        return Source(options)
+    name, split = more[0], ":".join(more[1:])
+    if (name and options.name) or (split and options.split):
+        raise DatasetError(f"{options.path} has its configuration or split twice, in its path and as an option")
+    changes = {"path": path, "name": name or options.name, "split": split or options.split}
+    return Source(options.model_copy(update=changes))
 
 
 def source_of(raw: Mapping[str, Any], key: str) -> str:
@@ -112,186 +166,202 @@ def source_of(raw: Mapping[str, Any], key: str) -> str:
     return "" if raw.get(key) is None else str(raw[key])
 
 
-def _source_name(source: Source) -> str:
-    """Return the data source of rows that don't name one: `bundled/<task>`, the file's name, or `list`."""
-    if not isinstance(source, str):
-        return "list"
-    if source.startswith(BUNDLED_PREFIX):
-        return f"bundled/{source.removeprefix(BUNDLED_PREFIX).partition('/')[0]}"
-    return Path(source).stem
+# ---- reading ---------------------------------------------------------------------------------------------------
 
 
-def _raw_rows(source: Source) -> Iterator[tuple[str, object]]:
-    """Yield every row of a source unchanged, with file and row for messages."""
-    if not isinstance(source, str):
-        return ((f"row {index} of the list", row) for index, row in enumerate(source))
-    if source.startswith(BUNDLED_PREFIX):
+def read_rows(
+    sources: Iterable[Source | str | Sequence[Any]], check: Callable[[Mapping[str, Any]], R | str]
+) -> Iterator[R | BadRow]:
+    """Yield every row of all sources in order, the unusable ones as `BadRow`.
+
+    Args:
+        sources: Sources, or what `sources_of` takes for one.
+        check: Turns a raw row into a checked one, or into a sentence about what is wrong with it.
+
+    Raises:
+        DatasetError: A whole source can't be read.
+    """
+    for each in sources:
+        for source in sources_of(each):
+            data_source = source.data_source
+            for origin, raw in raw_rows(source):
+                yield checked_row(source, origin, raw, check, data_source)
+
+
+def checked_row(
+    source: Source, origin: str, raw: object, check: Callable[[Mapping[str, Any]], R | str], data_source: str
+) -> R | BadRow:
+    """Return a row as the data set takes it, with its place and its data source; or the `BadRow` that it is."""
+    if isinstance(raw, BadRow):
+        return raw
+    if not isinstance(raw, Mapping):
+        return BadRow(origin, f"is a {type(raw).__name__}, expected an object")
+    row = check(mapped(raw, source.columns))
+    if isinstance(row, str):
+        told = [f"{ours!r} is its column {theirs!r}" for ours, theirs in source.columns.items() if repr(ours) in row]
+        return BadRow(origin, f"{row} ({', '.join(told)})" if told else row)
+    return replace(row, origin=origin, data_source=row.data_source or data_source)
+
+
+def mapped(raw: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a row with the columns that are mapped also under hrl's names; not-a-number is null.
+
+    pandas fills fields that a row lacks with not-a-number.
+    """
+    row = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in raw.items()}
+    found = {ours: field_of(row, theirs) for ours, theirs in columns.items()}
+    return row | {ours: None if value is _MISSING else value for ours, value in found.items()}
+
+
+def field_of(row: Mapping[str, Any], path: str) -> Any:
+    """Return the column of a row, or for `a.b` the field `b` of its column `a`; a marker if there is none."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for name in path.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return _MISSING
+        value = value[name]
+    return value
+
+
+def raw_rows(source: Source) -> Iterator[tuple[str, object]]:
+    """Yield every row of a source unchanged, with file and row for messages.
+
+    Raises:
+        DatasetError: The source can't be read.
+    """
+    if source.rows is not None:
+        return ((f"row {index} of the list", row) for index, row in enumerate(source.rows))
+    path = source.options.path
+    if path.startswith(BUNDLED_PREFIX):
         from hrl.data.tasks import bundled_rows
 
-        made = bundled_rows(source.removeprefix(BUNDLED_PREFIX))
-    elif source.startswith(REASONING_GYM_PREFIX):
+        return _numbered(path, bundled_rows(path.removeprefix(BUNDLED_PREFIX)))
+    if path.startswith(REASONING_GYM_PREFIX):
         from hrl.data.tasks.reasoning_gym import reasoning_gym_rows
 
-        made = reasoning_gym_rows(source.removeprefix(REASONING_GYM_PREFIX))
-    else:
-        path = Path(source).expanduser()
-        check_data_file(path)
-        return _parquet_rows(path) if path.suffix in PARQUET else _jsonl_rows(path)
-    return ((f"{source} row {index}", row) for index, row in enumerate(made))
+        return _numbered(path, reasoning_gym_rows(path.removeprefix(REASONING_GYM_PREFIX)))
+    files = files_of(source)
+    if files is None:
+        return _numbered(source.title, (without_missing(row) for row in open_table(source)))
+    return ((origin, row) for file in files for origin, row in rows_of_file(file))
 
 
-# ---- files -----------------------------------------------------------------------------------------------------
+def _numbered(title: str, rows: Iterable[Any]) -> Iterator[tuple[str, object]]:
+    return ((f"{title} row {index}", row) for index, row in enumerate(rows))
 
 
-def check_data_file(path: Path) -> None:
-    """Refuse a path that can't be a file of rows, with a hint at what to name instead.
-
-    Args:
-        path: Path from the configuration, with `~` expanded.
+def files_of(source: Source) -> list[Path] | None:
+    """Return the files of a source; None for one that the package `datasets` opens.
 
     Raises:
-        DatasetError: The path is missing, a pattern, a folder, empty, unreadable, or of another format.
+        DatasetError: There are none, or they hold several splits and none is named.
     """
-    if path.is_dir():
-        files = sorted(file for suffix in READ for file in path.glob(f"*{suffix}"))
-        raise DatasetError(f"{path} is a folder; name the files in it. {_named(files)}")
-    if path.is_symlink() and not path.exists():
-        raise DatasetError(f"data file {path} is a link that leads nowhere")
-    if not path.exists():
-        raise DatasetError(_missing(path))
-    if path.suffix not in READ:
-        how = _WAYS_OUT.get(path.suffix)
-        way_out = f", e.g. in Python: {how}" if how else ""
-        raise DatasetError(f"data file {path} is neither .parquet nor .jsonl; write it as one of them{way_out}")
-    try:
-        with path.open("rb") as file:
-            start = file.read(len(_PARQUET_MAGIC))
-    except OSError as error:
-        raise DatasetError(f"data file {path} can't be read: {error.strerror}") from error
-    if not start:
-        raise DatasetError(f"data file {path} is empty")
-    if path.suffix in PARQUET and start != _PARQUET_MAGIC:
-        raise DatasetError(f"data file {path} is not a readable Parquet file: it does not begin with PAR1")
+    options, path = source.options, source.path
+    if source.is_of_the_hub:
+        return None
+    if path.is_dir() and (options.name or options.split or is_saved_data_set(path)):
+        return None
+    if options.name or options.split:
+        given = "name" if options.name else "split"
+        raise DatasetError(
+            f"{options.path} is no data set of the hub and no folder, so it has no {given}: leave it out"
+        )
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", options.path) and not kind_of(path):
+        files_in_or_hub(path)
+    files = files_in(path)
+    splits = {split for file in files if (split := _split_of(file, path))}
+    if path.is_dir() and len(splits) > 1:
+        raise DatasetError(
+            f"{path} is a folder with the splits {listing(sorted(splits))}: name the files of one, or one split, "
+            f"{options.path}::{'train' if 'train' in splits else min(splits)}"
+        )
+    return files
 
 
-def _missing(path: Path) -> str:
-    if _GLOB & set(path.name):
-        found = sorted(Path(file) for file in glob.glob(str(path)))
-        return f"{path} is a pattern, and no file has that name; name the files. {_named(found)}"
-    as_hub = not path.is_absolute() and len(path.parts) == 2 and not path.suffix
-    hub = " Data sets of the hub are read from their files: download one and name its Parquet files." if as_hub else ""
-    return f"data file {path} does not exist. {way_to(path, _is_read)}{hub}"
-
-
-def _is_read(path: Path) -> bool:
-    return path.suffix in READ
-
-
-def _named(files: list[Path]) -> str:
-    """List the files in the configuration's syntax."""
-    return f"There are: [{listing([str(file) for file in files])}]" if files else "There is no .parquet or .jsonl file"
-
-
-def columns_of(path: Path) -> list[str] | None:
-    """Return the names of a file's columns: those of a Parquet file, or all keys in the first JSON lines.
-
-    Args:
-        path: A file that has passed `check_data_file`.
-
-    Returns:
-        The names, or None if none of the first lines is a JSON object.
+def files_in_or_hub(path: Path) -> None:
+    """Refuse a path that is missing and may have been meant as a data set of the hub.
 
     Raises:
-        DatasetError: A Parquet file can't be read.
+        DatasetError: Always.
     """
-    if path.suffix in PARQUET:
-        return _parquet_columns(path)
-    names: dict[str, None] = {}
-    with path.open("rb") as file:
-        for line in islice(file, _ROWS_LOOKED_AT):
-            try:
-                row = json.loads(line.decode("utf-8-sig"))
-            except ValueError:
-                continue  # reported with its line number when the rows are read
-            if isinstance(row, dict):
-                names |= dict.fromkeys(row)
-    return list(names) or None
-
-
-def _parquet_columns(path: Path) -> list[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     try:
-        return list(pq.read_schema(path).names)
-    except (pa.ArrowInvalid, OSError) as error:
-        raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
+        files_in(path)
+    except DatasetError as error:
+        raise DatasetError(
+            f"{error} (A data set of the hub with the name {path} would be looked for if there were no folder "
+            f"{path.parts[0]} here.)"
+        ) from None
 
 
-def _jsonl_rows(path: Path) -> Iterator[tuple[str, object]]:
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            origin = f"{path} line {number}"
-            if not line.strip():
-                continue
-            try:
-                # Programs on Windows often begin a file with a byte order mark.
-                yield origin, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError as error:
-                yield origin, BadRow(origin, f"is not UTF-8 (byte {error.start} of the line)")
-            except json.JSONDecodeError as error:
-                yield origin, BadRow(origin, f"is not JSON ({error.msg} at column {error.colno})")
-            except ValueError:
-                yield origin, BadRow(origin, "holds an integer of thousands of digits; write it as a string")
-            except RecursionError:
-                yield origin, BadRow(origin, f"is nested more than {DEEPEST} levels deep")
+def _split_of(file: Path, folder: Path) -> str | None:
+    if not folder.is_dir():
+        return None
+    words = re.split(r"[^a-z]+", str(file.relative_to(folder)).lower())
+    return next((_SPLIT_NAMES[word] for word in words if word in _SPLIT_NAMES), None)
 
 
-def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+def open_table(source: Source) -> Any:
+    """Return the rows of a source by number, left on disk where they are in files.
 
-    try:
-        file = pq.ParquetFile(path, page_checksum_verification=True)
-    except (pa.ArrowException, OSError) as error:
-        raise DatasetError(f"data file {path} is not a readable Parquet file: {error}") from error
-    number = 0
-    with file:
-        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE)
-        while True:
-            try:
-                batch = next(batches, None)
-            except (pa.ArrowException, OSError) as error:
-                raise DatasetError(f"data file {path} is damaged after row {number}: {error}") from error
-            if batch is None:
-                return
-            for row in _decoded(batch):
-                origin = f"{path} row {number}"
-                number += 1
-                if isinstance(row, UnicodeDecodeError):
-                    yield origin, BadRow(origin, f"holds text that is not UTF-8 ({row.reason})")
-                else:
-                    yield origin, {name: _without_missing(v) if isinstance(v, list) else v for name, v in row.items()}
+    Raises:
+        DatasetError: The source can't be read.
+    """
+    if source.rows is not None:
+        return source.rows
+    if source.makes_rows:
+        return [row for _, row in raw_rows(source)]
+    files = files_of(source)
+    if files is not None:
+        return on_disk(files)
+    return open_data_set(str(source.path), source.options.name, source.options.split)
 
 
-def _decoded(batch: pa.RecordBatch) -> list[dict[str, Any] | UnicodeDecodeError]:
-    """Return the rows of a batch, or the error of those that hold text that can't be decoded."""
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError as error:
-        if batch.num_rows == 1:
-            return [error]
-        half = batch.num_rows // 2
-        return _decoded(batch.slice(0, half)) + _decoded(batch.slice(half))
+# ---- looking at a source before its rows are read --------------------------------------------------------------
 
 
-def _without_missing(value: Any) -> Any:
-    """Remove the nulls that Parquet adds: it gives every struct in a list the fields of all structs in it."""
-    if isinstance(value, list):
-        return [_without_missing(item) for item in value]
-    if isinstance(value, dict):
-        return {name: _without_missing(item) for name, item in value.items() if item is not None}
-    return value
+@dataclass(frozen=True)
+class Look:
+    """The beginning of a source.
+
+    Attributes:
+        columns: Names of its columns; those of the first rows, where a row may have its own. None if no row is one.
+        first: Its first row, None if there is none.
+    """
+
+    columns: list[str] | None
+    first: Mapping[str, Any] | None
+
+    @property
+    def shown(self) -> str:
+        """The first row in a line, for messages; empty if there is none."""
+        return "" if self.first is None else f"The first row: {show_row(self.first)}"
+
+
+def look_into(source: Source) -> Look:
+    """Return the columns and the first row of a source.
+
+    Raises:
+        DatasetError: It can't be read.
+    """
+    columns: dict[str, None] = {}
+    first: Mapping[str, Any] | None = None
+    for _, raw in islice(raw_rows(source), ROWS_LOOKED_AT):
+        if isinstance(raw, Mapping):
+            first = raw if first is None else first
+            columns |= dict.fromkeys(map(str, raw))
+    files = [] if source.rows is not None or source.makes_rows else files_of(source) or []
+    for file in files:
+        if kind_of(file) in PARQUET:
+            columns |= dict.fromkeys(parquet_columns(file))
+    return Look(list(columns) or None, first)
+
+
+def has_field(look: Look, path: str) -> bool:
+    """Return whether rows have a column, or a field of one (`a.b`)."""
+    there = look.columns or ()
+    return path in there or (look.first is not None and field_of(look.first, path) is not _MISSING)
 
 
 # ---- messages --------------------------------------------------------------------------------------------------
@@ -301,3 +371,11 @@ def show_value(value: object) -> str:
     """Return a value as text for a message, shortened and then with its type."""
     text = repr(value)
     return "missing or null" if value is None else f"{text[:60]}… ({type(value).__name__})" if len(text) > 60 else text
+
+
+def show_row(row: Mapping[str, Any]) -> str:
+    """Return a row on one line, its values shortened."""
+    most = max(20, _LONGEST_ROW_SHOWN // max(len(row), 1))
+    texts = {str(name): repr(value) for name, value in row.items()}
+    shown = ", ".join(f"{name}: {text if len(text) <= most else text[:most] + '…'}" for name, text in texts.items())
+    return f"{{{shown[:_LONGEST_ROW_SHOWN]}{'…' if len(shown) > _LONGEST_ROW_SHOWN else ''}}}"

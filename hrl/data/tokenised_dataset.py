@@ -1,4 +1,8 @@
-"""The base of all data sets: read, check, render, tokenise and truncate rows once, then serve them from memory."""
+"""The base of all data sets: rows are read, checked, rendered, tokenised and truncated.
+
+That happens once, and the rows are served from memory; or, with a source that is streamed, when a row is drawn
+(`hrl.data.streamed`).
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,10 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from hrl.data.chat import RENDERING_ERRORS, ChatTemplateError
-from hrl.data.order import EpochOrder, fingerprint
-from hrl.data.sources import BadRow, DataFiles, DataRow, Source, read_rows, sources_of
+from hrl.data.files import BadRow
+from hrl.data.order import EpochOrder, MixedOrder, Position, fingerprint
+from hrl.data.sources import DataFiles, DataRow, checked_row, open_table, read_rows, sources_of
+from hrl.data.streamed import Column, StreamedRows
 from hrl.errors import DatasetError
 from hrl.models.tokenizer import token_ids
 
@@ -56,31 +62,42 @@ class Intake:
     """Keeps account of bad, overlong and truncated rows while a data set is read.
 
     Args:
-        sources: Sources of the rows, for messages.
+        titles: Names of the rows' sources, for messages.
 
     Attributes:
-        bad: Rows that can't be used.
-        too_long: File, row and number of tokens of each row that doesn't fit.
+        bad: The first rows that can't be used; `num_bad` counts all.
+        too_long: File, row and number of tokens of the first rows that don't fit; `num_too_long` counts all.
         truncated: Number of rows that were truncated.
     """
 
-    def __init__(self, sources: Iterable[Source]) -> None:
+    def __init__(self, titles: Iterable[str]) -> None:
         self.bad: list[BadRow] = []
         self.too_long: list[str] = []
-        self.truncated = 0
-        names = [source for source in sources if isinstance(source, str)]
-        self._name = ", ".join(names) or "the list of rows"
+        self.num_bad = self.num_too_long = self.truncated = 0
+        self._name = ", ".join(titles)
 
     def blocks(self, rows: Iterable[Item | BadRow], max_samples: int) -> Iterator[list[Item]]:
-        """Yield the usable rows in blocks, at most `max_samples` in total (-1: all), and put the others into `bad`."""
+        """Yield the usable rows in blocks, at most `max_samples` in total (-1: all), and take note of the others."""
         usable = islice(self._sort_out(rows), max_samples if max_samples >= 0 else None)
         while block := list(islice(usable, _ROWS_AT_ONCE)):
             yield block
 
+    def leave_out(self, row: BadRow) -> None:
+        """Take note of a row that can't be used."""
+        self.num_bad += 1
+        if len(self.bad) < _BAD_ROWS_SHOWN:
+            self.bad.append(row)
+
+    def leave_out_overlong(self, row: str) -> None:
+        """Take note of a row that doesn't fit, by file, row and number of tokens."""
+        self.num_too_long += 1
+        if not self.too_long:
+            self.too_long.append(row)
+
     def _sort_out(self, rows: Iterable[Item | BadRow]) -> Iterator[Item]:
         for row in rows:
             if isinstance(row, BadRow):
-                self.bad.append(row)
+                self.leave_out(row)
             else:
                 yield row
 
@@ -96,14 +113,9 @@ class Intake:
         Raises:
             DatasetError: A row is bad or too long and must not be left out, or no row is left.
         """
-        shown = "; ".join(f"{row.origin}: {row.reason}" for row in self.bad[:_BAD_ROWS_SHOWN])
-        if self.bad and not skip_bad:
-            raise DatasetError(f"{len(self.bad)} bad rows (data.bad_rows=skip leaves them out): {shown}")
-        if self.too_long and too_long is not None:
-            what, way_out = too_long
-            raise DatasetError(f"{len(self.too_long)} {what}, the first {self.too_long[0]}: {way_out}")
-        bad, over = len(self.bad), len(self.too_long)
-        counts = DatasetCounts(kept + bad + over, bad, over, self.truncated, kept)
+        self.refuse(skip_bad=skip_bad, too_long=too_long)
+        shown, counts = self._shown_bad(), self.counts(kept)
+        bad = counts.bad
         if not kept:
             raise DatasetError(f"no row to use in {self._name}: {counts}" + (f" ({shown})" if bad else ""))
         if bad:
@@ -111,12 +123,29 @@ class Intake:
         logger.info("%s: %s", self._name, counts)
         return counts
 
+    def counts(self, kept: int) -> DatasetCounts:
+        """Return the counts, with this many rows kept."""
+        bad, over = self.num_bad, self.num_too_long
+        return DatasetCounts(kept + bad + over, bad, over, self.truncated, kept)
+
+    def refuse(self, *, skip_bad: bool, too_long: tuple[str, str] | None) -> None:
+        """Refuse rows that must not be left out; arguments and error are those of `close`."""
+        if self.bad and not skip_bad:
+            count = f"{self.num_bad} bad rows"
+            raise DatasetError(f"{count} (data.bad_rows=skip leaves them out): {self._shown_bad()}")
+        if self.too_long and too_long is not None:
+            what, way_out = too_long
+            raise DatasetError(f"{self.num_too_long} {what}, the first {self.too_long[0]}: {way_out}")
+
+    def _shown_bad(self) -> str:
+        return "; ".join(f"{row.origin}: {row.reason}" for row in self.bad)
+
 
 class TokenisedDataset(ABC, Generic[R, X, T]):
     """Checked rows of type R, rendered as texts of type X, with their tokens, of type T.
 
     Args:
-        data_files: One source or the names of several, see `hrl.data.sources.Source`.
+        data_files: What `hrl.data.sources.sources_of` takes.
         tokenizer: Tokenizer of the trained model; its chat template renders the rows.
         config: The `data` section.
         max_samples: Stop after this many usable rows; -1 reads all.
@@ -125,7 +154,8 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         rows: The checked rows that are kept.
         tokens: The tokens of each row.
         pad_id: Id of the padding token.
-        counts: Counts of rows read, left out, truncated and kept.
+        data_files: The sources of the rows.
+        sizes: How many rows each source has.
         order: The order of the rows, epoch by epoch.
 
     Raises:
@@ -142,14 +172,81 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         self.config = config
         self.tokenizer = tokenizer
         self.pad_id = token_ids(tokenizer).pad
-        self.rows: list[R] = []
-        self.tokens: list[T] = []
-        sources = sources_of(data_files)
-        intake = Intake(sources)
-        for block in intake.blocks(read_rows(sources, self.check), max_samples):
-            self._take(block, intake)
-        self.counts = intake.close(len(self.rows), skip_bad=config.bad_rows == "skip", too_long=self.too_long())
-        self.order = EpochOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
+        self.data_files = [source.with_keys_of(config) for source in sources_of(data_files)]
+        self._intake = Intake(source.title for source in self.data_files)
+        self._streamed: StreamedRows[R, T] | None = None
+        if any(source.options.streaming for source in self.data_files):
+            self._stream(max_samples)
+        else:
+            self._read(max_samples)
+        weights = tuple(source.options.weight for source in self.data_files)
+        if any(weight is not None for weight in weights):
+            self._require_rows_of_each()
+            shares = tuple(1.0 if weight is None else weight for weight in weights)
+            self.order: EpochOrder = MixedOrder(
+                len(self.rows), seed=config.seed, shuffle=config.shuffle, sizes=tuple(self.sizes), weights=shares
+            )
+        else:
+            self.order = EpochOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
+
+    def _read(self, max_samples: int) -> None:
+        """Read every row."""
+        self.rows: Sequence[R] = []
+        self.tokens: Sequence[T] = []
+        self.sizes: list[int] = []
+        left = max_samples
+        for source in self.data_files:
+            before, usable = len(self.rows), 0
+            for block in self._intake.blocks(read_rows([source], self.check), left):
+                usable += len(block)
+                for row, tokens in self._tokenised(block):
+                    self.rows.append(row)  # type: ignore[attr-defined]
+                    self.tokens.append(tokens)  # type: ignore[attr-defined]
+            self.sizes.append(len(self.rows) - before)
+            left = max(left - usable, 0) if left >= 0 else left
+        self._counts = self._intake.close(len(self.rows), **self._left_out())
+
+    def _stream(self, max_samples: int) -> None:
+        """Open the sources, and read their first rows only."""
+        tables = [open_table(source) for source in self.data_files]
+        streamed = StreamedRows(tables, self._load, max_samples, keep=4 * self.config.train_batch_size)
+        self.sizes = streamed.sizes
+        self.rows, self.tokens = Column(streamed, 0), Column(streamed, 1)
+        self._streamed = streamed
+        if not self.known:
+            self._intake.close(0, **self._left_out())
+
+    def _load(self, wanted: Sequence[tuple[int, int, Any]]) -> list[tuple[R, T] | None]:
+        """Return rows with their tokens, None for those to leave out.
+
+        Args:
+            wanted: Number of the source, number of the row in it, and the raw row.
+
+        Raises:
+            DatasetError: A row can't be used, and must not be left out.
+        """
+        found: list[tuple[R, T] | None] = [None] * len(wanted)
+        usable: list[tuple[int, R]] = []
+        for place, (number, index, raw) in enumerate(wanted):
+            source = self.data_files[number]
+            row = checked_row(source, f"{source.title} row {index}", raw, self.check, source.data_source)
+            if isinstance(row, BadRow):
+                self._intake.leave_out(row)
+            else:
+                usable.append((place, row))
+        places = {id(row): place for place, row in usable}
+        for row, tokens in self._tokenised([row for _, row in usable]):
+            found[places[id(row)]] = (row, tokens)
+        self._intake.refuse(**self._left_out())
+        return found
+
+    def _left_out(self) -> dict[str, Any]:
+        return {"skip_bad": self.config.bad_rows == "skip", "too_long": self.too_long()}
+
+    def _require_rows_of_each(self) -> None:
+        for source, size in zip(self.data_files, self.sizes, strict=True):
+            if not size:
+                raise DatasetError(f"{source.title} has a weight and no row to use: {self.counts} of all sources")
 
     # ------------------------------------------------------------------ defined by each data set
 
@@ -182,6 +279,10 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         """Return how overlong rows are too long and what to do, for the error; None if they are left out."""
 
     @abstractmethod
+    def shown(self, row: R) -> str:
+        """Return a row's rendered text, for people."""
+
+    @abstractmethod
     def all_ids(self) -> Iterable[np.ndarray]:
         """Return the token ids of all rows, in their stored order."""
 
@@ -190,35 +291,73 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
     def __len__(self) -> int:
         return len(self.rows)
 
+    @property
+    def counts(self) -> DatasetCounts:
+        """Counts of rows read, left out, truncated and kept; of a streamed data set, so far."""
+        return self._counts if self._streamed is None else self._intake.counts(self._streamed.num_used)
+
+    @property
+    def is_streamed(self) -> bool:
+        """Whether rows stay on disk, and are read when they are drawn."""
+        return self._streamed is not None
+
+    @cached_property
+    def known(self) -> Sequence[int]:
+        """Numbers of the rows that have been looked at before the run: all, or the usable first ones of each source."""
+        return range(len(self.rows)) if self._streamed is None else self._streamed.first_of_each()
+
+    def draw(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
+        """Return the rows of the next batch, in the order of the data set, and the position after it.
+
+        Rows of a streamed data set that are to be left out are passed over; where they are many, the position moves
+        further than the batch is long.
+
+        Raises:
+            ValueError: The batch is larger than the data set, or the position is beyond its end.
+            DatasetError: Of a streamed data set: a row can't be used, or a whole epoch has too few rows for a batch.
+        """
+        if self._streamed is None:
+            return self.order.next(position, batch_size)
+        return self._streamed.draw(self.order, position, batch_size)
+
+    def metrics(self) -> dict[str, float]:
+        """Return how many rows were left out or cut, as `data/...`; what did not happen is absent."""
+        counts = self.counts
+        found = {"dropped_overlong": counts.too_long, "dropped_bad": counts.bad, "truncated": counts.truncated}
+        return {f"data/{name}": float(count) for name, count in found.items() if count}
+
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """Identity of the rows and of their order; see `hrl.data.order.fingerprint`."""
+        """Identity of the rows and of their order; see `hrl.data.order.fingerprint`.
+
+        Of a streamed data set only the first rows of each source are compared, and the number of all.
+        """
         return fingerprint(self.order, self.all_ids())
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of every row that count against the length limit, int64 (N,)."""
-        return np.array([self.length(tokens) for tokens in self.tokens], dtype=np.int64)
+        """Tokens of every row that count against the length limit, int64 (N,); of the known rows, if streamed."""
+        return np.array([self.length(self.tokens[index]) for index in self.known], dtype=np.int64)
 
-    def _take(self, block: list[R], intake: Intake) -> None:
-        """Render and tokenise rows, and keep those that the chat template accepts and that fit."""
+    def _tokenised(self, block: Sequence[R]) -> Iterator[tuple[R, T]]:
+        """Render and tokenise rows; yield those that the chat template accepts and that fit."""
+        intake = self._intake
         rendered = []
         for row in block:
             try:
                 rendered.append((row, self.render(row)))
             except ChatTemplateError as error:
-                intake.bad.append(BadRow(row.origin, str(error)))
+                intake.leave_out(BadRow(row.origin, str(error)))
             except RENDERING_ERRORS as error:
-                intake.bad.append(BadRow(row.origin, f"can't be rendered: {error}"))
+                intake.leave_out(BadRow(row.origin, f"can't be rendered: {error}"))
         encoded = self.encode([texts for _, texts in rendered])
         for (row, _), tokens in zip(rendered, encoded, strict=True):
             if tokens is None:
-                intake.bad.append(BadRow(row.origin, "has an answer without a token, or no prompt before it"))
+                intake.leave_out(BadRow(row.origin, "has an answer without a token, or no prompt before it"))
                 continue
             fitted = self.fit(tokens)
             if fitted is None:
-                intake.too_long.append(f"{row.origin} ({self.length(tokens)} tokens)")
+                intake.leave_out_overlong(f"{row.origin} ({self.length(tokens)} tokens)")
                 continue
             intake.truncated += fitted is not tokens
-            self.rows.append(row)
-            self.tokens.append(fitted)
+            yield row, fitted

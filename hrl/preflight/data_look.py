@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hrl.config.arithmetic import Fact, count, step_sizes
 from hrl.config.data import DataConfig
-from hrl.config.offline import OfflineConfig, SFTTrainerConfig
+from hrl.config.offline import DPOTrainerConfig, OfflineConfig, SFTTrainerConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.data.chat import check_chat_template, inspect_chat_template, with_tools
-from hrl.data.dataset import PromptRow, check_prompt, dataset_class
-from hrl.data.offline.demonstrations import COMPLETION_KEYS, DemonstrationDataset
+from hrl.data.chat import check_chat_template, inspect_chat_template, shortened, with_tools
+from hrl.data.dataset import MESSAGES, PromptRow, check_prompt, columns_handed_on, dataset_class
+from hrl.data.offline.demonstrations import CHOSEN, COMPLETION_KEYS, TEXT, DemonstrationDataset
 from hrl.data.offline.pairs import PairDataset
-from hrl.data.sources import (
-    BUNDLED_PREFIX,
-    REASONING_GYM_PREFIX,
-    DataFiles,
-    check_data_file,
-    columns_of,
-    read_rows,
-    sources_of,
-)
-from hrl.data.tokenised_dataset import DatasetCounts, Intake
+from hrl.data.order import MixedOrder
+from hrl.data.sources import DataFiles, Look, Source, has_field, look_into, read_rows, sources_of
+from hrl.data.tokenised_dataset import DatasetCounts, Intake, TokenisedDataset
 from hrl.models.tokenizer import TokenIds
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings
@@ -39,6 +30,7 @@ from hrl.preflight.machine_look import gpus_here, joins_a_cluster
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TRAIN, VAL = "data.train_files", "data.val_files"
 _BATCH = "data.train_batch_size"
 _CPU_BATCH = 8
 """Prompts per step that hints suggest on a CPU, where a step then takes seconds to minutes."""
@@ -51,6 +43,7 @@ _SYNONYMS = {
     "rejected": ("dispreferred", "worse", "loser", "refused"),
     "messages": ("conversations", "conversation", "chat", "dialog"),
     "completion": ("answer", "output", "target", "solution"),
+    "answer": ("solution", "target", "label", "output", "ground_truth", "final_answer"),
 }
 """Name of a column → its names in other data sets."""
 
@@ -97,21 +90,103 @@ def look_at_rows(
     else:
         reader = _answers(config, tokenizer, ids)
     for key, noun, rows, names, most in (
-        ("data.train_files", "rows", given.train_rows, data.train_files, data.train_max_samples),
-        ("data.val_files", "validation rows", given.val_rows, data.val_files, data.val_max_samples),
+        (TRAIN, "rows", given.train_rows, data.train_files, data.train_max_samples),
+        (VAL, "validation rows", given.val_rows, data.val_files, data.val_max_samples),
     ):
         dataset = None
-        can_be_read = bool(names) and _look_at_columns(findings, key, names, reader.columns) if rows is None else True
-        if can_be_read and reader.read is not None:
+        sources = _look_at_sources(findings, key, config, names if rows is None else rows, reader) if names else []
+        if sources and reader.read is not None:
             with findings.about(key):
-                dataset = reader.read(names if rows is None else rows, most)
-                findings.facts.append(Fact(noun, _in_words(dataset, names, reader)))
+                dataset = reader.read(sources, most)
+                findings.facts.append(Fact(noun, _in_words(dataset, sources, reader)))
+                findings.facts += _of_each_source(noun, dataset, sources)
         found.append(dataset)
     return found[0], found[1]
 
 
+def _look_at_sources(
+    findings: Findings, key: str, config: RunConfiguration, names: DataFiles, reader: _Reader
+) -> list[Source]:
+    """Check that every source can be read and has the columns that rows need.
+
+    Args:
+        findings: Collects problems.
+        key: Key of the configuration that names the sources.
+        config: The validated configuration.
+        names: The sources, or the rows.
+        reader: Its `columns` are needed.
+
+    Returns:
+        The sources; none if reading their rows makes no sense.
+    """
+    before, sources = len(findings.problems), []
+    with findings.about(key):
+        sources = sources_of(names)
+    for source in sources:
+        with findings.about(key):
+            _look_at_options(findings, key, config, source)
+            if not source.makes_rows:
+                _look_at_columns(findings, source.with_keys_of(config.data), look_into(source), reader.columns)
+    return [] if len(findings.problems) > before else sources
+
+
+def _look_at_options(findings: Findings, key: str, config: RunConfiguration, source: Source) -> None:
+    """Check the options of a source that only make sense in some runs."""
+    options = source.options
+    if options.answer_key is not None and not isinstance(config, PPOTrainerConfig):
+        hint = f"Write {{path: {options.path}, map: {{completion: {options.answer_key}}}}}."
+        findings.problem(key, "has an answer_key, and this kind of run compares nothing with an answer.", hint)
+    if key == TRAIN:
+        if options.streaming and isinstance(config, DPOTrainerConfig) and config.needs_reference:
+            what = (
+                "streams rows, and the reference's log-probs of all rows that come are computed before the first step."
+            )
+            findings.problem(key, what, "Leave out streaming, or set algorithm.reference_free=true.")
+        return
+    if options.streaming:
+        findings.problem(key, "streams rows, and a validation reads all of them.", "Leave out streaming there.")
+    if source.is_of_the_hub and options.split is None:
+        hint = f"Name the split, e.g. {key}={options.path}:{options.name or ''}:test."
+        findings.problem(key, f"names no split of {options.path}, and the default is the one to train on.", hint)
+
+
+def _look_at_columns(findings: Findings, source: Source, look: Look, needed: Mapping[str, tuple[str, ...]]) -> None:
+    """Check that a source has the columns that rows need and that are mapped.
+
+    Args:
+        findings: Collects problems.
+        source: The source, with its mapped columns.
+        look: Its beginning.
+        needed: Key that names a column → accepted names, one of which is enough.
+    """
+    if look.columns is None:
+        return
+    for ours, theirs in source.columns.items():
+        if not has_field(look, theirs):
+            what = f"takes {ours} from {theirs}, a column that {source.title} does not have."
+            findings.problem("data.map", what, _columns_hint(f"data.map.{ours}", theirs, look))
+    for key, names in needed.items():
+        mapped = [source.columns.get(name, name) for name in names]
+        if not any(has_field(look, name) for name in mapped):
+            what = f"is {' or '.join(mapped)}, a column that {source.title} does not have."
+            findings.problem(key, what, _columns_hint(key, names[0], look))
+
+
+def _columns_hint(key: str, name: str, look: Look) -> str:
+    there = look.columns or []
+    listed = f"It has: {', '.join(there)}."
+    synonyms = [other for other in _SYNONYMS.get(name, ()) if other in there]
+    close = synonyms or nearest(name, there)
+    hint = f"Set {key}={close[0]}?" if close else f"Add the column, or name yours with {key}."
+    if "chosen" in there and "rejected" in there and key == "data.prompt_key":
+        hint = "Rows with chosen and rejected answers are for DPO, reward models and SFT."
+    return f"{listed} {look.shown}. {hint}" if look.first is not None else f"{listed} {hint}"
+
+
 def _prompts(findings: Findings, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> _Reader:
-    columns = {"data.prompt_key": (data.prompt_key,)}
+    columns: dict[str, tuple[str, ...]] = {"data.prompt_key": (data.prompt_key, MESSAGES)}
+    if data.answer_key is not None:
+        columns["data.answer_key"] = (data.answer_key,)
     if data.reward_fn_key != DataConfig.model_fields["reward_fn_key"].default:  # without it rows have their file's name
         columns["data.reward_fn_key"] = (data.reward_fn_key,)
     reader = partial(_Reader, measured="prompts", limit=data.max_prompt_length)
@@ -132,8 +207,8 @@ def _answers(config: OfflineConfig, tokenizer: PreTrainedTokenizerBase | None, i
     if isinstance(config, SFTTrainerConfig):
         answers = (data.completion_key,) if data.completion_key else COMPLETION_KEYS
         columns = {
-            "data.messages_key": (data.messages_key, data.prompt_key),
-            "data.completion_key": (*answers, data.messages_key),
+            "data.messages_key": (data.messages_key, data.prompt_key, CHOSEN, TEXT),
+            "data.completion_key": (*answers, data.messages_key, CHOSEN, TEXT),
         }
         cls = DemonstrationDataset
     else:
@@ -158,7 +233,7 @@ class _Unrendered:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return tuple(sorted({name for row in self.rows for name in row.columns}))
+        return columns_handed_on(self.rows)
 
     @property
     def data_sources(self) -> tuple[str, ...]:
@@ -166,53 +241,19 @@ class _Unrendered:
 
 
 def _unrendered(data: DataConfig, data_files: DataFiles, most: int) -> _Unrendered:
-    sources = sources_of(data_files)
-    intake = Intake(sources)
-    check = partial(check_prompt, prompt_key=data.prompt_key, source_key=data.reward_fn_key)
+    sources = [source.with_keys_of(data) for source in sources_of(data_files)]
+    intake = Intake(source.title for source in sources)
+    check = partial(check_prompt, prompt_key=data.prompt_key, source_key=data.reward_fn_key, answer_key=data.answer_key)
     kept = [row for block in intake.blocks(read_rows(sources, check), most) for row in block]
     counts = intake.close(len(kept), skip_bad=data.bad_rows == "skip", too_long=None)
     return _Unrendered(kept, counts)
 
 
-def _look_at_columns(
-    findings: Findings, key: str, sources: Sequence[str], needed: Mapping[str, tuple[str, ...]]
-) -> bool:
-    """Check that every source can be read and has the columns that rows need.
-
-    Args:
-        findings: Collects problems.
-        key: Key of the configuration that names the sources.
-        sources: The sources.
-        needed: Key that names a column → accepted names, one of which is enough.
-
-    Returns:
-        Whether reading the rows makes sense.
-    """
-    before = len(findings.problems)
-    for source in sources:
-        if source.startswith((BUNDLED_PREFIX, REASONING_GYM_PREFIX)):
-            continue
-        path = Path(os.path.expanduser(source))  # leaves an unknown user's `~name` as it is
-        with findings.about(key):
-            check_data_file(path)
-            there = columns_of(path)
-            for column_key, names in needed.items():
-                if there is not None and not set(names) & set(there):
-                    what = f"is {' or '.join(names)}, a column that {source} does not have."
-                    findings.problem(column_key, what, _columns_hint(column_key, names[0], there))
-    return len(findings.problems) == before
-
-
-def _columns_hint(key: str, name: str, there: Sequence[str]) -> str:
-    listed = f"It has: {', '.join(there)}."
-    synonyms = [other for other in _SYNONYMS.get(name, ()) if other in there]
-    close = synonyms or nearest(name, there)
-    return f"{listed} Set {key}={close[0]}?" if close else f"{listed} Add the column, or name yours with {key}."
-
-
-def _in_words(rows: Any, sources: Sequence[str], reader: _Reader) -> str:
+def _in_words(rows: Any, sources: Sequence[Source], reader: _Reader) -> str:
     """Describe a data set in one line; a user's own class may lack counts and lengths."""
-    text = f"{count(len(rows), 'row')} of {', '.join(sources)}"
+    text = f"{count(len(rows), 'row')} of {', '.join(source.title for source in sources)}"
+    if getattr(rows, "is_streamed", False):
+        text += f", read as they are drawn (looked at: {len(rows.known)})"
     counts = getattr(rows, "counts", None)
     if counts is not None and counts.read > counts.kept:
         text += f" ({counts})"
@@ -221,7 +262,25 @@ def _in_words(rows: Any, sources: Sequence[str], reader: _Reader) -> str:
         low, middle, high = int(lengths.min()), int(np.median(lengths)), int(lengths.max())
         span = f"{low:,} to {high:,} tokens, median {middle:,}" if low < high else count(low, "token")
         text += f"; {reader.measured} of {span}; {reader.limit:,} fit"
-    return text
+    columns = getattr(rows, "columns", ())
+    return f"{text}; columns for the reward: {', '.join(columns)}" if columns else text
+
+
+def _of_each_source(noun: str, rows: Any, sources: Sequence[Source]) -> list[Fact]:
+    """Return a fact per source where there are several: how many rows, its share, and its first one rendered."""
+    if len(sources) < 2 or not isinstance(rows, TokenisedDataset):
+        return []
+    facts, start = [], 0
+    for number, (source, size) in enumerate(zip(sources, rows.sizes, strict=True), start=1):
+        share = rows.order.share(number - 1) if isinstance(rows.order, MixedOrder) else size / len(rows)
+        text = f"{source.title}: {count(size, 'row')}, {share:.0%} of the prompts"
+        first = next((index for index in rows.known if start <= index < start + size), None)
+        if first is not None:
+            row = rows.rows[first]
+            text += f", data source {row.data_source}; first: {shortened(rows.shown(row))}"
+        facts.append(Fact(f"{noun} {number}", text))
+        start += size
+    return facts
 
 
 def look_at_batch(findings: Findings, config: RunConfiguration, train: Any) -> None:
@@ -267,11 +326,13 @@ def look_at_template(
     kwargs = config.data.apply_chat_template_kwargs
     with findings.about("data.train_files"):
         if isinstance(config, PPOTrainerConfig):
-            first = train[0]  # a user's own data set may have no `tools`
+            first = train[train.known[0]]  # a user's own data set may have no `tools`
             report = inspect_chat_template(
                 tokenizer, first["raw_prompt"], ids.stop, with_tools(kwargs, first.get("tools"))
             )
             findings.facts.append(Fact("first prompt", report.shown_prompt))
             findings.notes += report.warnings_for_sampling()
-        elif (prompt := train.first_prompt()) is not None:
+            return
+        findings.facts.append(Fact("first row", shortened(train.shown(train.rows[train.known[0]]))))
+        if (prompt := train.first_prompt()) is not None:
             check_chat_template(tokenizer, prompt.messages, ids.stop, with_tools(kwargs, prompt.tools))

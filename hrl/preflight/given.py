@@ -50,7 +50,8 @@ class Given:
         names: dict[str, list[str]] = {}
         if self.train_rows is not None:
             names["train_files"] = [TRAIN_ROWS]
-            if set(config.data.val_files) <= {held_out_beside(name) for name in config.data.train_files}:
+            beside = [held_out_beside(name) for name in config.data.train_files if isinstance(name, str)]
+            if all(name in beside for name in config.data.val_files):
                 names["val_files"] = []
         if self.val_rows is not None:
             names["val_files"] = [VAL_ROWS]

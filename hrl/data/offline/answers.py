@@ -87,7 +87,11 @@ def passages_of_chat(
             or closes this answer differently from others.
         jinja2.TemplateError: The template refuses the chat.
     """
-    turns = [i for i, message in enumerate(messages) if i >= first_trained and message["role"] == "assistant"]
+    turns = [
+        i
+        for i, message in enumerate(messages)
+        if i >= first_trained and message["role"] == "assistant" and message.get("weight", 1) != 0  # OpenAI's rows
+    ]
     if not turns:
         raise ChatTemplateError("has no message of the assistant to train on")
     if turns[0] == 0:
@@ -148,7 +152,12 @@ def _closing(
 
 def passages_of_text(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> list[Passage]:
     """Return the passages of a text and its answer without a chat template, with the tokenizer's end token, if any."""
-    return [Passage(prompt, False), Passage(answer, True), Passage(tokenizer.eos_token or "", True, True)]
+    return [Passage(prompt, False), *passages_of_whole_text(tokenizer, answer)]
+
+
+def passages_of_whole_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[Passage]:
+    """Return the passages of a text that is trained on from its second token on, with the tokenizer's end token."""
+    return [Passage(text, True), Passage(tokenizer.eos_token or "", True, True)]
 
 
 def encode_passages(
@@ -165,6 +174,8 @@ def _answer(passages: Sequence[Passage], pieces: Sequence[list[int]], stop_ids: 
     for passage, piece in zip(passages, pieces, strict=True):
         count = _until_stop(piece, stop_ids) if passage.closing else len(piece)
         trained += [passage.trained and i < count for i in range(len(piece))]
+    if trained and passages[0].trained:  # a whole text, whose first token nothing comes before
+        trained[0] = False
     places = np.flatnonzero(trained)
     if not len(places) or places[0] == 0:
         return None
@@ -338,6 +349,9 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         for start in range(0, len(self), size):
             yield self.batch(range(start, min(start + size, len(self))))
 
+    def shown(self, row: R) -> str:
+        return " … or … ".join("".join(passage.text for passage in passages) for passages in self.render(row))
+
     def encode(self, rendered: Sequence[list[list[Passage]]]) -> Iterator[list[Answer] | None]:
         encoded = iter(encode_passages(self.tokenizer, [one for texts in rendered for one in texts], self._stop_ids))
         for texts in rendered:
@@ -373,4 +387,5 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
         )
 
     def all_ids(self) -> Iterator[np.ndarray]:
-        return (ids for row in self.tokens for answer in row for ids in (answer.prompt, answer.answer))
+        known = (answer for index in self.known for answer in self.tokens[index])
+        return (ids for answer in known for ids in (answer.prompt, answer.answer))

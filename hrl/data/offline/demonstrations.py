@@ -1,8 +1,10 @@
 """Answers to imitate.
 
-A row has `messages`, a whole chat in which every message of the assistant is trained on; or `prompt` and `completion`
-(`response`), each a chat or a string, with only the answer trained on. A string prompt is one message of the user, a
-string answer one of the assistant. `tools` are schemas of functions, for a chat template that shows them.
+A row has `messages`, a whole chat in which every message of the assistant is trained on, but for those of OpenAI's
+`weight` 0; or `prompt` and `completion` (`response`), each a chat or a string, with only the answer trained on. A
+string prompt is one message of the user, a string answer one of the assistant. Of a preference pair the `chosen` answer is
+imitated. A `text` is trained on as it is, without a chat template. `tools` are schemas of functions, for a template
+that shows them.
 """
 
 from __future__ import annotations
@@ -11,15 +13,26 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hrl.data.chat import as_messages, as_tools, with_tools
-from hrl.data.offline.answers import ChatPrompt, OfflineDataset, Passage, pad_answers, passages_of_chat
-from hrl.data.sources import DataRow, source_of
+from hrl.data.chat import as_messages, tools_of, with_tools, wrong_value
+from hrl.data.offline.answers import (
+    ChatPrompt,
+    OfflineDataset,
+    Passage,
+    pad_answers,
+    passages_of_chat,
+    passages_of_text,
+    passages_of_whole_text,
+)
+from hrl.data.offline.pairs import pair_of
+from hrl.data.sources import DataRow, show_value, source_of
 from hrl.protocol import DataProto
 
 if TYPE_CHECKING:
     from hrl.config.offline import DemonstrationDataConfig
 
 COMPLETION_KEYS = ("completion", "response")
+TEXT, CHOSEN, REJECTED = "text", "chosen", "rejected"
+"""Columns of a whole text, and of a preference pair."""
 
 
 @dataclass(frozen=True)
@@ -27,20 +40,24 @@ class Demonstration(DataRow):
     """One checked row.
 
     Attributes:
-        messages: The whole chat.
+        messages: The whole chat; empty for plain text.
         first_trained: Index of the first message that may be trained on.
         tools: Schemas of the functions that the chat offers; None for none.
+        text: A plain text that is trained on.
+        before: A plain text before it, which is not; None if the text is whole.
     """
 
     messages: list[dict[str, Any]]
     first_trained: int
     tools: list[dict[str, Any]] | None = None
+    text: str | None = None
+    before: str | None = None
 
 
 def check_demonstration(raw: Mapping[str, Any], config: DemonstrationDataConfig) -> Demonstration | str:
     """Check a raw row; return a demonstration, or a sentence about what is wrong with the row."""
     source = source_of(raw, config.data_source_key)
-    tools = as_tools(raw.get("tools"))
+    tools = tools_of(raw)
     if isinstance(tools, str):
         return tools
     if raw.get(config.messages_key) is not None:
@@ -48,13 +65,41 @@ def check_demonstration(raw: Mapping[str, Any], config: DemonstrationDataConfig)
         return messages if isinstance(messages, str) else Demonstration(messages, 0, tools, data_source=source)
     known = (config.completion_key,) if config.completion_key else COMPLETION_KEYS
     key = next((key for key in known if raw.get(key) is not None), known[0])
+    if raw.get(key) is None and raw.get(CHOSEN) is not None:
+        return _chosen(raw, config.prompt_key, tools, source)
+    if raw.get(config.prompt_key) is None and raw.get(key) is None and raw.get(TEXT) is not None:
+        text, wrong = raw[TEXT], wrong_value(raw[TEXT], TEXT)
+        if wrong is not None or not isinstance(text, str) or not text:
+            return wrong or f"{TEXT!r} is {show_value(text)}, expected a string that is not empty"
+        return Demonstration([], 0, data_source=source, text=text)
     if config.prompt_key not in raw:
-        return f"has neither {config.messages_key!r} nor {config.prompt_key!r} with {' or '.join(map(repr, known))}"
+        found = ", ".join(map(str, raw)) or "none"
+        return (
+            f"has neither {config.messages_key!r}, nor {config.prompt_key!r} with {' or '.join(map(repr, known))}, nor "
+            f"{CHOSEN!r}, nor {TEXT!r}; its columns are {found}"
+        )
     prompt = as_messages(raw[config.prompt_key], config.prompt_key)
     answer = as_messages(raw.get(key), key, "assistant")
     if isinstance(prompt, str) or isinstance(answer, str):
         return prompt if isinstance(prompt, str) else str(answer)
     return Demonstration([*prompt, *answer], len(prompt), tools, data_source=source)
+
+
+def _chosen(
+    raw: Mapping[str, Any], prompt_key: str, tools: list[dict[str, Any]] | None, source: str
+) -> Demonstration | str:
+    """Return the preferred answer of a pair as a demonstration, or what is wrong with the pair."""
+    if raw.get(REJECTED) is None and raw.get(prompt_key) is None and not isinstance(raw[CHOSEN], str):
+        messages = as_messages(raw[CHOSEN], CHOSEN)  # a whole chat without its counterpart
+        return messages if isinstance(messages, str) else Demonstration(messages, 0, tools, data_source=source)
+    keys = (prompt_key, CHOSEN, REJECTED)
+    pair = pair_of(raw if raw.get(REJECTED) is not None else {**raw, REJECTED: "-"}, *keys)
+    if isinstance(pair, str):
+        return pair
+    prompt, chosen, _ = pair
+    if isinstance(prompt, str):
+        return Demonstration([], 0, data_source=source, text=str(chosen), before=prompt)
+    return Demonstration([*prompt, *chosen], len(prompt), tools, data_source=source)
 
 
 class DemonstrationDataset(OfflineDataset[Demonstration]):
@@ -66,6 +111,10 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
         return check_demonstration(raw, self.config)
 
     def render(self, row: Demonstration) -> list[list[Passage]]:
+        if row.text is not None and row.before is None:
+            return [passages_of_whole_text(self.tokenizer, row.text)]
+        if row.text is not None and row.before is not None:
+            return [passages_of_text(self.tokenizer, row.before, row.text)]
         kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
         return [passages_of_chat(self.tokenizer, row.messages, row.first_trained, kwargs)]
 
@@ -75,6 +124,8 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
         return self.as_proto(pad_answers([self.tokens[index][0] for index in chosen], self.pad_id), chosen)
 
     def first_prompt(self) -> ChatPrompt | None:
-        row = self.rows[0]
+        row = next((row for row in map(self.rows.__getitem__, self.known) if row.messages), None)
+        if row is None:
+            return None
         roles = [message["role"] for message in row.messages]
         return ChatPrompt(row.messages[: roles.index("assistant", row.first_trained)], row.tools)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hrl.config.offline import PairDataConfig, ScoredPairDataConfig
-from hrl.data.chat import as_messages, as_tools, with_tools, wrong_value
+from hrl.data.chat import as_messages, tools_of, with_tools, wrong_value
 from hrl.data.offline.answers import (
     ChatPrompt,
     OfflineDataset,
@@ -59,33 +59,43 @@ def check_pair(raw: Mapping[str, Any], config: PairDataConfig) -> PairRow | str:
     if margin is not None and not (isinstance(margin, int | float) and math.isfinite(margin)):
         return f"{margin_key!r} is {show_value(margin)}, expected a finite number"
     source = source_of(raw, config.data_source_key)
-    prompt, chosen, rejected = (raw.get(key) for key in (config.prompt_key, config.chosen_key, config.rejected_key))
-    if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
-        wrong = wrong_value(chosen, config.chosen_key) or wrong_value(rejected, config.rejected_key)
-        found = wrong or _split_texts(chosen, rejected)
-        return found if isinstance(found, str) else PairRow(*found, margin, data_source=source)
-    tools = as_tools(raw.get("tools"))
+    tools = tools_of(raw)
     if isinstance(tools, str):
         return tools
-    given = as_messages(chosen, config.chosen_key, "assistant")
-    other = as_messages(rejected, config.rejected_key, "assistant")
+    found = pair_of(raw, config.prompt_key, config.chosen_key, config.rejected_key)
+    return found if isinstance(found, str) else PairRow(*found, margin, tools, data_source=source)
+
+
+Side = list[dict[str, Any]] | str
+
+
+def pair_of(
+    raw: Mapping[str, Any], prompt_key: str, chosen_key: str, rejected_key: str
+) -> tuple[Side, Side, Side] | str:
+    """Return prompt, preferred answer and other answer of a row, or a sentence about what is wrong with it."""
+    prompt, chosen, rejected = (raw.get(key) for key in (prompt_key, chosen_key, rejected_key))
+    if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
+        wrong = wrong_value(chosen, chosen_key) or wrong_value(rejected, rejected_key)
+        return wrong or _split_texts(chosen, rejected)
+    given = as_messages(chosen, chosen_key, "assistant")
+    other = as_messages(rejected, rejected_key, "assistant")
     if isinstance(given, str):
         return given
     if isinstance(other, str):
         return other
-    before = as_messages(prompt, config.prompt_key) if prompt is not None else _shared(given, other)
+    before = as_messages(prompt, prompt_key) if prompt is not None else _shared(given, other)
     if isinstance(before, str):
         return before
     if not before:
-        return f"has no {config.prompt_key!r}, and its two chats share no first message"
+        return f"has no {prompt_key!r}, and its two chats share no first message"
     answers = _without(before, given), _without(before, other)
-    for key, answer in zip((config.chosen_key, config.rejected_key), answers, strict=True):
+    for key, answer in zip((chosen_key, rejected_key), answers, strict=True):
         if not answer or answer[0]["role"] != "assistant":
             found = f"a message of role {answer[0]['role']!r}" if answer else "nothing"
             return f"{key!r} has {found} after the prompt, expected the assistant's: both answers share the prompt"
     if answers[0] == answers[1]:
-        return f"{config.chosen_key!r} and {config.rejected_key!r} are the same answer"
-    return PairRow(before, *answers, margin, tools, data_source=source)
+        return f"{chosen_key!r} and {rejected_key!r} are the same answer"
+    return before, *answers
 
 
 def _without(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -162,7 +172,8 @@ class PairDataset(OfflineDataset[PairRow]):
 
     def first_prompt(self) -> ChatPrompt | None:
         """Return the first row's prompt; None if it is plain text."""
-        return next((ChatPrompt(row.prompt, row.tools) for row in self.rows if not isinstance(row.prompt, str)), None)
+        rows = (self.rows[index] for index in self.known)
+        return next((ChatPrompt(row.prompt, row.tools) for row in rows if not isinstance(row.prompt, str)), None)
 
 
 def _known(reference: torch.Tensor, indices: Sequence[int]) -> torch.Tensor:
