@@ -59,6 +59,9 @@ def _one_or_many(value: object) -> object:
     for position, item in enumerate(listed if isinstance(listed, list | tuple) else ()):
         if isinstance(item, Mapping):
             _check(position, item)
+        elif not isinstance(item, str):
+            what = f"[{position}] is {item!r}, expected text."
+            raise PydanticCustomError("source", "{what}", {"what": what, "hint": "Or a mapping with a path."})
     return listed
 
 

@@ -43,7 +43,8 @@ class PromptRow(DataRow):
             other fields for the chat template, such as `tool_calls`.
         reward_model: `ground_truth` and other values for the reward function; empty if the row has none.
         extra_info: Further values for the reward function.
-        columns: Every other column of the row that can be handed to another process, as it was read.
+        columns: Every other column of the row that can be handed to another process, as it was read; `reward_model`
+            without its ground truth.
         tools: Schemas of the functions that the prompt offers; None for none.
     """
 
@@ -93,7 +94,10 @@ def check_prompt(
         if value is not None and not isinstance(value, Mapping):
             return f"{name!r} is {show_value(value)}, expected an object (null, or no such column, for none)"
         objects[name] = dict(value or {})
+    columns.pop("data_source", None)
     reward_model = objects["reward_model"]
+    if reward_model:  # a function that names it gets it back with its ground truth, which goes only once
+        columns["reward_model"] = {name: value for name, value in reward_model.items() if name != "ground_truth"}
     if answer_key is not None:
         if columns.get(answer_key) is None:
             return f"{answer_key!r} is missing or null (data.answer_key)"
@@ -116,7 +120,7 @@ def check_prompt(
 
 
 _OBJECTS = ("reward_model", "extra_info")
-"""Columns that hold objects, and go to the reward function on ways of their own."""
+"""Columns that hold objects, which the row has as attributes."""
 
 
 def _prompt_of(raw: Mapping[str, Any], prompt_key: str) -> tuple[object, str | None]:

@@ -33,7 +33,7 @@ def looks_like_hub(path: str) -> bool:
     return bool(_NAME.fullmatch(path)) and not kind_of(Path(path)) and not Path(owner).is_dir()
 
 
-def open_data_set(path: str, name: str | None, split: str | None, *, weight_of_files: bool = False) -> Dataset:
+def open_data_set(path: str, name: str | None, split: str | None) -> Dataset:
     """Return a data set of the hub or of a folder, downloaded to the cache of `datasets` where it is not there yet.
 
     Args:
@@ -155,18 +155,19 @@ def _explained(title: str, path: str, name: str | None, split: str | None) -> It
 
 def _words(error: BaseException) -> str:
     text = _first_line(error)
+    quoted = r"'([^']*)'"
     found = re.search(r"BuilderConfig '(.*?)' not found\. Available: \[(.*)\]", str(error), re.DOTALL)
     if found:
-        there = re.findall(r"'([^']*)'", found[2])
+        there = re.findall(quoted, found[2])
         return (
             f"it has no configuration {found[1]!r}; it has {listing(there)}. {did_you_mean(found[1], there)}".rstrip()
         )
     if text.startswith("Config name is missing"):
-        there = re.findall(r"'([^']*)'", str(error).partition("available configs:")[2].partition("]")[0])
+        there = re.findall(quoted, str(error).partition("available configs:")[2].partition("]")[0])
         return f"it has several configurations, name one: {listing(there)}"
     found = re.search(r"Unknown split \"?'?(.*?)\"?'?\. Should be one of \[(.*)\]", str(error))
     if found:
-        return f"it has no split {found[1]!r}; it has {listing(re.findall(chr(39) + '([^' + chr(39) + ']*)' + chr(39), found[2]))}"
+        return f"it has no split {found[1]!r}; it has {listing(re.findall(quoted, found[2]))}"
     if text.startswith("Dataset scripts are no longer supported"):
         return "its rows are made by a script, which is not run; name the Parquet files of its converted branch"
     return text

@@ -174,6 +174,12 @@ def _passes_over(num_rows: int, seed: int, passes: np.ndarray, source: int = 0) 
     return np.argsort(_mix(np.arange(num_rows, dtype=np.uint64) ^ stream[:, None]), axis=1, kind="stable")
 
 
+def uniform(num_rows: int, seed: int, which: int) -> np.ndarray:
+    """Return a number between 0 and 1 for each row, by a hash of (seed, which, row), float64 `(num_rows,)`."""
+    stream = _mix(_mix(np.array([seed], dtype=np.uint64)) ^ np.uint64(which) ^ np.uint64(1 << 63))
+    return (_mix(np.arange(num_rows, dtype=np.uint64) ^ stream) >> np.uint64(11)).astype(np.float64) / 2**53 + 2**-54
+
+
 def _mix(values: np.ndarray) -> np.ndarray:
     """Apply SplitMix64's output function (Steele, Lea and Flood 2014): a bijection of uint64 that scatters its bits."""
     mixed = values + np.uint64(0x9E3779B97F4A7C15)

@@ -204,13 +204,24 @@ def checked_row(
 
 
 def mapped(raw: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return a row with the columns that are mapped also under hrl's names; not-a-number is null.
+    """Return a row with the columns that are mapped also under hrl's names, in Python's own types.
 
-    pandas fills fields that a row lacks with not-a-number.
+    pandas gives lists as arrays, and fills fields that a row lacks with not-a-number, which becomes null.
     """
-    row = {name: None if isinstance(value, float) and math.isnan(value) else value for name, value in raw.items()}
+    row = {str(name): _as_python(value) for name, value in raw.items()}
     found = {ours: field_of(row, theirs) for ours, theirs in columns.items()}
     return row | {ours: None if value is _MISSING else value for ours, value in found.items()}
+
+
+def _as_python(value: Any) -> Any:
+    if isinstance(value, float):
+        return None if math.isnan(value) else value
+    if type(value).__module__ == "numpy":
+        value = value.tolist()
+        return [_as_python(item) for item in value] if isinstance(value, list) else _as_python(value)
+    if isinstance(value, dict) and any(type(item).__module__ == "numpy" for item in value.values()):
+        return {name: _as_python(item) for name, item in value.items()}
+    return None if type(value).__name__ in ("NAType", "NaTType") else value  # of pandas
 
 
 def field_of(row: Mapping[str, Any], path: str) -> Any:

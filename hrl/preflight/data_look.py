@@ -15,10 +15,11 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, SFTTrainerConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.data.chat import check_chat_template, inspect_chat_template, shortened, with_tools
-from hrl.data.dataset import MESSAGES, PromptRow, check_prompt, columns_handed_on, dataset_class
+from hrl.data.dataset import MESSAGES, PromptRow, RLHFDataset, check_prompt, columns_handed_on, dataset_class
 from hrl.data.offline.demonstrations import CHOSEN, COMPLETION_KEYS, TEXT, DemonstrationDataset
 from hrl.data.offline.pairs import PairDataset
 from hrl.data.order import MixedOrder
+from hrl.data.sampler import load_sampler
 from hrl.data.sources import DataFiles, Look, Source, has_field, look_into, read_rows, sources_of
 from hrl.data.tokenised_dataset import DatasetCounts, Intake, TokenisedDataset
 from hrl.models.tokenizer import TokenIds
@@ -55,6 +56,7 @@ class _Reader:
     Attributes:
         read: Reads sources, given the maximum number of rows to keep; None if they can't be read here.
         columns: Key that names a column → accepted names, one of which is enough.
+        instead: Key that names a column → columns of other shapes, with which it is not needed.
         measured: What the lengths of rows measure, e.g. prompts.
         limit: The maximum length in tokens.
     """
@@ -63,6 +65,7 @@ class _Reader:
     columns: Mapping[str, tuple[str, ...]]
     measured: str
     limit: int
+    instead: Mapping[str, tuple[str, ...]]
 
 
 def look_at_rows(
@@ -101,6 +104,10 @@ def look_at_rows(
                 findings.facts.append(Fact(noun, _in_words(dataset, sources, reader)))
                 findings.facts += _of_each_source(noun, dataset, sources)
         found.append(dataset)
+    if isinstance(config, PPOTrainerConfig) and config.data.sampler is not None and isinstance(found[0], RLHFDataset):
+        with findings.about("data.sampler"):
+            sampler = load_sampler(config.data.sampler, found[0], config.data.seed, config.data)
+            findings.facts.append(Fact("sampler", type(sampler).__name__))
     return found[0], found[1]
 
 
@@ -126,7 +133,7 @@ def _look_at_sources(
         with findings.about(key):
             _look_at_options(findings, key, config, source)
             if not source.makes_rows:
-                _look_at_columns(findings, source.with_keys_of(config.data), look_into(source), reader.columns)
+                _look_at_columns(findings, source.with_keys_of(config.data), look_into(source), reader)
     return [] if len(findings.problems) > before else sources
 
 
@@ -150,14 +157,14 @@ def _look_at_options(findings: Findings, key: str, config: RunConfiguration, sou
         findings.problem(key, f"names no split of {options.path}, and the default is the one to train on.", hint)
 
 
-def _look_at_columns(findings: Findings, source: Source, look: Look, needed: Mapping[str, tuple[str, ...]]) -> None:
+def _look_at_columns(findings: Findings, source: Source, look: Look, reader: _Reader) -> None:
     """Check that a source has the columns that rows need and that are mapped.
 
     Args:
         findings: Collects problems.
         source: The source, with its mapped columns.
         look: Its beginning.
-        needed: Key that names a column → accepted names, one of which is enough.
+        reader: Names the columns.
     """
     if look.columns is None:
         return
@@ -165,9 +172,9 @@ def _look_at_columns(findings: Findings, source: Source, look: Look, needed: Map
         if not has_field(look, theirs):
             what = f"takes {ours} from {theirs}, a column that {source.title} does not have."
             findings.problem("data.map", what, _columns_hint(f"data.map.{ours}", theirs, look))
-    for key, names in needed.items():
+    for key, names in reader.columns.items():
         mapped = [source.columns.get(name, name) for name in names]
-        if not any(has_field(look, name) for name in mapped):
+        if not any(has_field(look, name) for name in (*mapped, *reader.instead.get(key, ()))):
             what = f"is {' or '.join(mapped)}, a column that {source.title} does not have."
             findings.problem(key, what, _columns_hint(key, names[0], look))
 
@@ -184,12 +191,13 @@ def _columns_hint(key: str, name: str, look: Look) -> str:
 
 
 def _prompts(findings: Findings, data: DataConfig, tokenizer: PreTrainedTokenizerBase | None) -> _Reader:
-    columns: dict[str, tuple[str, ...]] = {"data.prompt_key": (data.prompt_key, MESSAGES)}
+    columns: dict[str, tuple[str, ...]] = {"data.prompt_key": (data.prompt_key,)}
     if data.answer_key is not None:
         columns["data.answer_key"] = (data.answer_key,)
     if data.reward_fn_key != DataConfig.model_fields["reward_fn_key"].default:  # without it rows have their file's name
         columns["data.reward_fn_key"] = (data.reward_fn_key,)
-    reader = partial(_Reader, measured="prompts", limit=data.max_prompt_length)
+    instead = {"data.prompt_key": (MESSAGES,)}
+    reader = partial(_Reader, measured="prompts", limit=data.max_prompt_length, instead=instead)
     cls = None
     with findings.about("data.custom_cls.path"):
         cls = dataset_class(data.custom_cls)
@@ -204,20 +212,26 @@ def _prompts(findings: Findings, data: DataConfig, tokenizer: PreTrainedTokenize
 def _answers(config: OfflineConfig, tokenizer: PreTrainedTokenizerBase | None, ids: TokenIds | None) -> _Reader:
     data: Any = config.data
     cls: type[DemonstrationDataset | PairDataset]
+    instead: dict[str, tuple[str, ...]] = {}
     if isinstance(config, SFTTrainerConfig):
         answers = (data.completion_key,) if data.completion_key else COMPLETION_KEYS
         columns = {
-            "data.messages_key": (data.messages_key, data.prompt_key, CHOSEN, TEXT),
-            "data.completion_key": (*answers, data.messages_key, CHOSEN, TEXT),
+            "data.messages_key": (data.messages_key, data.prompt_key),
+            "data.completion_key": (*answers, data.messages_key),
         }
+        instead = dict.fromkeys(columns, (CHOSEN, TEXT))
         cls = DemonstrationDataset
     else:
         columns = {"data.chosen_key": (data.chosen_key,), "data.rejected_key": (data.rejected_key,)}
         cls = PairDataset
     if tokenizer is None or ids is None:
-        return _Reader(None, columns, "rows", data.max_length)
+        return _Reader(None, columns, "rows", data.max_length, instead)
     return _Reader(
-        lambda sources, most: cls(sources, tokenizer, data, most, stop_ids=ids.stop), columns, "rows", data.max_length
+        lambda sources, most: cls(sources, tokenizer, data, most, stop_ids=ids.stop),
+        columns,
+        "rows",
+        data.max_length,
+        instead,
     )
 
 

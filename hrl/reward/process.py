@@ -293,6 +293,8 @@ def _arguments(spec: RewardSpec, sample: dict[str, Any], taken: frozenset[str] |
         "extra_info": from_plain(sample["extra_info"]),
         **spec.kwargs,
     }
+    if isinstance(offered.get("reward_model"), dict):  # a column that travels without what travels beside it
+        offered["reward_model"] = {"ground_truth": truth, **offered["reward_model"]}
     return offered if taken is None else {name: value for name, value in offered.items() if name in taken}
 
 

@@ -184,6 +184,7 @@ class TrainingLoop(ABC):
                 metrics.observe(*self.workers.peak_memory())
                 self.on_step_end(batch, metrics)
             metrics |= self.describe(batch)
+            metrics |= self.data_metrics()
             self._tell_of_skipped_steps(metrics)
             prompt_lens, response_lens = lengths_of(batch)
             tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
@@ -264,10 +265,17 @@ class TrainingLoop(ABC):
 
     def next_batch(self) -> DataProto:
         """Return the batch at the current position in the data, which moves on."""
-        indices, self.data_position = self.train_dataset.order.next(
-            self.data_position, self.config.data.train_batch_size
-        )
+        indices, self.data_position = self.draw(self.data_position, self.config.data.train_batch_size)
         return self.train_dataset.batch(indices)
+
+    def draw(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
+        """Return the rows of the next batch, and the position in the data after it."""
+        return self.train_dataset.draw(position, batch_size)  # type: ignore[no-any-return]
+
+    def data_metrics(self) -> dict[str, float]:
+        """Return the position in the data in epochs, and how many rows were left out or cut."""
+        epoch = self.data_position.epoch + self.data_position.offset / len(self.train_dataset)
+        return {"data/epoch": epoch} | self.train_dataset.metrics()
 
     def validate_only(self) -> None:
         """Validate once in a run that has no step left, and say so."""

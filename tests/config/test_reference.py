@@ -31,7 +31,7 @@ def test_types_are_said_in_words():
         "data.train_batch_size": "int > 0",
         "trainer.cpu_threads_per_worker": "int > 0 or null",
         "data.truncation": "`error`, `left`, `right`",
-        "data.train_files": "list of str",
+        "data.train_files": "list of str or mapping",
         "actor_rollout_ref.rollout.gpu_memory_utilization": "float > 0 ≤ 1",
         "actor_rollout_ref.rollout.enable_chunked_prefill": "bool or null",
         "actor_rollout_ref.actor.clip_ratio_c": "float > 1",

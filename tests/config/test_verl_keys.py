@@ -154,7 +154,6 @@ WHAT_IS_LEARNT = {
     f"{ACTOR}.qat.enable": True,
     f"{MODEL}.lora_rank": 64,
     f"{MODEL}.mtp.enable": True,
-    "data.sampler.class_name": "Curriculum",
     "data.image_key": "images",
     "reward_model.reward_manager": "batch",
     "distillation.enabled": True,

@@ -35,6 +35,8 @@ def config() -> SimpleNamespace:
     """The part of the `data` section that a data set reads."""
     return SimpleNamespace(
         prompt_key="prompt",
+        answer_key=None,
+        map={},
         reward_fn_key="data_source",
         max_prompt_length=40,
         filter_overlong_prompts=False,

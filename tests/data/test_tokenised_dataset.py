@@ -1,6 +1,7 @@
 import pytest
 
-from hrl.data.sources import BadRow, sources_of
+from hrl.data.files import BadRow
+from hrl.data.sources import sources_of
 from hrl.data.tokenised_dataset import DatasetCounts, Intake
 from hrl.errors import DatasetError
 
@@ -9,9 +10,10 @@ BAD = BadRow("f line 2", "is torn")
 
 
 def test_a_list_holds_names_or_rows():
-    assert sources_of("a.jsonl") == ["a.jsonl"]
-    assert sources_of(["a.jsonl", "b.jsonl"]) == ["a.jsonl", "b.jsonl"]
-    assert sources_of(ROWS) == [ROWS]
+    assert [source.title for source in sources_of("a.jsonl")] == ["a.jsonl"]
+    named = sources_of(["a.jsonl", {"path": "b.jsonl", "weight": 2.0}])
+    assert [(source.title, source.options.weight) for source in named] == [("a.jsonl", None), ("b.jsonl", 2.0)]
+    assert [source.rows for source in sources_of(ROWS)] == [ROWS]
     with pytest.raises(DatasetError, match="names of sources or the rows themselves, not both"):
         sources_of(["a.jsonl", *ROWS])
 
@@ -20,13 +22,15 @@ def test_a_list_holds_names_or_rows():
 def test_only_usable_rows_count_towards_the_samples_that_are_read(most, used, bad):
     intake = Intake(["f"])
     found = [row for block in intake.blocks([1, BAD, 3, BAD, 4], most) for row in block]
-    assert (found, len(intake.bad)) == (used, bad)
+    assert (found, intake.num_bad) == (used, bad)
 
 
 def close(kept, *, bad=0, over=0, skip_bad=False, too_long=("rows are longer than 5", "cut them")):
     intake = Intake(["f", "g"])
-    intake.bad += [BAD] * bad
-    intake.too_long += ["f line 3 (9 tokens)"] * over
+    for _ in range(bad):
+        intake.leave_out(BAD)
+    for _ in range(over):
+        intake.leave_out_overlong("f line 3 (9 tokens)")
     intake.truncated = 1
     return intake.close(kept, skip_bad=skip_bad, too_long=too_long)
 

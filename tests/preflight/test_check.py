@@ -129,7 +129,8 @@ def test_the_offline_trainers_agree_too(line, tmp_path, capsys):
         (
             "data.prompt_key=question",
             "data.prompt_key is question, a column that {here}/rows.jsonl does not have. It has: data_source, prompt, "
-            "reward_model. Add the column, or name yours with data.prompt_key.",
+            "reward_model. The first row: {{data_source: 'x', prompt: 'what is one plus two', reward_model: "
+            "{{'ground_truth': '3'}}}}. Add the column, or name yours with data.prompt_key.",
         ),
         (
             "reward.custom_reward_function.name=score",

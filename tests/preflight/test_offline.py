@@ -93,7 +93,10 @@ def test_everything_that_is_wrong_comes_at_once(model: Path, tmp_path: Path) -> 
     assert weights.startswith("model.path can't be used") and "has no weights" in weights
     assert missing.startswith("data.val_files can't be used") and "Did you mean" in missing
     assert columns.startswith("data.messages_key is messages or prompt, a column that")
-    assert columns.endswith("It has: question, answer. Add the column, or name yours with data.messages_key.")
+    assert columns.endswith(
+        "It has: question, answer. The first row: {question: 'hi', answer: 'yo'}. Add the column, or name yours with "
+        "data.messages_key."
+    )
 
 
 @pytest.mark.parametrize("kind", ["dpo", "rm"])
@@ -109,6 +112,6 @@ def test_pairs_have_their_columns(model: Path, kind: str) -> None:
     with pytest.raises(PreflightError) as caught:
         preflight(validate_kind(OFFLINE_KINDS[kind], given))
     assert [str(problem) for problem in caught.value.problems] == [
-        f"data.chosen_key is chosen, a column that {file} does not have. It has: prompt, preferred, rejected. "
-        "Set data.chosen_key=preferred?"
+        f"data.chosen_key is chosen, a column that {file} does not have. It has: prompt, preferred, rejected. The "
+        "first row: {prompt: 'a', preferred: 'b', rejected: 'c'}. Set data.chosen_key=preferred?"
     ]

@@ -187,13 +187,16 @@ def test_built_in_scorers_know_every_data_source_and_find_the_ground_truth(run, 
 def test_columns_that_are_missing_are_named_with_those_that_are_there(run, tmp_path):
     file = write_rows(tmp_path / "other.jsonl", [{"question": "what", "origin": "x"}])
     assert refused(run, **{"data.train_files": str(file)}) == [
-        f"data.prompt_key is prompt, a column that {file} does not have. It has: question, origin. "
-        "Set data.prompt_key=question?",
+        f"data.prompt_key is prompt, a column that {file} does not have. It has: question, origin. The first "
+        "row: {question: 'what', origin: 'x'}. Set data.prompt_key=question?",
     ]
     file = write_rows(tmp_path / "third.jsonl", [{"prompts": "what", "zzz": "x"}])
     first, second, of_validation = refused(run, **{"data.train_files": str(file), "data.reward_fn_key": "kind"})
     assert first.endswith("Set data.prompt_key=prompts?")
-    assert second.endswith("It has: prompts, zzz. Add the column, or name yours with data.reward_fn_key.")
+    assert second.endswith(
+        "It has: prompts, zzz. The first row: {prompts: 'what', zzz: 'x'}. Add the column, or name yours with "
+        "data.reward_fn_key."
+    )
     assert of_validation.startswith("data.reward_fn_key is kind, a column that ")
 
 
@@ -204,7 +207,9 @@ def test_columns_of_a_parquet_file_are_named(run, tmp_path):
     file = tmp_path / "rows.parquet"
     pq.write_table(pa.table({"problem": ["what"], "data_source": ["x"]}), file)
     (problem,) = refused(run, **{"data.train_files": str(file)})
-    assert problem.endswith("It has: problem, data_source. Set data.prompt_key=problem?")
+    assert problem.endswith(
+        "It has: problem, data_source. The first row: {problem: 'what', data_source: 'x'}. Set data.prompt_key=problem?"
+    )
     run(**{"data.train_files": str(file), "data.prompt_key": "problem", "data.train_batch_size": 1,
            "actor_rollout_ref.actor.ppo_mini_batch_size": 1, "data.val_files": str(file)})  # fmt: skip
 

@@ -2,9 +2,9 @@
 
 A row has `messages`, a whole chat in which every message of the assistant is trained on, but for those of OpenAI's
 `weight` 0; or `prompt` and `completion` (`response`), each a chat or a string, with only the answer trained on. A
-string prompt is one message of the user, a string answer one of the assistant. Of a preference pair the `chosen` answer is
-imitated. A `text` is trained on as it is, without a chat template. `tools` are schemas of functions, for a template
-that shows them.
+string prompt is one message of the user, a string answer one of the assistant. Of a preference pair the `chosen`
+answer is imitated. A `text` is trained on as it is, without a chat template. `tools` are schemas of functions, for a
+template that shows them.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections import Counter
 
 import numpy as np
 import torch
@@ -46,13 +47,13 @@ def prompt_batch(
     # Derived, not random, so that a run that is started again draws the same samples. It uses the row's number in the
     # data set, so that prompts of a validation that runs in several batches get different uids.
     again = f"/{wave}" if wave else ""
-    prompts.non_tensor_batch["uid"] = np.array(
-        [
-            str(uuid.uuid5(uuid.NAMESPACE_OID, f"{step}/{validate}/{index}{again}"))
-            for index in prompts.non_tensor_batch["index"]
-        ],
-        dtype=object,
-    )
+    earlier: Counter[int] = Counter()
+    names = []
+    for index in prompts.non_tensor_batch["index"]:
+        twice = f"/again {earlier[index]}" if earlier[index] else ""  # of a small source with a large weight
+        earlier[index] += 1
+        names.append(str(uuid.uuid5(uuid.NAMESPACE_OID, f"{step}/{validate}/{index}{again}{twice}")))
+    prompts.non_tensor_batch["uid"] = np.array(names, dtype=object)
     rows = prompts.repeat(samples, interleave=True)
     rows.non_tensor_batch["sample_index"] = np.array([i % samples for i in range(len(rows))], dtype=object)
     if with_greedy:

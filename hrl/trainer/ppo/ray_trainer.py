@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
+
 from hrl.algos.bypass import bypass_loss_name
 from hrl.algos.kl import AdaptiveKLController, get_kl_controller
 from hrl.algos.registry import POLICY_LOSS_TRAITS, estimator_traits
@@ -12,6 +14,8 @@ from hrl.algos.reward_placement import place_scores
 from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.batching.planner import plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
+from hrl.data.order import Position
+from hrl.data.sampler import PromptSampler, check_choice, load_sampler
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.first_look import first_look
@@ -32,7 +36,14 @@ from hrl.trainer.ppo.generation import (
     seed_of,
     take_baselines,
 )
-from hrl.trainer.ppo.metrics import compute_data_metrics, count_left_out, validation_metrics, validation_troubles
+from hrl.trainer.ppo.metrics import (
+    CORRECT_AT,
+    answers_that_are_correct,
+    compute_data_metrics,
+    count_left_out,
+    validation_metrics,
+    validation_troubles,
+)
 from hrl.trainer.ppo.old_log_probs import needs_old_log_prob, policy_update, update_measures_mismatch
 from hrl.trainer.ppo.sampler_mismatch import (
     DriftGate,
@@ -60,6 +71,10 @@ if TYPE_CHECKING:
     from hrl.trainer.ppo.rewards import RewardService
 
 __all__ = ["RayPPOTrainer", "ResourcePoolManager", "Role", "apply_kl_penalty", "compute_advantage"]
+
+
+SAMPLER = "sampler"
+"""What a checkpoint calls the state of the sampler of prompts."""
 
 
 class RayPPOTrainer(TrainingLoop):
@@ -92,6 +107,7 @@ class RayPPOTrainer(TrainingLoop):
         self.estimator = estimator_traits(config.algorithm.adv_estimator)
         self.drift_gate = DriftGate(config.actor_rollout_ref.rollout.logprob_diff_alarm)
         self.policy_version = -1
+        self.sampler = _sampler_of(config, self.train_dataset)
 
     def init_workers(self) -> None:
         """Start the processes of every pool and load the models of every role into them."""
@@ -145,6 +161,30 @@ class RayPPOTrainer(TrainingLoop):
             metrics |= self.sync_weights()
         self.judge_mismatch(metrics)
         return batch
+
+    # ------------------------------------------------------------------ which prompts come
+
+    def draw(self, position: Position, batch_size: int) -> tuple[list[int], Position]:
+        """Return the prompts of the next batch: those that `data.sampler` chooses, or the next in order."""
+        if self.sampler is None:
+            return super().draw(position, batch_size)
+        chosen, position = self.sampler.choose(position, batch_size)
+        check_choice(self.sampler, chosen, batch_size, len(self.train_dataset))
+        return chosen, position
+
+    def show_sampler(self, batch: DataProto) -> None:
+        """Show a scored batch to the sampler of prompts; samples that have no score are left out."""
+        if self.sampler is None:
+            return
+        scored = batch.batch["response_mask"].bool().any(-1)
+        kept = batch.select_idxs(scored)
+        scores = kept.batch["plain_scores"].double().numpy()
+        right = answers_that_are_correct(kept.non_tensor_batch["reward_parts"].tolist())
+        self.sampler.observe(kept, scores, scores >= CORRECT_AT if right is None else np.array(right, dtype=bool))
+
+    def data_metrics(self) -> dict[str, float]:
+        """Return the metrics of the data set, and those of the sampler of prompts."""
+        return super().data_metrics() | ({} if self.sampler is None else self.sampler.metrics())
 
     # ------------------------------------------------------------------ hooks
 
@@ -285,6 +325,7 @@ class RayPPOTrainer(TrainingLoop):
         if self.estimator.needs_baseline:
             batch, counts = take_baselines(batch, combined.scores, combined.kept)
             metrics.observe(counts)
+        self.show_sampler(batch)
         return batch
 
     def _with_model_scores(self, batch: DataProto) -> DataProto:
@@ -517,6 +558,7 @@ class RayPPOTrainer(TrainingLoop):
             "kl_coef": self.kl_ctrl.value,
             "drift_gate_closed": self.drift_gate.is_closed,
             "reward_shaping": self.rewards.shaping.state_dict(),
+            **({} if self.sampler is None else {SAMPLER: self.sampler.state_dict()}),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -524,6 +566,8 @@ class RayPPOTrainer(TrainingLoop):
         self._restore_kl_coef(state["kl_coef"])
         self.drift_gate.is_closed = state["drift_gate_closed"]
         self.rewards.shaping.load_state_dict(state["reward_shaping"])
+        if self.sampler is not None and self.data_position != Position():  # of the same data
+            self.sampler.load_state_dict(state[SAMPLER])
 
     def _restore_kl_coef(self, saved: float) -> None:
         if isinstance(self.kl_ctrl, AdaptiveKLController):
@@ -531,3 +575,8 @@ class RayPPOTrainer(TrainingLoop):
         elif self.kl_ctrl.value != saved:
             now = self.kl_ctrl.value
             self.reporter.console.note(f"algorithm.kl_ctrl.kl_coef is {now:g} from here on; it was {saved:g}")
+
+
+def _sampler_of(config: PPOTrainerConfig, train_dataset: Any) -> PromptSampler | None:
+    settings, seed = config.data.sampler, config.data.seed
+    return None if settings is None else load_sampler(settings, train_dataset, seed, config.data)

@@ -106,7 +106,11 @@ def test_every_form_of_a_demonstration_is_read(raw, row):
 @pytest.mark.parametrize(
     ("raw", "reason"),
     [
-        ({"text": "a"}, "has neither 'messages' nor 'prompt' with 'completion' or 'response'"),
+        (
+            {"question": "a"},
+            "has neither 'messages', nor 'prompt' with 'completion' or 'response', nor 'chosen', nor 'text'; its "
+            "columns are question",
+        ),
         ({"prompt": "?"}, "'completion' is missing or null, expected a string or a non-empty list of messages"),
         ({"messages": []}, "'messages' is [], expected a string or a non-empty list of messages"),
     ],
@@ -243,12 +247,12 @@ def test_half_a_character_makes_a_bad_pair(tokenizer, row, key):
 
 def test_a_source_may_be_of_any_type(tokenizer):
     rows = [{"prompt": "a", "completion": "b", "data_source": source} for source in (None, 3, [1, 2])]
-    assert demonstrations(tokenizer, rows).sources == ["list", "3", "[1, 2]"]
+    assert demonstrations(tokenizer, rows).sources == ["python", "3", "[1, 2]"]
 
 
 def test_no_row_to_use_is_refused(tokenizer):
     with pytest.raises(DatasetError, match="no row to use"):
-        demonstrations(tokenizer, [{"text": "a"}], bad_rows="skip")
+        demonstrations(tokenizer, [{"question": "a"}], bad_rows="skip")
 
 
 def test_only_so_many_samples_are_read(tokenizer):

@@ -39,6 +39,12 @@ class Prompts:
     def __len__(self) -> int:
         return self.order.num_rows
 
+    def draw(self, position: Any, batch_size: int) -> Any:
+        return self.order.next(position, batch_size)
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def batch(self, indices: Any) -> DataProto:
         rows = list(indices)
         return DataProto.from_dict(

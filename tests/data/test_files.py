@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hrl.data.dataset import PromptRow, check_prompt
-from hrl.data.sources import BadRow, check_data_file, columns_of, read_rows
+from hrl.data.files import BadRow, files_in
+from hrl.data.sources import look_into, read_rows, sources_of
 from hrl.errors import DatasetError
 from hrl.nearest import nearest_path
 from hrl.processes.plain_data import to_plain
@@ -24,8 +25,13 @@ def check(raw):
 
 def refusal(path: Path) -> str:
     with pytest.raises(DatasetError) as caught:
-        check_data_file(path)
+        files_in(path)
     return str(caught.value)
+
+
+def columns_of(path: Path) -> list[str] | None:
+    (source,) = sources_of(str(path))
+    return look_into(source).columns
 
 
 @pytest.fixture
@@ -54,8 +60,7 @@ def test_the_nearest_existing_file_is_named(folder, written, meant):
 
 def test_without_a_similar_name_what_is_there_is_listed(folder):
     assert refusal(Path("data/zzz")) == (
-        f"data file data/zzz does not exist. {folder}/data has held_out.parquet, train.jsonl. Data sets of the hub are "
-        "read from their files: download one and name its Parquet files."
+        f"data file data/zzz does not exist. {folder}/data has held_out.parquet, train.jsonl."
     )
     assert refusal(Path("/no/such/place/rows.jsonl")).endswith("The folder /no/such/place does not exist either.")
     assert nearest_path(Path("/no/such/place")) is None
@@ -63,9 +68,10 @@ def test_without_a_similar_name_what_is_there_is_listed(folder):
 
 def test_a_pattern_and_a_folder_are_answered_with_their_files(folder):
     assert refusal(Path("data/*.jsonl")).endswith("name the files. There are: [data/train.jsonl]")
-    assert refusal(Path("data/*.zip")).endswith("There is no .parquet or .jsonl file")
+    assert refusal(Path("data/*.zip")).endswith("There is no file of rows")
     assert refusal(Path("data")) == (
-        "data is a folder; name the files in it. There are: [data/held_out.parquet, data/train.jsonl]"
+        "data is a folder with files of several kinds (1 .parquet and 1 .jsonl); name the files. There are: "
+        "[data/held_out.parquet, data/train.jsonl]"
     )
 
 
@@ -85,24 +91,20 @@ def test_a_parquet_file_that_is_none_says_so(tmp_path):
         columns_of(tmp_path / "cut.parquet")
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".json", ".arrow"])
+@pytest.mark.parametrize("suffix", [".arrow", ".pkl"])
 def test_other_formats_are_refused_with_a_line_that_converts_them(tmp_path, monkeypatch, suffix):
-    import pyarrow as pa
-    import pyarrow.csv
-    import pyarrow.parquet
+    import pandas
 
     rows = tmp_path / f"rows{suffix}"
     table = pa.table({"prompt": ["one", "two"], "data_source": ["x", "x"]})
-    if suffix == ".csv":
-        pyarrow.csv.write_csv(table, rows)
-    elif suffix == ".json":
-        rows.write_text(json.dumps(table.to_pylist()))
+    if suffix == ".pkl":
+        table.to_pandas().to_pickle(rows)
     else:
         with pa.ipc.new_stream(rows, table.schema) as stream:
             stream.write_table(table)
     line = refusal(rows).partition("e.g. in Python: ")[2]
     monkeypatch.chdir(tmp_path)
-    exec(line, {"pyarrow": pa, "json": json})  # noqa: S102 (the line that the message gives)
+    exec(line, {"pyarrow": pa, "pandas": pandas})  # noqa: S102 (the line that the message gives)
     (made,) = (file for file in tmp_path.iterdir() if file != rows)
     found = list(read_rows([str(made)], check))
     assert [row.messages[0]["content"] for row in found if isinstance(row, PromptRow)] == ["one", "two"]
