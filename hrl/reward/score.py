@@ -66,7 +66,8 @@ def why_no_scorer(data_source: str) -> str | None:
     return (
         f"no built-in reward function for data_source {data_source!r}"
         + (f" (did you mean {near[0]!r}?)" if near else "")
-        + f"; there are: {', '.join(known)}. {_OWN}, or name the rule of a built-in one as the row's data source"
+        + f"; there are: {', '.join(known)}. {_OWN}, or name the rule of a built-in one as the data "
+        "source of the row or of its file ({path: rows.csv, data_source: numeric})"
     )
 
 
