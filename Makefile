@@ -27,12 +27,13 @@ install: $(STAMP)  ## the virtual environment, from the lock file (a second call
 
 $(STAMP): $(LOCK) pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet uv==$(UV_VERSION)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check uv==$(UV_VERSION)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(BACKEND) --no-deps -r $(LOCK)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@# Every rank and engine imports torch and vLLM; if Python may not write compiled files then, compile them here.
-	@# (Some packages have files for a newer Python, which this one can't compile and never imports.)
-	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true)
+	@# (Some packages have files for a newer Python, which this one can't compile and never imports; others' warnings of syntax
+	@# are not for whoever installs hrl.)
+	$(if $(PYTHONDONTWRITEBYTECODE),$(BIN)/python -W ignore -m compileall -qq -j 0 $(VENV)/lib || true)
 	@touch $@
 
 install-dev: $(DEV_STAMP)  ## the same, and what tests and the documentation need

@@ -64,13 +64,13 @@ html_theme_options = {
 
 # ---------------------------------------------------------------------- links that lead out of docs/
 
-_PAGES_OF_THE_ROOT = {"../CONTRIBUTING.md": "contributing.md", "../CHANGELOG.md": "changelog.md"}
+_PAGES_OF_THE_ROOT = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
 def _stay_on_the_site(app: Sphinx, name: str, source: list[str]) -> None:
     """Lead links to files beside README to their pages here; readers on a forge follow them as they are."""
     for file, page in _PAGES_OF_THE_ROOT.items():
-        source[0] = source[0].replace(f"]({file}", f"](/{page}")
+        source[0] = source[0].replace(f"](../{file}", f"](/{page}")
 
 
 def setup(app: Sphinx) -> None:

@@ -33,7 +33,7 @@ ENVIRONMENTS = tuple(
         "platform_system": "Linux",
         "sys_platform": "linux",
     }
-    for version in ("3.11", "3.12")
+    for version in ("3.11", "3.12", "3.13")
 )
 
 

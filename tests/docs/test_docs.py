@@ -64,6 +64,14 @@ def test_every_python_block_is_python(document):
         compile(code, str(document), "exec")
 
 
+@pytest.mark.usefixtures("own_registries")
+def test_the_blocks_about_extending_run():
+    """One after the other, as a reader would paste them into one file."""
+    namespace = {"__name__": "extending"}
+    for code in blocks(ROOT / "docs" / "extending.md", "python"):
+        exec(compile(code, "extending.md", "exec"), namespace)  # noqa: S102 (our own page)
+
+
 def test_the_reward_function_of_the_readme_works():
     code = next(code for code in blocks(ROOT / "README.md", "python") if "compute_score" in code)
     namespace = {}
