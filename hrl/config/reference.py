@@ -7,8 +7,10 @@
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import yaml
 from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 
@@ -76,6 +78,9 @@ applies only to these; *follows* means that the default comes from other keys, a
 """
 
 
+_EXAMPLES: Mapping[str, Mapping[str, str]] = yaml.safe_load(Path(__file__).with_name("examples.yaml").read_text())
+
+
 def render() -> str:
     """Return the page of a PPO run."""
     parts = [_HEAD, f"There are {len(leaves(PPO.schema))} keys.\n", *_tables([PPO]), *_compatibility()]
@@ -120,6 +125,18 @@ def _tables(kinds: Sequence[RunKind[WholeConfig]]) -> Iterator[str]:
             keys = ", ".join(f"`{parent}.{name}`" for parent in parents)
             yield f"| {keys}{only} | {_cell(kind_of_value)} | {_cell(_default(here))} | {_cell(meaning)} |"
         yield ""
+        yield from _example(parents[0], kinds)
+
+
+def _example(parent: str, kinds: Sequence[RunKind[WholeConfig]]) -> Iterator[str]:
+    """Yield a launch line that sets keys of the section, if there is one for it."""
+    if kinds[0].name == PPO.name:
+        program, arguments = PPO.program, _EXAMPLES["ppo"].get(parent)
+    else:
+        kind, _, rest = _EXAMPLES["offline"].get(parent, "").partition(" ")
+        program, arguments = (OFFLINE_KINDS[kind].program, rest) if kind else ("", None)
+    if arguments is not None:
+        yield f"```bash\n{program} {arguments}\n```\n"
 
 
 def _docstring_of(parent: str, kinds: Iterable[RunKind[WholeConfig]]) -> str:
