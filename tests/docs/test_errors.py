@@ -91,5 +91,6 @@ def test_every_error_that_a_user_can_act_on_is_in_the_table_of_kinds() -> None:
     table = PAGE.read_text().partition("## Kinds of errors")[2]
     named = set(re.findall(r"`(\w+Error)`", table)) - {"HrlError"}
     errors = errors_of_the_package()
-    assert not {name: file for name, file in errors.items() if name not in named}
+    missing = {name: file for name, file in errors.items() if name not in named and not name.startswith("_")}
+    assert not missing, f"the table at the end of docs/troubleshooting.md lacks {missing}"
     assert not named - errors.keys()
