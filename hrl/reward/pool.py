@@ -118,6 +118,7 @@ class _Process:
     state: SharedState
     since: float
     concurrency: int = 0  # 0: the function is not loaded yet
+    is_limited: bool = False  # the function itself allows no more at once
     tasks: dict[int, _Task] = field(default_factory=dict)
     writer: asyncio.StreamWriter = field(init=False)
     tending: asyncio.Task[None] = field(init=False)
@@ -272,7 +273,8 @@ class RewardPool:
     def _keep_enough_processes(self) -> None:
         """Replace killed processes; add some while slow samples keep others waiting."""
         slow_since = time.monotonic() - min(_SLOW_AFTER_S, self._timeout_s / 4)
-        slow = sum(one.concurrency > 0 and not one.has_room and one.oldest_s < slow_since for one in self._processes)
+        full = [one for one in self._processes if one.concurrency > 0 and not one.has_room and not one.is_limited]
+        slow = sum(one.oldest_s < slow_since for one in full)
         wanted = self._num_workers
         if self._queue:
             wanted = min(self._num_workers + slow, self._num_workers * _BURST)
@@ -341,7 +343,7 @@ class RewardPool:
             self._give_up(self._with_hint(str(message["load_error"])))
             return
         if "ready" in message:
-            process.concurrency = message["ready"]
+            process.concurrency, process.is_limited = message["ready"], message["is_limited"]
             self._failed_starts = 0
             self._started.set()
             return

@@ -130,8 +130,9 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
             connection.sendall(encode({"load_error": error}))
             return
         together, taken = is_async(function), names_taken(function)
-        most = min(settings["max_concurrency"], getattr(function, "max_concurrency", None) or sys.maxsize)
-        connection.sendall(encode({"ready": most if together else 1}))
+        own = getattr(function, "max_concurrency", None)  # of a judge, say, whose endpoint allows so many
+        most = min(settings["max_concurrency"], own or sys.maxsize)
+        connection.sendall(encode({"ready": most if together else 1, "is_limited": together and own is not None}))
         # One event loop for all calls, so that clients that a function keeps stay usable.
         with asyncio.Runner(loop_factory=functools.partial(AttributingLoop, state)) as runner:
             if together:

@@ -158,6 +158,7 @@ class RewardSpec:
         arguments = dict(entry.kwargs)
         if entry.name == "judge":  # what it is not told itself follows from the run
             arguments.setdefault("deadline_s", 0.9 * reward.timeout_s)
+            arguments.setdefault("processes", reward.num_workers)
             if folder is not None:
                 arguments.setdefault("cache", str(Path(folder) / "judge.sqlite"))
         return cls(LibraryFunction(str(entry.name), arguments), {}, columns)

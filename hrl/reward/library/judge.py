@@ -92,6 +92,7 @@ class Judge:
         requests_per_minute: Most requests a minute, over all processes that share the cache; None sets no limit.
         max_concurrency: Most requests at once in a process.
         deadline_s: Seconds that one score may take, with all repetitions. In a run 0.9 of `reward.timeout_s`.
+        processes: How many processes share the requests per minute. In a run `reward.num_workers`.
         request_s: Seconds that one request may take; 0.6 of `deadline_s` by default.
         cache: File with what the judge said already. In a run `judge.sqlite` in the run folder; None keeps it in
             memory.
@@ -114,6 +115,7 @@ class Judge:
         requests_per_minute: float | None = None,
         max_concurrency: int = 16,
         deadline_s: float = 27.0,
+        processes: int = 1,
         request_s: float | None = None,
         cache: str | None = None,
         temperature: float = 0.0,
@@ -147,6 +149,7 @@ class Judge:
         self._skips = on_failure == "skip"
         self._apart_s = None if requests_per_minute is None else 60.0 / requests_per_minute
         self._most_at_once = max_concurrency
+        self._processes = processes
         self._deadline_s = deadline_s
         self._request_s = 0.6 * deadline_s if request_s is None else request_s
         self._store = JudgeStore(cache)
@@ -159,7 +162,7 @@ class Judge:
         """How many calls to make at once: no more than get their turn within half of the deadline."""
         if self._apart_s is None:
             return self._most_at_once
-        return max(1, min(self._most_at_once, int(self._deadline_s / 2 / self._apart_s)))
+        return max(1, min(self._most_at_once, int(self._deadline_s / 2 / self._apart_s / self._processes)))
 
     async def __call__(self, response: str, ground_truth: Any = None, **columns: Any) -> dict[str, Any]:
         """Return the score, and what the judge said as `verdict`; or no score, and why as `failure`.
