@@ -49,6 +49,7 @@ COMMANDS: Sequence[Command] = (
     Command("rollouts", "show samples of a run, with their rewards"),
     Command("tasks", "the built-in tasks, each with an example and what scores"),
     Command("reward", "try a reward on responses that are there already, without a model", True),
+    Command("completion", "completion of commands, options and keys for bash, zsh or fish"),
     Command("env", "versions, cores, memory and GPUs, for a bug report"),
 )
 """All commands, in the order of the help text."""
