@@ -214,13 +214,17 @@ class Trainer:
             session.__exit__(*failure)
 
     def _started(self, config: RunConfiguration, given: Given) -> ExitStack:
-        from hrl.trainer.run import running
-
         if self._closed_because is not None:
             raise UsageError(
                 f"this is {self._closed_because}: make a new one. With the same arguments and folder it continues "
                 "after the newest checkpoint; with model=run.model_path it begins with the trained weights"
             )
+        from hrl.report.display import display_of
+
+        display = display_of(config.trainer)
+        with display.stage("importing PyTorch"):  # unless that has been done
+            from hrl.trainer.run import running
+
         session = ExitStack()
         self._loop = session.enter_context(
             running(
@@ -228,6 +232,7 @@ class Trainer:
                 config,
                 given,
                 trainer_cls=self._trainer_cls,
+                display=display,
                 callbacks=self._callbacks,
                 facts=self._facts(),
             )

@@ -19,6 +19,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.trainer import TimeoutsConfig
 from hrl.metrics import Metric
 from hrl.models.tokenizer import resolve_tokenizer
+from hrl.report.live import ShowStage, in_silence
 from hrl.single_controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
 from hrl.single_controller.worker_errors import WorkerError, WorkerTimeoutError
 from hrl.single_controller.worker_group import GroupFuture, RayWorkerGroup, wait_for_all
@@ -227,8 +228,11 @@ class WorkerGroups:
 
     # ------------------------------------------------------------------ from start to end
 
-    def init_models(self) -> None:
+    def init_models(self, stage: ShowStage = in_silence) -> None:
         """Load every model and start the engines: pools side by side, the roles of a pool one after the other.
+
+        Args:
+            stage: Shows what goes on; what it yields takes the roles that are not ready yet.
 
         Raises:
             WorkerError: The first failure, at once; `wait_for_all` says what becomes of others.
@@ -239,7 +243,11 @@ class WorkerGroups:
             for groups in self.load_order
             for place, group in enumerate(groups, 1)
         ]
-        wait_for_all(loading)
+        roles = [str(group.roles[0]) for groups in self.load_order for group in groups]
+        engine = " and starting the engine" if self.rollout is not None else ""
+        with stage(f"loading {', '.join(roles)}{engine}") as tell:
+            waiting = list(zip(loading, roles, strict=True))
+            wait_for_all(loading, lambda done: _tell_of(waiting, done, tell))
         if self.rollout is not None and self.rollout is not self.actor:
             nodes = {*self.actor.node_ips, *self.rollout.node_ips}
             address = "127.0.0.1" if len(nodes) == 1 else self.actor.node_ips[0]
@@ -287,6 +295,14 @@ class WorkerGroups:
         """End every process of every pool."""
         for group in self.processes:
             group.shutdown()
+
+
+def _tell_of(waiting: list[tuple[GroupFuture, str]], done: GroupFuture, tell: Callable[[str], None] | None) -> None:
+    """Say which roles are still loading, now that one has."""
+    (place,) = (place for place, (future, _) in enumerate(waiting) if future is done)
+    _, ready = waiting.pop(place)
+    if tell is not None and waiting:
+        tell(f"{ready} is ready; still loading: {', '.join(role for _, role in waiting)}")
 
 
 def _raise_cause_in(receiving: GroupFuture, consequence: WorkerError) -> None:

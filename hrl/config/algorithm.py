@@ -69,7 +69,7 @@ class RolloutCorrectionConfig(Section):
     "0.5_2.0"."""
     bypass_mode: bool = False
     """Use the sampler's log-probs as the old ones and skip that forward pass. When they differ from the trainer's by
-    more than `rollout.logprob_diff_alarm` on average, the next step computes them again."""
+    more than the alarm `sampler_gap` allows, the next step computes them again."""
     loss_type: Literal["ppo_clip", "reinforce"] = "ppo_clip"
     """In bypass mode: the configured policy loss with its ratio to the sampler (ppo_clip), or REINFORCE weighted by
     that ratio."""

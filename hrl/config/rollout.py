@@ -107,8 +107,5 @@ class RolloutConfig(LogProbConfig):
     can't sleep, e.g. on a CPU."""
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the engine's constructor, e.g. `{vllm: {disable_custom_all_reduce: true}}`."""
-    logprob_diff_alarm: PositiveFloat = 0.1
-    """Warn when the log-probs of sampler and trainer differ by more than this, as the mean absolute difference over
-    tokens."""
     val_kwargs: ValKwargsConfig = section(ValKwargsConfig)
     weight_sync: WeightSyncConfig = section(WeightSyncConfig)

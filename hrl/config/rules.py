@@ -9,6 +9,7 @@ from hrl.algos.registry import (
     estimator_traits,
     pair_loss_traits,
 )
+from hrl.config.alarms import SAMPLER_GAP
 from hrl.config.model import CheckpointConfig, FsdpConfig
 from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
@@ -97,6 +98,13 @@ def critic_fits_the_estimator(config: PPOTrainerConfig) -> Iterator[Problem]:
     if config.trainer.critic_warmup > 0 and not config.needs_critic:
         what = f"is {config.trainer.critic_warmup}, but {_ESTIMATOR}={name} builds no critic."
         yield Problem("trainer.critic_warmup", what, "Set it to 0.", (_ESTIMATOR, "critic.enable"))
+
+
+def bypass_mode_has_a_threshold(config: PPOTrainerConfig) -> Iterator[Problem]:
+    """Bypass mode goes on only as long as sampler and trainer agree, which an alarm's threshold decides."""
+    if config.algorithm.rollout_correction.bypass_mode and config.trainer.alarms[SAMPLER_GAP] is None:
+        what = f"turns off {SAMPLER_GAP}, by whose threshold {_CORRECTION}.bypass_mode=true trusts the sampler."
+        yield Problem("trainer.alarms", what, f"Give it one, e.g. {{{SAMPLER_GAP}: 0.1}}.", (_CORRECTION,))
 
 
 def kl_in_the_loss_has_a_gradient(config: PPOTrainerConfig) -> Iterator[Problem]:
@@ -520,6 +528,7 @@ PPO_RULES: tuple[Rule, ...] = (
     mini_batches_divide_the_batch,
     groups_are_large_enough,
     critic_fits_the_estimator,
+    bypass_mode_has_a_threshold,
     kl_in_the_loss_has_a_gradient,
     training_samples_come_from_the_policy,
     validation_sampling_makes_sense,

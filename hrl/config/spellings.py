@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from hrl.config.alarms import ALARMS, SAMPLER_GAP
 from hrl.config.section import ACTOR, REF, RM, ROLLOUT
 from hrl.errors import Reason
 
@@ -146,6 +147,21 @@ def _one_weighted_function() -> Conversion:
     return Conversion(convert, "the `weight` of an entry of `reward.functions`", "set the weight in reward.functions")
 
 
+def _alarm(name: str) -> Conversion:
+    """Return the conversion of a key of its own to a threshold of `trainer.alarms`."""
+
+    def convert(value: Any, given: Given) -> Mapping[str, Any] | None:
+        alarms = given("trainer.alarms")
+        if not isinstance(alarms, Mapping):
+            return None
+        own = {
+            other: limit for other, limit in alarms.items() if other not in ALARMS or limit != ALARMS[other].threshold
+        }
+        return {"trainer.alarms": {name: value} | own}
+
+    return Conversion(convert, f"`trainer.alarms={{{name}: …}}`", f"set trainer.alarms={{{name}: …}}")
+
+
 _BOTH = ("param_offload", "optimizer_offload")
 _PPO_CONVERTED: dict[str, Conversion] = {
     f"{ACTOR}.ppo_micro_batch_size": _over_processes(f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
@@ -159,6 +175,7 @@ _PPO_CONVERTED: dict[str, Conversion] = {
     f"{RM}.model.fsdp_config.offload_policy": _offload(f"{RM}.model.fsdp_config", "param_offload"),
     "data.gen_batch_size": _sampled_at_once(),
     "reward.function_weight": _one_weighted_function(),
+    f"{ROLLOUT}.logprob_diff_alarm": _alarm(SAMPLER_GAP),
     "trainer.val_only": _switch({"trainer.total_training_steps": 0}),
 }
 

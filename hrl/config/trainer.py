@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
+from hrl.config.alarms import Thresholds, default_thresholds
 from hrl.config.section import ONE_OR_MANY, Get, Label, MinusOneOrMore, NameOf, Section, Unit, follows, section
 
 JSON_CONSOLE = "console-json"
@@ -84,6 +85,9 @@ class RunConfig(Section):
     max_ckpt_to_keep: Annotated[PositiveInt | None, Unit("checkpoints")] = 2
     """Number of checkpoints to keep: the newest ones, and beside them the one with the best validation (highest mean
     score, or lowest loss); null keeps all."""
+    alarms: Thresholds = Field(default_factory=default_thresholds)
+    """Name of an alarm → its threshold, where it is not to have its default: `{entropy_low: 0.05}`; false turns one off
+    (`{kl: false}`), or all (`trainer.alarms=false`). docs/reading-a-run.md has the table."""
     resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
     """Continue from the newest valid checkpoint of the run folder (auto), start from the beginning (disable), or
     continue from `resume_from_path` (resume_path)."""

@@ -24,6 +24,7 @@ from hrl.preflight.machine_look import look_at_devices, look_at_engine, look_at_
 from hrl.preflight.memory_look import look_at_memory
 from hrl.preflight.model_look import look_at_families, look_at_ids, look_at_models, padding_of_classifier
 from hrl.preflight.reward_look import look_at_reward
+from hrl.report.live import ShowStage, in_silence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,17 +55,18 @@ class Preflight:
     findings: Findings
 
 
-def preflight(config: RunConfiguration, given: Given | None = None) -> Preflight:
+def preflight(config: RunConfiguration, given: Given | None = None, stage: ShowStage = in_silence) -> Preflight:
     """Find models and data, downloading models from the hub, and check that they fit.
 
     Args:
         config: The validated configuration.
         given: Objects that replace files of the configuration.
+        stage: Shows what is looked at.
 
     Raises:
         PreflightError: Lists all problems, each with what to do.
     """
-    ready, findings = inspect_run(config, given)
+    ready, findings = inspect_run(config, given, stage=stage)
     findings.raise_problems()
     if ready is None:
         raise RuntimeError("a preflight without problems has to find everything")
@@ -72,7 +74,11 @@ def preflight(config: RunConfiguration, given: Given | None = None) -> Preflight
 
 
 def inspect_run(
-    config: RunConfiguration, given: Given | None = None, *, download: bool = True
+    config: RunConfiguration,
+    given: Given | None = None,
+    *,
+    download: bool = True,
+    stage: ShowStage = in_silence,
 ) -> tuple[Preflight | None, Findings]:
     """Check everything that a run needs, without starting anything.
 
@@ -80,6 +86,7 @@ def inspect_run(
         config: The validated configuration.
         given: Objects that replace files of the configuration.
         download: Download hub models that are not on this machine; otherwise they are reported as unchecked.
+        stage: Shows what is looked at.
 
     Returns:
         What the run needs, None if something is missing; and the findings.
@@ -88,9 +95,11 @@ def inspect_run(
     look_at_trackers(findings, config.trainer.logger)
     if isinstance(config, PPOTrainerConfig):
         look_at_engine(findings, config.actor_rollout_ref.rollout)
-    folders, tokenizer = look_at_models(findings, outline, download=download)
-    ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
-    train, val = look_at_rows(findings, config, given, tokenizer, ids)
+    with stage("looking at the model and its tokenizer"):
+        folders, tokenizer = look_at_models(findings, outline, download=download)
+        ids = look_at_ids(findings, outline, folders.get(next(iter(outline.models))), tokenizer)
+    with stage("reading the rows"):
+        train, val = look_at_rows(findings, config, given, tokenizer, ids)
     if isinstance(config, PPOTrainerConfig):
         look_at_reward(findings, config, given, train, val)
     elif given.reward is not None:
@@ -108,7 +117,8 @@ def inspect_run(
     if not outline.model.probe:
         findings.notes.append(f"{outline.section}.probe=false: no model is compared with its own forward")
     elif not findings.problems:
-        look_at_families(findings, outline, folders)
+        with stage("comparing the model's packed forward pass with its own"):
+            look_at_families(findings, outline, folders)
     if findings.problems or folders.keys() < outline.models.keys():
         return None, findings
     steps = total_steps(config, len(train))

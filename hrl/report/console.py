@@ -1,19 +1,19 @@
 """Show a run in progress: on a terminal, as plain lines in a file, or as JSON for programs.
 
-A terminal shows a bar of phases below the lines, which disappears when the step ends; a file or pipe gets only plain
-lines. The environment variable `NO_COLOR` turns colours off.
+A terminal shows what runs now below the lines, and takes it away when it has ended; a file, a pipe, a notebook and a
+terminal without cursor control (`TERM=dumb`) get only plain lines. The environment variable `NO_COLOR` turns colours
+off.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import IO, Any
+from typing import IO, Any, Self
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -21,6 +21,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hrl.report.first_look import FirstLook
+from hrl.report.health import Raised
+from hrl.report.live import Clock, Foot, PhaseBar, RunBar, Stage
 from hrl.report.phases import LABELS
 from hrl.report.run_folder import RolloutKind, json_line
 from hrl.report.samples import (
@@ -28,145 +30,15 @@ from hrl.report.samples import (
     before_and_after_table,
     best_median_worst,
     describe_changes,
-    number,
     printable,
     samples_table,
 )
+from hrl.report.step_line import Layout, StepLine, counter
 
 PLAIN_WIDTH = 120
 """The width of a line in a file."""
-
-
-# ---------------------------------------------------------------------------------------------- the step line
-
-
-@dataclass(frozen=True)
-class Field:
-    """A number of the step line.
-
-    Attributes:
-        label: What stands before it.
-        metrics: Patterns of metric names, in which `*` stands for any text. The first that a step has metrics for is
-            shown, as the mean of these.
-        spec: Its format.
-        unit: What stands behind it.
-        drop: The fields with the highest number are left out first if the line is too long; those with 0 stay.
-        optional: Whether it is left out in a step that has no such metric; otherwise a dash is shown.
-    """
-
-    label: str
-    metrics: tuple[str, ...]
-    spec: str
-    unit: str = ""
-    drop: int = 0
-    optional: bool = False
-
-    def text(self, metrics: Mapping[str, float]) -> str | None:
-        """Return the field of a step with these metrics, or None if it is left out."""
-        found = (fnmatch.filter(metrics, pattern) for pattern in self.metrics)
-        values = [metrics[name] for name in next(filter(None, found), ())]
-        if not values and self.optional:
-            return None
-        value = sum(values) / len(values) if values else None
-        return f"{self.label} {number(value, self.spec)}{self.unit}".removeprefix(" ")
-
-
-@dataclass(frozen=True)
-class StepLine:
-    """What the line of a step shows, for a kind of run.
-
-    Attributes:
-        fields: Numbers, in order.
-        seconds: Label → the phases whose seconds are shown under it, besides those of the whole step.
-    """
-
-    fields: tuple[Field, ...]
-    seconds: Mapping[str, tuple[str, ...]]
-
-    def text(self, step: int, total_steps: int, metrics: Mapping[str, float], width: int) -> str:
-        """Return the line of a step, without the less important fields if it doesn't fit into `width` columns.
-
-        Args:
-            step: The step, from 1.
-            total_steps: Steps of the run; sets the width of the counter.
-            metrics: The metrics of the step, under their names in `metrics.jsonl`.
-            width: Columns.
-        """
-        fields = [(field.drop, field.text(metrics)) for field in (*self.fields, _RATE)]
-        fields = [(0, _counter(step, total_steps)), *fields[:-1], (0, self._seconds(metrics)), fields[-1]]
-        parts = [(drop, text) for drop, text in fields if text is not None]
-        for least in sorted({drop for drop, _ in parts if drop}, reverse=True):
-            if len("  ".join(text for _, text in parts)) <= width:
-                break
-            parts = [(drop, text) for drop, text in parts if drop != least]
-        return "  ".join(text for _, text in parts)
-
-    def _seconds(self, metrics: Mapping[str, float]) -> str:
-        sums = {
-            label: sum(metrics.get(f"timing_s/{name}", 0.0) for name in names) for label, names in self.seconds.items()
-        }
-        step = f"{number(metrics.get('timing_s/step'), '4.1f')}s"
-        return " ".join([step, *(f"{label} {seconds:4.1f}" for label, seconds in sums.items())])
-
-
-_RATE = Field("", ("perf/throughput",), "5.0f", " tok/s", drop=4, optional=True)
-
-
-def _counter(step: int, total_steps: int) -> str:
-    return f"step {step:{len(str(total_steps))}d}/{total_steps}"
-
-
-# ---------------------------------------------------------------------------------------------- the phase bar
-
-
-class PhaseBar:
-    """The phases of the running step: finished ones with their seconds, and the running one counting up.
-
-    Args:
-        labels: Labels in order, e.g. `("gen", "reward", "update", "sync")`.
-        clock: Seconds, replaced in tests.
-    """
-
-    def __init__(self, labels: Sequence[str], clock: Callable[[], float] = time.perf_counter) -> None:
-        self.labels = list(labels)
-        self.title = ""
-        self._clock = clock
-        self._done: dict[str, float] = {}
-        self._running: str | None = None
-        self._started_at = 0.0
-
-    def begin_step(self, title: str) -> None:
-        """Start a step with no phase run yet."""
-        self.title = title
-        self._done = {}
-        self._running = None
-
-    def begin(self, label: str) -> None:
-        """Start a phase."""
-        if label not in self.labels:
-            self.labels.append(label)
-        self._running = label
-        self._started_at = self._clock()
-
-    def end(self) -> None:
-        """End the running phase. The seconds of a phase that runs twice in a step add up."""
-        if self._running is not None:
-            seconds = self._clock() - self._started_at
-            self._done[self._running] = self._done.get(self._running, 0.0) + seconds
-            self._running = None
-
-    def __rich__(self) -> Text:
-        text = Text(f"{self.title}  ", style="bold", no_wrap=True, overflow="ellipsis")
-        for label in self.labels:
-            if label == self._running:
-                text.append(f"▸ {label} {self._clock() - self._started_at:.1f}s", style="bold cyan")
-            elif label in self._done:
-                text.append(f"✓ {label} {self._done[label]:.1f}s", style="green")
-            else:
-                text.append(f"· {label}", style="bright_black")
-            text.append("  ")
-        text.rstrip()
-        return text
+FIRST_TICK_S = 5.0
+"""After so many seconds a stage is named again in a file; the next time after twice as many, and so on."""
 
 
 # ---------------------------------------------------------------------------------------------- a validation
@@ -189,25 +61,57 @@ def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], t
 # ---------------------------------------------------------------------------------------------- the run
 
 
+@contextmanager
+def _ticking(stage: Stage, tick: Callable[[Stage], None]) -> Iterator[None]:
+    """Call `tick` during the block after `FIRST_TICK_S`, then after twice as long, and so on."""
+    ended = threading.Event()
+
+    def run() -> None:
+        pause = FIRST_TICK_S
+        while not ended.wait(pause):
+            tick(stage)
+            pause *= 2
+
+    thread = threading.Thread(target=run, name="stage", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 class RunConsole:
     """Shows a run on a terminal, or writes it as plain lines.
 
     Args:
-        total_steps: Steps of the run.
-        line: What the line of a step shows.
-        phases: The phases of a step of this run, in order (names in `PHASES`).
         console: Where to write; standard output by default.
+        clock: Seconds, replaced in tests.
     """
 
-    def __init__(
-        self, total_steps: int, line: StepLine, phases: Sequence[str] = (), console: Console | None = None
-    ) -> None:
+    def __init__(self, console: Console | None = None, clock: Clock = time.perf_counter) -> None:
         self._console = console if console is not None else Console(highlight=False)
-        self.total_steps = total_steps
-        self._step_line = line
-        self._bar = PhaseBar([LABELS.get(name, name) for name in phases])
+        self.total_steps = 0
+        self._layout = Layout(StepLine((), {}), 0)
+        self._clock = clock
+        self._began_at = clock()
+        self._foot = Foot(clock)
+        self._phases = PhaseBar([], clock)
         self._live: Live | None = None
         self._first_validation: dict[str, float] = {}
+
+    def expect(self, total_steps: int, line: StepLine, phases: Sequence[str] = ()) -> Self:
+        """Take what the run will be, once it is known, and return this console.
+
+        Args:
+            total_steps: Steps of the run.
+            line: What the line of a step shows.
+            phases: The phases of a step of this run, in order (names in `PHASES`).
+        """
+        self.total_steps = total_steps
+        self._layout = Layout(line, total_steps)
+        self._phases = PhaseBar([LABELS.get(name, name) for name in phases], self._clock)
+        return self
 
     @property
     def width(self) -> int:
@@ -218,43 +122,118 @@ class RunConsole:
         """Show a summary of the run that is about to start."""
         self._line(Text(title, style="bold"))
         label_width = max((len(label) for label in facts), default=0)
+        if not self._console.is_terminal:
+            for label, fact in facts.items():
+                self._line(Text.assemble(f"  {label:<{label_width}}  ", printable(fact, limit=1000)))
+            return
+        table = Table.grid(padding=(0, 2))
+        table.add_column(width=label_width + 2, style="cyan", no_wrap=True)
+        table.add_column(overflow="fold")
         for label, fact in facts.items():
-            self._line(Text.assemble((f"  {label:<{label_width}}  ", "cyan"), printable(fact, limit=1000)))
+            table.add_row(f"  {label}", printable(fact, limit=1000))
+        self._console.print(table)
 
     def note(self, text: str) -> None:
         """Show a remark about the run."""
-        self._line(printable(text, limit=4000))
+        self._words(printable(text, limit=4000))
 
     def first_look(self, look: FirstLook) -> None:
         """Show what the first samples say: a line, or one of them and what to try if there is nothing to learn."""
         self.banner(f"first look: {look.headline}", look.facts)
 
     @contextmanager
-    def step_phases(self, step: int) -> Iterator[None]:
-        """Show the phases of a step on a terminal for the duration of the block."""
-        self._bar.begin_step(_counter(step, self.total_steps))
-        if not self._console.is_terminal:
+    def stage(self, title: str) -> Iterator[Callable[[str], None]]:
+        """Show that something goes on for the duration of the block, and for how long it does.
+
+        On a terminal it moves at the foot and leaves a line when it has ended; in a file it is a line, and one more now
+        and then if it takes long.
+
+        Returns:
+            Takes what it is at, for stages that can tell.
+        """
+        stage = Stage(title, self._clock())
+
+        def tell(now: str) -> None:
+            stage.now = now
+
+        if not self._console.is_interactive:
+            self._line(Text(f"[{self._clock() - self._began_at:5.1f} s] {title}"))
+            with _ticking(stage, self._tick):
+                yield tell
+            return
+        self._foot.stages.append(stage)
+        try:
+            with self._moving():
+                yield tell
+        finally:
+            self._foot.stages.remove(stage)
+        seconds = self._clock() - stage.began_at
+        self._line(Text.assemble(("✓ ", "green"), (f"{seconds:5.1f} s  {title}", "bright_black")))
+
+    def _tick(self, stage: Stage) -> None:
+        now = self._clock()
+        at = f", {stage.now}" if stage.now else ""
+        text = f"[{now - self._began_at:5.1f} s] {stage.title}: {now - stage.began_at:.0f} s so far{at}"
+        self._line(Text(text))
+
+    @contextmanager
+    def run_bar(self, step: int) -> Iterator[None]:
+        """Show how far the run is, on a terminal, for the duration of the block; `step` are done already."""
+        bar = RunBar(self.total_steps, step, self._clock, self._began_at)
+        if not self._console.is_interactive:
             yield
             return
-        self._live = Live(self._bar, console=self._console, transient=True, refresh_per_second=4)
+        self._foot.bar = bar
         try:
-            with self._live:
+            with self._moving():
                 yield
         finally:
-            self._live = None
+            self._foot.bar = None
+
+    @contextmanager
+    def step_phases(self, step: int) -> Iterator[None]:
+        """Show the phases of a step on a terminal for the duration of the block."""
+        self._phases.begin_step(counter(step, self.total_steps))
+        if not self._console.is_interactive:
+            yield
+            return
+        self._foot.phases = self._phases
+        try:
+            with self._moving():
+                yield
+        finally:
+            self._foot.phases = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Show a phase as running for the duration of the block; `name` is that of its timer."""
-        self._bar.begin(LABELS.get(name, name))
+        self._phases.begin(LABELS.get(name, name))
         try:
             yield
         finally:
-            self._bar.end()
+            self._phases.end()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the line of a finished step."""
-        self._line(Text(self._step_line.text(step, self.total_steps, metrics, self.width)))
+    def step(
+        self, step: int, metrics: Mapping[str, float], alarms: Sequence[str] = (), left_s: float | None = None
+    ) -> None:
+        """Show the line of a finished step.
+
+        Args:
+            step: The step.
+            metrics: Its metrics.
+            alarms: The names of the alarms that are raised.
+            left_s: Seconds that the rest of the run takes; None where that is not known.
+        """
+        text = Text(self._layout.text(step, metrics, self.width, alarms))
+        if alarms:
+            text.highlight_regex(r"(?<=/\d)! |! [\w, ]+$|(?<=\d)!", "bold yellow")
+        self._line(text)
+        if self._foot.bar is not None:
+            self._foot.bar.update(step, left_s)
+
+    def alarm(self, alarm: Raised) -> None:
+        """Show what a newly raised alarm means."""
+        self._words(Text(alarm.text, style="yellow"))
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show the table of a validation; nothing if `metrics` has none."""
@@ -274,6 +253,23 @@ class RunConsole:
         """Show the answers of two validations to the same prompts, at most `limit` pairs."""
         self._show(before_and_after_table(pairs, limit))
 
+    @contextmanager
+    def _moving(self) -> Iterator[None]:
+        """Draw the foot for the duration of the block, or of the block around it that does so already."""
+        if self._live is not None:
+            yield
+            return
+        self._live = Live(self._foot, console=self._console, transient=True, refresh_per_second=4)
+        try:
+            with self._live:
+                yield
+        finally:
+            self._live = None
+
+    def _words(self, text: Text) -> None:
+        # Between words on a terminal; a file keeps lines whole.
+        self._console.print(text, soft_wrap=not self._console.is_terminal)
+
     def _line(self, text: Text) -> None:
         # No line breaks: a terminal wraps long lines, and a file keeps them whole.
         self._console.print(text, soft_wrap=True)
@@ -285,18 +281,22 @@ class RunConsole:
 class JsonConsole:
     """Writes a run for programs: one JSON object per line on standard output, and nothing else there.
 
-    Every object has a `time` (UTC, ISO 8601) and an `event`: `banner`, `note`, `first_look`, `step`, `validation`,
-    `rollouts` or `before_and_after`. The metrics of a step are added under their names in `metrics.jsonl`. Lines are
-    ASCII, so a model's text can neither break a line nor control a terminal.
+    Every object has a `time` (UTC, ISO 8601) and an `event`: `banner`, `note`, `stage`, `first_look`, `step`, `alarm`,
+    `validation`, `rollouts` or `before_and_after`. The metrics of a step are added under their names in
+    `metrics.jsonl`. Lines are ASCII, so a model's text can neither break a line nor control a terminal.
 
     Args:
-        total_steps: Steps of the run.
         file: Where to write; standard output by default.
     """
 
-    def __init__(self, total_steps: int, file: IO[str] | None = None) -> None:
-        self.total_steps = total_steps
+    def __init__(self, file: IO[str] | None = None) -> None:
+        self.total_steps = 0
         self._file = sys.stdout if file is None else file
+
+    def expect(self, total_steps: int, line: StepLine, phases: Sequence[str] = ()) -> Self:
+        """Take the number of steps, and return this console."""
+        self.total_steps = total_steps
+        return self
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
         """Write a summary of the run that is about to start."""
@@ -310,6 +310,18 @@ class JsonConsole:
         """Write what the first samples say."""
         self._write("first_look", **look.as_dict())
 
+    @contextmanager
+    def stage(self, title: str) -> Iterator[Callable[[str], None]]:
+        """Write that something begins, and its seconds when it has ended."""
+        began = time.perf_counter()
+        self._write("stage", title=title)
+        yield lambda now: self._write("stage", title=title, now=now)
+        self._write("stage", title=title, seconds=round(time.perf_counter() - began, 3))
+
+    def run_bar(self, step: int) -> AbstractContextManager[None]:
+        """Do nothing; a step's object has the time that is left."""
+        return nullcontext()
+
     def step_phases(self, step: int) -> AbstractContextManager[None]:
         """Do nothing; a step's metrics have the seconds of its phases."""
         return nullcontext()
@@ -318,9 +330,16 @@ class JsonConsole:
         """Do nothing."""
         return nullcontext()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of a finished step."""
-        self._write("step", step=step, total_steps=self.total_steps, **metrics)
+    def step(
+        self, step: int, metrics: Mapping[str, float], alarms: Sequence[str] = (), left_s: float | None = None
+    ) -> None:
+        """Write the metrics of a finished step, and how long the rest of the run takes, where that is known."""
+        left = {} if left_s is None else {"left_s": round(left_s, 1)}
+        self._write("step", step=step, total_steps=self.total_steps, **left, **metrics)
+
+    def alarm(self, alarm: Raised) -> None:
+        """Write a newly raised alarm, as in `alarms.jsonl`."""
+        self._write("alarm", **alarm.record())
 
     def validation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the `val/...` metrics, if there are any."""

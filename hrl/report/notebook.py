@@ -7,11 +7,13 @@ import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, Self
 
 from rich.console import Console
 
-from hrl.report.console import PLAIN_WIDTH, RunConsole, StepLine
+from hrl.report.console import PLAIN_WIDTH, RunConsole
+from hrl.report.pace import duration
+from hrl.report.step_line import StepLine
 
 HEAD_LINES = 40
 """Lines before the first step that stay."""
@@ -31,12 +33,13 @@ class CellOutput(io.StringIO):
 
     Attributes:
         step: Steps done.
-        total_steps: Steps of the run.
+        total_steps: Steps of the run; 0 while that is not known.
+        left: The time that is left, in words.
     """
 
-    def __init__(self, total_steps: int) -> None:
+    def __init__(self, total_steps: int = 0) -> None:
         super().__init__()
-        self.step, self.total_steps = 0, total_steps
+        self.step, self.total_steps, self.left = 0, total_steps, ""
         self._head: list[str] = []
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._left_out = 0
@@ -65,7 +68,7 @@ class CellOutput(io.StringIO):
     def _repr_html_(self) -> str:
         bar = (
             f"<progress value='{self.step}' max='{max(self.total_steps, 1)}' style='width:30em'></progress> "
-            f"step {self.step} of {self.total_steps}"
+            f"step {self.step} of {self.total_steps or '…'}{self.left}"
         )
         return f"<div>{bar}<pre style='white-space:pre-wrap'>{escape(str(self))}</pre></div>"
 
@@ -77,16 +80,10 @@ class CellOutput(io.StringIO):
 
 
 class NotebookConsole(RunConsole):
-    """Shows a run in a notebook as it is shown in a file, in one output.
+    """Shows a run in a notebook as it is shown in a file, in one output."""
 
-    Args:
-        total_steps: Steps of the run.
-        line: What the line of a step shows.
-        phases: The phases of a step.
-    """
-
-    def __init__(self, total_steps: int, line: StepLine, phases: Sequence[str] = ()) -> None:
-        self._cell = CellOutput(total_steps)
+    def __init__(self) -> None:
+        self._cell = CellOutput()
         plain = Console(
             file=self._cell,
             force_terminal=False,
@@ -95,9 +92,16 @@ class NotebookConsole(RunConsole):
             highlight=False,
             no_color=True,
         )
-        super().__init__(total_steps, line, phases, plain)
+        super().__init__(plain)
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show the line of a finished step."""
-        self._cell.step = step
-        super().step(step, metrics)
+    def expect(self, total_steps: int, line: StepLine, phases: Sequence[str] = ()) -> Self:
+        """Take what the run will be; see `RunConsole.expect`."""
+        self._cell.total_steps = total_steps
+        return super().expect(total_steps, line, phases)
+
+    def step(
+        self, step: int, metrics: Mapping[str, float], alarms: Sequence[str] = (), left_s: float | None = None
+    ) -> None:
+        """Show the line of a finished step, and the time that is left."""
+        self._cell.step, self._cell.left = step, "" if left_s is None else f", about {duration(left_s)} left"
+        super().step(step, metrics, alarms, left_s)

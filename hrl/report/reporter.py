@@ -6,7 +6,7 @@ Trainers pass finished numbers and samples; nothing here depends on the algorith
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from time import perf_counter
 from types import TracebackType
@@ -15,9 +15,11 @@ from typing import Any, Self
 from hrl.config.trainer import RunConfig
 from hrl.report.console import Display
 from hrl.report.first_look import FirstLook
+from hrl.report.health import Health, Raised
 from hrl.report.html_report import REWARD, Curve, Outcome, write_html_report, write_reward_curve
+from hrl.report.pace import Pace
 from hrl.report.phases import Tokens, timing_metrics
-from hrl.report.run_folder import RunFolder
+from hrl.report.run_folder import RunFolder, read_jsonl
 from hrl.report.samples import Sample, compare_validations
 from hrl.report.tracking import Tracking
 from hrl.single_controller.worker_errors import phase as worker_phase
@@ -53,6 +55,11 @@ class RunReporter:
         self._title = trainer.experiment_name
         self._curve = curve
         self._timing: dict[str, float] = {}
+        self._pace = Pace(console.total_steps, trainer.test_freq, trainer.validates_last)
+        self._last_step_at: float | None = None
+        made = read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else []
+        self._health = Health(trainer.alarms, made)
+        self._news: list[Raised] = []
         folder.write_config(config)
         folder.write_environment()
         self._tracking = Tracking(
@@ -89,6 +96,14 @@ class RunReporter:
 
     # ------------------------------------------------------------------ while a step runs
 
+    def run(self, step: int) -> AbstractContextManager[None]:
+        """Show how far the run is for the duration of the block; `step` are done already."""
+        return self.console.run_bar(step)
+
+    def stage(self, title: str) -> AbstractContextManager[Callable[[str], None]]:
+        """Show that something goes on besides a step; see `RunConsole.stage`."""
+        return self.console.stage(title)
+
     def step(self, step: int) -> AbstractContextManager[None]:
         """Show the phases of a step on a terminal for the duration of the block."""
         return self.console.step_phases(step)
@@ -123,15 +138,26 @@ class RunReporter:
         failures = self._tracking.failures
         return {"tracking/failures": failures} if failures else {}
 
+    def judge(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return `health/<alarm>` of a step, see `Health.judge`; new alarms are told when the step is reported."""
+        judged, self._news = self._health.judge(step, metrics)
+        return judged
+
     def step_done(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a finished step: write its metrics to the log and the trackers, and show its line.
 
         Args:
             step: Its number, from 1.
-            metrics: All of its metrics, with the reporter's `own_metrics`.
+            metrics: All of its metrics, with the reporter's `own_metrics` and `judge`.
         """
         self._log(step, metrics)
-        self.console.step(step, metrics)
+        now, before = perf_counter(), self._last_step_at
+        self._last_step_at = now
+        self._pace.step_done(step, metrics, None if before is None else now - before)
+        self.console.step(step, metrics, self._health.raised, self._pace.left_s())
+        for alarm in self._news:
+            self.folder.write_alarm(alarm.record())
+            self.console.alarm(alarm)
         if step == self.console.total_steps:  # before the last step, the step's line has the score
             self.console.validation(step, metrics)
 
@@ -160,6 +186,8 @@ class RunReporter:
         """Report a validation outside a step, adding its metrics to the step's record in `metrics.jsonl`, if any."""
         times = {f"timing_s/{name}": seconds for name, seconds in self._timing.items()}
         self._log(step, metrics | times | self._failed_calls())
+        self._health.judge(step, metrics)
+        self._pace.validated(times)
         self._timing.clear()
         self.console.validation(step, metrics)
 

@@ -27,6 +27,7 @@ RolloutKind = Literal["train", "val"]
 # Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
 _OUTPUTS = (
     "metrics.jsonl",
+    "alarms.jsonl",
     "config.yaml",
     "environment.json",
     "first_look.json",
@@ -126,6 +127,16 @@ class RunFolder:
                     file.write(json_line({"step": step, **metrics}))
         self._last_step = step
 
+    @property
+    def alarms_file(self) -> Path:
+        """Path of the file of alarms, one JSON object for each alarm, at the step in which it was first raised."""
+        return self.path / "alarms.jsonl"
+
+    def write_alarm(self, record: Mapping[str, Any]) -> None:
+        """Add an alarm to `alarms.jsonl`."""
+        with writing_to(self.path), open(self.alarms_file, "a", encoding="utf-8") as file:
+            file.write(json_line(record))
+
     def write_rollouts(self, step: int, records: Iterable[Mapping[str, Any]], kind: RolloutKind = "train") -> Path:
         """Write samples to `step_<step>.jsonl`, or those of a validation to `val_step_<step>.jsonl`."""
         text = "".join(json_line(record) for record in records)
@@ -134,7 +145,7 @@ class RunFolder:
             return write_text(rollouts_file(self.rollouts, step, kind), text)
 
     def rewind(self, step: int, aside: Path) -> bool:
-        """Move metrics and samples of the steps after `step` aside, because a resumed run repeats these steps.
+        """Move metrics, alarms and samples of the steps after `step` aside, because a resumed run repeats these steps.
 
         An unfinished last line left by a crash is moved too.
 
@@ -150,21 +161,8 @@ class RunFolder:
             for file in files:
                 (aside / "rollouts").mkdir(parents=True, exist_ok=True)
                 file.rename(aside / "rollouts" / file.name)
-            return self._rewind_metrics(step, aside) or bool(files)
-
-    def _rewind_metrics(self, step: int, aside: Path) -> bool:
-        if not self.metrics_file.exists():
-            return False
-        steps = [record["step"] for record in read_jsonl(self.metrics_file)]
-        *lines, unfinished = self.metrics_file.read_text(encoding="utf-8").split("\n")
-        later = [f"{line}\n" for line, made in zip(lines, steps, strict=True) if made > step] + [unfinished]
-        if not any(later):
-            return False
-        aside.mkdir(parents=True, exist_ok=True)
-        write_text(aside / self.metrics_file.name, "".join(later))
-        kept = (f"{line}\n" for line, made in zip(lines, steps, strict=True) if made <= step)
-        write_text(self.metrics_file, "".join(kept))
-        return True
+            moved = [_rewind(file, step, aside) for file in (self.metrics_file, self.alarms_file)]
+            return any(moved) or bool(files)
 
     def _acquire_lock(self) -> IO[str]:
         lock = open(self.path / LOCK_NAME, "a+", encoding="utf-8")  # noqa: SIM115 (open for as long as the run lives)
@@ -190,6 +188,22 @@ class RunFolder:
             target.mkdir(parents=True, exist_ok=True)
             entry.rename(target / entry.name)
             logger.info("moved %s of an earlier run to %s", entry.name, target)
+
+
+def _rewind(file: Path, step: int, aside: Path) -> bool:
+    """Move the lines after a step, and an unfinished last one; return whether there were any."""
+    if not file.exists():
+        return False
+    steps = [record["step"] for record in read_jsonl(file)]
+    *lines, unfinished = file.read_text(encoding="utf-8").split("\n")
+    later = [f"{line}\n" for line, made in zip(lines, steps, strict=True) if made > step] + [unfinished]
+    if not any(later):
+        return False
+    aside.mkdir(parents=True, exist_ok=True)
+    write_text(aside / file.name, "".join(later))
+    kept = (f"{line}\n" for line, made in zip(lines, steps, strict=True) if made <= step)
+    write_text(file, "".join(kept))
+    return True
 
 
 def outputs_in(folder: Path) -> list[Path]:

@@ -45,8 +45,12 @@ class GroupFuture(DataProtoFuture):
         return all(pending.done() for pending in self.futures)
 
 
-def wait_for_all(futures: Sequence[GroupFuture]) -> list[Any]:
+def wait_for_all(futures: Sequence[GroupFuture], on_done: Callable[[GroupFuture], None] | None = None) -> list[Any]:
     """Return the results of concurrent calls, each within its own deadline.
+
+    Args:
+        futures: The calls.
+        on_done: Called with each one as it ends.
 
     Raises:
         WorkerError: A call failed; raised at once for the first failure. Other calls that failed by then are logged.
@@ -57,6 +61,8 @@ def wait_for_all(futures: Sequence[GroupFuture]) -> list[Any]:
             try:
                 if future.done():
                     waiting.remove(future)
+                    if on_done is not None:
+                        on_done(future)
             except WorkerError:
                 _log_failures(other for other in waiting if other is not future)
                 raise

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, HrlError
+from hrl.report.display import display_of
 
 if TYPE_CHECKING:
     from hrl.config.outline import RunConfiguration
@@ -40,10 +41,14 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     except ConfigError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
-    # Only now: a wrong key is reported before torch and ray are imported.
-    from hrl.trainer.run import run
-
-    return exit_status(config, lambda: run(kind, config, trainer_cls=trainer_cls))
+    display = display_of(config.trainer)
+    # Only now: a wrong key is reported before torch and ray are imported, and who waits for them is told so.
+    try:
+        with display.stage("importing PyTorch"):
+            from hrl.trainer.run import run
+    except KeyboardInterrupt:
+        return _interrupted(config)
+    return exit_status(config, lambda: run(kind, config, trainer_cls=trainer_cls, display=display))
 
 
 def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
@@ -73,9 +78,13 @@ def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
         sys.stderr.write(f"\n{type(error).__name__}: {error}\n{_resume_hint(config)}")
         return EXIT_NONFINITE if isinstance(error.__cause__, NonFiniteStepError) else EXIT_FAILURE
     except KeyboardInterrupt:
-        sys.stderr.write(f"\ninterrupted\n{_resume_hint(config)}")
-        return EXIT_INTERRUPTED
+        return _interrupted(config)
     return 0
+
+
+def _interrupted(config: RunConfiguration) -> int:
+    sys.stderr.write(f"\ninterrupted\n{_resume_hint(config)}")
+    return EXIT_INTERRUPTED
 
 
 def _resume_hint(config: RunConfiguration) -> str:

@@ -14,9 +14,10 @@ from hrl.config.section import WholeConfig
 from hrl.data.dataset import columns_of_rows
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight
-from hrl.report.console import Field, StepLine
+from hrl.report.health import validation_loss, validation_score
 from hrl.report.html_report import LOSS, REWARD, Curve
 from hrl.report.phases import PHASES, phase_groups
+from hrl.report.step_line import Field, StepLine
 from hrl.trainer.loop import TrainingLoop
 from hrl.trainer.offline.dpo import DPOTrainer
 from hrl.trainer.offline.rm import RMTrainer
@@ -39,7 +40,7 @@ class Kind(Generic[C]):
         config: Its configuration: schema, rules, spellings.
         trainer: The trainer that a configuration asks for.
         phases: The phases of a step, in order, for the phase bar.
-        line: The numbers that the line of a step shows.
+        line: The numbers that the line of a step shows; none that is 0 in all of them.
         curve: What the picture of the run shows.
         batch_tokens: Tokens of the largest batch, with all rows at their full length.
         notes: What is shown when the processes start, from a configuration without `auto` dtypes.
@@ -49,7 +50,7 @@ class Kind(Generic[C]):
     config: RunKind[C]
     trainer: Callable[[C], type[TrainingLoop]]
     phases: Callable[[C], list[str]]
-    line: StepLine
+    line: Callable[[C], StepLine]
     curve: Curve
     batch_tokens: Callable[[C, Preflight], int]
     notes: Callable[[C, Preflight], list[str]]
@@ -58,20 +59,27 @@ class Kind(Generic[C]):
 
 # ---------------------------------------------------------------------- PPO and its relatives
 
-_KL = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
 _UPDATE = phase_groups()["update"]
-_PPO_LINE = StepLine(
-    (
-        Field("reward", ("reward/mean",), "6.3f"),
-        Field("val", ("val/*/mean@*",), "5.3f"),
-        Field("len", ("response_length/mean",), "4.0f"),
-        Field("kl", _KL, "7.4f", drop=3, optional=True),
-        Field("ent", ("actor/entropy",), "5.2f", drop=6, optional=True),
-        Field("grad", ("actor/grad_norm",), "5.2f", drop=2),
-        Field("lr", ("actor/lr",), "7.1e", drop=5, optional=True),
-    ),
-    {"gen": ("gen",), "upd": _UPDATE},
-)
+
+
+def _ppo_line(config: PPOTrainerConfig) -> StepLine:
+    validates = (Field("val", validation_score, "5.3f"),) if config.data.val_files else ()
+    # Without a reference there is only the KL divergence within a step, which is 0 at its first optimizer step.
+    reference = (Field("kl", ("actor/reward_kl_penalty", "actor/kl_loss"), "7.4f", drop=3),)
+    within = (Field("kl", ("actor/ppo_kl",), "7.4f", drop=4, optional=True, waits=True),)
+    return StepLine(
+        (
+            Field("reward", ("reward/mean",), "6.3f"),
+            *validates,
+            Field("len", ("response_length/mean",), "4.0f"),
+            *(reference if config.needs_reference else within),
+            Field("ent", ("actor/entropy",), "5.2f", drop=6, optional=True),
+            Field("grad", ("actor/grad_norm",), "5.2f", drop=3),
+            Field("lr", ("actor/lr",), "7.1e", drop=7, optional=True),
+        ),
+        {"gen": ("gen",), "upd": _UPDATE},
+        parts="reward/*/mean",
+    )
 
 
 def _ppo_trainer(config: PPOTrainerConfig) -> type[RayPPOTrainer]:
@@ -112,19 +120,24 @@ def _reward_service(config: PPOTrainerConfig, ready: Preflight, given: Given) ->
 
 # ---------------------------------------------------------------------- trainers that learn from a data set
 
-_OFFLINE_LINE = StepLine(
-    (
-        Field("loss", ("train/loss",), "6.4f"),
-        Field("acc", ("rewards/accuracies",), "5.3f", optional=True),
-        Field("margin", ("rewards/margins",), "6.3f", drop=2, optional=True),
-        Field("val", ("val/*/loss",), "6.4f"),
+
+def _offline_line(config: OfflineConfig) -> StepLine:
+    validates = (
+        Field("val", validation_loss, "6.4f"),
         Field("val acc", ("val/*/rewards_accuracies",), "5.3f", drop=1, optional=True),
-        Field("len", ("response_length/mean",), "4.0f"),
-        Field("grad", ("train/grad_norm",), "5.2f", drop=3),
-        Field("lr", ("train/lr",), "7.1e", drop=5, optional=True),
-    ),
-    {"upd": _UPDATE},
-)
+    )
+    return StepLine(
+        (
+            Field("loss", ("train/loss",), "6.4f"),
+            Field("acc", ("rewards/accuracies",), "5.3f", optional=True),
+            Field("margin", ("rewards/margins",), "6.3f", drop=3, optional=True),
+            *(validates if config.data.val_files else ()),
+            Field("len", ("response_length/mean",), "4.0f"),
+            Field("grad", ("train/grad_norm",), "5.2f", drop=4),
+            Field("lr", ("train/lr",), "7.1e", drop=6, optional=True),
+        ),
+        {"upd": _UPDATE},
+    )
 
 
 def _offline_batch_tokens(config: OfflineConfig, ready: Preflight) -> int:
@@ -142,7 +155,7 @@ def _offline(config: RunKind[OfflineC], trainer: type[TrainingLoop]) -> Kind[Off
         config=config,
         trainer=lambda _: trainer,
         phases=lambda _: ["update"],
-        line=_OFFLINE_LINE,
+        line=_offline_line,
         curve=LOSS,
         batch_tokens=_offline_batch_tokens,
         notes=_offline_notes,
@@ -151,7 +164,7 @@ def _offline(config: RunKind[OfflineC], trainer: type[TrainingLoop]) -> Kind[Off
 
 
 KINDS: dict[str, Kind[Any]] = {
-    "ppo": Kind(PPO, _ppo_trainer, _ppo_phases, _PPO_LINE, REWARD, _ppo_batch_tokens, _ppo_notes, _reward_service),
+    "ppo": Kind(PPO, _ppo_trainer, _ppo_phases, _ppo_line, REWARD, _ppo_batch_tokens, _ppo_notes, _reward_service),
     "dpo": _offline(DPO, DPOTrainer),
     "sft": _offline(SFT, SFTTrainer),
     "rm": _offline(RM, RMTrainer),

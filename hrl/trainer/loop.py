@@ -101,6 +101,9 @@ class TrainingLoop(ABC):
 
     # ------------------------------------------------------------------ what a trainer is
 
+    #: What goes on before the first step or validation, in words.
+    beginning: ClassVar[str] = "taking the weights to start from"
+
     def before_load(self) -> None:
         """Use the model that the run starts from. Called once, before a checkpoint's weights are loaded."""
 
@@ -149,14 +152,15 @@ class TrainingLoop(ABC):
 
     def init_workers(self) -> None:
         """Start the processes of every pool and load the models of every role into them."""
-        self._workers = WorkerGroups.start(
-            self.role_worker_mapping,
-            self.resource_pool_manager,
-            self.config.trainer.timeouts,
-            self.ray_worker_group_cls,
-            self.learners,
-        )
-        self.workers.init_models()
+        with self.reporter.stage("starting the processes"):
+            self._workers = WorkerGroups.start(
+                self.role_worker_mapping,
+                self.resource_pool_manager,
+                self.config.trainer.timeouts,
+                self.ray_worker_group_cls,
+                self.learners,
+            )
+        self.workers.init_models(self.reporter.stage)
 
     def fit(self) -> None:
         """Train to `total_training_steps`, from the newest checkpoint if there is one.
@@ -165,6 +169,10 @@ class TrainingLoop(ABC):
         """
         self.prepare()
         self.run_state._advance(self.global_steps)
+        with self.reporter.run(self.global_steps):
+            self._fit()
+
+    def _fit(self) -> None:
         if self.global_steps >= self.total_training_steps:
             self.validate_only()
         elif self.config.trainer.val_before_train and self.global_steps == 0:
@@ -189,6 +197,7 @@ class TrainingLoop(ABC):
             prompt_lens, response_lens = lengths_of(batch)
             tokens = Tokens(int(response_lens.sum()), int(prompt_lens.sum() + response_lens.sum()))
             metrics |= self.reporter.own_metrics(tokens)
+            metrics |= self.reporter.judge(self.global_steps, metrics)
             self.reporter.step_done(self.global_steps, metrics)
             failed = self._tell_callbacks(batch, metrics)
             if self.run_state.stop_reason is not None and not any(name.startswith("val/") for name in metrics):
@@ -234,8 +243,9 @@ class TrainingLoop(ABC):
             return
         if self.config.trainer.save_freq > 0:
             require_shared(self.reporter.folder.path, self.workers.trained)
-        self.restore()
-        self.begin()
+        with self.reporter.stage(self.beginning):
+            self.restore()
+            self.begin()
         self._is_prepared = True
 
     def evaluate(self, rows: Any | None = None) -> dict[str, float]:
@@ -289,7 +299,8 @@ class TrainingLoop(ABC):
         """Validate before the first step, or if no step is left, and report the metrics on their own; return them."""
         if self.val_dataset is None:
             return {}
-        metrics = self.validate()
+        with self.reporter.stage("validating"):
+            metrics = self.validate()
         self.reporter.validation_done(self.global_steps, metrics)
         self.callbacks.on_validation(self.run_state, metrics)
         return metrics
@@ -304,6 +315,13 @@ class TrainingLoop(ABC):
         """
         # The time is shown and not logged: the step's record is written already, and it is no part of the next step.
         started = perf_counter()
+        with self.reporter.stage(f"saving step {self.global_steps}"):
+            final = self._write_checkpoint(metrics or {})
+        took = f"{perf_counter() - started:.1f} s"
+        self.reporter.console.note(f"saved {final} in {took}, {self._sizes(final)}; {self._kept()}")
+        self.callbacks.on_checkpoint(self.run_state, final)
+
+    def _write_checkpoint(self, metrics: Mapping[str, float]) -> Path:
         run_folder = self.reporter.folder.path
         with writing_to(run_folder):
             folder = self.checkpoints.begin(self.global_steps)
@@ -315,15 +333,12 @@ class TrainingLoop(ABC):
             "data_position": self.data_position.to_dict(),
             "data": self.train_dataset.fingerprint,
             "contents": list(self.save_contents),
-            "score": self.validation_score(metrics or {}),
+            "score": self.validation_score(metrics),
         }
         with writing_to(run_folder):
             if "hf_model" in self.save_contents:
                 self.tokenizer.save_pretrained(folder / "hf")
-            final = self.checkpoints.commit(self.global_steps, position | self.state())
-        took = f"{perf_counter() - started:.1f} s"
-        self.reporter.console.note(f"saved {final} in {took}, {self._sizes(final)}; {self._kept()}")
-        self.callbacks.on_checkpoint(self.run_state, final)
+            return self.checkpoints.commit(self.global_steps, position | self.state())
 
     @staticmethod
     def _sizes(checkpoint: Path) -> str:

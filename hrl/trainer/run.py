@@ -9,28 +9,28 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-import hrl
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.cluster.machine import available_cores, choose_device, run_cluster, scarcity
 from hrl.cluster.precision import with_dtypes
 from hrl.cluster.roles import pool_manager_of
 from hrl.cluster.worker_groups import worker_mapping
-from hrl.config.arithmetic import Fact, batch_arithmetic, placement_facts
+from hrl.config.arithmetic import Fact
 from hrl.config.load import load_kind
 from hrl.config.outline import RunConfiguration
 from hrl.config.rules import warnings
-from hrl.config.trainer import JSON_CONSOLE, RunConfig
+from hrl.config.trainer import RunConfig
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight, preflight
-from hrl.report.console import Display, JsonConsole, RunConsole
-from hrl.report.notebook import NotebookConsole, in_notebook
+from hrl.report.console import Display
+from hrl.report.display import display_of
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
+from hrl.trainer.banner import run_facts, title
 from hrl.trainer.callbacks import Callback, Callbacks
 from hrl.trainer.kinds import KINDS, Kind
 from hrl.trainer.loop import TrainingLoop
@@ -87,47 +87,38 @@ def running(
     config = given.named_in(config)
     checked = load_kind(made_of.config, config)
     config = config if checked == config else checked  # which knows where its values come from
-    ready = preflight(config, given)
-    display = display or display_of(config, ready.total_training_steps, made_of)
-    _show(display, config, ready, facts)
+    display = display or display_of(config.trainer)
+    ready = preflight(config, given, display.stage)
+    display.expect(ready.total_training_steps, made_of.line(config), made_of.phases(config))
+    _show(display, config, ready, kind, facts)
     folder = open_run_folder(config.trainer, display, ready.train_dataset)
     num_processes = ready.outline.num_processes
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with (
-        RunReporter(
-            folder,
-            display,
-            config.trainer,
-            config.model_dump(mode="json"),
-            num_devices=num_processes,
-            curve=made_of.curve,
-        ) as reporter,
-        run_cluster(config.trainer.ray_kwargs, num_processes, made_of.batch_tokens(config, ready)),
-    ):
-        _restore(handlers)
-        with _trainer(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter) as trainer:
+    with RunReporter(
+        folder,
+        display,
+        config.trainer,
+        config.model_dump(mode="json"),
+        num_devices=num_processes,
+        curve=made_of.curve,
+    ) as reporter:
+        cluster = run_cluster(config.trainer.ray_kwargs, num_processes, made_of.batch_tokens(config, ready))
+        with ExitStack() as stack:
+            with display.stage("starting Ray"):
+                stack.enter_context(cluster)
+            _restore(handlers)
+            trainer = stack.enter_context(
+                _trainer(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter)
+            )
             trainer.callbacks = Callbacks(callbacks)
             yield trainer
 
 
-def display_of(config: RunConfiguration, total_steps: int, kind: Kind) -> Display:
-    """Return where a run is shown: on the terminal, in a cell of a notebook, or as JSON if `trainer.logger` asks so."""
-    if JSON_CONSOLE in config.trainer.logger:
-        return JsonConsole(total_steps)
-    console = NotebookConsole if in_notebook() else RunConsole
-    return console(total_steps, kind.line, kind.phases(config))
-
-
-def _show(display: Display, config: RunConfiguration, ready: Preflight, further: Sequence[Fact]) -> None:
-    findings = ready.findings
-    facts = [
-        *further,
-        *batch_arithmetic(config, train_rows=len(ready.train_dataset)),
-        *placement_facts(config),
-        *(fact for fact in findings.facts if fact.label == "first prompt"),
-    ]
-    display.banner(f"hrl {hrl.__version__}", {fact.label: fact.text for fact in facts})
-    for warning in (*warnings(config), *findings.notes):
+def _show(
+    display: Display, config: RunConfiguration, ready: Preflight, kind: str, further: Sequence[Fact] = ()
+) -> None:
+    display.banner(title(config, kind), dict([*further, *run_facts(config, ready)]))
+    for warning in (*warnings(config), *ready.findings.notes):
         display.note(f"warning: {warning}")
 
 
@@ -183,7 +174,8 @@ def _trainer(
             trainer.init_workers()
             yield trainer
         finally:
-            trainer.shutdown()
+            with reporter.stage("ending the processes"):
+                trainer.shutdown()
 
 
 def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) -> RunFolder:

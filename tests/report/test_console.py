@@ -8,20 +8,26 @@ from pathlib import Path
 import pytest
 from rich.console import Console, Group
 
-from hrl.config import load_config
-from hrl.report.console import JsonConsole, PhaseBar, RunConsole, validation_table
+from hrl.config import compose_cli, load_config
+from hrl.config.compose import compose_kind
+from hrl.config.run_kind import SFT
+from hrl.report.console import JsonConsole, RunConsole, validation_table
+from hrl.report.display import display_of
+from hrl.report.live import PhaseBar
 from hrl.report.phases import PHASES
 from hrl.report.samples import before_and_after, best_median_worst, printable, samples_table
 from hrl.trainer.kinds import KINDS
-from hrl.trainer.run import display_of
 from tests.report.runs import HOSTILE, sample
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
-PPO_LINE = KINDS["ppo"].line
+CONFIG = compose_cli([])
+SFT_LINE = KINDS["sft"].line(compose_kind(SFT, ["data.train_files=a.jsonl", "data.val_files=b.jsonl"]))
+PPO_LINE = KINDS["ppo"].line(CONFIG)
 
 METRICS = {
     "reward/mean": 0.641,
     "val/addition/mean@1": 0.875,
+    "val/addition/n": 16.0,
     "response_length/mean": 5.1,
     "actor/ppo_kl": 0.0021,
     "actor/entropy": 0.31,
@@ -38,19 +44,19 @@ METRICS = {
 def make_console(*, terminal, width=80):
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=width, highlight=False, color_system=None)
-    return RunConsole(30, PPO_LINE, ["gen", "reward", "update_actor", "weight_sync"], console), file
+    return RunConsole(console).expect(30, PPO_LINE, ["gen", "reward", "update_actor", "weight_sync"]), file
 
 
 def test_step_line_at_80_columns():
     assert PPO_LINE.text(12, 30, METRICS, 80) == (
-        "step 12/30  reward  0.641  val 0.875  len    5   5.2s gen  2.1 upd  2.8"
+        "step 12/30  reward  0.641  val 0.875  len    5   5.2s  gen  2.1 upd  2.8"
     )
 
 
 def test_step_line_at_120_columns():
     assert PPO_LINE.text(12, 30, METRICS, 120) == (
-        "step 12/30  reward  0.641  val 0.875  len    5  kl  0.0021  grad  1.23  lr 2.0e-05"
-        "   5.2s gen  2.1 upd  2.8    812 tok/s"
+        "step 12/30  reward  0.641  val 0.875  len    5  kl  0.0021  ent  0.31  grad  1.23"
+        "   5.2s  gen  2.1 upd  2.8    812 tok/s"
     )
 
 
@@ -75,6 +81,8 @@ def test_a_step_that_learns_from_data_shows_its_loss_and_samples_nothing():
         "rewards/margins": 0.25,
         "val/a/loss": 0.5,
         "val/b/loss": 0.7,
+        "val/a/n": 4.0,
+        "val/b/n": 4.0,
         "val/a/rewards_accuracies": 1.0,
         "response_length/mean": 12.0,
         "train/grad_norm": 1.5,
@@ -83,11 +91,11 @@ def test_a_step_that_learns_from_data_shows_its_loss_and_samples_nothing():
         "timing_s/step": 2.1,
         "perf/throughput": 300.0,
     }
-    assert KINDS["sft"].line.text(3, 16, metrics, 120) == (
+    assert SFT_LINE.text(3, 16, metrics, 120) == (
         "step  3/16  loss 0.6123  acc 0.750  margin  0.250  val 0.6000  val acc 1.000  "
-        "len   12  grad  1.50   2.1s upd  2.0"
+        "len   12  grad  1.50   2.1s  upd  2.0"
     )
-    narrow = KINDS["sft"].line.text(3, 16, metrics | {"val/a/loss": 0.7}, 80)
+    narrow = SFT_LINE.text(3, 16, metrics | {"val/a/loss": 0.7}, 80)
     assert len(narrow) <= 80 and "loss 0.6123" in narrow and "gen" not in narrow
 
 
@@ -97,7 +105,8 @@ def test_a_number_that_is_lost_is_shown_as_lost():
 
 
 def test_validation_of_several_sources_is_their_mean():
-    both = METRICS | {"val/other/mean@1": 0.125, "val/other/best@4": 1.0}
+    other = {"val/other/mean@1": 0.125, "val/other/best@4": 1.0, "val/other/n": 4.0}
+    both = METRICS | other | {"val/other/format/mean@1": 0.9}  # a part of the reward
     assert "val 0.500" in PPO_LINE.text(1, 30, both, 80)
 
 
@@ -190,7 +199,7 @@ def test_no_color_is_obeyed(monkeypatch, no_color):
         monkeypatch.setenv("NO_COLOR", no_color)
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, width=80, color_system="truecolor", highlight=False)
-    show_a_run(RunConsole(30, PPO_LINE, ["gen"], console))
+    show_a_run(RunConsole(console).expect(30, PPO_LINE, ["gen"]))
     styles = re.findall(r"\x1b\[([0-9;]*)m", file.getvalue())
     coloured = [style for style in styles if re.search(r"(^|;)([349][0-7]|10[0-7]|[34]8;)", style)]
     assert bool(coloured) == (no_color is None)
@@ -283,7 +292,7 @@ def file():
 
 @pytest.fixture
 def console(file):
-    return JsonConsole(30, file)
+    return JsonConsole(file).expect(30, PPO_LINE)
 
 
 def told(file):
@@ -356,4 +365,4 @@ def test_text_of_a_model_breaks_no_line_and_steers_no_terminal(console, file):
 
 def test_the_configuration_chooses_who_is_told():
     for logger, console in (("console-json", JsonConsole), ("console", RunConsole), (None, RunConsole)):
-        assert isinstance(display_of(load_config({"trainer": {"logger": logger}}), 3, KINDS["ppo"]), console)
+        assert isinstance(display_of(load_config({"trainer": {"logger": logger}}).trainer), console)

@@ -11,7 +11,6 @@ from hrl.report.console import JsonConsole, RunConsole
 from hrl.report.first_look import Finding, first_look
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
-from hrl.trainer.kinds import KINDS
 
 CONFIG = compose_cli([])
 
@@ -81,7 +80,7 @@ def test_advice_is_about_what_is_seen():
 def test_it_is_shown_once_and_kept_in_the_run_folder(tmp_path):
     shown, lines = io.StringIO(), io.StringIO()
     look = first_look(samples([0, 0], reward_parts={"format": 0.0}, response="[bold]\x1b[31mx"), CONFIG)
-    console = RunConsole(2, KINDS["ppo"].line, [], Console(file=shown, width=100, color_system=None))
+    console = RunConsole(Console(file=shown, width=100, color_system=None))
     with RunReporter(RunFolder(tmp_path), console, CONFIG.trainer, {}) as reporter:
         reporter.first_look(look)
     text = shown.getvalue()
@@ -98,5 +97,5 @@ def test_it_is_shown_once_and_kept_in_the_run_folder(tmp_path):
     assert "…" not in text  # the whole ground truth
     kept = json.loads((tmp_path / "first_look.json").read_text())
     assert (kept["finding"], kept["example"]["response"]) == ("nothing_right", "[bold]\x1b[31mx")
-    JsonConsole(2, lines).first_look(look)
+    JsonConsole(lines).first_look(look)
     assert json.loads(lines.getvalue())["headline"] == look.headline

@@ -31,7 +31,8 @@ class Run:
     def __init__(self, path, *, resume=False, curve=REWARD):
         self.path = path
         self.file = io.StringIO()
-        console = RunConsole(2, KINDS["ppo"].line, ["gen"], Console(file=self.file, width=120, color_system=None))
+        console = RunConsole(Console(file=self.file, width=120, color_system=None))
+        console.expect(2, KINDS["ppo"].line(CONFIG), ["gen"])
         folder = RunFolder(path, resume=resume)
         self.reporter = RunReporter(folder, console, CONFIG.trainer, {"trainer": {"seed": 1}}, curve=curve)
 

@@ -20,7 +20,6 @@ from hrl.preflight.given import Given
 from hrl.protocol import DataProto
 from hrl.report.console import RunConsole
 from hrl.report.run_folder import read_jsonl, rollouts_file
-from hrl.trainer.kinds import KINDS
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from hrl.trainer.run import run
 from tests.runs.in_process import in_process, in_this_process
@@ -72,7 +71,7 @@ def test_a_step_is_trained_on_rows_and_a_reward_that_no_file_holds(runner: Runne
 
     Watching.seen.clear()
     shown = io.StringIO()
-    display = RunConsole(1, KINDS["ppo"].line, [], Console(file=shown, width=200, color_system=None))
+    display = RunConsole(Console(file=shown, width=200, color_system=None))
     with ThreadPoolExecutor(1) as elsewhere:  # only the main thread may set signal handlers
         folder = elsewhere.submit(
             run,

@@ -35,7 +35,7 @@ def opened(path: Path, resume_from: Path | None = None, data: dict[str, Any] = D
     mode = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={resume_from}"] if resume_from else []
     config = compose_cli([f"trainer.default_local_dir={path}", *mode])
     shown = io.StringIO()
-    console = RunConsole(9, KINDS["ppo"].line, [], Console(file=shown, width=400, color_system=None))
+    console = RunConsole(Console(file=shown, width=400, color_system=None))
     folder = open_run_folder(config.trainer, console, SimpleNamespace(fingerprint=data))
     folder.close()
     log = [record["step"] for record in read_jsonl(folder.metrics_file)] if folder.metrics_file.exists() else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -14,6 +15,7 @@ from hrl.algos.reward_placement import place_scores
 from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.batching.planner import plan_generation, rows_of_first_step
 from hrl.cluster.roles import ResourcePoolManager, Role
+from hrl.config.alarms import SAMPLER_GAP
 from hrl.data.order import Position
 from hrl.data.sampler import PromptSampler, check_choice, load_sampler
 from hrl.metrics import Metric, StepMetrics
@@ -49,7 +51,6 @@ from hrl.trainer.ppo.sampler_mismatch import (
     DriftGate,
     correct_for_sampler,
     corrects,
-    drift_alarm,
     sampler_drift,
     spot_check,
     with_sample_sizes,
@@ -94,6 +95,7 @@ class RayPPOTrainer(TrainingLoop):
 
     config: PPOTrainerConfig
     learners = (Role.ActorRollout, Role.Actor, Role.Critic)
+    beginning = "giving the engine the weights"
     group_filter: ClassVar[type[GroupFilter]] = GroupFilter
 
     def __init__(self, config: PPOTrainerConfig, *args: Any, rewards: RewardService, **named: Any) -> None:
@@ -105,7 +107,7 @@ class RayPPOTrainer(TrainingLoop):
         self.use_rm = config.needs_reward_model
         self.needs_old_log_prob = needs_old_log_prob(config)
         self.estimator = estimator_traits(config.algorithm.adv_estimator)
-        self.drift_gate = DriftGate(config.actor_rollout_ref.rollout.logprob_diff_alarm)
+        self.drift_gate = DriftGate(config.trainer.alarms[SAMPLER_GAP] or math.inf)
         self.policy_version = -1
         self.sampler = _sampler_of(config, self.train_dataset)
 
@@ -463,7 +465,7 @@ class RayPPOTrainer(TrainingLoop):
         metrics.observe(*self.workers.actor.update_actor(batch, request))
 
     def judge_mismatch(self, metrics: dict[str, float]) -> None:
-        """Decide whether the next step may take the sampler's log-probs; warn if they are far from the trainer's."""
+        """Decide whether the next step may take the sampler's log-probs, which are compared with the trainer's."""
         with_sample_sizes(metrics)
         drift = metrics.get("rollout/logprob_diff_mean")
         if self.config.algorithm.rollout_correction.bypass_mode:
@@ -471,9 +473,6 @@ class RayPPOTrainer(TrainingLoop):
             moved = self.drift_gate.judge(drift)
             if moved is not None:
                 self.reporter.console.note(moved)
-        alarm = drift_alarm(drift, self.config.actor_rollout_ref.rollout.logprob_diff_alarm)
-        if alarm is not None:
-            self.reporter.console.note(alarm)
 
     def _shuffle_seed(self) -> int | None:
         shuffle = self.config.actor_rollout_ref.actor.shuffle

@@ -110,21 +110,6 @@ def is_apart(drift: float, limit: float) -> bool:
     return not drift <= limit
 
 
-def drift_alarm(drift: float | None, limit: float) -> str | None:
-    """Return what to tell the user of a step's mean absolute difference of log-probs; None where it is small enough."""
-    if drift is None:
-        return (
-            "alarm: no sample of this step has a token by which sampler and trainer could be compared (empty answers, "
-            "or all left out by the reward function). See docs/troubleshooting.md"
-        )
-    if not is_apart(drift, limit):
-        return None
-    return (
-        f"alarm: sampler and trainer disagree by {drift:.3f} per token on average, above "
-        f"rollout.logprob_diff_alarm={limit}. See docs/troubleshooting.md"
-    )
-
-
 class DriftGate:
     """Decides whether the next step may take the sampler's log-probs in place of the trainer's.
 
@@ -155,7 +140,7 @@ class DriftGate:
         if self.is_closed:
             return (
                 f"bypass mode: sampler and trainer differ by {drift:.3f} per token, above "
-                f"rollout.logprob_diff_alarm={self.limit:g}: old log-probs are computed again until they agree"
+                f"{self.limit:g} (alarm sampler_gap): old log-probs are computed again until they agree"
             )
         return (
             f"bypass mode: sampler and trainer differ by {drift:.3f} per token: the sampler's log-probs are taken again"

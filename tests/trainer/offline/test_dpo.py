@@ -15,6 +15,7 @@ from hrl.config.load import validate_kind
 from hrl.config.run_kind import DPO
 from hrl.data.offline.pairs import PairDataset
 from hrl.protocol import DataProto
+from hrl.report.live import in_silence
 from hrl.trainer.offline.dpo import DPOTrainer
 from tests.data.conftest import make_tokenizer
 
@@ -66,6 +67,7 @@ def trainer(folder: Path, total: int, validate: bool = False) -> Asked:
     reporter = SimpleNamespace(
         folder=SimpleNamespace(path=folder, checkpoints=folder / "checkpoints"),
         phase=lambda name: nullcontext(),
+        stage=in_silence,
         console=SimpleNamespace(note=lambda line: None),
     )
     made = Asked(

@@ -203,7 +203,8 @@ class Driver:
             ]
         )
         self.shown_file = io.StringIO()
-        console = RunConsole(steps, KINDS["ppo"].line, [], Console(file=self.shown_file, width=200, color_system=None))
+        console = RunConsole(Console(file=self.shown_file, width=200, color_system=None))
+        console.expect(steps, KINDS["ppo"].line(config))
         self.folder = RunFolder(path, resume=True)
         self.workers = workers or Workers()
         self.trainer = KINDS["ppo"].trainer(config)(

@@ -109,7 +109,7 @@ def test_the_checkpoint_with_the_best_validation_stays_beside_the_newest(tmp_pat
     states = [json.loads((tmp_path / "checkpoints" / f"step_{step}" / "state.json").read_text()) for step in (2, 4)]
     assert [(state["score"], state["contents"]) for state in states] == [(0.9, ["model"]), (0.3, ["model"])]
 
-    again = Driver(tmp_path, "trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_after_train=false", steps=6)
+    again = Driver(tmp_path, "trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=false", steps=6)
     again.fit()  # goes on after step 4, without a validation
     assert again.trainer.checkpoints.steps() == [2, 5, 6]
 

@@ -196,7 +196,7 @@ def test_a_rejected_sequence_has_no_part_in_its_group_and_a_rejected_token_hands
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(2 / 6)
 
 
-BYPASS = (*GROUPS, f"{CORRECTION}.bypass_mode=true", "actor_rollout_ref.rollout.logprob_diff_alarm=0.1")
+BYPASS = (*GROUPS, f"{CORRECTION}.bypass_mode=true", "trainer.alarms={sampler_gap: 0.1}")
 
 
 def test_bypass_mode_learns_against_the_sampler_without_a_forward_pass(tmp_path: Path) -> None:
@@ -215,7 +215,7 @@ def test_the_drift_gate_brings_the_forward_pass_back_and_says_so(tmp_path: Path)
     workers = Workers(sampler=-1.0, trainer=-1.5)
     driver = Driver(tmp_path, *BYPASS, workers=workers, rewards=PerRow([1.0, 0.0] * 3))
     steps = [one_step(driver)[1]["rollout_corr/recomputed"]]
-    assert "sampler and trainer differ by 0.500 per token, above rollout.logprob_diff_alarm=0.1" in driver.shown
+    assert "sampler and trainer differ by 0.500 per token, above 0.1 (alarm sampler_gap)" in driver.shown
     steps.append(one_step(driver)[1]["rollout_corr/recomputed"])
     assert workers.asked[1].old_log_probs is OldLogProbs.OWN
     assert driver.trainer.state()["drift_gate_closed"]
