@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsFloat, get_args
@@ -196,3 +197,12 @@ class StepMetrics(dict[str, float]):
             self._observed[name] = merged
             if not merged.is_empty:
                 self[name] = merged.result()
+
+
+def validation_of(source: str) -> str:
+    """Return what the names of the validation metrics of a data source begin with: `val/<source>`.
+
+    White space, control characters, and empty or dotted folders become `_`: trackers and files take names as paths.
+    """
+    parts = [re.sub(r"[\s\x00-\x1f\x7f]+", "_", part.strip()) for part in source.split("/")]
+    return "/".join(["val", *("_" if part in ("", ".", "..") else part for part in parts)])

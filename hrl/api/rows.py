@@ -7,11 +7,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from hrl.config.sources import is_source
 from hrl.errors import HrlError
 
-Rows = str | Path | Sequence[str] | Iterable[Mapping[str, Any]] | Mapping[str, Sequence[Any]]
-"""A source as `data.train_files` takes it, several of them, or the rows themselves: a list of dicts, a dict of columns,
-a `datasets.Dataset` or `IterableDataset`, a pandas `DataFrame`, a polars or Arrow table, any iterable of dicts."""
+Rows = str | Path | Sequence[str] | Iterable[Mapping[str, Any]] | Mapping[str, Any]
+"""A source as `data.train_files` takes it, a text or a mapping with a `path` and options, or several of them; or the
+rows themselves: a list of dicts, a dict of columns, a `datasets.Dataset` or `IterableDataset`, a pandas `DataFrame`, a
+polars or Arrow table, any iterable of dicts."""
 
 MOST_ROWS = 1_000_000
 """Rows that are read from an iterable without a length, which may never end."""
@@ -21,7 +23,9 @@ class UsageError(HrlError, TypeError):
     """A trainer was given something that it can't take, or asked for something that it can't do now."""
 
 
-def as_sources_or_rows(data: Rows | None) -> tuple[list[str] | None, list[Mapping[str, Any]] | None]:
+def as_sources_or_rows(
+    data: Rows | None,
+) -> tuple[list[str | dict[str, Any]] | None, list[Mapping[str, Any]] | None]:
     """Return the names of sources, or the rows; None for what was not given.
 
     Raises:
@@ -29,15 +33,17 @@ def as_sources_or_rows(data: Rows | None) -> tuple[list[str] | None, list[Mappin
     """
     if data is None:
         return None, None
-    if isinstance(data, str | Path):
-        return [str(data)], None
-    items = list(_items(data))
-    if items and all(isinstance(item, str | Path) for item in items):
-        return [str(item) for item in items], None
+    items: list[Any] = [data] if _is_source(data) else list(_items(data))
+    if items and all(map(_is_source, items)):
+        return [dict(item) if isinstance(item, Mapping) else str(item) for item in items], None
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
             raise UsageError(f"row {index} of data is a {type(item).__name__}; a row is a dict of column to value")
     return None, items
+
+
+def _is_source(value: object) -> bool:
+    return isinstance(value, str | Path) or is_source(value)
 
 
 def _items(data: Any) -> Iterable[Any]:

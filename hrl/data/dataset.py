@@ -146,6 +146,10 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)
         return render_prompt(self.tokenizer, row.messages, kwargs)
 
+    def shape(self, row: PromptRow) -> str:
+        is_text = len(row.messages) == 1 and row.messages[0]["role"] == "user"
+        return ("single questions" if is_text else "chats") + (" with tools" if row.tools else "")
+
     def shown(self, row: PromptRow) -> str:
         return self.render(row)
 

@@ -10,12 +10,14 @@ import glob
 import gzip
 import io
 import json
+import re
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from hrl.errors import DatasetError
 from hrl.nearest import listing, way_to
@@ -78,6 +80,15 @@ def stem_of(path: Path) -> str:
 def is_saved_data_set(path: Path) -> bool:
     """Return whether `datasets.save_to_disk` wrote a folder."""
     return any((path / name).is_file() for name in _SAVED)
+
+
+def is_repository(path: Path) -> bool:
+    """Return whether a folder has the form of a data set of the hub: its README.md says which files are which split."""
+    readme = path / "README.md"
+    if not readme.is_file():
+        return False
+    text = readme.read_text(encoding="utf-8", errors="replace")
+    return text.startswith("---") and bool(re.search(r"^(configs|dataset_info):", text, re.MULTILINE))
 
 
 # ---- what can be read ------------------------------------------------------------------------------------------
@@ -275,6 +286,47 @@ def _list_in(path: Path, whole: object) -> tuple[str, list[Any]]:
     else:
         hint = f"it is one object with {listing(list(whole))}"
     raise DatasetError(f"data file {path} is no list of rows, and no object with one list of rows: {hint}")
+
+
+def csv_header(path: Path) -> list[str]:
+    """Return the names of the columns of a CSV file; none if it has no row."""
+    row = next((row for _, row in _csv_rows(path) if isinstance(row, dict)), {})
+    return list(row)
+
+
+class JsonLines(Sequence[object]):
+    """The rows of files of JSON lines by number, each read when it is asked for; in memory is where each begins.
+
+    Args:
+        paths: Files of JSON lines, not packed.
+    """
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        self._files = [path.open("rb") for path in paths]
+        starts, which = array("Q"), array("I")
+        for number, file in enumerate(self._files):
+            place = 0
+            for line in file:
+                if line.strip():
+                    starts.append(place)
+                    which.append(number)
+                place += len(line)
+        self._starts, self._which = starts, which
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    @overload
+    def __getitem__(self, index: int) -> object: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[object]: ...
+    def __getitem__(self, index: int | slice) -> object:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        start, file = self._starts[index], self._files[self._which[index]]
+        file.seek(start)
+        origin = f"{file.name} byte {start}"
+        return _from_json(file.readline(), origin, "utf-8" if start else "utf-8-sig", "of the line")
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, object]]:

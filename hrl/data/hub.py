@@ -1,4 +1,4 @@
-"""Rows through the package `datasets`: data sets of the hub, folders that it saved, and files as rows on disk.
+"""Rows through the package `datasets`: data sets of the hub, folders that it saved, and files converted to its form.
 
 What it returns lies on disk, memory-mapped: a row is read when it is asked for.
 """
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from hrl.data.files import CSV, PARQUET, is_saved_data_set, kind_of
+from hrl.data.files import CSV, PARQUET, csv_header, is_saved_data_set, kind_of
 from hrl.errors import DatasetError
 from hrl.nearest import did_you_mean, listing
 
@@ -61,7 +61,7 @@ def open_data_set(path: str, name: str | None, split: str | None) -> Dataset:
             return _undecoded(datasets.load_dataset(path, name, split=split))
 
 
-def on_disk(files: Sequence[Path]) -> Dataset:
+def converted(files: Sequence[Path]) -> Dataset:
     """Return the rows of files of one kind, converted once to the cache of `datasets`.
 
     Raises:
@@ -72,7 +72,9 @@ def on_disk(files: Sequence[Path]) -> Dataset:
     builder = "parquet" if kind in PARQUET else "csv" if kind in CSV else "json"
     options: dict[str, Any] = {}
     if kind in CSV:  # text stays text, as it does where rows are read into memory
-        options = {"sep": "\t" if kind == ".tsv" else ",", "dtype": str, "keep_default_na": False, "na_values": [""]}
+        columns = {name: datasets.Value("string") for name in csv_header(files[0])}
+        options = {"sep": "\t" if kind == ".tsv" else ",", "features": datasets.Features(columns)}
+        options |= {"keep_default_na": False, "na_values": [""]}
     title = f"data file {files[0]}" if len(files) == 1 else f"{len(files)} files from {files[0]} on"
     with _explained(title, str(files[0]), None, None):
         names = [str(file) for file in files]

@@ -16,9 +16,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from hrl.config.sources import SourceConfig, is_source, source_config
 from hrl.data.files import (
+    JSON_LINES,
     PARQUET,
     BadRow,
+    JsonLines,
     files_in,
+    is_packed,
+    is_repository,
     is_saved_data_set,
     kind_of,
     parquet_columns,
@@ -26,7 +30,7 @@ from hrl.data.files import (
     stem_of,
     without_missing,
 )
-from hrl.data.hub import looks_like_hub, on_disk, open_data_set
+from hrl.data.hub import converted, looks_like_hub, open_data_set
 from hrl.errors import DatasetError
 from hrl.nearest import listing
 
@@ -272,7 +276,7 @@ def files_of(source: Source) -> list[Path] | None:
     options, path = source.options, source.path
     if source.is_of_the_hub:
         return None
-    if path.is_dir() and (options.name or options.split or is_saved_data_set(path)):
+    if path.is_dir() and (options.name or options.split or is_saved_data_set(path) or is_repository(path)):
         return None
     if options.name or options.split:
         given = "name" if options.name else "split"
@@ -325,7 +329,8 @@ def open_table(source: Source) -> Any:
         return [row for _, row in raw_rows(source)]
     files = files_of(source)
     if files is not None:
-        return on_disk(files)
+        plain = all(kind_of(file) in JSON_LINES and not is_packed(file) for file in files)
+        return JsonLines(files) if plain else converted(files)
     return open_data_set(str(source.path), source.options.name, source.options.split)
 
 

@@ -279,6 +279,10 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         """Return how overlong rows are too long and what to do, for the error; None if they are left out."""
 
     @abstractmethod
+    def shape(self, row: R) -> str:
+        """Return what kind of row it is, in words for people; in the plural."""
+
+    @abstractmethod
     def shown(self, row: R) -> str:
         """Return a row's rendered text, for people."""
 

@@ -38,7 +38,7 @@ _TELLING = (
 
 _SHOWN = 6
 _MICRO_BATCH = "micro-batch"
-_FOUND_FIRST = ("model", "rows", "validation rows", "reward")
+_FOUND_FIRST = ("model", "rows", "validation rows", "sampler", "first prompt", "first row", "reward")
 _ONLY_IN_FULL = ("KV cache",)
 
 
@@ -121,13 +121,23 @@ def summary(config: WholeConfig, said: Mapping[str, Any]) -> dict[str, str]:
     found = dict(said["found"])
     arithmetic = {name: text for name, text in said["arithmetic"].items() if name not in _ONLY_IN_FULL}
     passes = {name: arithmetic.pop(name) for name in list(arithmetic) if name.startswith(_MICRO_BATCH)}
-    lines = {name: found[name] for name in _FOUND_FIRST if name in found}
+    shown = [
+        name for first in _FOUND_FIRST for name in (first, *(other for other in found if _is_one_of(first, other)))
+    ]
+    if "rows 1" in found:  # which shows its first prompt
+        shown = [name for name in shown if name not in ("first prompt", "first row")]
+    lines = {name: found[name] for name in shown if name in found}
     lines["placement"] = _joined({name.removeprefix("pool "): text for name, text in said["placement"].items()})
     lines |= {name: found[name] for name in ("devices",) if name in found}
     lines |= arithmetic
     lines["micro-batches"] = _joined({name.removeprefix(_MICRO_BATCH).strip(): text for name, text in passes.items()})
     lines |= {name: found[name] for name in ("memory", "run folder") if name in found}
     return lines | dict(settings(config))
+
+
+def _is_one_of(label: str, other: str) -> bool:
+    """Return whether a label is another one with a number, as those of several sources of rows are."""
+    return other.startswith(f"{label} ") and other.removeprefix(f"{label} ").isdecimal()
 
 
 def _joined(lines: Mapping[str, str]) -> str:
@@ -164,7 +174,7 @@ def _assignments(config: WholeConfig, keys: list[str]) -> str:
 def _as_typed(value: Any) -> str:
     """Return a value in command-line syntax."""
     if isinstance(value, list):
-        return str(value[0]) if len(value) == 1 else f"[{','.join(map(_as_typed, value))}]"
+        return _as_typed(value[0]) if len(value) == 1 else f"[{','.join(map(_as_typed, value))}]"
     if isinstance(value, dict):
         return "{…}" if value else "{}"
     if value is None or isinstance(value, bool):

@@ -16,6 +16,7 @@ from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.data.chat import check_chat_template, inspect_chat_template, shortened, with_tools
 from hrl.data.dataset import MESSAGES, PromptRow, RLHFDataset, check_prompt, columns_handed_on, dataset_class
+from hrl.data.files import is_repository
 from hrl.data.offline.demonstrations import CHOSEN, COMPLETION_KEYS, TEXT, DemonstrationDataset
 from hrl.data.offline.pairs import PairDataset
 from hrl.data.order import MixedOrder
@@ -152,7 +153,7 @@ def _look_at_options(findings: Findings, key: str, config: RunConfiguration, sou
         return
     if options.streaming:
         findings.problem(key, "streams rows, and a validation reads all of them.", "Leave out streaming there.")
-    if source.is_of_the_hub and options.split is None:
+    if options.split is None and (source.is_of_the_hub or is_repository(source.path)):
         hint = f"Name the split, e.g. {key}={options.path}:{options.name or ''}:test."
         findings.problem(key, f"names no split of {options.path}, and the default is the one to train on.", hint)
 
@@ -266,6 +267,8 @@ def _unrendered(data: DataConfig, data_files: DataFiles, most: int) -> _Unrender
 def _in_words(rows: Any, sources: Sequence[Source], reader: _Reader) -> str:
     """Describe a data set in one line; a user's own class may lack counts and lengths."""
     text = f"{count(len(rows), 'row')} of {', '.join(source.title for source in sources)}"
+    if isinstance(rows, TokenisedDataset):
+        text += f": {', '.join(dict.fromkeys(rows.shape(rows.rows[index]) for index in rows.known))}"
     if getattr(rows, "is_streamed", False):
         text += f", read as they are drawn (looked at: {len(rows.known)})"
     counts = getattr(rows, "counts", None)

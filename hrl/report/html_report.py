@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
 
+from hrl.config.sources import source_title
 from hrl.report.phases import TITLES, phase_groups
 from hrl.report.run_folder import read_jsonl, rollouts_steps, write_text
 from hrl.report.samples import (
@@ -241,8 +242,8 @@ def _shown(record: Sample) -> dict[str, Any]:
 
 
 def _listed(files: Any) -> str:
-    """Join file names with commas."""
-    return ", ".join(map(str, files)) if isinstance(files, list) else str(files or "")
+    """Join the names of sources with commas."""
+    return ", ".join(map(source_title, files)) if isinstance(files, list) else str(files or "")
 
 
 def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

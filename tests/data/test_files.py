@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import csv
+import gzip
+import io
 import json
 from pathlib import Path
 
@@ -10,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from hrl.data.dataset import PromptRow, check_prompt
-from hrl.data.files import BadRow, files_in
+from hrl.data.files import BadRow, files_in, rows_of_file, stem_of
 from hrl.data.sources import look_into, read_rows, sources_of
 from hrl.errors import DatasetError
 from hrl.nearest import nearest_path
@@ -193,3 +196,136 @@ def test_flipped_bytes_in_a_parquet_file_are_told_with_the_place(tmp_path, check
     file.write_bytes(content)
     with pytest.raises(DatasetError, match=r"rows\.parquet is damaged after row [0-9]+: "):
         list(read_rows([str(file)], check))
+
+
+# ---- every format gives the same rows ---------------------------------------------------------------------------
+
+TABLE = [
+    {"prompt": 'say "hi", please', "answer": "1"},
+    {"prompt": "two\nlines", "answer": None},
+    {"prompt": "ünï, ©", "answer": "3"},
+]
+
+
+def write(path: Path) -> Path:
+    """`TABLE`, in the format that the name says."""
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        pq.write_table(pa.Table.from_pylist(TABLE), path)
+        return path
+    if name.endswith((".csv", ".tsv")):
+        text = io.StringIO()
+        writer = csv.DictWriter(text, ["prompt", "answer"], delimiter="\t" if name.endswith(".tsv") else ",")
+        writer.writeheader()
+        writer.writerows(TABLE)
+        content = text.getvalue()
+    elif name.endswith(".jsonl"):
+        content = "".join(json.dumps(row) + "\n" for row in TABLE)
+    else:
+        content = json.dumps(TABLE)
+    encoded = content.encode()
+    path.write_bytes(gzip.compress(encoded) if path.name.endswith(".gz") else encoded)
+    return path
+
+
+def rows_in(path: Path) -> list[object]:
+    return [row for _, row in rows_of_file(path)]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["r.parquet", "r.jsonl", "r.json", "r.csv", "r.tsv", "r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.CSV"],
+)
+def test_every_format_gives_the_same_rows(tmp_path, name):
+    path = write(tmp_path / name.lower()).rename(tmp_path / name)
+    files_in(path)
+    assert rows_in(path) == TABLE
+    assert stem_of(path) == "r"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        json.dumps({"data": TABLE, "version": "1"}),
+        "\ufeff" + json.dumps(TABLE),
+        "".join(json.dumps(row) + "\n" for row in TABLE),  # JSON lines by another name
+        json.dumps({"meta": {"a": [1, 2]}, "rows": TABLE, "tags": ["x"]}),
+    ],
+)
+def test_a_json_file_is_read_in_every_usual_form(tmp_path, text):
+    path = tmp_path / "rows.json"
+    path.write_text(text, encoding="utf-8")
+    assert rows_in(path) == TABLE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("  \n", "is empty"),
+        ("[1, 2", "is not JSON"),
+        ("3", "holds a int; expected a list of rows"),
+        (json.dumps({"prompt": ["a", "b"]}), "looks like a table by columns: write it by rows"),
+        (json.dumps({"prompt": {"0": "a"}}), "looks like a table by columns"),
+        (json.dumps({"train": TABLE, "test": TABLE}), "several lists of rows (train, test)"),
+        (json.dumps({"prompt": "a"}), "it is one object with prompt"),
+    ],
+)
+def test_a_json_file_without_one_list_of_rows_says_what_it_is(tmp_path, text, message):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    with pytest.raises(DatasetError) as caught:
+        rows_in(path)
+    assert message in str(caught.value)
+
+
+def test_a_row_of_a_csv_with_other_fields_than_the_header_is_a_bad_row(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_bytes(b"\xef\xbb\xbfprompt,answer\r\na,1\r\n\r\nb, and c,2\r\nd,3\r\n")
+    first, bad, last = rows_in(path)
+    assert first == {"prompt": "a", "answer": "1"} and last == {"prompt": "d", "answer": "3"}
+    assert isinstance(bad, BadRow)
+    assert bad == BadRow(f"{path} line 4", "has 3 fields, and the header 2: is a comma unquoted?")
+
+
+def test_a_field_of_a_csv_may_be_long(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text(f"prompt\n{'x' * 1_000_000}\n")
+    ((row),) = rows_in(path)
+    assert len(row["prompt"]) == 1_000_000
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.parquet"])
+def test_two_columns_of_one_name_are_refused(tmp_path, name):
+    path = tmp_path / name
+    if name.endswith("csv"):
+        path.write_text("prompt,answer,prompt\na,b,c\n")
+    else:
+        pq.write_table(pa.table([["a"], ["b"], ["c"]], names=["prompt", "answer", "prompt"]), path)
+    with pytest.raises(DatasetError, match="has two columns of the name 'prompt'; rename one"):
+        rows_in(path)
+
+
+def test_damaged_files_say_where(tmp_path):
+    packed = write(tmp_path / "cut.jsonl.gz")
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(DatasetError, match=r"cut\.jsonl\.gz is damaged after line"):
+        rows_in(packed)
+    (tmp_path / "plain.jsonl.gz").write_text("{}\n")
+    assert refusal(tmp_path / "plain.jsonl.gz").endswith("is not packed by gzip, as its name says")
+    (tmp_path / "latin.csv").write_bytes("prompt\ncaf\xe9\n".encode("latin-1"))
+    with pytest.raises(DatasetError, match=r"latin\.csv is not UTF-8"):
+        rows_in(tmp_path / "latin.csv")
+    (tmp_path / "open.csv").write_text('prompt\n"never closed\n')
+    with pytest.raises(DatasetError, match=r"open\.csv is damaged at line"):
+        rows_in(tmp_path / "open.csv")
+
+
+def test_a_folder_is_its_files(tmp_path):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "_cache").mkdir()
+    for name in ("b.jsonl", "a.jsonl", "part/c.jsonl.gz", "_cache/d.jsonl", ".hidden.jsonl"):
+        write(tmp_path / name)
+    (tmp_path / "notes.txt").write_text("no rows")
+    assert [str(file.relative_to(tmp_path)) for file in files_in(tmp_path)] == ["a.jsonl", "b.jsonl", "part/c.jsonl.gz"]
+    (tmp_path / "empty").mkdir()
+    assert "is a folder without a file of rows" in refusal(tmp_path / "empty")

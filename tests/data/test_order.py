@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hrl.config.offline import PairDataConfig
 from hrl.data.dataset import RLHFDataset
 from hrl.data.offline.pairs import PairDataset
-from hrl.data.order import EpochOrder, Position, differences, fingerprint
+from hrl.data.order import EpochOrder, MixedOrder, Position, differences, fingerprint, uniform
 
 
 @given(st.integers(1, 200), st.integers(0, 2**31), st.integers(0, 50))
@@ -140,3 +140,70 @@ def test_a_pair_whose_rejected_answer_changed_is_other_data(tokenizer):
 
     assert differences(pairs("n"), pairs("n")) == []
     assert "other tokens" in differences(pairs("n"), pairs("m"))[0]
+
+
+# ---- shares of several sources ----------------------------------------------------------------------------------
+
+
+def mixed(sizes, weights, seed=5, shuffle=True):
+    return MixedOrder(sum(sizes), seed, shuffle, tuple(sizes), tuple(weights))
+
+
+def source_of_rows(order, rows):
+    return np.searchsorted(np.cumsum(order.sizes), rows, side="right")
+
+
+def test_shares_are_those_of_the_weights_in_every_epoch_and_batch():
+    order = mixed([90, 10, 100], [1.0, 1.0, 2.0])
+    assert order.counts == (50, 50, 100)
+    assert [order.share(i) for i in range(3)] == [0.25, 0.25, 0.5]
+    position = Position()
+    for _ in range(40):
+        rows, position = order.next(position, 20)
+        found = np.bincount(source_of_rows(order, rows), minlength=3)
+        assert np.abs(found - [5, 5, 10]).max() <= 1
+
+
+def test_each_source_goes_through_its_own_rows_before_it_repeats_one():
+    order = mixed([30, 7], [1.0, 2.0])
+    drawn = np.concatenate([order.epoch(epoch) for epoch in range(30)])
+    for source, (start, size) in enumerate(((0, 30), (30, 7))):
+        mine = drawn[source_of_rows(order, drawn) == source] - start
+        passes = mine[: len(mine) // size * size].reshape(-1, size)
+        assert (np.sort(passes, axis=1) == np.arange(size)).all()
+        assert len({tuple(one) for one in passes}) > len(passes) // 2  # in another order each time
+
+
+def test_the_rounded_counts_add_up_and_a_tiny_share_may_be_none():
+    assert sum(mixed([10, 10, 10], [1.0, 1.0, 1.0]).counts) == 30
+    assert mixed([4, 4], [1.0, 1e-6]).counts == (8, 0)
+    assert sorted(mixed([4, 4], [1.0, 1e-6]).epoch(3)) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_without_shuffling_each_source_counts():
+    order = mixed([4, 2], [1.0, 1.0], shuffle=False)
+    assert order.epoch(0).tolist() == [0, 4, 1, 5, 2, 4]
+    assert order.epoch(1).tolist() == [3, 5, 0, 4, 1, 5]
+
+
+def test_a_large_weight_of_a_tiny_source_is_quick():
+    order = mixed([1_000_000, 1], [1.0, 9.0])
+    rows = order.epoch(0)
+    assert len(rows) == 1_000_001 and (rows == 1_000_000).mean() == pytest.approx(0.9, abs=1e-5)
+
+
+def test_other_weights_are_other_data():
+    tokens = [np.arange(3)] * 4
+    plain, one, other = EpochOrder(4, 5), mixed([2, 2], [1.0, 1.0]), mixed([2, 2], [1.0, 2.0])
+    before = fingerprint(one, tokens)
+    assert differences(before, fingerprint(mixed([2, 2], [1.0, 1.0]), tokens)) == []
+    for changed in (plain, other):
+        assert differences(before, fingerprint(changed, tokens)) == ["the weights of its sources are others"]
+
+
+def test_uniform_numbers_follow_from_seed_and_place():
+    first = uniform(10_000, 3, 7)
+    assert (first > 0).all() and (first < 1).all()
+    assert first.mean() == pytest.approx(0.5, abs=0.02)
+    assert (first == uniform(10_000, 3, 7)).all()
+    assert abs(np.corrcoef(first, uniform(10_000, 3, 8))[0, 1]) < 0.05

@@ -110,6 +110,11 @@ class DemonstrationDataset(OfflineDataset[Demonstration]):
     def check(self, raw: Mapping[str, Any]) -> Demonstration | str:
         return check_demonstration(raw, self.config)
 
+    def shape(self, row: Demonstration) -> str:
+        if row.text is not None:
+            return "whole texts" if row.before is None else "texts with their answers"
+        return ("prompts with answers" if row.first_trained else "whole chats") + (" with tools" if row.tools else "")
+
     def render(self, row: Demonstration) -> list[list[Passage]]:
         if row.text is not None and row.before is None:
             return [passages_of_whole_text(self.tokenizer, row.text)]

@@ -127,6 +127,11 @@ class PairDataset(OfflineDataset[PairRow]):
     def check(self, raw: Mapping[str, Any]) -> PairRow | str:
         return check_pair(raw, self.config)
 
+    def shape(self, row: PairRow) -> str:
+        if isinstance(row.prompt, str):
+            return "pairs of texts"
+        return "pairs of answers" + (" with tools" if row.tools else "")
+
     def render(self, row: PairRow) -> list[list[Passage]]:
         """Return the passages of prompt and chosen answer, and those of prompt and rejected answer."""
         found = []

@@ -12,7 +12,7 @@ from hrl.batching.plan import BatchPlan
 from hrl.batching.planner import lengths_of
 from hrl.cluster.roles import Role
 from hrl.config.offline import OfflineConfig
-from hrl.metrics import Metric, StepMetrics
+from hrl.metrics import Metric, StepMetrics, validation_of
 from hrl.protocol import DataProto
 from hrl.trainer.loop import TrainingLoop
 from hrl.workers.requests import LogProbRequest, temperature_of
@@ -128,6 +128,6 @@ def metrics_by_source(sources: Sequence[str], columns: Mapping[str, Tensor], wei
         mine = torch.tensor([other == source for other in sources])
         weight = weights[mine].double()
         for name, values in columns.items():
-            metrics[f"val/{source}/{name}"] = float(values[mine].double() @ weight / weight.sum())
-        metrics[f"val/{source}/n"] = float(mine.sum())
+            metrics[f"{validation_of(source)}/{name}"] = float(values[mine].double() @ weight / weight.sum())
+        metrics[f"{validation_of(source)}/n"] = float(mine.sum())
     return metrics

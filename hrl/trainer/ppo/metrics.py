@@ -12,6 +12,7 @@ import torch
 from hrl.algos.groups import count_groups_without_spread, group_codes
 from hrl.algos.sample_metrics import best_at_k, maj_at_k, pass_at_k, worst_at_k
 from hrl.batching.planner import lengths_of
+from hrl.metrics import validation_of
 from hrl.protocol import DataProto
 from hrl.reward.parts import numeric_parts
 
@@ -122,7 +123,7 @@ def count_left_out(batch: DataProto, kept: torch.Tensor) -> dict[str, float]:
         kept: (B,) bool, which of them have a score.
     """
     counts = Counter(batch.non_tensor_batch["data_source"][~kept.numpy()].tolist())
-    return {f"val/{source}/skipped": float(count) for source, count in counts.items()}
+    return {f"{validation_of(source)}/skipped": float(count) for source, count in counts.items()}
 
 
 def validation_metrics(batch: DataProto, num_samples: int, seed: int = 0) -> dict[str, float]:
@@ -168,13 +169,13 @@ def validation_metrics(batch: DataProto, num_samples: int, seed: int = 0) -> dic
     for (source, _), samples in alike.items():
         codes = None if answers is None else np.array([_codes([answers[row] for row in rows]) for rows in samples])
         picked = np.array(samples)
-        found = _per_prompt(f"val/{source}", scores[picked], is_correct[picked], codes, num_samples, rng)
+        found = _per_prompt(validation_of(source), scores[picked], is_correct[picked], codes, num_samples, rng)
         for name, values in found.items():
             collected.setdefault(name, []).append(values)
     counts = Counter(source for source, _ in prompts)
     return (
         {name: float(np.concatenate(values).mean()) for name, values in collected.items()}
-        | {f"val/{source}/n": float(count) for source, count in counts.items()}
+        | {f"{validation_of(source)}/n": float(count) for source, count in counts.items()}
         | _of_parts(prompts, parts, num_samples)
     )
 
@@ -199,9 +200,9 @@ def _of_parts(
             if values:
                 means.setdefault(source, []).append(sum(values) / len(values))
         for source, of_prompts in means.items():
-            metrics[f"val/{source}/{name}/mean@{n}"] = sum(of_prompts) / len(of_prompts)
+            metrics[f"{validation_of(source)}/{name}/mean@{n}"] = sum(of_prompts) / len(of_prompts)
             if missing[source]:
-                metrics[f"val/{source}/{name}/missing"] = float(missing[source])
+                metrics[f"{validation_of(source)}/{name}/missing"] = float(missing[source])
     return metrics
 
 

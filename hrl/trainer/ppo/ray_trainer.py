@@ -18,7 +18,7 @@ from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.config.alarms import SAMPLER_GAP
 from hrl.data.order import Position
 from hrl.data.sampler import PromptSampler, check_choice, load_sampler
-from hrl.metrics import Metric, StepMetrics
+from hrl.metrics import Metric, StepMetrics, validation_of
 from hrl.protocol import DataProto
 from hrl.report.first_look import first_look
 from hrl.report.samples import rollout_records
@@ -533,7 +533,9 @@ class RayPPOTrainer(TrainingLoop):
     def validation_score(self, metrics: Mapping[str, float]) -> float | None:
         """Return the mean score of the validation, over its sources."""
         sources = () if self.val_dataset is None else dict.fromkeys(self.val_dataset.data_sources)
-        names = [f"val/{source}/mean@{self.config.actor_rollout_ref.rollout.val_kwargs.n}" for source in sources]
+        names = [
+            f"{validation_of(source)}/mean@{self.config.actor_rollout_ref.rollout.val_kwargs.n}" for source in sources
+        ]
         means = [metrics[name] for name in names if name in metrics]
         return sum(means) / len(means) if means else None
 

@@ -1,0 +1,143 @@
+"""Rows on disk give the batches that rows in memory give, resume exactly, and pass over what is left out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from hrl.data.dataset import RLHFDataset
+from hrl.data.files import BadRow, JsonLines
+from hrl.data.order import EpochOrder, Position
+from hrl.data.streamed import FIRST_ROWS, StreamedRows
+from hrl.errors import DatasetError
+
+datasets = pytest.importorskip("datasets")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def batches(dataset, position, size, count):
+    for _ in range(count):
+        indices, position = dataset.draw(position, size)
+        batch = dataset.batch(indices)
+        yield [chat[0]["content"] for chat in batch.non_tensor_batch["raw_prompt"]], position
+
+
+def test_the_batches_are_those_of_rows_in_memory(tmp_path, tokenizer, config):
+    config.train_batch_size = 4
+    first = write(tmp_path / "a.jsonl", [{"prompt": f"a{n}", "answer": str(n)} for n in range(11)])
+    (tmp_path / "b.csv").write_text("question,answer\n" + "".join(f"b{n},{n}\n" for n in range(5)))
+    sources = [
+        {"path": first, "weight": 1.0},
+        {"path": str(tmp_path / "b.csv"), "weight": 2.0, "prompt_key": "question"},
+    ]
+    held = RLHFDataset(sources, tokenizer, config)
+    streamed = RLHFDataset([{**source, "streaming": True} for source in sources], tokenizer, config)
+    assert streamed.is_streamed and not held.is_streamed
+    assert (len(streamed), streamed.sizes) == (len(held), held.sizes) == (16, [11, 5])
+    wanted = list(batches(held, Position(), 4, 10))
+    assert list(batches(streamed, Position(), 4, 10)) == wanted
+    # from the middle on, in a new process so to speak
+    again = RLHFDataset([{**source, "streaming": True} for source in sources], tokenizer, config)
+    assert again.fingerprint == streamed.fingerprint
+    assert list(batches(again, wanted[4][1], 4, 5)) == wanted[5:]
+    row = streamed.rows[15]
+    assert row.origin == f"{tmp_path}/b.csv row 4" and row.reward_model["ground_truth"] == "4"
+    assert (streamed.columns, streamed.data_sources) == (held.columns, held.data_sources)
+
+
+def test_rows_that_are_left_out_are_passed_over_and_counted(tmp_path, tokenizer, config):
+    config.train_batch_size, config.bad_rows, config.filter_overlong_prompts = 3, "skip", True
+    rows = [{"prompt": f"p{n}"} for n in range(12)]
+    rows[2]["prompt"], rows[5]["prompt"], rows[7]["prompt"] = "", "x" * 100, ""
+    dataset = RLHFDataset({"path": write(tmp_path / "r.jsonl", rows), "streaming": True}, tokenizer, config)
+    assert list(dataset.known) == [0, 1, 3, 4, 6, 8, 9, 10, 11]
+    seen = [text for batch, _ in batches(dataset, Position(), 3, 3) for text in batch]
+    assert sorted(seen) == sorted(f"p{index}" for index in dataset.known)
+    assert dataset.metrics() == {"data/dropped_overlong": 1.0, "data/dropped_bad": 2.0}
+    (_, position), *_ = batches(dataset, Position(), 3, 1)
+    assert list(batches(dataset, position, 3, 4))[:2] == list(batches(dataset, Position(), 3, 3))[1:]
+
+
+def test_a_bad_row_beyond_the_first_ends_the_run_with_its_place(tmp_path, tokenizer, config):
+    config.train_batch_size, config.shuffle = 10, False
+    rows = [{"prompt": f"p{n}"} for n in range(FIRST_ROWS)] + [{"prompt": ""}, {"prompt": "last"}]
+    dataset = RLHFDataset({"path": write(tmp_path / "r.jsonl", rows), "streaming": True}, tokenizer, config)
+    dataset.draw(Position(0, FIRST_ROWS - 10), 10)
+    with pytest.raises(DatasetError, match=rf"r\.jsonl row {FIRST_ROWS}: 'prompt' is an empty string"):
+        dataset.draw(Position(0, FIRST_ROWS - 9), 10)
+
+
+def test_an_epoch_with_too_few_usable_rows_is_an_error():
+    streamed = StreamedRows([list(range(6))], lambda wanted: [(raw, raw) if raw < 2 else None for _, _, raw in wanted])
+    with pytest.raises(DatasetError, match="epoch 1 has 2 rows that can be used, too few for a batch of 3"):
+        streamed.draw(EpochOrder(6, 0), Position(), 3)
+
+
+def test_only_so_many_rows_are_kept():
+    loads: list[int] = []
+
+    def load(wanted):
+        loads.extend(index for _, index, _ in wanted)
+        return [(raw, raw) for _, _, raw in wanted]
+
+    streamed = StreamedRows([range(5000)], load, keep=0)
+    for start in range(0, 5000, 100):
+        streamed.get(range(start, start + 100))
+    assert len(streamed._kept) == 1024
+    streamed.get([4999, 4999])
+    assert len(loads) == 5000
+    streamed.get([0])
+    assert len(loads) == 5001
+    assert StreamedRows([range(10), range(10)], load, 13).sizes == [10, 3]
+
+
+def test_columns_of_several_types_are_refused_with_the_way_out(tmp_path, tokenizer, config):
+    config.train_batch_size = 2
+    first, second = tmp_path / "rows" / "a.parquet", tmp_path / "rows" / "b.parquet"
+    first.parent.mkdir()
+    pq.write_table(pa.table({"prompt": ["a"], "answer": ["1"]}), first)
+    pq.write_table(pa.table({"prompt": ["b"], "answer": [[2]]}), second)
+    assert len(RLHFDataset(str(first.parent), tokenizer, config)) == 2
+    with pytest.raises(DatasetError, match="can't be converted to rows on disk.*Leave out streaming"):
+        RLHFDataset({"path": str(first.parent), "streaming": True}, tokenizer, config)
+
+
+def test_json_lines_are_read_from_where_they_stand(tmp_path):
+    """No conversion: a column may have any types, and the places of the lines are all that is in memory."""
+    one, two = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    one.write_bytes('\ufeff{"answer": "3"}\n\n{"answer": {"é": [1]}}\nno json\n'.encode())
+    two.write_bytes(b'{"answer": null}')
+    rows = JsonLines([one, two])
+    assert len(rows) == 4
+    assert rows[3] == {"answer": None} and rows[1] == {"answer": {"é": [1]}} and rows[0] == {"answer": "3"}
+    assert isinstance(rows[2], BadRow) and rows[2].origin == f"{one} byte 44"
+
+
+@pytest.mark.parametrize("name", ["r.parquet", "r.jsonl.gz", "r.json", "r.tsv"])
+def test_other_formats_are_converted_and_give_the_same_rows(tmp_path, tokenizer, config, name):
+    config.train_batch_size = 2
+    rows = [{"prompt": f"p{n}", "answer": f"0{n}"} for n in range(5)]
+    path = tmp_path / name
+    if name.endswith("parquet"):
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif name.endswith("gz"):
+        path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    elif name.endswith("json"):
+        path.write_text(json.dumps(rows))
+    else:
+        path.write_text("prompt\tanswer\n" + "".join(f"{row['prompt']}\t{row['answer']}\n" for row in rows))
+    dataset = RLHFDataset({"path": str(path), "streaming": True}, tokenizer, config)
+    assert [row.columns for row in dataset.rows] == rows
