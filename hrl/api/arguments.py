@@ -46,6 +46,8 @@ def as_override(value: Any) -> str:
     """
     if value is None:
         return "null"
+    if hasattr(value, "item"):  # of numpy
+        value = value.item()
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, Integral):

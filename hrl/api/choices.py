@@ -7,6 +7,7 @@ the values of the quickstart; batches are never larger than the rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -48,13 +49,13 @@ def chosen(kind: RunKind[Any], config: RunConfiguration, num_rows: int | None) -
     if not has_gpu or outline_of(config).model.path.startswith("bundled:"):
         values |= {key: value for key, value in small.items() if key != BATCH}
     if isinstance(config, PPOTrainerConfig):
-        if not has_gpu:
+        if not has_gpu and _RESPONSE not in set_by:
             values[_RESPONSE] = CPU_RESPONSE_TOKENS
         if config.needs_critic and "actor_rollout_ref.actor.optim.lr" in values:
             values["critic.optim.lr"] = values["actor_rollout_ref.actor.optim.lr"]
     for key in _BUDGETS:
         if key in values:
-            values[key] = max(values[key], _longest_row(config))
+            values[key] = max(values[key], _longest_row(config, values))
     return {key: value for key, value in values.items() if key not in set_by}
 
 
@@ -83,7 +84,8 @@ def _power_of_two_up_to(number: int) -> int:
     return 1 << (number.bit_length() - 1)
 
 
-def _longest_row(config: RunConfiguration) -> int:
+def _longest_row(config: RunConfiguration, values: Mapping[str, Any]) -> int:
     if isinstance(config, OfflineConfig):
         return 2 * config.data.max_length
-    return config.data.max_prompt_length + config.data.max_response_length
+    response: int = values.get(_RESPONSE, config.data.max_response_length)
+    return config.data.max_prompt_length + response
