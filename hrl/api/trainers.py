@@ -93,6 +93,7 @@ class Trainer:
         self._loop: TrainingLoop | None = None
         self._closed_because: str | None = None
         self._trained: Run | None = None
+        self._failed = False
 
     # ------------------------------------------------------------------ what it is
 
@@ -160,17 +161,17 @@ class Trainer:
         Raises:
             HrlError: The configuration can't be run (`ConfigError`), or the run failed. Nothing is left running.
         """
+        self._trained, self._failed = None, True
         try:
             with self._running() as loop:
                 loop.fit()
                 folder = loop.reporter.folder.path
                 loop.export(folder / MODEL)
-                run = Run(folder, self.kind)
         except BaseException as error:
-            self._end("a run that was interrupted or failed", type(error), error, error.__traceback__)
+            self._end("a trainer whose run was interrupted or failed", type(error), error, error.__traceback__)
             raise
-        self._trained = run
-        return run
+        self._trained, self._failed = Run(folder, self.kind), False
+        return self._trained
 
     def evaluate(self, data: Rows | None = None) -> dict[str, float]:
         """Return the `val/...` metrics of the present weights: before `train()` the model's, then the trained ones.
@@ -179,12 +180,12 @@ class Trainer:
             data: Rows to validate on, this time, in place of the run's own.
         """
         names, rows = as_sources_or_rows(data)
-        with self._running() as loop:
+        with self._running(asked=True) as loop:
             return loop.evaluate(names if rows is None else rows)
 
     def save_hf(self, folder: str | Path) -> Path:
         """Write the present weights as a folder that transformers and vLLM load, and return it."""
-        with self._running() as loop:
+        with self._running(asked=True) as loop:
             return loop.export(Path(folder).expanduser().resolve())
 
     # ------------------------------------------------------------------ its processes
@@ -246,14 +247,23 @@ class Trainer:
         return facts
 
     @contextmanager
-    def _running(self) -> Iterator[TrainingLoop]:
-        """Yield the trainer of the started processes, or of processes that end with the block."""
+    def _running(self, *, asked: bool = False) -> Iterator[TrainingLoop]:
+        """Yield the trainer of the started processes, or of processes that end with the block.
+
+        Args:
+            asked: Whether the weights are only asked, and so must be those that were trained, if any were.
+        """
         if self._loop is not None:
             yield self._loop
             return
+        if asked and self._failed:
+            raise UsageError(
+                "the run was interrupted or failed: train() again continues after its newest checkpoint, or begins "
+                "again if there is none"
+            )
         with ExitStack() as stack:
             config, given = self.resolved(), self._given()
-            if self._trained is not None:
+            if asked and self._trained is not None:
                 config = self._after_training(stack, self._trained)
             stack.push(self._started(config, given))
             stack.callback(setattr, self, "_loop", None)
@@ -401,7 +411,7 @@ class PPO(Trainer):
         }.items():
             if is_wrong:
                 raise UsageError(f"generate: {what}")
-        with self._running() as loop:
+        with self._running(asked=True) as loop:
             data: Any = loop.config.data
             policy: Any = loop
             longest: int = data.max_response_length
