@@ -256,7 +256,7 @@ class Trainer:
         if self._loop is not None:
             yield self._loop
             return
-        if asked and self._failed:
+        if asked and self._failed and self._closed_because is None:
             raise UsageError(
                 "the run was interrupted or failed: train() again continues after its newest checkpoint, or begins "
                 "again if there is none"

@@ -103,8 +103,8 @@ def this_process(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("this_process", [True], ids=["with a report"], indirect=True)
+@pytest.mark.cluster
 def test_a_trainer_trains_answers_and_is_stopped_by_a_callback(
     runner: Runner, tmp_path: Path, this_process: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,8 +137,7 @@ def test_a_trainer_trains_answers_and_is_stopped_by_a_callback(
 # ---------------------------------------------------------------------- the same run from everywhere
 
 
-def letters(response: str, answer: str | None = None) -> float:
-    return len(set(response)) / 10
+letters = lambda response: len(set(response)) / 10  # noqa: E731 (sent by value, so that its process needs no tests)
 
 
 def learnt(folder: Path) -> list[dict[str, Any]]:
@@ -150,7 +149,7 @@ def learnt(folder: Path) -> list[dict[str, Any]]:
     ]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.cluster
 def test_python_the_printed_command_and_the_saved_configuration_are_one_run(
     runner: Runner, tmp_path: Path, this_process: None
 ) -> None:
@@ -197,7 +196,7 @@ class Clumsy(hrl.Callback):
             raise ZeroDivisionError("no luck")
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.cluster
 def test_a_run_that_a_callback_broke_goes_on_where_it_was(runner: Runner, tmp_path: Path, this_process: None) -> None:
     broken = grpo(runner, tmp_path / "run", reward=letters, save_freq=100, callbacks=[Clumsy()])
     with pytest.raises(CallbackError, match="Clumsy raised ZeroDivisionError in on_step_end after step 1: no luck"):
@@ -215,6 +214,7 @@ class StopAtOnce(hrl.Callback):
         run.stop("good enough already")
 
 
+@pytest.mark.cluster
 def test_a_run_can_be_stopped_before_its_first_step(runner: Runner, tmp_path: Path, this_process: None) -> None:
     run = grpo(runner, tmp_path, reward=letters, val_data=ROWS[:2], callbacks=[StopAtOnce()]).train()
     assert [record["step"] for record in run.metrics] == [0]
@@ -223,7 +223,7 @@ def test_a_run_can_be_stopped_before_its_first_step(runner: Runner, tmp_path: Pa
 # ---------------------------------------------------------------------- what a trainer is asked
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.cluster
 def test_a_trainer_is_asked_before_during_and_after(runner: Runner, tmp_path: Path, this_process: None) -> None:
     with grpo(runner, tmp_path / "run", reward=letters, val_data=ROWS[:2]) as trainer:
         before = trainer.evaluate()
@@ -264,7 +264,7 @@ def test_a_trainer_is_asked_before_during_and_after(runner: Runner, tmp_path: Pa
     assert given.generate("What is 1 plus 1?", temperature=0.0)[0]["response"] == answers[0]["response"]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.cluster
 def test_after_training_without_a_block_the_trained_weights_answer(
     runner: Runner, tmp_path: Path, this_process: None
 ) -> None:
@@ -293,49 +293,50 @@ def test_a_closed_trainer_and_one_that_never_started_can_be_closed(runner: Runne
 # ---------------------------------------------------------------------- rewards
 
 
-class Counting:
-    """An instance with state and bound methods."""
+def rewards() -> list[Any]:
+    """Anything that can be called, with the reward of every sample; None where it grows."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    class Counting:
+        def __init__(self) -> None:
+            self.calls = 0
 
-    def __call__(self, response: str) -> dict[str, float]:
-        self.calls += 1
-        return {"score": float(self.calls), "calls": float(self.calls)}
+        def __call__(self, response: str) -> dict[str, float]:
+            self.calls += 1
+            return {"score": float(self.calls), "calls": float(self.calls)}
 
-    def method(self, response: str, answer: str | None) -> float:
-        return 1.0
+        def method(self, response: str, answer: str | None) -> float:
+            return 1.0
+
+    async def patient(response: str, **columns: Any) -> float:
+        await asyncio.sleep(0)
+        return 2.0
+
+    def scaled(response: str, by: float) -> float:
+        return by
+
+    return [
+        pytest.param(patient, 2.0, id="async"),
+        pytest.param(Counting().method, 1.0, id="bound method"),
+        pytest.param(functools.partial(scaled, by=3.0), 3.0, id="partial"),
+        pytest.param([(lambda response: 1.0, 0.5), (patient, 2.0)], 4.5, id="several"),
+        pytest.param(Counting(), None, id="object with state"),
+        pytest.param("numeric", 0.0, id="of the library"),
+    ]
 
 
-async def patient(response: str, **columns: Any) -> float:
-    await asyncio.sleep(0)
-    return 2.0
-
-
-def scaled(response: str, by: float) -> float:
-    return by
-
-
-@pytest.mark.parametrize(
-    ("reward", "mean"),
-    [
-        (lambda response: 0.5, 0.5),
-        (patient, 2.0),
-        (Counting().method, 1.0),
-        (functools.partial(scaled, by=3.0), 3.0),
-        ([(lambda response: 1.0, 0.5), (patient, 2.0)], 4.5),
-        (Counting(), None),
-    ],
-    ids=["lambda", "async", "bound method", "partial", "several", "object with state"],
-)
+@pytest.mark.parametrize(("reward", "mean"), rewards())
+@pytest.mark.cluster
 def test_a_reward_is_anything_that_can_be_called(
     reward: Any, mean: float | None, runner: Runner, tmp_path: Path, this_process: None
 ) -> None:
-    run = grpo(runner, tmp_path, reward=reward, steps=1).train()
+    rows = [{"prompt": "What is 1 plus 1?", "answer": "2"}] * 2
+    run = grpo(runner, tmp_path, reward=reward, data=rows, steps=1).train()
     (record,) = run.metrics
-    assert record["reward/mean"] == (mean if mean is not None else pytest.approx(record["reward/mean"]))
     if mean is None:
-        assert record["reward/mean"] > 1.0 and record["reward/calls/mean"] > 1.0  # it counted
+        assert record["reward/mean"] > 1.0  # it counted
+        assert max(sample["reward_parts"]["calls"] for sample in run.samples()) > 1.0
+    else:
+        assert record["reward/mean"] == mean
 
 
 def test_a_reward_that_cannot_travel_is_refused_with_a_way_out(runner: Runner, tmp_path: Path) -> None:
@@ -360,6 +361,7 @@ class Bomb:
         return (exec, ("raise SystemExit('unpickled')",))
 
 
+@pytest.mark.cluster
 def test_rows_and_files_carry_no_pickles(runner: Runner, tmp_path: Path, this_process: None) -> None:
     smuggled = base64.b64encode(pickle.dumps(Bomb())).decode()
     rows = [
