@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hrl.report.console import Field, StepLine
 from hrl.report.notebook import HEAD_LINES, TAIL_LINES, NotebookConsole, in_notebook
+from hrl.report.step_line import Field, StepLine
 
 LINE = StepLine((Field("reward", ("reward/mean",), "6.3f"),), {})
 
@@ -29,12 +29,12 @@ def outputs(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_long_run_is_one_output_of_limited_length(outputs: list[Any]) -> None:
-    console = NotebookConsole(500, LINE)
+    console = NotebookConsole().expect(500, LINE)
     console.banner("hrl", {"model": "<b>tiny</b>"})
     for step in range(1, 501):
         with console.step_phases(step), console.phase("gen"):
             pass
-        console.step(step, {"reward/mean": step / 500, "timing_s/step": 1.0})
+        console.step(step, {"reward/mean": step / 500, "timing_s/step": 1.0}, left_s=500.0 - step)
     (history,) = outputs
     last = history[-1]
     assert "value='500' max='500'" in last and "step 500/500" in last and "reward  1.000" in last
