@@ -1,0 +1,590 @@
+"""The charts of a run: which there are, what each shows, and how Vega-Lite draws them.
+
+The page and the picture of a run are drawn from the same specifications. A chart shows those of its metrics that the
+run has; one without any is left out.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from hrl.report.phases import phase_groups
+
+Records = Sequence[Mapping[str, Any]]
+"""Of `metrics.jsonl`, one per step."""
+
+TIMER = "timing_s/"
+MAX_POINTS = 1000
+"""Points of a line; of a longer run, each is the mean of several steps."""
+_MAX_LINES = 10
+_DIGITS = 5
+_SECONDS = "seconds of "
+"""Prefix of the columns that `run_columns` adds: the seconds of a group of phases."""
+
+
+# ---------------------------------------------------------------------------------------------- colours
+
+COLOURS: Mapping[str, tuple[str, str]] = {
+    "ink": ("#1f2a35", "#e2e7ec"),
+    "faint": ("#5c6874", "#9aa6b2"),
+    "line": ("#dfe4e9", "#333d47"),
+    "paper": ("#ffffff", "#14191e"),
+    "panel": ("#f5f7f9", "#1d242b"),
+    "good": ("#19784a", "#56c98d"),
+    "bad": ("#b3361e", "#f08a70"),
+    "warn": ("#875a00", "#e0b050"),
+    "c0": ("#2563b0", "#74aef0"),
+    "c1": ("#c2410c", "#f29457"),
+    "c2": ("#0f7b5f", "#4fc9a4"),
+    "c3": ("#9d3c8a", "#e08fd0"),
+    "c4": ("#8a6100", "#d9b64c"),
+    "c5": ("#5b4bb3", "#a99cf5"),
+    "c6": ("#b0244f", "#f487a5"),
+    "c7": ("#4d6372", "#a9bccb"),
+}
+"""Name → colour on a light and on a dark page. In a page they are CSS variables, so that charts change with it."""
+
+_NUM_COLOURS = sum(re.fullmatch(r"c\d", name) is not None for name in COLOURS)
+_DASHES: tuple[list[int], ...] = ([], [6, 3], [2, 2], [8, 3, 2, 3], [1, 3])
+
+
+def css_colours() -> str:
+    """Return the colours as CSS declarations, each for a light and a dark page."""
+    return " ".join(f"--{name}: light-dark({light}, {dark});" for name, (light, dark) in COLOURS.items())
+
+
+# ---------------------------------------------------------------------------------------------- which charts
+
+
+class Metrics(NamedTuple):
+    """Metrics of a chart.
+
+    Attributes:
+        pattern: Regular expression for a whole name.
+        label: Their label; `\\1` stands for the first group of the pattern.
+    """
+
+    pattern: str
+    label: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart over the steps of a run.
+
+    Attributes:
+        name: Its name in the page, of letters and dashes.
+        title: Headline.
+        about: What it shows, and what is healthy.
+        metrics: What it draws, in this order.
+        form: Lines, or parts of a whole on top of each other.
+        from_zero: Whether the axis begins at 0.
+        number: Format of the axis and of values, for d3-format.
+    """
+
+    name: str
+    title: str
+    about: str
+    metrics: tuple[Metrics, ...]
+    form: Literal["lines", "stack"] = "lines"
+    from_zero: bool = False
+    number: str = ".4~g"
+
+
+_MEAN = r"val/([^/]+(?:/[^/]+)*)/mean@\d+"
+OVERVIEW = Chart(
+    "reward",
+    "Reward",
+    "The mean score of each step's samples, and the validation score of each source.",
+    (Metrics(r"reward/mean", "training"), Metrics(_MEAN, r"validation: \1")),
+)
+LOSS_OVERVIEW = Chart(
+    "loss",
+    "Loss",
+    "The loss of each step, and that of each validation source. Validation that rises while training falls is "
+    "overfitting.",
+    (Metrics(r"train/loss", "training"), Metrics(r"val/(.+)/loss", r"validation: \1")),
+)
+SECONDS = Chart(
+    "seconds",
+    "Seconds per step",
+    "Where the time of a step goes; other is what no phase covers.",
+    tuple(Metrics(re.escape(_SECONDS + group), group) for group in (*phase_groups(), "other")),
+    form="stack",
+    from_zero=True,
+)
+CHARTS = (
+    OVERVIEW,
+    LOSS_OVERVIEW,
+    Chart(
+        "reward-parts",
+        "Parts of the reward",
+        "The mean of each part that the reward function returned.",
+        (Metrics(r"reward/(.+)/mean", r"\1"),),
+    ),
+    Chart(
+        "reward-spread",
+        "Spread of the reward",
+        "Standard deviation over a step's samples. Without spread there is nothing to learn from.",
+        (Metrics(r"reward/std", "standard deviation"),),
+        from_zero=True,
+    ),
+    Chart(
+        "validation-k",
+        "Validation with several samples",
+        "pass@k: one of k is right; maj@k: the majority is; best@k and worst@k: the best and the worst of k.",
+        (Metrics(r"val/(.+/(?:pass|maj|best|worst)@\d+)", r"\1"),),
+    ),
+    Chart(
+        "preferences",
+        "Preferences",
+        "How often the chosen answer is preferred over the rejected one; 0.5 is chance.",
+        (Metrics(r"rewards/accuracies", "training"), Metrics(r"val/(.+)/rewards_accuracies", r"validation: \1")),
+    ),
+    Chart(
+        "margins",
+        "Rewards of chosen and rejected answers",
+        "The margin is their difference and should grow. If both fall, the model moves away from the chosen ones too.",
+        (
+            Metrics(r"rewards/margins", "margin"),
+            Metrics(r"rewards/(chosen|rejected)", r"\1"),
+            Metrics(r"val/(.+)/rewards_margins", r"margin, validation: \1"),
+        ),
+    ),
+    Chart(
+        "perplexity",
+        "Perplexity",
+        "The exponential of the mean loss per token.",
+        (Metrics(r"train/perplexity", "training"), Metrics(r"val/(.+)/perplexity", r"validation: \1")),
+    ),
+    Chart(
+        "length",
+        "Response length",
+        "Tokens of a response. A length that grows while validation stands still pays for words.",
+        (Metrics(r"response_length/(mean|max|min)", r"\1"),),
+        from_zero=True,
+    ),
+    Chart(
+        "truncation",
+        "Cut responses",
+        "Share of responses that reached the length limit or were given up.",
+        (Metrics(r"response_length/clip_ratio", "at the limit"), Metrics(r"response/aborted_ratio", "given up")),
+        from_zero=True,
+    ),
+    Chart(
+        "entropy",
+        "Entropy",
+        "Of the policy per token. Near 0 it explores no more; a steady rise leads to noise.",
+        (Metrics(r"actor/entropy", "policy"),),
+    ),
+    Chart(
+        "kl",
+        "KL divergence",
+        "How far the policy moved: in the update (ppo_kl), and from the reference (kl_loss, reward_kl_penalty).",
+        (Metrics(r"actor/(ppo_kl|kl_loss|reward_kl_penalty)", r"\1"),),
+    ),
+    Chart(
+        "gradient",
+        "Gradient norm",
+        "Before clipping. Zero means that nothing is learnt; jumps come before a collapse.",
+        (Metrics(r"(actor|critic|train)/grad_norm", r"\1"),),
+        from_zero=True,
+    ),
+    Chart(
+        "clip",
+        "Clip share",
+        "Share of tokens whose ratio was clipped. Much above 0.2, the steps are too large.",
+        (
+            Metrics(r"actor/pg_clipfrac", "policy"),
+            Metrics(r"actor/pg_clipfrac_lower", "policy, lower bound"),
+            Metrics(r"critic/vf_clipfrac", "critic"),
+        ),
+        from_zero=True,
+    ),
+    Chart(
+        "sampler",
+        "Sampler against trainer",
+        "Difference of their log-probs for the same tokens; a mean above 0.05 needs a look.",
+        (Metrics(r"rollout/logprob_diff_(mean|p99)", r"\1"),),
+        from_zero=True,
+    ),
+    Chart(
+        "policy-loss",
+        "Policy loss",
+        "Not a measure of success: it is near 0 by construction.",
+        (Metrics(r"actor/pg_loss", "policy"),),
+    ),
+    Chart(
+        "value-loss",
+        "Value loss",
+        "Of the critic, with the share of the returns' variance that it explains.",
+        (Metrics(r"critic/vf_loss", "loss"), Metrics(r"critic/vf_explained_var", "explained variance")),
+    ),
+    Chart(
+        "no-spread",
+        "Groups without spread",
+        "Prompts whose samples all scored the same; they teach nothing.",
+        (Metrics(r"rollout/zero_variance_groups", "groups"),),
+        from_zero=True,
+    ),
+    Chart(
+        "rate",
+        "Learning rate",
+        "Of each trained model.",
+        (Metrics(r"(actor|critic|train)/lr", r"\1"),),
+        from_zero=True,
+    ),
+    SECONDS,
+    Chart(
+        "throughput",
+        "Throughput",
+        "Tokens per second and device, prompts included, over the whole step.",
+        (Metrics(r"perf/throughput", "tokens/s"),),
+        from_zero=True,
+    ),
+    Chart(
+        "mfu",
+        "Use of the device's arithmetic",
+        "Share of the peak that the update reached.",
+        (Metrics(r"perf/mfu/(.+)", r"\1"),),
+        from_zero=True,
+    ),
+    Chart(
+        "memory",
+        "Memory",
+        "The most that a process and its engine held, in GiB.",
+        (Metrics(r"perf/max_memory_gib", "trainer"), Metrics(r"perf/max_child_memory_gib", "engine")),
+        from_zero=True,
+    ),
+)
+"""All charts, in the order of the page."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart.
+
+    Attributes:
+        run: Number of the run that it belongs to.
+        metric: Its column.
+        label: Its name in the legend.
+        colour: Name in `COLOURS`.
+        dash: Lengths of its dashes; none for a solid line.
+    """
+
+    run: int
+    metric: str
+    label: str
+    colour: str
+    dash: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart with the lines that some runs have for it, and how many more are left out."""
+
+    chart: Chart
+    lines: tuple[Line, ...]
+    left_out: int = 0
+
+
+def charts_of(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = ("",)) -> list[Drawn]:
+    """Return the charts for which there is anything to draw.
+
+    Args:
+        runs: Columns of each run, see `run_columns`.
+        names: A name for each run; they are shown where there are several.
+    """
+    drawn = []
+    for chart in CHARTS:
+        lines = list(_lines(chart, runs, names))
+        if lines:
+            drawn.append(Drawn(chart, tuple(lines[:_MAX_LINES]), max(0, len(lines) - _MAX_LINES)))
+    return drawn
+
+
+def _lines(chart: Chart, runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[Line]:
+    """Yield the lines of a chart: colours tell metrics apart in one run, and runs where there are several."""
+    every_metric = sorted({metric for columns in runs for metric in columns["values"]})
+    found = {metric: label for metrics in chart.metrics for metric, label in _matching(metrics, every_metric)}
+    if chart.form == "stack" and len(runs) > 1:
+        return
+    for place, (metric, label) in enumerate(found.items()):
+        for run, columns in enumerate(runs):
+            if metric not in columns["values"]:
+                continue
+            several = len(runs) > 1
+            yield Line(
+                run,
+                metric,
+                (f"{names[run]}: {label}" if len(found) > 1 else names[run]) if several else label,
+                f"c{(run if several else place) % _NUM_COLOURS}",
+                _DASHES[(place if several else place // _NUM_COLOURS) % len(_DASHES)],
+            )
+
+
+def _matching(metrics: Metrics, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        match = re.fullmatch(metrics.pattern, name)
+        if match is not None:
+            yield name, match.expand(metrics.label)
+
+
+# ---------------------------------------------------------------------------------------------- the numbers
+
+
+def run_columns(records: Records) -> dict[str, Any]:
+    """Return the metrics of a run as columns, with the seconds of each group of phases.
+
+    Returns:
+        `steps`; `every`, the number of steps that a point stands for; and `values`, from metric to numbers rounded to
+        five digits, with None where a step has no such metric and "NaN" where it was not finite.
+    """
+    records = [dict(record) for record in records]
+    for record in records:
+        record.update({_SECONDS + group: seconds for group, seconds in _seconds(record).items()})
+    names = sorted({name for record in records for name, value in record.items() if _is_number(value)} - {"step"})
+    steps = [record["step"] for record in records]
+    every = math.ceil(len(records) / MAX_POINTS) or 1
+    starts = range(0, len(records), every)
+    values = {name: [_mean([r[name] for r in records[s : s + every] if name in r]) for s in starts] for name in names}
+    kept = {name: column for name, column in values.items() if not name.startswith(_SECONDS) or any(column)}
+    return {"steps": [steps[min(s + every, len(steps)) - 1] for s in starts], "every": every, "values": kept}
+
+
+def _seconds(record: Mapping[str, Any]) -> dict[str, float]:
+    """Return the seconds of a step by group of phases, and `other` for the time outside of all groups."""
+    total = record.get(TIMER + "step")
+    if total is None:
+        return {}
+    seconds = {group: sum(record.get(TIMER + name) or 0.0 for name in names) for group, names in phase_groups().items()}
+    return seconds | {"other": max(0.0, total - sum(seconds.values()))}
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+
+
+def _mean(values: Sequence[float | None]) -> float | str | None:
+    """Return the mean of the finite ones, None without any value, "NaN" if none was finite."""
+    finite = [value for value in values if value is not None]
+    if not finite:
+        return "NaN" if values else None
+    return float(f"{sum(finite) / len(finite):.{_DIGITS}g}")
+
+
+def ends_of(columns: Mapping[str, Any], metric: str) -> tuple[float, float] | None:
+    """Return the first and the last finite value of a metric; None without any."""
+    finite = [value for value in columns["values"].get(metric, ()) if isinstance(value, int | float)]
+    return (finite[0], finite[-1]) if finite else None
+
+
+# ---------------------------------------------------------------------------------------------- Vega-Lite
+
+_SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
+
+
+def specification(drawn: Drawn, *, height: int = 170) -> dict[str, Any]:
+    """Return a chart for Vega-Lite, whose data (`points`) the page fills in.
+
+    A row of the data is a step, with `s0`, `s1`, … for the lines, and `r0`, `r1`, … for the lines before smoothing.
+    The parameters `first` and `last` are the ends of the axis, `cursor` is the marked step, `dot` the size of points.
+    """
+    layers = _stack(drawn) if drawn.chart.form == "stack" else _line_layers(drawn)
+    cursor = {
+        "transform": [{"filter": "datum.step === cursor"}],
+        "mark": {"type": "rule", "color": _var("faint"), "strokeDash": [2, 2]},
+        "encoding": {"x": _x()},
+    }
+    return {
+        "$schema": _SCHEMA,
+        "width": "container",
+        "height": height,
+        "autosize": {"type": "fit", "contains": "padding", "resize": True},
+        "background": None,
+        "params": [
+            {"name": "first", "value": 0},
+            {"name": "last", "value": 1},
+            {"name": "cursor", "value": -1},
+            {"name": "dot", "value": 0},
+        ],
+        "data": {"name": "points", "values": []},
+        "layer": [*layers, cursor],
+        "config": _config(),
+    }
+
+
+def _var(colour: str) -> str:
+    return f"var(--{colour})"
+
+
+def _x(**more: Any) -> dict[str, Any]:
+    return {
+        "field": "step",
+        "type": "quantitative",
+        "scale": {"domain": [{"expr": "first - 0.5"}, {"expr": "last + 0.5"}], "nice": False},
+        "axis": {"title": None, "grid": False, "tickMinStep": 1, "format": "~d", "labelOverlap": True},
+        **more,
+    }
+
+
+def _y(chart: Chart, field: str) -> dict[str, Any]:
+    axis = {"title": None, "format": "~s" if chart.name == "throughput" else "~g", "tickCount": 4}
+    return {"field": field, "type": "quantitative", "scale": {"zero": chart.from_zero, "nice": True}, "axis": axis}
+
+
+def _colours(drawn: Drawn) -> dict[str, Any]:
+    return {"domain": [line.label for line in drawn.lines], "range": [_var(line.colour) for line in drawn.lines]}
+
+
+def _line_layers(drawn: Drawn) -> list[dict[str, Any]]:
+    layers = []
+    for place, line in enumerate(drawn.lines):
+        drawn_as = {"type": "line", "clip": True, "strokeDash": list(line.dash), "strokeJoin": "round"}
+        colour = {"datum": line.label, "type": "nominal", "scale": _colours(drawn), "legend": None}
+        for field, mark in (
+            (f"r{place}", {"strokeWidth": 1, "opacity": 0.3}),
+            (f"s{place}", {"strokeWidth": 1.75, "point": {"size": {"expr": "dot"}, "clip": True}}),
+        ):
+            layers.append(
+                {
+                    # A step without the metric leaves no gap; one where it was not finite does.
+                    "transform": [{"filter": f"datum.{field} !== null"}],
+                    "mark": {**drawn_as, **mark, "invalid": "break-paths-show-domains"},
+                    "encoding": {"x": _x(), "y": _y(drawn.chart, field), "color": colour},
+                }
+            )
+    return layers
+
+
+def _stack(drawn: Drawn) -> list[dict[str, Any]]:
+    names = {f"s{place}": line.label for place, line in enumerate(drawn.lines)}
+    layer = {
+        "transform": [
+            {"fold": list(names), "as": ["field", "value"]},
+            {"calculate": f"({json.dumps(names)})[datum.field]", "as": "line"},
+            {"calculate": f"indexof({json.dumps(list(names))}, datum.field)", "as": "place"},
+            {"calculate": "datum.step - datum.every / 2", "as": "begin"},
+            {"calculate": "datum.step + datum.every / 2", "as": "end"},
+        ],
+        "mark": {"type": "bar", "clip": True, "binSpacing": 0},
+        "encoding": {
+            "x": _x(field="begin", bin="binned"),
+            "x2": {"field": "end"},
+            "y": {**_y(drawn.chart, "value"), "stack": "zero"},
+            "color": {"field": "line", "type": "nominal", "scale": _colours(drawn), "legend": None},
+            "order": {"field": "place"},
+        },
+    }
+    return [layer]
+
+
+def _config() -> dict[str, Any]:
+    axis = {
+        "labelColor": _var("faint"),
+        "titleColor": _var("faint"),
+        "gridColor": _var("line"),
+        "domainColor": _var("line"),
+        "tickColor": _var("line"),
+        "labelFontSize": 11,
+    }
+    legend = {"labelColor": _var("ink"), "labelFontSize": 12, "symbolType": "stroke", "orient": "top", "title": None}
+    title = {"color": _var("ink"), "anchor": "start", "fontSize": 14, "subtitleColor": _var("faint")}
+    return {"axis": axis, "legend": legend, "title": title, "view": {"stroke": None}, "font": "sans-serif"}
+
+
+@functools.cache
+def vega() -> str:
+    """Return the JavaScript of Vega, Vega-Lite and vega-embed: 0.9 MB, which needs no network."""
+    import vl_convert
+
+    # Its names would be the page's names otherwise.
+    return f"(() => {{{vl_convert.javascript_bundle()}}})();"
+
+
+# ---------------------------------------------------------------------------------------------- the picture
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a run's curve: a file of this name, with these charts from top to bottom."""
+
+    file_name: str
+    charts: tuple[Chart, ...]
+
+
+REWARD = Picture("reward_curve.png", (OVERVIEW, SECONDS))
+LOSS = Picture("loss_curve.png", (LOSS_OVERVIEW, SECONDS))
+PICTURES = (REWARD, LOSS)
+
+
+def write_picture(records: Records, folder: Path, picture: Picture, title: str = "") -> Path | None:
+    """Draw the curve of a run.
+
+    Args:
+        records: The run's metrics.
+        folder: Where to write the picture.
+        picture: Which charts it has.
+        title: Headline.
+
+    Returns:
+        The file; None if there is nothing to draw.
+    """
+    import vl_convert
+
+    columns = run_columns(records)
+    drawn = [each for each in charts_of([columns]) if each.chart in picture.charts]
+    if not drawn:
+        return None
+    whole = {
+        "$schema": _SCHEMA,
+        "title": title,
+        "background": "white",
+        "padding": 16,
+        "config": _config(),
+        "vconcat": [_picture_part(each, columns, height=300 if place == 0 else 120) for place, each in enumerate(drawn)],
+    }
+    text = json.dumps(whole)
+    for name, (light, _) in COLOURS.items():
+        text = text.replace(_var(name), light)
+    path = folder / picture.file_name
+    path.write_bytes(vl_convert.vegalite_to_png(text, scale=1.5))
+    return path
+
+
+def _picture_part(drawn: Drawn, columns: Mapping[str, Any], height: int) -> dict[str, Any]:
+    """Return a chart with its data and its legend, for a picture that nobody asks anything."""
+    drawn = replace(drawn, lines=tuple(replace(line, label=_with_end(line, columns)) for line in drawn.lines))
+    *layers, _ = specification(drawn)["layer"]
+    for layer in layers:
+        layer["encoding"]["color"]["legend"] = {}
+    steps = columns["steps"]
+    rows = [
+        {"step": step, "every": columns["every"]}
+        | {f"{kind}{n}": columns["values"][line.metric][at] for n, line in enumerate(drawn.lines) for kind in "rs"}
+        for at, step in enumerate(steps)
+    ]
+    values = {"first - 0.5": steps[0] - 0.5, "last + 0.5": steps[-1] + 0.5, "dot": 25 if len(steps) <= 60 else 0}
+    part = {"title": drawn.chart.title, "width": 780, "height": height, "data": {"values": rows}, "layer": layers}
+    return _with_values(part, values)
+
+
+def _with_end(line: Line, columns: Mapping[str, Any]) -> str:
+    ends = ends_of(columns, line.metric)
+    return line.label if ends is None or line.metric.startswith(_SECONDS) else f"{line.label} ({ends[1]:.3g})"
+
+
+def _with_values(part: Any, values: Mapping[str, Any]) -> Any:
+    """Return a part of a specification with the values of its expressions."""
+    if isinstance(part, Mapping):
+        if set(part) == {"expr"}:
+            return values[part["expr"]]
+        return {key: _with_values(item, values) for key, item in part.items()}
+    return [_with_values(item, values) for item in part] if isinstance(part, list) else part
