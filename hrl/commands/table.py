@@ -47,6 +47,8 @@ COMMANDS: Sequence[Command] = (
     Command("eval", "score a model on rows: mean@k, pass@k, maj@k, and a file with every sample"),
     Command("export", "write a checkpoint as a folder that transformers and vLLM load, or to the hub"),
     Command("rollouts", "show samples of a run, with their rewards"),
+    Command("report", "write the page of a run anew, or compare several runs in one page"),
+    Command("watch", "show the page of a run in a browser and follow it"),
     Command("tasks", "the built-in tasks, each with an example and what scores"),
     Command("reward", "try a reward on responses that are there already, without a model", True),
     Command("completion", "completion of commands, options and keys for bash, zsh or fish"),

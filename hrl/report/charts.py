@@ -64,11 +64,11 @@ def css_colours() -> str:
 
 
 class Metrics(NamedTuple):
-    """Metrics of a chart.
+    r"""Metrics of a chart.
 
     Attributes:
         pattern: Regular expression for a whole name.
-        label: Their label; `\\1` stands for the first group of the pattern.
+        label: Their label; `\1` stands for the first group of the pattern.
     """
 
     pattern: str
@@ -86,7 +86,7 @@ class Chart:
         metrics: What it draws, in this order.
         form: Lines, or parts of a whole on top of each other.
         from_zero: Whether the axis begins at 0.
-        number: Format of the axis and of values, for d3-format.
+        number: Format of the axis, for d3-format; empty for one that follows from its numbers.
     """
 
     name: str
@@ -95,7 +95,7 @@ class Chart:
     metrics: tuple[Metrics, ...]
     form: Literal["lines", "stack"] = "lines"
     from_zero: bool = False
-    number: str = ".4~g"
+    number: str = ""
 
 
 _MEAN = r"val/([^/]+(?:/[^/]+)*)/mean@\d+"
@@ -168,7 +168,7 @@ CHARTS = (
         "length",
         "Response length",
         "Tokens of a response. A length that grows while validation stands still pays for words.",
-        (Metrics(r"response_length/(mean|max|min)", r"\1"),),
+        tuple(Metrics(f"response_length/{name}", name) for name in ("mean", "max", "min")),
         from_zero=True,
     ),
     Chart(
@@ -248,6 +248,7 @@ CHARTS = (
         "Tokens per second and device, prompts included, over the whole step.",
         (Metrics(r"perf/throughput", "tokens/s"),),
         from_zero=True,
+        number="~s",
     ),
     Chart(
         "mfu",
@@ -312,8 +313,7 @@ def charts_of(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = ("",)) -
 
 def _lines(chart: Chart, runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[Line]:
     """Yield the lines of a chart: colours tell metrics apart in one run, and runs where there are several."""
-    every_metric = sorted({metric for columns in runs for metric in columns["values"]})
-    found = {metric: label for metrics in chart.metrics for metric, label in _matching(metrics, every_metric)}
+    found = metrics_of(chart, runs)
     if chart.form == "stack" and len(runs) > 1:
         return
     for place, (metric, label) in enumerate(found.items()):
@@ -328,6 +328,12 @@ def _lines(chart: Chart, runs: Sequence[Mapping[str, Any]], names: Sequence[str]
                 f"c{(run if several else place) % _NUM_COLOURS}",
                 _DASHES[(place if several else place // _NUM_COLOURS) % len(_DASHES)],
             )
+
+
+def metrics_of(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the metrics that a chart shows of those that any of the runs has, with their labels."""
+    names = sorted({metric for columns in runs for metric in columns["values"]})
+    return {metric: label for metrics in chart.metrics for metric, label in _matching(metrics, names)}
 
 
 def _matching(metrics: Metrics, names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -347,9 +353,9 @@ def run_columns(records: Records) -> dict[str, Any]:
         `steps`; `every`, the number of steps that a point stands for; and `values`, from metric to numbers rounded to
         five digits, with None where a step has no such metric and "NaN" where it was not finite.
     """
-    records = [dict(record) for record in records]
-    for record in records:
-        record.update({_SECONDS + group: seconds for group, seconds in _seconds(record).items()})
+    records = [
+        {**record, **{_SECONDS + group: seconds for group, seconds in _seconds(record).items()}} for record in records
+    ]
     names = sorted({name for record in records for name, value in record.items() if _is_number(value)} - {"step"})
     steps = [record["step"] for record in records]
     every = math.ceil(len(records) / MAX_POINTS) or 1
@@ -388,6 +394,7 @@ def ends_of(columns: Mapping[str, Any], metric: str) -> tuple[float, float] | No
 
 # ---------------------------------------------------------------------------------------------- Vega-Lite
 
+_IN_SIGHT = "first <= datum.step && datum.step <= last"
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
 
@@ -395,7 +402,8 @@ def specification(drawn: Drawn, *, height: int = 170) -> dict[str, Any]:
     """Return a chart for Vega-Lite, whose data (`points`) the page fills in.
 
     A row of the data is a step, with `s0`, `s1`, … for the lines, and `r0`, `r1`, … for the lines before smoothing.
-    The parameters `first` and `last` are the ends of the axis, `cursor` is the marked step, `dot` the size of points.
+    The page sets its parameters: `first` and `last` are the ends of the axis, `cursor` is the marked step, `dot0`,
+    `dot1`, … are the sizes of a line's points.
     """
     layers = _stack(drawn) if drawn.chart.form == "stack" else _line_layers(drawn)
     cursor = {
@@ -409,12 +417,6 @@ def specification(drawn: Drawn, *, height: int = 170) -> dict[str, Any]:
         "height": height,
         "autosize": {"type": "fit", "contains": "padding", "resize": True},
         "background": None,
-        "params": [
-            {"name": "first", "value": 0},
-            {"name": "last", "value": 1},
-            {"name": "cursor", "value": -1},
-            {"name": "dot", "value": 0},
-        ],
         "data": {"name": "points", "values": []},
         "layer": [*layers, cursor],
         "config": _config(),
@@ -436,7 +438,7 @@ def _x(**more: Any) -> dict[str, Any]:
 
 
 def _y(chart: Chart, field: str) -> dict[str, Any]:
-    axis = {"title": None, "format": "~s" if chart.name == "throughput" else "~g", "tickCount": 4}
+    axis = {"title": None, "tickCount": 4, **({"format": chart.number} if chart.number else {})}
     return {"field": field, "type": "quantitative", "scale": {"zero": chart.from_zero, "nice": True}, "axis": axis}
 
 
@@ -445,19 +447,20 @@ def _colours(drawn: Drawn) -> dict[str, Any]:
 
 
 def _line_layers(drawn: Drawn) -> list[dict[str, Any]]:
-    layers = []
+    layers: list[dict[str, Any]] = []
     for place, line in enumerate(drawn.lines):
-        drawn_as = {"type": "line", "clip": True, "strokeDash": list(line.dash), "strokeJoin": "round"}
+        drawn_as: dict[str, Any] = {"type": "line", "strokeDash": list(line.dash), "strokeJoin": "round"}
         colour = {"datum": line.label, "type": "nominal", "scale": _colours(drawn), "legend": None}
-        for field, mark in (
+        marks: tuple[tuple[str, dict[str, Any]], ...] = (
             (f"r{place}", {"strokeWidth": 1, "opacity": 0.3}),
-            (f"s{place}", {"strokeWidth": 1.75, "point": {"size": {"expr": "dot"}, "clip": True}}),
-        ):
+            (f"s{place}", {"strokeWidth": 1.75, "point": {"size": {"expr": f"dot{place}"}}}),
+        )
+        for field, mark in marks:
             layers.append(
                 {
                     # A step without the metric leaves no gap; one where it was not finite does.
-                    "transform": [{"filter": f"datum.{field} !== null"}],
-                    "mark": {**drawn_as, **mark, "invalid": "break-paths-show-domains"},
+                    "transform": [{"filter": f"datum.{field} !== null"}, {"filter": _IN_SIGHT}],
+                    "mark": drawn_as | mark | {"invalid": "break-paths-show-domains"},
                     "encoding": {"x": _x(), "y": _y(drawn.chart, field), "color": colour},
                 }
             )
@@ -468,13 +471,14 @@ def _stack(drawn: Drawn) -> list[dict[str, Any]]:
     names = {f"s{place}": line.label for place, line in enumerate(drawn.lines)}
     layer = {
         "transform": [
+            {"filter": _IN_SIGHT},
             {"fold": list(names), "as": ["field", "value"]},
             {"calculate": f"({json.dumps(names)})[datum.field]", "as": "line"},
             {"calculate": f"indexof({json.dumps(list(names))}, datum.field)", "as": "place"},
             {"calculate": "datum.step - datum.every / 2", "as": "begin"},
             {"calculate": "datum.step + datum.every / 2", "as": "end"},
         ],
-        "mark": {"type": "bar", "clip": True, "binSpacing": 0},
+        "mark": {"type": "bar", "binSpacing": 0},
         "encoding": {
             "x": _x(field="begin", bin="binned"),
             "x2": {"field": "end"},
@@ -495,9 +499,17 @@ def _config() -> dict[str, Any]:
         "tickColor": _var("line"),
         "labelFontSize": 11,
     }
-    legend = {"labelColor": _var("ink"), "labelFontSize": 12, "symbolType": "stroke", "orient": "top", "title": None}
+    legend = {"labelColor": _var("ink"), "labelFontSize": 12, "symbolOpacity": 1, "orient": "top", "title": None}
     title = {"color": _var("ink"), "anchor": "start", "fontSize": 14, "subtitleColor": _var("faint")}
     return {"axis": axis, "legend": legend, "title": title, "view": {"stroke": None}, "font": "sans-serif"}
+
+
+def any_metric(num_runs: int, names: Sequence[str]) -> Drawn:
+    """Return the chart whose metric the reader of the page chooses, a line for each run."""
+    lines = (
+        Line(run, "", names[run] if num_runs > 1 else "value", f"c{run % _NUM_COLOURS}") for run in range(num_runs)
+    )
+    return Drawn(Chart("any", "", "", ()), tuple(lines))
 
 
 @functools.cache
@@ -505,8 +517,8 @@ def vega() -> str:
     """Return the JavaScript of Vega, Vega-Lite and vega-embed: 0.9 MB, which needs no network."""
     import vl_convert
 
-    # Its names would be the page's names otherwise.
-    return f"(() => {{{vl_convert.javascript_bundle()}}})();"
+    bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub has the arguments as required
+    return f"(() => {{{bundle}}})();"  # else its names would be the page's
 
 
 # ---------------------------------------------------------------------------------------------- the picture
@@ -549,7 +561,10 @@ def write_picture(records: Records, folder: Path, picture: Picture, title: str =
         "background": "white",
         "padding": 16,
         "config": _config(),
-        "vconcat": [_picture_part(each, columns, height=300 if place == 0 else 120) for place, each in enumerate(drawn)],
+        "resolve": {"scale": {"color": "independent"}},
+        "vconcat": [
+            _picture_part(each, columns, height=300 if place == 0 else 120) for place, each in enumerate(drawn)
+        ],
     }
     text = json.dumps(whole)
     for name, (light, _) in COLOURS.items():
@@ -564,27 +579,25 @@ def _picture_part(drawn: Drawn, columns: Mapping[str, Any], height: int) -> dict
     drawn = replace(drawn, lines=tuple(replace(line, label=_with_end(line, columns)) for line in drawn.lines))
     *layers, _ = specification(drawn)["layer"]
     for layer in layers:
-        layer["encoding"]["color"]["legend"] = {}
+        layer["encoding"]["color"]["legend"] = {
+            "labelLimit": 0,
+            "symbolType": "square" if drawn.chart.form == "stack" else "stroke",
+        }
     steps = columns["steps"]
     rows = [
         {"step": step, "every": columns["every"]}
         | {f"{kind}{n}": columns["values"][line.metric][at] for n, line in enumerate(drawn.lines) for kind in "rs"}
         for at, step in enumerate(steps)
     ]
-    values = {"first - 0.5": steps[0] - 0.5, "last + 0.5": steps[-1] + 0.5, "dot": 25 if len(steps) <= 60 else 0}
     part = {"title": drawn.chart.title, "width": 780, "height": height, "data": {"values": rows}, "layer": layers}
-    return _with_values(part, values)
+    text = json.dumps(part).replace(_IN_SIGHT, "true")
+    values = {"first - 0.5": steps[0] - 0.5, "last + 0.5": steps[-1] + 0.5}
+    values |= {f"dot{n}": 25 if len(steps) <= 60 else 0 for n in range(len(drawn.lines))}
+    for expression, value in values.items():
+        text = text.replace(json.dumps({"expr": expression}), json.dumps(value))
+    return dict(json.loads(text))
 
 
 def _with_end(line: Line, columns: Mapping[str, Any]) -> str:
     ends = ends_of(columns, line.metric)
     return line.label if ends is None or line.metric.startswith(_SECONDS) else f"{line.label} ({ends[1]:.3g})"
-
-
-def _with_values(part: Any, values: Mapping[str, Any]) -> Any:
-    """Return a part of a specification with the values of its expressions."""
-    if isinstance(part, Mapping):
-        if set(part) == {"expr"}:
-            return values[part["expr"]]
-        return {key: _with_values(item, values) for key, item in part.items()}
-    return [_with_values(item, values) for item in part] if isinstance(part, list) else part

@@ -1,101 +1,78 @@
-"""Write a picture of the run's curve and `report.html`, a single self-contained file.
+"""`report.html`: a run as one page that needs nothing but itself.
 
-Both are made from the files in the run folder, not from memory. So the report of a resumed run begins with its very
-first validation, and a failed run is reported as far as it got.
+It is made from the files in the run folder, not from memory. So the report of a resumed run begins with its very first
+validation, and a failed run is reported as far as it got. The live view shows the same page.
 """
 
 from __future__ import annotations
 
 import base64
+import functools
+import hashlib
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
+from importlib import resources
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any
 
 import yaml
 
 from hrl.config.sources import source_title
-from hrl.report.phases import TITLES, phase_groups
-from hrl.report.run_folder import read_jsonl, rollouts_steps, write_text
-from hrl.report.samples import (
-    Sample,
-    best_median_worst,
-    change_of_score,
-    compare_validations,
-    describe_changes,
-    question,
-    read_samples,
-    readable,
-    sample_facts,
+from hrl.report.answers import Series, describe, training_series, validation_series
+from hrl.report.charts import (
+    TIMER,
+    Drawn,
+    Records,
+    any_metric,
+    charts_of,
+    css_colours,
+    ends_of,
+    run_columns,
+    specification,
+    vega,
 )
+from hrl.report.outcome import Outcome, read_outcome
+from hrl.report.phases import TITLES
+from hrl.report.run_folder import read_jsonl, rollouts_steps, write_text
+from hrl.report.samples import Sample, best_median_worst, question, read_samples, readable, sample_facts
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-_PAIRS_SHOWN = 10
-_TIMER = "timing_s/"
-
-_INK, _FAINT, _GRID = "#22303c", "#7b8794", "#e3e7eb"
-_REWARD, _VALIDATION = "#2f6db5", "#d1581d"
-# Groups of phases from bottom to top, in the order of a step; "other" is the time outside of all groups.
-_GROUPS = phase_groups()
-_GROUP_COLOURS = ("#2f6db5", "#8fb8de", "#c9b458", "#d1581d", "#6d4c91", "#c5ccd3")
-
-Records = Sequence[Mapping[str, Any]]
-"""Of `metrics.jsonl`, one per step."""
+_PROMPTS_SHOWN = 8
+_LONGEST_TEXT = 6000
+_SAID_ABOVE = ("truth", "score", "advantage")
 
 
 @dataclass(frozen=True)
-class Curve:
-    """The curve that is drawn over the steps.
+class Page:
+    """What a page shows.
 
     Attributes:
-        file_name: Name of the picture.
-        metric: Name of the training metric.
-        label: Name of the metric in the legend.
-        validation: Pattern of the corresponding validation metrics; its group is their source.
-        axis: Label of the axis.
+        title: Of the window.
+        sections: Name → HTML, in order.
+        charts: The curves, as `specification` and lines.
+        runs: The numbers that they are drawn from, a value of `run_columns` for each run.
+        any: The chart of any metric.
+        running: Whether the run goes on.
     """
 
-    file_name: str
-    metric: str
-    label: str
-    validation: str
-    axis: str
+    title: str
+    sections: Mapping[str, str]
+    charts: Sequence[Mapping[str, Any]]
+    runs: Sequence[Mapping[str, Any]]
+    any: Mapping[str, Any] = field(default_factory=dict)
+    running: bool = False
+
+    def numbers(self) -> dict[str, Any]:
+        """Return what the page's script draws."""
+        return {"charts": self.charts, "runs": self.runs, "any": self.any}
 
 
-REWARD = Curve("reward_curve.png", "reward/mean", "training reward (mean)", r"val/(.+)/mean@\d+", "score")
-LOSS = Curve("loss_curve.png", "train/loss", "training loss", r"val/(.+)/loss", "loss")
-CURVES = (REWARD, LOSS)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended."""
-
-    status: Literal["finished", "interrupted", "failed"]
-    reason: str = ""
-
-    @classmethod
-    def of(cls, error: BaseException | None) -> Self:
-        """Return the outcome of a run that ended with this error, or None for a run without an error."""
-        if error is None:
-            return cls("finished")
-        if isinstance(error, KeyboardInterrupt):
-            return cls("interrupted")
-        return cls("failed", f"{type(error).__name__}: {error}")
-
-
-def write_html_report(folder: Path, outcome: Outcome, total_steps: int) -> Path:
+def write_html_report(folder: Path) -> Path:
     """Write `report.html` into a run folder; parts that the run has no data for are left out.
 
     Args:
         folder: The run folder, with at least `config.yaml` and `environment.json`.
-        outcome: How the run ended.
-        total_steps: Number of planned steps.
 
     Returns:
         The path of the report.
@@ -104,42 +81,139 @@ def write_html_report(folder: Path, outcome: Outcome, total_steps: int) -> Path:
         OSError: A file can't be read or written.
         ValueError: A file of the run is damaged; names file and line.
     """
+    return write_text(folder / "report.html", render(run_page(folder)))
+
+
+def run_page(folder: Path) -> Page:
+    """Return the page of a run, from its folder; errors are those of `write_html_report`."""
     rollouts = folder / "rollouts"
     metrics_file = folder / "metrics.jsonl"
-    drawn = [(curve, folder / curve.file_name) for curve in CURVES if (folder / curve.file_name).exists()]
     records = read_jsonl(metrics_file) if metrics_file.exists() else []
     config_text = (folder / "config.yaml").read_text(encoding="utf-8")
     config = yaml.safe_load(config_text)
-    page = _template().render(
-        title=dict(_flat(config)).get("trainer.experiment_name") or folder.name,
-        outcome=Outcome(outcome.status, readable(outcome.reason)),
-        summary=run_summary(config, records, total_steps),
-        pictures=[(curve.axis, base64.b64encode(file.read_bytes()).decode("ascii")) for curve, file in drawn],
-        validation=validation_summary(records),
-        changes=_changes(rollouts),
-        samples=_last_samples(rollouts),
-        timing=timing_summary(records),
-        config=config_text,
-        environment=list(_flat(json.loads((folder / "environment.json").read_text(encoding="utf-8")))),
+    outcome = read_outcome(folder)
+    columns = run_columns(records)
+    drawn = charts_of([columns])
+    title = dict(flat(config)).get("trainer.experiment_name") or folder.name
+    shown = Outcome(outcome.status, readable(outcome.reason))
+    sections = {
+        "header": section("header", title, shown),
+        "summary": section("summary", run_summary(config, records, outcome.total_steps)),
+        "curves": curves(drawn, [columns]),
+        "validation": section("validation", validation_summary(records)),
+        "answers": _answers("The same validation prompts over time", "step", validation_series(rollouts), "validation"),
+        "training": _answers(
+            "Training prompts that came again", "training step", training_series(rollouts), "training"
+        ),
+        "samples": _last_samples(rollouts),
+        "timing": section("timing", rows) if (rows := timing_summary(records)) else "",
+        "again": section(
+            "again",
+            config_text,
+            list(flat(json.loads((folder / "environment.json").read_text(encoding="utf-8")))),
+        ),
+    }
+    return page_of(title, sections, drawn, [columns], running=outcome.status == "running")
+
+
+# ---------------------------------------------------------------------------------------------- any page
+
+
+def page_of(
+    title: str,
+    sections: Mapping[str, str],
+    drawn: Sequence[Drawn],
+    runs: Sequence[Mapping[str, Any]],
+    names: Sequence[str] = ("",),
+    *,
+    running: bool = False,
+) -> Page:
+    """Return a page with these sections and curves."""
+    charts = [_for_script(each) for each in drawn]
+    return Page(title, sections, charts, runs, _for_script(any_metric(len(runs), names)), running)
+
+
+def curves(drawn: Sequence[Drawn], runs: Sequence[Mapping[str, Any]]) -> str:
+    """Return the section of the curves, in which the script draws."""
+    charts = [
+        {
+            "chart": each.chart,
+            "left_out": each.left_out,
+            "entries": [(line, ends_of(runs[line.run], line.metric)) for line in each.lines],
+        }
+        for each in drawn
+    ]
+    return section("curves", charts, max(columns["every"] for columns in runs))
+
+
+def render(page: Page, *, live: bool = False) -> str:
+    """Return a page as HTML.
+
+    Args:
+        page: What it shows.
+        live: Whether it asks its server for news.
+    """
+    numbers = json.dumps({**page.numbers(), "live": live}, separators=(",", ":")).replace("<", "\\u003c")
+    return str(
+        _environment()
+        .get_template("page.html.jinja")
+        .render(
+            title=page.title,
+            sections={name: html for name, html in page.sections.items() if html or live},
+            policy=policy(live=live),
+            colours=css_colours(),
+            css=_file("page.css"),
+            script=_file("page.js"),
+            vega=vega(),
+            payload=numbers,
+            live=live,
+        )
     )
-    return write_text(folder / "report.html", page)
 
 
-def _template() -> Any:
+def policy(*, live: bool) -> str:
+    """Return the content security policy of a page: its own scripts run, nothing is loaded, no text is evaluated.
+
+    Args:
+        live: Whether it may ask its server for news.
+    """
+    hashes = (hashlib.sha256(script.encode()).digest() for script in (vega(), _file("page.js")))
+    allowed = " ".join(f"'sha256-{base64.b64encode(each).decode()}'" for each in hashes)
+    connect = "; connect-src 'self'" if live else ""
+    return f"default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src {allowed}{connect}"
+
+
+def _for_script(drawn: Drawn) -> dict[str, Any]:
+    lines = [asdict(line) for line in drawn.lines]
+    stack = drawn.chart.form == "stack"
+    return {"name": drawn.chart.name, "stack": stack, "lines": lines, "spec": specification(drawn)}
+
+
+@functools.cache
+def _environment() -> Any:
     import jinja2
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.PackageLoader("hrl.report"), autoescape=True, undefined=jinja2.StrictUndefined
     )
-    return environment.get_template("report.html.jinja")
+
+
+def section(name: str, *arguments: Any) -> str:
+    """Render a macro of `sections.html.jinja`; the result is marked as safe to put into a page."""
+    return getattr(_environment().get_template("sections.html.jinja").module, name)(*arguments)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _file(name: str) -> str:
+    return resources.files("hrl.report").joinpath("templates", name).read_text(encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------- from the metrics
 
 
-def run_summary(config: Mapping[str, Any], records: Records, total_steps: int) -> list[tuple[str, str]]:
+def run_summary(config: Mapping[str, Any], records: Records, total_steps: int | None) -> list[tuple[str, str]]:
     """Summarise a run in a few lines: model, data, algorithm, batch, engine, steps, time."""
-    get = dict(_flat(config)).get
+    get = dict(flat(config)).get
     prompts, samples = get("data.train_batch_size"), get("actor_rollout_ref.rollout.n")
     engine, rate = get("actor_rollout_ref.rollout.name"), get("actor_rollout_ref.actor.optim.lr", get("optim.lr"))
     done = max((record["step"] for record in records), default=0)
@@ -153,7 +227,7 @@ def run_summary(config: Mapping[str, Any], records: Records, total_steps: int) -
         "learning rate": None if rate is None else f"{rate:g}",
         "batch": sampled or (prompts and f"{prompts} rows"),
         "engine": engine and f"{engine}, temperature {get('actor_rollout_ref.rollout.temperature')}",
-        "steps": f"{done} of {total_steps}",
+        "steps": str(done) if total_steps is None else f"{done} of {total_steps}",
         "time in steps": f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min",
     }
     return [(name, str(fact)) for name, fact in facts.items() if fact]
@@ -184,9 +258,9 @@ def validation_summary(records: Records) -> dict[str, Any] | None:
 
 def timing_summary(records: Records) -> list[dict[str, Any]]:
     """Return for every phase its median seconds, how often it ran, and its share of the measured time."""
-    timers = {name.removeprefix(_TIMER) for record in records for name in record if name.startswith(_TIMER)}
+    timers = {name.removeprefix(TIMER) for record in records for name in record if name.startswith(TIMER)}
     order = [name for name in TITLES if name in timers] + sorted(timers - set(TITLES) - {"step"})
-    seconds = {name: [s for r in records if (s := r.get(_TIMER + name)) is not None] for name in order}
+    seconds = {name: [s for r in records if (s := r.get(TIMER + name)) is not None] for name in order}
     total = sum(map(sum, seconds.values()))
     return [
         {
@@ -203,39 +277,67 @@ def timing_summary(records: Records) -> list[dict[str, Any]]:
 # ---------------------------------------------------------------------------------------------- from the samples
 
 
-def _changes(rollouts: Path) -> dict[str, Any] | None:
-    """Return the answers of the first and the last validation to the same prompts."""
-    comparison = compare_validations(rollouts)
-    if comparison is None:
-        return None
-    shown = comparison.pairs[:_PAIRS_SHOWN]
+def _answers(title: str, kind: str, found: Sequence[Series], id: str) -> str:
+    """Return the answers to the same prompts at several steps, those that changed most first."""
+    if not found:
+        return ""
+    shown = found[:_PROMPTS_SHOWN]
+    about = f"{describe(found)}, from the first to the last time that a prompt was answered"
+    if len(shown) < len(found):
+        about += f"; here are the {len(shown)} of {len(found)} that changed most"
+    return section("answers", title, f"{about}.", [_shown_series(each, kind) for each in shown], id)
+
+
+def _shown_series(series: Series, kind: str) -> dict[str, Any]:
+    answers = []
+    for answer in series.answers:
+        score = "no score" if answer.score is None else f"score {answer.score:.2f}"
+        several = f", mean of {answer.samples} samples; one of them:" if answer.samples > 1 else ""
+        facts = [f"{name}: {fact}" for name, fact in _facts(answer.sample) if name not in _SAID_ABOVE]
+        response = shown_text(answer.sample["response"])
+        label = f"{kind} {answer.step}: {score}{several}"
+        answers.append({"label": label, "response": response, "facts": " · ".join(facts)})
+    sample = series.answers[-1].sample
+    truth = sample.get("ground_truth")
+    shown = {"question": shown_text(question(sample)), "prompt": shown_text(sample["prompt"])}
     return {
-        "first_step": comparison.first_step,
-        "last_step": comparison.last_step,
-        "description": describe_changes(comparison.pairs, len(shown)),
-        "pairs": [(_shown(before), _shown(after), change_of_score((before, after))) for before, after in shown],
+        "sample": shown,
+        "truth": None if truth is None else shown_text(str(truth)),
+        "answers": answers,
+        "change": series.change,
     }
 
 
-def _last_samples(rollouts: Path) -> dict[str, Any] | None:
+def _last_samples(rollouts: Path) -> str:
     """Return the best, the median and the worst sample of the last step."""
     steps = rollouts_steps(rollouts)
     if not steps:
-        return None
+        return ""
     records = read_samples(rollouts, steps[-1])
     picked = [(label, _shown(record)) for label, record in best_median_worst(records)]
-    return {"step": steps[-1], "total": len(records), "picked": picked} if picked else None
+    return section("samples", {"step": steps[-1], "total": len(records), "picked": picked}) if picked else ""
 
 
 def _shown(record: Sample) -> dict[str, Any]:
-    """Format a sample for the template, with control characters spelled out."""
+    """Format a sample for the template."""
     return {
-        "question": readable(question(record)),
-        "prompt": readable(record["prompt"]),
-        "response": readable(record["response"]),
-        "score": record.get("score"),
-        "facts": [(readable(name), readable(fact)) for name, fact in sample_facts(record)],
+        "question": shown_text(question(record)),
+        "prompt": shown_text(record["prompt"]),
+        "response": shown_text(record["response"]),
+        "facts": _facts(record),
     }
+
+
+def _facts(record: Sample) -> list[tuple[str, str]]:
+    return [(readable(name), shown_text(fact)) for name, fact in sample_facts(record)]
+
+
+def shown_text(text: str) -> str:
+    """Return a model's text with control characters spelled out, and its middle left out if it is very long."""
+    if len(text) > _LONGEST_TEXT:
+        half = _LONGEST_TEXT // 2
+        text = f"{text[:half]}\n[… {len(text) - 2 * half} characters; rollouts/ has them …]\n{text[-half:]}"
+    return readable(text)
 
 
 # ---------------------------------------------------------------------------------------------- small helpers
@@ -246,106 +348,10 @@ def _listed(files: Any) -> str:
     return ", ".join(map(source_title, files)) if isinstance(files, list) else str(files or "")
 
 
-def _flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(facts: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield dotted names and values of a nested mapping."""
     for name, fact in facts.items():
         if isinstance(fact, Mapping):
-            yield from _flat(fact, f"{prefix}{name}.")
+            yield from flat(fact, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", fact
-
-
-# ---------------------------------------------------------------------------------------------- the picture
-
-
-def series(records: Records, name: str) -> tuple[list[int], list[float]]:
-    """Return the steps that have a value of a metric, and the values."""
-    points = [(record["step"], record[name]) for record in records if record.get(name) is not None]
-    return [step for step, _ in points], [value for _, value in points]
-
-
-def phase_seconds(records: Records) -> dict[str, list[float]]:
-    """Return seconds per step by group of phases that ever ran, with `other` for the time outside of all timers."""
-    seconds = {
-        kind: [sum(record.get(_TIMER + name) or 0.0 for name in names) for record in records]
-        for kind, names in _GROUPS.items()
-    }
-    totals = [record.get("timing_s/step") or 0.0 for record in records]
-    seconds["other"] = [max(0.0, total - sum(parts)) for total, *parts in zip(totals, *seconds.values(), strict=True)]
-    return {kind: values for kind, values in seconds.items() if any(values)}
-
-
-def write_reward_curve(metrics_file: str | Path, picture: str | Path, title: str = "", curve: Curve = REWARD) -> Path:
-    """Draw the curve of a run from its `metrics.jsonl`.
-
-    The upper part is the curve, by default the mean training reward of every step and the validation score of each
-    data source; the lower part shows the seconds of every step by phase.
-
-    Args:
-        metrics_file: `metrics.jsonl` of the run.
-        picture: The PNG file to write.
-        title: Headline, for example model and algorithm.
-        curve: The curve of the upper part.
-
-    Returns:
-        The picture's path.
-
-    Raises:
-        FileNotFoundError: There is no such metrics file.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    records = read_jsonl(Path(metrics_file))
-    figure = Figure(figsize=(9, 6.2), dpi=120, layout="constrained")
-    canvas = FigureCanvasAgg(figure)  # a canvas of its own needs no display and leaves pyplot's global state alone
-    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
-    _draw_curve(upper, records, curve)
-    _draw_seconds(lower, [record for record in records if record.get("timing_s/step") is not None])
-    if title:
-        upper.set_title(title, loc="left", color=_INK, fontsize=12, fontweight="bold")
-    canvas.print_png(picture)
-    return Path(picture)
-
-
-def _draw_curve(axes: Axes, records: Records, curve: Curve) -> None:
-    steps, values = series(records, curve.metric)
-    if steps:
-        axes.plot(steps, values, color=_REWARD, linewidth=1.8, label=curve.label)
-    pattern = re.compile(curve.validation)
-    sources = {name: found[1] for record in records for name in record if (found := pattern.fullmatch(name))}
-    for number, (name, source) in enumerate(sorted(sources.items())):
-        steps, scores = series(records, name)
-        style = ("-", "--", ":", "-.")[number % 4]
-        axes.plot(steps, scores, style, color=_VALIDATION, marker="o", markersize=5, label=f"validation: {source}")
-        axes.annotate(
-            f"{scores[-1]:.2f}", (steps[-1], scores[-1]), textcoords="offset points", xytext=(7, -3), color=_VALIDATION
-        )
-    axes.set_ylabel(curve.axis, color=_INK)
-    _style(axes)
-
-
-def _draw_seconds(axes: Axes, records: Records) -> None:
-    steps = [record["step"] for record in records]
-    bottom = [0.0] * len(steps)
-    kinds = [*_GROUPS, "other"]
-    for kind, values in phase_seconds(records).items():
-        colour = _GROUP_COLOURS[kinds.index(kind)]
-        axes.bar(steps, values, bottom=bottom, width=0.85, color=colour, label=kind)
-        bottom = [below + value for below, value in zip(bottom, values, strict=True)]
-    axes.set_ylabel("seconds per step", color=_INK)
-    axes.set_xlabel("step", color=_INK)
-    axes.xaxis.get_major_locator().set_params(integer=True)
-    _style(axes)
-
-
-def _style(axes: Axes) -> None:
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(_FAINT)
-    axes.grid(axis="y", color=_GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.tick_params(colors=_FAINT, labelcolor=_INK)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5), labelcolor=_INK)

@@ -13,13 +13,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from hrl.config.trainer import RunConfig
+from hrl.report.charts import REWARD, Picture, write_picture
 from hrl.report.console import Display
 from hrl.report.first_look import FirstLook
 from hrl.report.health import Health, Raised
-from hrl.report.html_report import REWARD, Curve, Outcome, write_html_report, write_reward_curve
+from hrl.report.html_report import write_html_report
+from hrl.report.outcome import Outcome
 from hrl.report.pace import Pace
 from hrl.report.phases import Tokens, timing_metrics
-from hrl.report.run_folder import RunFolder, read_jsonl
+from hrl.report.run_folder import RunFolder, read_jsonl, writing_to
 from hrl.report.samples import Sample, compare_validations
 from hrl.report.tracking import Tracking
 from hrl.single_controller.worker_errors import phase as worker_phase
@@ -36,7 +38,7 @@ class RunReporter:
         trainer: The section that names the run and its trackers.
         config: The resolved configuration, written to `config.yaml` and sent to the trackers.
         num_devices: Number of processes, for throughput per device.
-        curve: The curve of the picture.
+        picture: The picture of the run's curve.
     """
 
     def __init__(
@@ -47,13 +49,13 @@ class RunReporter:
         config: Mapping[str, Any],
         *,
         num_devices: int = 1,
-        curve: Curve = REWARD,
+        picture: Picture = REWARD,
     ) -> None:
         self.folder = folder
         self.console = console
         self.num_devices = num_devices
         self._title = trainer.experiment_name
-        self._curve = curve
+        self._picture = picture
         self._timing: dict[str, float] = {}
         self._pace = Pace(console.total_steps, trainer.test_freq, trainer.validates_last)
         self._last_step_at: float | None = None
@@ -62,6 +64,8 @@ class RunReporter:
         self._news: list[Raised] = []
         folder.write_config(config)
         folder.write_environment()
+        with writing_to(folder.path):
+            Outcome("running", "", console.total_steps).write(folder.path)
         self._tracking = Tracking(
             trainer.project_name, trainer.experiment_name, trainer.logger, config, run_dir=folder.path
         )
@@ -72,7 +76,7 @@ class RunReporter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
             self._tracking.finish()
-            self._close_with_report(Outcome.of(error))
+            self._close_with_report(Outcome.of(error, self.console.total_steps))
         finally:
             self.folder.close()
 
@@ -83,11 +87,10 @@ class RunReporter:
             comparison = compare_validations(folder.rollouts)
             if comparison is not None:
                 self.console.before_and_after(comparison.pairs)
-            files = []
-            if folder.metrics_file.exists() and folder.metrics_file.stat().st_size > 0:
-                picture = folder.path / self._curve.file_name
-                files.append(write_reward_curve(folder.metrics_file, picture, self._title, self._curve))
-            files.append(write_html_report(folder.path, outcome, self.console.total_steps))
+            outcome.write(folder.path)
+            records = read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else []
+            picture = write_picture(records, folder.path, self._picture, self._title)
+            files = [*filter(None, [picture]), write_html_report(folder.path)]
         except (OSError, ValueError) as error:
             logger.warning("the report of the run could not be written", exc_info=error)
             return

@@ -31,6 +31,7 @@ _OUTPUTS = (
     "config.yaml",
     "environment.json",
     "first_look.json",
+    "outcome.json",
     "rollouts",
     "nonfinite",
     "reward_curve.png",
@@ -41,6 +42,10 @@ _OUTPUTS = (
 
 class RunFolderError(HrlError, RuntimeError):
     """The run folder is in use, holds checkpoints that this run would not continue, or can't be written."""
+
+
+class NoRunError(HrlError, FileNotFoundError):
+    """There is no run in this folder."""
 
 
 class RunFolder:
@@ -249,6 +254,21 @@ def writing_to(folder: Path) -> Iterator[None]:
             f"the run folder {folder} can't be written: {error.strerror or error}; {advice} name a folder in another "
             "place with trainer.default_local_dir"
         ) from error
+
+
+def checked_run_folder(folder: Path) -> Path:
+    """Return a folder that holds a run, as an absolute path.
+
+    Raises:
+        NoRunError: It holds none.
+    """
+    if not folder.is_dir():
+        raise NoRunError(f"there is no folder {folder}; the run folder is in a run's first lines, under “folder”")
+    if not (folder / "config.yaml").exists():
+        runs = sorted(str(file.parent) for file in folder.glob("*/config.yaml"))
+        hint = f"; runs are in {', '.join(runs[:5])}" if runs else ": a run writes config.yaml there when it starts"
+        raise NoRunError(f"{folder} holds no run{hint}")
+    return folder.resolve()
 
 
 def next_numbered(parent: Path) -> Path:

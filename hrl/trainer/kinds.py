@@ -14,8 +14,8 @@ from hrl.config.section import WholeConfig
 from hrl.data.dataset import columns_of_rows
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight
+from hrl.report.charts import LOSS, REWARD, Picture
 from hrl.report.health import validation_loss, validation_score
-from hrl.report.html_report import LOSS, REWARD, Curve
 from hrl.report.phases import PHASES, phase_groups
 from hrl.report.step_line import Field, StepLine
 from hrl.trainer.loop import TrainingLoop
@@ -41,7 +41,7 @@ class Kind(Generic[C]):
         trainer: The trainer that a configuration asks for.
         phases: The phases of a step, in order, for the phase bar.
         line: The numbers that the line of a step shows; none that is 0 in all of them.
-        curve: What the picture of the run shows.
+        picture: The picture of the run's curve.
         batch_tokens: Tokens of the largest batch, with all rows at their full length.
         notes: What is shown when the processes start, from a configuration without `auto` dtypes.
         services: Further arguments of the trainer by name; the context ends with the run.
@@ -51,7 +51,7 @@ class Kind(Generic[C]):
     trainer: Callable[[C], type[TrainingLoop]]
     phases: Callable[[C], list[str]]
     line: Callable[[C], StepLine]
-    curve: Curve
+    picture: Picture
     batch_tokens: Callable[[C, Preflight], int]
     notes: Callable[[C, Preflight], list[str]]
     services: Callable[[C, Preflight, Given], Services]
@@ -156,7 +156,7 @@ def _offline(config: RunKind[OfflineC], trainer: type[TrainingLoop]) -> Kind[Off
         trainer=lambda _: trainer,
         phases=lambda _: ["update"],
         line=_offline_line,
-        curve=LOSS,
+        picture=LOSS,
         batch_tokens=_offline_batch_tokens,
         notes=_offline_notes,
         services=lambda *_: nullcontext({}),

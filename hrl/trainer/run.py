@@ -100,7 +100,7 @@ def running(
         config.trainer,
         config.model_dump(mode="json"),
         num_devices=num_processes,
-        curve=made_of.curve,
+        picture=made_of.picture,
     ) as reporter:
         cluster = run_cluster(config.trainer.ray_kwargs, num_processes, made_of.batch_tokens(config, ready))
         with ExitStack() as stack:

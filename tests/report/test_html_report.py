@@ -1,24 +1,18 @@
 import re
-import struct
-import sys
 from html.parser import HTMLParser
 
 import pytest
 
-from hrl.report.html_report import (
-    Outcome,
-    phase_seconds,
-    run_summary,
-    series,
-    timing_summary,
-    validation_summary,
-    write_html_report,
-    write_reward_curve,
-)
-from hrl.report.run_folder import json_line
+from hrl.report.html_report import run_summary, timing_summary, validation_summary, write_html_report
+from hrl.report.outcome import Outcome
 from tests.report.runs import CONFIG, HOSTILE, finished_run, started_run
 
-VOID = {"meta", "img"}
+VOID = {"meta", "input"}
+
+
+def report_of(folder, outcome, total_steps=3):
+    Outcome(outcome.status, outcome.reason, total_steps).write(folder)
+    return write_html_report(folder)
 
 
 class Page(HTMLParser):
@@ -40,7 +34,8 @@ class Page(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.texts.append(data)
+        if self.open[-1:] not in (["script"], ["style"]):
+            self.texts.append(data)
 
     @property
     def text(self):
@@ -50,8 +45,8 @@ class Page(HTMLParser):
 @pytest.fixture
 def page(tmp_path):
     run = finished_run(tmp_path)
-    write_reward_curve(run / "metrics.jsonl", run / "reward_curve.png")
-    return Page(write_html_report(run, Outcome("finished"), 3))
+    Outcome("finished", "", 3).write(run)
+    return Page(write_html_report(run))
 
 
 def test_the_report_tells_what_ran_and_what_came_of_it(page):
@@ -60,8 +55,12 @@ def test_the_report_tells_what_ran_and_what_came_of_it(page):
         "model some/model",
         "8 prompts × 4 samples = 32 sequences",
         "steps 3 of 3",
+        "training 0.25 → 0.75 validation: a/sums 0.25 → 0.75",
         "a/sums mean@1 4 0.250 0.750 +0.500",
-        "answered at step 0 and at step 3: 1 better, 0 worse, 1 as before",
+        "1 better, 0 worse, 1 as before, from the first to the last time",
+        "better: +1.00 What is 1 + 2?",
+        "truth: 3 step 0: score 0.00 who knows tokens: 4 · ended by: stop · exact: 0 step 3: score 1.00",
+        "training step 1: score 0.50",
         "best of 3",
         "median of 3",
         "worst of 3",
@@ -74,37 +73,56 @@ def test_the_report_tells_what_ran_and_what_came_of_it(page):
 
 
 def test_text_of_a_model_stays_text(page):
-    assert not {"script", "bold"} & set(page.tags)
-    assert page.tags.count("img") == 1
+    assert page.tags.count("script") == 3, "the numbers, Vega, and the page's own"
+    assert not {"img", "bold"} & set(page.tags)
     assert not any(name.startswith("on") for name, _ in page.attributes)
     shown = HOSTILE.replace("\u202e", r"\u202e").replace("\x1b", r"\x1b").replace("\x00", r"\x00")
-    assert page.text.count(shown) == 2  # as an answer after training and as the best sample
+    assert page.text.count(shown) == 3  # after training, at the last time of its training prompt, as the best sample
 
 
 def test_the_page_needs_nothing_but_itself(page):
-    sources = [value for name, value in page.attributes if name in ("src", "href", "action", "data")]
-    assert [source[:22] for source in sources] == ["data:image/png;base64,"]
+    assert not [name for name, _ in page.attributes if name in ("src", "href", "action", "data")]
     assert "url(" not in page.text and "@import" not in page.text
+
+
+def test_only_the_pages_own_scripts_may_run_and_nothing_is_loaded(page):
+    (allowed,) = [value for name, value in page.attributes if name == "content" and "script-src" in value]
+    assert allowed.startswith("default-src 'none'; ")
+    assert allowed.count("'sha256-") == 2 and "eval" not in allowed and "connect-src" not in allowed
+
+
+def test_numbers_of_a_run_can_not_end_the_script_that_holds_them(tmp_path):
+    folder = started_run(tmp_path)
+    folder.metrics_file.write_text('{"step": 1, "val/</script><script>alert(1)/mean@1": 0.5}\n')
+    report = report_of(folder.path, Outcome("finished"))
+    assert Page(report).tags.count("script") == 3
+
+
+def test_a_very_long_answer_is_cut_in_the_page(tmp_path):
+    folder = started_run(tmp_path)
+    folder.write_rollouts(1, [{"prompt": "p", "response": "x" * 1_000_000, "score": 1.0, "response_length": 9}])
+    text = Page(report_of(folder.path, Outcome("finished"))).text
+    assert "[… 994000 characters; rollouts/ has them …]" in text and len(text) < 10_000
 
 
 def test_a_run_that_failed_before_its_first_step_says_why(tmp_path):
     folder = started_run(tmp_path)
-    page = Page(write_html_report(folder.path, Outcome.of(RuntimeError("rank 1: <no memory>")), 3))
+    page = Page(report_of(folder.path, Outcome.of(RuntimeError("rank 1: <no memory>"))))
     assert "failed RuntimeError: rank 1: <no memory>" in page.text
     assert "No validation was run." in page.text
     assert "steps 0 of 3" in page.text
-    assert "img" not in page.tags
-    assert not {"Samples of step", "Before and after", "Where the time went"} & set(page.texts)
+    assert [value for name, value in page.attributes if name == "data-chart"] == ["any"]
+    assert not any(f"{missing} " in page.text for missing in ("Samples of step", "over time", "Where the time went"))
 
 
 def test_a_run_with_one_validation_shows_it_and_compares_nothing(tmp_path):
     folder = started_run(tmp_path)
     folder.metrics_file.write_text('{"step": 0, "val/sums/mean@1": 0.5, "val/sums/n": 4}\n')
     folder.write_rollouts(0, [{"prompt": "p", "response": "r", "score": 0.5, "response_length": 1}], kind="val")
-    page = Page(write_html_report(folder.path, Outcome.of(KeyboardInterrupt()), 3))
+    page = Page(report_of(folder.path, Outcome.of(KeyboardInterrupt())))
     assert "interrupted" in page.text
     assert "prompts step 0 sums mean@1 4 0.500" in page.text
-    assert "change" not in page.text.split("Validation", 1)[1].split("To run it again")[0]
+    assert "change" not in page.text.split(" Validation ", 1)[1].split("To run it again")[0]
 
 
 def test_numbers_that_were_not_finite_are_shown_as_missing(tmp_path):
@@ -113,14 +131,14 @@ def test_numbers_that_were_not_finite_are_shown_as_missing(tmp_path):
         '{"step": 1, "val/sums/mean@1": null, "timing_s/gen": null, "timing_s/step": null}\n'
     )
     folder.write_rollouts(1, [{"prompt": "p", "response": "r", "score": float("nan"), "response_length": 1}])
-    assert "sums mean@1 – –" in Page(write_html_report(folder.path, Outcome("finished"), 3)).text
+    assert "sums mean@1 – –" in Page(report_of(folder.path, Outcome("finished"))).text
 
 
 def test_a_cut_line_of_a_killed_run_is_left_out(tmp_path):
     run = finished_run(tmp_path)
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
-    assert "steps 3 of 3" in Page(write_html_report(run, Outcome("interrupted"), 3)).text
+    assert "steps 3 of 3" in Page(report_of(run, Outcome("interrupted"))).text
 
 
 def test_first_and_last_validation_are_compared_per_source_and_metric():
@@ -160,56 +178,6 @@ def test_the_summary_leaves_out_what_the_configuration_does_not_say():
 
 def test_the_same_folder_gives_the_same_report(tmp_path):
     run = finished_run(tmp_path)
-    first = write_html_report(run, Outcome("finished"), 3).read_bytes()
-    assert write_html_report(run, Outcome("finished"), 3).read_bytes() == first
+    first = report_of(run, Outcome("finished")).read_bytes()
+    assert report_of(run, Outcome("finished")).read_bytes() == first
     assert not re.search(rb"\b(NaN|None|Undefined)\b", first.split(b"To run it again")[0])
-
-
-# ---------------------------------------------------------------------------------------------- the picture
-
-
-def record(step, **numbers):
-    return {"step": step, "timing_s/step": 5.0, "timing_s/gen": 2.0, "timing_s/update_actor": 2.5} | numbers
-
-
-def test_a_series_has_only_the_steps_that_measured_it():
-    records = [record(1, **{"val/a/mean@1": 0.5}), record(2), record(3, **{"val/a/mean@1": None})]
-    assert series(records, "val/a/mean@1") == ([1], [0.5])
-
-
-def test_seconds_that_no_phase_covers_are_shown_as_other_and_all_add_up():
-    seconds = phase_seconds([record(1), record(2, **{"timing_s/old_log_prob": 0.25, "timing_s/ref": 0.25})])
-    assert seconds == {
-        "generation": [2.0, 2.0],
-        "log-probs and values": [0.0, 0.5],
-        "update": [2.5, 2.5],
-        "other": [0.5, 0.0],
-    }
-
-
-def png_size(path):
-    data = path.read_bytes()
-    assert data.startswith(b"\x89PNG")
-    return struct.unpack(">II", data[16:24])
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        [record(step, **{"reward/mean": step / 30, "val/addition/mean@1": 0.6 + step / 75}) for step in range(1, 31)],
-        [record(1, **{"reward/mean": 0.5})],
-        [{"step": 0, "val/addition/mean@1": 0.5}],
-        [],
-    ],
-    ids=["whole run", "one step", "validation alone", "nothing"],
-)
-def test_every_run_leaves_a_picture(tmp_path, records):
-    (tmp_path / "metrics.jsonl").write_text("".join(json_line(r) for r in records))
-    assert png_size(write_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "GRPO")) == (1080, 744)
-
-
-def test_drawing_leaves_pyplot_alone(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text(json_line(record(1)))
-    loaded_before = "matplotlib.pyplot" in sys.modules
-    write_reward_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png")
-    assert ("matplotlib.pyplot" in sys.modules) == loaded_before

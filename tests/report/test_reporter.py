@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from hrl.config import compose_cli
+from hrl.report.charts import LOSS, REWARD
 from hrl.report.console import RunConsole
-from hrl.report.html_report import LOSS, REWARD
 from hrl.report.phases import Tokens
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder, read_jsonl
@@ -28,13 +28,13 @@ def samples(*scores, first="2"):
 class Run:
     """A reporter and what it writes to the terminal."""
 
-    def __init__(self, path, *, resume=False, curve=REWARD):
+    def __init__(self, path, *, resume=False, picture=REWARD):
         self.path = path
         self.file = io.StringIO()
         console = RunConsole(Console(file=self.file, width=120, color_system=None))
         console.expect(2, KINDS["ppo"].line(CONFIG), ["gen"])
         folder = RunFolder(path, resume=resume)
-        self.reporter = RunReporter(folder, console, CONFIG.trainer, {"trainer": {"seed": 1}}, curve=curve)
+        self.reporter = RunReporter(folder, console, CONFIG.trainer, {"trainer": {"seed": 1}}, picture=picture)
 
     @property
     def shown(self):
@@ -67,11 +67,11 @@ def test_a_run_leaves_picture_report_and_samples_and_names_them(tmp_path):
     assert "before and after: 1 better, 0 worse, 1 as before" in run.shown
     assert "two" in run.shown
     assert f"reward curve: {tmp_path}/reward_curve.png\nreport: {tmp_path}/report.html\n" in run.shown
-    assert ">finished</span>" in run.page and "data:image/png;base64," in run.page
+    assert ">finished</span>" in run.page and 'data-chart="seconds"' in run.page
 
 
 def test_a_run_that_learns_from_data_leaves_a_loss_curve_and_no_samples(tmp_path):
-    run = Run(tmp_path, curve=LOSS)
+    run = Run(tmp_path, picture=LOSS)
     with run.reporter as reporter:
         with reporter.step(1), reporter.phase("step"), reporter.phase("update"):
             pass

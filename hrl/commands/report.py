@@ -1,0 +1,33 @@
+"""`hrl report`: the page of a run, written anew, or a page that compares several runs."""
+
+from __future__ import annotations
+
+import sys
+from argparse import ArgumentParser, Namespace
+from pathlib import Path
+
+
+def add_arguments(parser: ArgumentParser) -> None:
+    """Add the runs, and the file to write."""
+    parser.add_argument("folders", type=Path, nargs="+", metavar="RUN", help="a run folder; several are compared")
+    parser.add_argument(
+        "--out", type=Path, help="the file to write; by default report.html in the run folder, and comparison.html here"
+    )
+
+
+def run(options: Namespace) -> int:
+    """Write the page and say where it is."""
+    from hrl.report.compare import compare_page
+    from hrl.report.html_report import render, run_page
+    from hrl.report.run_folder import checked_run_folder, write_text, writing_to
+
+    folders = [checked_run_folder(folder) for folder in options.folders]
+    if len(folders) == 1:
+        page, default = run_page(folders[0]), folders[0] / "report.html"
+    else:
+        page, default = compare_page(folders), Path("comparison.html")
+    out = options.out or default
+    with writing_to(out.parent):
+        write_text(out, render(page))
+    sys.stdout.write(f"{out}\n")
+    return 0

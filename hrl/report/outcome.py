@@ -1,0 +1,72 @@
+"""How a run is going or ended: `outcome.json` in its folder."""
+
+from __future__ import annotations
+
+import json
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+import psutil
+
+from hrl.report.run_folder import LOCK_NAME, write_text
+
+FILE = "outcome.json"
+Status = Literal["running", "finished", "interrupted", "failed", "ended without a word"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run is going or ended.
+
+    Attributes:
+        status: A run whose process was killed `ended without a word`.
+        reason: The error of a failed run.
+        total_steps: Number of planned steps; None if nobody wrote it down.
+    """
+
+    status: Status
+    reason: str = ""
+    total_steps: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException | None, total_steps: int | None = None) -> Self:
+        """Return the outcome of a run that ended with this error, or None for a run without an error."""
+        if error is None:
+            return cls("finished", "", total_steps)
+        if isinstance(error, KeyboardInterrupt):
+            return cls("interrupted", "", total_steps)
+        return cls("failed", f"{type(error).__name__}: {error}", total_steps)
+
+    def write(self, folder: Path) -> Path:
+        """Write it into a run folder."""
+        return write_text(folder / FILE, json.dumps(asdict(self), indent=2) + "\n")
+
+
+def read_outcome(folder: Path) -> Outcome:
+    """Return how a run is going or ended, as far as its folder tells.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    file = folder / FILE
+    if not file.exists():  # of an older version, or a run that was killed before it began
+        return Outcome("running" if is_live(folder) else "ended without a word")
+    outcome = Outcome(**json.loads(file.read_text(encoding="utf-8")))
+    if outcome.status == "running" and not is_live(folder):
+        return Outcome("ended without a word", "", outcome.total_steps)
+    return outcome
+
+
+def is_live(folder: Path) -> bool:
+    """Return whether the process that wrote itself into the folder's lock is alive.
+
+    The lock itself is left alone: trying it could keep a run from starting. Of a process on another machine nothing is
+    known, and it counts as alive.
+    """
+    lock = folder / LOCK_NAME
+    words = lock.read_text(encoding="utf-8").split() if lock.exists() else []
+    if len(words) != 4:  # "process 12 on host"
+        return False
+    return words[3] != socket.gethostname() or psutil.pid_exists(int(words[1]))
