@@ -78,12 +78,13 @@ def step() -> Picture:
     for lane, y in lanes.items():
         picture.box(120, y - 26, 840, 60, "", GREY)
         picture.text(16, y + 8, lane, bold=True)
+    # name, where, from the left, colour, when it is left out
     phases = [
         ("gen", "engines", 130, BLUE, ""),
-        ("reward", "rewards", 232, BLUE, ""),
-        ("old_log_prob", "models", 334, GREY, "several updates"),
-        ("ref", "models", 442, GREY, "a KL term"),
-        ("values", "models", 550, GREY, "a critic"),
+        ("reward", "rewards", 236, BLUE, ""),
+        ("old_log_prob", "models", 334, GREY, "if used twice"),
+        ("ref", "models", 442, GREY, "if KL"),
+        ("values", "models", 550, GREY, "if critic"),
         ("adv", "driver", 652, BLUE, ""),
         ("update", "models", 754, BLUE, ""),
         ("weight_sync", "engines", 856, VIOLET, ""),
@@ -91,18 +92,18 @@ def step() -> Picture:
     before: tuple[int, int] | None = None
     for name, lane, x, colour, only in phases:
         y = lanes[lane]
-        picture.box(x, y - 18, 96, 42, name, colour)
+        picture.box(x, y - 18, 90, 42, name, colour)
         if only:
-            picture.text(x + 48, y + 52, f"only with {only}", GREY, anchor="middle", size=11)
+            picture.text(x + 45, y + 52, only, GREY, anchor="middle", size=12)
         if before is not None:
             start, row = before
             if row == y:
                 picture.arrow((start, y + 3), (x - 2, y + 3))
             else:
-                middle = x - 4
+                middle = (start + x) // 2 - 1
                 picture.arrow((start, row + 3), (middle, row + 3), (middle, y + 3), (x - 1, y + 3))
-        before = (x + 96, y)
-    picture.arrow((178, 164), (178, 223), (231, 223), colour=GREEN, dashed=True)
+        before = (x + 90, y)
+    picture.arrow((175, 164), (175, 223), (235, 223), colour=GREEN, dashed=True)
     picture.text(130, 375, "A finished answer is scored while others are still being sampled (dashed).", GREEN, size=13)
     picture.text(960, 375, "grey: only where the algorithm needs it", GREY, anchor="end", size=13)
     return picture
@@ -122,10 +123,10 @@ def hybrid_engine() -> Picture:
         picture.box(150 + offset, 65, 150, 50, "samples\nweights + cache", GREEN)
         picture.box(304 + offset, 65, 170, 50, "sleeps", GREY)
         picture.box(478 + offset, 65, 72, 50, "wakes\nloads", VIOLET)
-        picture.box(150 + offset, 155, 150, 50, "idle\n(may be on the host)", GREY)
+        picture.box(150 + offset, 155, 150, 50, "idle, or in\nhost memory", GREY)
         picture.box(304 + offset, 155, 170, 50, "log-probs, update\ngradients + moments", BLUE)
         picture.box(478 + offset, 155, 72, 50, "sends\nweights", VIOLET)
-        picture.box(150 + offset, 245, 150, 50, "waits; rewards come", GREY)
+        picture.box(150 + offset, 245, 150, 50, "waits for rewards", GREY)
         picture.box(304 + offset, 245, 60, 50, "adv", AMBER)
         picture.box(368 + offset, 245, 182, 50, "calls the next phase", GREY)
         picture.arrow((514 + offset, 153), (514 + offset, 118), colour=VIOLET)
