@@ -60,7 +60,7 @@ class Raised:
         return (
             f"alarm {self.name} in step {self.step}: {alarm.when(self.threshold)} ({self.seen}). "
             f"That says: {alarm.meaning}. What helps: {alarm.remedy}. "
-            f"trainer.alarms={{{self.name}: …}} moves the threshold; false turns the alarm off"
+            f"Threshold: trainer.alarms={{{self.name}: …}}"
         )
 
     def record(self) -> dict[str, str | int | float]:

@@ -71,7 +71,7 @@ def _ppo_line(config: PPOTrainerConfig) -> StepLine:
         (
             Field("reward", ("reward/mean",), "6.3f"),
             *validates,
-            Field("len", ("response_length/mean",), "4.0f"),
+            Field("len", ("response_length/mean",), "4.0f", drop=2),
             *(reference if config.needs_reference else within),
             Field("ent", ("actor/entropy",), "5.2f", drop=6, optional=True),
             Field("grad", ("actor/grad_norm",), "5.2f", drop=3),

@@ -13,6 +13,7 @@ from hrl.config.compose import compose_kind
 from hrl.config.run_kind import SFT
 from hrl.report.console import JsonConsole, RunConsole, validation_table
 from hrl.report.display import display_of
+from hrl.report.health import Raised
 from hrl.report.live import PhaseBar
 from hrl.report.phases import PHASES
 from hrl.report.samples import before_and_after, best_median_worst, printable, samples_table
@@ -41,10 +42,15 @@ METRICS = {
 }
 
 
+PARTS = {"reward/correct/mean": 0.625, "reward/format/mean": 0.875}
+
+
 def make_console(*, terminal, width=80):
     file = io.StringIO()
     console = Console(file=file, force_terminal=terminal, width=width, highlight=False, color_system=None)
-    return RunConsole(console).expect(30, PPO_LINE, ["gen", "reward", "update_actor", "weight_sync"]), file
+    return RunConsole(console, clock=lambda: 0.0).expect(
+        30, PPO_LINE, ["gen", "reward", "update_actor", "weight_sync"]
+    ), file
 
 
 def test_step_line_at_80_columns():
@@ -160,15 +166,22 @@ RECORDS = [
 ]
 
 
+ALARM = Raised("truncation", 30, 0.5, "response_length/clip_ratio 0.61, 0.63, 0.70")
+
+
 def show_a_run(console):
     """Everything that a run shows."""
-    console.banner("hrl 1.0", {"model": "small", "batch": "8 prompts × 8 samples = 64 sequences"})
-    console.note("warning: trainer.save_freq is off")
+    with console.stage("importing PyTorch"):
+        pass
+    rows = "65 rows of bundled:addition/train (70 read, 0 bad, 5 too long, 0 truncated, 65 kept); prompts of 45 tokens"
+    console.banner("hrl 1.0 · grpo · sums", {"model": "small, 135 million parameters", "rows": rows})
+    console.note("warning: trainer.save_freq is off: a run that is interrupted starts again from the first step")
     console.validation(0, {"val/addition/mean@1": 0.688, "val/addition/n": 16.0})
-    for step in (1, 30):
+    for step, alarms in ((1, ()), (30, ("truncation",))):
         with console.step_phases(step), console.phase("gen"):
             pass
-        console.step(step, METRICS)
+        console.step(step, METRICS | PARTS, alarms)
+    console.alarm(ALARM)
     console.rollouts(30, RECORDS)
     console.validation(30, METRICS)
 

@@ -216,7 +216,7 @@ def test_the_text_says_what_it_means_what_helps_and_how_to_change_it() -> None:
         "alarm truncation in step 4: more than 0.4 of the answers are cut off at the length limit, for 3 steps "
         "(response_length/clip_ratio 0.60, 0.60, 0.60). "
         f"That says: {ALARMS['truncation'].meaning}. What helps: {ALARMS['truncation'].remedy}. "
-        "trainer.alarms={truncation: …} moves the threshold; false turns the alarm off"
+        "Threshold: trainer.alarms={truncation: …}"
     )
     assert alarm.record() == {
         "step": step,

@@ -186,3 +186,56 @@ def test_what_a_tracker_failed_to_take_is_counted_in_the_metrics(tmp_path):
         run.reporter._tracking = SimpleNamespace(failures=2, log=lambda *_: None, finish=lambda: None)
         run.step(2)
     assert [record.get("tracking/failures") for record in records_of(tmp_path)] == [None, 2]
+
+
+# ---------------------------------------------------------------------------------------------- alarms and time
+
+
+def make_steps(run, steps):
+    """Steps whose answers are nearly all cut off."""
+    for step in steps:
+        metrics = {"timing_s/step": 2.0, "reward/mean": 0.5, "response_length/clip_ratio": 0.9}
+        metrics |= run.reporter.judge(step, metrics)
+        run.reporter.step_done(step, metrics)
+
+
+def test_an_alarm_is_told_once_and_is_in_metrics_and_in_a_file_of_its_own(tmp_path):
+    run = Run(tmp_path)
+    with run.reporter:
+        make_steps(run, range(1, 6))
+    assert run.shown.count("alarm truncation in step 3: more than 0.5 of the answers") == 1
+    lines = [line for line in run.shown.splitlines() if line.startswith("step ")]
+    assert ["!" in line for line in lines] == [False, False, True, True, True]
+    assert [record["health/truncation"] for record in read_jsonl(run.reporter.folder.metrics_file)] == [0, 0, 1, 1, 1]
+    (alarm,) = read_jsonl(tmp_path / "alarms.jsonl")
+    assert (alarm["alarm"], alarm["step"], alarm["threshold"]) == ("truncation", 3, 0.5)
+    assert alarm["meaning"] and alarm["remedy"]
+
+
+def test_a_run_that_continues_tells_no_alarm_twice_and_forgets_those_of_steps_that_are_made_again(tmp_path):
+    first = Run(tmp_path)
+    with first.reporter:
+        make_steps(first, range(1, 6))
+    again = RunFolder(tmp_path, resume=True)
+    assert again.rewind(2, tmp_path / "aside")
+    again.close()
+    assert (read_jsonl(tmp_path / "alarms.jsonl"), len(read_jsonl(tmp_path / "aside" / "alarms.jsonl"))) == ([], 1)
+
+    second = Run(tmp_path, resume=True)
+    with second.reporter:
+        make_steps(second, [3])
+    assert "alarm truncation in step 3" in second.shown, "with the two steps before the interruption"
+    third = Run(tmp_path, resume=True)
+    with third.reporter:
+        make_steps(third, [4, 5])
+    assert "alarm truncation" not in third.shown and "step 4/2!" in third.shown
+    assert len(read_jsonl(tmp_path / "alarms.jsonl")) == 1
+
+
+def test_alarms_of_an_earlier_run_move_aside_with_it(tmp_path):
+    with Run(tmp_path).reporter as reporter:
+        reporter.folder.write_alarm({"step": 1, "alarm": "kl"})
+    with Run(tmp_path).reporter:
+        pass
+    assert not (tmp_path / "alarms.jsonl").exists()
+    assert (tmp_path / "earlier" / "1" / "alarms.jsonl").exists()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 
 from hrl.single_controller.worker_errors import WorkerError
-from hrl.trainer.command import exit_status
+from hrl.trainer.command import exit_status, run_command
 from hrl.workers.engine.nonfinite import NonFiniteStepError
 
 
@@ -26,3 +29,37 @@ def fail(cause: Exception | None) -> None:
 def test_steps_that_are_not_finite_have_an_exit_status_of_their_own(config, capsys, cause, status):
     assert exit_status(config, lambda: fail(cause)) == status
     assert "rank 2: actor.update_actor" in capsys.readouterr().err
+
+
+START = """
+import sys
+from hrl.report.console import RunConsole
+
+class Told(RunConsole):
+    def stage(self, title):
+        sys.stdout.write(f"{title}: torch {'torch' in sys.modules}, ray {'ray' in sys.modules}\\n")
+        raise SystemExit(0)
+
+import hrl.report.display
+hrl.report.display.display_of = lambda trainer: Told()
+from hrl.trainer.main_ppo import main
+main([])
+"""
+
+
+def test_the_first_line_comes_before_torch_is_imported() -> None:
+    # Seconds of the processor, so that other processes on the machine do not count.
+    before = os.times().children_user + os.times().children_system
+    told = subprocess.run([sys.executable, "-c", START], capture_output=True, text=True, timeout=60, check=True).stdout
+    took = os.times().children_user + os.times().children_system - before
+    assert told == "importing PyTorch: torch False, ray False\n"
+    assert took < 3.0
+
+
+def test_an_interruption_while_torch_is_imported_is_one_too(monkeypatch, capsys, tmp_path) -> None:
+    def interrupted(self, title):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hrl.report.console.RunConsole.stage", interrupted)
+    assert run_command("ppo", [f"trainer.default_local_dir={tmp_path}"]) == 130
+    assert capsys.readouterr().err == "\ninterrupted\n"

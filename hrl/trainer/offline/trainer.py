@@ -14,6 +14,7 @@ from hrl.cluster.roles import Role
 from hrl.config.offline import OfflineConfig
 from hrl.metrics import Metric, StepMetrics, validation_of
 from hrl.protocol import DataProto
+from hrl.report import health
 from hrl.trainer.loop import TrainingLoop
 from hrl.workers.requests import LogProbRequest, temperature_of
 
@@ -68,8 +69,8 @@ class OfflineTrainer(TrainingLoop):
 
     def validation_score(self, metrics: Mapping[str, float]) -> float | None:
         """Return the loss of the validation, over its sources, with the other sign."""
-        losses = [value for name, value in metrics.items() if name.startswith("val/") and name.endswith("/loss")]
-        return -sum(losses) / len(losses) if losses else None
+        loss = health.validation_loss(metrics)
+        return None if loss is None else -loss
 
     @property
     def save_contents(self) -> Sequence[str]:

@@ -18,8 +18,9 @@ from hrl.cluster.roles import ResourcePoolManager, Role
 from hrl.config.alarms import SAMPLER_GAP
 from hrl.data.order import Position
 from hrl.data.sampler import PromptSampler, check_choice, load_sampler
-from hrl.metrics import Metric, StepMetrics, validation_of
+from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
+from hrl.report import health
 from hrl.report.first_look import first_look
 from hrl.report.samples import rollout_records
 from hrl.trainer.loop import TrainingLoop
@@ -532,12 +533,7 @@ class RayPPOTrainer(TrainingLoop):
 
     def validation_score(self, metrics: Mapping[str, float]) -> float | None:
         """Return the mean score of the validation, over its sources."""
-        sources = () if self.val_dataset is None else dict.fromkeys(self.val_dataset.data_sources)
-        names = [
-            f"{validation_of(source)}/mean@{self.config.actor_rollout_ref.rollout.val_kwargs.n}" for source in sources
-        ]
-        means = [metrics[name] for name in names if name in metrics]
-        return sum(means) / len(means) if means else None
+        return health.validation_score(metrics)
 
     def report_samples(self, batch: DataProto) -> None:
         """Write the step's samples to the run folder, and show some every `trainer.log_rollouts_freq` steps."""

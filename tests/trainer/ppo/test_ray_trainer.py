@@ -101,7 +101,7 @@ def test_the_checkpoint_with_the_best_validation_stays_beside_the_newest(tmp_pat
     trainer = driver.trainer
     # A part's mean is no score, and another source's is not the run's.
     others = {"val/sums/format/mean@1": 5.0, "val/elsewhere/mean@1": 7.0}
-    trainer.validate = lambda: {"val/sums/mean@1": scores[trainer.global_steps], **others}
+    trainer.validate = lambda: {"val/sums/mean@1": scores[trainer.global_steps], "val/sums/n": 3.0, **others}
     driver.fit()
     assert trainer.checkpoints.steps() == [2, 3, 4]
     said = " ".join(driver.shown.split())
