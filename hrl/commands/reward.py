@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from hrl.config.ppo import PPOTrainerConfig
     from hrl.data.dataset import PromptRow
+    from hrl.reward.library.base import Example
     from hrl.reward.trial import Attempt, Trial
 
 _KEY = re.compile(r"[+~]{0,2}[\w.]+(/[\w.]+)?(@[\w.]+)?=")
@@ -46,11 +47,14 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Score the responses and the probes; return 0, or 1 if a call failed."""
+    """Score the responses and the probes, or list the library; return 0, or 1 if a call failed."""
     if options.help:
         parser = ArgumentParser(prog="hrl reward", description=__doc__, add_help=False)
         add_arguments(parser)
         sys.stdout.write(parser.format_help())
+        return 0
+    if not (options.functions or options.overrides or options.data or options.responses):
+        _list_library(as_json=options.as_json)
         return 0
     from hrl.reward.spec import RewardSpec
     from hrl.reward.trial import probes, run_trial
@@ -120,15 +124,16 @@ def _rows_and_responses(options: Namespace, config: PPOTrainerConfig) -> tuple[l
             for index, (place, record) in enumerate(records[: options.limit])
         ]
         return _read(raw, config, options.limit), attempts
-    return _read([_example_row(config)], config, 1), []
+    example = _example(config)
+    rows = _read([{**example.row, config.data.prompt_key: example.row["prompt"]}], config, 1)
+    return rows, [Attempt("response", 0, example.response)] if example.response else []
 
 
-def _example_row(config: PPOTrainerConfig) -> dict[str, Any]:
+def _example(config: PPOTrainerConfig) -> Example:
     from hrl.reward.library.catalogue import CATALOGUE
 
     named = [entry.name for entry in config.reward.entries if entry.name is not None]
-    row = dict(CATALOGUE[named[0] if named else "data_source"].example.row)
-    return {**row, config.data.prompt_key: row["prompt"]}
+    return CATALOGUE[named[0] if named else "data_source"].example
 
 
 def _read(source: Any, config: PPOTrainerConfig, limit: int) -> list[PromptRow]:
@@ -138,9 +143,11 @@ def _read(source: Any, config: PPOTrainerConfig, limit: int) -> list[PromptRow]:
     from hrl.data.sources import BadRow, read_rows, sources_of
     from hrl.reward.trial import TrialError
 
-    check = partial(check_prompt, prompt_key=config.data.prompt_key, source_key=config.data.reward_fn_key)
+    data = config.data
+    sources = [one.with_keys_of(data) for one in sources_of(source)]
+    check = partial(check_prompt, prompt_key=data.prompt_key, source_key=data.reward_fn_key, answer_key=data.answer_key)
     rows: list[PromptRow] = []
-    for row in islice(read_rows(sources_of(source), check), limit):
+    for row in islice(read_rows(sources, check), limit):
         if isinstance(row, BadRow):
             raise TrialError(f"{row.origin}: {row.reason}")
         rows.append(row)
@@ -150,6 +157,42 @@ def _read(source: Any, config: PPOTrainerConfig, limit: int) -> list[PromptRow]:
 
 
 # ---------------------------------------------------------------------- what is shown
+
+
+def _list_library(*, as_json: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from hrl.reward.library.catalogue import CATALOGUE
+
+    if as_json:
+        listed = [
+            {
+                "name": entry.name,
+                "rewards": entry.rewards,
+                "scores": entry.scores,
+                "arguments": {
+                    one.name: {"meaning": one.meaning} | ({} if one.is_required else {"default": one.default})
+                    for one in entry.arguments
+                },
+                "example": vars(entry.example),
+            }
+            for entry in CATALOGUE.values()
+        ]
+        sys.stdout.write(json.dumps(listed) + "\n")
+        return
+    table = Table(title="Reward functions of hrl", title_justify="left")
+    for name in ("name", "pays for", "arguments"):
+        table.add_column(name, overflow="fold")
+    for entry in CATALOGUE.values():
+        arguments = ", ".join(one.name if one.is_required else f"[{one.name}]" for one in entry.arguments)
+        table.add_row(entry.name, Text(entry.rewards), Text(arguments))
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        "hrl reward NAME shows one at work; hrl reward NAME --data ROWS --responses FILE tries it.", markup=False
+    )
 
 
 def _show(trial: Trial, options: Namespace) -> None:
@@ -167,9 +210,7 @@ def _show(trial: Trial, options: Namespace) -> None:
     for warning in trial.warnings():
         console.print(f"warning: {warning}", style="yellow", markup=False)
     if options.data is None and options.responses is None:
-        console.print(
-            "No rows and no responses were given: this is one example row, and the probes alone.", style="dim"
-        )
+        console.print("No rows and no responses were given: this is an example of the library.", style="dim")
 
 
 def _table(trial: Trial, most: int, width: int) -> Table:

@@ -169,7 +169,7 @@ class RewardConfig(Section):
     `reward/num_unscorable`."""
     functions: Annotated[list[RewardEntry] | None, BeforeValidator(_one_or_many)] = None
     """Functions whose weighted scores are added up, e.g. `[numeric, {name: length, weight: 0.2, most: 50},
-    "my.py:brief"]`; an entry is a `name` of the library (`hrl tasks` lists them) or a `path`, with `weight`, `label`
+    "my.py:brief"]`; an entry is a `name` of the library (`hrl reward` lists them) or a `path`, with `weight`, `label`
     and the function's arguments. Default: the function of `custom_reward_function`, else that of each row's data
     source, or none beside a reward model."""
     shaping: dict[Annotated[str, NameOf(REWARD_SHAPER_NAMES)], PositiveFloat | None] = Field(default_factory=dict)

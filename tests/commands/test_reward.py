@@ -6,6 +6,7 @@ import re
 import pytest
 
 from hrl import cli
+from hrl.reward.library.catalogue import CATALOGUE
 
 FUNCTION = """
 def compute_score(response, answer, level=1):
@@ -91,10 +92,25 @@ def test_a_list_of_entries_is_tried_as_a_run_would_sum_it(folder, capsys):
 
 def test_a_name_alone_tries_its_example_row_and_keys_of_a_run_count(folder, capsys):
     status, said = found(capsys, "numeric")
-    assert status == 0 and [call["kind"] for call in said["calls"]] == ["empty", "prompt", "answer"]
+    assert status == 0 and [call["kind"] for call in said["calls"]] == ["response", "empty", "prompt", "answer"]
+    assert said["calls"][0]["score"] == 1.0
     (folder / "other.jsonl").write_text('{"question": "1 + 1?", "answer": "2"}\n')
     _, said = found(capsys, "numeric", "--data", "other.jsonl", "data.prompt_key=question")
     assert said["calls"][1]["response"] == "1 + 1?"
+
+
+def test_without_anything_the_library_is_listed(capsys):
+    status, listed = found(capsys)
+    assert status == 0 and [one["name"] for one in listed] == list(CATALOGUE)
+    arguments = next(one["arguments"] for one in listed if one["name"] == "regex")
+    assert "default" not in arguments["pattern"] and arguments["most"]["default"] == 1
+    assert cli.main(["reward"]) == 0 and "multiple_choice" in capsys.readouterr().out
+
+
+def test_columns_are_mapped_as_in_a_run(folder, capsys):
+    (folder / "other.jsonl").write_text('{"prompt": "1 + 1?", "solution": "2"}\n')
+    _, said = found(capsys, "numeric", "--data", "other.jsonl", "data.answer_key=solution")
+    assert [call["score"] for call in said["calls"] if call["kind"] == "answer"] == [1.0]
 
 
 def test_the_rollouts_of_a_run_are_scored_again_without_its_rows(folder, capsys):

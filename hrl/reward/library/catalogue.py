@@ -1,4 +1,4 @@
-"""The library: every reward function that `reward.functions` can name, with an example; `hrl tasks` lists them."""
+"""The library: every reward function that `reward.functions` can name, with an example; `hrl reward` lists them."""
 
 from __future__ import annotations
 

@@ -44,6 +44,8 @@ _HOPELESS = frozenset({301, 302, 303, 307, 308, 401, 403, 404, 405})
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 20.0
 _LARGEST_REPLY_BYTES = 2**20
 _LONGEST_SHOWN = 500
+_MOST_FAILURES_IN_A_ROW = 32
+"""So many samples in a row without a score are no accident: then `on_failure: skip` does not hide them."""
 
 
 class JudgeError(HrlError, RuntimeError):
@@ -88,7 +90,8 @@ class Judge:
         high: The score that becomes 1; a score outside of the two is no score.
         api_key: `env:NAME`, where the environment variable NAME has the key; None sends none.
         on_failure: Whether a sample without a score is left out (`skip`) or stops the run as `reward.on_error` says
-            (`error`). A key, model or address that is refused is an error in any case.
+            (`error`). A key, model or address that is refused is an error in any case, and so is a failure after 32
+            others in a row.
         requests_per_minute: Most requests a minute, over all processes that share the cache; None sets no limit.
         max_concurrency: Most requests at once in a process.
         deadline_s: Seconds that one score may take, with all repetitions. In a run 0.9 of `reward.timeout_s`.
@@ -146,7 +149,7 @@ class Judge:
         self._template, self._system = prompt, system
         self._low, self._high = low, high
         self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._skips = on_failure == "skip"
+        self._skips, self._failures = on_failure == "skip", 0
         self._apart_s = None if requests_per_minute is None else 60.0 / requests_per_minute
         self._most_at_once = max_concurrency
         self._processes = processes
@@ -170,7 +173,7 @@ class Judge:
         Raises:
             ArgumentError: The template names a column that there is not.
             JudgeRefusedError: The endpoint refuses requests like this one.
-            JudgeError: There is no score, and `on_failure` is `error`.
+            JudgeError: There is no score, and `on_failure` is `error`, or there has been none for a while.
         """
         if not response.strip():
             return {"score": 0.0, "verdict": "(empty)"}
@@ -181,9 +184,11 @@ class Judge:
         except JudgeRefusedError:
             raise
         except JudgeError as error:
-            if not self._skips:
+            self._failures += 1
+            if not self._skips or self._failures > _MOST_FAILURES_IN_A_ROW:
                 raise
             return {"score": None, "failure": str(error)}
+        self._failures = 0
         return {"score": score, "verdict": reply[-_LONGEST_SHOWN:]}
 
     def _question(self, values: Mapping[str, Any]) -> str:

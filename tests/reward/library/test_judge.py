@@ -130,6 +130,15 @@ def test_a_sample_without_a_score_is_left_out_or_an_error(reply, message):
             judged(Judge("m", endpoint.base_url, on_failure="error", **settings), sample())
 
 
+def test_failures_that_do_not_end_are_no_longer_skipped():
+    with serving(lambda number, question: Reply("Score: 5" if number == 20 else "no")) as endpoint:
+        judge = Judge("m", endpoint.base_url, max_concurrency=1)
+        said = judged(judge, *(sample(f"answer {n}") for n in range(53)))
+        assert sum(one["score"] is None for one in said) == 52, "20 failures, a score, 32 failures"
+        with pytest.raises(JudgeError, match="no score from 0 to 10"):
+            judged(judge, sample("one more"))
+
+
 def test_an_endpoint_that_is_not_there_is_named():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and doesn't listen
