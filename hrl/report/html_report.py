@@ -99,6 +99,8 @@ def run_page(folder: Path) -> Page:
     sections = {
         "header": section("header", title, shown),
         "summary": section("summary", run_summary(config, records, outcome.total_steps)),
+        "alarms": _alarms(folder / "alarms.jsonl", records),
+        "first-look": _first_look(folder / "first_look.json"),
         "curves": curves(drawn, [columns]),
         "validation": section("validation", validation_summary(records)),
         "answers": _answers("The same validation prompts over time", "step", validation_series(rollouts), "validation"),
@@ -272,6 +274,24 @@ def timing_summary(records: Records) -> list[dict[str, Any]]:
         for name, values in seconds.items()
         if values
     ]
+
+
+def _alarms(file: Path, records: Records) -> str:
+    """Return the alarms that were raised, with whether each still is."""
+    raised = read_jsonl(file) if file.exists() else []
+    if not raised:
+        return ""
+    last = {name: value for record in records for name, value in record.items() if name.startswith("health/")}
+    return section("alarms", [{**each, "still": last.get(f"health/{each['alarm']}") == 1} for each in raised])
+
+
+def _first_look(file: Path) -> str:
+    """Return what the first samples said."""
+    if not file.exists():
+        return ""
+    look = json.loads(file.read_text(encoding="utf-8"))
+    example = None if look["example"] is None else _shown(look["example"])
+    return section("first_look", shown_text(look["headline"]), example, [shown_text(line) for line in look["advice"]])
 
 
 # ---------------------------------------------------------------------------------------------- from the samples

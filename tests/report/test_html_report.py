@@ -3,9 +3,11 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hrl.report.first_look import Finding, FirstLook
+from hrl.report.health import Raised
 from hrl.report.html_report import run_summary, timing_summary, validation_summary, write_html_report
 from hrl.report.outcome import Outcome
-from tests.report.runs import CONFIG, HOSTILE, finished_run, started_run
+from tests.report.runs import CONFIG, HOSTILE, finished_run, sample, started_run
 
 VOID = {"meta", "input"}
 
@@ -96,6 +98,21 @@ def test_numbers_of_a_run_can_not_end_the_script_that_holds_them(tmp_path):
     folder.metrics_file.write_text('{"step": 1, "val/</script><script>alert(1)/mean@1": 0.5}\n')
     report = report_of(folder.path, Outcome("finished"))
     assert Page(report).tags.count("script") == 3
+
+
+def test_alarms_stand_in_the_report_with_what_helps(tmp_path):
+    folder = started_run(tmp_path)
+    folder.metrics_file.write_text('{"step": 1, "health/entropy_low": 1.0}\n{"step": 2, "health/entropy_low": 0.0}\n')
+    folder.write_alarm(Raised("entropy_low", 1, 0.1, "0.01").record())
+    text = Page(report_of(folder.path, Outcome("finished"))).text
+    assert "Alarms entropy_low, raised in step 1, over now" in text and "What helps: " in text
+
+
+def test_the_first_look_stands_in_the_report(tmp_path):
+    folder = started_run(tmp_path)
+    folder.write_first_look(FirstLook(Finding.NOTHING_RIGHT, "0 of 3", sample(0, 0.0), ("an easier task",)).as_dict())
+    text = Page(report_of(folder.path, Outcome("finished"))).text
+    assert "First look 0 of 3. To try: an easier task one of the samples" in text and "it is 2" in text
 
 
 def test_a_very_long_answer_is_cut_in_the_page(tmp_path):
