@@ -38,8 +38,10 @@ $(STAMP): $(LOCK) pyproject.toml
 
 install-dev: $(DEV_STAMP)  ## the same, and what tests and the documentation need
 
-$(DEV_STAMP): requirements/dev.lock $(STAMP)
+$(DEV_STAMP): requirements/dev.lock requirements/trackers.lock $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/dev.lock
+	@# Trackers pin older versions of what the engine has; their tests look for them here.
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/trackers -r requirements/trackers.lock
 	@touch $@
 
 demo: install  ## GRPO teaches a 135M model to add, with vLLM, on this machine

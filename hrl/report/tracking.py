@@ -7,8 +7,10 @@ and the first one is logged.
 from __future__ import annotations
 
 import asyncio
+import html
 import importlib.util
 import logging
+import os
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future, wait
@@ -51,11 +53,28 @@ class Tracker:
     finish: Callable[[], object]
 
 
-_COLUMNS = ["prompt", "response", "score"]
+_COLUMNS = {"data_source": "source", "question": "prompt", "ground_truth": "truth", "response": "response"}
+"""Field of a sample → column of a table, before those of its score and the parts of its reward."""
+_TABLE = "val/generations"
 
 
-def _rows(samples: Sequence[Sample]) -> list[list[Any]]:
-    return [[sample[name] for name in _COLUMNS] for sample in samples]
+def sample_table(samples: Sequence[Sample]) -> tuple[list[str], list[list[Any]]]:
+    """Return samples as the columns and rows of a table: prompt, truth, response, score, parts of the reward.
+
+    Texts stay as they are; a tracker that renders them has to escape them.
+    """
+    parts = list(dict.fromkeys(name for sample in samples for name in sample.get("reward_parts", {})))
+    rows = []
+    for sample in samples:
+        texts = {"question": sample["prompt"], **sample}
+        own = sample.get("reward_parts", {})
+        words = [None if (text := texts.get(name)) is None else str(text) for name in _COLUMNS]
+        rows.append([*words, sample.get("score"), *(_plain(own.get(name)) for name in parts)])
+    return [*_COLUMNS.values(), "score", *parts], rows
+
+
+def _plain(part: Any) -> float | str | None:
+    return float(part) if isinstance(part, int | float) else None if part is None else str(part)
 
 
 def _tensorboard(run: RunInfo) -> Tracker:
@@ -68,10 +87,13 @@ def _tensorboard(run: RunInfo) -> Tracker:
             writer.add_scalar(name, value, step)
 
     def log_generations(samples: Sequence[Sample], step: int) -> None:
-        for number, (prompt, response, score) in enumerate(_rows(samples)):
+        columns, rows = sample_table(samples)
+        for number, row in enumerate(rows):
             # Indented by four, the text is a code block: TensorBoard would render it as markdown otherwise.
-            text = f"score {score}\n\n{prompt}\n{response}".replace("\n", "\n    ")
-            writer.add_text(f"val/generation_{number}", text, step)
+            facts = "\n".join(
+                f"{column}: {fact}" for column, fact in zip(columns, row, strict=True) if fact is not None
+            )
+            writer.add_text(f"val/generation_{number}", "    " + facts.replace("\n", "\n    "), step)
 
     return Tracker(log, log_generations, writer.close)
 
@@ -82,7 +104,8 @@ def _wandb(run: RunInfo) -> Tracker:
     opened = wandb.init(project=run.project, name=run.name, config=run.config, dir=str(run.folder))
 
     def log_generations(samples: Sequence[Sample], step: int) -> None:
-        opened.log({"val/generations": wandb.Table(columns=_COLUMNS, data=_rows(samples))}, step=step)
+        columns, rows = sample_table(samples)
+        opened.log({_TABLE: wandb.Table(columns=columns, data=rows, allow_mixed_types=True)}, step=step)
 
     return Tracker(lambda metrics, step: opened.log(metrics, step=step), log_generations, opened.finish)
 
@@ -90,6 +113,10 @@ def _wandb(run: RunInfo) -> Tracker:
 def _mlflow(run: RunInfo) -> Tracker:
     import mlflow
 
+    if not mlflow.is_tracking_uri_set():
+        # Without a database, which mlflow-skinny has no driver for, MLflow keeps runs in files only if told so.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        mlflow.set_tracking_uri((run.folder / "mlruns").as_uri())
     mlflow.set_experiment(run.project)
     mlflow.start_run(run_name=run.name)
     mlflow.log_dict(run.config, "config.json")
@@ -99,8 +126,9 @@ def _mlflow(run: RunInfo) -> Tracker:
         mlflow.log_metrics({name.replace("@", "_at_"): value for name, value in metrics.items()}, step=step)
 
     def log_generations(samples: Sequence[Sample], step: int) -> None:
-        rows = [dict(zip(_COLUMNS, row, strict=True)) for row in _rows(samples)]
-        mlflow.log_dict({"samples": rows}, f"generations/step_{step}.json")
+        columns, rows = sample_table(samples)
+        table = {column: [row[place] for row in rows] for place, column in enumerate(columns)}
+        mlflow.log_table(table, f"generations/step_{step}.json")
 
     return Tracker(log, log_generations, mlflow.end_run)
 
@@ -108,25 +136,29 @@ def _mlflow(run: RunInfo) -> Tracker:
 def _swanlab(run: RunInfo) -> Tracker:
     import swanlab
 
-    folder = str(run.folder / "swanlab")
-    swanlab.init(project=run.project, experiment_name=run.name, config=run.config, logdir=folder)
+    opened = swanlab.init(
+        project=run.project, name=run.name, config=run.config, log_dir=str(run.folder / "swanlab"), reinit=True
+    )
 
     def log_generations(samples: Sequence[Sample], step: int) -> None:
-        texts = [swanlab.Text(f"{text}\n{answer}", caption=f"score {score}") for text, answer, score in _rows(samples)]
-        swanlab.log({"val/generations": texts}, step=step)
+        columns, rows = sample_table(samples)
+        table = swanlab.echarts.Table()
+        table.add(columns, [[html.escape(str(fact)) for fact in row] for row in rows])  # its cells are HTML
+        opened.log({_TABLE: table}, step=step)
 
-    return Tracker(lambda metrics, step: swanlab.log(metrics, step=step), log_generations, swanlab.finish)
+    return Tracker(lambda metrics, step: opened.log(metrics, step=step), log_generations, opened.finish)
 
 
 def _trackio(run: RunInfo) -> Tracker:
     import trackio
 
-    trackio.init(project=run.project, name=run.name, config=run.config)
+    opened = trackio.init(project=run.project, name=run.name, config=run.config, embed=False)
 
     def log_generations(samples: Sequence[Sample], step: int) -> None:
-        trackio.log({"val/generations": trackio.Table(_COLUMNS, _rows(samples))}, step=step)
+        columns, rows = sample_table(samples)
+        opened.log({_TABLE: trackio.Table(columns=columns, data=rows)}, step=step)
 
-    return Tracker(lambda metrics, step: trackio.log(metrics, step=step), log_generations, trackio.finish)
+    return Tracker(lambda metrics, step: opened.log(metrics, step=step), log_generations, opened.finish)
 
 
 TRACKERS: dict[str, Callable[[RunInfo], Tracker]] = {

@@ -7,7 +7,7 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from hrl.report import tracking
-from hrl.report.tracking import Tracking
+from hrl.report.tracking import Tracking, sample_table
 
 SAMPLE = {"prompt": "1+1", "response": "2", "score": 1.0, "uid": "a"}
 
@@ -119,44 +119,13 @@ def test_a_tracker_that_is_not_installed_names_its_package(tmp_path, monkeypatch
         Tracking("p", "e", "swanlab", run_dir=tmp_path)
 
 
-class Calls:
-    """Stands for a tracker's package: notes every call by its dotted name."""
-
-    def __init__(self, log, name=""):
-        self._log, self._name = log, name
-
-    def __getattr__(self, name):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return Calls(self._log, f"{self._name}.{name}".lstrip("."))
-
-    def __call__(self, *args, **kwargs):
-        self._log.append((self._name, args, kwargs))
-        return Calls(self._log, f"{self._name}()")
-
-
-@pytest.mark.parametrize(
-    ("module", "name", "log_call", "finish_call"),
-    [
-        ("wandb", "wandb", ("init().log", ({"val/a/mean@1": 0.5},), {"step": 3}), "init().finish"),
-        ("mlflow", "mlflow", ("log_metrics", ({"val/a/mean_at_1": 0.5},), {"step": 3}), "end_run"),
-        ("swanlab", "swanlab", ("log", ({"val/a/mean@1": 0.5},), {"step": 3}), "finish"),
-        ("trackio", "trackio", ("log", ({"val/a/mean@1": 0.5},), {"step": 3}), "finish"),
-        (
-            "torch.utils.tensorboard",
-            "tensorboard",
-            ("SummaryWriter().add_scalar", ("val/a/mean@1", 0.5, 3), {}),
-            "SummaryWriter().close",
-        ),
-    ],
-)
-def test_each_tracker_is_called_as_its_package_wants(tmp_path, monkeypatch, module, name, log_call, finish_call):
-    calls = []
-    monkeypatch.setitem(sys.modules, module, Calls(calls))
-    tracker = tracking.TRACKERS[name](tracking.RunInfo("proj", "exp", {"seed": 1}, tmp_path))
-    tracker.log({"val/a/mean@1": 0.5}, 3)
-    tracker.log_generations([SAMPLE], 3)
-    tracker.finish()
-    assert log_call in calls
-    assert finish_call in [call[0] for call in calls]
-    assert any("1+1" in str(call) for call in calls), "the sample arrived"
+def test_a_table_of_samples_has_truth_and_every_part():
+    first = {"prompt": "<|user|>1+1", "question": "1+1", "response": "2", "score": 1.0, "ground_truth": 2}
+    samples = [
+        first | {"data_source": "sums", "reward_parts": {"exact": True}},
+        SAMPLE | {"reward_parts": {"tags": 0.5}},
+    ]
+    assert sample_table(samples) == (
+        ["source", "prompt", "truth", "response", "score", "exact", "tags"],
+        [["sums", "1+1", "2", "2", 1.0, 1.0, None], [None, "1+1", None, "2", 1.0, None, 0.5]],
+    )
