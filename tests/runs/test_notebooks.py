@@ -33,15 +33,70 @@ def executed(path: Path, folder: Path, edits: dict[str, str]) -> Any:
         assert any(old in cell.source for cell in code), old
         for cell in code:
             cell.source = cell.source.replace(old, new)
-    root = str(Path(__file__).parents[2])
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
     client = NotebookClient(book, timeout=500, resources={"metadata": {"path": str(folder)}})
-    client.execute(env=env)
+    client.execute(env=environment())
     return code
+
+
+def environment() -> dict[str, str]:
+    """The environment of a kernel that finds this checkout."""
+    root = str(Path(__file__).parents[2])
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
 
 
 def outputs_of(code: Any, having: str) -> Any:
     return next(cell.outputs for cell in code if having in cell.source)
+
+
+IN_PROCESS = """
+import hrl
+from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
+from tests.runs.in_process import in_process, in_this_process
+
+inside = in_process()
+inside.__enter__()
+---
+def letters(response):  # of this cell
+    return len(set(response)) / 10
+
+trainer = hrl.GRPO(
+    MODEL, letters, [{"prompt": f"{a}?"} for a in range(8)], steps=2, batch_size=2, n=2, max_prompt_length=64,
+    max_response_length=4, config={"actor_rollout_ref.rollout.name": "hf", "trainer.device": "cpu"},
+    trainer_cls=in_this_process(RayPPOTrainer),
+)
+run = trainer.train()
+run
+---
+class Stops(hrl.Callback):
+    def on_step_end(self, run, metrics):
+        raise KeyboardInterrupt  # as the stop button does
+
+again = hrl.GRPO(config=run.config, data=trainer._train_rows, reward=letters, folder="stopped", callbacks=[Stops()],
+                 trainer_cls=trainer._trainer_cls)
+try:
+    again.train()
+except KeyboardInterrupt:
+    again._callbacks.clear()
+second = again.train()
+assert [record["step"] for record in second.metrics] == [1, 2]
+---
+inside.__exit__(None, None, None)
+"""
+
+
+@pytest.mark.cluster
+def test_a_run_in_a_kernel_is_one_output_and_its_result_a_summary(runner: Runner, tmp_path: Path) -> None:
+    book = nbformat.v4.new_notebook()
+    book.cells = [
+        nbformat.v4.new_code_cell(code.strip())
+        for code in IN_PROCESS.replace("MODEL", repr(str(runner.model))).split("---\n")
+    ]
+    NotebookClient(book, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute(env=environment())
+    outputs = book.cells[1].outputs
+    assert [output.output_type for output in outputs] == ["display_data", "execute_result"], outputs
+    progress, summary = (output["data"]["text/html"] for output in outputs)
+    assert "value='2' max='2'" in progress and "step 2/2" in progress and "Traceback" not in progress
+    assert "<table>" in summary and "reward/mean" in summary
 
 
 @pytest.mark.cluster
