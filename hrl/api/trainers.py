@@ -180,6 +180,11 @@ class Trainer:
             data: Rows to validate on, this time, in place of the run's own.
         """
         names, rows = as_sources_or_rows(data)
+        if self.kind == "dpo" and self._loop is None and self._trained is not None:
+            raise UsageError(
+                "DPO compares with the model before its first step, which ended with train(): evaluate within a `with` "
+                "block, or read run.metrics"
+            )
         with self._running(asked=True) as loop:
             return loop.evaluate(names if rows is None else rows)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -188,6 +188,10 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
             )
         else:
             self.order = EpochOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
+
+    def of_other_rows(self, data_files: DataFiles) -> Self:
+        """Return a data set of other rows, read as these were."""
+        return type(self)(data_files, self.tokenizer, self.config)
 
     def _read(self, max_samples: int) -> None:
         """Read every row."""

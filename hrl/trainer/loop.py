@@ -259,14 +259,15 @@ class TrainingLoop(ABC):
         if rows is None:
             return self.validate()
         own = self.val_dataset, self.keeps_validation_samples
-        self.val_dataset, self.keeps_validation_samples = (
-            type(self.train_dataset)(rows, self.tokenizer, self.config.data),
-            False,
-        )
+        self.val_dataset, self.keeps_validation_samples = self.other_rows(rows), False
         try:
             return self.validate()
         finally:
             self.val_dataset, self.keeps_validation_samples = own
+
+    def other_rows(self, rows: Any) -> Any:
+        """Return a data set of other rows than the run's own, ready to be validated on."""
+        return self.train_dataset.of_other_rows(rows)
 
     def batches(self) -> Iterator[DataProto]:
         """Yield the remaining batches of training rows, from the current position in the data."""

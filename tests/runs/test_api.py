@@ -6,6 +6,7 @@ import asyncio
 import base64
 import functools
 import json
+import math
 import pickle
 import shlex
 import threading
@@ -24,6 +25,7 @@ from hrl.errors import ConfigError, HrlError
 from hrl.report.run_folder import read_jsonl
 from hrl.trainer.callbacks import CallbackError
 from hrl.trainer.command import run_command
+from hrl.trainer.offline.dpo import DPOTrainer
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 from tests.runs.in_process import in_process, in_this_process
 from tests.runs.runner import Runner
@@ -288,6 +290,34 @@ def test_a_closed_trainer_and_one_that_never_started_can_be_closed(runner: Runne
     trainer.close()
     with pytest.raises(UsageError, match="a trainer that is closed"):
         trainer.train()
+
+
+PAIRS = [{"prompt": f"{a} plus {a}?", "chosen": f"{2 * a}", "rejected": "no"} for a in range(6)]
+
+
+@pytest.mark.cluster
+def test_dpo_is_evaluated_on_other_pairs_until_its_reference_is_gone(
+    runner: Runner, tmp_path: Path, this_process: None
+) -> None:
+    def dpo(name: str) -> hrl.DPO:
+        device = {"trainer.device": "cpu"}
+        inside = in_this_process(DPOTrainer)
+        return hrl.DPO(
+            runner.model, PAIRS, val_data=PAIRS[:2], steps=1, batch_size=2, max_length=64, lr=1e-3,
+            folder=tmp_path / name, config=device, trainer_cls=inside,
+        )  # fmt: skip
+
+    with dpo("block") as trainer:
+        others = trainer.evaluate([{**PAIRS[0], "data_source": "others"}])
+        assert others["val/others/loss"] == pytest.approx(math.log(2))  # it is its own reference
+        run = trainer.train()
+        with pytest.raises(HrlError, match="can't be compared with the reference.*val_data"):
+            trainer.evaluate(PAIRS)
+        assert trainer.evaluate().items() <= run.metrics[-1].items()
+    alone = dpo("alone")
+    alone.train()
+    with pytest.raises(UsageError, match="compares with the model before its first step"):
+        alone.evaluate()
 
 
 # ---------------------------------------------------------------------- rewards

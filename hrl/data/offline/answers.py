@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
@@ -320,6 +320,9 @@ class OfflineDataset(TokenisedDataset[R, list[list[Passage]], list[Answer]]):
     ) -> None:
         self._stop_ids = stop_ids
         super().__init__(data_files, tokenizer, config, max_samples)
+
+    def of_other_rows(self, data_files: DataFiles) -> Self:
+        return type(self)(data_files, self.tokenizer, self.config, stop_ids=self._stop_ids)
 
     @abstractmethod
     def batch(self, indices: Iterable[int]) -> DataProto:

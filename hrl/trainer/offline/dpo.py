@@ -9,12 +9,13 @@ computed once, by the same engine, before a checkpoint is loaded or a step is ma
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from hrl.algos.preference import PairOptions, pair_margins, preference_loss
 from hrl.config.offline import DPOTrainerConfig
+from hrl.errors import DatasetError
 from hrl.metrics import Metric
 from hrl.protocol import DataProto
 from hrl.trainer.offline.trainer import FORWARD_ITEMS, OfflineTrainer, pair_scores
@@ -43,6 +44,22 @@ class DPOTrainer(OfflineTrainer):
             self.ask_reference(self.train_dataset, self.blocks_ahead())
             if self.val_dataset is not None:
                 self.ask_reference(self.val_dataset, blocks_of(range(len(self.val_dataset)), FORWARD_ITEMS))
+
+    def other_rows(self, rows: Any) -> PairDataset:
+        """Return other pairs with the reference's log-probs, which only the model before its first step can give.
+
+        Raises:
+            DatasetError: The model has been trained.
+        """
+        dataset: PairDataset = super().other_rows(rows)
+        if self.config.needs_reference:
+            if self.global_steps > 0:
+                raise DatasetError(
+                    "other pairs can't be compared with the reference, which is the model before its first step: name "
+                    "them as validation rows (val_data, or data.val_files), or evaluate them before training"
+                )
+            self.ask_reference(dataset, blocks_of(range(len(dataset)), FORWARD_ITEMS))
+        return dataset
 
     def blocks_ahead(self) -> list[Sequence[int]]:
         """Return the batches of the first epoch that hold a row which the rest of the run visits."""

@@ -305,7 +305,7 @@ class RayPPOTrainer(TrainingLoop):
             A record for each response, as in the folder `rollouts`.
         """
         self.prepare()
-        prompts = type(self.train_dataset)(rows, self.tokenizer, self.config.data)
+        prompts = self.other_rows(rows)
         batch = prompt_batch(prompts.batch(range(len(prompts))), n, step=self.global_steps, validate=True)
         seed = seed_of(self.config.trainer.seed, validate=True)
         sampled = self._responses(batch, sampling, seed)
