@@ -124,7 +124,7 @@ class Trainer:
 
     @property
     def config(self) -> ConfigView:
-        """The keys, to read and to set: `trainer.config.data.max_response_length = 64`."""
+        """The keys, to read and to set, such as `trainer.config.data.max_response_length = 64`."""
         return ConfigView(KINDS[self.kind].schema, self.resolved, self._set)
 
     def resolved(self) -> RunConfiguration:

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 MODULES = sorted((ROOT / "hrl").rglob("*.py"))
 #: Messages of other programs.
-OF_OTHERS = {"operator torchvision::nms does not exist"}
+OF_OTHERS = {"operator torchvision::nms does not exist", "Could not load this library: …torchaudio…"}
 GAP = "…"
 
 
