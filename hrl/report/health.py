@@ -294,10 +294,16 @@ class Health:
     def __init__(self, thresholds: Mapping[str, float | None], before: Iterable[Mapping[str, float]] = ()) -> None:
         self._thresholds = {name: limit for name, limit in thresholds.items() if limit is not None}
         self._history = History()
-        self._told: set[str] = set()
+        self._told: dict[str, int] = {}
         self.raised: tuple[str, ...] = ()
         for record in before:
             self.judge(int(record["step"]), record)
+
+    @property
+    def summary(self) -> str:
+        """The alarms that were raised in the run, each with the number of its steps; empty if none was."""
+        steps = len(self._history.steps)
+        return ", ".join(f"{name} in {count} of {steps} steps" for name, count in self._told.items())
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> tuple[dict[str, float], list[Raised]]:
         """Take the metrics of a step, or of a validation outside one.
@@ -316,7 +322,8 @@ class Health:
             for name, seen in found.items()
             if seen is not None and name not in self._told
         ]
-        self._told.update(self.raised)
+        for name in self.raised:
+            self._told[name] = self._told.get(name, 0) + 1
         return {f"health/{name}": float(seen is not None) for name, seen in found.items()}, news
 
     def _judged(self, metrics: Mapping[str, float]) -> list[tuple[str, float]]:

@@ -33,6 +33,7 @@ class PhaseBar:
     """
 
     def __init__(self, labels: Sequence[str], clock: Clock = time.perf_counter) -> None:
+        self._own = tuple(labels)
         self.labels = list(labels)
         self.title = ""
         self._clock = clock
@@ -41,8 +42,9 @@ class PhaseBar:
         self._started_at = 0.0
 
     def begin_step(self, title: str) -> None:
-        """Start a step with no phase run yet."""
+        """Start a step with no phase run yet; what only an earlier step had, such as a validation, is gone."""
         self.title = title
+        self.labels = list(self._own)
         self._done = {}
         self._running = None
 
@@ -108,7 +110,7 @@ class RunBar:
         if room >= 5:
             share = min(self.step / self.total_steps, 1.0) if self.total_steps else 1.0
             full = round(share * room)
-            text.append("━" * full, style="green").append("━" * (room - full), style="bright_black")
+            text.append("━" * full, style="green").append("─" * (room - full), style="bright_black")
         return text.append(counts, style="default").append(times, style="not bold bright_black")
 
 

@@ -87,13 +87,16 @@ class RunReporter:
             comparison = compare_validations(folder.rollouts)
             if comparison is not None:
                 self.console.before_and_after(comparison.pairs)
-            outcome.write(folder.path)
-            records = read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else []
-            picture = write_picture(records, folder.path, self._picture, self._title)
-            files = [*filter(None, [picture]), write_html_report(folder.path)]
+            with self.console.stage("writing the report"):
+                outcome.write(folder.path)
+                records = read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else []
+                picture = write_picture(records, folder.path, self._picture, self._title)
+                files = [*filter(None, [picture]), write_html_report(folder.path)]
         except (OSError, ValueError) as error:
             logger.warning("the report of the run could not be written", exc_info=error)
             return
+        if self._health.summary:
+            self.console.note(f"alarms: {self._health.summary}; {folder.alarms_file} has what they mean and what helps")
         for file in files:
             self.console.note(f"{file.stem.replace('_', ' ')}: {file}")
 

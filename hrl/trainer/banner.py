@@ -50,4 +50,4 @@ def _commands(config: RunConfiguration) -> str:
         if config.trainer.save_freq > 0 and config.trainer.resume_mode == "auto"
         else ""
     )
-    return f"hrl rollouts {folder}{resume}"
+    return f"hrl watch {folder} (a live page), hrl rollouts {folder}{resume}"

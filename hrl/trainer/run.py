@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +103,24 @@ def running(
         picture=made_of.picture,
     ) as reporter:
         cluster = run_cluster(config.trainer.ray_kwargs, num_processes, made_of.batch_tokens(config, ready))
-        with ExitStack() as stack:
-            with display.stage("starting Ray"):
-                stack.enter_context(cluster)
+        with _shown(display, "Ray", cluster):
             _restore(handlers)
-            trainer = stack.enter_context(
-                _trainer(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter)
-            )
-            trainer.callbacks = Callbacks(callbacks)
-            yield trainer
+            with _trainer(made_of, config, ready, given, trainer_cls or made_of.trainer(config), reporter) as trainer:
+                trainer.callbacks = Callbacks(callbacks)
+                yield trainer
+
+
+@contextmanager
+def _shown(display: Display, name: str, service: AbstractContextManager[object]) -> Iterator[None]:
+    """Enter a context, and show its start and its end while they last."""
+    with ExitStack() as stack:
+        with display.stage(f"starting {name}"):
+            stack.enter_context(service)
+        try:
+            yield
+        finally:
+            with display.stage(f"ending {name}"):
+                stack.close()
 
 
 def _show(

@@ -37,11 +37,19 @@ def in_a_file() -> tuple[RunConsole, io.StringIO]:
 def test_the_bar_of_the_run_counts_down_between_steps(width: int) -> None:
     now = [100.0]
     bar = RunBar(30, 12, clock=lambda: now[0], began_at=35.0)
-    assert bar.line(width).plain == f"run {'━' * 30} 12/30 steps  1:05 gone"
+    assert bar.line(width).plain == f"run {'━' * 12}{'─' * 18} 12/30 steps  1:05 gone"
     bar.update(13, 90.0)
     now[0] += 20
-    assert bar.line(width).plain == f"run {'━' * 30} 13/30 steps  1:25 gone, about 1:10 left"
-    assert [len(span) for span in re.findall("━+", bar.line(width).plain)] == [30]
+    assert bar.line(width).plain == f"run {'━' * 13}{'─' * 17} 13/30 steps  1:25 gone, about 1:10 left"
+
+
+def test_a_phase_that_few_steps_have_is_shown_in_those() -> None:
+    bar = PhaseBar(["gen"], clock=lambda: 0.0)
+    bar.begin_step("step 1/30")
+    bar.begin("validate")
+    assert "validate" in bar.__rich__().plain
+    bar.begin_step("step 2/30")
+    assert bar.__rich__().plain == "step 2/30  · gen"
 
 
 def test_a_narrow_terminal_has_the_counts_without_the_bar() -> None:

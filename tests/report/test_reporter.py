@@ -95,7 +95,8 @@ def test_a_run_without_a_step_still_leaves_its_report(tmp_path):
     with run.reporter:
         pass
     assert not (tmp_path / "reward_curve.png").exists()
-    assert run.shown == f"report: {tmp_path}/report.html\n"
+    stage, shown = run.shown.splitlines()
+    assert stage.endswith("] writing the report") and shown == f"report: {tmp_path}/report.html"
 
 
 @pytest.mark.parametrize(
@@ -205,6 +206,7 @@ def test_an_alarm_is_told_once_and_is_in_metrics_and_in_a_file_of_its_own(tmp_pa
         make_steps(run, range(1, 6))
     assert run.shown.count("alarm truncation in step 3: more than 0.5 of the answers") == 1
     lines = [line for line in run.shown.splitlines() if line.startswith("step ")]
+    assert f"alarms: truncation in 3 of 5 steps; {tmp_path / 'alarms.jsonl'} has what they mean" in run.shown
     assert ["!" in line for line in lines] == [False, False, True, True, True]
     assert [record["health/truncation"] for record in read_jsonl(run.reporter.folder.metrics_file)] == [0, 0, 1, 1, 1]
     (alarm,) = read_jsonl(tmp_path / "alarms.jsonl")
