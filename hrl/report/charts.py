@@ -69,10 +69,13 @@ class Metrics(NamedTuple):
     Attributes:
         pattern: Regular expression for a whole name.
         label: Their label; `\1` stands for the first group of the pattern.
+        has_prompts: Of a validation's metrics, whether the first group has to be a source, with `val/<source>/n`
+            (True), or must not be one, as with a part of the reward (False); None for either.
     """
 
     pattern: str
     label: str
+    has_prompts: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -103,7 +106,7 @@ OVERVIEW = Chart(
     "reward",
     "Reward",
     "The mean score of each step's samples, and the validation score of each source.",
-    (Metrics(r"reward/mean", "training"), Metrics(_MEAN, r"validation: \1")),
+    (Metrics(r"reward/mean", "training"), Metrics(_MEAN, r"validation: \1", has_prompts=True)),
 )
 LOSS_OVERVIEW = Chart(
     "loss",
@@ -126,8 +129,8 @@ CHARTS = (
     Chart(
         "reward-parts",
         "Parts of the reward",
-        "The mean of each part that the reward function returned.",
-        (Metrics(r"reward/(.+)/mean", r"\1"),),
+        "The mean of each part of the reward, before its weight, in training and validation.",
+        (Metrics(r"reward/(.+)/mean", r"\1"), Metrics(_MEAN, r"validation: \1", has_prompts=False)),
     ),
     Chart(
         "reward-spread",
@@ -337,10 +340,14 @@ def metrics_of(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> dict[str, str
 
 
 def _matching(metrics: Metrics, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    sources = {name.removesuffix("/n") for name in names if name.startswith("val/") and name.endswith("/n")}
     for name in names:
         match = re.fullmatch(metrics.pattern, name)
-        if match is not None:
-            yield name, match.expand(metrics.label)
+        if match is None:
+            continue
+        if metrics.has_prompts is not None and metrics.has_prompts != (not sources or f"val/{match[1]}" in sources):
+            continue
+        yield name, match.expand(metrics.label)
 
 
 # ---------------------------------------------------------------------------------------------- the numbers

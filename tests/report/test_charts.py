@@ -77,6 +77,13 @@ def test_rewards_are_drawn_with_validation_and_their_parts_apart():
     assert [line.label for line in charts["reward-parts"].lines] == ["exact", "format"]
 
 
+def test_parts_of_a_validation_stand_with_the_parts_and_not_among_its_sources():
+    validation = {"val/a/b/n": 4.0, "val/a/b/mean@1": 1.0, "val/a/b/exact/mean@1": 0.5}
+    charts = drawn({"step": 1, "reward/mean": 1.0, "reward/exact/mean": 0.5, **validation})
+    assert [line.label for line in charts["reward"].lines] == ["training", "validation: a/b"]
+    assert [line.label for line in charts["reward-parts"].lines] == ["exact", "validation: a/b/exact"]
+
+
 @pytest.mark.parametrize(
     ("metrics", "names"),
     [

@@ -143,3 +143,41 @@ def test_what_an_async_function_prints_does_not_get_between_the_lines_of_the_jso
     samples = read_jsonl(rollouts_file(folder / "rollouts", 1))
     assert [sample["score"] for sample in samples] == [len(sample["response"]) for sample in samples]
     assert all(sample["reward_parts"]["acc"] == (sample["score"] > 3) for sample in samples)
+
+
+def test_parts_of_a_sum_are_in_metrics_validation_and_samples(runner: Runner, tmp_path: Path) -> None:
+    def brief(response: str, level: int) -> dict[str, float] | None:
+        return None if level == 0 else {"score": 1.0 / (1 + len(response)), "level": level}
+
+    config = PPOTrainerConfig.model_validate(
+        {
+            "data": {"train_batch_size": 4, "max_prompt_length": 64, "max_response_length": 8},
+            "actor_rollout_ref": {
+                "model": {"path": str(runner.model)},
+                "actor": {"ppo_mini_batch_size": 4},
+                "rollout": {"name": "hf", "n": 2},
+            },
+            "trainer": {
+                "device": "cpu",
+                "total_training_steps": 1,
+                "default_local_dir": str(tmp_path / "run"),
+                "logger": "console",
+            },
+        }
+    )
+    rows = [{"prompt": f"{n}?", "answer": str(n), "level": n, "data_source": "sums"} for n in range(4)]
+    rewards = ["numeric", (brief, 0.5), ({"name": "length", "most": 3, "label": "short"}, -1.0)]
+    folder = run_configured("ppo", config, Given(train_rows=rows, val_rows=rows, reward=rewards))
+    record = next(record for record in read_jsonl(folder / "metrics.jsonl") if record["step"] == 1)
+    samples = read_jsonl(rollouts_file(folder / "rollouts", 1))
+    assert record["reward/brief/missing"] == 2 and record["reward/brief/level/mean"] == 2.0
+    assert "reward/numeric/missing" not in record
+    for part in ("numeric", "brief", "short"):
+        values = [sample["reward_parts"][part] for sample in samples if sample["reward_parts"][part] is not None]
+        assert record[f"reward/{part}/mean"] == pytest.approx(sum(values) / len(values))
+    for sample in samples:
+        parts = sample["reward_parts"]
+        whole = parts["numeric"] + 0.5 * (parts["brief"] or 0.0) - parts["short"]
+        assert sample["score"] == pytest.approx(whole, abs=1e-5)
+    assert {"val/sums/numeric/mean@1", "val/sums/brief/mean@1", "val/sums/short/mean@1"} <= record.keys()
+    assert record["val/sums/brief/missing"] == 1
