@@ -1,23 +1,20 @@
-"""A GRPO variant by subclassing: of two right answers, the shorter one is worth more.
+"""A hook of your own: of two right answers, the shorter one is worth more.
 
 A wrong answer gains nothing by being short, so it does not pay to say nothing. Only one hook is overridden; `fit()` and
 everything else is inherited.
 
-    python examples/brevity.py trainer.total_training_steps=10
+Run it with `python examples/brevity.py`.
 """
 
-import sys
-
+import hrl
 from hrl.algos.reward_placement import place_scores
-from hrl.protocol import DataProto
-from hrl.trainer.main_ppo import main
 from hrl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 
 class BrevityTrainer(RayPPOTrainer):
     """Reduces a positive score by up to half, in proportion to the response's length."""
 
-    def on_batch_scored(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def on_batch_scored(self, batch, metrics):
         mask = batch.batch["response_mask"]
         scores = batch.batch["token_level_scores"].sum(-1)
         discount = 0.5 * mask.sum(-1) / mask.shape[-1] * (scores > 0)
@@ -26,5 +23,5 @@ class BrevityTrainer(RayPPOTrainer):
         return batch
 
 
-if __name__ == "__main__":
-    sys.exit(main(["trainer.experiment_name=brevity", *sys.argv[1:]], trainer_cls=BrevityTrainer))
+run = hrl.GRPO(steps=30, name="brevity", trainer_cls=BrevityTrainer).train()
+print(run.report)

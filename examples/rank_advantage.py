@@ -1,22 +1,17 @@
-"""A new advantage estimator: a response is as good as the share of its group that it beats.
+"""An advantage estimator of your own: a response is as good as the share of its group that it beats.
 
 Only the order of the rewards counts, so a reward of 1000 has no more effect than one of 2. A response's advantage is
 the share of the others in its group that it beats, minus the share that beats it: from −1 to 1, summing to 0 per group.
 
-    python examples/rank_advantage.py trainer.total_training_steps=10
+Run it with `python examples/rank_advantage.py`.
 """
 
-import sys
-from typing import Any
-
-from torch import Tensor
-
+import hrl
 from hrl.algos.advantages import AdvantageInput, register_adv_est
-from hrl.trainer.main_ppo import main
 
 
 @register_adv_est("group_rank", min_group_size=2)
-def group_rank_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tensor]:
+def group_rank_advantage(inp: AdvantageInput, config):
     """Return wins minus losses against the other responses to the same prompt, divided by their number."""
     scores, groups = inp.scores(), inp.need("group_ids")
     answered = inp.response_mask.bool().any(dim=-1)
@@ -27,5 +22,5 @@ def group_rank_advantage(inp: AdvantageInput, config: Any) -> tuple[Tensor, Tens
     return advantages, advantages
 
 
-if __name__ == "__main__":
-    sys.exit(main(["algorithm.adv_estimator=group_rank", *sys.argv[1:]]))
+run = hrl.GRPO(steps=30, name="rank_advantage", config={"algorithm.adv_estimator": "group_rank"}).train()
+print(run.report)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -70,7 +70,8 @@ class PolicyLossInput:
 class PolicyLossOutput:
     """A loss per token `(B, R)`, 0 outside the mask, and metrics as (sum, count) over trained tokens.
 
-    Metrics have their full names, `actor/...`.
+    Metrics have their full names, `actor/...`. A registered loss may also give a number per token `(B, R)`, of which
+    `policy_loss` takes sum and count.
     """
 
     loss_mat: Tensor
@@ -179,7 +180,16 @@ def policy_loss(name: str, inp: PolicyLossInput, config: PolicyLossSettings) -> 
     output = loss(trained, config)
     check_shapes(inp.response_mask, loss_mat=output.loss_mat)
     drift = {"actor/ppo_kl": sum_and_count(-trained.log_ratio(), inp.response_mask)}
-    return PolicyLossOutput(keep(output.loss_mat, inp.response_mask), output.metrics | drift)
+    metrics = {name: _counted(name, value, inp.response_mask) for name, value in output.metrics.items()}
+    return PolicyLossOutput(keep(output.loss_mat, inp.response_mask), metrics | drift)
+
+
+def _counted(name: str, value: Any, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the (sum, count) of a metric that a loss gives as such, or as a number per token."""
+    if not isinstance(value, Tensor):
+        return value
+    check_shapes(mask, **{name: value})
+    return sum_and_count(value.to(torch.float32), mask)
 
 
 def clip_bounds(config: PolicyLossSettings) -> tuple[float, float]:

@@ -151,6 +151,7 @@ class Registry(UserDict[str, Member], Generic[Member, Known]):
         self.family = family
         self.table: dict[str, Known] = {} if table is None else table
         self.traits = traits
+        self._built_in = frozenset([*self.table, *(members or ())])
         super().__init__(members or {})
 
     def __setitem__(self, name: str, member: Member) -> None:
@@ -178,6 +179,17 @@ class Registry(UserDict[str, Member], Generic[Member, Known]):
             return member
 
         return decorator
+
+    def added(self) -> dict[str, tuple[Member, Known]]:
+        """Return what a user has registered: name → member and its traits."""
+        return {name: (self.data[name], self.table[name]) for name in self.data if name not in self._built_in}
+
+    def take(self, added: Mapping[str, tuple[Member, Known]]) -> None:
+        """Register what another process has `added`; what is here already stays."""
+        for name, (member, traits) in added.items():
+            if name not in self.data:
+                self.table[name] = traits
+                self[name] = member
 
     def find(self, name: str) -> Member:
         """Return the member of that name.

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 
+from hrl.algos.policy_losses import POLICY_LOSSES
 from hrl.metrics import Metric
 from hrl.models.source import find_on_this_node
 from hrl.single_controller.dispatch import Dispatch, register
@@ -58,6 +59,7 @@ class ModelWorker(Worker):
         self.checkpoint = checkpoint
         self.runtime = runtime
         self.model_path = model_path
+        POLICY_LOSSES.take(runtime.own_losses)
 
     @property
     @abstractmethod

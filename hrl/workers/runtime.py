@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from hrl.algos.policy_losses import POLICY_LOSSES, PolicyLoss
+from hrl.algos.registry import PolicyLossTraits
 from hrl.workers.rendezvous import connect_store, listen_towards, serve_store
 
 if TYPE_CHECKING:
@@ -45,6 +48,7 @@ class Runtime:
         max_model_len: The longest sequence of the run in tokens, for which an engine is opened as well.
         run_folder: Of the run; on another node than the driver's the same path, which need not be shared.
         engine_threads: CPU threads of an engine on a GPU; None leaves them to the engine.
+        own_losses: Policy losses that the user has registered with the driver, with their traits.
     """
 
     device: str
@@ -58,6 +62,7 @@ class Runtime:
     max_model_len: int
     run_folder: str
     engine_threads: int | None = None
+    own_losses: Mapping[str, tuple[PolicyLoss, PolicyLossTraits]] = field(default_factory=dict)
 
     @classmethod
     def of(
@@ -85,6 +90,7 @@ class Runtime:
             max_model_len=outline.lengths.model,
             run_folder=str(run_folder),
             engine_threads=trainer.cpu_threads_per_worker,
+            own_losses=POLICY_LOSSES.added(),
         )
 
 

@@ -122,6 +122,19 @@ def test_a_loss_of_ones_own_sees_zeros_outside_the_mask_and_is_cut_to_it(monkeyp
         assert getattr(seen[0], field.name)[0, 1] == 0, field.name
 
 
+def test_a_loss_of_ones_own_may_give_a_number_per_token_as_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch.random(1, torch.tensor([[1, 1, 0], [1, 0, 0]]))
+    per_token = torch.tensor([[1.0, 2.0, 50.0], [4.0, 50.0, 50.0]])
+    mine = {"actor/mine": per_token, "actor/above_1": per_token > 1}
+    monkeypatch.setitem(POLICY_LOSSES, "mine", lambda inp, config: PolicyLossOutput(inp.log_prob, mine))
+    metrics = policy_loss("mine", loss_input(batch), ACTOR).metrics
+    assert [part.item() for part in metrics["actor/mine"]] == [7.0, 3]
+    assert [part.item() for part in metrics["actor/above_1"]] == [2.0, 3]
+    mine["actor/mine"] = per_token[0]
+    with pytest.raises(ValueError, match="actor/mine"):
+        policy_loss("mine", loss_input(batch), ACTOR)
+
+
 def test_a_loss_that_reduced_its_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICY_LOSSES, "mine", lambda inp, config: PolicyLossOutput(inp.log_prob.sum(), {}))
     with pytest.raises(ValueError, match="loss_mat has shape"):
