@@ -73,7 +73,9 @@ class Run:
         picture = ""
         if pictures:
             data = base64.b64encode(pictures[0].read_bytes()).decode("ascii")
-            picture = f"<img alt='curve of the run' style='max-width:100%' src='data:image/png;base64,{data}'>"
+            picture = (
+                f"<img alt='curve of the run' style='max-width:min(100%,48em)' src='data:image/png;base64,{data}'>"
+            )
         steps = max((record["step"] for record in self.metrics), default=0)
         places = "".join(
             f"<div>{label}: <code>{escape(str(place))}</code></div>"

@@ -11,6 +11,7 @@ from hrl.cluster import machine as cluster
 def settings_of(monkeypatch):
     """What `run_cluster` would hand to Ray."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)  # other tests of this process have one
     monkeypatch.setattr(cluster, "ray_cluster", lambda **settings: settings)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1, 5, 6})
     return lambda num_processes=1, **ray_kwargs: cluster.run_cluster(ray_kwargs, num_processes, 0)
@@ -69,3 +70,13 @@ def test_more_ranks_than_cores_without_a_gpu_are_pointed_out(settings_of, wanted
     said = cluster.scarcity(wanted, device, processes)
     assert (said is not None) == warns
     assert not warns or "no GPU was found, and 4 ranks take turns on 3 cores" in said
+
+
+def test_a_ray_of_the_caller_is_used_and_left_running(monkeypatch):
+    ended = []
+    monkeypatch.setattr("ray.is_initialized", lambda: True)
+    monkeypatch.setattr("ray.init", lambda **_: ended.append("a second Ray was started"))
+    monkeypatch.setattr("ray.shutdown", lambda: ended.append("the caller's Ray was ended"))
+    with cluster.run_cluster({}, 1, 0), cluster.run_cluster({"address": "auto"}, 1, 0):
+        pass
+    assert ended == []

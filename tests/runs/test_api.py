@@ -251,6 +251,7 @@ def test_a_trainer_is_asked_before_during_and_after(runner: Runner, tmp_path: Pa
             trainer.config.trainer.seed = 5
         with pytest.raises(UsageError, match="there already"):
             trainer.start()
+        assert learnt(trainer.train().path) == learnt(run.path)  # no step is left
         answers = trainer.generate("What is 1 plus 1?", temperature=0.0)
     for use in (
         trainer.train,
