@@ -222,7 +222,7 @@ def test_rows_of_every_kind_show_their_lengths(line, tmp_path, capsys):
     own = ["model.path=./policy", "data.train_files=pairs.jsonl", "data.train_batch_size=2", "data.max_length=64"]
     assert cli.main(["check", "dpo", "--json", *own]) == 0
     found = json.loads(capsys.readouterr().out)["found"]
-    assert found["rows"] == "4 rows of pairs.jsonl; rows of 6 tokens; 64 fit"  # 2 + 3, and the end
+    assert found["rows"] == "4 rows of pairs.jsonl: pairs of answers; rows of 6 tokens; 64 fit"  # 2 + 3, and the end
 
 
 def test_a_family_that_would_be_trained_wrongly_is_refused_by_check_and_run(line, tmp_path, capsys):
