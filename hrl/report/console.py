@@ -259,7 +259,15 @@ class RunConsole:
         if self._live is not None:
             yield
             return
-        self._live = Live(self._foot, console=self._console, transient=True, refresh_per_second=4)
+        # What others write to this terminal goes above the foot; what goes to a file stays what it is.
+        self._live = Live(
+            self._foot,
+            console=self._console,
+            transient=True,
+            refresh_per_second=4,
+            redirect_stdout=sys.stdout.isatty(),
+            redirect_stderr=sys.stderr.isatty(),
+        )
         try:
             with self._live:
                 yield

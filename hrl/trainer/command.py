@@ -6,7 +6,7 @@ import logging
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
@@ -51,6 +51,18 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
     return exit_status(config, lambda: run(kind, config, trainer_cls=trainer_cls, display=display))
 
 
+class PresentStandardError(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is now: while a terminal moves at its foot, what is written goes above that."""
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, _: TextIO) -> None:
+        """Take nothing; the base class sets it once."""
+
+
 def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
     """Run, and return the exit status. Errors that explain themselves go to standard error without a traceback.
 
@@ -64,7 +76,9 @@ def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
     """
     from hrl.workers.engine.nonfinite import NonFiniteStepError
 
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(
+        level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[PresentStandardError()]
+    )
     # Both raise `KeyboardInterrupt`. Set explicitly, since a background job of a shell starts with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)

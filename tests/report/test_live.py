@@ -1,6 +1,7 @@
 """What moves at the foot of a terminal, and that it leaves the terminal as it was."""
 
 import io
+import logging
 import re
 import time
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from hrl.report import console as console_module
 from hrl.report.console import JsonConsole, RunConsole
 from hrl.report.live import Foot, PhaseBar, RunBar, Stage
 from hrl.report.step_line import Field, StepLine
+from hrl.trainer.command import PresentStandardError
 
 LINE = StepLine((Field("reward", ("reward/mean",), "6.3f"),), {})
 
@@ -147,3 +149,26 @@ def test_programs_are_told_when_a_stage_begins_and_ends() -> None:
     begun, at, ended = lines
     assert (begun.event, begun.title, at.now, ended.title) == ("stage", "starting Ray", "nearly", "starting Ray")
     assert ended.seconds >= 0
+
+
+class FakeTerminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_warning_stands_above_the_foot(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, file = terminal()
+    monkeypatch.setattr("sys.stderr", FakeTerminal())
+    record = logging.makeLogRecord({"msg": "rank 0 was busy", "levelno": logging.WARNING})
+    with console.stage("ending the processes"):
+        PresentStandardError().emit(record)
+    assert "\x1b[2Krank 0 was busy\n" in file.getvalue(), "on a line of its own"
+
+
+def test_a_warning_that_goes_to_a_file_goes_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    console, file = terminal()
+    elsewhere = io.StringIO()
+    monkeypatch.setattr("sys.stderr", elsewhere)
+    with console.stage("ending the processes"):
+        PresentStandardError().emit(logging.makeLogRecord({"msg": "rank 0 was busy"}))
+    assert elsewhere.getvalue() == "rank 0 was busy\n" and "busy" not in file.getvalue()
