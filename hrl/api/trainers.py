@@ -14,13 +14,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from hrl.api.arguments import as_override, dotted, file_arguments
+from hrl.api.arguments import dotted, file_arguments
 from hrl.api.choices import chosen
 from hrl.api.config_view import ConfigView
 from hrl.api.rows import Rows, UsageError, as_sources_or_rows
 from hrl.api.run import MODEL, Run
 from hrl.config.arithmetic import Fact
 from hrl.config.compose import compose_kind
+from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
 from hrl.config.section import Section, leaves
 from hrl.errors import ConfigError, DatasetError

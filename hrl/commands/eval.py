@@ -31,7 +31,7 @@ def run(options: Namespace) -> int:
 
     from rich.console import Console
 
-    from hrl.api.arguments import as_override
+    from hrl.config.override import as_override
     from hrl.trained.evaluate import Sampling, evaluate, show
 
     data = [word for word in options.data if not _is_key(word)]

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 _KEY = re.compile(r"[+~]{0,2}[\w.]+(/[\w.]+)?(@[\w.]+)?=")
 _MOST_SHOWN = 20
 _WIDEST_RESPONSE = 40
+_NARROWEST_RESPONSE = 12
+_WIDEST_PART = 24
+_WIDTH_OF_REST = 41
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -76,6 +79,7 @@ def _config(options: Namespace) -> PPOTrainerConfig:
     import yaml
 
     from hrl.config.compose import compose_cli
+    from hrl.config.override import as_override
     from hrl.config.reward import spelt_out
 
     words = [*options.functions, *options.overrides]
@@ -83,21 +87,8 @@ def _config(options: Namespace) -> PPOTrainerConfig:
     given = [word for word in words if not _KEY.match(word)]
     entries = [yaml.safe_load(word) if word.startswith("{") else word for word in given]
     if entries:
-        overrides.append(f"reward.functions={_as_override([spelt_out(entry) for entry in entries])}")
+        overrides.append(f"reward.functions={as_override([spelt_out(entry) for entry in entries])}")
     return compose_cli(overrides)
-
-
-def _as_override(value: Any) -> str:
-    """Return plain data in hydra's grammar."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_as_override(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ",".join(map(_as_override, value)) + "]"
-    if isinstance(value, str):
-        return QuotedString(value, Quote.single).with_quotes()
-    return json.dumps(value)
 
 
 def _rows_and_responses(options: Namespace, config: PPOTrainerConfig) -> tuple[list[PromptRow], list[Attempt]]:
@@ -141,13 +132,15 @@ def _read(source: Any, config: PPOTrainerConfig, limit: int) -> list[PromptRow]:
 
     from hrl.data.dataset import check_prompt
     from hrl.data.sources import BadRow, read_rows, sources_of
+    from hrl.preflight.data_look import require_prompt_columns
     from hrl.reward.trial import TrialError
 
     data = config.data
-    sources = [one.with_keys_of(data) for one in sources_of(source)]
+    sources = sources_of(source)
+    require_prompt_columns(data, sources)
     check = partial(check_prompt, prompt_key=data.prompt_key, source_key=data.reward_fn_key, answer_key=data.answer_key)
     rows: list[PromptRow] = []
-    for row in islice(read_rows(sources, check), limit):
+    for row in islice(read_rows([one.with_keys_of(data) for one in sources], check), limit):
         if isinstance(row, BadRow):
             raise TrialError(f"{row.origin}: {row.reason}")
         rows.append(row)
@@ -217,28 +210,26 @@ def _table(trial: Trial, most: int, width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    from hrl.report.samples import printable
-
     probes = [call for call in trial.calls if call.attempt.kind != "response"]
     shown = [*trial.of_responses[:most], *probes]
     parts = list(dict.fromkeys(name for call in shown for name in call.outcome.parts))
     table = Table(title=trial.title, title_justify="left")
-    table.add_column("row", justify="right")
-    table.add_column("kind")
-    table.add_column("response", overflow="ellipsis", no_wrap=True, max_width=_WIDEST_RESPONSE)
-    table.add_column("score", justify="right")
+    others = sum(min(max(len(name), len("0.000")), _WIDEST_PART) + len(" │ ") for name in parts)
+    widest = min(max(width - others - _WIDTH_OF_REST, _NARROWEST_RESPONSE), _WIDEST_RESPONSE)
+    table.add_column("row", justify="right", no_wrap=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("response", no_wrap=True)
+    table.add_column("score", justify="right", no_wrap=True)
     for name in parts:
-        table.add_column(name, justify="right", max_width=24, overflow="ellipsis", no_wrap=True)
-    table.add_column("ms", justify="right")
+        table.add_column(name, justify="right", max_width=_WIDEST_PART, overflow="ellipsis", no_wrap=True)
+    table.add_column("ms", justify="right", no_wrap=True)
     for call in shown:
         outcome, attempt = call.outcome, call.attempt
         score = outcome.status if call.has_failed else "None" if outcome.score is None else f"{outcome.score:.3f}"
         table.add_row(
             str(attempt.row),
             attempt.kind,
-            printable(" ".join(attempt.response.split()), limit=_WIDEST_RESPONSE)
-            if attempt.response
-            else Text("(empty)", style="dim"),
+            Text(_shortened(attempt.response, widest)) if attempt.response else Text("(empty)", style="dim"),
             Text(score, style="red" if call.has_failed else ""),
             *(_cell(outcome.parts.get(name)) for name in parts),
             f"{1000 * outcome.duration_s:.1f}",
@@ -247,6 +238,14 @@ def _table(trial: Trial, most: int, width: int) -> Table:
     if left > 0:
         table.caption = f"and {left} more responses; --show {len(trial.of_responses)} shows all"
     return table
+
+
+def _shortened(response: str, width: int) -> str:
+    """Return a response on one line of at most `width` characters."""
+    from hrl.report.samples import readable
+
+    line = " ".join(readable(response[: 4 * width]).split())
+    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def _cell(value: Any) -> Any:

@@ -18,9 +18,10 @@ from hrl.config.arithmetic import batch_arithmetic, changed_values, placement_fa
 from hrl.config.compose import YOURS, compose_kind, to_yaml
 from hrl.config.help import check_help
 from hrl.config.outline import RunConfiguration
+from hrl.config.override import as_override
 from hrl.config.rules import warnings
 from hrl.config.run_kind import RunKind
-from hrl.config.section import WholeConfig, leaves
+from hrl.config.section import Section, WholeConfig, leaves
 from hrl.errors import ConfigError
 from hrl.preflight.findings import Findings
 from hrl.report.environment import facts_table
@@ -37,6 +38,7 @@ _TELLING = (
 """Keys whose default value is shown even if it was not set."""
 
 _SHOWN = 6
+_SHORT = 60
 _MICRO_BATCH = "micro-batch"
 _FOUND_FIRST = ("model", "rows", "validation rows", "sampler", "first prompt", "first row", "reward")
 _ONLY_IN_FULL = ("KV cache",)
@@ -173,10 +175,13 @@ def _assignments(config: WholeConfig, keys: list[str]) -> str:
 
 def _as_typed(value: Any) -> str:
     """Return a value in command-line syntax."""
+    if isinstance(value, Section):
+        value = value.model_dump(exclude_defaults=True)
     if isinstance(value, list):
         return _as_typed(value[0]) if len(value) == 1 else f"[{','.join(map(_as_typed, value))}]"
     if isinstance(value, dict):
-        return "{…}" if value else "{}"
+        typed = as_override(value)
+        return typed if len(typed) <= _SHORT else "{…}"
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -180,6 +180,19 @@ def _look_at_columns(findings: Findings, source: Source, look: Look, reader: _Re
             findings.problem(key, what, _columns_hint(key, names[0], look))
 
 
+def require_prompt_columns(data: DataConfig, sources: Sequence[Source]) -> None:
+    """Check that sources have the columns of prompts, without reading more than their beginning.
+
+    Raises:
+        PreflightError: Columns are missing; lists them all, with the keys to set.
+    """
+    findings = Findings()
+    reader = _prompts(findings, data, None)
+    for source in sources:
+        _look_at_columns(findings, source.with_keys_of(data), look_into(source), reader)
+    findings.raise_problems()
+
+
 def _columns_hint(key: str, name: str, look: Look) -> str:
     there = look.columns or []
     listed = f"It has: {', '.join(there)}."

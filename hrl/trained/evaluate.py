@@ -13,9 +13,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hrl.api.arguments import as_override
 from hrl.config.arithmetic import changed_values
 from hrl.config.compose import compose_kind
+from hrl.config.override import as_override
 from hrl.config.run_kind import PPO
 from hrl.errors import HrlError
 from hrl.report.run_folder import read_jsonl, rollouts_file

@@ -136,3 +136,20 @@ def test_what_does_not_fit_is_said(folder, capsys, arguments, records, message):
     write(folder, *records)
     assert cli.main(["reward", *arguments, "--data", "rows.jsonl", "--responses", "r.jsonl"]) in (1, 2)
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_columns_have_the_names_that_the_keys_give(folder, capsys):
+    (folder / "rows.csv").write_text("question,result\nWhat is 1 + 5?,6\n")
+    assert cli.main(["reward", "my_reward.py", "--data", "rows.csv"]) == 2
+    assert "It has: question, result. " in (said := capsys.readouterr().err) and "data.prompt_key=question?" in said
+    keys = ("data.prompt_key=question", "data.answer_key=result")
+    status, said = found(capsys, "my_reward.py", "--data", "rows.csv", *keys)
+    assert status == 0 and [call["score"] for call in said["calls"] if call["kind"] == "answer"] == [1.0]
+
+
+def test_every_cell_but_the_response_is_shown_whole_at_80_columns(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    write(folder, "6 " * 50)
+    cli.main(["reward", "my_reward.py", "numeric", "--data", "rows.jsonl", "--responses", "r.jsonl"])
+    head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("┃"))
+    assert [cell.strip() for cell in head.strip("┃").split("┃")][:4] == ["row", "kind", "response", "score"]
