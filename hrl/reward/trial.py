@@ -177,7 +177,7 @@ def responses_for(records: Iterable[tuple[str, Any]], num_rows: int) -> list[Att
         row = record.get("row") if isinstance(record, Mapping) else None
         if row is None and not each:
             raise TrialError(
-                f"there are {len(found)} responses to {num_rows} rows, which is no whole number to each; give every "
+                f"{len(found)} responses can't be shared out evenly among {num_rows} rows; give every "
                 'response the index of its row, counted from 0, as "row"'
             )
         index = position // each if row is None else row

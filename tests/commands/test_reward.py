@@ -125,7 +125,7 @@ def test_the_rollouts_of_a_run_are_scored_again_without_its_rows(folder, capsys)
     [
         (["numerik"], ["6", "7"], "names 'numerik'.*Did you mean numeric"),
         (["none.py"], ["6", "7"], "none.py does not exist"),
-        (["numeric"], ["6", "7", "8"], "3 responses to 2 rows"),
+        (["numeric"], ["6", "7", "8"], "3 responses can't be shared out evenly among 2 rows"),
         (["numeric"], [{"answer": "6"}, "7"], "line 1 has none of response, completion.*it has answer"),
         (["numeric"], [{"response": "6", "row": 2}, "7"], "line 1 has the row 2; there are 2"),
         (["numeric"], [3, "7"], "line 1 is a int"),
@@ -149,7 +149,7 @@ def test_columns_have_the_names_that_the_keys_give(folder, capsys):
 
 def test_every_cell_but_the_response_is_shown_whole_at_80_columns(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    write(folder, "6 " * 50)
+    write(folder, "6 " * 50, "7")
     cli.main(["reward", "my_reward.py", "numeric", "--data", "rows.jsonl", "--responses", "r.jsonl"])
     head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("┃"))
     assert [cell.strip() for cell in head.strip("┃").split("┃")][:4] == ["row", "kind", "response", "score"]
