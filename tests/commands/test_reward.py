@@ -150,6 +150,6 @@ def test_columns_have_the_names_that_the_keys_give(folder, capsys):
 def test_every_cell_but_the_response_is_shown_whole_at_80_columns(folder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     write(folder, "6 " * 50, "7")
-    cli.main(["reward", "my_reward.py", "numeric", "--data", "rows.jsonl", "--responses", "r.jsonl"])
+    cli.main(["reward", "my_reward.py", "--data", "rows.jsonl", "--responses", "r.jsonl"])
     head = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("┃"))
     assert [cell.strip() for cell in head.strip("┃").split("┃")][:4] == ["row", "kind", "response", "score"]
