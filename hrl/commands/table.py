@@ -49,7 +49,7 @@ COMMANDS: Sequence[Command] = (
     Command("rollouts", "show samples of a run, with their rewards"),
     Command("report", "write the page of a run anew, or compare several runs in one page"),
     Command("watch", "show the page of a run in a browser and follow it"),
-    Command("tasks", "the built-in tasks, each with an example and what scores"),
+    Command("tasks", "the built-in tasks and reward functions, each with an example and its score"),
     Command("reward", "try a reward on responses that are there already, without a model", True),
     Command("completion", "completion of commands, options and keys for bash, zsh or fish"),
     Command("env", "versions, cores, memory and GPUs, for a bug report"),

@@ -1,4 +1,4 @@
-"""`hrl tasks`: the built-in tasks, each with an example and its score."""
+"""`hrl tasks`: the built-in tasks and reward functions, each with an example and its score."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TITLES = {
 
 
 class UnknownTaskError(HrlError, ValueError):
-    """There is no task of this name."""
+    """There is no task or reward function of this name."""
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -41,17 +41,26 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Show all tasks, a line each, or one of them in full."""
+    """Show all tasks and reward functions, a line each, or one of them in full."""
     from rich.console import Console
 
     from hrl.data.tasks.catalogue import tasks
+    from hrl.reward.library.catalogue import CATALOGUE
 
     console = Console(highlight=False)
     if options.name is None:
         if options.as_json:
-            _write_json({"tasks": [_in_full(task, task.address, 1) for task in tasks()]})
+            functions = [_function_in_full(name) for name in CATALOGUE]
+            _write_json({"tasks": [_in_full(task, task.address, 1) for task in tasks()], "reward_functions": functions})
         else:
             _list(console, tasks())
+        return 0
+    if options.name in CATALOGUE:
+        function = _function_in_full(options.name)
+        if options.as_json:
+            _write_json(function)
+        else:
+            _show_function(console, function)
         return 0
     task, address = _find(options.name)
     facts = _in_full(task, address, _ROWS_SHOWN) | {"prompt": _rendered(address, options.model)}
@@ -70,6 +79,7 @@ def _find(asked: str) -> tuple[Task, str]:
     """
     from hrl.data.tasks.catalogue import tasks
     from hrl.nearest import did_you_mean
+    from hrl.reward.library.catalogue import CATALOGUE
 
     name, mark, query = asked.partition("?")
     known: dict[str, Task] = {}
@@ -79,8 +89,8 @@ def _find(asked: str) -> tuple[Task, str]:
         if name in known or (slash and name.partition("/")[0] == bare):
             address = name if "/" in name else task.address
             return task, f"{address}{mark}{query}"
-    hint = did_you_mean(name, known, "`hrl tasks` lists them.")
-    raise UnknownTaskError(f"there is no task {name!r}. {hint}")
+    hint = did_you_mean(name, [*known, *CATALOGUE], "`hrl tasks` lists them.")
+    raise UnknownTaskError(f"there is no task or reward function {name!r}. {hint}")
 
 
 # ---------------------------------------------------------------------- what there is to say
@@ -143,6 +153,27 @@ def _rendered(address: str, model: str | None) -> str:
     return render_prompt(tokenizer, row["prompt"] if "prompt" in row else row["messages"][:-1], {})
 
 
+def _function_in_full(name: str) -> dict[str, Any]:
+    """Return everything about a reward function as plain data."""
+    from hrl.reward.library.catalogue import CATALOGUE
+
+    entry = CATALOGUE[name]
+    example = entry.example
+    return {
+        "name": name,
+        "rewards": entry.rewards,
+        "scores": entry.scores,
+        "needs": entry.needs,
+        "arguments": {one.name: one.meaning for one in entry.arguments},
+        "example": {
+            "arguments": dict(example.arguments),
+            "row": dict(example.row),
+            "response": example.response,
+            "score": example.score,
+        },
+    }
+
+
 # ---------------------------------------------------------------------- as text and as JSON
 
 
@@ -152,6 +183,7 @@ def _list(console: Console, listed: Iterator[Task]) -> None:
 
     from hrl.data.tasks.catalogue import some_rows
     from hrl.report.console import PLAIN_WIDTH
+    from hrl.reward.library.catalogue import CATALOGUE
 
     width = console.width if console.is_terminal else PLAIN_WIDTH
     about = _ABOUT_WIDTH if width >= PLAIN_WIDTH else 0
@@ -167,30 +199,63 @@ def _list(console: Console, listed: Iterator[Task]) -> None:
                 ),
                 soft_wrap=True,
             )
+    console.print("\nReward functions: reward.functions=[NAME,...]", style="bold")
+    for entry in CATALOGUE.values():
+        response = _cut(entry.example.response, _ANSWER_WIDTH) or _NO_WORDS
+        words = f"{_cut(entry.rewards, about - 2):<{about}}" if about else ""
+        example = f"{response} → {_number_or_none(entry.example.score)}"
+        console.print(
+            Text.assemble((f"  {entry.name:<{_NAME_WIDTH}}", "cyan"), words, (example, "bright_black")), soft_wrap=True
+        )
     console.print("\nhrl tasks NAME shows one with its options, rows, prompt, and what scores.")
 
 
 def _show(console: Console, task: Task, facts: Mapping[str, Any]) -> None:
-    from rich.padding import Padding
-    from rich.table import Table
     from rich.text import Text
-
-    def block(title: str, lines: Iterable[Sequence[object]]) -> None:
-        table = Table.grid(padding=(0, 2))
-        for cells in lines:
-            table.add_row(*(Text(cell if isinstance(cell, str) else json.dumps(cell)) for cell in cells))
-        if table.row_count:
-            console.print(f"\n{title}", style="bold")
-            console.print(Padding(table, (0, 0, 0, 2)))
 
     console.print(Text(facts["address"], "bold"))
     console.print(Text(task.about or _NO_WORDS))
     console.print(Text(f"\n{facts['command']}"), soft_wrap=True)
-    block(f"Options, as in '{task.address}?{_EXAMPLE_OPTION}'" if task.options else "", facts["options"].items())
-    block("Parameters, which are options too, with their values here", facts["parameters"].items())
-    block("Rows", [[_cut(cell, console.width) for cell in row.values()] for row in facts["rows"]])
-    block("Prompt, as the model reads it", [[facts["prompt"]]])
-    block("What a response scores", [[one["response"], _score_in_words(one["score"])] for one in facts["responses"]])
+    if task.options:
+        _block(console, f"Options, as in '{task.address}?{_EXAMPLE_OPTION}'", facts["options"].items())
+    _block(console, "Parameters, which are options too, with their values here", facts["parameters"].items())
+    _block(console, "Rows", [[_cut(cell, console.width) for cell in row.values()] for row in facts["rows"]])
+    _block(console, "Prompt, as the model reads it", [[facts["prompt"]]])
+    scored = [[one["response"], _score_in_words(one["score"])] for one in facts["responses"]]
+    _block(console, "What a response scores", scored)
+
+
+def _show_function(console: Console, facts: Mapping[str, Any]) -> None:
+    from rich.text import Text
+
+    example = facts["example"]
+    entry = {"name": facts["name"], **example["arguments"]}
+    console.print(Text(facts["name"], "bold"))
+    console.print(Text(f"{facts['rewards']} Scores {facts['scores']}."))
+    if facts["needs"]:
+        console.print(Text(f"Needs {facts['needs']}."))
+    console.print(Text(f"\nIn YAML: reward: {{functions: {json.dumps([entry])}}}"), soft_wrap=True)
+    _block(console, "Arguments", facts["arguments"].items())
+    _block(console, "Example", [*example["row"].items(), ("response", example["response"])])
+    _block(console, "Score", [[_number_or_none(example["score"])]])
+
+
+def _block(console: Console, title: str, lines: Iterable[Sequence[object]]) -> None:
+    """Show a title and lines of cells below it; nothing without lines."""
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table.grid(padding=(0, 2))
+    for cells in lines:
+        table.add_row(*(Text(cell if isinstance(cell, str) else json.dumps(cell)) for cell in cells))
+    if table.row_count:
+        console.print(f"\n{title}", style="bold")
+        console.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _number_or_none(score: float | None) -> str:
+    return "no score" if score is None else f"{score:.3g}"
 
 
 def _example(question: object, answer: object, width: int) -> str:

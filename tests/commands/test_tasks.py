@@ -67,3 +67,16 @@ def test_a_misspelt_name_or_option_is_told(capsys):
     assert "Did you mean chain_sum?" in capsys.readouterr().err
     assert cli.main(["tasks", "chain_sum?answr=tags"]) == 1
     assert "no parameter 'answr'. Did you mean answer?" in capsys.readouterr().err
+
+
+def test_reward_functions_are_listed_and_shown(capsys):
+    from hrl.reward.library.catalogue import CATALOGUE
+
+    assert cli.main(["tasks", "tags"]) == 0
+    text = capsys.readouterr().out
+    assert 'reward: {functions: [{"name": "tags"}]}' in text and "partial" in text and "<answer>12</answer>" in text
+    for name in CATALOGUE:
+        assert cli.main(["tasks", name, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["rewards"] == CATALOGUE[name].rewards
+    assert cli.main(["tasks", "repetitoin"]) == 1
+    assert "Did you mean repetition?" in capsys.readouterr().err
