@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, SupportsFloat, get_args
 
@@ -97,6 +97,26 @@ _MERGE: dict[str, Callable[[float, float], float]] = {
     "max": _max,
     "last": lambda a, b: b,
 }
+
+
+def source_and_metric(name: str, names: Iterable[str]) -> tuple[str, str]:
+    """Return the source of a validation's metric, and the rest of its name.
+
+    Names of sources and of a reward's parts may have slashes; only a source has a number of prompts, `val/<source>/n`.
+
+    Args:
+        name: `val/<source>/<metric>`, or `val/<source>/<part>/<metric>` of a part of the reward.
+        names: All metrics of that validation.
+
+    Returns:
+        E.g. `("gsm8k", "mean@1")`, `("gsm8k", "format/mean@1")`; up to the last slash if no source is known.
+    """
+    plain = name.removeprefix("val/")
+    sources = [one[4:-2] for one in names if one.startswith("val/") and one.endswith("/n")]
+    found = max(
+        (source for source in sources if plain.startswith(f"{source}/")), key=len, default=plain.rpartition("/")[0]
+    )
+    return found, plain.removeprefix(f"{found}/")
 
 
 class SpreadNames(NamedTuple):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hrl.metrics import Metric, StepMetrics
+from hrl.metrics import Metric, StepMetrics, source_and_metric
 
 
 def merged(*metrics):
@@ -72,3 +72,9 @@ def test_what_a_step_observes_twice_is_merged_by_its_kind() -> None:
     assert metrics == {"length": 1.0, "cut": 7.0, "longest": 4.0, "none": 2.0}
     with pytest.raises(ValueError, match="'cut'"):
         metrics.observe({"cut": Metric.max(1)})
+
+
+def test_a_source_of_a_validation_is_told_from_a_part_by_its_number_of_prompts():
+    names = ["val/a/b/n", "val/a/n", "val/a/b/x/y/mean@1", "val/a/pass@2", "val/rollout/truncated_responses"]
+    found = [source_and_metric(name, names) for name in names[2:]]
+    assert found == [("a/b", "x/y/mean@1"), ("a", "pass@2"), ("rollout", "truncated_responses")]

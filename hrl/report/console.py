@@ -20,6 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from hrl.metrics import source_and_metric
 from hrl.report.first_look import FirstLook
 from hrl.report.health import Raised
 from hrl.report.live import Clock, Foot, PhaseBar, RunBar, Stage
@@ -51,8 +52,8 @@ def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], t
     table.add_column("metric")
     table.add_column("value", justify="right")
     table.add_column("since start", justify="right")
-    for name in sorted(name for name in metrics if name.startswith("val/") and not name.endswith("/n")):
-        source, metric = name.removeprefix("val/").rsplit("/", 1)
+    shown = [name for name in metrics if name.startswith("val/") and not name.endswith("/n")]
+    for source, metric, name in sorted((*source_and_metric(name, metrics), name) for name in shown):
         change = Text(f"{metrics[name] - first[name]:+.3f}") if name in first else Text("-")
         table.add_row(Text(source), Text(metric), Text(f"{metrics[name]:.3f}"), change)
     return table

@@ -20,6 +20,7 @@ from typing import Any
 import yaml
 
 from hrl.config.sources import source_title
+from hrl.metrics import source_and_metric
 from hrl.report.answers import Series, describe, training_series, validation_series
 from hrl.report.charts import (
     TIMER,
@@ -245,7 +246,7 @@ def validation_summary(records: Records) -> dict[str, Any] | None:
     for name in sorted({*first, *last}):
         if not name.startswith("val/") or name.endswith("/n"):
             continue
-        source, metric = name.removeprefix("val/").rsplit("/", 1)
+        source, metric = source_and_metric(name, {*first, *last})
         before, after = first.get(name), last.get(name)
         change = None if before is None or after is None else after - before
         n = last.get(f"val/{source}/n", first.get(f"val/{source}/n"))
