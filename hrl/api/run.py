@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MODEL = "model"
 """The folder of the trained model in a run folder."""
 _SHOWN = ("reward/mean", "train/loss", "rewards/accuracies", "response_length/mean", "timing_s/step")
-"""Metrics of the summary, where the run has them; beside every mean of a validation."""
+"""Metrics of the summary, where the run has them; beside the parts of the reward and every validation."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +93,7 @@ def _first_and_last(records: list[dict[str, Any]]) -> list[tuple[str, float, flo
     """Return name, first and last value of the metrics of the summary."""
     names = dict.fromkeys(name for record in records for name in record)
     shown = [name for name in _SHOWN if name in names]
+    shown += [name for name in names if name.startswith("reward/") and name.endswith("/mean") and name not in shown]
     shown += [name for name in names if name.startswith("val/") and not name.endswith("/n")]
     found = []
     for name in shown:
