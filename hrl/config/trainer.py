@@ -73,6 +73,9 @@ class RunConfig(Section):
     logger: Annotated[list[Annotated[str, NameOf(LOGGERS)]], ONE_OR_MANY] = Field(default_factory=lambda: ["console"])
     """console, or console-json for one JSON object a line on standard output; and trackers: tensorboard, wandb, mlflow,
     swanlab, trackio. metrics.jsonl is always written."""
+    dashboard: bool | Annotated[int, Field(ge=1, le=65535)] = False
+    """Serve the page of the run live, to this machine alone: true chooses a free port, a number is the port. The
+    address is in the run's first lines."""
     default_local_dir: str = follows(lambda get: f"outputs/{get('.project_name')}/{get('.experiment_name')}")
     """Run folder. Default: outputs/<project_name>/<experiment_name>."""
     val_before_train: bool = follows(_validates)

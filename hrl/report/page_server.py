@@ -11,6 +11,7 @@ import hashlib
 import ipaddress
 import json
 import logging
+import math
 import threading
 import time
 from http import HTTPStatus
@@ -22,12 +23,12 @@ from urllib.parse import urlsplit
 
 from hrl.errors import HrlError
 from hrl.report.html_report import policy, render, run_page
-from hrl.report.outcome import is_live
+from hrl.report.outcome import is_live, read_outcome
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
-_LAST_LOOK_S = 6.0
+_LAST_LOOK_S = 3.0
 """How long the page of an ended run is still served, so that open browsers get the end: they ask every 2 s."""
 
 
@@ -72,12 +73,20 @@ class LiveView:
         return f"http://{name}:{port}/"
 
     def wait(self) -> None:
-        """Wait until the run has ended; that of a run that had ended before never ends by itself."""
-        if not is_live(self.folder):
+        """Wait until the run has ended; for one that had ended before, wait until Ctrl-C."""
+        if not self._goes_on():
             threading.Event().wait()
-        while is_live(self.folder):
+        while self._goes_on():
             time.sleep(_POLL_S)
-        time.sleep(_LAST_LOOK_S)
+        self.let_browsers_see_the_end()
+
+    def let_browsers_see_the_end(self) -> None:
+        """Wait as long as an open page takes to ask once more, if any is open."""
+        if self._server.pages.asked_s_ago() < 2 * _LAST_LOOK_S:
+            time.sleep(_LAST_LOOK_S)
+
+    def _goes_on(self) -> bool:
+        return read_outcome(self.folder).status == "running"
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -106,16 +115,24 @@ class _Pages:
         self._folder = folder
         self._lock = threading.Lock()
         self._seen: Any = None
+        self._asked: float | None = None
         self._news = b""
         self._version = ""
 
+    def asked_s_ago(self) -> float:
+        """Return how long ago a page asked, in seconds; infinity if none has."""
+        return math.inf if self._asked is None else time.monotonic() - self._asked
+
     def page(self) -> bytes:
+        """Return the page as it is now."""
         with self._lock:
+            self._asked = time.monotonic()
             return render(run_page(self._folder), live=True).encode()
 
     def news(self) -> tuple[bytes, str]:
         """Return what the page's script shows, and its version for `ETag`."""
         with self._lock:
+            self._asked = time.monotonic()
             seen = self._look()
             if seen != self._seen:
                 page = run_page(self._folder)

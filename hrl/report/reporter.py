@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -20,6 +21,7 @@ from hrl.report.health import Health, Raised
 from hrl.report.html_report import write_html_report
 from hrl.report.outcome import Outcome
 from hrl.report.pace import Pace
+from hrl.report.page_server import LiveView
 from hrl.report.phases import Tokens, timing_metrics
 from hrl.report.run_folder import RunFolder, read_jsonl, writing_to
 from hrl.report.samples import Sample, compare_validations
@@ -66,11 +68,15 @@ class RunReporter:
         folder.write_environment()
         with writing_to(folder.path):
             Outcome("running", "", console.total_steps).write(folder.path)
+        self._view = _live_view(folder.path, trainer.dashboard)
         self._tracking = Tracking(
             trainer.project_name, trainer.experiment_name, trainer.logger, config, run_dir=folder.path
         )
 
     def __enter__(self) -> Self:
+        if self._view is not None:
+            self._view.__enter__()
+            self.console.note(f"live view: {self._view.address}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -78,17 +84,20 @@ class RunReporter:
             self._tracking.finish()
             self._close_with_report(Outcome.of(error, self.console.total_steps))
         finally:
+            if self._view is not None:
+                self._view.let_browsers_see_the_end()
+                self._view.__exit__(kind, error, _)
             self.folder.close()
 
     def _close_with_report(self, outcome: Outcome) -> None:
         """Show what changed, then write picture and report; their failure is logged and doesn't hide the run's own."""
         folder = self.folder
         try:
+            outcome.write(folder.path)
             comparison = compare_validations(folder.rollouts)
             if comparison is not None:
                 self.console.before_and_after(comparison.pairs)
             with self.console.stage("writing the report"):
-                outcome.write(folder.path)
                 records = read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else []
                 picture = write_picture(records, folder.path, self._picture, self._title)
                 files = [*filter(None, [picture]), write_html_report(folder.path)]
@@ -200,3 +209,10 @@ class RunReporter:
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.folder.write_metrics(step, metrics)
         self._tracking.log(metrics, step)
+
+
+def _live_view(folder: Path, dashboard: bool | int) -> LiveView | None:
+    """Return the server that `trainer.dashboard` asks for, not yet started."""
+    if dashboard is False:
+        return None
+    return LiveView(folder, port=0 if dashboard is True else dashboard)

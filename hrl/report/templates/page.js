@@ -96,6 +96,8 @@
     const select = byId("any-metric");
     if (!select) return;
     const names = [...new Set(runs.flatMap((run) => Object.keys(run.values)))].sort();
+    select.closest("[data-chart]").hidden = names.length === 0;
+    if (names.length === 0) return;
     if (names.join() !== [...select.options].map((option) => option.value).join()) {
       const before = select.value || "reward/mean";
       select.replaceChildren(...names.map((name) => new Option(name, name)));

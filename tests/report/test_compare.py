@@ -1,0 +1,68 @@
+import pytest
+
+from hrl import cli
+from hrl.report.compare import compare_page, differences, final_numbers, short_names
+from hrl.report.run_folder import read_jsonl
+from tests.report.runs import HOSTILE, finished_run
+
+
+@pytest.fixture
+def two(tmp_path):
+    one, other = finished_run(tmp_path / "a"), finished_run(tmp_path / "b")
+    config = other / "config.yaml"
+    config.write_text(config.read_text().replace("temperature: 1.0", "temperature: 0.7"))
+    validated = other / "rollouts" / "val_step_3.jsonl"
+    validated.write_text(validated.read_text().replace('"score": 0.0', '"score": 1.0').replace("still not", "at last"))
+    return [one, other]
+
+
+def test_runs_are_named_by_what_tells_them_apart(tmp_path):
+    assert short_names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
+    assert short_names([tmp_path / "x", tmp_path / "y"]) == ["x", "y"]
+    assert len(set(short_names([tmp_path, tmp_path]))) == 2
+
+
+def test_only_keys_that_differ_are_listed():
+    one = {"a": {"b": 1, "c": [1]}, "trainer": {"experiment_name": "x"}}
+    other = {"a": {"b": 2, "c": [1]}, "d": "new", "trainer": {"experiment_name": "y"}}
+    assert differences([one, other]) == [("a.b", ["1", "2"]), ("d", ["–", '"new"'])]
+
+
+def test_the_last_finite_number_of_each_run_is_compared():
+    one = {"steps": [1, 2], "every": 1, "values": {"reward/mean": [0.5, "NaN"], "actor/entropy": [1.0, 0.5]}}
+    other = {"steps": [1], "every": 1, "values": {"reward/mean": [0.75], "my/metric": [1.0]}}
+    assert final_numbers([one, other]) == [("reward/mean", [0.5, 0.75]), ("actor/entropy", [0.5, None])]
+
+
+def test_the_page_has_curves_of_all_runs_and_their_answers_side_by_side(two):
+    page = compare_page(two)
+    (reward,) = [chart for chart in page.charts if chart["name"] == "reward"]
+    assert {line["run"] for line in reward["lines"]} == {0, 1}
+    assert "temperature" in page.sections["differences"] and "0.7" in page.sections["differences"]
+    answers = page.sections["answers"]
+    assert "Scores differ on 1 of 2 validation prompts" in answers
+    assert answers.index("at last") < answers.index("&lt;script&gt;"), "what differs comes first"
+    assert HOSTILE not in answers
+
+
+def test_the_command_writes_one_page_for_several_runs(two, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report", *map(str, two)]) == 0
+    assert capsys.readouterr().out == "comparison.html\n"
+    assert "2 runs" in (tmp_path / "comparison.html").read_text()
+
+
+def test_the_command_writes_the_page_of_a_run_anew(two, capsys):
+    (two[0] / "report.html").unlink(missing_ok=True)
+    before = read_jsonl(two[0] / "metrics.jsonl")
+    assert cli.main(["report", str(two[0])]) == 0
+    assert capsys.readouterr().out == f"{two[0]}/report.html\n"
+    assert "sums &lt;1&gt;" in (two[0] / "report.html").read_text()
+    assert read_jsonl(two[0] / "metrics.jsonl") == before
+
+
+def test_a_folder_without_a_run_names_those_below_it(two, tmp_path, capsys):
+    assert cli.main(["report", str(tmp_path)]) == 1
+    assert f"{tmp_path} holds no run; runs are in {two[0]}, {two[1]}" in capsys.readouterr().err
+    assert cli.main(["watch", str(tmp_path / "nowhere")]) == 1
+    assert "there is no folder" in capsys.readouterr().err
