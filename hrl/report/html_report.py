@@ -283,7 +283,14 @@ def _alarms(file: Path, records: Records) -> str:
     if not raised:
         return ""
     last = {name: value for record in records for name, value in record.items() if name.startswith("health/")}
-    return section("alarms", [{**each, "still": last.get(f"health/{each['alarm']}") == 1} for each in raised])
+    facts = ("alarm", "step", "raised", "seen", "meaning", "remedy")
+    return section(
+        "alarms",
+        [
+            {"still": last.get(f"health/{each.get('alarm')}") == 1} | {name: each.get(name, "?") for name in facts}
+            for each in raised
+        ],
+    )
 
 
 def _first_look(file: Path) -> str:
