@@ -9,6 +9,7 @@ from rich.console import Console
 from hrl.config import compose_cli
 from hrl.report.charts import LOSS, REWARD
 from hrl.report.console import RunConsole
+from hrl.report.health import Raised
 from hrl.report.phases import Tokens
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder, read_jsonl
@@ -236,7 +237,7 @@ def test_a_run_that_continues_tells_no_alarm_twice_and_forgets_those_of_steps_th
 
 def test_alarms_of_an_earlier_run_move_aside_with_it(tmp_path):
     with Run(tmp_path).reporter as reporter:
-        reporter.folder.write_alarm({"step": 1, "alarm": "kl"})
+        reporter.folder.write_alarm(Raised("kl", 1, 1.0, "1.2, 1.3, 1.4").record())
     with Run(tmp_path).reporter:
         pass
     assert not (tmp_path / "alarms.jsonl").exists()
