@@ -51,6 +51,7 @@ COMMANDS: Sequence[Command] = (
     Command("watch", "show the page of a run in a browser and follow it"),
     Command("tasks", "the built-in tasks and reward functions, each with an example and its score"),
     Command("reward", "try a reward on responses that are there already, without a model", True),
+    Command("migrate", "turn a launch line of verl, OpenRLHF or TRL into one of hrl, with what is lost"),
     Command("completion", "completion of commands, options and keys for bash, zsh or fish"),
     Command("env", "versions, cores, memory and GPUs, for a bug report"),
 )

@@ -198,7 +198,7 @@ def _compose_values(
     choices: dict[str, str] = {}
     overrides: list[Override] = []
     for text in options.overrides:
-        override = option_problem(text, kind) if text.startswith("-") else _read_override(text)
+        override = option_problem(text, kind) if text.startswith("-") else read_override(text)
         if isinstance(override, Problem):
             problems.append(override)
         elif group := _choices_of(override.key_or_group, options.folders, kind):
@@ -333,7 +333,7 @@ def _resolve(given: Mapping[str, Any], kind: RunKind[WholeConfig], problems: lis
     return values
 
 
-def _read_override(text: str) -> Override | Problem:
+def read_override(text: str) -> Override | Problem:
     """Read one argument of the command line.
 
     A value that hydra's grammar rejects but that is plainly one string (`?`, `&`, `=` or `~` in a path) is taken as

@@ -1,0 +1,1 @@
+"""Launch lines of verl, OpenRLHF and TRL, as launch lines of hrl."""

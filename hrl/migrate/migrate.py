@@ -1,0 +1,77 @@
+"""From a file or a text to a launch line of hrl, whichever library it is for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+from hrl.migrate.line import Migrated, MigrationError
+from hrl.migrate.openrlhf import migrate_openrlhf
+from hrl.migrate.shell import commands_of
+from hrl.migrate.trl import migrate_trl_file, migrate_trl_line
+from hrl.migrate.verl import migrate_verl
+
+_PYTHON = re.compile(r"^\s*(from|import)\s+\w|^\s*\w+\s*=\s*\w+\(", re.MULTILINE)
+_TRL = re.compile(r"\b(GRPO|RLOO|DPO|SFT|Reward)(Config|Trainer)\b")
+
+
+def migrate(text: str, name: str, processes: int = 1) -> list[Migrated]:
+    """Return a launch line of hrl for every one in a text.
+
+    Args:
+        text: A shell script, a command line, or a Python file that uses TRL. Nothing in it is run.
+        name: Where it comes from, for messages.
+        processes: Processes of a run of TRL, which a Python file does not say.
+
+    Raises:
+        MigrationError: It has no launch line that hrl has a counterpart of.
+    """
+    if name.endswith(".py") or (_TRL.search(text) and _PYTHON.search(text)):
+        return [migrate_trl_file(text, name, processes)]
+    found, others = [], []
+    for words in commands_of(text):
+        program, arguments = _program(words)
+        if program is None:
+            continue
+        try:
+            migrated = _one(program, arguments, words, processes)
+        except MigrationError as error:
+            others.append(str(error))
+            continue
+        found.append(replace(migrated, program=f"{name}: {migrated.program}" if name != "-" else migrated.program))
+    if not found:
+        why = (
+            f": {others[0]}"
+            if others
+            else ", such as `python3 -m verl.trainer.main_ppo …`, and no Python that uses TRL"
+        )
+        raise MigrationError(f"{name} has no launch line of verl, OpenRLHF or TRL{why}")
+    return found
+
+
+def _program(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the program that a command runs and its arguments; None if it is of no library that is known."""
+    for place, word in enumerate(words):
+        module = word.removesuffix(".py").replace("/", ".").lstrip(".")
+        if re.fullmatch(r"(verl|recipe|openrlhf)\.[\w.]+", module) and place > 0:
+            return module, list(words[place + 1 :])
+        if word == "trl" and place + 1 < len(words) and words[place + 1].isalpha():
+            return f"trl {words[place + 1]}", list(words[place + 2 :])
+    return None, []
+
+
+def _one(program: str, arguments: list[str], words: Sequence[str], processes: int) -> Migrated:
+    if program.startswith("openrlhf."):
+        return migrate_openrlhf(program, arguments)
+    if program.startswith("trl "):
+        told = [int(value) for flag, value in pairwise(words) if flag == "--num_processes" and value.isdigit()]
+        arguments = [word for place, word in enumerate(arguments) if not _is_of_accelerate(arguments, place)]
+        return migrate_trl_line(program.removeprefix("trl "), arguments, told[0] if told else processes)
+    return migrate_verl(program, arguments)
+
+
+def _is_of_accelerate(arguments: Sequence[str], place: int) -> bool:
+    launcher = ("--num_processes", "--accelerate_config")
+    return arguments[place] in launcher or (place > 0 and arguments[place - 1] in launcher)

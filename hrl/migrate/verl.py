@@ -1,0 +1,101 @@
+"""verl's launch lines. verl's keys are hrl's, so that a line needs little: `hrl.config.spellings` knows the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hydra.core.override_parser.types import Override
+
+from hrl.config.compose import read_override
+from hrl.config.run_kind import KINDS, RunKind
+from hrl.config.section import Get, WholeConfig, leaves, sections
+from hrl.config.spellings import lookup
+from hrl.errors import Problem
+from hrl.migrate.line import Migrated, MigrationError, Remark, key_of
+
+PROGRAMS = {
+    "verl.trainer.main_ppo": "ppo",
+    "recipe.dapo.main_dapo": "ppo",
+    "recipe.dapo.src.main_dapo": "ppo",
+    "verl.trainer.sft_trainer": "sft",
+    "verl.trainer.sft_trainer_ray": "sft",
+    "verl.trainer.fsdp_sft_trainer": "sft",
+}
+"""verl's programs that hrl has → the kind of run."""
+
+
+def migrate_verl(program: str, arguments: Sequence[str]) -> Migrated:
+    """Return hrl's line for a line of verl.
+
+    Args:
+        program: The module that was run.
+        arguments: What followed it.
+
+    Raises:
+        MigrationError: hrl has no such program.
+    """
+    if program not in PROGRAMS:
+        raise MigrationError(f"hrl has no counterpart of {program}; there are those of {', '.join(PROGRAMS)}")
+    into = Migrated(program, PROGRAMS[program])
+    kind = KINDS[into.kind]
+    options = [word for word in arguments if "=" not in word or word.startswith("-")]
+    into.arguments = [word for word in arguments if word not in options]
+    _options(options, kind, into)
+    into.drop_what_does_not_compose()
+    into.arguments = [text for word in into.arguments for text in _present(word, into, kind)]
+    return into
+
+
+def _options(words: Sequence[str], kind: RunKind[WholeConfig], into: Migrated) -> None:
+    """Take verl's own configuration files for hrl's; say of others that they are not read."""
+    named = dict(zip(words[::2], words[1::2], strict=False)) if len(words) % 2 == 0 else {}
+    named |= {word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word}
+    for option, value in named.items():
+        if not (option in ("--config-name", "-cn") and value.removesuffix(".yaml") == kind.config_name):
+            why = "a YAML file of verl's is not read; hrl takes one of your own with the same options"
+            into.lost.append(Remark(f"{option} {value}", why))
+    if words and not named:
+        into.lost.append(Remark(" ".join(words), "is not key=value"))
+
+
+def _present(word: str, into: Migrated, kind: RunKind[WholeConfig]) -> list[str]:
+    """Return the arguments with present names that mean the same as one that hrl takes."""
+    override, spellings = read_override(word), kind.spellings
+    if isinstance(override, Problem):
+        raise RuntimeError(f"{word} composes and can't be read")
+    written, value = override.key_or_group, override.value()
+    key = written if written in spellings.outside else spellings.present_name(written)
+    if value is None and (key != written or key in spellings.null_is_unset):
+        return []
+    if key not in spellings.outside and _has(key, kind):
+        return [f"{key}={_value_of(word)}"]
+    if key in spellings.must_equal:
+        return []
+    conversion = spellings.converted.get(key)
+    if conversion is not None:
+        result = {} if value is None else conversion.convert(value, Get(_values(into, kind), kind.schema)) or {}
+        into.differs.append(Remark(word, f"is {', '.join(f'{name}={each}' for name, each in result.items()) or 'off'}"))
+        return [f"{name}={str(each).lower() if isinstance(each, bool) else each}" for name, each in result.items()]
+    entry = lookup(spellings.outside, key)
+    if entry is not None:
+        into.needless.append(Remark(word, entry[1].says))
+        return []
+    return [word.lstrip("+")]
+
+
+def _has(key: str, kind: RunKind[WholeConfig]) -> bool:
+    known = leaves(kind.schema)
+    above = (key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1))
+    return key in known or key in sections(kind.schema) or any(name in known for name in above)
+
+
+def _values(into: Migrated, kind: RunKind[WholeConfig]) -> Mapping[str, Any]:
+    """Return the values that the line gives, by present name."""
+    found = [read_override(word) for word in into.arguments]
+    taken = [override for override in found if isinstance(override, Override)]
+    return {kind.spellings.present_name(each.key_or_group): each.value() for each in taken}
+
+
+def _value_of(word: str) -> str:
+    return word.partition("=")[2] if "=" in word else key_of(word)

@@ -1,0 +1,300 @@
+"""Launch lines as their users write them become lines of hrl that compose and mean the same."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hrl import cli
+from hrl.config.compose import compose_kind, config_problems
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.run_kind import KINDS
+from hrl.migrate.line import Migrated, MigrationError, quoted, script
+from hrl.migrate.migrate import migrate
+
+
+def one(text: str, name: str = "run.sh", processes: int = 1) -> Migrated:
+    (found,) = migrate(text, name, processes)
+    assert found.composes, found.lost
+    return found
+
+
+def config_of(found: Migrated) -> Any:
+    return compose_kind(KINDS[found.kind], found.arguments)
+
+
+def lost(found: Migrated) -> dict[str, str]:
+    return {remark.written: remark.why for remark in found.lost}
+
+
+# ------------------------------------------------------------------------------------------------- verl
+
+VERL = """
+set -x
+MODEL=${MODEL:-Qwen/Qwen2-7B-Instruct}
+PROMPTS=1024
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/data/gsm8k/train.parquet \\
+    data.val_files=$HOME/data/gsm8k/test.parquet \\
+    data.train_batch_size=$PROMPTS \\
+    data.max_response_length=$((512 * 2)) \\
+    actor_rollout_ref.model.path=$MODEL \\
+    actor_rollout_ref.model.use_remove_padding=True \\
+    actor_rollout_ref.actor.ppo_mini_batch_size=256 \\
+    actor_rollout_ref.actor.ppo_micro_batch_size=128 \\
+    actor_rollout_ref.actor.optim.warmup_style=cosine \\
+    actor_rollout_ref.rollout.n=5 \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.model.lora_rank=32 \\
+    +actor_rollout_ref.model.override_config.attention_dropout=0. \\
+    reward_model.reward_manager=dapo \\
+    trainer.logger=['console','wandb'] \\
+    trainer.n_gpus_per_node=8 \\
+    trainer.default_hdfs_dir=hdfs://somewhere $@
+"""
+
+
+def test_a_line_of_verl_means_the_same_without_what_hrl_lacks() -> None:
+    found = one(VERL)
+    assert list(lost(found)) == ["actor_rollout_ref.model.lora_rank=32", "trainer.default_hdfs_dir=hdfs://somewhere"]
+    assert "LoRA comes later" in lost(found)["actor_rollout_ref.model.lora_rank=32"]
+    config = config_of(found)
+    assert isinstance(config, PPOTrainerConfig)
+    assert config.data.train_files == ["$HOME/data/gsm8k/train.parquet"]
+    assert (config.data.train_batch_size, config.data.max_response_length) == (1024, 1024)
+    actor = config.actor_rollout_ref.actor
+    assert (actor.ppo_micro_batch_size_per_gpu, actor.optim.lr_scheduler_type) == (16, "cosine")
+    assert config.trainer.logger == ["console", "wandb"]
+    said = {remark.written: remark.why for remark in found.needless}
+    assert said["actor_rollout_ref.model.use_remove_padding=True"] == "padding never enters a model"
+
+
+def test_what_composes_as_it_is_stays_the_same_configuration() -> None:
+    line = [
+        "data.train_files=a.parquet",
+        "algorithm.adv_estimator=rloo",
+        "custom_reward_function.path=mine.py",
+        "reward_model.enable=False",
+        "actor_rollout_ref.actor.optim.clip_grad=0.5",
+        "actor_rollout_ref.ref.fsdp_config.offload_policy=True",
+        "trainer.max_actor_ckpt_to_keep=3",
+    ]
+    found = one("python3 -m verl.trainer.main_ppo " + " ".join(line))
+    before, after = compose_kind(KINDS["ppo"], line), config_of(found)
+    assert before.model_dump() == after.model_dump()
+    assert found.lost == [] and not any("optim.clip_grad" in argument for argument in found.arguments)
+
+
+def test_the_script_reads_variables_of_the_environment_where_it_runs() -> None:
+    text = script(one(VERL))
+    assert '    "data.train_files=$HOME/data/gsm8k/train.parquet" \\\n' in text
+    assert text.startswith("# from run.sh: verl.trainer.main_ppo\nhrl train \\\n")
+    body = text[text.index("hrl train") : text.index("\n\n")].replace("\\\n", " ")
+    assert config_problems(KINDS["ppo"], shlex.split(body)[2:]) == ()
+
+
+def test_several_lines_of_a_script_become_several() -> None:
+    text = "torchrun -m verl.trainer.fsdp_sft_trainer data.train_files=a.parquet\n" + VERL
+    assert [found.kind for found in migrate(text, "run.sh")] == ["sft", "ppo"]
+
+
+# ------------------------------------------------------------------------------------------------- OpenRLHF
+
+OPENRLHF = """
+ray job submit --address="http://127.0.0.1:8265" -- python3 -m openrlhf.cli.train_ppo_ray \\
+   --actor_num_nodes 1 --actor_num_gpus_per_node 8 --vllm_num_engines 4 --vllm_tensor_parallel_size 2 \\
+   --colocate_all_models \\
+   --pretrain some/policy --reward_pretrain some/reward \\
+   --train_batch_size 128 --rollout_batch_size 256 --n_samples_per_prompt 4 --micro_train_batch_size 2 \\
+   --prompt_max_len 1024 --generate_max_len 512 --bf16 --zero_stage 3 \\
+   --advantage_estimator group_norm --use_kl_loss --kl_estimator k3 --init_kl_coef 1e-3 \\
+   --actor_learning_rate 5e-7 --prompt_data some/prompts --input_key question --normalize_reward \\
+   --lora_rank 8 --unheard_of 3 --use_wandb token
+"""
+
+
+def test_a_line_of_openrlhf_in_its_older_names() -> None:
+    found = one(OPENRLHF)
+    config = config_of(found)
+    actor = config.actor_rollout_ref.actor
+    assert config.algorithm.adv_estimator == "grpo"
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size) == (256, 32)  # 128 sequences ÷ 4 samples
+    assert (config.data.max_prompt_length, config.data.max_response_length) == (1024, 512)
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "k3")
+    assert not config.algorithm.use_kl_in_reward
+    assert (actor.optim.lr, actor.optim.betas, actor.optim.lr_scheduler_type) == (5e-7, [0.9, 0.95], "cosine")
+    assert (config.trainer.n_gpus_per_node, config.trainer.total_epochs, config.trainer.seed) == (8, 1, 42)
+    assert config.reward.reward_model.model_path == "some/reward"
+    assert config.reward.shaping == {"standardise": None, "clip": 10.0}
+    assert set(lost(found)) == {"--lora_rank 8", "--unheard_of 3"}
+    assert config.trainer.logger == ["console", "wandb"] and "token" not in script(found).replace("tokens", "")
+
+
+def test_the_present_names_of_openrlhf_mean_the_same() -> None:
+    older = "--pretrain a/b --rollout_batch_size 64 --train_batch_size 64 --init_kl_coef 0 --eps_clip_low_high 0.2 0.3"
+    newer = (
+        "--actor.model_name_or_path a/b --rollout.batch_size 64 --train.batch_size 64 --algo.kl.init_coef 0 "
+        "--actor.eps_clip_low_high 0.2 0.3"
+    )
+    data = "--prompt_data rows.jsonl --max_new_tokens 100 --max_len 300"
+    module = "python -m openrlhf.cli.train_ppo_ray"
+    one_way, other = (one(f"{module} {flags} {data}") for flags in (older, newer))
+    assert sorted(one_way.arguments) == sorted(other.arguments)
+    config = config_of(other)
+    assert (config.actor_rollout_ref.actor.clip_ratio_low, config.actor_rollout_ref.actor.clip_ratio_high) == (0.2, 0.3)
+    assert not (config.needs_reference) and config.data.max_prompt_length == 200
+
+
+def test_a_dpo_script_of_openrlhf_that_holds_its_flags_in_a_heredoc() -> None:
+    text = """
+set -x
+read -r -d '' training_commands <<EOF
+openrlhf.cli.train_dpo \\
+   --save_path ./checkpoint/dpo --train_batch_size 256 --micro_train_batch_size 1 --pretrain some/sft \\
+   --max_epochs 1 --max_len 8192 --learning_rate 5e-7 --beta 0.1 --dataset some/pairs --apply_chat_template \\
+   --chosen_key chosen --rejected_key rejected --flash_attn --load_checkpoint --gradient_checkpointing
+EOF
+if [[ ${1} != "slurm" ]]; then
+    deepspeed --module $training_commands
+fi
+"""
+    found = one(text)
+    config = config_of(found)
+    assert found.words[:3] == ["hrl", "train", "dpo"] and found.lost == []
+    assert (config.data.train_batch_size, config.data.max_length, config.optim.lr) == (256, 8192, 5e-7)
+    assert config.data.train_files == ["some/pairs"]
+
+
+# ------------------------------------------------------------------------------------------------- TRL
+
+TRL = """
+from datasets import load_dataset
+from trl import GRPOConfig, GRPOTrainer
+
+raise SystemExit("this file is read and not run")
+STEPS = 2 * 100
+dataset = load_dataset("openai/gsm8k", "main", split="train")
+
+def reward_len(completions, **kwargs):
+    return [-abs(20 - len(completion)) for completion in completions]
+
+config = GRPOConfig(
+    output_dir="Qwen2-GRPO",
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=4,
+    num_generations=8,
+    max_steps=STEPS,
+    beta=0.04,
+    learning_rate=compute_lr(),
+    loss_type="dr_grpo",
+    epsilon_high=0.28,
+    use_vllm=True,
+    vllm_importance_sampling_mode="token_truncate",
+    min_p=0.1,
+    report_to=["wandb"],
+)
+trainer = GRPOTrainer("Qwen/Qwen2-0.5B-Instruct", reward_funcs=reward_len, args=config, train_dataset=dataset)
+trainer.train()
+"""
+
+
+def test_a_python_file_of_trl_is_read_and_not_run() -> None:
+    found = one(TRL, "train.py", 2)
+    config = config_of(found)
+    actor = config.actor_rollout_ref.actor
+    assert config.actor_rollout_ref.model.path == "Qwen/Qwen2-0.5B-Instruct"
+    assert config.data.train_files == ["openai/gsm8k:main:train"]
+    # 4 completions × 4 micro-batches × 2 processes = 32 completions, which are 4 prompts × 8 samples.
+    assert (config.data.train_batch_size, actor.ppo_mini_batch_size, config.actor_rollout_ref.rollout.n) == (4, 4, 8)
+    assert config.trainer.total_training_steps == 200
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.loss_agg_mode) == (True, 0.04, "seq-mean-token-sum-norm")
+    assert (actor.clip_ratio_high, actor.optim.weight_decay, actor.optim.lr_scheduler_type) == (0.28, 0.0, "linear")
+    assert config.algorithm.rollout_correction.rollout_is == "token"
+    assert config.algorithm.rollout_correction.rollout_is_threshold == 3.0
+    assert config.trainer.logger == ["console", "wandb"]
+    assert set(lost(found)) == {"learning_rate=compute_lr()", "min_p=0.1", "reward_funcs=reward_len"}
+    assert "one response" in lost(found)["reward_funcs=reward_len"]
+
+
+def test_steps_of_trl_are_optimizer_steps_and_become_steps_of_the_trainer() -> None:
+    text = "from trl import GRPOConfig\nargs = GRPOConfig(max_steps=100, steps_per_generation=4, save_steps=20)\n"
+    config = config_of(one(text, "train.py", 4))
+    # 8 × 4 × 4 = 128 completions a generation, of which each optimizer step takes 8 × 4 = 32.
+    assert (config.data.train_batch_size, config.actor_rollout_ref.actor.ppo_mini_batch_size) == (16, 4)
+    assert (config.trainer.total_training_steps, config.trainer.save_freq) == (25, 5)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("DPO", "dpo"), ("SFT", "sft"), ("Reward", "rm")])
+def test_the_other_trainers_of_trl(name: str, kind: str) -> None:
+    text = (
+        f"import trl\nargs = trl.{name}Config(output_dir='out', max_length=512, warmup_steps=0.1)\n"
+        f"trl.{name}Trainer(model='some/model', args=args, train_dataset=rows)\n"
+    )
+    found = one(text, "train.py")
+    config = config_of(found)
+    assert found.kind == kind and config.model.path == "some/model" and config.data.max_length == 512
+    assert config.optim.lr_warmup_steps_ratio == 0.1 and config.data.train_batch_size == 8
+    assert "train_dataset=rows" in lost(found) and config.data.train_files == ["YOUR_ROWS.jsonl"]
+
+
+def test_the_command_of_trl() -> None:
+    found = one("trl grpo --num_processes 2 --model_name_or_path a/b --dataset_name c/d --num_generations 4 --beta 0")
+    config = config_of(found)
+    assert (config.actor_rollout_ref.model.path, config.data.train_files) == ("a/b", ["c/d"])
+    assert (config.trainer.n_gpus_per_node, config.data.train_batch_size) == (2, 4)  # 8 × 2 completions ÷ 4
+
+
+# ------------------------------------------------------------------------------------------------- what can't be read
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "why"),
+    [
+        ("echo hello", "run.sh", "has no launch line of verl, OpenRLHF or TRL, such as"),
+        ("python -m verl.trainer.main_generation x=1", "run.sh", "no counterpart of verl.trainer.main_generation"),
+        ("python -m openrlhf.cli.train_kto --beta 1", "run.sh", "no counterpart of openrlhf.cli.train_kto"),
+        ("trl vllm-serve --model x", "run.sh", "has no launch line"),
+        ("def broken(:", "train.py", "train.py is no Python: .* in line 1"),
+        ("import os", "train.py", "has none of GRPOConfig"),
+    ],
+)
+def test_what_has_no_launch_line_says_what_was_looked_for(text: str, name: str, why: str) -> None:
+    with pytest.raises(MigrationError, match=why):
+        migrate(text, name)
+
+
+@pytest.mark.parametrize(
+    ("word", "written"),
+    [
+        ("a.b=1e-06", "a.b=1e-06"),
+        ("a=[x,y z]", "'a=[x,y z]'"),
+        ("a=$HOME/x", '"a=$HOME/x"'),
+        ("a='x+'", "\"a='x+'\""),
+        ("a='$x'y", "\"a='$x'y\""),
+        ("a=`x`'", "'a=`x`'\"'\"''"),
+    ],
+)
+def test_words_are_quoted_for_a_shell(word: str, written: str) -> None:
+    assert quoted(word) == written
+    if "$" not in word:
+        assert shlex.split(written) == [word]
+
+
+def test_the_command_reads_files_and_standard_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "train.py").write_text(TRL)
+    assert cli.main(["migrate", str(tmp_path / "train.py"), "--processes", "2"]) == 0
+    assert capsys.readouterr().out.startswith("# from train.py (grpo)\nhrl train \\\n    algorithm.adv_estimator=grpo")
+    monkeypatch.setattr("sys.stdin", io.StringIO(OPENRLHF))
+    assert cli.main(["migrate", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["command"][:2] == ["hrl", "train"] and found["composes"]
+    assert cli.main(["migrate", str(tmp_path / "none.sh")]) == 1
+    assert "none.sh can't be read" in capsys.readouterr().err

@@ -1,0 +1,62 @@
+"""A script is read as bash reads it, as far as it can be without running anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from hrl.migrate.shell import commands_of
+
+
+def words_of(script: str) -> list[str]:
+    return commands_of(script)[-1]
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("run a=1 \\\n    b=2 # a remark\n", ["run", "a=1", "b=2"]),
+        ("x=a\nrun $x ${x}b \"$x c\" '$x' \"\\$x\"", ["run", "a", "ab", "a c", "$x", "$x"]),
+        ("run ${y:-7} ${y-8} ${z:=9} $z", ["run", "7", "8", "9", "9"]),
+        ("x=3; run $((x * 2 + 1)) $((1024 * (x - 1))) $((x / 0))", ["run", "7", "2048", "$((x / 0))"]),
+        ("run $HOME/data \"${HOME}/x\" ${HOME}data", ["run", "$HOME/data", "$HOME/x", "${HOME}data"]),
+        ("run name=run_$(date +%s)", ["run", "name=run_$(date +%s)"]),
+        ('a=(x "y z")\na+=(w)\nrun "${a[@]}" ${a[@]}', ["run", "x", "y z", "w", "x", "y", "z", "w"]),
+        ("a=(\n  x=1 # one\n  y=2\n)\nrun \"${a[@]}\"", ["run", "x=1", "y=2"]),
+        ("x='a b'\nrun $x \"$x\"", ["run", "a", "b", "a b"]),
+        ("run l=['console','wandb'] \"m=['x y']\"", ["run", "l=[console,wandb]", "m=['x y']"]),
+        ("A=1 B=2 run x", ["run", "x"]),
+        ("export N=4; run $N > out.log 2>&1", ["run", "4"]),
+        ("run a $@ \"$@\" $1 b", ["run", "a", "b"]),
+        ("run $'a\\nb'", ["run", "a\nb"]),
+        ("read -r -d '' args <<EOF\nmodule \\\n  --x 1\nEOF\nrun $args", ["run", "module", "--x", "1"]),
+    ],
+)  # fmt: skip
+def test_words_are_those_of_bash(script: str, words: list[str]) -> None:
+    assert words_of(script) == words
+
+
+def test_a_pipe_ends_the_command() -> None:
+    assert commands_of("run a=1 2>&1 | tee log\n") == [["run", "a=1"], ["tee", "log"]]
+
+
+@pytest.mark.parametrize(
+    ("script", "taken"),
+    [
+        ('b=vllm\nif [ "$b" = vllm ]; then\n  x=1\nelse\n  x=2\nfi\nrun $x', "1"),
+        ('b=hf\nif [ "$b" = vllm ]; then x=1; else x=2; fi\nrun $x', "2"),
+        ("b=hf\nif [[ $b == vllm ]]; then x=1; elif [[ $b == hf ]]; then x=3; else x=2; fi\nrun $x", "3"),
+        ("n=8\nif [ $n -gt 4 ]; then x=1; fi\nrun $x", "1"),
+        ('x=2\n[ -z "$UNSET" ] && x=1\nrun $x', "1"),
+        ('x=2\n[ -n "$(program)" ] && x=1\nrun $x', "2"),  # what only a shell can tell changes nothing
+        ('x=2\n[ "$x" = 2 ] || x=1\nrun $x', "2"),
+        ("x=2\nif command -v program; then x=1; else x=3; fi\nrun $x", "1"),
+        ("if [ 1 -gt 2 ]; then if [ 1 -lt 2 ]; then x=1; fi; fi\nx=${x:-0}\nrun $x", "0"),
+    ],
+)
+def test_the_branch_that_holds_is_read(script: str, taken: str) -> None:
+    assert words_of(script) == ["run", taken]
+
+
+@pytest.mark.parametrize("script", ["", "# nothing", "'unclosed", 'x="', "if", "$((", "a=(", "fi; done; }"])
+def test_a_broken_script_is_no_crash(script: str) -> None:
+    commands_of(script)
