@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -36,15 +33,6 @@ _PACKAGES = (
     "math-verify",
 )
 _NVIDIA_SMI_TIMEOUT_S = 10.0
-
-
-def show_environment(*, as_json: bool = False) -> None:
-    """Write the facts to standard output, without users, folders, addresses or secrets."""
-    facts = environment_facts()
-    if as_json:
-        sys.stdout.write(json.dumps(facts, indent=2) + "\n")
-    else:
-        Console(highlight=False).print(facts_table(facts))
 
 
 def environment_facts() -> dict[str, str]:
