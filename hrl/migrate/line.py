@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from hrl.api.arguments import as_override
 from hrl.config.compose import config_problems
+from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
 from hrl.errors import HrlError
 
