@@ -168,6 +168,8 @@ class Trainer:
                 loop.fit()
                 folder = loop.reporter.folder.path
                 loop.export(folder / MODEL)
+                if self._session is not None:
+                    loop.reporter.report_so_far()
         except BaseException as error:
             self._end("a trainer whose run was interrupted or failed", type(error), error, error.__traceback__)
             raise

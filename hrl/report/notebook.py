@@ -17,8 +17,8 @@ from hrl.report.step_line import StepLine
 
 HEAD_LINES = 40
 """Lines before the first step that stay."""
-TAIL_LINES = 24
-"""Newest lines that are shown below them."""
+TAIL_LINES = 60
+"""Newest lines that are shown below them: steps, and the tables of the end."""
 
 
 def in_notebook() -> bool:

@@ -89,25 +89,34 @@ class RunReporter:
                 self._view.__exit__(kind, error, _)
             self.folder.close()
 
+    def report_so_far(self) -> None:
+        """Write picture and report of a run that has ended and whose processes stay."""
+        self._write_report(Outcome.of(None, self.console.total_steps))
+
     def _close_with_report(self, outcome: Outcome) -> None:
-        """Show what changed, then write picture and report; their failure is logged and doesn't hide the run's own."""
+        """Show what changed, then write picture and report."""
+        files = self._write_report(outcome, show_changes=True)
+        if files and self._health.summary:
+            what = f"{self.folder.alarms_file} has what they mean and what helps"
+            self.console.note(f"alarms: {self._health.summary}; {what}")
+        for file in files:
+            self.console.note(f"{file.stem.replace('_', ' ')}: {file}")
+
+    def _write_report(self, outcome: Outcome, *, show_changes: bool = False) -> list[Path]:
+        """Write picture and report, and return them; a failure is logged and doesn't hide the run's own."""
         folder = self.folder
         try:
             outcome.write(folder.path)
-            comparison = compare_validations(folder.rollouts)
+            comparison = compare_validations(folder.rollouts) if show_changes else None
             if comparison is not None:
                 self.console.before_and_after(comparison.pairs)
             with self.console.stage("writing the report"):
                 records = read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else []
                 picture = write_picture(records, folder.path, self._picture, self._title)
-                files = [*filter(None, [picture]), write_html_report(folder.path)]
+                return [*filter(None, [picture]), write_html_report(folder.path)]
         except (OSError, ValueError) as error:
             logger.warning("the report of the run could not be written", exc_info=error)
-            return
-        if self._health.summary:
-            self.console.note(f"alarms: {self._health.summary}; {folder.alarms_file} has what they mean and what helps")
-        for file in files:
-            self.console.note(f"{file.stem.replace('_', ' ')}: {file}")
+            return []
 
     # ------------------------------------------------------------------ while a step runs
 

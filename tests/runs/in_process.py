@@ -114,6 +114,7 @@ def in_process(*, reports: bool = False) -> Iterator[None]:
         patch.setattr("hrl.trainer.run.run", run_configured)
         if not reports:
             patch.setattr(RunReporter, "_close_with_report", lambda *_: None)
+            patch.setattr(RunReporter, "report_so_far", lambda *_: None)
         yield
     torch.set_num_threads(threads)
     for number, handler in handlers.items():

@@ -116,6 +116,7 @@ def test_a_trainer_trains_answers_and_is_stopped_by_a_callback(
     with trainer:
         before = trainer.evaluate()
         run = trainer.train()
+        assert run.report.exists() and "data:image/png" in run._repr_html_()  # while the processes stay
         (answer,) = trainer.generate("What is 1 plus 1?", temperature=0.0, max_tokens=4)
         assert answer["response_length"] <= 4 and "What is 1 plus 1?" in answer["prompt"]
         assert [one["question"] for one in trainer.generate(["a", "b"], n=2)] == ["a", "a", "b", "b"]

@@ -106,7 +106,7 @@ def test_the_first_hour_runs_in_a_kernel(runner: Runner, tmp_path: Path) -> None
         FOLDER / "first_hour.ipynb",
         tmp_path,
         {
-            "hrl.GRPO(": f"hrl.GRPO({str(runner.model)!r}, config={{{SMALL}}}, batch_size=2,",
+            "hrl.GRPO(": f"hrl.GRPO({str(runner.model)!r}, config={{{SMALL}}}, batch_size=2, max_prompt_length=64,",
             "steps=30,": "steps=2,",
             "max_response_length=32,": "max_response_length=4,",
             "held_out, rows = sums[::10]": "held_out, rows = sums[::50]",
@@ -127,9 +127,9 @@ def test_the_notebook_of_dpo_runs_in_a_kernel(runner: Runner, tmp_path: Path) ->
         FOLDER / "dpo_and_evaluate.ipynb",
         tmp_path,
         {
-            "hrl.DPO(": f"hrl.DPO({str(runner.model)!r}, config={{'trainer.device': 'cpu'}}, batch_size=2,",
+            "hrl.DPO(": f"hrl.DPO({str(runner.model)!r}, config={{'trainer.device': 'cpu'}}, max_length=64,",
             "steps=10,": "steps=1,",
-            "hrl.GRPO(model,": f"hrl.GRPO(model, config={{{SMALL}}},",
+            "reward=correct,": f"config={{{SMALL}}}, max_prompt_length=64, reward=correct,",
             "sums[::5]]": "sums[::50]]",
             "batch_size=4, max_response_length=32": "batch_size=2, max_response_length=4",
             "evaluated(None,": f"evaluated({str(runner.model)!r},",
