@@ -25,7 +25,6 @@ extensions = [
     "sphinx_design",
 ]
 exclude_patterns = ["pictures/*.py"]
-suppress_warnings = ["toc.not_readable"]
 
 # ---------------------------------------------------------------------- Markdown
 
