@@ -24,5 +24,5 @@ trainer = hrl.GRPO(
     name="arithmetic",
 )
 run = trainer.train()
-first, *_, last = [step["val/list/mean@1"] for step in run.metrics if "val/list/mean@1" in step]
+first, *_, last = [step["val/python/mean@1"] for step in run.metrics if "val/python/mean@1" in step]
 print(f"right on held-out sums: {first:.2f} before, {last:.2f} after. {run.report}")

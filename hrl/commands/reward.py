@@ -138,7 +138,7 @@ def _read(source: Any, config: PPOTrainerConfig, limit: int) -> list[PromptRow]:
     data = config.data
     sources = sources_of(source)
     require_prompt_columns(data, sources)
-    check = partial(check_prompt, prompt_key=data.prompt_key, source_key=data.reward_fn_key, answer_key=data.answer_key)
+    check = partial(check_prompt, prompt_key=data.prompt_key, answer_key=data.answer_key)
     rows: list[PromptRow] = []
     for row in islice(read_rows([one.with_keys_of(data) for one in sources], check), limit):
         if isinstance(row, BadRow):

@@ -78,8 +78,6 @@ class DataConfig(RowsConfig):
     """Column that holds the prompt: a chat (list of messages) or a string. Rows without it may have `messages`."""
     answer_key: str | None = None
     """Column that holds the right answer. Null takes `reward_model.ground_truth`, or else the column `answer`."""
-    reward_fn_key: str = "data_source"
-    """Column that names the row's source; it chooses the built-in reward function and groups validation metrics."""
     max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 512
     """Longest prompt in tokens, chat template included."""
     max_response_length: Annotated[PositiveInt, Unit("tokens")] = 512

@@ -170,7 +170,7 @@ class RewardConfig(Section):
     functions: Annotated[list[RewardEntry] | None, BeforeValidator(_one_or_many)] = None
     """Functions whose weighted scores are added up, e.g. `[numeric, {name: length, weight: 0.2, most: 50},
     "my.py:brief"]`; an entry is a `name` of the library (`hrl reward` lists them) or a `path`, with `weight`, `label`
-    and the function's arguments. Default: the function of `custom_reward_function`, else that of each row's data
+    and the function's arguments. Null takes the function of `custom_reward_function`, else that of each row's data
     source, or none beside a reward model."""
     shaping: dict[Annotated[str, NameOf(REWARD_SHAPER_NAMES)], PositiveFloat | None] = Field(default_factory=dict)
     """Transformations of the weighted sum before training, in the order written, e.g. `{standardise: null, clip: 5}`:

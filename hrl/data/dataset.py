@@ -55,15 +55,12 @@ class PromptRow(DataRow):
     tools: list[dict[str, Any]] | None = None
 
 
-def check_prompt(
-    raw: Mapping[str, Any], prompt_key: str, source_key: str, answer_key: str | None = None
-) -> PromptRow | str:
+def check_prompt(raw: Mapping[str, Any], prompt_key: str, answer_key: str | None = None) -> PromptRow | str:
     """Check a raw row; return a prompt, or a sentence about what is wrong with the row.
 
     Args:
         raw: The row.
         prompt_key: Column of the prompt (`data.prompt_key`). Rows without it may have `messages`, a whole chat.
-        source_key: Column of the data source (`data.reward_fn_key`); a row without it has its file's name.
         answer_key: Column of the right answer (`data.answer_key`); None takes `reward_model.ground_truth`, or `answer`.
     """
     prompt, reply = _prompt_of(raw, prompt_key)
@@ -73,12 +70,12 @@ def check_prompt(
     tools = tools_of(raw)
     if isinstance(tools, str):
         return tools
-    data_source = raw.get(source_key)
-    wrong = wrong_value(data_source, source_key)
+    data_source = raw.get("data_source")
+    wrong = wrong_value(data_source, "data_source")
     if wrong is not None:
         return wrong
     if data_source is not None and (not isinstance(data_source, str) or not data_source):
-        return f"{source_key!r} is {show_value(data_source)}, expected a non-empty string (or no such column)"
+        return f"'data_source' is {show_value(data_source)}, expected a non-empty string (or no such column)"
     columns: dict[str, Any] = {}
     for name, value in raw.items():
         try:
@@ -140,7 +137,7 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
     config: DataConfig
 
     def check(self, raw: Mapping[str, Any]) -> PromptRow | str:
-        return check_prompt(raw, self.config.prompt_key, self.config.reward_fn_key, self.config.answer_key)
+        return check_prompt(raw, self.config.prompt_key, self.config.answer_key)
 
     def render(self, row: PromptRow) -> str:
         kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)

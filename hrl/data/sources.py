@@ -104,7 +104,8 @@ class Source:
 
     def with_keys_of(self, data: RowsConfig) -> Source:
         """Return the source with the columns that the section `data` and its own options map."""
-        columns = dict(data.map) | dict(self.options.map)
+        mapped = {**data.map, **self.options.map}
+        columns = {ours: theirs for ours, theirs in mapped.items() if ours != theirs}
         for ours, theirs in (
             (getattr(data, "prompt_key", None), self.options.prompt_key),
             (getattr(data, "answer_key", None) or "answer", self.options.answer_key),

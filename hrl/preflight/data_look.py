@@ -208,8 +208,6 @@ def _prompts(findings: Findings, data: DataConfig, tokenizer: PreTrainedTokenize
     columns: dict[str, tuple[str, ...]] = {"data.prompt_key": (data.prompt_key,)}
     if data.answer_key is not None:
         columns["data.answer_key"] = (data.answer_key,)
-    if data.reward_fn_key != DataConfig.model_fields["reward_fn_key"].default:  # without it rows have their file's name
-        columns["data.reward_fn_key"] = (data.reward_fn_key,)
     instead = {"data.prompt_key": (MESSAGES,)}
     reader = partial(_Reader, measured="prompts", limit=data.max_prompt_length, instead=instead)
     cls = None
@@ -271,7 +269,7 @@ class _Unrendered:
 def _unrendered(data: DataConfig, data_files: DataFiles, most: int) -> _Unrendered:
     sources = [source.with_keys_of(data) for source in sources_of(data_files)]
     intake = Intake(source.title for source in sources)
-    check = partial(check_prompt, prompt_key=data.prompt_key, source_key=data.reward_fn_key, answer_key=data.answer_key)
+    check = partial(check_prompt, prompt_key=data.prompt_key, answer_key=data.answer_key)
     kept = [row for block in intake.blocks(read_rows(sources, check), most) for row in block]
     counts = intake.close(len(kept), skip_bad=data.bad_rows == "skip", too_long=None)
     return _Unrendered(kept, counts)

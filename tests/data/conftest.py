@@ -37,7 +37,6 @@ def config() -> SimpleNamespace:
         prompt_key="prompt",
         answer_key=None,
         map={},
-        reward_fn_key="data_source",
         max_prompt_length=40,
         filter_overlong_prompts=False,
         truncation="error",

@@ -23,7 +23,7 @@ ROW = {"data_source": "numeric", "prompt": "1 + 1?", "reward_model": {"ground_tr
 
 
 def check(raw):
-    return check_prompt(raw, "prompt", "data_source")
+    return check_prompt(raw, "prompt")
 
 
 def refusal(path: Path) -> str:

@@ -53,7 +53,7 @@ def hub(tmp_path, monkeypatch):
 
 
 def prompts(*sources) -> list[PromptRow]:
-    rows = list(read_rows(sources, lambda raw: check_prompt(raw, "question", "data_source")))
+    rows = list(read_rows(sources, lambda raw: check_prompt(raw, "question")))
     assert all(isinstance(row, PromptRow) for row in rows)
     return rows
 

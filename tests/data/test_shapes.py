@@ -14,7 +14,7 @@ CHATS = DemonstrationDataConfig(train_files=["rows"], val_files=[], shuffle=Fals
 
 
 def prompt(row, **keys):
-    return check_prompt(row, "prompt", "data_source", **keys)
+    return check_prompt(row, "prompt", **keys)
 
 
 @pytest.mark.parametrize(

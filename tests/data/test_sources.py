@@ -16,7 +16,7 @@ from hrl.errors import DatasetError
 
 
 def check(raw):
-    return check_prompt(raw, "prompt", "data_source")
+    return check_prompt(raw, "prompt")
 
 
 def one(data) -> Source:

@@ -191,13 +191,13 @@ def test_columns_that_are_missing_are_named_with_those_that_are_there(run, tmp_p
         "row: {question: 'what', origin: 'x'}. Set data.prompt_key=question?",
     ]
     file = write_rows(tmp_path / "third.jsonl", [{"prompts": "what", "zzz": "x"}])
-    first, second, of_validation = refused(run, **{"data.train_files": str(file), "data.reward_fn_key": "kind"})
+    second, first, of_validation = refused(run, **{"data.train_files": str(file), "data.reward_fn_key": "kind"})
     assert first.endswith("Set data.prompt_key=prompts?")
     assert second.endswith(
         "It has: prompts, zzz. The first row: {prompts: 'what', zzz: 'x'}. Add the column, or name yours with "
-        "data.reward_fn_key."
+        "data.map.data_source."
     )
-    assert of_validation.startswith("data.reward_fn_key is kind, a column that ")
+    assert of_validation.startswith("data.map takes data_source from kind, a column that ")
 
 
 def test_columns_of_a_parquet_file_are_named(run, tmp_path):

@@ -107,7 +107,9 @@ def test_every_data_source_of_verl_has_a_function_or_a_reason_why_not(data_sourc
 
 @pytest.mark.parametrize("data_source", sorted({*SCORERS, "aime"} - {"searchR1_nq"}))
 def test_an_answer_that_says_nothing_is_worth_what_a_wrong_one_is(data_source):
-    truth = {"target": ["x"]} if data_source.startswith("searchR1") else "12"
+    truth = (
+        {"target": ["x"]} if data_source.startswith("searchR1") else "B" if data_source == "multiple_choice" else "12"
+    )
     assert compute_score(data_source, "no idea", truth) == find_scorer(data_source).wrong
 
 

@@ -14,6 +14,8 @@ from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker
 from hrl.workers.reward_model import RewardModelWorker
 
+RUNTIME = SimpleNamespace(own_losses={})
+
 
 @pytest.mark.parametrize(
     "worker_cls, arguments",
@@ -25,7 +27,7 @@ from hrl.workers.reward_model import RewardModelWorker
     ],
 )
 def test_a_rank_whose_node_lacks_the_model_says_so_before_it_joins_the_others(worker_cls, arguments, tmp_path):
-    worker = worker_cls(*arguments, runtime=None, model_path=str(tmp_path / "model"))
+    worker = worker_cls(*arguments, runtime=RUNTIME, model_path=str(tmp_path / "model"))
     with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: model folder {tmp_path}/model"):
         worker.init_model()
 
@@ -33,7 +35,7 @@ def test_a_rank_whose_node_lacks_the_model_says_so_before_it_joins_the_others(wo
 def test_a_rank_whose_node_lacks_the_tokenizer_says_so_too(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     model = SimpleNamespace(tokenizer_path=str(tmp_path / "words"))
-    worker = ActorRolloutRefWorker(model, "rollout", runtime=None, model_path=str(tmp_path))
+    worker = ActorRolloutRefWorker(model, "rollout", runtime=RUNTIME, model_path=str(tmp_path))
     with pytest.raises(ModelSourceError, match=f"node {socket.gethostname()}: .*{tmp_path}/words"):
         worker.init_model()
 
@@ -55,7 +57,7 @@ def test_the_trainers_state_is_off_the_gpu_before_the_engine_starts_and_before_i
         SimpleNamespace(tokenizer_path=None),
         "actor_rollout",
         rollout=SimpleNamespace(tensor_model_parallel_size=1, dtype="bfloat16"),
-        runtime=None,
+        runtime=RUNTIME,
         model_path=str(tmp_path),
     )
     calls: list[str] = []

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 import time
 
 import pytest
@@ -51,7 +52,13 @@ def test_a_question_has_prompt_answer_and_response_and_the_last_score_counts():
 
 
 def test_many_samples_are_asked_about_at_once_and_no_more_than_allowed():
-    with serving(lambda number, question: Reply(after_s=0.2)) as endpoint:
+    eight = threading.Barrier(8, timeout=20)
+
+    def answer(number, question):
+        eight.wait()
+        return Reply(after_s=0.05)
+
+    with serving(answer) as endpoint:
         judge = Judge("m", endpoint.base_url, max_concurrency=8)
         said = judged(judge, *(sample(f"answer {n}") for n in range(32)))
     assert [one["score"] for one in said] == [1.0] * 32 and endpoint.most_at_once == 8
