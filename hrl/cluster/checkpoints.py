@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -68,7 +69,7 @@ class CheckpointStore:
 
     def _score(self, step: int) -> float | None:
         score = json.loads((self.path(step) / STATE_FILE).read_text()).get("score")
-        return None if score is None else float(score)
+        return None if score is None or not math.isfinite(score) else float(score)
 
     def path(self, step: int) -> Path:
         """Return the final folder of a step's checkpoint."""

@@ -317,7 +317,7 @@ def _sampling(given: Given, into: Migrated) -> None:
     nothing = {"min_p": (None, 0.0), "repetition_penalty": (1.0,), "generation_kwargs": (None,)}
     for name, values in nothing.items():
         if name in given and given.get(name) not in values:
-            why = "log-probs would not be those of the sampled distribution; temperature, top_p and top_k are"
+            why = "log-probs would not be those of the sampled distribution; only temperature is applied to both"
             into.lost.append(Remark(given.word(name), why))
 
 

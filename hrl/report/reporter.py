@@ -81,8 +81,9 @@ class RunReporter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         try:
-            self._tracking.finish()
+            # The report first: trackers may take half a minute each, and an impatient user ends that.
             self._close_with_report(Outcome.of(error, self.console.total_steps))
+            self._tracking.finish()
         finally:
             if self._view is not None:
                 self._view.let_browsers_see_the_end()

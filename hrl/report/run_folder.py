@@ -37,6 +37,8 @@ _OUTPUTS = (
     "reward_curve.png",
     "loss_curve.png",
     "report.html",
+    "samples.jsonl",
+    "scores.json",
 )
 
 

@@ -147,6 +147,10 @@ def evaluate(
     trained = find_trained(name)
     folder = (folder or Path("outputs", "eval", trained.label)).expanduser().resolve()
     config = compose_kind(PPO, run_arguments(trained, sources, sampling, folder, overrides))
+    n = config.actor_rollout_ref.rollout.val_kwargs.n
+    sizes = sampling.sizes or ((n,) if n > 1 else ())
+    if any(k > n for k in sizes):
+        raise NoScoresError(f"k is {max(sizes)}, but each prompt gets {n} samples: raise -n, or leave larger k out")
     with running(PPO.name, config) as trainer:
         metrics = trainer.evaluate()
         records = rollouts_file(trainer.reporter.folder.path / "rollouts", 0, "val")
@@ -155,8 +159,7 @@ def evaluate(
     left_out = int(sum(value for key, value in metrics.items() if key.startswith("val/") and key.endswith("/skipped")))
     if not samples:
         raise NoScoresError(f"the reward function gave none of the {left_out} samples a score")
-    n = config.actor_rollout_ref.rollout.val_kwargs.n
-    scores = score_table(samples, n, sampling.sizes or ((n,) if n > 1 else ()))
+    scores = score_table(samples, n, sizes)
     plain = {source: asdict(found) for source, found in scores.items()}
     (folder / SCORES).write_text(json.dumps(plain | {"left_out": left_out}, indent=1) + "\n")
     return Evaluation(scores, folder / SAMPLES, left_out)
