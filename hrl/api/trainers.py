@@ -285,6 +285,7 @@ class Trainer:
             self._model_key: str(run.model_path),
             "trainer.default_local_dir": folder,
             "trainer.resume_mode": "disable",
+            "trainer.resume_from_path": None,
         }
         return compose_kind(KINDS[self.kind], [*self.arguments, *_overrides(changed)])
 

@@ -91,5 +91,5 @@ class DataConfig(RowsConfig):
     or right end."""
     sampler: Annotated[dict[str, Any] | None, BeforeValidator(_sampler)] = None
     """Which prompts come next: null takes each once per epoch, `pass_rate` those that are sometimes solved,
-    `my_sampler.py:MyClass` a class of your own. `{name: pass_rate, low: 0.1}` has options."""
+    `my_sampler.py:MyClass` a class of your own. `{name: pass_rate, floor: 0.1}` has options."""
     custom_cls: CustomClassConfig = section(CustomClassConfig)

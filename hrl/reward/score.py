@@ -111,7 +111,9 @@ def compute_score(
     tell = blames_response or (lambda is_to_blame: None)
     tell(True)
     try:
-        return scorer.score(solution_str, truth)
+        score = scorer.score(solution_str, truth)
     except RowError:
         tell(False)
         raise
+    tell(False)  # what fails after this, such as the next function of a sum, is not the response's fault
+    return score

@@ -72,7 +72,7 @@ class SeveralFunctions:
     def wrong(self, data_source: str) -> Any:
         """Return the reward of a response that could not be scored: a wrong answer's, and nothing of a user's own."""
         parts = {one.part: read_reward(one.spec.source.wrong(data_source))[0] or 0.0 for one in self.summands}
-        return {"score": sum(one.weight * parts[one.part] for one in self.summands), **parts}
+        return {**parts, "score": sum(one.weight * parts[one.part] for one in self.summands)}
 
 
 Source = BuiltIn | LibraryFunction | UserFile | PickledFunction | SeveralFunctions

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -122,19 +123,18 @@ class WeightedSum:
                 parts[part if part in _DECIDES and part not in parts else f"{name}/{part}"] = number
             if parts[name] is not None:
                 score = (score or 0.0) + self.functions[name][1] * parts[name]
-        return {"score": score, **parts}
+        return {**parts, "score": score}  # a function may be called `score` too
 
 
 class AsyncWeightedSum(WeightedSum):
-    """The same where some of the functions are async; these are awaited one after the other."""
+    """The same where some of the functions are async; these are awaited together."""
 
     async def __call__(self, **sample: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the sum as `score`, and every function's score under its name."""
-        returned = {}
-        for name in self.functions:
-            value = self._call(name, sample)
-            returned[name] = await value if inspect.isawaitable(value) else value
-        return self._sum(returned)
+        returned = {name: self._call(name, sample) for name in self.functions}
+        awaited = [name for name, value in returned.items() if inspect.isawaitable(value)]
+        values = await asyncio.gather(*(returned[name] for name in awaited))
+        return self._sum(returned | dict(zip(awaited, values, strict=True)))
 
 
 def _joint_signature(functions: Sequence[Function]) -> inspect.Signature:

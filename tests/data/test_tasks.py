@@ -128,3 +128,13 @@ def test_sums_take_an_answer_format():
         bundled_rows("addition/val?answr=tags")
     with pytest.raises(DatasetError, match="takes no options"):
         bundled_rows("addition_pairs/val?answer=tags")
+
+
+def test_the_rows_of_one_seed_are_not_those_of_the_next():
+    first, second = (
+        [row["prompt"] for row in reasoning_gym_rows(f"chain_sum?level=null&seed={seed}&size=200")]
+        for seed in (1, 2)
+    )
+    assert first[1:] != second[:-1], "row i is drawn with seed + i"
+    shared = sum(one == other for one in set(map(str, first)) for other in set(map(str, second)))
+    assert shared < 10  # the same sum may come up twice

@@ -98,3 +98,10 @@ def test_the_function_that_returns_no_reward_is_named():
 
     with pytest.raises(RewardFunctionError, match="texts returned 'x', a str"):
         as_one([correct, texts])(response="x", answer="x")
+
+
+def test_a_function_called_score_is_a_summand_like_any_other():
+    def score(response):
+        return 1.0
+
+    assert as_one([(score, 0.5), (lambda response: 4.0, 0.25)])(response="x")["score"] == 1.5

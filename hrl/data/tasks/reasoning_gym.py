@@ -38,6 +38,7 @@ OPTIONS: Mapping[str, str] = {
 """What an address takes beside the dataset's parameters."""
 _DEFAULT_SIZE = 1000
 _DEFAULT_SEED = 1
+_SEEDS_APART = 10_000_019
 _FIRST_LEVEL = 0
 _MOST_SHOTS = 8
 _SHOTS_SEED = 1_000_003
@@ -127,6 +128,17 @@ def parse_address(address: str) -> Address:
     return Address(address, name, form, credit, level, is_level_given, shots, parameters)
 
 
+def _far_apart(seed: Any) -> dict[str, Any]:
+    """Return a seed that shares no rows with another seed's.
+
+    reasoning-gym draws row `i` with `seed + i`: of seeds 1 and 2, row 1 and row 0 would be the same, and held-out rows
+    rows of the training.
+    """
+    if not _is_count(seed) or seed == _DEFAULT_SEED:  # whose rows are the package's own
+        return {}
+    return {"seed": (seed or 1) * _SEEDS_APART}
+
+
 def create_dataset(name: str, parameters: Mapping[str, Any]) -> Any:
     """Create a `reasoning_gym` dataset.
 
@@ -145,7 +157,7 @@ def create_dataset(name: str, parameters: Mapping[str, Any]) -> Any:
     import reasoning_gym
 
     try:
-        return reasoning_gym.create_dataset(name, **parameters)
+        return reasoning_gym.create_dataset(name, **parameters | _far_apart(parameters.get("seed")))
     except (TypeError, ValueError, AssertionError) as error:
         shown = {key: value for key, value in parameters.items() if key not in ("size", "seed")}
         raise DatasetError(f"{name} refuses {shown}: {error}") from error

@@ -176,12 +176,17 @@ def test_greedy_reports_the_raw_log_prob_of_the_most_likely_token(host, original
     out = sample(host, prompt_batch(prompts, n=1, width=P), temperature=0.0)
     mask = out.batch["response_mask"].bool()
 
-    exact = models.response_log_probs(original, out, 1.0)[mask]
+    logits = models.response_logits(original, out)
+    exact = models.log_probs_at(logits, out, 1.0)[mask]
 
     assert (out.batch["rollout_log_probs"][mask] - exact).abs().mean() < 0.05
     assert exact.mean() > -0.7  # likely tokens
     again = sample(host, prompt_batch(prompts, n=1, width=P), temperature=0.0, step=9)
-    assert torch.equal(again.batch["responses"], out.batch["responses"])  # no seed in it
+    # No seed in it. Requests that come at other times make batches of other shapes, so in bf16 a tie may break the other
+    # way; what follows it has another context.
+    for row, (first, second) in enumerate(zip(out.batch["responses"], again.batch["responses"], strict=True)):
+        for at in (first != second).nonzero()[:1, 0].tolist():
+            assert mask[row, at] and (logits[row, at, first[at]] - logits[row, at, second[at]]).abs() < 0.15
 
 
 def test_the_samples_of_a_prompt_share_its_whole_blocks_already_in_their_first_wave(host, prompts):
