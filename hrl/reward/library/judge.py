@@ -250,17 +250,20 @@ class Judge:
     async def _ask(self, key: str, body: Mapping[str, Any]) -> str:
         """Ask until there is a reply or no time is left for another request."""
         end, pause_s = time.monotonic() + self._deadline_s, _FIRST_PAUSE_S
-        tries = 0
+        tries, failure = 0, ""
         async with self._gate:
             while True:
                 wait_s = 0.0 if self._apart_s is None else self._store.take_turn(self._apart_s)
                 if time.monotonic() + wait_s >= end:
+                    if failure:
+                        raise JudgeError(f"{failure} (the last of {tries} tries in {self._deadline_s:g} s)")
                     raise JudgeError(f"no turn within {self._deadline_s:g} s at this many requests per minute")
                 await asyncio.sleep(wait_s)
                 tries += 1
                 try:
                     reply = await self._request(body, min(self._request_s, end - time.monotonic()))
                 except _NotNowError as error:
+                    failure = str(error)
                     rest_s = error.pause_s if error.pause_s is not None else pause_s * random.uniform(0.5, 1.0)
                     if time.monotonic() + rest_s >= end:
                         raise JudgeError(f"{error} (the last of {tries} tries in {self._deadline_s:g} s)") from error
