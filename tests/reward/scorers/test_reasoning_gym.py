@@ -134,7 +134,7 @@ def test_no_dataset_pays_for_any_text():
             continue
         parameters = parameters_at(parse_address(f"{name}?size=2&seed=4"))
         for entry in create_dataset(name, parameters):
-            scored = compute_score(f"reasoning_gym/{name}", "<answer>frogs</answer>", entry, {"parameters": parameters})
+            scored = compute_score(f"reasoning_gym/{name}", "<answer>zzqxj</answer>", entry, {"parameters": parameters})
             assert scored < 0.5, name
 
 

@@ -182,8 +182,8 @@ def test_greedy_reports_the_raw_log_prob_of_the_most_likely_token(host, original
     assert (out.batch["rollout_log_probs"][mask] - exact).abs().mean() < 0.05
     assert exact.mean() > -0.7  # likely tokens
     again = sample(host, prompt_batch(prompts, n=1, width=P), temperature=0.0, step=9)
-    # No seed in it. Requests that come at other times make batches of other shapes, so in bf16 a tie may break the other
-    # way; what follows it has another context.
+    # No seed in it. Requests that come at other times make batches of other shapes, so in bf16 a tie may break the
+    # other way; what follows it has another context.
     for row, (first, second) in enumerate(zip(out.batch["responses"], again.batch["responses"], strict=True)):
         for at in (first != second).nonzero()[:1, 0].tolist():
             assert mask[row, at] and (logits[row, at, first[at]] - logits[row, at, second[at]]).abs() < 0.15
