@@ -157,7 +157,7 @@ def create_dataset(name: str, parameters: Mapping[str, Any]) -> Any:
     import reasoning_gym
 
     try:
-        return reasoning_gym.create_dataset(name, **parameters | _far_apart(parameters.get("seed")))
+        return reasoning_gym.create_dataset(name, **{**parameters, **_far_apart(parameters.get("seed"))})
     except (TypeError, ValueError, AssertionError) as error:
         shown = {key: value for key, value in parameters.items() if key not in ("size", "seed")}
         raise DatasetError(f"{name} refuses {shown}: {error}") from error
