@@ -6,7 +6,6 @@ import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
 SHELLS = ("bash", "zsh", "fish")
-_PATHS = ("folder", "folders", "model", "checkpoint", "out", "data", "reward", "responses", "file", "run", "runs")
 _HOW = {
     "bash": 'eval "$(hrl completion bash)"                              in ~/.bashrc',
     "zsh": 'eval "$(hrl completion zsh)"                               in ~/.zshrc, after compinit',
