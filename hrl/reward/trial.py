@@ -19,13 +19,18 @@ from hrl.reward.spec import RewardSpec
 if TYPE_CHECKING:
     from hrl.config.reward import RewardConfig
 
-Kind = Literal["response", "empty", "prompt", "answer"]
+Kind = Literal["response", "empty", "prompt", "list", "answer"]
 PROBED_ROWS = 4
 """How many rows the probes are made of."""
 _RESPONSE_KEYS = ("response", "completion", "solution_str", "output", "text")
 _TRIAL_S = 600.0
 """How long all calls together may take beyond their deadlines one after the other."""
-_TITLES: dict[Kind, str] = {"empty": "an empty response", "prompt": "the prompt itself", "answer": "the answer alone"}
+_LAZY: dict[Kind, str] = {
+    "empty": "an empty response",
+    "prompt": "the prompt itself",
+    "list": "a list of answers with the right one in its middle",
+}
+"""What no reward should pay for."""
 
 
 class TrialError(HrlError, ValueError):
@@ -37,7 +42,8 @@ class Attempt:
     """A text to score.
 
     Attributes:
-        kind: A response of the user's, or a probe: an empty text, the prompt, the answer and nothing else.
+        kind: A response of the user's, or a probe: an empty text, the prompt, the answers to several rows with
+            this row's in the middle, the answer and nothing else.
         row: Index of its row.
         response: The text.
     """
@@ -112,12 +118,11 @@ class Trial:
         if left_out and left_out >= len(self.of_responses) / 2:
             found.append(f"{left_out} of {len(self.of_responses)} responses got None, and would not be trained on.")
         best = max(scores, default=None)
-        lazy: tuple[Kind, ...] = ("empty", "prompt")
-        for kind in lazy:
+        for kind, title in _LAZY.items():
             scores_of_kind = [call.outcome.score or 0.0 for call in self.calls if call.attempt.kind == kind]
             paid = [score for score in scores_of_kind if score > 0]
             if paid:
-                what = f"{_TITLES[kind]} is paid {max(paid):g}"
+                what = f"{title} is paid {max(paid):g}"
                 beats = " which no response of yours beats" if best is not None and max(paid) >= best else ""
                 found.append(f"{what}{',' + beats if beats else ''}: a policy finds that out.")
         of_answers = [call.outcome.score for call in self.calls if call.attempt.kind == "answer"]
@@ -149,12 +154,21 @@ class Trial:
 def probes(rows: Sequence[PromptRow]) -> list[Attempt]:
     """Return the texts that no reward should pay for, and the bare answers, for the first rows."""
     attempts: list[Attempt] = []
-    for index, row in enumerate(rows[:PROBED_ROWS]):
+    truths = [_truth(row) for row in rows[:PROBED_ROWS]]
+    for index, (row, truth) in enumerate(zip(rows, truths, strict=False)):
         attempts += [Attempt("empty", index, ""), Attempt("prompt", index, text_of(row.messages[-1]))]
-        truth = row.reward_model.get("ground_truth")
-        if isinstance(truth, str | int | float):
-            attempts.append(Attempt("answer", index, str(truth)))
+        others = [other for other in dict.fromkeys(truths) if other is not None and other != truth]
+        # Neither first nor last, where a function may rightly look.
+        if truth is not None and len(others) > 1:
+            attempts.append(Attempt("list", index, " ".join([*others[:1], truth, *others[1:]])))
+        if truth is not None:
+            attempts.append(Attempt("answer", index, truth))
     return attempts
+
+
+def _truth(row: PromptRow) -> str | None:
+    truth = row.reward_model.get("ground_truth")
+    return str(truth) if isinstance(truth, str | int | float) else None
 
 
 def responses_for(records: Iterable[tuple[str, Any]], num_rows: int) -> list[Attempt]:

@@ -77,6 +77,21 @@ def test_what_pays_everything_is_told(folder, capsys):
     assert "an empty response is paid 1, which no response of yours beats" in empty and "the prompt itself" in prompt
 
 
+def test_a_function_that_pays_for_answers_anywhere_is_told(folder, capsys):
+    (folder / "anywhere.py").write_text(
+        "def anywhere(response, answer):\n    return float(answer in response.split())\n"
+    )
+    rows = [{"prompt": f"What is {n} + 5?", "answer": str(n + 5)} for n in range(3)]
+    (folder / "three.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    _, said = found(capsys, "anywhere.py:anywhere", "--data", "three.jsonl")
+    assert said["warnings"] == [
+        "a list of answers with the right one in its middle is paid 1: a policy finds that out."
+    ]
+    lists = {call["row"]: call["response"] for call in said["calls"] if call["kind"] == "list"}
+    assert lists == {0: "6 5 7", 1: "5 6 7", 2: "5 7 6"}
+    assert found(capsys, "numeric", "--data", "three.jsonl")[1]["warnings"] == []
+
+
 def test_an_answer_that_needs_a_form_is_told(folder, capsys):
     _, said = found(capsys, "gsm8k", "--data", "rows.jsonl")
     assert any("the answer alone is never paid" in warning for warning in said["warnings"])
