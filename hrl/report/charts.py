@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from hrl.report.phases import phase_groups
+from hrl.report.samples import readable
 
 Records = Sequence[Mapping[str, Any]]
 """Of `metrics.jsonl`, one per step."""
@@ -23,7 +24,8 @@ Records = Sequence[Mapping[str, Any]]
 TIMER = "timing_s/"
 MAX_POINTS = 1000
 """Points of a line; of a longer run, each is the mean of several steps."""
-_MAX_LINES = 10
+MAX_LINES = 10
+"""Lines of a chart, unless more runs than that are compared; what is left out is named below it."""
 _DIGITS = 5
 _SECONDS = "seconds of "
 """Prefix of the columns that `run_columns` adds: the seconds of a group of phases."""
@@ -90,6 +92,7 @@ class Chart:
         form: Lines, or parts of a whole on top of each other.
         from_zero: Whether the axis begins at 0.
         number: Format of the axis, for d3-format; empty for one that follows from its numbers.
+        alarms: The alarms that watch what it shows (names in `ALARMS`).
     """
 
     name: str
@@ -99,6 +102,7 @@ class Chart:
     form: Literal["lines", "stack"] = "lines"
     from_zero: bool = False
     number: str = ""
+    alarms: tuple[str, ...] = ()
 
 
 _MEAN = r"val/([^/]+(?:/[^/]+)*)/mean@\d+"
@@ -107,6 +111,7 @@ OVERVIEW = Chart(
     "Reward",
     "The mean score of each step's samples, and the validation score of each source.",
     (Metrics(r"reward/mean", "training"), Metrics(_MEAN, r"validation: \1", has_prompts=True)),
+    alarms=("zero_reward", "reward_hacking"),
 )
 LOSS_OVERVIEW = Chart(
     "loss",
@@ -114,6 +119,7 @@ LOSS_OVERVIEW = Chart(
     "The loss of each step, and that of each validation source. Validation that rises while training falls is "
     "overfitting.",
     (Metrics(r"train/loss", "training"), Metrics(r"val/(.+)/loss", r"validation: \1")),
+    alarms=("overfitting",),
 )
 SECONDS = Chart(
     "seconds",
@@ -138,6 +144,7 @@ CHARTS = (
         "Standard deviation over a step's samples. Without spread there is nothing to learn from.",
         (Metrics(r"reward/std", "standard deviation"),),
         from_zero=True,
+        alarms=("no_spread",),
     ),
     Chart(
         "validation-k",
@@ -173,6 +180,7 @@ CHARTS = (
         "Tokens of a response. A length that grows while validation stands still pays for words.",
         tuple(Metrics(f"response_length/{name}", name) for name in ("mean", "max", "min")),
         from_zero=True,
+        alarms=("length_drift",),
     ),
     Chart(
         "truncation",
@@ -180,18 +188,21 @@ CHARTS = (
         "Share of responses that reached the length limit or were given up.",
         (Metrics(r"response_length/clip_ratio", "at the limit"), Metrics(r"response/aborted_ratio", "given up")),
         from_zero=True,
+        alarms=("truncation",),
     ),
     Chart(
         "entropy",
         "Entropy",
         "Of the policy per token. Near 0 it explores no more; a steady rise leads to noise.",
         (Metrics(r"actor/entropy", "policy"),),
+        alarms=("entropy_low", "entropy_high"),
     ),
     Chart(
         "kl",
         "KL divergence",
         "How far the policy moved: in the update (ppo_kl), and from the reference (kl_loss, reward_kl_penalty).",
         (Metrics(r"actor/(ppo_kl|kl_loss|reward_kl_penalty)", r"\1"),),
+        alarms=("kl", "update_kl"),
     ),
     Chart(
         "gradient",
@@ -199,24 +210,27 @@ CHARTS = (
         "Before clipping. Zero means that nothing is learnt; jumps come before a collapse.",
         (Metrics(r"(actor|critic|train)/grad_norm", r"\1"),),
         from_zero=True,
+        alarms=("zero_gradient",),
     ),
     Chart(
         "clip",
         "Clip share",
-        "Share of tokens whose ratio was clipped. Much above 0.2, the steps are too large.",
+        "Share of tokens whose ratio was clipped. Where it is large, so are the steps.",
         (
             Metrics(r"actor/pg_clipfrac", "policy"),
             Metrics(r"actor/pg_clipfrac_lower", "policy, lower bound"),
             Metrics(r"critic/vf_clipfrac", "critic"),
         ),
         from_zero=True,
+        alarms=("clip_share",),
     ),
     Chart(
         "sampler",
         "Sampler against trainer",
-        "Difference of their log-probs for the same tokens; a mean above 0.05 needs a look.",
+        "Difference of their log-probs for the same tokens; near 0 if both compute alike.",
         (Metrics(r"rollout/logprob_diff_(mean|p99)", r"\1"),),
         from_zero=True,
+        alarms=("sampler_gap",),
     ),
     Chart(
         "policy-loss",
@@ -292,15 +306,17 @@ class Line:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart with the lines that some runs have for it, and how many more are left out."""
+    """A chart with the lines that some runs have for it, and the labels of the metrics that are left out."""
 
     chart: Chart
     lines: tuple[Line, ...]
-    left_out: int = 0
+    left_out: tuple[str, ...] = ()
 
 
 def charts_of(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = ("",)) -> list[Drawn]:
     """Return the charts for which there is anything to draw.
+
+    A metric is drawn for all runs or for none. The first one is drawn however many runs there are.
 
     Args:
         runs: Columns of each run, see `run_columns`.
@@ -308,35 +324,41 @@ def charts_of(runs: Sequence[Mapping[str, Any]], names: Sequence[str] = ("",)) -
     """
     drawn = []
     for chart in CHARTS:
-        lines = list(_lines(chart, runs, names))
-        if lines:
-            drawn.append(Drawn(chart, tuple(lines[:_MAX_LINES]), max(0, len(lines) - _MAX_LINES)))
+        if chart.form == "stack" and len(runs) > 1:
+            continue
+        found = metrics_of(chart, runs)
+        most = max(1, MAX_LINES // len(runs))
+        shown = dict(list(found.items())[:most])
+        if shown:
+            drawn.append(Drawn(chart, tuple(_lines(shown, runs, names)), tuple(found.values())[most:]))
     return drawn
 
 
-def _lines(chart: Chart, runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[Line]:
-    """Yield the lines of a chart: colours tell metrics apart in one run, and runs where there are several."""
-    found = metrics_of(chart, runs)
-    if chart.form == "stack" and len(runs) > 1:
-        return
-    for place, (metric, label) in enumerate(found.items()):
+def _lines(shown: Mapping[str, str], runs: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Iterator[Line]:
+    """Yield the lines of a chart: colours tell metrics apart in one run, and runs where there are several.
+
+    Where colours run out they begin again with other dashes.
+    """
+    several = len(runs) > 1
+    rounds = math.ceil((len(runs) if several else len(shown)) / _NUM_COLOURS)
+    for place, (metric, label) in enumerate(shown.items()):
         for run, columns in enumerate(runs):
             if metric not in columns["values"]:
                 continue
-            several = len(runs) > 1
+            round_, colour = divmod(run if several else place, _NUM_COLOURS)
             yield Line(
                 run,
                 metric,
-                (f"{names[run]}: {label}" if len(found) > 1 else names[run]) if several else label,
-                f"c{(run if several else place) % _NUM_COLOURS}",
-                _DASHES[(place if several else place // _NUM_COLOURS) % len(_DASHES)],
+                (f"{names[run]}: {label}" if len(shown) > 1 else names[run]) if several else label,
+                f"c{colour}",
+                _DASHES[((place * rounds if several else 0) + round_) % len(_DASHES)],
             )
 
 
 def metrics_of(chart: Chart, runs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """Return the metrics that a chart shows of those that any of the runs has, with their labels."""
     names = sorted({metric for columns in runs for metric in columns["values"]})
-    return {metric: label for metrics in chart.metrics for metric, label in _matching(metrics, names)}
+    return {metric: readable(label) for metrics in chart.metrics for metric, label in _matching(metrics, names)}
 
 
 def _matching(metrics: Metrics, names: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -387,7 +409,7 @@ def _is_number(value: Any) -> bool:
 
 def _mean(values: Sequence[float | None]) -> float | str | None:
     """Return the mean of the finite ones, None without any value, "NaN" if none was finite."""
-    finite = [value for value in values if value is not None]
+    finite = [value for value in values if value is not None and math.isfinite(value)]
     if not finite:
         return "NaN" if values else None
     return float(f"{sum(finite) / len(finite):.{_DIGITS}g}")
@@ -513,10 +535,8 @@ def _config() -> dict[str, Any]:
 
 def any_metric(num_runs: int, names: Sequence[str]) -> Drawn:
     """Return the chart whose metric the reader of the page chooses, a line for each run."""
-    lines = (
-        Line(run, "", names[run] if num_runs > 1 else "value", f"c{run % _NUM_COLOURS}") for run in range(num_runs)
-    )
-    return Drawn(Chart("any", "", "", ()), tuple(lines))
+    runs = [{"values": {"": ()}}] * num_runs
+    return Drawn(Chart("any", "", "", ()), tuple(_lines({"": "value"}, runs, names)))
 
 
 @functools.cache
@@ -541,7 +561,6 @@ class Picture:
 
 REWARD = Picture("reward_curve.png", (OVERVIEW, SECONDS))
 LOSS = Picture("loss_curve.png", (LOSS_OVERVIEW, SECONDS))
-PICTURES = (REWARD, LOSS)
 
 
 def write_picture(records: Records, folder: Path, picture: Picture, title: str = "") -> Path | None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import yaml
 
-from hrl.report.answers import by_prompt
-from hrl.report.charts import CHARTS, charts_of, ends_of, metrics_of, run_columns
-from hrl.report.html_report import Page, curves, flat, page_of, section, shown_text
+from hrl.report.answers import Series, last_validations, that_differ
+from hrl.report.charts import CHARTS, any_metric, charts_of, ends_of, metrics_of, run_columns
+from hrl.report.html_report import Page, curves, flat, page_of, section, shown_series, thresholds_of
 from hrl.report.outcome import read_outcome
-from hrl.report.run_folder import read_jsonl, rollouts_steps
-from hrl.report.samples import Sample, question, read_samples, sample_facts
+from hrl.report.run_folder import read_jsonl
 
 _PROMPTS_SHOWN = 8
 _SAME_FOR_NOBODY = ("trainer.default_local_dir", "trainer.experiment_name")
@@ -34,13 +33,14 @@ def compare_page(folders: Sequence[Path]) -> Page:
     names = short_names(folders)
     metrics = [folder / "metrics.jsonl" for folder in folders]
     runs = [run_columns(read_jsonl(file)) if file.exists() else run_columns([]) for file in metrics]
+    configs = [_config(folder) for folder in folders]
     drawn = charts_of(runs, names)
     sections = {
         "header": section("comparison_header", names),
         "summary": section("runs", _runs(folders, names, runs)),
-        "curves": curves(drawn, runs),
+        "curves": curves(drawn, runs, _common_thresholds(configs)),
         "numbers": section("numbers", names, final_numbers(runs)),
-        "differences": section("differences", names, differences([_config(folder) for folder in folders])),
+        "differences": section("differences", names, differences(configs)),
         "answers": _answers(folders, names),
     }
     return page_of(" · ".join(names), sections, drawn, runs, names)
@@ -82,55 +82,41 @@ def _config(folder: Path) -> dict[str, Any]:
     return dict(config or {})
 
 
+def _common_thresholds(configs: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    first, *others = map(thresholds_of, configs)
+    return {name: limit for name, limit in first.items() if all(other.get(name) == limit for other in others)}
+
+
 def _runs(folders: Sequence[Path], names: Sequence[str], runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
             "name": name,
             "folder": str(folder),
-            "colour": f"c{number}",
+            "colour": line.colour,
+            "dash": line.dash,
             "status": read_outcome(folder).status,
             "steps": columns["steps"][-1] if columns["steps"] else 0,
         }
-        for number, (folder, name, columns) in enumerate(zip(folders, names, runs, strict=True))
+        for folder, name, columns, line in zip(folders, names, runs, any_metric(len(runs), names).lines, strict=True)
     ]
 
 
 def _answers(folders: Sequence[Path], names: Sequence[str]) -> str:
-    """Return the answers of each run's last validation to the prompts that all of them had."""
-    last = []
-    for folder in folders:
-        steps = rollouts_steps(folder / "rollouts", "val")
-        if not steps:
-            return ""
-        last.append((steps[-1], by_prompt(read_samples(folder / "rollouts", steps[-1], "val"))))
-    common = [prompt for prompt in last[0][1] if all(prompt in answers for _, answers in last)]
-    if not common:
+    """Return the answers of each run's last validation to the prompts that all of them had, where they differ."""
+    found = last_validations([folder / "rollouts" for folder in folders])
+    if not found:
         return ""
-    samples = [(prompt, [answers[prompt][0] for _, answers in last]) for prompt in common]
-    samples.sort(key=lambda row: -_disagreement(row[1]))
-    shown = [_shown(of_runs, names, [step for step, _ in last]) for _, of_runs in samples[:_PROMPTS_SHOWN]]
-    disagree = sum(_disagreement(of_runs) > 0 for _, of_runs in samples)
-    about = f"Scores differ on {disagree} of {len(common)} validation prompts that all runs answered"
-    about += f"; here are {len(shown)}." if len(shown) < len(common) else "."
-    return section("answers", "The last validation, side by side", about, shown, "answer")
+    different = that_differ(found)
+    shown = different[:_PROMPTS_SHOWN]
+    disagree = sum(each.differs_in_score for each in found)
+    about = f"Scores differ on {disagree} of {len(found)} validation prompts that all runs answered"
+    if not disagree:
+        about += f"; words do on {len(different)}"
+    about += f"; here are {len(shown)}." if len(shown) < len(different) else "."
+    title = "The last validation, side by side"
+    return section("answers", title, about, [_shown(each, names) for each in shown], "answer")
 
 
-def _disagreement(samples: Sequence[Sample]) -> float:
-    scores = [sample["score"] for sample in samples if sample.get("score") is not None]
-    return max(scores) - min(scores) if scores else 0.0
-
-
-def _shown(samples: Sequence[Sample], names: Sequence[str], steps: Sequence[int]) -> dict[str, Any]:
-    answers = []
-    for sample, name, step in zip(samples, names, steps, strict=True):
-        facts = [f"{fact}: {value}" for fact, value in sample_facts(sample) if fact != "truth"]
-        label, response = f"{name}, step {step}", shown_text(sample["response"])
-        answers.append({"label": label, "response": response, "facts": shown_text(" · ".join(facts))})
-    first = samples[0]
-    truth = first.get("ground_truth")
-    return {
-        "sample": {"question": shown_text(question(first)), "prompt": shown_text(first["prompt"])},
-        "truth": None if truth is None else shown_text(str(truth)),
-        "answers": answers,
-        "change": None,
-    }
+def _shown(series: Series, names: Sequence[str]) -> dict[str, Any]:
+    shown = shown_series(series, [f"{name}, step {a.step}" for name, a in zip(names, series.answers, strict=True)])
+    return shown | {"change": None}  # no run comes before another

@@ -21,19 +21,13 @@ from rich.table import Table
 from rich.text import Text
 
 from hrl.metrics import source_and_metric
+from hrl.report.answers import Series, before_and_after_table, describe, that_differ
 from hrl.report.first_look import FirstLook
 from hrl.report.health import Raised
 from hrl.report.live import Clock, Foot, PhaseBar, RunBar, Stage
 from hrl.report.phases import LABELS
 from hrl.report.run_folder import RolloutKind, json_line
-from hrl.report.samples import (
-    Sample,
-    before_and_after_table,
-    best_median_worst,
-    describe_changes,
-    printable,
-    samples_table,
-)
+from hrl.report.samples import Sample, best_median_worst, printable, samples_table
 from hrl.report.step_line import Layout, StepLine, counter
 
 PLAIN_WIDTH = 120
@@ -250,9 +244,9 @@ class RunConsole:
         of = "step" if kind == "train" else "the validation after step"
         self._show(samples_table(best_median_worst(samples), f"samples of {of} {step}"))
 
-    def before_and_after(self, pairs: Sequence[tuple[Sample, Sample]], limit: int = 5) -> None:
-        """Show the answers of two validations to the same prompts, at most `limit` pairs."""
-        self._show(before_and_after_table(pairs, limit))
+    def before_and_after(self, series: Sequence[Series], limit: int = 5) -> None:
+        """Show the first and the last answers to the same prompts, at most `limit` of those that changed."""
+        self._show(before_and_after_table(series, limit))
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
@@ -361,10 +355,17 @@ class JsonConsole:
         picked = [{"label": label, **sample} for label, sample in best_median_worst(samples)]
         self._write("rollouts", step=step, kind=kind, samples=picked)
 
-    def before_and_after(self, pairs: Sequence[tuple[Sample, Sample]], limit: int = 5) -> None:
-        """Write the answers of two validations to the same prompts, at most `limit` pairs."""
-        shown = [{"before": before, "after": after} for before, after in pairs[:limit]]
-        self._write("before_and_after", changes=describe_changes(pairs, len(shown)), pairs=shown)
+    def before_and_after(self, series: Sequence[Series], limit: int = 5) -> None:
+        """Write the first and the last answers to the same prompts, at most `limit` pairs of those that changed."""
+        shown = that_differ(series)[:limit]
+        pairs = [
+            {
+                when: {**answer.sample, "mean_score": answer.score}
+                for when, answer in (("before", each.answers[0]), ("after", each.answers[-1]))
+            }
+            for each in shown
+        ]
+        self._write("before_and_after", changes=describe(series, len(shown)), pairs=pairs)
 
     def _write(self, event: str, **content: Any) -> None:
         now = datetime.now(UTC).isoformat(timespec="milliseconds")

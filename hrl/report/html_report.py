@@ -19,9 +19,10 @@ from typing import Any
 
 import yaml
 
+from hrl.config.alarms import ALARMS
 from hrl.config.sources import source_title
 from hrl.metrics import source_and_metric
-from hrl.report.answers import Series, describe, training_series, validation_series
+from hrl.report.answers import Series, describe, that_differ, training_series, validation_series
 from hrl.report.charts import (
     TIMER,
     Drawn,
@@ -37,7 +38,15 @@ from hrl.report.charts import (
 from hrl.report.outcome import Outcome, read_outcome
 from hrl.report.phases import TITLES
 from hrl.report.run_folder import read_jsonl, rollouts_steps, write_text
-from hrl.report.samples import Sample, best_median_worst, question, read_samples, readable, sample_facts
+from hrl.report.samples import (
+    Sample,
+    best_median_worst,
+    expected,
+    question,
+    read_samples,
+    readable,
+    sample_facts,
+)
 
 _PROMPTS_SHOWN = 8
 _LONGEST_TEXT = 6000
@@ -102,7 +111,7 @@ def run_page(folder: Path) -> Page:
         "summary": section("summary", run_summary(config, records, outcome.total_steps)),
         "alarms": _alarms(folder / "alarms.jsonl", records),
         "first-look": _first_look(folder / "first_look.json"),
-        "curves": curves(drawn, [columns]),
+        "curves": curves(drawn, [columns], thresholds_of(config)),
         "validation": section("validation", validation_summary(records)),
         "answers": _answers("The same validation prompts over time", "step", validation_series(rollouts), "validation"),
         "training": _answers(
@@ -136,17 +145,33 @@ def page_of(
     return Page(title, sections, charts, runs, _for_script(any_metric(len(runs), names)), running)
 
 
-def curves(drawn: Sequence[Drawn], runs: Sequence[Mapping[str, Any]]) -> str:
-    """Return the section of the curves, in which the script draws."""
+def curves(drawn: Sequence[Drawn], runs: Sequence[Mapping[str, Any]], thresholds: Mapping[str, float | None]) -> str:
+    """Return the section of the curves, in which the script draws.
+
+    Args:
+        drawn: The charts.
+        runs: Their numbers, see `run_columns`.
+        thresholds: Those of the alarms that are on (`trainer.alarms`); they are named with the charts.
+    """
     charts = [
         {
             "chart": each.chart,
+            "alarms": [
+                ALARMS[name].when(threshold)
+                for name in each.chart.alarms
+                if (threshold := thresholds.get(name)) is not None
+            ],
             "left_out": each.left_out,
             "entries": [(line, ends_of(runs[line.run], line.metric)) for line in each.lines],
         }
         for each in drawn
     ]
     return section("curves", charts, max(columns["every"] for columns in runs))
+
+
+def thresholds_of(config: Mapping[str, Any]) -> Mapping[str, float | None]:
+    """Return the thresholds of a run's alarms; those of a run of before there were any are off."""
+    return (config.get("trainer") or {}).get("alarms") or {}
 
 
 def render(page: Page, *, live: bool = False) -> str:
@@ -306,27 +331,26 @@ def _first_look(file: Path) -> str:
 
 
 def _answers(title: str, kind: str, found: Sequence[Series], id: str) -> str:
-    """Return the answers to the same prompts at several steps, those that changed most first."""
+    """Return the answers to the same prompts at several steps that differ, those that changed most first."""
     if not found:
         return ""
-    shown = found[:_PROMPTS_SHOWN]
-    about = f"{describe(found)}, from the first to the last time that a prompt was answered"
-    if len(shown) < len(found):
-        about += f"; here are the {len(shown)} of {len(found)} that changed most"
-    return section("answers", title, f"{about}.", [_shown_series(each, kind) for each in shown], id)
+    shown = that_differ(found)[:_PROMPTS_SHOWN]
+    about = f"From the first to the last time that a prompt was answered: {describe(found, len(shown))}."
+    labels = ([f"{kind} {answer.step}" for answer in each.answers] for each in shown)
+    return section("answers", title, about, [shown_series(*each) for each in zip(shown, labels, strict=True)], id)
 
 
-def _shown_series(series: Series, kind: str) -> dict[str, Any]:
+def shown_series(series: Series, labels: Sequence[str]) -> dict[str, Any]:
+    """Format the answers to a prompt for the template; `labels` tell them apart."""
     answers = []
-    for answer in series.answers:
+    for answer, label in zip(series.answers, labels, strict=True):
         score = "no score" if answer.score is None else f"score {answer.score:.2f}"
         several = f", mean of {answer.samples} samples; one of them:" if answer.samples > 1 else ""
         facts = [f"{name}: {fact}" for name, fact in _facts(answer.sample) if name not in _SAID_ABOVE]
         response = shown_text(answer.sample["response"])
-        label = f"{kind} {answer.step}: {score}{several}"
-        answers.append({"label": label, "response": response, "facts": " · ".join(facts)})
+        answers.append({"label": f"{label}: {score}{several}", "response": response, "facts": " · ".join(facts)})
     sample = series.answers[-1].sample
-    truth = sample.get("ground_truth")
+    truth = expected(sample)
     shown = {"question": shown_text(question(sample)), "prompt": shown_text(sample["prompt"])}
     return {
         "sample": shown,

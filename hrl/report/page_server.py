@@ -12,6 +12,7 @@ import ipaddress
 import json
 import logging
 import math
+import socket
 import threading
 import time
 from http import HTTPStatus
@@ -22,14 +23,21 @@ from typing import Any, Self
 from urllib.parse import urlsplit
 
 from hrl.errors import HrlError
-from hrl.report.html_report import policy, render, run_page
+from hrl.report.html_report import Page, policy, render, run_page
 from hrl.report.outcome import is_live, read_outcome
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_ASKED_EVERY_S = 2.0
+"""How often an open page asks, see `page.js`."""
 _LAST_LOOK_S = 3.0
-"""How long the page of an ended run is still served, so that open browsers get the end: they ask every 2 s."""
+"""How long the page of an ended run is still served, so that open browsers get the end."""
+_BUSY_SHARE = 0.1
+"""The share of its time that the server makes pages of a run that goes on; a page of a long run takes seconds."""
+
+
+_SHOWN_FILES = ("config.yaml", "metrics.jsonl", "outcome.json", "alarms.jsonl", "first_look.json", "rollouts")
 
 
 class LiveViewError(HrlError, ValueError):
@@ -43,34 +51,23 @@ class LiveView:
         folder: The run folder.
         host: A loopback address, or `localhost`.
         port: The port; 0 for a free one.
+        listening: A socket from `listen_on`, in place of host and port.
 
     Raises:
         LiveViewError: The address is not a loopback address, or the port is taken.
     """
 
-    def __init__(self, folder: Path, *, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self, folder: Path, *, host: str = "127.0.0.1", port: int = 0, listening: socket.socket | None = None
+    ) -> None:
         self.folder = folder
-        if not is_loopback(host):
-            raise LiveViewError(
-                f"the live view is served to this machine alone, and {host} can be reached from others; leave it out, "
-                "and from another machine forward the port: ssh -L PORT:127.0.0.1:PORT THIS_MACHINE"
-            )
-        try:
-            self._server = _Server(("127.0.0.1" if host == "localhost" else host, port), _Handler)
-        except OSError as error:
-            raise LiveViewError(
-                f"the live view can't be served on {host}, port {port}: {error.strerror or error}; choose another "
-                "port, or 0 for a free one"
-            ) from error
-        self._server.pages = _Pages(folder)
+        self._server = _Server(listen_on(host, port) if listening is None else listening, _Pages(folder))
         self._thread = threading.Thread(target=self._server.serve_forever, name="live-view", daemon=True)
 
     @property
     def address(self) -> str:
         """The address of the page."""
-        host, port = self._server.server_address[:2]
-        name = f"[{host!s}]" if ":" in str(host) else str(host)
-        return f"http://{name}:{port}/"
+        return address_of(self._server.socket)
 
     def wait(self) -> None:
         """Wait until the run has ended; for one that had ended before, wait until Ctrl-C."""
@@ -81,9 +78,10 @@ class LiveView:
         self.let_browsers_see_the_end()
 
     def let_browsers_see_the_end(self) -> None:
-        """Wait as long as an open page takes to ask once more, if any is open."""
-        if self._server.pages.asked_s_ago() < 2 * _LAST_LOOK_S:
-            time.sleep(_LAST_LOOK_S)
+        """Wait as long as an open page takes to ask once more and to be answered, if any is open."""
+        pages = self._server.pages
+        if pages.asked_s_ago() < 2 * _LAST_LOOK_S:
+            time.sleep(_LAST_LOOK_S + pages.took_s)
 
     def _goes_on(self) -> bool:
         return read_outcome(self.folder).status == "running"
@@ -98,6 +96,37 @@ class LiveView:
         self._thread.join()
 
 
+def listen_on(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on a loopback address.
+
+    Args:
+        host: The address, or `localhost`.
+        port: The port; 0 for a free one.
+
+    Raises:
+        LiveViewError: The address is not a loopback address, or the port is taken.
+    """
+    if not is_loopback(host):
+        raise LiveViewError(
+            f"the live view is served to this machine alone, and {host} can be reached from others; leave it out, "
+            "and from another machine forward the port: ssh -L PORT:127.0.0.1:PORT THIS_MACHINE"
+        )
+    address = "127.0.0.1" if host == "localhost" else host.strip("[]")
+    try:
+        return socket.create_server((address, port), family=socket.AF_INET6 if ":" in address else socket.AF_INET)
+    except OSError as error:
+        raise LiveViewError(
+            f"the live view can't be served on {host}, port {port}: {error.strerror or error}; choose another "
+            "port, or 0 for a free one"
+        ) from error
+
+
+def address_of(listening: socket.socket) -> str:
+    """Return the address of what is served at a socket."""
+    host, port = listening.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/"
+
+
 def is_loopback(host: str) -> bool:
     """Return whether a name or address stands for this machine alone."""
     if host == "localhost":
@@ -109,15 +138,21 @@ def is_loopback(host: str) -> bool:
 
 
 class _Pages:
-    """The page of a folder, made anew when the folder has changed."""
+    """The page of a folder, made anew when the folder has changed.
+
+    Attributes:
+        took_s: Seconds that it took the last time.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = threading.Lock()
         self._seen: Any = None
         self._asked: float | None = None
-        self._news = b""
-        self._version = ""
+        self._rests_until = -math.inf
+        self._page: Page | None = None
+        self._news: tuple[bytes, str] | None = None
+        self.took_s = 0.0
 
     def asked_s_ago(self) -> float:
         """Return how long ago a page asked, in seconds; infinity if none has."""
@@ -126,31 +161,45 @@ class _Pages:
     def page(self) -> bytes:
         """Return the page as it is now."""
         with self._lock:
-            self._asked = time.monotonic()
-            return render(run_page(self._folder), live=True).encode()
+            return render(self._current(), live=True).encode()
 
     def news(self) -> tuple[bytes, str]:
         """Return what the page's script shows, and its version for `ETag`."""
         with self._lock:
-            self._asked = time.monotonic()
-            seen = self._look()
-            if seen != self._seen:
-                page = run_page(self._folder)
+            page = self._current()
+            if self._news is None:
                 answer = {**page.numbers(), "sections": page.sections, "running": page.running}
-                self._news = json.dumps(answer, separators=(",", ":")).encode()
-                self._seen, self._version = seen, f'"{hashlib.sha256(self._news).hexdigest()[:24]}"'
-            return self._news, self._version
+                text = json.dumps(answer, separators=(",", ":")).encode()
+                self._news = text, f'"{hashlib.sha256(text).hexdigest()[:24]}"'
+            return self._news
+
+    def _current(self) -> Page:
+        """Return the page; of a run that goes on, it may be that of a moment ago."""
+        began = self._asked = time.monotonic()
+        seen = self._look()
+        goes_on = self._page is not None and self._page.running and is_live(self._folder)
+        if self._page is None or (seen != self._seen and not (goes_on and began < self._rests_until)):
+            self._page, self._news, self._seen = run_page(self._folder), None, seen
+            self.took_s = time.monotonic() - began
+            # The first part of the rest is the pause of those who ask.
+            self._rests_until = time.monotonic() + self.took_s / _BUSY_SHARE - _ASKED_EVERY_S
+        return self._page
 
     def _look(self) -> Any:
         """Return what changes when the folder does."""
-        files = [self._folder / name for name in ("metrics.jsonl", "outcome.json", "alarms.jsonl", "rollouts")]
+        files = [self._folder / name for name in _SHOWN_FILES]
         found = [(file.stat().st_mtime_ns, file.stat().st_size) for file in files if file.exists()]
         return found, is_live(self._folder)
 
 
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
-    pages: _Pages
+
+    def __init__(self, listening: socket.socket, pages: _Pages) -> None:
+        self.address_family = listening.family
+        super().__init__(listening.getsockname()[:2], _Handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket, self.pages = listening, pages
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Note that a request failed, as when a browser hangs up; the next one is answered."""

@@ -14,17 +14,18 @@ from types import TracebackType
 from typing import Any, Self
 
 from hrl.config.trainer import RunConfig
+from hrl.report.answers import validation_series
 from hrl.report.charts import REWARD, Picture, write_picture
 from hrl.report.console import Display
+from hrl.report.dashboard import Dashboard
 from hrl.report.first_look import FirstLook
 from hrl.report.health import Health, Raised
 from hrl.report.html_report import write_html_report
 from hrl.report.outcome import Outcome
 from hrl.report.pace import Pace
-from hrl.report.page_server import LiveView
 from hrl.report.phases import Tokens, timing_metrics
 from hrl.report.run_folder import RunFolder, read_jsonl, writing_to
-from hrl.report.samples import Sample, compare_validations
+from hrl.report.samples import Sample
 from hrl.report.tracking import Tracking
 from hrl.single_controller.worker_errors import phase as worker_phase
 
@@ -68,15 +69,15 @@ class RunReporter:
         folder.write_environment()
         with writing_to(folder.path):
             Outcome("running", "", console.total_steps).write(folder.path)
-        self._view = _live_view(folder.path, trainer.dashboard)
+        self._dashboard = _dashboard(folder.path, trainer.dashboard)
         self._tracking = Tracking(
             trainer.project_name, trainer.experiment_name, trainer.logger, config, run_dir=folder.path
         )
 
     def __enter__(self) -> Self:
-        if self._view is not None:
-            self._view.__enter__()
-            self.console.note(f"live view: {self._view.address}")
+        if self._dashboard is not None:
+            self._dashboard.__enter__()
+            self.console.note(f"live view: {self._dashboard.address}")
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -85,9 +86,8 @@ class RunReporter:
             self._close_with_report(Outcome.of(error, self.console.total_steps))
             self._tracking.finish()
         finally:
-            if self._view is not None:
-                self._view.let_browsers_see_the_end()
-                self._view.__exit__(kind, error, _)
+            if self._dashboard is not None:
+                self._dashboard.__exit__(kind, error, _)
             self.folder.close()
 
     def report_so_far(self) -> None:
@@ -104,20 +104,26 @@ class RunReporter:
             self.console.note(f"{file.stem.replace('_', ' ')}: {file}")
 
     def _write_report(self, outcome: Outcome, *, show_changes: bool = False) -> list[Path]:
-        """Write picture and report, and return them; a failure is logged and doesn't hide the run's own."""
+        """Write report and picture, and return those that could be written.
+
+        A failure is logged; it hides neither the error of the run nor the other file.
+        """
         folder = self.folder
-        try:
+        report = picture = None
+        with _logged("outcome"):
             outcome.write(folder.path)
-            comparison = compare_validations(folder.rollouts) if show_changes else None
-            if comparison is not None:
-                self.console.before_and_after(comparison.pairs)
-            with self.console.stage("writing the report"):
+        if show_changes:
+            with _logged("comparison of the validations"):
+                series = validation_series(folder.rollouts, most_steps=2)
+                if series:
+                    self.console.before_and_after(series)
+        with self.console.stage("writing the report"):
+            with _logged("report"):
+                report = write_html_report(folder.path)
+            with _logged("picture"):
                 records = read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else []
                 picture = write_picture(records, folder.path, self._picture, self._title)
-                return [*filter(None, [picture]), write_html_report(folder.path)]
-        except (OSError, ValueError) as error:
-            logger.warning("the report of the run could not be written", exc_info=error)
-            return []
+        return [file for file in (picture, report) if file is not None]
 
     # ------------------------------------------------------------------ while a step runs
 
@@ -221,8 +227,17 @@ class RunReporter:
         self._tracking.log(metrics, step)
 
 
-def _live_view(folder: Path, dashboard: bool | int) -> LiveView | None:
-    """Return the server that `trainer.dashboard` asks for, not yet started."""
-    if dashboard is False:
+@contextmanager
+def _logged(name: str) -> Iterator[None]:
+    """Log that an output of the run could not be written."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        logger.warning("the %s of the run could not be written", name, exc_info=error)
+
+
+def _dashboard(folder: Path, asked: bool | int) -> Dashboard | None:
+    """Return the live view that `trainer.dashboard` asks for, not yet started."""
+    if asked is False:
         return None
-    return LiveView(folder, port=0 if dashboard is True else dashboard)
+    return Dashboard(folder, port=0 if asked is True else asked)

@@ -6,10 +6,9 @@ A model's text is treated as data: markup and escape sequences in it are shown, 
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
@@ -86,85 +85,33 @@ def _texts(batch: DataProto, column: str, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def best_median_worst(records: Sequence[Sample]) -> list[tuple[str, Sample]]:
-    """Return the records with the highest, the middle and the lowest score; fewer if fewer have a score."""
+    """Return the records with the highest, the middle and the lowest score; fewer if fewer differ.
+
+    Of several with the same score, one is taken whose prompt and response are not among the earlier ones.
+    """
     order = sorted((r for r in records if r.get("score") is not None), key=lambda r: -r["score"])
-    if not order:
-        return []
-    picks = {"best": 0, "median": len(order) // 2, "worst": len(order) - 1}
-    labels = {position: label for label, position in reversed(picks.items())}  # the first label wins a tie
-    return [(labels[position], order[position]) for position in sorted(labels)]
+    middle = len(order) // 2
+    places = {
+        "best": range(len(order)),
+        "median": sorted(range(len(order)), key=lambda place: abs(place - middle)),
+        "worst": range(len(order) - 1, -1, -1),
+    }
+    picked: list[tuple[str, Sample]] = []
+    for label, candidates in places.items():
+        alike = (order[place] for place in candidates if order[place]["score"] == order[candidates[0]]["score"])
+        new = next((r for r in alike if not any(_is_same(r, other) for _, other in picked)), None)
+        if new is not None:
+            picked.append((label, new))
+    return picked
 
 
-class Comparison(NamedTuple):
-    """The answers of a run's first and last validation to the same prompts.
-
-    Attributes:
-        first_step, last_step: The steps that the two validations followed.
-        pairs: Pairs of earlier and later sample, the largest change of score first.
-    """
-
-    first_step: int
-    last_step: int
-    pairs: list[tuple[Sample, Sample]]
-
-
-def compare_validations(rollouts: Path) -> Comparison | None:
-    """Compare the first validation of a run, even one before a resume, with the last one.
-
-    Args:
-        rollouts: The folder of the run's samples.
-
-    Returns:
-        The comparison; None if the run has validated fewer than two times, or no prompt is in both validations.
-    """
-    steps = rollouts_steps(rollouts, "val")
-    if len(steps) < 2:
-        return None
-    pairs = before_and_after(read_samples(rollouts, steps[0], "val"), read_samples(rollouts, steps[-1], "val"))
-    return Comparison(steps[0], steps[-1], pairs) if pairs else None
+def _is_same(one: Sample, other: Sample) -> bool:
+    return all(one.get(name) == other.get(name) for name in ("score", "prompt", "response"))
 
 
 def read_samples(rollouts: Path, step: int, kind: RolloutKind = "train") -> list[dict[str, Any]]:
     """Return the samples of a step, or of the validation after it, in the order of the batch."""
     return read_jsonl(rollouts_file(rollouts, step, kind))
-
-
-def before_and_after(first: Sequence[Sample], last: Sequence[Sample]) -> list[tuple[Sample, Sample]]:
-    """Pair the samples of two validations by prompt; several samples of a prompt are paired in their order.
-
-    Args:
-        first: Samples of the earlier validation.
-        last: Samples of the later one.
-
-    Returns:
-        The pairs, the largest change of score first, up or down; equal ones in the order of `first`.
-    """
-    after = dict(_by_prompt(last))
-    pairs = [(record, after[key]) for key, record in _by_prompt(first) if key in after]
-    return sorted(pairs, key=lambda pair: -abs(change_of_score(pair) or 0.0))
-
-
-def change_of_score(pair: tuple[Sample, Sample]) -> float | None:
-    """Return the score after minus the score before; None if either is missing."""
-    before, after = (record.get("score") for record in pair)
-    return None if before is None or after is None else after - before
-
-
-def describe_changes(pairs: Sequence[tuple[Sample, Sample]], shown: int) -> str:
-    """Describe how many samples of a validation got better or worse, and which of them are shown."""
-    changes = [change_of_score(pair) or 0.0 for pair in pairs]
-    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-    counts = f"{better} better, {worse} worse, {len(pairs) - better - worse} as before"
-    return counts if shown >= len(pairs) else f"{counts}; the {shown} of {len(pairs)} that changed most"
-
-
-def _by_prompt(records: Sequence[Sample]) -> Iterator[tuple[Hashable, Sample]]:
-    """Yield every record with its key: data source, prompt, and the number of earlier samples of the prompt."""
-    seen: Counter[Hashable] = Counter()
-    for record in records:
-        prompt = (record.get("data_source"), record["prompt"])
-        yield (*prompt, seen[prompt]), record
-        seen[prompt] += 1
 
 
 # ---------------------------------------------------------------------------------------------- as text
@@ -229,25 +176,6 @@ def samples_table(samples: Sequence[tuple[str, Sample]], title: str) -> Table:
         table.add_row(
             Text(label), printable(question(record)), printable(record["response"]), printable("\n".join(facts))
         )
-    return table
-
-
-def before_and_after_table(pairs: Sequence[tuple[Sample, Sample]], limit: int) -> Table:
-    """Return the answers of two validations to the same prompts, with their scores."""
-    shown = pairs[:limit]
-    table = Table(
-        title=f"before and after: {describe_changes(pairs, len(shown))}",
-        title_justify="left",
-        show_lines=True,
-        expand=True,
-    )
-    for heading in ("prompt", "before", "after"):
-        table.add_column(heading, ratio=1, overflow="fold")
-        if heading != "prompt":
-            table.add_column("score", justify="right", no_wrap=True)
-    for before, after in shown:
-        answers = [(printable(r["response"], limit=200), Text(number(r.get("score"), ".2f"))) for r in (before, after)]
-        table.add_row(printable(question(before), limit=200), *answers[0], *answers[1])
     return table
 
 

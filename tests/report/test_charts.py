@@ -4,6 +4,7 @@ import struct
 
 import pytest
 
+from hrl.config.alarms import ALARMS
 from hrl.report.charts import (
     CHARTS,
     COLOURS,
@@ -99,11 +100,42 @@ def test_other_kinds_of_run_have_their_own_charts(metrics, names):
     assert list(drawn({"step": 1} | dict.fromkeys(metrics, 0.5))) == names
 
 
-def test_more_lines_than_eyes_can_follow_are_left_out_and_counted():
+def test_more_lines_than_eyes_can_follow_are_left_out_and_named():
     parts = {f"reward/part{number:02}/mean": 1.0 for number in range(14)}
     chart = drawn({"step": 1, **parts})["reward-parts"]
-    assert (len(chart.lines), chart.left_out) == (10, 4)
+    assert len(chart.lines) == 10
+    assert chart.left_out == ("part10", "part11", "part12", "part13")
     assert len({(line.colour, tuple(line.dash)) for line in chart.lines}) == 10, "each looks different"
+
+
+@pytest.mark.parametrize("runs", [2, 4, 5, 9, 12, 40])
+def test_a_metric_is_drawn_for_all_runs_or_named_as_left_out(runs):
+    columns = [run_columns([{"step": 1, **{f"reward/part{n}/mean": 1.0 for n in range(4)}}])] * runs
+    (chart,) = charts_of(columns, [f"run {number}" for number in range(runs)])
+    drawn_for = {metric: {line.run for line in chart.lines if line.metric == metric} for metric in columns[0]["values"]}
+    shown = {metric for metric, of in drawn_for.items() if of}
+    assert all(drawn_for[metric] == set(range(runs)) for metric in shown)
+    assert {f"reward/{name}/mean" for name in chart.left_out} == columns[0]["values"].keys() - shown
+    assert "reward/part0/mean" in shown
+    assert len({(line.colour, tuple(line.dash)) for line in chart.lines}) == len(chart.lines), "each looks different"
+    assert (
+        len({(line.colour, tuple(line.dash)) for line in any_metric(runs, [str(n) for n in range(runs)]).lines}) == runs
+    )
+
+
+def test_charts_name_alarms_that_there_are_and_no_threshold_of_their_own():
+    assert {name for chart in CHARTS for name in chart.alarms} <= ALARMS.keys()
+    assert not [chart.name for chart in CHARTS if re.search(r"(above|below|over|under) \d", chart.about)]
+
+
+def test_a_number_that_json_does_not_have_is_not_finite_either():
+    values = run_columns([record(1, a=float("nan")), record(2, a=float("inf")), record(3, a=1.0)])["values"]
+    assert values["a"] == ["NaN", "NaN", 1.0]
+
+
+def test_control_and_direction_characters_of_a_name_are_spelled_out():
+    (line,) = drawn({"step": 1, "reward/a\u202eb\x1b/mean": 1.0})["reward-parts"].lines
+    assert line.label == r"a\u202eb\x1b"
 
 
 def test_runs_that_are_compared_differ_in_colour_and_metrics_in_dashes():

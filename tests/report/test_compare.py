@@ -1,8 +1,10 @@
 import pytest
+import yaml
 
 from hrl import cli
 from hrl.report.compare import compare_page, differences, final_numbers, short_names
-from hrl.report.run_folder import read_jsonl
+from hrl.report.html_report import run_page
+from hrl.report.run_folder import json_line, read_jsonl
 from tests.report.runs import HOSTILE, finished_run
 
 
@@ -41,8 +43,27 @@ def test_the_page_has_curves_of_all_runs_and_their_answers_side_by_side(two):
     assert "temperature" in page.sections["differences"] and "0.7" in page.sections["differences"]
     answers = page.sections["answers"]
     assert "Scores differ on 1 of 2 validation prompts" in answers
-    assert answers.index("at last") < answers.index("&lt;script&gt;"), "what differs comes first"
-    assert HOSTILE not in answers
+    assert "at last" in answers
+    assert "&lt;script&gt;" not in answers, "what does not differ is not shown"
+
+
+def test_runs_that_score_alike_are_compared_by_their_words(two):
+    validated = two[1] / "rollouts" / "val_step_3.jsonl"
+    validated.write_text((two[0] / "rollouts" / "val_step_3.jsonl").read_text().replace("still not", "never"))
+    answers = compare_page(two).sections["answers"]
+    assert "Scores differ on 0 of 2 validation prompts that all runs answered; words do on 1." in answers
+    assert "still not" in answers and "never" in answers and HOSTILE not in answers
+
+
+def test_charts_name_the_thresholds_that_all_runs_have(two):
+    configs = [{"trainer": {"alarms": {"clip_share": limit, "truncation": 0.625}}} for limit in (0.375, 0.125)]
+    for folder, config in zip(two, configs, strict=True):
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        cut = {"response_length/clip_ratio": 0.0, "actor/pg_clipfrac": 0.0}
+        (folder / "metrics.jsonl").write_text(json_line({"step": 1, **cut}))
+    curves = compare_page(two).sections["curves"]
+    assert "Alarm: more than 0.625 of the answers" in curves and "of the tokens are clipped" not in curves
+    assert "more than 0.125 of the tokens are clipped" in run_page(two[1]).sections["curves"]
 
 
 def test_the_command_writes_one_page_for_several_runs(two, tmp_path, monkeypatch, capsys):

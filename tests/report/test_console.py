@@ -11,12 +11,13 @@ from rich.console import Console, Group
 from hrl.config import compose_cli, load_config
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import SFT
+from hrl.report.answers import Answer, Series
 from hrl.report.console import JsonConsole, RunConsole, validation_table
 from hrl.report.display import display_of
 from hrl.report.health import Raised
 from hrl.report.live import PhaseBar
 from hrl.report.phases import PHASES
-from hrl.report.samples import before_and_after, best_median_worst, printable, samples_table
+from hrl.report.samples import best_median_worst, printable, samples_table
 from hrl.trainer.kinds import KINDS
 from tests.report.runs import HOSTILE, sample
 
@@ -260,9 +261,16 @@ def validations():
     )
 
 
+def series_of(first, last):
+    """Series of samples of the same prompts, as they are read from a run folder; the largest change first."""
+    pairs = zip(first, last, strict=True)
+    found = [Series(tuple(Answer(step, s, s["score"], 1) for step, s in enumerate(pair))) for pair in pairs]
+    return sorted(found, key=lambda series: -abs(series.change))
+
+
 def shown_before_and_after(width, limit):
     console, file = make_console(terminal=True, width=width)
-    console.before_and_after(before_and_after(*validations()), limit=limit)
+    console.before_and_after(series_of(*validations()), limit=limit)
     return file.getvalue()
 
 
@@ -360,12 +368,12 @@ def test_samples_carry_all_that_is_known_of_them(console, file):
 
 
 def test_before_and_after_has_the_largest_changes_first(console, file):
-    first = [sample(0, 0.0), sample(1, 0.0)]
-    last = [sample(0, 0.0), sample(1, 1.0)]
-    console.before_and_after(before_and_after(first, last), limit=1)
+    first = [sample(0, 0.0), sample(1, 0.0), sample(2, 0.5)]
+    last = [sample(0, 0.0), sample(1, 1.0), sample(2, 1.0)]
+    console.before_and_after(series_of(first, last), limit=1)
     (event,) = told(file)
-    assert event["pairs"] == [{"before": first[1], "after": last[1]}]
-    assert event["changes"] == "1 better, 0 worse, 1 as before; the 1 of 2 that changed most"
+    assert event["pairs"] == [{"before": first[1] | {"mean_score": 0.0}, "after": last[1] | {"mean_score": 1.0}}]
+    assert event["changes"] == "2 better, 0 worse, 1 as before; the 1 of 2 that changed most"
 
 
 def test_text_of_a_model_breaks_no_line_and_steers_no_terminal(console, file):

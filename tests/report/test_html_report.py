@@ -59,7 +59,7 @@ def test_the_report_tells_what_ran_and_what_came_of_it(page):
         "steps 3 of 3",
         "training 0.25 → 0.75 validation: a/sums 0.25 → 0.75",
         "a/sums mean@1 4 0.250 0.750 +0.500",
-        "1 better, 0 worse, 1 as before, from the first to the last time",
+        "From the first to the last time that a prompt was answered: 1 better, 0 worse, 1 as before.",
         "better: +1.00 What is 1 + 2?",
         "truth: 3 step 0: score 0.00 who knows tokens: 4 · ended by: stop · exact: 0 step 3: score 1.00",
         "training step 1: score 0.50",

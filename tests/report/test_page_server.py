@@ -13,6 +13,7 @@ from hrl.config import compose_cli
 from hrl.errors import ConfigError
 from hrl.report import page_server
 from hrl.report.console import RunConsole
+from hrl.report.html_report import run_page
 from hrl.report.outcome import Outcome, is_live, read_outcome
 from hrl.report.page_server import LiveView, LiveViewError, is_loopback
 from hrl.report.reporter import RunReporter
@@ -156,15 +157,50 @@ def test_a_run_that_left_no_outcome_ended_without_a_word(tmp_path):
     assert read_outcome(tmp_path).status == "ended without a word"
 
 
-def test_a_run_with_a_dashboard_serves_its_page_until_it_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(page_server, "_LAST_LOOK_S", 0.0)
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_a_view_can_be_served_on_the_other_loopback_address(tmp_path, host):
+    with LiveView(finished_run(tmp_path), host=host) as view:
+        assert view.address.startswith("http://[::1]:")
+        assert ask(view.address)[0] == 200
+
+
+def test_a_page_of_a_long_run_is_made_in_a_tenth_of_the_time_and_its_end_at_once(tmp_path, monkeypatch):
+    made = []
+
+    def slow(folder):
+        made.append(run_page(folder))
+        now[0] += 4.0
+        return made[-1]
+
+    now = [100.0]
+    monkeypatch.setattr(page_server, "run_page", slow)
+    monkeypatch.setattr(page_server.time, "monotonic", lambda: now[0])
+    folder = started_run(tmp_path)
+    pages = page_server._Pages(tmp_path)
+    Outcome("running", "", 7).write(tmp_path)
+    for step in range(1, 51):
+        folder.write_metrics(step, step_record(step))
+        pages.news()
+        now[0] += 2.0
+    assert 2 <= len(made) <= 5, "200 s and 100 s of pauses, of which a tenth is 30 s, or 7 pages"
+    Outcome("finished", "", 7).write(tmp_path)
+    before = len(made)
+    folder.close()
+    (tmp_path / ".lock").unlink()
+    assert json.loads(pages.news()[0])["running"] is False and len(made) == before + 1
+    assert b"finished" in pages.page() and len(made) == before + 1, "what has not changed is not made again"
+
+
+def test_a_run_with_a_dashboard_serves_its_page_from_another_process_until_it_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr("hrl.report.html_report.run_page", None)  # this process makes no page before the end
     config = compose_cli(["trainer.dashboard=true"])
     shown = io.StringIO()
     console = RunConsole(Console(file=shown, width=120, color_system=None))
     console.expect(2, KINDS["ppo"].line(config), ["gen"])
-    with RunReporter(RunFolder(tmp_path), console, config.trainer, {"trainer": {"seed": 1}}):
+    with RunReporter(RunFolder(tmp_path), console, config.trainer, {"trainer": {"seed": 1}}) as reporter:
         address = re.search(r"live view: (http://127\.0\.0\.1:\d+/)", shown.getvalue())[1]
         assert json.loads(ask(address)[2])["running"]
+        reporter._write_report = lambda *_, **__: []
     with pytest.raises(ConnectionRefusedError):
         ask(address)
 

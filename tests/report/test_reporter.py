@@ -124,6 +124,21 @@ def test_a_report_that_cannot_be_written_hides_no_failure_and_frees_the_folder(t
     RunFolder(tmp_path).close()
 
 
+@pytest.mark.parametrize(
+    ("broken", "left"), [("write_picture", "report.html"), ("write_html_report", "reward_curve.png")]
+)
+def test_a_file_that_fails_does_not_keep_the_other_from_being_written(tmp_path, monkeypatch, caplog, broken, left):
+    def fail(*_):
+        raise ValueError("no font")
+
+    monkeypatch.setattr(f"hrl.report.reporter.{broken}", fail)
+    run = Run(tmp_path)
+    with run.reporter:
+        run.step(1)
+    assert (tmp_path / left).exists() and f": {tmp_path / left}\n" in run.shown
+    assert "could not be written" in caplog.text and "no font" in caplog.text
+
+
 def records_of(path):
     return read_jsonl(path / "metrics.jsonl")
 

@@ -8,15 +8,10 @@ from rich.console import Console
 
 from hrl import cli
 from hrl.protocol import DataProto
-from hrl.report.run_folder import json_line
 from hrl.report.samples import (
     SORT_KEYS,
     NoSamplesError,
-    before_and_after,
     best_median_worst,
-    change_of_score,
-    compare_validations,
-    describe_changes,
     question,
     readable,
     rollout_records,
@@ -99,46 +94,19 @@ def test_the_question_is_the_last_message_of_the_chat(batch):
     assert question({"prompt": "without a chat"}) == "without a chat"
 
 
-def answered(*answers):
-    return [{"data_source": "a", "prompt": p, "response": r, "score": score} for p, r, score in answers]
-
-
-def test_validations_are_paired_by_prompt_largest_change_first():
-    first = answered(("p", "p1", 0.0), ("q", "q1", 1.0), ("r", "r1", 0.0), ("gone", "", 0.0))
-    last = answered(("r", "r2", 1.0), ("new", "", 1.0), ("q", "q2", 0.5), ("p", "p2", 0.0))
-    pairs = before_and_after(first, last)
-    assert [(before["response"], after["response"]) for before, after in pairs] == [
-        ("r1", "r2"),
-        ("q1", "q2"),
-        ("p1", "p2"),
+def test_best_median_and_worst_are_three_texts_where_there_are_three():
+    twins = [{"prompt": "p", "response": text, "score": 1.0} for text in ("a", "a", "a", "b", "a", "c", "a")]
+    assert [(label, r["response"]) for label, r in best_median_worst(twins)] == [
+        ("best", "a"),
+        ("median", "b"),
+        ("worst", "c"),
     ]
-    assert [change_of_score(pair) for pair in pairs] == [1.0, -0.5, 0.0]
-    assert describe_changes(pairs, 3) == "1 better, 1 worse, 1 as before"
-    assert describe_changes(pairs, 2) == "1 better, 1 worse, 1 as before; the 2 of 3 that changed most"
+    assert [label for label, _ in best_median_worst(twins[:3])] == ["best"], "one text is shown once"
 
 
-def test_a_run_without_two_validations_of_a_prompt_has_nothing_to_compare(tmp_path):
-    for step, answers in enumerate([answered(("p", "a", 0.0)), answered(("q", "b", 1.0))]):
-        (tmp_path / f"val_step_{step}.jsonl").write_text("".join(map(json_line, answers)))
-        assert compare_validations(tmp_path) is None
-    (tmp_path / "val_step_7.jsonl").write_text("".join(map(json_line, answered(("p", "c", 1.0)))))
-    comparison = compare_validations(tmp_path)
-    assert (comparison.first_step, comparison.last_step) == (0, 7)
-    assert [(before["response"], after["response"]) for before, after in comparison.pairs] == [("a", "c")]
-
-
-def test_several_samples_of_a_prompt_are_paired_in_their_order():
-    first, last = answered(("p", "a", 0.0), ("p", "b", 0.0)), answered(("p", "c", 0.0), ("p", "d", 0.0))
-    assert [(b["response"], a["response"]) for b, a in before_and_after(first, last)] == [("a", "c"), ("b", "d")]
-
-
-def test_prompts_of_different_sources_are_different_prompts():
-    first, last = answered(("p", "a", 0.0)), answered(("p", "b", 1.0))
-    assert before_and_after(first, [last[0] | {"data_source": "other"}]) == []
-
-
-def test_a_score_that_is_missing_is_no_change():
-    assert change_of_score(({"score": None}, {"score": 1.0})) is None
+def test_a_text_that_scores_differently_is_shown_for_each_score():
+    records = [{"prompt": "p", "response": "a", "score": score} for score in (1.0, 0.0, 0.0)]
+    assert [(label, r["score"]) for label, r in best_median_worst(records)] == [("best", 1.0), ("median", 0.0)]
 
 
 def test_readable_text_spells_out_what_would_move_or_hide_it():

@@ -194,9 +194,16 @@
   const inUse = (element) => element.contains(document.activeElement) ||
     (!getSelection().isCollapsed && getSelection().containsNode(element, true));
 
+  const waiting = new Map(); // section -> what came for it while its reader was at it
+
   /** Replace what changed of a section, and leave its open details open. */
   function replaceSection(section, html) {
-    if (section.dataset.html === html || inUse(section)) return;
+    waiting.delete(section);
+    if (section.dataset.html === html) return;
+    if (inUse(section)) {
+      waiting.set(section, html);
+      return;
+    }
     const open = new Set([...section.querySelectorAll("details[open]")].map((each) => each.id));
     section.innerHTML = html; // made by the same template as the page: all text in it is escaped
     section.dataset.html = html;
@@ -212,10 +219,11 @@
     }
     const fresh = document.createElement("template");
     fresh.innerHTML = answer.sections.curves;
-    const names = (root) => [...root.querySelectorAll("[data-chart]")].map((each) => each.dataset.chart).join();
+    const shape = (root) => [...root.querySelectorAll("[data-chart], .every, .about")]
+      .map((each) => each.dataset.chart ?? each.textContent).join();
     const curves = byId("curves");
-    const redraw = names(fresh.content) !== names(curves) ||
-      charts.some((chart) => views.get(chart.name)?.chart.lines.length !== chart.lines.length);
+    const redraw = shape(fresh.content) !== shape(curves) ||
+      charts.some((chart) => JSON.stringify(views.get(chart.name)?.chart.lines) !== JSON.stringify(chart.lines));
     if (redraw) {
       curves.replaceChildren(fresh.content);
       await drawAll();
@@ -230,26 +238,28 @@
   }
 
   let version = null;
-  async function poll() {
-    if (!document.hidden) {
-      const note = byId("live");
-      try {
-        const answer = await fetch("data", { headers: version ? { "If-None-Match": version } : {}, cache: "no-store" });
-        if (answer.status === 200) {
-          version = answer.headers.get("ETag");
-          const fresh = await answer.json();
-          await show(fresh);
-          if (!fresh.running) {
-            note.textContent = "The run has ended; this is how it was left.";
-            return;
-          }
-        }
-        note.textContent = "Follows the run.";
-      } catch {
-        note.textContent = "No answer from hrl watch; trying again.";
-      }
+  let over = false;
+
+  /** Show what is new, and say how the server answered. */
+  async function ask() {
+    const answer = await fetch("data", { headers: version ? { "If-None-Match": version } : {}, cache: "no-store" });
+    if (answer.status === 200) {
+      const fresh = await answer.json();
+      await show(fresh);
+      version = answer.headers.get("ETag");
+      over = !fresh.running;
     }
-    setTimeout(poll, 2000);
+    if (over) return "The run has ended; this is how it was left.";
+    return answer.ok || answer.status === 304 ? "Follows the run." :
+      "The run's folder can't be read; this is how it was before. Trying again.";
+  }
+
+  async function poll() {
+    if (!document.hidden && !over) {
+      byId("live").textContent = await ask().catch(() => "No answer from hrl; trying again.");
+    }
+    for (const [section, html] of [...waiting]) replaceSection(section, html);
+    if (!over || waiting.size) setTimeout(poll, 2000);
   }
 
   drawAll().then(() => { if (live) poll(); });
