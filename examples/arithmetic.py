@@ -6,8 +6,8 @@ Run it with `python examples/arithmetic.py`.
 import hrl
 
 QUESTION = "What is {} + {}? Answer with the final number only."
-sums = [{"prompt": QUESTION.format(a, b), "answer": a + b} for a in range(1, 10) for b in range(1, 10)]
-held_out = [row for row in sums if row["answer"] == 9]
+SUMS = [{"prompt": QUESTION.format(a, b), "answer": a + b} for a in range(1, 10) for b in range(1, 10)]
+HELD_OUT = SUMS[::5]  # those whose two numbers are equal or differ by 5, so with 1 + 6 also 6 + 1
 
 
 def correct(response, answer):
@@ -15,14 +15,17 @@ def correct(response, answer):
     return float(response.strip(" .").split(" ")[-1] == str(answer))
 
 
-trainer = hrl.GRPO(
-    reward=correct,
-    data=[row for row in sums if row not in held_out],
-    val_data=held_out,
-    steps=30,
-    max_response_length=32,
-    name="arithmetic",
-)
-run = trainer.train()
-first, *_, last = [step["val/python/mean@1"] for step in run.metrics if "val/python/mean@1" in step]
-print(f"right on held-out sums: {first:.2f} before, {last:.2f} after. {run.report}")
+if __name__ == "__main__":
+    trainer = hrl.GRPO(
+        reward=correct,
+        data=[row for row in SUMS if row not in HELD_OUT],
+        val_data=HELD_OUT,
+        steps=20,
+        test_freq=5,
+        max_prompt_length=64,
+        max_response_length=32,
+        name="arithmetic",
+    )
+    run = trainer.train()
+    first, *_, last = [step["val/python/mean@1"] for step in run.metrics if "val/python/mean@1" in step]
+    print(f"right on held-out sums: {first:.2f} before, {last:.2f} after. {run.report}")

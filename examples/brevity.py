@@ -23,5 +23,6 @@ class BrevityTrainer(RayPPOTrainer):
         return batch
 
 
-run = hrl.GRPO(steps=30, name="brevity", trainer_cls=BrevityTrainer).train()
-print(run.report)
+if __name__ == "__main__":
+    run = hrl.GRPO(steps=20, name="brevity", trainer_cls=BrevityTrainer).train()
+    print(run.report)

@@ -5,12 +5,14 @@ Run it with `python examples/chain_sum.py`.
 
 import hrl
 
-run = hrl.GRPO(
-    data="reasoning_gym:chain_sum?answer=boxed",
-    val_data="reasoning_gym:chain_sum?answer=boxed&seed=2&size=32",
-    steps=30,
-    max_prompt_length=192,
-    max_response_length=24,
-    name="chain_sum",
-).train()
-print(run.report)
+if __name__ == "__main__":
+    run = hrl.GRPO(
+        data="reasoning_gym:chain_sum?answer=boxed",
+        val_data="reasoning_gym:chain_sum?answer=boxed&seed=2&size=32",
+        steps=30,
+        test_freq=10,
+        max_prompt_length=192,
+        max_response_length=24,
+        name="chain_sum",
+    ).train()
+    print(run.report)

@@ -1,6 +1,7 @@
 """A policy loss of your own: the policy gradient without a clip, which stops where the ratio has moved too far.
 
 PPO flattens its loss beyond 1 ± ε. This one counts a token fully while its ratio is inside, and not at all outside.
+Ratios move in the second pass over a batch.
 
 Run it with `python examples/own_loss.py`.
 """
@@ -20,7 +21,7 @@ def inside_only(inp: PolicyLossInput, config) -> PolicyLossOutput:
     return PolicyLossOutput(loss, {"actor/outside": ~inside})
 
 
-run = hrl.GRPO(
-    steps=30, name="own_loss", config={"actor_rollout_ref.actor.policy_loss.loss_mode": "inside_only"}
-).train()
-print(run.report)
+if __name__ == "__main__":
+    actor = {"policy_loss.loss_mode": "inside_only", "ppo_epochs": 2}
+    run = hrl.GRPO(steps=20, name="own_loss", config={"actor_rollout_ref.actor": actor}).train()
+    print(run.report)

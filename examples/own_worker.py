@@ -32,8 +32,11 @@ class Thrower(Worker):
 
 with ray_cluster():
     group = RayWorkerGroup(RayResourcePool([2], use_gpu=False), RayClassWithInitArgs(Thrower, seed=1))
-    inside = group.throw(1_000_000)
-    print(f"π is about {4 * sum(inside) / 2_000_000:.3f}, from {inside} points inside")
+    inside = thrown = 0
+    for _ in range(20):
+        inside += sum(group.throw(50_000))  # as many for each of the two ranks
+        thrown += 100_000
+        print(f"after {thrown:>9,} points π is about {4 * inside / thrown:.4f}")
     corners = DataProto.from_dict({"point": torch.tensor([[0.0, 0.0], [3.0, 4.0], [1.0, 0.0]])})
     print("distances:", group.distances(corners).batch["distance"].tolist())
     group.shutdown()

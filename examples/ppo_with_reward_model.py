@@ -5,23 +5,26 @@ Run it with `python examples/ppo_with_reward_model.py`.
 
 import hrl
 
-judge = hrl.RewardModel(
-    data="bundled:addition_pairs/train",
-    val_data="bundled:addition_pairs/val",
-    steps=16,
-    batch_size=16,
-    max_length=96,
-    lr=1e-4,
-    name="judge",
-).train()
+if __name__ == "__main__":
+    judge = hrl.RewardModel(
+        data="bundled:addition_pairs/train",
+        val_data="bundled:addition_pairs/val",
+        steps=48,
+        test_freq=8,
+        save_freq=48,
+        max_length=96,
+        name="judge",
+    ).train()
 
-run = hrl.PPO(
-    data="bundled:addition/train",
-    val_data="bundled:addition/val",
-    steps=30,
-    max_prompt_length=64,
-    max_response_length=16,
-    name="ppo_with_reward_model",
-    config={"reward.reward_model": {"enable": True, "model_path": str(judge.model_path)}},
-).train()
-print(run.report)
+    run = hrl.PPO(
+        reward=[("numeric", 0.0)],  # only shows which answers are right
+        data="bundled:addition/train",
+        val_data="bundled:addition/val",
+        steps=30,
+        test_freq=5,
+        max_prompt_length=64,
+        max_response_length=16,
+        name="ppo_with_reward_model",
+        config={"reward.reward_model": {"enable": True, "model_path": str(judge.model_path)}},
+    ).train()
+    print(run.report)

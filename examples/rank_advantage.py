@@ -22,5 +22,6 @@ def group_rank_advantage(inp: AdvantageInput, config):
     return advantages, advantages
 
 
-run = hrl.GRPO(steps=30, name="rank_advantage", config={"algorithm.adv_estimator": "group_rank"}).train()
-print(run.report)
+if __name__ == "__main__":
+    run = hrl.GRPO(steps=20, name="rank_advantage", config={"algorithm.adv_estimator": "group_rank"}).train()
+    print(run.report)

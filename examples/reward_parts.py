@@ -11,13 +11,15 @@ def brief(response):
     return 1 / max(len(response.split()), 1)
 
 
-run = hrl.GRPO(
-    reward=[("numeric", 1.0), (brief, 0.3)],
-    data="bundled:addition/train",
-    val_data="bundled:addition/val",
-    steps=30,
-    max_prompt_length=64,
-    max_response_length=32,
-    name="reward_parts",
-).train()
-print({name: value for name, value in run.metrics[-1].items() if name.startswith("reward/")})
+if __name__ == "__main__":
+    run = hrl.GRPO(
+        reward=["numeric", (brief, 0.3)],
+        data="bundled:addition/train",
+        val_data="bundled:addition/val",
+        steps=20,
+        test_freq=5,
+        max_prompt_length=64,
+        max_response_length=32,
+        name="reward_parts",
+    ).train()
+    print({name: value for name, value in run.metrics[-1].items() if name.startswith("reward/")})

@@ -12,6 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+IN_FILE = ".py:"
+"""Stands between file and name where a configuration names what a user's file registers: `my_loss.py:mine`."""
+
 
 @dataclass(frozen=True)
 class Traits:
@@ -116,9 +119,19 @@ REWARD_SHAPER_NAMES = _names("clip", "scale", "standardise")
 REWEIGHT_METHOD_NAMES = _names("pow", "max_min", "max_random")
 
 
+def member_name(value: str) -> str:
+    """Return the name that a configuration's value stands for: `mine` for `my_loss.py:mine`, else the value."""
+    return value.rpartition(IN_FILE)[2]
+
+
 def estimator_traits(name: str) -> EstimatorTraits:
     """Return the needs of an advantage estimator; none for an unknown name, which is refused elsewhere."""
-    return ESTIMATOR_TRAITS.get(name, EstimatorTraits())
+    return ESTIMATOR_TRAITS.get(member_name(name), EstimatorTraits())
+
+
+def policy_loss_traits(name: str) -> PolicyLossTraits:
+    """Return the properties of a policy loss; the defaults for an unknown name, which is refused elsewhere."""
+    return POLICY_LOSS_TRAITS.get(member_name(name), PolicyLossTraits())
 
 
 def pair_loss_traits(name: str) -> PairLossTraits:
@@ -132,6 +145,8 @@ Known = TypeVar("Known", bound=Traits)
 
 class Registry(UserDict[str, Member], Generic[Member, Known]):
     """The members of a family by name. `registry["mine"] = function` adds one with the default traits.
+
+    `find` and `in` also take `my_loss.py:mine`, as a configuration names what that file registers.
 
     Args:
         family: What messages call a member.
@@ -153,6 +168,9 @@ class Registry(UserDict[str, Member], Generic[Member, Known]):
         self.traits = traits
         self._built_in = frozenset([*self.table, *(members or ())])
         super().__init__(members or {})
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and member_name(name) in self.data
 
     def __setitem__(self, name: str, member: Member) -> None:
         self.table.setdefault(name, self.traits())
@@ -199,4 +217,4 @@ class Registry(UserDict[str, Member], Generic[Member, Known]):
         """
         if name not in self:
             raise ValueError(f"unknown {self.family} {name!r}; choose one of {sorted(self)}")
-        return self.data[name]
+        return self.data[member_name(name)]

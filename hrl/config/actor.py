@@ -20,8 +20,8 @@ from hrl.config.section import Get, NameOf, Section, Unit, follows, section
 class PolicyLossConfig(Section):
     """`actor.policy_loss`: which loss, and the constants of the less common ones."""
 
-    loss_mode: Annotated[str, NameOf(POLICY_LOSS_TRAITS)] = "vanilla"
-    """The policy loss."""
+    loss_mode: Annotated[str, NameOf(POLICY_LOSS_TRAITS, in_files=True)] = "vanilla"
+    """The policy loss. `my.py:name` is one that this Python file registers."""
     clip_cov_ratio: NonNegativeFloat = 0.0002
     """`clip_cov`: share of the tokens that are clipped."""
     clip_cov_lb: float = 1.0

@@ -84,8 +84,9 @@ def _estimator(get: Get) -> str:
 class AlgorithmConfig(Section):
     """`algorithm.*`: from rewards to advantages."""
 
-    adv_estimator: Annotated[str, NameOf(ESTIMATOR_TRAITS)] = follows(_estimator)
-    """The advantage estimator; gae is PPO's. Default: gae where a `critic.*` key is set, else grpo."""
+    adv_estimator: Annotated[str, NameOf(ESTIMATOR_TRAITS, in_files=True)] = follows(_estimator)
+    """The advantage estimator; gae is PPO's. `my.py:name` is one that this Python file registers. Default: gae where a
+    `critic.*` key is set, else grpo."""
     gamma: UnitInterval = 1.0
     """Discount per token."""
     lam: UnitInterval = 1.0

@@ -22,9 +22,9 @@ from hydra.errors import ConfigCompositionException, HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hrl.algos.registry import estimator_traits
 from hrl.config.help import run_help
 from hrl.config.load import option_problem, validate_kind
+from hrl.config.own_members import traits_of_estimator
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import PPO, C, RunKind, config_folder
 from hrl.config.section import Get, Section, WholeConfig, flatten, leaves, unflatten
@@ -409,8 +409,7 @@ def _without_its_critic(kind: RunKind[WholeConfig], values: Mapping[str, Any], o
     """Return the quickstart's `critic.*` keys if nothing else asks for a critic; they would make gae the estimator."""
     settings = {key: value for key, value in values.items() if key.startswith("critic.")}
     its_own = {key for key in settings if origins.get(key) == _quickstart_of(kind)}
-    estimator = values.get("algorithm.adv_estimator")
-    is_estimators = isinstance(estimator, str) and estimator_traits(estimator).needs_critic
+    is_estimators = traits_of_estimator(values.get("algorithm.adv_estimator")).needs_critic
     is_asked_for = any(settings[key] not in (None, False) for key in settings.keys() - its_own)
     return set() if is_estimators or is_asked_for else its_own
 

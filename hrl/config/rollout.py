@@ -4,8 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from hrl.algos.registry import estimator_traits
 from hrl.config.model import DType, LogProbConfig
+from hrl.config.own_members import traits_of_estimator
 from hrl.config.section import Fraction, Get, MinusOneOrMore, Section, Unit, follows, section
 
 SYNC_MARGIN_S = 60.0
@@ -19,9 +19,7 @@ _SHARED_GPU_SHARE = 0.5
 
 
 def _samples(get: Get) -> int:
-    estimator = get("algorithm.adv_estimator")
-    grouped = isinstance(estimator, str) and estimator_traits(estimator).min_group_size > 1
-    return _GROUP_SIZE if grouped else 1
+    return _GROUP_SIZE if traits_of_estimator(get("algorithm.adv_estimator")).min_group_size > 1 else 1
 
 
 def _validates_by_samples(get: Get) -> bool:

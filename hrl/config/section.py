@@ -25,6 +25,9 @@ from pydantic.fields import FieldInfo
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from hrl.algos.registry import IN_FILE
+from hrl.config.own_members import MemberError, load_member
+
 S = TypeVar("S", bound="Section")
 
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
@@ -48,10 +51,12 @@ class NameOf:
     Attributes:
         table: The known names.
         suffix: An optional suffix of a name.
+        in_files: Whether `my.py:name` is taken too, a name that this Python file registers.
     """
 
     table: Collection[str]
     suffix: str = ""
+    in_files: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         """Validate as a string, then look it up in the table."""
@@ -62,6 +67,12 @@ class NameOf:
         return handler(source) | {"enum": list(self.table), "suffix": self.suffix}
 
     def _known(self, name: str | None) -> str | None:
+        if self.in_files and name is not None and IN_FILE in name:
+            try:
+                load_member(name, self.table)
+            except MemberError as error:
+                raise PydanticCustomError("source", "{what}", {"what": error.what, "hint": error.hint}) from error
+            return name
         if name is None or name.removesuffix(self.suffix) in self.table:
             return name
         raise PydanticCustomError("not_registered", "no such name", {"known": sorted(self.table)})

@@ -19,10 +19,10 @@ from hrl.columns import object_column
 from hrl.data.chat import as_messages, encode_texts, render_prompt, tools_of, with_tools, wrong_value
 from hrl.data.sources import DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
-from hrl.data.user_file import UserFileError, load_user_file
 from hrl.errors import DatasetError
 from hrl.processes.plain_data import to_plain
 from hrl.protocol import DataProto
+from hrl.user_file import UserFileError, load_user_file
 
 if TYPE_CHECKING:
     from hrl.config.data import CustomClassConfig, DataConfig

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hrl.data.order import MixedOrder, Position, uniform
-from hrl.data.user_file import UserFileError, load_user_file
 from hrl.errors import DatasetError
 from hrl.nearest import did_you_mean
+from hrl.user_file import UserFileError, load_user_file
 
 if TYPE_CHECKING:
     from hrl.data.dataset import RLHFDataset

@@ -8,7 +8,6 @@ from hrl.config.arithmetic import Fact, count
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import RewardConfig, RewardEntry
 from hrl.data.dataset import PromptRow, columns_of_rows
-from hrl.data.user_file import functions_in_user_file, names_in_user_file
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.given import Given
@@ -18,6 +17,7 @@ from hrl.reward.pool import RewardPool
 from hrl.reward.score import find_scorer, why_no_scorer
 from hrl.reward.spec import RewardSpec
 from hrl.reward.weighted import entries_of
+from hrl.user_file import functions_in_user_file, names_in_user_file
 
 _FUNCTION, _FUNCTIONS = "reward.custom_reward_function", "reward.functions"
 

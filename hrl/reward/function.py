@@ -15,8 +15,8 @@ from typing import Any, ClassVar, Self
 
 import cloudpickle
 
-from hrl.data.user_file import UserFileError, load_user_file
 from hrl.errors import HrlError
+from hrl.user_file import UserFileError, load_user_file
 
 RESPONSE = ("response", "solution_str")
 """What the response's text is called: plainly, and as in verl."""

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from hrl.data import user_file
+from hrl import user_file
 from hrl.processes.lifetime import die_with_parent, guard_process_group
 from hrl.processes.plain_data import from_plain
 from hrl.reward import function as function_file

@@ -64,13 +64,15 @@ def _not_a_reward(position: int, entry: object) -> RewardFunctionError:
 
 def _named(position: int, reward: str | Mapping[str, Any], weight: float | None) -> RewardEntry:
     written = spelt_out(reward) | ({} if weight is None else {"weight": float(weight)})
+    only_shown = written.get("weight") == 0 and written["weight"] is not False
+    checked = written | {"weight": 1.0} if only_shown else written  # none may stand alone with a weight of 0
     try:
-        functions = load_config({"reward": {"functions": [written]}}).reward.functions
+        functions = load_config({"reward": {"functions": [checked]}}).reward.functions
     except ConfigError as error:
         # The value is not repeated: it may hold a key.
         raise RewardFunctionError(f"reward {position} is no entry of reward.functions. {error}") from error
     assert functions is not None
-    return functions[0]
+    return functions[0].model_copy(update={"weight": 0.0}) if only_shown else functions[0]
 
 
 def weighted_sum(functions: Mapping[str, tuple[Function, float]]) -> Function:

@@ -42,6 +42,12 @@ def test_the_sum_is_weighted_and_every_score_is_a_part():
     }
 
 
+def test_a_named_function_may_have_no_weight_as_in_yaml():
+    numeric, alone = entries_of(["numeric", {"name": "length", "most": 3, "weight": 0}]), entries_of([("numeric", 0)])
+    assert [entry.weight for entry in (*numeric, *alone)] == [1.0, 0.0, 0.0]
+    assert numeric[1].kwargs == {"most": 3}
+
+
 def test_a_function_without_a_say_is_left_out_and_a_sample_without_any_is():
     one = as_one([correct, silent_about_words])
     assert is_async(one) and not is_async(as_one([correct]))

@@ -6,14 +6,17 @@ import contextlib
 import runpy
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from hrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hrl.algos.policy_losses import POLICY_LOSSES
 from hrl.api.trainers import Trainer
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS as RUN_KINDS
+from hrl.config.section import flatten
 from hrl.report.run_folder import read_jsonl
 from hrl.trainer import run as trainer_run
 from hrl.trainer.kinds import KINDS
@@ -26,6 +29,17 @@ PYTHON = sorted(path for path in EXAMPLES.glob("*.py") if path.stem != "own_work
 YAML = sorted(EXAMPLES.glob("*.yaml"))
 KIND_OF = {"judge": "rm"}
 """Kinds of run of the YAML files; the others are of a policy."""
+IN_PYTHON_ONLY = {"brevity", "own_worker"}
+"""A class of the trainer, and of a worker, which no key names; docs/examples.md says so."""
+OF_OBJECTS = {
+    "arithmetic": {"data.train_files", "data.val_files", "reward.functions", "trainer.total_epochs"},
+    "reward_parts": {"reward.functions"},
+    "ppo_with_reward_model": {"reward.reward_model.model_path"},
+    "own_loss": {"actor_rollout_ref.actor.policy_loss.loss_mode"},
+    "rank_advantage": {"algorithm.adv_estimator"},
+}
+"""Keys of what a script has as objects (or, of the reward model, in another folder) and its YAML file names by file;
+for rows given as objects, as many epochs are allowed as the steps need."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -47,6 +61,7 @@ def made_small(kind: str, runner: Runner, folder: Path) -> list[str]:
         "actor_rollout_ref.rollout.name=hf",
         "actor_rollout_ref.rollout.n=2",
         "data.train_batch_size=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
         "data.max_prompt_length=192",
         "data.max_response_length=8",
     ]
@@ -85,6 +100,47 @@ def test_a_script_is_short_and_trains(example: Path, tmp_path: Path, capsys: pyt
     assert capsys.readouterr().out.splitlines()[-1]  # what the run came to
 
 
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
+    """The trainers whose `train()` was called; none trains."""
+    trainers: list[Trainer] = []
+
+    def describe(self: Trainer) -> Any:
+        trainers.append(self)
+        return SimpleNamespace(model_path="model", report="", metrics=[{"val/python/mean@1": 0.0}] * 2)
+
+    monkeypatch.setattr(Trainer, "train", describe)
+    return trainers
+
+
+@pytest.mark.usefixtures("own_registries")
+@pytest.mark.parametrize("name", sorted({path.stem for path in PYTHON} - IN_PYTHON_ONLY))
+def test_script_and_yaml_are_the_same_run(name: str, described: list[Trainer]) -> None:
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+    given: dict[Trainer, dict[str, Any]] = {
+        trainer: dict(flatten(trainer.resolved().model_dump(), RUN_KINDS[trainer.kind].schema)) for trainer in described
+    }
+    for family, own in ((ADVANTAGE_ESTIMATORS, "group_rank"), (POLICY_LOSSES, "inside_only")):
+        if own in family:  # the YAML file's own way to it is asked for
+            del family[own]
+    for trainer, of_the_script in given.items():
+        kind = RUN_KINDS[trainer.kind]
+        experiment = of_the_script["trainer.experiment_name"]
+        composed = compose_kind(kind, ["--config-path", str(EXAMPLES), "--config-name", experiment])
+        of_the_file = dict(flatten(composed.model_dump(), kind.schema))
+        differ = {key for key in of_the_file if of_the_file[key] != of_the_script.get(key)}
+        assert differ == OF_OBJECTS.get(experiment, set())
+    if name == "arithmetic":
+        (trainer,) = given
+        for key, rows in (("sums", trainer._given().train_rows), ("sums_held_out", trainer._given().val_rows)):
+            assert read_jsonl(EXAMPLES / f"{key}.jsonl") == list(rows)
+
+
+def test_every_example_has_both_forms() -> None:
+    assert {path.stem for path in PYTHON} - IN_PYTHON_ONLY == {path.stem for path in YAML} - {"judge"}
+
+
+@pytest.mark.usefixtures("own_registries")
 @pytest.mark.parametrize("example", YAML, ids=lambda path: path.stem)
 def test_a_yaml_file_is_a_run(runner: Runner, tmp_path: Path, example: Path) -> None:
     kind = KIND_OF.get(example.stem, "ppo")

@@ -10,7 +10,7 @@ import numpy as np
 
 from hrl.algos.bypass import bypass_loss_name
 from hrl.algos.kl import AdaptiveKLController, get_kl_controller
-from hrl.algos.registry import POLICY_LOSS_TRAITS, estimator_traits
+from hrl.algos.registry import estimator_traits, policy_loss_traits
 from hrl.algos.reward_placement import place_scores
 from hrl.algos.token_selection import TOKEN_SELECTORS
 from hrl.batching.planner import plan_generation, rows_of_first_step
@@ -444,7 +444,7 @@ class RayPPOTrainer(TrainingLoop):
         if correction.bypass_mode:
             loss = bypass_loss_name(loss, correction)
         only_policy_loss = not settings.use_kl_loss and settings.entropy_coeff == 0
-        may_skip = only_policy_loss and POLICY_LOSS_TRAITS[loss].zero_at_zero_advantage
+        may_skip = only_policy_loss and policy_loss_traits(loss).zero_at_zero_advantage
         plan = self.planner.update(
             batch,
             self.workers.actor.world_size,

@@ -1,4 +1,4 @@
-"""Load a user's own code from a Python file: a reward function or a data set class."""
+"""Load a user's own code from a Python file: a reward function, a data set class, an estimator, a loss."""
 
 from __future__ import annotations
 
