@@ -20,7 +20,7 @@ if __name__ == "__main__":
         reward=correct,
         data=[row for row in SUMS if row not in HELD_OUT],
         val_data=HELD_OUT,
-        steps=20,
+        steps=15,
         test_freq=5,
         max_prompt_length=64,
         max_response_length=32,

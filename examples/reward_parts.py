@@ -16,7 +16,7 @@ if __name__ == "__main__":
         reward=["numeric", (brief, 0.3)],
         data="bundled:addition/train",
         val_data="bundled:addition/val",
-        steps=20,
+        steps=15,
         test_freq=5,
         max_prompt_length=64,
         max_response_length=32,
