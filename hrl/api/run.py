@@ -11,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 from hrl.api.arguments import file_arguments
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
-from hrl.report.run_folder import RolloutKind, read_jsonl, rollouts_file, rollouts_steps
+from hrl.report.run_folder import MODEL, RolloutKind, read_jsonl, rollouts_file, rollouts_steps
 
 if TYPE_CHECKING:
     from hrl.config.outline import RunConfiguration
 
-MODEL = "model"
-"""The folder of the trained model in a run folder."""
 _SHOWN = ("reward/mean", "train/loss", "rewards/accuracies", "response_length/mean", "timing_s/step")
 """Metrics of the summary, where the run has them; beside the parts of the reward and every validation."""
 
@@ -41,7 +39,11 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The metrics of every step, one dict per step, as in `metrics.jsonl`."""
+        """The metrics of every step, one dict per step, as in `metrics.jsonl`.
+
+        A run that validates before its first step has a record with `step` 0, of this validation alone, before that of
+        step 1.
+        """
         file = self.path / "metrics.jsonl"
         return list(read_jsonl(file)) if file.exists() else []
 

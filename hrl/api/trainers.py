@@ -18,7 +18,7 @@ from hrl.api.arguments import dotted, file_arguments
 from hrl.api.choices import chosen
 from hrl.api.config_view import ConfigView
 from hrl.api.rows import Rows, UsageError, as_sources_or_rows
-from hrl.api.run import MODEL, Run
+from hrl.api.run import Run
 from hrl.config.arithmetic import Fact
 from hrl.config.compose import compose_kind
 from hrl.config.override import as_override
@@ -26,6 +26,7 @@ from hrl.config.run_kind import KINDS
 from hrl.config.section import Section, leaves
 from hrl.errors import ConfigError, DatasetError
 from hrl.preflight.given import TRAIN_ROWS, VAL_ROWS, Given
+from hrl.report.run_folder import MODEL
 from hrl.reward.weighted import Rewards, entries_of
 
 if TYPE_CHECKING:

@@ -30,7 +30,7 @@ from typing import Any
 
 from hrl.data.order import differences
 from hrl.errors import HrlError
-from hrl.report.run_folder import next_numbered
+from hrl.report.run_folder import next_numbered, write_text
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +71,13 @@ class CheckpointStore:
         score = json.loads((self.path(step) / STATE_FILE).read_text()).get("score")
         return None if score is None or not math.isfinite(score) else float(score)
 
+    def set_score(self, step: int, score: float | None) -> None:
+        """Write down how good the validation of a checkpoint was, if it came after the checkpoint."""
+        if score is None:
+            return
+        file = self.path(step) / STATE_FILE
+        write_text(file, _as_json(json.loads(file.read_text()) | {"score": score}))
+
     def path(self, step: int) -> Path:
         """Return the final folder of a step's checkpoint."""
         return self.folder / f"step_{step}"
@@ -97,7 +104,7 @@ class CheckpointStore:
         temporary, final = self.folder / f"tmp.step_{step}", self.path(step)
         if final.exists():
             raise CheckpointError(f"{final} exists already: a checkpoint is never overwritten")
-        (temporary / STATE_FILE).write_text(json.dumps(state, indent=1, sort_keys=True))
+        (temporary / STATE_FILE).write_text(_as_json(state))
         for path in temporary.rglob("*"):
             if path.is_file():
                 _fsync(path)
@@ -220,6 +227,10 @@ def check_data(path: Path, saved: Mapping[str, Any], present: Mapping[str, Any])
             f"trainer.default_local_dir of its own: trainer.resume_mode=resume_path with "
             f"trainer.resume_from_path={path} takes the model along, trainer.resume_mode=disable starts from scratch"
         )
+
+
+def _as_json(state: Mapping[str, Any]) -> str:
+    return json.dumps(state, indent=1, sort_keys=True)
 
 
 def _fsync(path: Path) -> None:

@@ -11,6 +11,8 @@ _HOW = {
     "zsh": 'eval "$(hrl completion zsh)"                               in ~/.zshrc, after compinit',
     "fish": "hrl completion fish > ~/.config/fish/completions/hrl.fish",
 }
+_FILES = ("folder", "folders", "model", "checkpoint", "out", "data", "reward", "responses", "file")
+"""Arguments whose value is the path of a file or folder, or may be one."""
 # A key is followed by its value, not by a space.
 _BASH_END = """
 _hrl_without_space() {
@@ -57,13 +59,6 @@ def whole_parser() -> ArgumentParser:
             words = [] if command.name == "demo" else ALGORITHMS
             inner.add_argument("overrides", nargs="*", choices=[*words, *keys], help="key=value")
         for action in inner._actions:
-            takes_path = not action.option_strings and action.dest in (
-                "folder",
-                "folders",
-                "model",
-                "checkpoint",
-                "out",
-            )
-            if takes_path or action.dest in ("data", "reward", "responses", "file"):
+            if action.dest in _FILES and action.choices is None and action.nargs != 0:
                 action.complete = shtab.FILE  # type: ignore[attr-defined]
     return parser

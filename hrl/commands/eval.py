@@ -32,8 +32,10 @@ def run(options: Namespace) -> int:
     from rich.console import Console
 
     from hrl.config.override import as_override
+    from hrl.processes.signals import interrupt_on_signals
     from hrl.trained.evaluate import Sampling, evaluate, show
 
+    interrupt_on_signals()
     data = [word for word in options.data if not _is_key(word)]
     keys = [word for word in options.data if _is_key(word)]
     given = {

@@ -1,5 +1,6 @@
 """Rules between keys. Each is a generator of problems and is named after what it enforces."""
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -578,9 +579,22 @@ def warnings(config: RunConfiguration) -> list[str]:
         found.append(f"trainer.save_freq is off: {loss}.")
     elif set(_checkpoint(config).save_contents) == {"hf_model"}:
         found.append("checkpoint.save_contents=[hf_model]: no run can continue from its checkpoints.")
+    elif never_best := _validations_without_a_checkpoint(config):
+        found.append(never_best)
     elif isinstance(config, OfflineConfig) and "hf_model" not in config.checkpoint.save_contents:
         found.append("checkpoint.save_contents has no hf_model: no folder for transformers and vLLM is written.")
     return [*config.remarks, *found]
+
+
+def _validations_without_a_checkpoint(config: RunConfiguration) -> str | None:
+    """Return a warning if most checkpoints have no validation and most validations no checkpoint."""
+    save, test = config.trainer.save_freq, config.trainer.test_freq
+    if config.trainer.max_ckpt_to_keep is None or test <= 0 or save % test == 0 or test % save == 0:
+        return None
+    return (
+        f"trainer.save_freq={save} and trainer.test_freq={test} meet every {math.lcm(save, test)} steps only, and the "
+        "best checkpoint is chosen among those: make one a multiple of the other."
+    )
 
 
 def _ppo_warnings(config: PPOTrainerConfig) -> Iterator[str]:

@@ -67,12 +67,18 @@ class RunReporter:
         self._news: list[Raised] = []
         folder.write_config(config)
         folder.write_environment()
-        with writing_to(folder.path):
+        with ExitStack() as failed, writing_to(folder.path):
+            failed.push(self._say_how_it_failed)
             Outcome("running", "", console.total_steps).write(folder.path)
-        self._dashboard = _dashboard(folder.path, trainer.dashboard)
-        self._tracking = Tracking(
-            trainer.project_name, trainer.experiment_name, trainer.logger, config, run_dir=folder.path
-        )
+            self._dashboard = _dashboard(folder.path, trainer.dashboard)
+            self._tracking = Tracking(
+                trainer.project_name, trainer.experiment_name, trainer.logger, config, run_dir=folder.path
+            )
+            failed.pop_all()
+
+    def _say_how_it_failed(self, _: object, error: BaseException | None, __: object) -> None:
+        """Write down how a start ended, since the process that wrote `running` may live on, as in a notebook."""
+        Outcome.of(error, self.console.total_steps).write(self.folder.path)
 
     def __enter__(self) -> Self:
         if self._dashboard is not None:

@@ -10,7 +10,7 @@ import math
 import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -22,6 +22,8 @@ from hrl.report.environment import describe_environment
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
+MODEL = "model"
+"""The folder of the trained model in the folder of a run that was started from Python."""
 RolloutKind = Literal["train", "val"]
 
 # Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
@@ -39,6 +41,7 @@ _OUTPUTS = (
     "report.html",
     "samples.jsonl",
     "scores.json",
+    MODEL,
 )
 
 
@@ -48,6 +51,10 @@ class RunFolderError(HrlError, RuntimeError):
 
 class NoRunError(HrlError, FileNotFoundError):
     """There is no run in this folder."""
+
+
+class DamagedFileError(HrlError, ValueError):
+    """A file that a run wrote can't be read."""
 
 
 class RunFolder:
@@ -60,20 +67,26 @@ class RunFolder:
         path: The folder; created if missing.
         resume: Whether the run continues from a checkpoint of this folder.
 
+    Attributes:
+        earlier: Where the outputs of an earlier run are now; None if there were none.
+
     Raises:
         RunFolderError: Another live run uses the folder, it holds checkpoints and `resume` is False, or it can't be
-            created or written.
+            created or written. The folder is then free.
     """
 
     def __init__(self, path: str | Path, *, resume: bool = False) -> None:
         self.path = Path(path).expanduser().resolve()
         self.rollouts = self.path / "rollouts"
+        self.earlier: Path | None = None
         self._last_step: int | None = None  # in the metrics file, once that was read
-        with writing_to(self.path):
+        with ExitStack() as failed, writing_to(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = self._acquire_lock()
+            failed.callback(self.close)
             if not resume:
                 self._move_earlier_run_aside()
+            failed.pop_all()
 
     @property
     def metrics_file(self) -> Path:
@@ -91,7 +104,7 @@ class RunFolder:
         return Path(path).expanduser().resolve() / "checkpoints"
 
     def close(self) -> None:
-        """Release the folder."""
+        """Release the folder. Harmless when repeated."""
         self._lock.close()
 
     def write_config(self, config: Mapping[str, Any]) -> Path:
@@ -117,7 +130,7 @@ class RunFolder:
         A finished run that only validates again thus has no second record of its last step.
 
         Raises:
-            ValueError: A later step has been written, or a line of the file is not JSON.
+            ValueError: A later step has been written, or a line of the file is not JSON (`DamagedFileError`).
         """
         with writing_to(self.path):
             if self._last_step is None:
@@ -185,13 +198,10 @@ class RunFolder:
         return lock
 
     def _move_earlier_run_aside(self) -> None:
-        try:
-            check_holds_no_checkpoints(self.path)
-        except RunFolderError:
-            self.close()
-            raise
+        check_holds_no_checkpoints(self.path)
         target = next_numbered(self.path / "earlier")
         for entry in outputs_in(self.path):
+            self.earlier = target
             target.mkdir(parents=True, exist_ok=True)
             entry.rename(target / entry.name)
             logger.info("moved %s of an earlier run to %s", entry.name, target)
@@ -299,19 +309,28 @@ def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
     return json.dumps(_plain(record), ensure_ascii=ascii_only, allow_nan=False) + "\n"
 
 
+_WAY_OUT = "Remove the line, or move the file away; the other files of the run do not need it."
+
+
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """Read a file with one JSON object per line, without an unfinished last line left by a crash.
 
     Raises:
-        ValueError: Any other line is not JSON; names file and line.
+        DamagedFileError: Any other line is no JSON object; names file and line.
     """
     records = []
-    lines = path.read_text(encoding="utf-8").split("\n")
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DamagedFileError(f"{path} is damaged: {error}. {_WAY_OUT}") from error
     for number, line in enumerate(lines[:-1], start=1):  # after the last newline comes nothing, or an unfinished line
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from error
+            raise DamagedFileError(f"{path}, line {number}, is damaged: {error}. {_WAY_OUT}") from error
+        if not isinstance(record, dict):
+            raise DamagedFileError(f"{path}, line {number}, is damaged: {line[:40]} is no JSON object. {_WAY_OUT}")
+        records.append(record)
     return records
 
 

@@ -286,5 +286,7 @@ def installed_trackers(names: Sequence[str]) -> list[str]:
             hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(known)}"
             raise ValueError(f"trainer.logger: there is no tracker {name!r}; {hint}")
         if importlib.util.find_spec(name) is None:
-            raise ValueError(f"trainer.logger: {name} is not installed; install it with: pip install {name}")
+            raise ValueError(
+                f"trainer.logger: {name} is not installed: in hrl's checkout, uv pip install -e '.[{name}]'"
+            )
     return wanted

@@ -12,12 +12,10 @@ import yaml
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointStore
 from hrl.errors import HrlError
 from hrl.models.source import ModelSourceError
-from hrl.report.run_folder import RunFolder
+from hrl.report.run_folder import MODEL, RunFolder
 
 HF = "hf"
 """The folder of a checkpoint that transformers and vLLM load."""
-MODEL = "model"
-"""The folder of the trained model in a folder of a run that was started from Python."""
 CONFIG = "config.yaml"
 
 

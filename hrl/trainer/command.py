@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TextIO
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, TextIO
 from hrl.config.compose import compose_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, HrlError
+from hrl.processes.signals import interrupt_on_signals
 from hrl.report.display import display_of
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
         sys.stderr.write(f"{error}\n")
         return EXIT_CONFIG
     display = display_of(config.trainer)
+    interrupt_on_signals()  # before the display, which hides the cursor of a terminal
     # Only now: a wrong key is reported before torch and ray are imported, and who waits for them is told so.
     try:
         with display.stage("importing PyTorch"):
@@ -79,9 +80,6 @@ def exit_status(config: RunConfiguration, run: Callable[[], object]) -> int:
     logging.basicConfig(
         level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s", handlers=[PresentStandardError()]
     )
-    # Both raise `KeyboardInterrupt`. Set explicitly, since a background job of a shell starts with SIGINT ignored.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
     try:
         run()
     except ConfigError as error:

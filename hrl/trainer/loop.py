@@ -200,7 +200,7 @@ class TrainingLoop(ABC):
             metrics |= self.reporter.judge(self.global_steps, metrics)
             self.reporter.step_done(self.global_steps, metrics)
             failed = self._tell_callbacks(batch, metrics)
-            if self.run_state.stop_reason is not None and not any(name.startswith("val/") for name in metrics):
+            if self.run_state.stop_reason is not None and not _is_validated(metrics):
                 metrics |= self._validate_the_end()
             # After the log, so that no checkpoint has a step that the log lacks.
             if self.is_due(self.config.trainer.save_freq, self.config.trainer.save_freq > 0) or (
@@ -209,6 +209,8 @@ class TrainingLoop(ABC):
                 self.save(metrics)
             if failed is not None:
                 raise failed
+            if self.run_state.stop_reason is not None and not _is_validated(metrics):  # when it was saved
+                self.checkpoints.set_score(self.global_steps, self.validation_score(self._validate_the_end()))
             if self._is_stopped():
                 return
 
@@ -423,3 +425,7 @@ class TrainingLoop(ABC):
         """Return whether something that happens every `every` steps (never, if not positive) happens after this one."""
         last = self.global_steps == self.total_training_steps or self.run_state.stop_reason is not None
         return (every > 0 and self.global_steps % every == 0) or (also_last and last)
+
+
+def _is_validated(metrics: Mapping[str, float]) -> bool:
+    return any(name.startswith("val/") for name in metrics)

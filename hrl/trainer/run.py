@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
 from hrl.trainer.banner import run_facts, title
 from hrl.trainer.callbacks import Callback, Callbacks
+from hrl.trainer.earlier_models import with_earlier_models
 from hrl.trainer.kinds import KINDS, Kind
 from hrl.trainer.loop import TrainingLoop
 from hrl.workers.runtime import Runtime
@@ -91,17 +92,21 @@ def running(
     ready = preflight(config, given, display.stage)
     display.expect(ready.total_training_steps, made_of.line(config), made_of.phases(config))
     _show(display, config, ready, kind, facts)
-    folder = open_run_folder(config.trainer, display, ready.train_dataset)
     num_processes = ready.outline.num_processes
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    with RunReporter(
-        folder,
-        display,
-        config.trainer,
-        config.model_dump(mode="json"),
-        num_devices=num_processes,
-        picture=made_of.picture,
-    ) as reporter:
+    with ExitStack() as stack:
+        folder = stack.enter_context(closing(open_run_folder(config.trainer, display, ready.train_dataset)))
+        config, ready = with_earlier_models(config, ready, folder)
+        reporter = stack.enter_context(
+            RunReporter(
+                folder,
+                display,
+                config.trainer,
+                config.model_dump(mode="json"),
+                num_devices=num_processes,
+                picture=made_of.picture,
+            )
+        )
         cluster = run_cluster(config.trainer.ray_kwargs, num_processes, made_of.batch_tokens(config, ready))
         with _shown(display, "Ray", cluster):
             _restore(handlers)
@@ -204,12 +209,14 @@ def open_run_folder(trainer: RunConfig, display: Display, train_dataset: Any) ->
     """
     plan = plan_run_folder(trainer, train_dataset)
     store = CheckpointStore(RunFolder.checkpoints_in(plan.path))
-    folder = RunFolder(plan.path, resume=plan.continues)
-    for leftover in store.interrupted():
-        display.note(f"ignoring {leftover}, left by an interrupted save")
-    if plan.continues:
-        step, aside = plan.state["step"], store.next_superseded()
-        moved = [folder.rewind(step, aside), store.supersede(step, aside)]
-        if any(moved):
-            display.note(f"what the run had of steps after {step}, which are made again, is now in {aside}")
+    with ExitStack() as failed:
+        folder = failed.enter_context(closing(RunFolder(plan.path, resume=plan.continues)))
+        for leftover in store.interrupted():
+            display.note(f"ignoring {leftover}, left by an interrupted save")
+        if plan.continues:
+            step, aside = plan.state["step"], store.next_superseded()
+            moved = [folder.rewind(step, aside), store.supersede(step, aside)]
+            if any(moved):
+                display.note(f"what the run had of steps after {step}, which are made again, is now in {aside}")
+        failed.pop_all()
     return folder

@@ -23,7 +23,7 @@ def started(monkeypatch):
         (["grpo", "recipe=dapo"], "ppo", ["recipe=dapo"]),
         (["dpo", "algorithm.beta=0.2"], "dpo", ["algorithm.beta=0.2"]),
         (["sft", "--cfg"], "sft", ["--cfg"]),
-        (["rm", "--help"], "rm", ["--help"]),
+        (["rm", "--cfg"], "rm", ["--cfg"]),
         (["--config-name", "mine", "trainer.seed=3"], "ppo", ["--config-name", "mine", "trainer.seed=3"]),
         (["grpo", "--config-name", "mine"], "ppo", ["recipe=grpo", "--config-name", "mine"]),
     ],
@@ -50,3 +50,19 @@ def test_demo_is_a_run_with_the_same_arguments(monkeypatch):
     monkeypatch.setattr(main_ppo, "main", lambda argv: seen.append(argv) or 0)
     assert cli.main(["demo", "trainer.seed=3"]) == 0
     assert seen == [["trainer.seed=3"]]
+
+
+@pytest.mark.parametrize(
+    ("words", "usage"),
+    [
+        (["train", "--help"], "usage: hrl train [ppo|grpo|dpo|sft|rm] [group=choice ...] [key=value ...]"),
+        (["train", "grpo", "-h"], "usage: hrl train grpo [group=choice ...] [key=value ...]"),
+        (["train", "sft", "trainer.seed=3", "--help"], "usage: hrl train sft [key=value ...]"),
+        (["demo", "--help"], "usage: hrl demo [group=choice ...] [key=value ...]"),
+    ],
+)
+def test_help_names_the_command_and_not_a_module(capsys, words, usage):
+    assert cli.main(words) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[0] == usage
+    assert "python -m" not in text

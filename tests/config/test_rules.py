@@ -228,3 +228,14 @@ def test_remote_code_is_pointed_out():
     config = validate({"data.trust_remote_code": True, "trainer.save_freq": 10})
     assert config.actor_rollout_ref.model.trust_remote_code
     assert len(warnings(config)) == 1
+
+
+@pytest.mark.parametrize(
+    ("save", "test", "keep", "warned"),
+    [(10, 15, 2, True), (10, 5, 2, False), (5, 10, 2, False), (10, 15, None, False), (10, -1, 2, False)],
+)
+def test_a_best_checkpoint_that_few_checkpoints_can_be_is_a_warning(save, test, keep, warned):
+    given = {"trainer.save_freq": save, "trainer.test_freq": test, "trainer.max_ckpt_to_keep": keep}
+    found = [text for text in warnings(validate(given)) if "best checkpoint" in text]
+    assert bool(found) == warned
+    assert not found or "meet every 30 steps only" in found[0]

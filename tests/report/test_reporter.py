@@ -1,6 +1,8 @@
 """What a run leaves and shows, from its first step to its end, whatever the end is."""
 
 import io
+import socket
+from contextlib import closing
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,8 @@ from hrl.config import compose_cli
 from hrl.report.charts import LOSS, REWARD
 from hrl.report.console import RunConsole
 from hrl.report.health import Raised
+from hrl.report.outcome import read_outcome
+from hrl.report.page_server import LiveViewError
 from hrl.report.phases import Tokens
 from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder, read_jsonl
@@ -257,3 +261,15 @@ def test_alarms_of_an_earlier_run_move_aside_with_it(tmp_path):
         pass
     assert not (tmp_path / "alarms.jsonl").exists()
     assert (tmp_path / "earlier" / "1" / "alarms.jsonl").exists()
+
+
+def test_a_start_that_fails_is_written_down_as_failed_and_leaves_no_run_that_goes_on(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        trainer = CONFIG.trainer.model_copy(update={"dashboard": taken.getsockname()[1]})
+        console = RunConsole(Console(file=io.StringIO(), width=120, color_system=None))
+        with closing(RunFolder(tmp_path)) as folder, pytest.raises(LiveViewError, match="choose another port"):
+            RunReporter(folder, console, trainer, {"trainer": {"seed": 1}})
+    assert read_outcome(tmp_path).status == "failed"
+    RunFolder(tmp_path).close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from hrl.report.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
+from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError, json_line, read_jsonl
 
 HOLD_THE_LOCK = """
 import sys
@@ -186,3 +186,42 @@ def test_steps_only_grow(tmp_path):
     with pytest.raises(ValueError, match=r"metrics.jsonl is at step 3, so step 2 can't be written"):
         written(tmp_path, (3, {}), (2, {}))
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 3}]
+
+
+def test_the_model_of_an_earlier_run_moves_with_its_outputs(tmp_path):
+    first = RunFolder(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("first")
+    first.close()
+    assert first.earlier is None
+    resumed = RunFolder(tmp_path, resume=True)
+    resumed.close()
+    assert (tmp_path / "model").is_dir() and resumed.earlier is None
+    second = RunFolder(tmp_path)
+    second.close()
+    assert second.earlier == tmp_path / "earlier/1"
+    assert (second.earlier / "model/config.json").read_text() == "first" and not (tmp_path / "model").exists()
+
+
+def test_a_refused_start_lets_go_of_the_folder_even_while_its_error_is_looked_at(tmp_path):
+    (tmp_path / "earlier").write_text("a file")
+    (tmp_path / "metrics.jsonl").write_text("")
+    with pytest.raises(RunFolderError) as kept:  # with its frames, as a notebook keeps the last error
+        RunFolder(tmp_path)
+    (tmp_path / "earlier").unlink()
+    RunFolder(tmp_path).close()
+    assert kept.value is not None
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (b'{"step": 1\n', r"metrics\.jsonl, line 2, is damaged: Expecting ',' delimiter.*Remove the line"),
+        (b"3\n", r"line 2, is damaged: 3 is no JSON object"),
+        (b"\xff\n", r"metrics\.jsonl is damaged: 'utf-8' codec can't decode"),
+    ],
+)
+def test_a_damaged_file_is_an_error_that_explains_itself(tmp_path, damage, told):
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + damage + b'{"step": 2}\n')
+    with pytest.raises(DamagedFileError, match=told):
+        read_jsonl(tmp_path / "metrics.jsonl")

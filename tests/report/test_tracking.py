@@ -115,7 +115,7 @@ def test_an_unknown_tracker_is_named_with_the_nearest_one(tmp_path):
 
 def test_a_tracker_that_is_not_installed_names_its_package(tmp_path, monkeypatch):
     monkeypatch.setattr(tracking.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"pip install swanlab"):
+    with pytest.raises(ValueError, match=r"uv pip install -e '\.\[swanlab\]'"):
         Tracking("p", "e", "swanlab", run_dir=tmp_path)
 
 

@@ -286,6 +286,28 @@ def test_after_training_without_a_block_the_trained_weights_answer(
     assert learnt(second.path) == learnt(run.path)  # from the beginning, as the same command would
 
 
+@pytest.mark.cluster
+def test_a_second_stage_in_the_same_folder_begins_with_the_model_of_the_first_which_moves_aside(
+    runner: Runner, tmp_path: Path, this_process: None
+) -> None:
+    first = grpo(runner, tmp_path / "run", reward=letters, steps=1).train()
+    weights = (first.model_path / "model.safetensors").read_bytes()
+    models = []
+
+    class Look(hrl.Callback):
+        def on_step_end(self, run: hrl.RunState, metrics: Mapping[str, float]) -> None:
+            models.append((run.path / "model").exists())
+
+    second = grpo(runner, tmp_path / "run", reward=letters, steps=1, callbacks=[Look()])
+    second.config.actor_rollout_ref.model.path = str(first.model_path)
+    run = second.train()
+    earlier = tmp_path / "run" / "earlier" / "1" / "model"
+    assert (earlier / "model.safetensors").read_bytes() == weights
+    assert run.config.actor_rollout_ref.model.path == str(earlier)
+    assert models == [False]  # so that an interruption leaves none that looks like this run's
+    assert (run.model_path / "model.safetensors").read_bytes() != weights
+
+
 def test_a_closed_trainer_and_one_that_never_started_can_be_closed(runner: Runner, tmp_path: Path) -> None:
     trainer = grpo(runner, tmp_path)
     trainer.close()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -63,3 +65,25 @@ def test_an_interruption_while_torch_is_imported_is_one_too(monkeypatch, capsys,
     monkeypatch.setattr("hrl.report.console.RunConsole.stage", interrupted)
     assert run_command("ppo", [f"trainer.default_local_dir={tmp_path}"]) == 130
     assert capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_a_termination_in_the_first_seconds_is_an_interruption_that_gives_the_cursor_back(
+    monkeypatch, capsys, tmp_path
+) -> None:
+    @contextmanager
+    def terminated(self, title):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            yield lambda text: None
+        finally:
+            sys.stdout.write("cursor shown\n")
+
+    monkeypatch.setattr("hrl.report.console.RunConsole.stage", terminated)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert run_command("ppo", [f"trainer.default_local_dir={tmp_path}"]) == 130
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    out, err = capsys.readouterr()
+    assert (out, err) == ("cursor shown\n", "\ninterrupted\n")

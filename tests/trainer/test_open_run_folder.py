@@ -13,7 +13,7 @@ from rich.console import Console
 from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
 from hrl.config import compose_cli
 from hrl.report.console import RunConsole
-from hrl.report.run_folder import RunFolder, RunFolderError, json_line, read_jsonl
+from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError, json_line, read_jsonl
 from hrl.trainer.kinds import KINDS
 from hrl.trainer.run import open_run_folder
 
@@ -115,3 +115,12 @@ def test_the_phase_bar_has_the_old_log_probs_where_the_run_computes_them() -> No
     assert "old_log_prob" not in KINDS["ppo"].phases(compose_cli(batches))
     twice = KINDS["ppo"].phases(compose_cli([*batches, "actor_rollout_ref.actor.ppo_epochs=2"]))
     assert twice[:3] == ["gen", "reward", "old_log_prob"]
+
+
+def test_a_log_that_cannot_be_taken_back_leaves_the_folder_free(tmp_path: Path) -> None:
+    store = earlier_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\ndamaged\n{"step": 3}\n')
+    with pytest.raises(DamagedFileError) as kept:  # with its frames, as a notebook keeps the last error
+        opened(tmp_path, store.path(1))
+    RunFolder(tmp_path, resume=True).close()
+    assert "line 2" in str(kept.value)

@@ -15,6 +15,7 @@ from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.run_folder import read_jsonl
 from hrl.reward.combine import CombinedScores
+from hrl.trainer.callbacks import Callback, Callbacks, RunState
 from hrl.workers.requests import SamplingParams
 from tests.trainer.ppo.driver import Driver, Prompts, Rewards
 
@@ -112,6 +113,21 @@ def test_the_checkpoint_with_the_best_validation_stays_beside_the_newest(tmp_pat
     again = Driver(tmp_path, "trainer.save_freq=1", "trainer.test_freq=-1", "trainer.val_before_train=false", steps=6)
     again.fit()  # goes on after step 4, without a validation
     assert again.trainer.checkpoints.steps() == [2, 5, 6]
+
+
+class StopWhenSaved(Callback):
+    def on_checkpoint(self, run: RunState, folder: Path) -> None:
+        run.stop("saved")
+
+
+def test_a_run_that_is_stopped_when_it_was_saved_is_validated_too(tmp_path: Path) -> None:
+    driver = Driver(tmp_path, "trainer.save_freq=2", "trainer.test_freq=5", "trainer.val_before_train=false", steps=9)
+    driver.trainer.validate = lambda: {"val/sums/mean@1": 0.75, "val/sums/n": 3.0}
+    driver.trainer.callbacks = Callbacks([StopWhenSaved()])
+    driver.fit()
+    assert driver.trainer.global_steps == 2
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["val/sums/mean@1"] == 0.75
+    assert driver.trainer.checkpoints.best() == 2  # whose score came after it
 
 
 def test_the_spread_of_the_runs_rewards_goes_on_after_a_resume(tmp_path: Path, saved: Path) -> None:
