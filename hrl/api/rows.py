@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,6 +21,9 @@ MOST_ROWS = 1_000_000
 """Rows that are read from an iterable without a length, which may never end."""
 
 
+_LONGEST_SHOWN = 60
+
+
 class UsageError(HrlError, TypeError):
     """A trainer was given something that it can't take, or asked for something that it can't do now."""
 
@@ -33,8 +38,9 @@ def as_sources_or_rows(
     """
     if data is None:
         return None, None
-    items: list[Any] = [data] if _is_source(data) else list(_items(data))
-    if items and all(map(_is_source, items)):
+    items: list[Any] = [data] if _is_source(data) or _is_meant_as_source(data) else list(_items(data))
+    if items and (all(map(_is_source, items)) or _is_meant_as_source(data)):
+        _require_names(items)
         return [dict(item) if isinstance(item, Mapping) else str(item) for item in items], None
     for index, item in enumerate(items):
         if not isinstance(item, Mapping):
@@ -46,9 +52,32 @@ def _is_source(value: object) -> bool:
     return isinstance(value, str | Path) or is_source(value)
 
 
+def _is_meant_as_source(value: object) -> bool:
+    """Return whether a dict is a source with an option that there is not: its path is a text, and no column."""
+    return isinstance(value, Mapping) and isinstance(value.get("path"), str | Path)
+
+
+def _require_names(items: Sequence[Any]) -> None:
+    """Refuse prompts that stand where names of files are expected.
+
+    Raises:
+        UsageError: A text with a space or a line break in it is no file.
+    """
+    for index, item in enumerate(items):
+        text = str(item)
+        if isinstance(item, str) and re.search(r"\s", text) and not os.path.exists(os.path.expanduser(text)):
+            shown = text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
+            raise UsageError(
+                f"text {index} of data is {shown!r}, and no file has that name. A text names a file or a data set; "
+                "rows are dicts: [{'prompt': …, 'answer': …}]"
+            )
+
+
 def _items(data: Any) -> Iterable[Any]:
     """Return what a container holds, row by row. Packages of tables need not be installed, so methods tell them."""
     if hasattr(data, "to_dict") and hasattr(data, "iterrows"):  # pandas
+        if any(name is not None for name in data.index.names):  # a column that was made the index
+            data = data.reset_index()
         return [_without_missing(row) for row in data.to_dict("records")]
     if hasattr(data, "to_pylist"):  # pyarrow
         return list(data.to_pylist())
@@ -57,7 +86,9 @@ def _items(data: Any) -> Iterable[Any]:
     if isinstance(data, Mapping):
         return _rows_of_columns(data)
     if hasattr(data, "with_format") and hasattr(data, "column_names"):  # datasets: plain values, not tensors
-        data = data.with_format(None)
+        from hrl.data.hub import undecoded
+
+        data = undecoded(data)
     if not isinstance(data, Iterable) or isinstance(data, bytes):
         raise UsageError(
             f"data is a {type(data).__name__}; give a list of rows (dicts), a dict of columns, a data set, or a file's "

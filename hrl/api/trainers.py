@@ -79,6 +79,7 @@ class Trainer:
             self._values |= dotted(config.model_dump(), self._keys)
         elif config is not None:
             self._values |= dotted(config, self._keys)
+            _require_once(self._values, data, val_data)
         train_files, self._train_rows = as_sources_or_rows(data)
         val_files, self._val_rows = as_sources_or_rows(val_data)
         self._values |= {
@@ -145,7 +146,9 @@ class Trainer:
     def _set(self, key: str, value: Any) -> None:
         if self._loop is not None:
             raise UsageError(f"{key} can't be set while the processes of the run are there: set it before they start")
-        self._values |= dotted({key: value}, self._keys)
+        values = dotted({key: value}, self._keys)
+        _require_once(values, self._train_rows, self._val_rows)
+        self._values |= values
 
     def _given(self) -> Given:
         return Given(self._train_rows, self._val_rows)
@@ -289,6 +292,22 @@ class Trainer:
             "trainer.resume_from_path": None,
         }
         return compose_kind(KINDS[self.kind], [*self.arguments, *_overrides(changed)])
+
+
+def _require_once(values: Mapping[str, Any], data: Rows | None, val_data: Rows | None) -> None:
+    """Refuse rows that are given twice, as an argument and by a key.
+
+    Raises:
+        UsageError: They are.
+    """
+    for argument, given, key, name in (
+        ("data", data, "data.train_files", TRAIN_ROWS),
+        ("val_data", val_data, "data.val_files", VAL_ROWS),
+    ):
+        if given is not None and values.get(key) not in (None, name, [name]):
+            raise UsageError(
+                f"{key} is {values[key]!r}, and the rows are given as {argument} too: leave one of them out"
+            )
 
 
 class PPO(Trainer):

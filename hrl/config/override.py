@@ -12,6 +12,8 @@ from hydra.core.override_parser.types import Quote, QuotedString
 
 from hrl.errors import HrlError
 
+_KEY = r"[A-Za-z0-9_/\-\\+.$%*@?|()\[\]{}:=, \t]+"
+"""What a key may consist of, some of it escaped."""
 _READ_AS_OTHERS = frozenset({"null", "true", "false", "nan", "inf"})
 
 
@@ -39,10 +41,34 @@ def as_override(value: Any) -> str:
         text = str(value)
         return text if _is_plain_word(text) else QuotedString(text, Quote.single).with_quotes()
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{as_override(item)}" for key, item in value.items()) + "}"
+        return "{" + ",".join(f"{_key(key)}:{as_override(item)}" for key, item in value.items()) + "}"
     if isinstance(value, Sequence):
         return "[" + ",".join(map(as_override, value)) + "]"
     raise NotPlainError(f"a configuration holds plain values, not a {type(value).__name__}: {value!r}")
+
+
+def _key(key: Any) -> str:
+    """Return a key of a mapping. The grammar has no quotes for keys: some signs are escaped, and others can't be said.
+
+    Raises:
+        NotPlainError: It would be read as another key, or not at all.
+    """
+    if not isinstance(key, str):
+        return as_override(key)
+    if not re.fullmatch(_KEY, key) or key.lower() in _READ_AS_OTHERS or _is_number(key):
+        raise NotPlainError(
+            f"the key {key!r} of a mapping can't be written on a command line, which would read it as something else: "
+            "write the mapping into a YAML file"
+        )
+    return re.sub(r"([\\()\[\]{}:=, \t])", r"\\\1", key)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text.replace("_", ""))
+    except ValueError:
+        return False
+    return True
 
 
 def _is_plain_word(text: str) -> bool:

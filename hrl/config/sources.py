@@ -1,6 +1,7 @@
 """A source of rows as `data.train_files` and `data.val_files` name it: a text, or a mapping with a path and options."""
 
 from collections.abc import Mapping
+from os import PathLike
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, PositiveFloat, ValidationError
@@ -38,12 +39,17 @@ SOURCE_OPTIONS = tuple(SourceConfig.model_fields)
 
 def is_source(value: object) -> bool:
     """Return whether a mapping names a source, and is no row."""
-    return isinstance(value, Mapping) and "path" in value and value.keys() <= set(SOURCE_OPTIONS)
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("path"), str | PathLike)
+        and value.keys() <= set(SOURCE_OPTIONS)
+    )
 
 
 def source_config(value: str | Mapping[str, Any]) -> SourceConfig:
     """Return a source with its options; a text is one without."""
-    return SourceConfig(path=value) if isinstance(value, str) else SourceConfig.model_validate(dict(value))
+    options = {"path": value} if isinstance(value, str) else dict(value)
+    return SourceConfig.model_validate({**options, "path": str(options.get("path", ""))})
 
 
 def source_title(value: str | Mapping[str, Any]) -> str:

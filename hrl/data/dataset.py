@@ -17,7 +17,7 @@ import torch
 
 from hrl.columns import object_column
 from hrl.data.chat import as_messages, encode_texts, render_prompt, tools_of, with_tools, wrong_value
-from hrl.data.sources import DataRow, show_value
+from hrl.data.sources import GROUND_TRUTH, DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.errors import DatasetError
 from hrl.processes.plain_data import to_plain
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 ANSWER = "answer"
-"""Column of the ground truth in rows without `reward_model.ground_truth`."""
+"""Column of the ground truth in rows without `reward_model.ground_truth` and without a column `ground_truth`."""
 MESSAGES = "messages"
 """Column of a whole chat, in rows without a prompt; a reply at its end is no part of the prompt, but the answer."""
 
@@ -45,6 +45,7 @@ class PromptRow(DataRow):
         extra_info: Further values for the reward function.
         columns: Every other column of the row that can be handed to another process, as it was read; `reward_model`
             without its ground truth.
+        left_out: For each column that can't be handed to another process its name and why.
         tools: Schemas of the functions that the prompt offers; None for none.
     """
 
@@ -52,6 +53,7 @@ class PromptRow(DataRow):
     reward_model: dict[str, Any]
     extra_info: dict[str, Any]
     columns: dict[str, Any] = field(default_factory=dict)
+    left_out: tuple[tuple[str, str], ...] = ()
     tools: list[dict[str, Any]] | None = None
 
 
@@ -61,7 +63,8 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, answer_key: str | None
     Args:
         raw: The row.
         prompt_key: Column of the prompt (`data.prompt_key`). Rows without it may have `messages`, a whole chat.
-        answer_key: Column of the right answer (`data.answer_key`); None takes `reward_model.ground_truth`, or `answer`.
+        answer_key: Column of the right answer (`data.answer_key`); None takes `reward_model.ground_truth`, or else the
+            column `ground_truth` or `answer`.
     """
     prompt, reply = _prompt_of(raw, prompt_key)
     messages = as_messages(prompt, prompt_key)
@@ -77,13 +80,17 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, answer_key: str | None
     if data_source is not None and (not isinstance(data_source, str) or not data_source):
         return f"'data_source' is {show_value(data_source)}, expected a non-empty string (or no such column)"
     columns: dict[str, Any] = {}
+    left_out = []
     for name, value in raw.items():
         try:
             to_plain(value, name)
         except ValueError as error:
             if name in _OBJECTS:
                 return wrong_value(value, name, is_text=False) or str(error)
-            continue  # such as the bytes of a picture
+            if name == answer_key:
+                return f"{error} (data.answer_key)"
+            left_out.append((str(name), str(error).partition(";")[0]))  # such as the bytes of a picture
+            continue
         columns[str(name)] = value
     objects: dict[str, dict[str, Any]] = {}
     for name in _OBJECTS:
@@ -94,24 +101,27 @@ def check_prompt(raw: Mapping[str, Any], prompt_key: str, answer_key: str | None
     columns.pop("data_source", None)
     reward_model = objects["reward_model"]
     if reward_model:  # a function that names it gets it back with its ground truth, which goes only once
-        columns["reward_model"] = {name: value for name, value in reward_model.items() if name != "ground_truth"}
+        columns["reward_model"] = {name: value for name, value in reward_model.items() if name != GROUND_TRUTH}
     if answer_key is not None:
         if columns.get(answer_key) is None:
             return f"{answer_key!r} is missing or null (data.answer_key)"
-        reward_model["ground_truth"] = columns[answer_key]
+        reward_model[GROUND_TRUTH] = columns[answer_key]
         columns[ANSWER] = columns[answer_key]
     else:
         columns.setdefault(ANSWER, reply)
         if columns[ANSWER] is None:
             del columns[ANSWER]
-        elif reward_model.get("ground_truth") is None:
-            reward_model["ground_truth"] = columns[ANSWER]
+        given = (reward_model.get(GROUND_TRUTH), columns.get(GROUND_TRUTH), columns.get(ANSWER))
+        truth = next((value for value in given if value is not None), None)
+        if truth is not None:
+            reward_model[GROUND_TRUTH] = truth
     return PromptRow(
         data_source=data_source or "",
         messages=messages,
         reward_model=reward_model,
         extra_info=objects["extra_info"],
         columns=columns,
+        left_out=tuple(left_out),
         tools=tools,
     )
 
@@ -205,6 +215,11 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         return columns_handed_on(self.rows[index] for index in self.known)
 
     @property
+    def left_out(self) -> dict[str, str]:
+        """The columns that can't be handed to a reward function, each with why."""
+        return columns_left_out(self.rows[index] for index in self.known)
+
+    @property
     def data_sources(self) -> tuple[str, ...]:
         """The data sources of the rows, sorted."""
         return tuple(sorted({self.rows[index].data_source for index in self.known}))
@@ -226,6 +241,11 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
 def columns_handed_on(rows: Iterable[PromptRow]) -> tuple[str, ...]:
     """Return the columns of rows that a reward function may take by name, sorted."""
     return tuple(sorted({name for row in rows for name in row.columns}))
+
+
+def columns_left_out(rows: Iterable[PromptRow]) -> dict[str, str]:
+    """Return the columns of rows that can't be handed to another process, each with why."""
+    return {name: why for row in rows for name, why in row.left_out}
 
 
 def columns_of_rows(datasets: Iterable[RLHFDataset]) -> tuple[str, ...]:

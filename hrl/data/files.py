@@ -1,23 +1,26 @@
-"""Files and folders of rows: Parquet, JSON, JSON lines, CSV, and text formats packed by gzip.
+"""Files and folders of rows: Parquet, JSON, JSON lines, CSV, and packed text formats.
 
 Reading never runs code. A row that can't be read is a `BadRow` with its place; a file that can't be read is an error.
 """
 
 from __future__ import annotations
 
+import bz2
 import csv
 import glob
 import gzip
 import io
 import json
+import lzma
 import re
 import sys
-from array import array
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import IO, TYPE_CHECKING, Any
 
 from hrl.errors import DatasetError
 from hrl.nearest import listing, way_to
@@ -29,16 +32,20 @@ PARQUET = (".parquet",)
 JSON_LINES = (".jsonl", ".ndjson")
 JSON = (".json",)
 CSV = (".csv", ".tsv")
-_PACKED = ".gz"
 READ = (*PARQUET, *JSON_LINES, *JSON, *CSV)
-FORMATS = ".parquet, .jsonl, .json, .csv or .tsv (the last four also as .gz)"
+FORMATS = ".parquet, .jsonl, .json, .csv or .tsv (the last four also as .gz, .zst, .bz2 or .xz)"
+PACKED = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd", ".bz2": b"BZh", ".xz": b"\xfd7zXZ\x00"}
+"""Suffix of a packed file → how it begins."""
+DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError)
+"""What reading a damaged file raises."""
 
 DEEPEST = 100
 """How deep rows may be nested; deeper ones cannot be sent to another process (`hrl.processes.plain_data`)."""
 
 _ROWS_AT_ONCE = 1024
 _PARQUET_MAGIC = b"PAR1"
-_GZIP_MAGIC = b"\x1f\x8b"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+_DELIMITERS = ",;\t|"
 _GLOB = frozenset("*?[")
 _WAYS_OUT = {
     ".arrow": "pyarrow.parquet.write_table(pyarrow.ipc.open_stream('rows.arrow').read_all(), 'rows.parquet')",
@@ -59,21 +66,25 @@ class BadRow:
 
 
 def kind_of(path: Path) -> str:
-    """Return the suffix that tells a file's format, without `.gz`; empty for a format that is not read."""
-    name = path.name.lower()
-    plain = name.removesuffix(_PACKED)
+    """Return the suffix that tells a file's format, without that of packing; empty for a format that is not read."""
+    plain = _unpacked_name(path).lower()
     found = next((suffix for suffix in READ if plain.endswith(suffix)), "")
-    return "" if found in PARQUET and plain != name else found
+    return "" if found in PARQUET and packing_of(path) else found
 
 
-def is_packed(path: Path) -> bool:
-    """Return whether a file is packed by gzip."""
-    return path.name.lower().endswith(_PACKED)
+def packing_of(path: Path) -> str:
+    """Return the suffix of a packed file, such as `.gz`; empty for any other."""
+    suffix = path.suffix.lower()
+    return suffix if suffix in PACKED else ""
+
+
+def _unpacked_name(path: Path) -> str:
+    return path.name[: len(path.name) - len(packing_of(path))]
 
 
 def stem_of(path: Path) -> str:
     """Return a file's name without the suffixes of its format."""
-    plain = path.name.removesuffix(_PACKED)
+    plain = _unpacked_name(path)
     return plain.removesuffix(Path(plain).suffix) if kind_of(path) else plain
 
 
@@ -147,15 +158,24 @@ def check_data_file(path: Path) -> None:
         raise DatasetError(f"data file {path} is none of {FORMATS}; write it as one of them{way_out}")
     try:
         with path.open("rb") as file:
-            start = file.read(len(_PARQUET_MAGIC))
+            start = file.read(max(map(len, (_PARQUET_MAGIC, *PACKED.values()))))
     except OSError as error:
         raise DatasetError(f"data file {path} can't be read: {error.strerror}") from error
     if not start:
         raise DatasetError(f"data file {path} is empty")
-    if kind in PARQUET and start != _PARQUET_MAGIC:
-        raise DatasetError(f"data file {path} is not a readable Parquet file: it does not begin with PAR1")
-    if is_packed(path) and not start.startswith(_GZIP_MAGIC):
-        raise DatasetError(f"data file {path} is not packed by gzip, as its name says")
+    if kind in PARQUET:
+        if not start.startswith(_PARQUET_MAGIC):
+            raise DatasetError(f"data file {path} is not a readable Parquet file: it does not begin with PAR1")
+        return
+    named, found = packing_of(path), next((suffix for suffix, magic in PACKED.items() if start.startswith(magic)), "")
+    if named and found != named:
+        raise DatasetError(f"data file {path} is not packed as its name says ({named})")
+    if found and not named:
+        raise DatasetError(f"data file {path} is packed: call it {path.name}{found}")
+    if start.startswith(_PARQUET_MAGIC):
+        raise DatasetError(f"data file {path} is a Parquet file by its content: call it .parquet")
+    if start.startswith(_UTF16):
+        raise DatasetError(f"data file {path} is UTF-16 text: save it as UTF-8")
 
 
 def _missing(path: Path) -> str:
@@ -213,29 +233,46 @@ def _require_once(path: Path, names: Sequence[str]) -> None:
         raise DatasetError(f"data file {path} has two columns of the name {twice[0]!r}; rename one")
 
 
-def _opened(path: Path) -> Any:
-    return gzip.open(path, "rb") if is_packed(path) else path.open("rb")
+def opened(path: Path) -> IO[bytes]:
+    """Open a file to read its bytes, unpacked."""
+    packing = packing_of(path)
+    if packing == ".zst":
+        import pyarrow as pa
+
+        return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+    opener: Any = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(packing, open)
+    return opener(path, "rb")  # type: ignore[no-any-return]
 
 
 def _jsonl_rows(path: Path) -> Iterator[tuple[str, object]]:
-    with _opened(path) as file:
+    with opened(path) as file:
         number = 0
         while True:
             number += 1
             try:
                 line = file.readline()
-            except (OSError, EOFError) as error:
+            except DAMAGED as error:
                 raise DatasetError(f"data file {path} is damaged after line {number - 1}: {error}") from error
             if not line:
                 return
             if line.strip():
                 origin = f"{path} line {number}"
                 # Programs on Windows often begin a file with a byte order mark.
-                yield origin, _from_json(line, origin, "utf-8-sig" if number == 1 else "utf-8", "of the line")
+                row = from_json(line, origin, "utf-8-sig" if number == 1 else "utf-8", "of the line")
+                if isinstance(row, BadRow) and line.strip() in (b"{", b"["):
+                    row = BadRow(origin, f"{row.reason}; a document of several lines is called .json")
+                yield origin, row
 
 
-def _from_json(text: bytes, origin: str, encoding: str, where: str) -> object:
-    """Return the value of a JSON text, or the `BadRow` that it is."""
+def from_json(text: bytes, origin: str, encoding: str, where: str) -> object:
+    """Return the value of a JSON text, or the `BadRow` that it is.
+
+    Args:
+        text: The text.
+        origin: Its place, for messages.
+        encoding: UTF-8, with or without a byte order mark.
+        where: Of what bytes are counted.
+    """
     try:
         return json.loads(text.decode(encoding))
     except UnicodeDecodeError as error:
@@ -251,16 +288,16 @@ def _from_json(text: bytes, origin: str, encoding: str, where: str) -> object:
 def _json_rows(path: Path) -> Iterator[tuple[str, object]]:
     """Yield the rows of a list, of the one list in an object, or of JSON lines that are called .json."""
     try:
-        with _opened(path) as file:
+        with opened(path) as file:
             text = file.read()
-    except (OSError, EOFError) as error:
+    except DAMAGED as error:
         raise DatasetError(f"data file {path} can't be read: {error}") from error
     if not text.removeprefix(b"\xef\xbb\xbf").strip():
         raise DatasetError(f"data file {path} is empty")
-    whole = _from_json(text, str(path), "utf-8-sig", "of the file")
+    whole = from_json(text, str(path), "utf-8-sig", "of the file")
     if isinstance(whole, BadRow):
         first = text.removeprefix(b"\xef\xbb\xbf").lstrip().partition(b"\n")[0]
-        if not isinstance(_from_json(first, "", "utf-8", ""), dict):
+        if not isinstance(from_json(first, "", "utf-8", ""), dict):
             raise DatasetError(f"data file {path} {whole.reason}")
         yield from _jsonl_rows(path)
         return
@@ -275,7 +312,7 @@ def _list_in(path: Path, whole: object) -> tuple[str, list[Any]]:
     if not isinstance(whole, dict):
         raise DatasetError(f"data file {path} holds a {type(whole).__name__}; expected a list of rows")
     lists = {name: value for name, value in whole.items() if isinstance(value, list)}
-    of_rows = {name: value for name, value in lists.items() if all(isinstance(row, dict) for row in value)}
+    of_rows = {name: value for name, value in lists.items() if value and all(isinstance(row, dict) for row in value)}
     if len(of_rows) == 1:
         ((name, rows),) = of_rows.items()
         return f" of {name!r}", rows
@@ -288,78 +325,84 @@ def _list_in(path: Path, whole: object) -> tuple[str, list[Any]]:
     raise DatasetError(f"data file {path} is no list of rows, and no object with one list of rows: {hint}")
 
 
-def csv_header(path: Path) -> list[str]:
-    """Return the names of the columns of a CSV file; none if it has no row."""
-    row = next((row for _, row in _csv_rows(path) if isinstance(row, dict)), {})
-    return list(row)
+class Lines:
+    """The lines of a text, with the number of lines and bytes that were taken."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self.number = self.num_bytes = 0
+        self._text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        line = next(self._text)
+        is_first, self.number, self.num_bytes = self.number == 0, self.number + 1, self.num_bytes + len(line.encode())
+        return line.removeprefix("\ufeff") if is_first else line
+
+    def leave_open(self) -> None:
+        """Let go of the file, which is closed with the text otherwise."""
+        self._text.detach()
 
 
-class JsonLines(Sequence[object]):
-    """The rows of files of JSON lines by number, each read when it is asked for; in memory is where each begins.
+@dataclass(frozen=True)
+class CsvForm:
+    """How the rows of a CSV file are written: the names of its columns, and what is between two fields."""
 
-    Args:
-        paths: Files of JSON lines, not packed.
+    header: tuple[str, ...]
+    delimiter: str
+
+    def row(self, fields: Sequence[str], origin: str) -> dict[str, str | None] | BadRow:
+        """Return the row of some fields, all text; an empty one is null, and one without a name is left out."""
+        if len(fields) != len(self.header):
+            hint = "is a comma unquoted?" if self.delimiter == "," else f"is the delimiter {self.delimiter!r} unquoted?"
+            return BadRow(origin, f"has {len(fields)} fields, and the header {len(self.header)}: {hint}")
+        return {name: field or None for name, field in zip(self.header, fields, strict=True) if name}
+
+
+def csv_records(path: Path, lines: Lines) -> Iterator[tuple[int, list[str], CsvForm]]:
+    """Yield the rows of a CSV file as fields, each with the byte that it begins at.
+
+    What delimits fields follows from the header: the first of comma, semicolon, tab and bar that is in it.
+
+    Raises:
+        DatasetError: The file can't be read.
     """
-
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._files = [path.open("rb") for path in paths]
-        starts, which = array("Q"), array("I")
-        for number, file in enumerate(self._files):
-            place = 0
-            for line in file:
-                if line.strip():
-                    starts.append(place)
-                    which.append(number)
-                place += len(line)
-        self._starts, self._which = starts, which
-
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    @overload
-    def __getitem__(self, index: int) -> object: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[object]: ...
-    def __getitem__(self, index: int | slice) -> object:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        start, file = self._starts[index], self._files[self._which[index]]
-        file.seek(start)
-        origin = f"{file.name} byte {start}"
-        return _from_json(file.readline(), origin, "utf-8" if start else "utf-8-sig", "of the line")
+    csv.field_size_limit(sys.maxsize)
+    reader: Any = None
+    form: CsvForm | None = None
+    while True:
+        start = lines.num_bytes
+        try:
+            if reader is None:
+                first = next((line for line in lines if line.strip("\r\n")), "")
+                outside = re.sub(r'"[^"]*"', "", first)
+                delimiter = next((sign for sign in _DELIMITERS if sign in outside), ",")
+                delimiter = "\t" if kind_of(path) == ".tsv" else delimiter
+                reader = csv.reader(chain([first], lines), delimiter=delimiter, strict=True)
+            fields = next(reader, None)
+        except UnicodeDecodeError as error:
+            what = f"not UTF-8 after line {lines.number}: {error.reason}"
+            raise DatasetError(f"data file {path} is {what}; save it as UTF-8") from error
+        except (csv.Error, *DAMAGED) as error:
+            raise DatasetError(f"data file {path} is damaged at line {lines.number}: {error}") from error
+        if fields is None:
+            return
+        if not fields:
+            continue
+        if form is None:
+            form = CsvForm(tuple(name.strip() for name in fields), delimiter)
+            _require_once(path, [name for name in form.header if name])
+        else:
+            yield start, fields, form
 
 
 def _csv_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """Yield rows of text; an empty field is null."""
-    csv.field_size_limit(sys.maxsize)
-    with _opened(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, delimiter="\t" if kind_of(path) == ".tsv" else ",", strict=True)
-        header: list[str] | None = None
-        while True:
-            try:
-                fields = next(reader, None)
-            except UnicodeDecodeError as error:
-                raise DatasetError(
-                    f"data file {path} is not UTF-8 after line {reader.line_num}: {error.reason}"
-                ) from error
-            except (csv.Error, OSError, EOFError) as error:
-                raise DatasetError(f"data file {path} is damaged at line {reader.line_num}: {error}") from error
-            if fields is None:
-                return
-            if not fields:
-                continue
-            if header is None:
-                header = [name.strip() for name in fields]
-                _require_once(path, header)
-                continue
-            origin = f"{path} line {reader.line_num}"
-            if len(fields) != len(header):
-                yield (
-                    origin,
-                    BadRow(origin, f"has {len(fields)} fields, and the header {len(header)}: is a comma unquoted?"),
-                )
-            else:
-                yield origin, {name: field or None for name, field in zip(header, fields, strict=True)}
+    with opened(path) as file:
+        lines = Lines(file)
+        for _, fields, form in csv_records(path, lines):
+            origin = f"{path} line {lines.number}"
+            yield origin, form.row(fields, origin)
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:

@@ -12,10 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 from urllib.parse import urlsplit
 
-from hrl.data.files import CSV, PARQUET, csv_header, is_saved_data_set, kind_of
+from hrl.data.files import PARQUET, BadRow, is_saved_data_set, kind_of, without_missing
 from hrl.errors import DatasetError
 from hrl.nearest import did_you_mean, listing
 
@@ -34,7 +34,7 @@ def looks_like_hub(path: str) -> bool:
     return bool(_NAME.fullmatch(path)) and not kind_of(Path(path)) and not Path(owner).is_dir()
 
 
-def open_data_set(path: str, name: str | None, split: str | None) -> Dataset:
+def open_data_set(path: str, name: str | None, split: str | None) -> Table:
     """Return a data set of the hub or of a folder, downloaded to the cache of `datasets` where it is not there yet.
 
     Args:
@@ -55,27 +55,23 @@ def open_data_set(path: str, name: str | None, split: str | None) -> Dataset:
                 found = found[chosen]
             elif split is not None:
                 raise DatasetError(f"{title} was saved as one split; leave out the split {split!r}")
-            return _undecoded(found)
+            return Table(undecoded(found), title)
         with _offline_without_network(datasets, path):
             if split is None:
                 split = _choose(title, None, datasets.get_dataset_split_names(path, name))
-            return _undecoded(datasets.load_dataset(path, name, split=split))
+            return Table(undecoded(datasets.load_dataset(path, name, split=split)), title)
 
 
-def converted(files: Sequence[Path]) -> Dataset:
-    """Return the rows of files of one kind, converted once to the cache of `datasets`.
+def converted(files: Sequence[Path]) -> Table:
+    """Return the rows of files of Parquet or of JSON lists, converted once to the cache of `datasets`.
 
     Raises:
         DatasetError: A row can't be read, or the rows of a column have different types.
     """
     datasets = _package(str(files[0]))
     kind = kind_of(files[0])
-    builder = "parquet" if kind in PARQUET else "csv" if kind in CSV else "json"
+    builder = "parquet" if kind in PARQUET else "json"
     options: dict[str, Any] = {}
-    if kind in CSV:  # text stays text, as it does where rows are read into memory
-        columns = {name: datasets.Value("string") for name in csv_header(files[0])}
-        options = {"sep": "\t" if kind == ".tsv" else ",", "features": datasets.Features(columns)}
-        options |= {"keep_default_na": False, "na_values": [""]}
     if kind in PARQUET:  # without them a file of 1 GB takes 1.6 GB of memory on its way
         from pyarrow.dataset import ParquetFragmentScanOptions
 
@@ -84,7 +80,47 @@ def converted(files: Sequence[Path]) -> Dataset:
     title = f"data file {files[0]}" if len(files) == 1 else f"{len(files)} files from {files[0]} on"
     with _explained(title, str(files[0]), None, None):
         names = [str(file) for file in files]
-        return _undecoded(datasets.load_dataset(builder, data_files={TRAIN: names}, split=TRAIN, **options))
+        return Table(
+            undecoded(datasets.load_dataset(builder, data_files={TRAIN: names}, split=TRAIN, **options)), title
+        )
+
+
+def cache_folder() -> Path:
+    """Return the folder in which `datasets` keeps what it converted."""
+    folder = Path(_package("streaming").config.HF_DATASETS_CACHE)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+class Table(Sequence[object]):
+    """Rows of `datasets` as they were written: without the nulls that its form adds.
+
+    Args:
+        rows: The rows.
+        title: Their name, for messages.
+    """
+
+    def __init__(self, rows: Dataset, title: str) -> None:
+        self._rows, self._title = rows, title
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> object: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[object]: ...
+    def __getitem__(self, index: int | slice) -> object:
+        if isinstance(index, slice):
+            return [self[one] for one in range(*index.indices(len(self)))]
+        try:
+            return without_missing(self._rows[index])
+        except UnicodeDecodeError as error:
+            return BadRow(f"{self._title} row {index}", f"holds text that is not UTF-8 ({error.reason})")
+
+    def __iter__(self) -> Iterator[object]:
+        """Yield all rows, many at once from the disk."""
+        return map(without_missing, self._rows)
 
 
 def _package(path: str) -> Any:
@@ -163,6 +199,8 @@ def _explained(title: str, path: str, name: str | None, split: str | None) -> It
 
 def _words(error: BaseException) -> str:
     text = _first_line(error)
+    if "corresponds to no data" in text:
+        return "it has no rows"
     quoted = r"'([^']*)'"
     found = re.search(r"BuilderConfig '(.*?)' not found\. Available: \[(.*)\]", str(error), re.DOTALL)
     if found:
@@ -185,12 +223,12 @@ def _first_line(error: BaseException) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)[:300]
 
 
-def _undecoded(rows: Any) -> Dataset:
+def undecoded(rows: Any) -> Dataset:
     """Return the rows with pictures and sounds as they are stored: decoding them needs further packages."""
     from datasets import Audio, Image, Video
 
     rows = rows.with_format(None)
-    for column, feature in rows.features.items():
+    for column, feature in (rows.features or {}).items():
         if isinstance(feature, Audio | Image | Video):
             rows = rows.cast_column(column, type(feature)(decode=False))
     return rows

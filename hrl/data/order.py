@@ -7,7 +7,7 @@ position reveals a resumed run that has other rows or another order.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from typing import Any
@@ -121,11 +121,12 @@ class MixedOrder(EpochOrder):
     @property
     def counts(self) -> tuple[int, ...]:
         """Prompts of each source in an epoch: the shares of `num_rows`, rounded so that they add up."""
-        exact = np.array(self.weights) / sum(self.weights) * self.num_rows
-        counts = np.floor(exact).astype(np.int64)
-        for source in np.argsort(counts - exact, kind="stable")[: self.num_rows - int(counts.sum())]:
-            counts[source] += 1
-        return tuple(int(count) for count in counts)
+        return tuple(whole_shares(self.num_rows, self.weights))
+
+    @property
+    def ends(self) -> np.ndarray:
+        """The row after the last one of each source, int64."""
+        return np.cumsum(self.sizes)
 
     def share(self, source: int) -> float:
         """Return the share of the prompts that a source gives."""
@@ -147,6 +148,15 @@ class MixedOrder(EpochOrder):
         first = start // size
         passes = np.arange(first, (start + count - 1) // size + 1) if count else np.arange(0)
         return _passes_over(size, self.seed, passes, source + 1).reshape(-1)[start - first * size :][:count]
+
+
+def whole_shares(total: int, weights: Sequence[float]) -> list[int]:
+    """Return the shares of a whole number in proportion to weights, rounded so that they add up to it."""
+    exact = np.array(weights) / sum(weights) * total
+    counts = np.floor(exact).astype(np.int64)
+    for source in np.argsort(counts - exact, kind="stable")[: total - int(counts.sum())]:
+        counts[source] += 1
+    return [int(count) for count in counts]
 
 
 @lru_cache(maxsize=2)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping
 from inspect import Parameter, signature
-from itertools import islice
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class PromptSampler:
         self.seed = seed
 
     def choose(self, position: Position, size: int) -> tuple[list[int], Position]:
-        """Return the rows of the next batch, all different, and the position after it.
+        """Return the rows of the next batch and the position after it; all different, but of sources with weights.
 
         The result must follow from the arguments, the seed and what `state_dict` holds alone, or a resumed run would go
         on with other prompts.
@@ -105,8 +105,8 @@ class PassRateSampler(PromptSampler):
 
     The samples of a prompt that is always or never solved all have the same advantage, 0, and teach nothing. Each
     prompt is drawn with a probability in proportion to `floor + (1 - floor) · 4 p (1 - p)`, where p is its running pass
-    rate; a prompt that was not drawn yet counts as p = 0.5, so that new ones come first. The shares of weighted sources
-    are kept in the mean.
+    rate; a prompt that was not drawn yet counts as p = 0.5, so that new ones come first. Weighted sources keep their
+    shares of each batch; a source whose share is larger than its rows gives all of them, and some twice.
 
     Args:
         dataset, seed: See `PromptSampler`.
@@ -124,15 +124,19 @@ class PassRateSampler(PromptSampler):
                 raise SamplerError(f"{name} of pass_rate is {value!r}, expected a number {low} and at most 1")
         self.floor, self.decay = float(floor), float(decay)
         self.rates = np.full(len(dataset), np.nan)
-        self._shares = _shares(dataset)
 
     def choose(self, position: Position, size: int) -> tuple[list[int], Position]:
         """Draw rows without replacement, by their weights (Efraimidis and Spirakis 2006)."""
         rates = np.nan_to_num(self.rates, nan=0.5)
-        weights = (self.floor + (1 - self.floor) * 4 * rates * (1 - rates)) * self._shares
-        keys = np.log(self.random(position)) / weights
-        chosen = np.argsort(-keys, kind="stable")[:size]
-        return chosen.tolist(), self.after(position, size)
+        weights = self.floor + (1 - self.floor) * 4 * rates * (1 - rates)
+        best_first = np.argsort(-np.log(self.random(position)) / weights, kind="stable")
+        order = self.dataset.order
+        if not isinstance(order, MixedOrder):
+            return best_first[:size].tolist(), self.after(position, size)
+        turns = source_of(order, order.next(position, size)[0])
+        by_source = source_of(order, best_first)
+        best_of = {source: cycle(best_first[by_source == source].tolist()) for source in np.unique(turns)}
+        return [next(best_of[source]) for source in turns], self.after(position, size)
 
     def update(self, indices: np.ndarray, scores: np.ndarray, solved: np.ndarray) -> None:
         """Move the pass rate of each prompt towards that of its samples."""
@@ -163,12 +167,9 @@ class PassRateSampler(PromptSampler):
         self.rates[state["rows"]] = state["rates"]
 
 
-def _shares(dataset: RLHFDataset) -> np.ndarray:
-    """Return the weight of each row by the share of its source (N,)."""
-    order = dataset.order
-    if not isinstance(order, MixedOrder):
-        return np.ones(len(dataset))
-    return np.concatenate([np.full(size, order.share(i) / max(size, 1)) for i, size in enumerate(order.sizes)])
+def source_of(order: MixedOrder, rows: Any) -> np.ndarray:
+    """Return the number of the source of each of some rows, int64 (N,)."""
+    return np.searchsorted(order.ends, rows, side="right")
 
 
 class IteratedSampler(PromptSampler):
@@ -279,11 +280,14 @@ def _class_in(path: str, name: str) -> type[Any]:
 def check_choice(sampler: PromptSampler, chosen: list[int], size: int, num_rows: int) -> None:
     """Refuse a choice that is no batch.
 
+    With weighted sources a row may come twice: a source whose share is larger than its rows repeats them.
+
     Raises:
         SamplerError: Another number of rows, a row twice, or a row that is not there.
     """
     who = f"sampler {type(sampler).__name__}"
-    if len(chosen) != size or len(set(chosen)) != size:
+    may_repeat = isinstance(getattr(sampler.dataset, "order", None), MixedOrder)
+    if len(chosen) != size or (len(set(chosen)) != size and not may_repeat):
         raise SamplerError(f"{who} chose {len(set(chosen))} different rows of {len(chosen)}, where a batch has {size}")
     outside = [row for row in chosen if not 0 <= row < num_rows]
     if outside:

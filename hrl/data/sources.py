@@ -15,20 +15,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hrl.config.sources import SourceConfig, is_source, source_config
+from hrl.data.by_place import by_place
 from hrl.data.files import (
-    JSON_LINES,
     PARQUET,
     BadRow,
-    JsonLines,
     files_in,
-    is_packed,
     is_repository,
     is_saved_data_set,
     kind_of,
     parquet_columns,
     rows_of_file,
     stem_of,
-    without_missing,
 )
 from hrl.data.hub import converted, looks_like_hub, open_data_set
 from hrl.errors import DatasetError
@@ -42,6 +39,7 @@ REASONING_GYM_PREFIX = "reasoning_gym:"
 PYTHON = "python"
 """The data source of rows that were given as objects and name none."""
 
+GROUND_TRUTH = "ground_truth"
 ROWS_LOOKED_AT = 64
 _LONGEST_ROW_SHOWN = 300
 _SPLIT_NAMES = {
@@ -201,11 +199,24 @@ def checked_row(
         return raw
     if not isinstance(raw, Mapping):
         return BadRow(origin, f"is a {type(raw).__name__}, expected an object")
-    row = check(mapped(raw, source.columns))
+    plain = mapped(raw, source.columns)
+    if source.options.answer_key is not None:
+        if field_of(plain, source.options.answer_key) in (None, _MISSING):
+            return BadRow(origin, f"{source.options.answer_key!r} is missing or null (answer_key of its source)")
+        plain = _without_truth(plain)
+    row = check(plain)
     if isinstance(row, str):
         told = [f"{ours!r} is its column {theirs!r}" for ours, theirs in source.columns.items() if repr(ours) in row]
         return BadRow(origin, f"{row} ({', '.join(told)})" if told else row)
     return replace(row, origin=origin, data_source=row.data_source or data_source)
+
+
+def _without_truth(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a row without the ground truth that it has beside the answer which its source names."""
+    others = {name: value for name, value in row.items() if name != GROUND_TRUTH}
+    if isinstance(row.get("reward_model"), Mapping):
+        others["reward_model"] = {name: value for name, value in row["reward_model"].items() if name != GROUND_TRUTH}
+    return others
 
 
 def mapped(raw: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
@@ -260,7 +271,7 @@ def raw_rows(source: Source) -> Iterator[tuple[str, object]]:
         return _numbered(path, reasoning_gym_rows(path.removeprefix(REASONING_GYM_PREFIX)))
     files = files_of(source)
     if files is None:
-        return _numbered(source.title, (without_missing(row) for row in open_table(source)))
+        return _numbered(source.title, open_table(source))
     return ((origin, row) for file in files for origin, row in rows_of_file(file))
 
 
@@ -330,8 +341,8 @@ def open_table(source: Source) -> Any:
         return [row for _, row in raw_rows(source)]
     files = files_of(source)
     if files is not None:
-        plain = all(kind_of(file) in JSON_LINES and not is_packed(file) for file in files)
-        return JsonLines(files) if plain else converted(files)
+        rows = by_place(files)
+        return converted(files) if rows is None else rows
     return open_data_set(str(source.path), source.options.name, source.options.split)
 
 

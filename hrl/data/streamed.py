@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Generic, TypeVar, overload
 
+import numpy as np
+
 from hrl.data.order import EpochOrder, Position, epoch_of
 from hrl.errors import DatasetError
 
@@ -22,8 +24,9 @@ FIRST_ROWS = 256
 """How many rows of each source are read before a run, to look at them."""
 _LEAST_KEPT = 1024
 
-Load = Callable[[Sequence[tuple[int, int, Any]]], list[tuple[R, T] | None]]
-"""Takes (source, row in it, raw row) of some rows; returns each with its tokens, or None for one to leave out."""
+Load = Callable[[Sequence[tuple[int, int, Any]], bool], list[tuple[R, T] | None]]
+"""Takes (source, row in it, raw row) of some rows, and whether they were read before; returns each with its tokens, or
+None for one to leave out."""
 
 
 class StreamedRows(Generic[R, T]):
@@ -32,24 +35,30 @@ class StreamedRows(Generic[R, T]):
     Args:
         tables: Raw rows of each source, by number; such as a `datasets.Dataset`, whose rows are memory-mapped.
         load: Makes rows of raw ones.
-        max_rows: Use only this many first rows; -1 uses all.
+        max_rows: Use only this many first rows, of all tables or of each; -1 uses all.
         keep: Rows to keep at least.
 
     Attributes:
         sizes: Rows of each table that are used.
-        num_used: How many rows have been made.
+        num_used: How many different rows have been made.
     """
 
-    def __init__(self, tables: Sequence[Any], load: Load[R, T], max_rows: int = -1, *, keep: int = 0) -> None:
-        left = sum(map(len, tables)) if max_rows < 0 else max_rows
-        self.sizes: list[int] = []
-        for table in tables:
-            self.sizes.append(min(len(table), left))
-            left -= self.sizes[-1]
+    def __init__(
+        self, tables: Sequence[Any], load: Load[R, T], max_rows: int | Sequence[int] = -1, *, keep: int = 0
+    ) -> None:
+        if isinstance(max_rows, int):
+            left = sum(map(len, tables)) if max_rows < 0 else max_rows
+            self.sizes: list[int] = []
+            for table in tables:
+                self.sizes.append(min(len(table), left))
+                left -= self.sizes[-1]
+        else:
+            self.sizes = [min(len(table), most) for table, most in zip(tables, max_rows, strict=True)]
         self.num_used = 0
         self._tables, self._load, self._keep = tables, load, max(keep, _LEAST_KEPT)
         self._ends = list(accumulate(self.sizes))
         self._kept: OrderedDict[int, tuple[R, T] | None] = OrderedDict()
+        self._was_read = np.zeros(len(self), dtype=bool)
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -61,10 +70,13 @@ class StreamedRows(Generic[R, T]):
             DatasetError: A row can't be used, and must not be left out.
         """
         missing = [index for index in dict.fromkeys(indices) if index not in self._kept]
-        if missing:
-            for index, made in zip(missing, self._load([self._raw(index) for index in missing]), strict=True):
-                self.num_used += made is not None
-                self._kept[index] = made
+        for again in (False, True):
+            wanted = [index for index in missing if bool(self._was_read[index]) is again]
+            if wanted:
+                made = self._load([self._raw(index) for index in wanted], again)
+                self._kept |= zip(wanted, made, strict=True)
+                self.num_used += 0 if again else sum(one is not None for one in made)
+        self._was_read[missing] = True
         found = []
         for index in indices:
             self._kept.move_to_end(index)

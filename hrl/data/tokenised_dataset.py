@@ -18,7 +18,7 @@ import numpy as np
 
 from hrl.data.chat import RENDERING_ERRORS, ChatTemplateError
 from hrl.data.files import BadRow
-from hrl.data.order import EpochOrder, MixedOrder, Position, fingerprint
+from hrl.data.order import EpochOrder, MixedOrder, Position, fingerprint, whole_shares
 from hrl.data.sources import DataFiles, DataRow, checked_row, open_table, read_rows, sources_of
 from hrl.data.streamed import Column, StreamedRows
 from hrl.errors import DatasetError
@@ -179,12 +179,11 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
             self._stream(max_samples)
         else:
             self._read(max_samples)
-        weights = tuple(source.options.weight for source in self.data_files)
-        if any(weight is not None for weight in weights):
+        weights = self._weights()
+        if weights is not None:
             self._require_rows_of_each()
-            shares = tuple(1.0 if weight is None else weight for weight in weights)
             self.order: EpochOrder = MixedOrder(
-                len(self.rows), seed=config.seed, shuffle=config.shuffle, sizes=tuple(self.sizes), weights=shares
+                len(self.rows), seed=config.seed, shuffle=config.shuffle, sizes=tuple(self.sizes), weights=weights
             )
         else:
             self.order = EpochOrder(len(self.rows), seed=config.seed, shuffle=config.shuffle)
@@ -198,50 +197,67 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         self.rows: Sequence[R] = []
         self.tokens: Sequence[T] = []
         self.sizes: list[int] = []
+        limits = self._limits(max_samples)
         left = max_samples
-        for source in self.data_files:
+        for number, source in enumerate(self.data_files):
             before, usable = len(self.rows), 0
-            for block in self._intake.blocks(read_rows([source], self.check), left):
+            most = left if limits is None else limits[number]
+            for block in self._intake.blocks(read_rows([source], self.check), most):
                 usable += len(block)
-                for row, tokens in self._tokenised(block):
+                for row, tokens in self._tokenised(block, self._intake):
                     self.rows.append(row)  # type: ignore[attr-defined]
                     self.tokens.append(tokens)  # type: ignore[attr-defined]
             self.sizes.append(len(self.rows) - before)
             left = max(left - usable, 0) if left >= 0 else left
         self._counts = self._intake.close(len(self.rows), **self._left_out())
 
+    def _limits(self, max_samples: int) -> list[int] | None:
+        """Return how many rows to take of each source, by their shares; None without a limit or without weights."""
+        weights = self._weights()
+        return None if weights is None or max_samples < 0 else whole_shares(max_samples, weights)
+
+    def _weights(self) -> tuple[float, ...] | None:
+        """Return the weights of the sources, 1 where none is given; None if none has one."""
+        weights = [source.options.weight for source in self.data_files]
+        if all(weight is None for weight in weights):
+            return None
+        return tuple(1.0 if weight is None else weight for weight in weights)
+
     def _stream(self, max_samples: int) -> None:
         """Open the sources, and read their first rows only."""
         tables = [open_table(source) for source in self.data_files]
-        streamed = StreamedRows(tables, self._load, max_samples, keep=4 * self.config.train_batch_size)
+        limits, keep = self._limits(max_samples), 4 * self.config.train_batch_size
+        streamed = StreamedRows(tables, self._load, max_samples if limits is None else limits, keep=keep)
         self.sizes = streamed.sizes
         self.rows, self.tokens = Column(streamed, 0), Column(streamed, 1)
         self._streamed = streamed
         if not self.known:
             self._intake.close(0, **self._left_out())
 
-    def _load(self, wanted: Sequence[tuple[int, int, Any]]) -> list[tuple[R, T] | None]:
+    def _load(self, wanted: Sequence[tuple[int, int, Any]], again: bool) -> list[tuple[R, T] | None]:
         """Return rows with their tokens, None for those to leave out.
 
         Args:
             wanted: Number of the source, number of the row in it, and the raw row.
+            again: Whether the rows were read before, and are in the counts.
 
         Raises:
             DatasetError: A row can't be used, and must not be left out.
         """
+        intake = Intake(()) if again else self._intake
         found: list[tuple[R, T] | None] = [None] * len(wanted)
         usable: list[tuple[int, R]] = []
         for place, (number, index, raw) in enumerate(wanted):
             source = self.data_files[number]
             row = checked_row(source, f"{source.title} row {index}", raw, self.check, source.data_source)
             if isinstance(row, BadRow):
-                self._intake.leave_out(row)
+                intake.leave_out(row)
             else:
                 usable.append((place, row))
         places = {id(row): place for place, row in usable}
-        for row, tokens in self._tokenised([row for _, row in usable]):
+        for row, tokens in self._tokenised([row for _, row in usable], intake):
             found[places[id(row)]] = (row, tokens)
-        self._intake.refuse(**self._left_out())
+        intake.refuse(**self._left_out())
         return found
 
     def _left_out(self) -> dict[str, Any]:
@@ -250,7 +266,10 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
     def _require_rows_of_each(self) -> None:
         for source, size in zip(self.data_files, self.sizes, strict=True):
             if not size:
-                raise DatasetError(f"{source.title} has a weight and no row to use: {self.counts} of all sources")
+                raise DatasetError(
+                    f"{source.title} has no row to use for its share of the prompts: {self.counts} of all sources. "
+                    "Leave it out, or raise the limit of rows if there is one (data.train_max_samples)"
+                )
 
     # ------------------------------------------------------------------ defined by each data set
 
@@ -347,9 +366,8 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
         """Tokens of every row that count against the length limit, int64 (N,); of the known rows, if streamed."""
         return np.array([self.length(self.tokens[index]) for index in self.known], dtype=np.int64)
 
-    def _tokenised(self, block: Sequence[R]) -> Iterator[tuple[R, T]]:
+    def _tokenised(self, block: Sequence[R], intake: Intake) -> Iterator[tuple[R, T]]:
         """Render and tokenise rows; yield those that the chat template accepts and that fit."""
-        intake = self._intake
         rendered = []
         for row in block:
             try:

@@ -18,7 +18,7 @@ from hrl.config.arithmetic import batch_arithmetic, changed_values, placement_fa
 from hrl.config.compose import YOURS, compose_kind, to_yaml
 from hrl.config.help import check_help
 from hrl.config.outline import RunConfiguration
-from hrl.config.override import as_override
+from hrl.config.override import NotPlainError, as_override
 from hrl.config.rules import warnings
 from hrl.config.run_kind import RunKind
 from hrl.config.section import Section, WholeConfig, leaves
@@ -180,7 +180,10 @@ def _as_typed(value: Any) -> str:
     if isinstance(value, list):
         return _as_typed(value[0]) if len(value) == 1 else f"[{','.join(map(_as_typed, value))}]"
     if isinstance(value, dict):
-        typed = as_override(value)
+        try:
+            typed = as_override(value)
+        except NotPlainError:  # keys that only a file can hold
+            typed = json.dumps(value, ensure_ascii=False, default=str)
         return typed if len(typed) <= _SHORT else "{…}"
     if value is None or isinstance(value, bool):
         return json.dumps(value)

@@ -15,7 +15,15 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, SFTTrainerConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.data.chat import check_chat_template, inspect_chat_template, shortened, with_tools
-from hrl.data.dataset import MESSAGES, PromptRow, RLHFDataset, check_prompt, columns_handed_on, dataset_class
+from hrl.data.dataset import (
+    MESSAGES,
+    PromptRow,
+    RLHFDataset,
+    check_prompt,
+    columns_handed_on,
+    columns_left_out,
+    dataset_class,
+)
 from hrl.data.files import is_repository
 from hrl.data.offline.demonstrations import CHOSEN, COMPLETION_KEYS, TEXT, DemonstrationDataset
 from hrl.data.offline.pairs import PairDataset
@@ -260,6 +268,14 @@ class _Unrendered:
     @property
     def columns(self) -> tuple[str, ...]:
         return columns_handed_on(self.rows)
+
+    @property
+    def known(self) -> Sequence[int]:
+        return range(len(self.rows))
+
+    @property
+    def left_out(self) -> dict[str, str]:
+        return columns_left_out(self.rows)
 
     @property
     def data_sources(self) -> tuple[str, ...]:

@@ -46,7 +46,15 @@ class Given:
         If only training rows are given, the configuration's bundled validation rows leave with its bundled training
         rows, and with them what was to be done with them by default. A `trainer.test_freq` of the caller's stays, and
         is refused by the rules if there is nothing left to validate on.
+
+        Raises:
+            DatasetError: The caller named files as well.
         """
+        for key, rows, name in (("train_files", self.train_rows, TRAIN_ROWS), ("val_files", self.val_rows, VAL_ROWS)):
+            is_set = config.origins is not None and config.origins.get(f"data.{key}") == YOURS
+            named = getattr(config.data, key)
+            if rows is not None and is_set and named not in ([], [name]):
+                raise DatasetError(f"data.{key} is {named}, and rows are given as objects too: leave one of them out")
         names: dict[str, list[str]] = {}
         if self.train_rows is not None:
             names["train_files"] = [TRAIN_ROWS]

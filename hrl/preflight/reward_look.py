@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from hrl.config.arithmetic import Fact, count
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import RewardConfig, RewardEntry
 from hrl.data.dataset import PromptRow, columns_of_rows
+from hrl.data.sources import GROUND_TRUTH
 from hrl.nearest import nearest
 from hrl.preflight.findings import Findings, sentence
 from hrl.preflight.given import Given
-from hrl.reward.function import RewardFunctionError
+from hrl.reward.function import RESPONSE, RewardFunctionError
 from hrl.reward.library.catalogue import CATALOGUE
 from hrl.reward.pool import RewardPool
 from hrl.reward.score import find_scorer, why_no_scorer
@@ -19,6 +21,7 @@ from hrl.reward.spec import RewardSpec
 from hrl.reward.weighted import entries_of
 from hrl.user_file import functions_in_user_file, names_in_user_file
 
+_AS_TEXT = "Only numbers, text, lists and dicts can go to another process: write what the reward needs as text"
 _FUNCTION, _FUNCTIONS = "reward.custom_reward_function", "reward.functions"
 
 
@@ -63,9 +66,18 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
             )
         words.append(what if len(entries) == 1 and weight == 1 else f"{weight:g} · {what}")
     findings.facts.append(Fact("reward", " + ".join(words) + (f", and {also}" if also else "")))
+    there = [each for each in (train, val) if each is not None]
+    left_out = {name: why for each in there for name, why in getattr(each, "left_out", {}).items()}
     if len(findings.problems) == before:
-        columns = columns_of_rows(rows for rows in (train, val) if rows is not None)
-        _load_where_it_runs(findings, reward, given, known, columns)
+        _load_where_it_runs(findings, reward, given, known, columns_of_rows(there), left_out)
+    if left_out:
+        findings.notes.append(f"left out for the reward: {', '.join(left_out.values())}. {_AS_TEXT}")
+    hidden = [name for name in RESPONSE if name in columns_of_rows(there)]
+    if hidden:
+        findings.notes.append(
+            f"the rows' own {' and '.join(hidden)}: reward functions get the sampled response under this name. To hand "
+            f"the column over, give it another name as well: data.map={{reference: {hidden[0]}}}"
+        )
 
 
 def _what_it_is(entry: RewardEntry) -> str:
@@ -82,12 +94,21 @@ def _look_for_ground_truth(findings: Findings, name: str, train: Any, val: Any) 
     bare = sum(len(_without_ground_truth(rows)) for rows in (train, val))
     if bare:
         what = "an answer (a column `answer`, or reward_model.ground_truth)"
-        findings.notes.append(f"{count(bare, 'row')} without {what}: {name} gets None there")
+        findings.notes.append(
+            f"{count(bare, 'row')} without {what}: {name} gets None there{_looked_at(train)}{_looked_at(val)}"
+        )
 
 
 def _without_ground_truth(rows: Any) -> list[PromptRow]:
-    """Return the rows without a ground truth."""
-    return [row for row in getattr(rows, "rows", ()) if row.reward_model.get("ground_truth") is None]
+    """Return the rows without a ground truth; of a streamed data set, those of the first rows of each source."""
+    known = getattr(rows, "known", ())  # a user's own class may lack it
+    return [row for row in (rows.rows[index] for index in known) if row.reward_model.get(GROUND_TRUTH) is None]
+
+
+def _looked_at(rows: Any) -> str:
+    if not getattr(rows, "is_streamed", False):
+        return ""
+    return f" (looked at: {len(rows.known):,} of {len(rows):,} streamed rows)"
 
 
 def _look_at_scorers(findings: Findings, datasets: dict[str, Any]) -> tuple[str, ...]:
@@ -110,7 +131,8 @@ def _look_for_answers(findings: Findings, whose: str, datasets: dict[str, Any]) 
         lacking = _without_ground_truth(rows)
         if lacking:
             what = (
-                f"has {count(len(lacking), 'row')} without reward_model.ground_truth (or a column `answer`), which "
+                f"has {count(len(lacking), 'row')}{_looked_at(rows)} without reward_model.ground_truth (or a "
+                "column `answer`), which "
                 f"{whose} compares responses with; the first is {lacking[0].origin}."
             )
             findings.problem(key, what, f"Add it, or score with a function of your own: {_FUNCTION}.path.")
@@ -144,6 +166,7 @@ def _load_where_it_runs(
     given: Given,
     data_sources: tuple[str, ...],
     columns: tuple[str, ...],
+    left_out: Mapping[str, str],
 ) -> None:
     """Load the function, or the built-in scorers of the data sources, in a reward process like those of a run."""
     if given.reward is not None:
@@ -157,4 +180,5 @@ def _load_where_it_runs(
         with RewardPool(spec, reward.model_copy(update={"num_workers": 1})):
             pass
     except (RewardFunctionError, ValueError) as error:
-        findings.problem(key, f"can't be used: {sentence(str(error))}")
+        why = f"Left out of the rows: {', '.join(left_out.values())}. {_AS_TEXT}." if left_out else ""
+        findings.problem(key, f"can't be used: {sentence(str(error))}", why)

@@ -90,6 +90,34 @@ def test_what_is_no_rows_is_refused_with_what_it_is(data: Any, message: str) -> 
         as_sources_or_rows(data)
 
 
+def test_prompts_without_columns_are_told_how_rows_are_written() -> None:
+    with pytest.raises(UsageError, match=r"text 0 of data is 'What is 1.*rows are dicts"):
+        as_sources_or_rows(["What is 1 + 1?", "And 2 + 2?"])
+
+
+def test_a_file_may_have_a_space_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "my rows.jsonl").touch()
+    assert as_sources_or_rows(str(tmp_path / "my rows.jsonl"))[0] == [str(tmp_path / "my rows.jsonl")]
+
+
+def test_an_option_that_no_source_has_is_left_to_the_schema() -> None:
+    source = {"path": "a.jsonl", "wieght": 2.0}
+    assert as_sources_or_rows(source) == ([source], None)
+
+
+def test_a_named_index_of_pandas_is_a_column() -> None:
+    frame = pd.DataFrame({"answer": [1, 2]}, index=pd.Index(["a", "b"], name="prompt"))
+    assert as_sources_or_rows(frame)[1] == [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
+
+
+def test_pictures_are_not_decoded() -> None:
+    features = datasets.Features({"prompt": datasets.Value("string"), "picture": datasets.Image()})
+    rows = [{"prompt": "a", "picture": {"bytes": b"no picture", "path": None}}]
+    for data in (datasets.Dataset.from_list(rows, features=features),):
+        assert as_sources_or_rows(data)[1] == rows
+        assert as_sources_or_rows(data.to_iterable_dataset())[1] == rows
+
+
 def test_an_iterable_that_never_ends_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MOST_ROWS", 100)
     with pytest.raises(UsageError, match="more than 100 rows.*islice"):

@@ -51,6 +51,22 @@ def test_what_no_trainer_takes_is_told_with_the_name() -> None:
         hrl.GRPO(data=5)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("data", [[{"prompt": "a"}], "rows.jsonl"])
+def test_rows_are_given_once(data: Any) -> None:
+    for config in ({"data.train_files": "other.jsonl"}, {"data": {"train_files": ["other.jsonl"]}}):
+        with pytest.raises(UsageError, match=r"data\.train_files is .*other.jsonl.* given as data too"):
+            hrl.GRPO(data=data, config=config)
+        hrl.GRPO(config=config)
+    with pytest.raises(UsageError, match=r"data\.val_files is .* given as val_data too"):
+        hrl.SFT(data=data, val_data=data, config={"data.val_files": ["other.jsonl"]})
+    trainer = hrl.GRPO(data=data)
+    if isinstance(data, list):
+        with pytest.raises(UsageError, match=r"data\.train_files is .* given as data too"):
+            trainer.config.data.train_files = "other.jsonl"
+    again = hrl.GRPO(data=data, config=trainer.resolved())  # which names the rows of the first one
+    assert again.resolved().data.train_files == trainer.resolved().data.train_files
+
+
 HEAVY = ["torch", "ray", "transformers", "pydantic", "hydra", "datasets", "IPython"]
 
 

@@ -14,14 +14,30 @@ from hrl.config.override import NotPlainError, as_override
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.from_regex(r"[a-z_]{1,8}", fullmatch=True), inner),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.from_regex(r"[a-z0-9_.:= -]{1,8}"), inner),
     max_leaves=8,
 )
 
 
 @given(plain)
-def test_any_value_reads_back_from_the_command_line(value: Any) -> None:
-    assert OverridesParser.create().parse_override(f"key={as_override(value)}").value() == value
+def test_any_value_reads_back_from_the_command_line_or_is_refused(value: Any) -> None:
+    try:
+        text = as_override(value)
+    except NotPlainError:
+        return
+    assert OverridesParser.create().parse_override(f"key={text}").value() == value
+
+
+@pytest.mark.parametrize("key", ["a", "a b", "a:b=c", "x.y", "1a", "a,b", "ab\\c", "{a}", 1, 2.5, True])
+def test_a_key_of_a_mapping_reads_back_with_its_type(key: Any) -> None:
+    (read,) = OverridesParser.create().parse_override(f"key={as_override({key: 1})}").value()
+    assert (read, type(read)) == (key, type(key))
+
+
+@pytest.mark.parametrize("key", ["1", "2.5", "1e3", "1_000", "true", "NULL", "nan", "", "é", "a'b", 'a"b', "a\n"])
+def test_a_key_that_would_read_back_as_another_is_refused(key: str) -> None:
+    with pytest.raises(NotPlainError, match="can't be written on a command line"):
+        as_override({key: 1})
 
 
 @pytest.mark.parametrize(("value", "text"), [(np.float64(0.5), "0.5"), (np.int64(3), "3"), (np.bool_(True), "true")])

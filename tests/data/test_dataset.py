@@ -1,6 +1,7 @@
 import json
 import re
 from datetime import datetime
+from decimal import Decimal
 from types import SimpleNamespace
 
 import numpy as np
@@ -132,6 +133,37 @@ def test_parquet_columns_that_lack_something_say_so(tmp_path, tokenizer, config,
     pq.write_table(pa.table(columns), tmp_path / "rows.parquet")
     with pytest.raises(DatasetError, match=re.escape(message)):
         RLHFDataset(str(tmp_path / "rows.parquet"), tokenizer, config)
+
+
+def test_columns_that_cannot_travel_are_named_with_why(tokenizer, config, make_row):
+    rows = [
+        make_row(made=datetime(2020, 1, 1), picture={"bytes": b"x", "path": None}, level=1),
+        make_row(price=Decimal("1.5"), made=None),
+    ]
+    dataset = RLHFDataset(rows, tokenizer, config)
+    assert "level" in dataset.columns and "picture" not in dataset.columns
+    assert dataset.left_out == {
+        "made": "made is a datetime",
+        "picture": "picture.bytes is a bytes",
+        "price": "price is a Decimal",
+    }
+    config.answer_key = "price"
+    with pytest.raises(DatasetError, match=r"price is a Decimal; only numbers.*\(data\.answer_key\)"):
+        RLHFDataset(rows[1:], tokenizer, config)
+
+
+@pytest.mark.parametrize(
+    ("columns", "truth"),
+    [
+        ({"ground_truth": "g"}, "g"),
+        ({"ground_truth": "g", "answer": "a"}, "g"),
+        ({"ground_truth": None, "answer": "a"}, "a"),
+        ({"ground_truth": "g", "reward_model": {"ground_truth": "r"}}, "r"),
+    ],
+)
+def test_a_column_ground_truth_is_the_ground_truth(tokenizer, config, columns, truth):
+    (row,) = RLHFDataset([{"prompt": "p", **columns}], tokenizer, config).rows
+    assert row.reward_model["ground_truth"] == truth
 
 
 def test_null_is_the_same_as_no_such_column(tmp_path, tokenizer, config):

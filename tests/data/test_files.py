@@ -8,6 +8,7 @@ import io
 import json
 from pathlib import Path
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -209,7 +210,7 @@ TABLE = [
 
 def write(path: Path) -> Path:
     """`TABLE`, in the format that the name says."""
-    name = path.name.removesuffix(".gz")
+    name = path.name.removesuffix(".gz").removesuffix(".zst")
     if name.endswith(".parquet"):
         pq.write_table(pa.Table.from_pylist(TABLE), path)
         return path
@@ -224,7 +225,8 @@ def write(path: Path) -> Path:
     else:
         content = json.dumps(TABLE)
     encoded = content.encode()
-    path.write_bytes(gzip.compress(encoded) if path.name.endswith(".gz") else encoded)
+    with pa.output_stream(path, compression="detect") as file:
+        file.write(encoded)
     return path
 
 
@@ -234,7 +236,7 @@ def rows_in(path: Path) -> list[object]:
 
 @pytest.mark.parametrize(
     "name",
-    ["r.parquet", "r.jsonl", "r.json", "r.csv", "r.tsv", "r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.CSV"],
+    ["r.parquet", "r.jsonl", "r.json", "r.csv", "r.tsv", "r.jsonl.gz", "r.json.gz", "r.csv.gz", "r.jsonl.zst", "r.CSV"],
 )
 def test_every_format_gives_the_same_rows(tmp_path, name):
     path = write(tmp_path / name.lower()).rename(tmp_path / name)
@@ -249,7 +251,7 @@ def test_every_format_gives_the_same_rows(tmp_path, name):
         json.dumps({"data": TABLE, "version": "1"}),
         "\ufeff" + json.dumps(TABLE),
         "".join(json.dumps(row) + "\n" for row in TABLE),  # JSON lines by another name
-        json.dumps({"meta": {"a": [1, 2]}, "rows": TABLE, "tags": ["x"]}),
+        json.dumps({"meta": {"a": [1, 2]}, "rows": TABLE, "tags": ["x"], "errors": []}),
     ],
 )
 def test_a_json_file_is_read_in_every_usual_form(tmp_path, text):
@@ -287,6 +289,40 @@ def test_a_row_of_a_csv_with_other_fields_than_the_header_is_a_bad_row(tmp_path)
     assert bad == BadRow(f"{path} line 4", "has 3 fields, and the header 2: is a comma unquoted?")
 
 
+@pytest.mark.parametrize("sign", [",", ";", "\t", "|"])
+def test_the_header_of_a_csv_says_what_delimits_its_fields(tmp_path, sign):
+    path = tmp_path / "rows.csv"
+    path.write_text(f'"prompt; or, question"{sign}answer\n"a{sign}b"{sign}1\n')
+    assert rows_in(path) == [{"prompt; or, question": f"a{sign}b", "answer": "1"}]
+
+
+def test_columns_without_a_name_are_no_columns(tmp_path):
+    path = tmp_path / "rows.csv"
+    pd.DataFrame({"prompt": ["a"]}).to_csv(path)
+    assert rows_in(path) == [{"prompt": "a"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("r.jsonl", gzip.compress(b"{}"), "is packed: call it r.jsonl.gz"),
+        ("r.csv", "prompt\na".encode("utf-16"), "is UTF-16 text: save it as UTF-8"),
+        ("r.json", b"PAR1....", "is a Parquet file by its content"),
+        ("r.jsonl.zst", b"{}", "is not packed as its name says (.zst)"),
+        ("r.parquet.gz", gzip.compress(b""), "is none of .parquet"),
+    ],
+)
+def test_a_file_that_is_another_than_its_name_says_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    assert message in refusal(tmp_path / name)
+
+
+def test_a_document_of_several_lines_is_not_taken_for_json_lines(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(TABLE[0], indent=1))
+    assert "a document of several lines is called .json" in rows_in(path)[0].reason
+
+
 def test_a_field_of_a_csv_may_be_long(tmp_path):
     path = tmp_path / "rows.csv"
     path.write_text(f"prompt\n{'x' * 1_000_000}\n")
@@ -311,7 +347,7 @@ def test_damaged_files_say_where(tmp_path):
     with pytest.raises(DatasetError, match=r"cut\.jsonl\.gz is damaged after line"):
         rows_in(packed)
     (tmp_path / "plain.jsonl.gz").write_text("{}\n")
-    assert refusal(tmp_path / "plain.jsonl.gz").endswith("is not packed by gzip, as its name says")
+    assert refusal(tmp_path / "plain.jsonl.gz").endswith("is not packed as its name says (.gz)")
     (tmp_path / "latin.csv").write_bytes("prompt\ncaf\xe9\n".encode("latin-1"))
     with pytest.raises(DatasetError, match=r"latin\.csv is not UTF-8"):
         rows_in(tmp_path / "latin.csv")

@@ -76,8 +76,24 @@ def test_the_shares_of_sources_are_kept(tokenizer, config, tmp_path):
     position, drawn = Position(), []
     for _ in range(300):
         chosen, position = sampler.choose(position, 5)
+        sampler.update(np.array(chosen), np.zeros(5), np.array(chosen) >= 90)  # the small source is always solved
+        assert sum(row >= 90 for row in chosen) == 1
+        check_choice(sampler, chosen, 5, 100)
         drawn += chosen
-    assert np.mean(np.array(drawn) >= 90) == pytest.approx(0.2, abs=0.03)
+    assert len(set(drawn)) > 50
+
+
+@pytest.mark.parametrize("sampler_of", [PassRateSampler, PromptSampler])
+def test_a_source_that_is_smaller_than_its_share_of_a_batch_gives_rows_twice(tokenizer, config, tmp_path, sampler_of):
+    for name, count in (("a", 30), ("b", 2)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{name}{n}"}}\n' for n in range(count)))
+    sources = [{"path": str(tmp_path / f"{name}.jsonl"), "weight": 1.0} for name in "ab"]
+    sampler = sampler_of(RLHFDataset(sources, tokenizer, config), 3)
+    position = Position()
+    for _ in range(5):
+        chosen, position = sampler.choose(position, 10)
+        check_choice(sampler, chosen, 10, 32)
+        assert sorted(chosen.count(row) for row in (30, 31)) == [2, 3]
 
 
 def test_the_sampler_of_the_page_works(dataset, tmp_path):

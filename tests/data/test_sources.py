@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pandas
@@ -78,6 +79,8 @@ def test_a_row_is_no_source_and_a_source_no_row():
     assert is_source({"path": "a.jsonl", "weight": 1.0})
     assert not is_source({"path": "a.jsonl", "prompt": "what is this"})
     assert not is_source({"prompt": "a"})
+    assert not is_source({"path": ["a", "b"]})  # a column
+    assert is_source({"path": Path("a.jsonl")}) and one({"path": Path("a.jsonl")}).options.path == "a.jsonl"
     assert source_title({"path": "a/b", "name": "c", "split": "d"}) == "a/b:c:d"
 
 
@@ -106,6 +109,18 @@ def test_a_bad_row_says_which_column_was_meant():
     assert bad.reason.startswith("'prompt' is 3, expected a string") and bad.reason.endswith(
         "('prompt' is its column 'question')"
     )
+
+
+def test_the_answer_key_of_a_source_replaces_the_ground_truth_of_its_rows():
+    row = {"prompt": "a", "reward_model": {"ground_truth": "theirs", "style": "rule"}, "ground_truth": "g", "right": 4}
+    (own,) = read_rows([Source(SourceConfig(path="x", answer_key="right"), [row], {"answer": "right"})], check)
+    assert isinstance(own, PromptRow)
+    assert own.reward_model == {"ground_truth": 4, "style": "rule"} and "ground_truth" not in own.columns
+    (theirs,) = read_rows([Source(SourceConfig(path="x"), [row])], check)
+    assert isinstance(theirs, PromptRow) and theirs.reward_model["ground_truth"] == "theirs"
+    lacking = [{**row, "right": None}, {"prompt": "a"}]
+    for bad in read_rows([Source(SourceConfig(path="x", answer_key="right"), lacking, {"answer": "right"})], check):
+        assert isinstance(bad, BadRow) and bad.reason == "'right' is missing or null (answer_key of its source)"
 
 
 def test_rows_of_pandas_are_rows_of_python():

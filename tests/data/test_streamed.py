@@ -9,10 +9,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from hrl.data import streamed as streamed_rows
 from hrl.data.dataset import RLHFDataset
-from hrl.data.files import BadRow, JsonLines
 from hrl.data.order import EpochOrder, Position
 from hrl.data.streamed import FIRST_ROWS, StreamedRows
+from hrl.data.tokenised_dataset import DatasetCounts
 from hrl.errors import DatasetError
 
 datasets = pytest.importorskip("datasets")
@@ -71,6 +72,48 @@ def test_rows_that_are_left_out_are_passed_over_and_counted(tmp_path, tokenizer,
     assert list(batches(dataset, position, 3, 4))[:2] == list(batches(dataset, Position(), 3, 3))[1:]
 
 
+def test_a_row_that_is_read_again_is_counted_once(tmp_path, tokenizer, config, monkeypatch):
+    config.train_batch_size, config.bad_rows, config.truncation = 2, "skip", "left"
+    monkeypatch.setattr(streamed_rows, "_LEAST_KEPT", 4)
+    monkeypatch.setattr(streamed_rows, "FIRST_ROWS", 2)
+    rows = [{"prompt": "x" * 100 if n % 2 else f"p{n}"} for n in range(20)]
+    rows[6]["prompt"] = ""
+    dataset = RLHFDataset({"path": write(tmp_path / "r.jsonl", rows), "streaming": True}, tokenizer, config)
+    for _ in range(3):
+        for index in range(20):
+            dataset._streamed.get([index])
+    assert dataset.counts == DatasetCounts(read=20, bad=1, too_long=0, truncated=10, kept=19)
+
+
+def test_nulls_that_parquet_adds_are_no_part_of_a_streamed_row(tmp_path, tokenizer, config):
+    config.train_batch_size = 1
+    chats = [
+        [{"role": "user", "content": "a", "name": "Ann"}],
+        [{"role": "user", "content": "b"}, {"role": "assistant", "tool_calls": [{"a": 1}]}],
+    ]
+    pq.write_table(pa.Table.from_pylist([{"prompt": "p", "turns": chat} for chat in chats]), tmp_path / "r.parquet")
+    for streaming in (False, True):
+        source = {"path": str(tmp_path / "r.parquet"), "streaming": streaming}
+        dataset = RLHFDataset(source, tokenizer, config)
+        assert [row.columns["turns"] for row in dataset.rows] == chats
+
+
+def test_a_limit_takes_of_each_source_its_share(tmp_path, tokenizer, config):
+    config.train_batch_size = 1
+    paths = [write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{n}"} for n in range(30)]) for name in "ab"]
+    for streaming in (False, True):
+        weighted = [
+            {"path": path, "weight": weight, "streaming": streaming}
+            for path, weight in zip(paths, (3.0, 1.0), strict=True)
+        ]
+        assert RLHFDataset(weighted, tokenizer, config, 12).sizes == [9, 3]
+        assert RLHFDataset(weighted, tokenizer, config, 44).sizes == [30, 11]
+        plain = [{"path": path, "streaming": streaming} for path in paths]
+        assert RLHFDataset(plain, tokenizer, config, 40).sizes == [30, 10]
+        with pytest.raises(DatasetError, match=r"b\.jsonl has no row to use for its share.*train_max_samples"):
+            RLHFDataset(weighted, tokenizer, config, 1)
+
+
 def test_a_bad_row_beyond_the_first_ends_the_run_with_its_place(tmp_path, tokenizer, config):
     config.train_batch_size, config.shuffle = 10, False
     rows = [{"prompt": f"p{n}"} for n in range(FIRST_ROWS)] + [{"prompt": ""}, {"prompt": "last"}]
@@ -81,7 +124,9 @@ def test_a_bad_row_beyond_the_first_ends_the_run_with_its_place(tmp_path, tokeni
 
 
 def test_an_epoch_with_too_few_usable_rows_is_an_error():
-    streamed = StreamedRows([list(range(6))], lambda wanted: [(raw, raw) if raw < 2 else None for _, _, raw in wanted])
+    streamed = StreamedRows(
+        [list(range(6))], lambda wanted, again: [(raw, raw) if raw < 2 else None for _, _, raw in wanted]
+    )
     with pytest.raises(DatasetError, match="epoch 1 has 2 rows that can be used, too few for a batch of 3"):
         streamed.draw(EpochOrder(6, 0), Position(), 3)
 
@@ -89,7 +134,7 @@ def test_an_epoch_with_too_few_usable_rows_is_an_error():
 def test_only_so_many_rows_are_kept():
     loads: list[int] = []
 
-    def load(wanted):
+    def load(wanted, again):
         loads.extend(index for _, index, _ in wanted)
         return [(raw, raw) for _, _, raw in wanted]
 
@@ -115,19 +160,8 @@ def test_columns_of_several_types_are_refused_with_the_way_out(tmp_path, tokeniz
         RLHFDataset({"path": str(first.parent), "streaming": True}, tokenizer, config)
 
 
-def test_json_lines_are_read_from_where_they_stand(tmp_path):
-    """No conversion: a column may have any types, and the places of the lines are all that is in memory."""
-    one, two = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
-    one.write_bytes('\ufeff{"answer": "3"}\n\n{"answer": {"é": [1]}}\nno json\n'.encode())
-    two.write_bytes(b'{"answer": null}')
-    rows = JsonLines([one, two])
-    assert len(rows) == 4
-    assert rows[3] == {"answer": None} and rows[1] == {"answer": {"é": [1]}} and rows[0] == {"answer": "3"}
-    assert isinstance(rows[2], BadRow) and rows[2].origin == f"{one} byte 44"
-
-
-@pytest.mark.parametrize("name", ["r.parquet", "r.jsonl.gz", "r.json", "r.tsv"])
-def test_other_formats_are_converted_and_give_the_same_rows(tmp_path, tokenizer, config, name):
+@pytest.mark.parametrize("name", ["r.parquet", "r.jsonl.gz", "r.jsonl.zst", "r.json", "r.tsv"])
+def test_every_format_gives_the_same_rows(tmp_path, tokenizer, config, name):
     config.train_batch_size = 2
     rows = [{"prompt": f"p{n}", "answer": f"0{n}"} for n in range(5)]
     path = tmp_path / name
@@ -135,6 +169,9 @@ def test_other_formats_are_converted_and_give_the_same_rows(tmp_path, tokenizer,
         pq.write_table(pa.Table.from_pylist(rows), path)
     elif name.endswith("gz"):
         path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    elif name.endswith("zst"):
+        with pa.output_stream(path, compression="zstd") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows).encode())
     elif name.endswith("json"):
         path.write_text(json.dumps(rows))
     else:

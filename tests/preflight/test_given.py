@@ -32,6 +32,15 @@ def test_validation_files_of_the_callers_own_stay_beside_given_training_rows() -
     assert (mixed.trainer.val_before_train, mixed.trainer.test_freq) == (True, 5)
 
 
+def test_files_beside_rows_are_refused() -> None:
+    for key, given in (("train_files", Given(train_rows=ROWS)), ("val_files", Given(val_rows=ROWS))):
+        both = compose_kind(KINDS["ppo"], ["data.train_files=python:train_rows", f"data.{key}=rows.jsonl"])
+        with pytest.raises(DatasetError, match=rf"data\.{key} is \['rows\.jsonl'\], and rows are given as objects too"):
+            given.named_in(both)
+    again = compose_kind(KINDS["ppo"], ["data.train_files=[python:train_rows]", "data.val_files=[python:val_rows]"])
+    assert Given(ROWS, ROWS).named_in(again).data.val_files == ["python:val_rows"]
+
+
 def test_a_test_freq_without_rows_to_validate_on_is_refused() -> None:
     config = load_kind(KINDS["ppo"], {"trainer": {"test_freq": 5}})
     with pytest.raises(ConfigError, match=r"trainer\.test_freq is 5, but data\.val_files is empty"):

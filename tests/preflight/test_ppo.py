@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from safetensors.numpy import save_file
 
 from hrl.config import compose_cli
 from hrl.config.load import validate_kind
 from hrl.config.run_kind import PPO
+from hrl.data.streamed import FIRST_ROWS
 from hrl.preflight.findings import PreflightError
 from hrl.preflight.preflight import inspect_run, preflight
 from tests.preflight.small_run import PROMPT, ROW, SCORE, save_model, small_run, write_rows
@@ -179,6 +183,36 @@ def test_built_in_scorers_know_every_data_source_and_find_the_ground_truth(run, 
     assert "mixed.jsonl line 2" in lacking and "reward.custom_reward_function.path" in lacking
     right = write_rows(tmp_path / "right.jsonl", [{**ROW, "data_source": "numeric"}] * 2)
     run(**built_in, **{"data.train_files": str(right), "data.val_files": str(right)})
+
+
+def test_of_streamed_rows_only_the_first_are_looked_at(run, tmp_path, monkeypatch):
+    rows = [{**ROW, "reward_model": {}}, *[ROW] * 400]
+    rows[3], rows[300] = {**ROW, "prompt": ""}, {**ROW, "prompt": ""}
+    streamed = {"path": str(write_rows(tmp_path / "many.jsonl", rows)), "streaming": True}
+    ready = run(**{"data.train_files": [streamed], "data.bad_rows": "skip"})
+    assert ready.train_dataset.counts.read == FIRST_ROWS
+    what = "1 row without an answer (a column `answer`, or reward_model.ground_truth): compute_score gets None there"
+    assert f"{what} (looked at: 255 of 401 streamed rows)" in ready.findings.notes
+    (problem,) = refused(
+        run, **{"reward.custom_reward_function.path": None, "reward.functions": ["numeric"], "data.bad_rows": "skip",
+        "data.train_files": [streamed], "data.val_files": [], "trainer.val_before_train": False},
+    )  # fmt: skip
+    assert "has 1 row (looked at: 255 of 401 streamed rows) without reward_model.ground_truth" in problem
+
+
+def test_what_no_reward_function_gets_to_see_is_noted(run, tmp_path):
+    rows = pa.Table.from_pylist([{**ROW, "made": datetime(2020, 1, 1), "raw": b"x", "response": "theirs"}] * 4)
+    pq.write_table(rows, tmp_path / "typed.parquet")
+    typed = {"data.train_files": str(tmp_path / "typed.parquet")}
+    notes = run(**typed).findings.notes
+    (left_out,) = (note for note in notes if note.startswith("left out for the reward"))
+    (hidden,) = (note for note in notes if note.startswith("the rows' own response: reward functions get the sampled"))
+    assert left_out.startswith("left out for the reward: made is a datetime, raw is a bytes. Only numbers, text")
+    assert hidden.endswith("data.map={reference: response}")
+    (tmp_path / "reward.py").write_text("def compute_score(response, made):\n    return 1.0\n")
+    (problem,) = refused(run, **typed)
+    assert "needs made, which nothing gives" in problem
+    assert "Left out of the rows: made is a datetime, raw is a bytes." in problem
 
 
 # ---------------------------------------------------------------------- rows
