@@ -2,7 +2,7 @@
 
 verl's defaults, which a command line has, suit large models and many GPUs: 1024 prompts per step, and a learning rate
 that moves a small model nowhere. A model that is bundled, or that a machine without a GPU can train, is small, and gets
-the values of the quickstart; batches are never larger than the rows.
+the values of the quickstart; batches are never larger than rows that are given as objects.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ class PPO(Trainer):
         """Describe a run; nothing is read or started yet.
 
         What is not given has the default of `docs/configuration.md`, apart from what `chosen` names: batches are never
-        larger than the rows, and small models get a learning rate that moves them.
+        larger than rows given as objects, and small models get a learning rate that moves them.
 
         Args:
             model: Folder or hub id of the model; the bundled one by default.
@@ -485,7 +485,7 @@ class OfflineTrainer(Trainer):
         """Describe a run; nothing is read or started yet.
 
         What is not given has the default of `docs/configuration-offline.md`, apart from what `chosen` names: batches
-        are never larger than the rows, and small models get a learning rate that moves them.
+        are never larger than rows given as objects, and small models get a learning rate that moves them.
 
         Args:
             model: Folder or hub id of the model; the bundled one by default.

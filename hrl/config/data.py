@@ -77,7 +77,8 @@ class DataConfig(RowsConfig):
     prompt_key: str = "prompt"
     """Column that holds the prompt: a chat (list of messages) or a string. Rows without it may have `messages`."""
     answer_key: str | None = None
-    """Column that holds the right answer. Null takes `reward_model.ground_truth`, or else the column `answer`."""
+    """Column that holds the right answer. Null takes `reward_model.ground_truth`, or else the column `ground_truth` or
+    `answer`."""
     max_prompt_length: Annotated[PositiveInt, Unit("tokens")] = 512
     """Longest prompt in tokens, chat template included."""
     max_response_length: Annotated[PositiveInt, Unit("tokens")] = 512

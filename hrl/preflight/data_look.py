@@ -183,7 +183,8 @@ def _look_at_columns(findings: Findings, source: Source, look: Look, reader: _Re
             findings.problem("data.map", what, _columns_hint(f"data.map.{ours}", theirs, look))
     for key, names in reader.columns.items():
         mapped = [source.columns.get(name, name) for name in names]
-        if not any(has_field(look, name) for name in (*mapped, *reader.instead.get(key, ()))):
+        instead = [source.columns.get(name, name) for name in reader.instead.get(key, ())]
+        if not any(has_field(look, name) for name in (*mapped, *instead)):
             what = f"is {' or '.join(mapped)}, a column that {source.title} does not have."
             findings.problem(key, what, _columns_hint(key, names[0], look))
 

@@ -200,6 +200,13 @@ def test_of_streamed_rows_only_the_first_are_looked_at(run, tmp_path, monkeypatc
     assert "has 1 row (looked at: 255 of 401 streamed rows) without reward_model.ground_truth" in problem
 
 
+def test_a_column_may_be_mapped_to_messages(run, tmp_path):
+    chat = {"conversations": [{"from": "human", "value": PROMPT}], "reward_model": ROW["reward_model"]}
+    file = write_rows(tmp_path / "chats.jsonl", [chat] * 4)
+    ready = run(**{"data.train_files": str(file), "data.map": {"messages": "conversations"}})
+    assert ready.train_dataset.rows[0].messages == [{"role": "user", "content": PROMPT}]
+
+
 def test_what_no_reward_function_gets_to_see_is_noted(run, tmp_path):
     rows = pa.Table.from_pylist([{**ROW, "made": datetime(2020, 1, 1), "raw": b"x", "response": "theirs"}] * 4)
     pq.write_table(rows, tmp_path / "typed.parquet")
