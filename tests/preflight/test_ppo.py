@@ -203,7 +203,10 @@ def test_of_streamed_rows_only_the_first_are_looked_at(run, tmp_path, monkeypatc
 def test_a_column_may_be_mapped_to_messages(run, tmp_path):
     chat = {"conversations": [{"from": "human", "value": PROMPT}], "reward_model": ROW["reward_model"]}
     file = write_rows(tmp_path / "chats.jsonl", [chat] * 4)
-    ready = run(**{"data.train_files": str(file), "data.map": {"messages": "conversations"}})
+    ready = run(
+        **dict.fromkeys(("data.train_files", "data.val_files"), str(file)),
+        **{"data.map": {"messages": "conversations"}},
+    )
     assert ready.train_dataset.rows[0].messages == [{"role": "user", "content": PROMPT}]
 
 
