@@ -109,12 +109,15 @@ def source_and_metric(name: str, names: Iterable[str]) -> tuple[str, str]:
         names: All metrics of that validation.
 
     Returns:
-        E.g. `("gsm8k", "mean@1")`, `("gsm8k", "format/mean@1")`; up to the last slash if no source is known.
+        E.g. `("gsm8k", "mean@1")`, `("gsm8k", "format/mean@1")`, and without a source `("", "rollout/empty_responses")`
+        for a counter of all of them; up to the last slash if no source is known.
     """
     plain = name.removeprefix("val/")
     sources = [one[4:-2] for one in names if one.startswith("val/") and one.endswith("/n")]
     found = max(
-        (source for source in sources if plain.startswith(f"{source}/")), key=len, default=plain.rpartition("/")[0]
+        (source for source in sources if plain.startswith(f"{source}/")),
+        key=len,
+        default="" if sources else plain.rpartition("/")[0],
     )
     return found, plain.removeprefix(f"{found}/")
 

@@ -77,4 +77,4 @@ def test_what_a_step_observes_twice_is_merged_by_its_kind() -> None:
 def test_a_source_of_a_validation_is_told_from_a_part_by_its_number_of_prompts():
     names = ["val/a/b/n", "val/a/n", "val/a/b/x/y/mean@1", "val/a/pass@2", "val/rollout/truncated_responses"]
     found = [source_and_metric(name, names) for name in names[2:]]
-    assert found == [("a/b", "x/y/mean@1"), ("a", "pass@2"), ("rollout", "truncated_responses")]
+    assert found == [("a/b", "x/y/mean@1"), ("a", "pass@2"), ("", "rollout/truncated_responses")]

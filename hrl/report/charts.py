@@ -423,6 +423,9 @@ def ends_of(columns: Mapping[str, Any], metric: str) -> tuple[float, float] | No
 
 # ---------------------------------------------------------------------------------------------- Vega-Lite
 
+_WHOLE = "datum.value === round(datum.value) ? datum.label : ''"
+_OF_A_POINT = "domain('y')[0] === domain('y')[1] ? format(datum.value, '.4~g') : datum.label"
+"""Of a single value d3 knows no step, and would round it to a whole number."""
 _IN_SIGHT = "first <= datum.step && datum.step <= last"
 _SCHEMA = "https://vega.github.io/schema/vega-lite/v6.json"
 
@@ -461,13 +464,15 @@ def _x(**more: Any) -> dict[str, Any]:
         "field": "step",
         "type": "quantitative",
         "scale": {"domain": [{"expr": "first - 0.5"}, {"expr": "last + 0.5"}], "nice": False},
-        "axis": {"title": None, "grid": False, "tickMinStep": 1, "format": "~d", "labelOverlap": True},
+        "axis": {"title": None, "grid": False, "format": "~d", "labelOverlap": True, "labelExpr": _WHOLE},
         **more,
     }
 
 
 def _y(chart: Chart, field: str) -> dict[str, Any]:
-    axis = {"title": None, "tickCount": 4, **({"format": chart.number} if chart.number else {})}
+    axis = {"title": None, "tickCount": 4, "labelExpr": _OF_A_POINT}
+    if chart.number:
+        axis |= {"format": chart.number}
     return {"field": field, "type": "quantitative", "scale": {"zero": chart.from_zero, "nice": True}, "axis": axis}
 
 
@@ -588,9 +593,7 @@ def write_picture(records: Records, folder: Path, picture: Picture, title: str =
         "padding": 16,
         "config": _config(),
         "resolve": {"scale": {"color": "independent"}},
-        "vconcat": [
-            _picture_part(each, columns, height=300 if place == 0 else 120) for place, each in enumerate(drawn)
-        ],
+        "vconcat": [_picture_part(each, columns, place) for place, each in enumerate(drawn)],
     }
     text = json.dumps(whole)
     for name, (light, _) in COLOURS.items():
@@ -600,7 +603,7 @@ def write_picture(records: Records, folder: Path, picture: Picture, title: str =
     return path
 
 
-def _picture_part(drawn: Drawn, columns: Mapping[str, Any], height: int) -> dict[str, Any]:
+def _picture_part(drawn: Drawn, columns: Mapping[str, Any], place: int) -> dict[str, Any]:
     """Return a chart with its data and its legend, for a picture that nobody asks anything."""
     drawn = replace(drawn, lines=tuple(replace(line, label=_with_end(line, columns)) for line in drawn.lines))
     *layers, _ = specification(drawn)["layer"]
@@ -615,8 +618,14 @@ def _picture_part(drawn: Drawn, columns: Mapping[str, Any], height: int) -> dict
         | {f"{kind}{n}": columns["values"][line.metric][at] for n, line in enumerate(drawn.lines) for kind in "rs"}
         for at, step in enumerate(steps)
     ]
-    part = {"title": drawn.chart.title, "width": 780, "height": height, "data": {"values": rows}, "layer": layers}
-    text = json.dumps(part).replace(_IN_SIGHT, "true")
+    part = {
+        "title": drawn.chart.title,
+        "width": 780,
+        "height": 300 if place == 0 else 120,
+        "data": {"values": rows},
+        "layer": layers,
+    }
+    text = json.dumps(part).replace(_IN_SIGHT, "true").replace("domain('y')", f"domain('concat_{place}_y')")
     values = {"first - 0.5": steps[0] - 0.5, "last + 0.5": steps[-1] + 0.5}
     values |= {f"dot{n}": 25 if len(steps) <= 60 else 0 for n in range(len(drawn.lines))}
     for expression, value in values.items():

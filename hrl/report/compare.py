@@ -13,7 +13,7 @@ from hrl.report.answers import Series, last_validations, that_differ
 from hrl.report.charts import CHARTS, any_metric, charts_of, ends_of, metrics_of, run_columns
 from hrl.report.html_report import Page, curves, flat, page_of, section, shown_series, thresholds_of
 from hrl.report.outcome import read_outcome
-from hrl.report.run_folder import read_jsonl
+from hrl.report.run_folder import read_metrics
 
 _PROMPTS_SHOWN = 8
 _SAME_FOR_NOBODY = ("trainer.default_local_dir", "trainer.experiment_name")
@@ -31,8 +31,7 @@ def compare_page(folders: Sequence[Path]) -> Page:
         ValueError: A file of a run is damaged; names file and line.
     """
     names = short_names(folders)
-    metrics = [folder / "metrics.jsonl" for folder in folders]
-    runs = [run_columns(read_jsonl(file)) if file.exists() else run_columns([]) for file in metrics]
+    runs = [run_columns(read_metrics(folder)) for folder in folders]
     configs = [_config(folder) for folder in folders]
     drawn = charts_of(runs, names)
     sections = {

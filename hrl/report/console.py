@@ -27,7 +27,7 @@ from hrl.report.health import Raised
 from hrl.report.live import Clock, Foot, PhaseBar, RunBar, Stage
 from hrl.report.phases import LABELS
 from hrl.report.run_folder import RolloutKind, json_line
-from hrl.report.samples import Sample, best_median_worst, printable, samples_table
+from hrl.report.samples import ALL_SOURCES, Sample, best_median_worst, printable, readable, samples_table
 from hrl.report.step_line import Layout, StepLine, counter
 
 PLAIN_WIDTH = 120
@@ -47,9 +47,10 @@ def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], t
     table.add_column("value", justify="right")
     table.add_column("since start", justify="right")
     shown = [name for name in metrics if name.startswith("val/") and not name.endswith("/n")]
-    for source, metric, name in sorted((*source_and_metric(name, metrics), name) for name in shown):
+    rows = [(*source_and_metric(name, metrics), name) for name in shown]
+    for source, metric, name in sorted(rows, key=lambda row: (not row[0], row)):
         change = Text(f"{metrics[name] - first[name]:+.3f}") if name in first else Text("-")
-        table.add_row(Text(source), Text(metric), Text(f"{metrics[name]:.3f}"), change)
+        table.add_row(printable(source or ALL_SOURCES), printable(metric), Text(f"{metrics[name]:.3f}"), change)
     return table
 
 
@@ -115,7 +116,7 @@ class RunConsole:
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
         """Show a summary of the run that is about to start."""
-        self._line(Text(title, style="bold"))
+        self._line(Text(readable(title), style="bold"))
         label_width = max((len(label) for label in facts), default=0)
         if not self._console.is_terminal:
             for label, fact in facts.items():

@@ -37,8 +37,9 @@ from hrl.report.charts import (
 )
 from hrl.report.outcome import Outcome, read_outcome
 from hrl.report.phases import TITLES
-from hrl.report.run_folder import read_jsonl, rollouts_steps, write_text
+from hrl.report.run_folder import read_jsonl, read_metrics, rollouts_steps, write_text
 from hrl.report.samples import (
+    ALL_SOURCES,
     Sample,
     best_median_worst,
     expected,
@@ -97,8 +98,7 @@ def write_html_report(folder: Path) -> Path:
 def run_page(folder: Path) -> Page:
     """Return the page of a run, from its folder; errors are those of `write_html_report`."""
     rollouts = folder / "rollouts"
-    metrics_file = folder / "metrics.jsonl"
-    records = read_jsonl(metrics_file) if metrics_file.exists() else []
+    records = read_metrics(folder)
     config_text = (folder / "config.yaml").read_text(encoding="utf-8")
     config = yaml.safe_load(config_text)
     outcome = read_outcome(folder)
@@ -162,11 +162,18 @@ def curves(drawn: Sequence[Drawn], runs: Sequence[Mapping[str, Any]], thresholds
                 if (threshold := thresholds.get(name)) is not None
             ],
             "left_out": each.left_out,
-            "entries": [(line, ends_of(runs[line.run], line.metric)) for line in each.lines],
+            "entries": [(line, _ends(runs[line.run], line.metric)) for line in each.lines],
         }
         for each in drawn
     ]
     return section("curves", charts, max(columns["every"] for columns in runs))
+
+
+def _ends(columns: Mapping[str, Any], metric: str) -> list[str]:
+    """Return the first and the last value of a metric, or the only one, or none."""
+    ends = ends_of(columns, metric)
+    points = sum(value is not None for value in columns["values"].get(metric, ()))
+    return [] if ends is None else [f"{value:.4g}" for value in ends[-min(points, 2) :]]
 
 
 def thresholds_of(config: Mapping[str, Any]) -> Mapping[str, float | None]:
@@ -268,14 +275,23 @@ def validation_summary(records: Records) -> dict[str, Any] | None:
         return None
     first, last = validations[0], validations[-1]
     rows = []
-    for name in sorted({*first, *last}):
-        if not name.startswith("val/") or name.endswith("/n"):
-            continue
-        source, metric = source_and_metric(name, {*first, *last})
+    names = {*first, *last}
+    shown = [name for name in names if name.startswith("val/") and not name.endswith("/n")]
+    found = [(*source_and_metric(name, names), name) for name in shown]
+    for source, metric, name in sorted(found, key=lambda row: (not row[0], row)):
         before, after = first.get(name), last.get(name)
         change = None if before is None or after is None else after - before
         n = last.get(f"val/{source}/n", first.get(f"val/{source}/n"))
-        rows.append({"source": source, "metric": metric, "n": n, "first": before, "last": after, "change": change})
+        rows.append(
+            {
+                "source": readable(source or ALL_SOURCES),
+                "metric": readable(metric),
+                "n": n,
+                "first": before,
+                "last": after,
+                "change": change,
+            }
+        )
     return {
         "rows": rows,
         "first_step": first["step"],

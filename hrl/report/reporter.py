@@ -24,7 +24,7 @@ from hrl.report.html_report import write_html_report
 from hrl.report.outcome import Outcome
 from hrl.report.pace import Pace
 from hrl.report.phases import Tokens, timing_metrics
-from hrl.report.run_folder import RunFolder, read_jsonl, writing_to
+from hrl.report.run_folder import RunFolder, read_metrics, writing_to
 from hrl.report.samples import Sample
 from hrl.report.tracking import Tracking
 from hrl.single_controller.worker_errors import phase as worker_phase
@@ -62,8 +62,7 @@ class RunReporter:
         self._timing: dict[str, float] = {}
         self._pace = Pace(console.total_steps, trainer.test_freq, trainer.validates_last)
         self._last_step_at: float | None = None
-        made = read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else []
-        self._health = Health(trainer.alarms, made)
+        self._health = Health(trainer.alarms, read_metrics(folder.path))
         self._news: list[Raised] = []
         folder.write_config(config)
         folder.write_environment()
@@ -127,8 +126,7 @@ class RunReporter:
             with _logged("report"):
                 report = write_html_report(folder.path)
             with _logged("picture"):
-                records = read_jsonl(folder.metrics_file) if folder.metrics_file.exists() else []
-                picture = write_picture(records, folder.path, self._picture, self._title)
+                picture = write_picture(read_metrics(folder.path), folder.path, self._picture, self._title)
         return [file for file in (picture, report) if file is not None]
 
     # ------------------------------------------------------------------ while a step runs

@@ -306,7 +306,13 @@ def _step_of(rollouts_file: Path) -> int:
 
 def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
     """Return a record as one line of strict JSON; NaN and infinity, which JSON lacks, become null."""
-    return json.dumps(_plain(record), ensure_ascii=ascii_only, allow_nan=False) + "\n"
+    plain = _plain(record)
+    text = json.dumps(plain, ensure_ascii=ascii_only, allow_nan=False) + "\n"
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # half of a pair of UTF-16, which only an escape can spell
+        return json.dumps(plain, allow_nan=False) + "\n"
+    return text
 
 
 _WAY_OUT = "Remove the line, or move the file away; the other files of the run do not need it."
@@ -331,6 +337,20 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         if not isinstance(record, dict):
             raise DamagedFileError(f"{path}, line {number}, is damaged: {line[:40]} is no JSON object. {_WAY_OUT}")
         records.append(record)
+    return records
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of a run's `metrics.jsonl`, one a step; none if it has made no step.
+
+    Raises:
+        DamagedFileError: A line is no JSON object, or has no step; names file and line.
+    """
+    file = folder / "metrics.jsonl"
+    records = read_jsonl(file) if file.exists() else []
+    for number, record in enumerate(records, start=1):
+        if not isinstance(record.get("step"), int):
+            raise DamagedFileError(f"{file}, line {number}, is damaged: there is no step. {_WAY_OUT}")
     return records
 
 

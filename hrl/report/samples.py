@@ -28,6 +28,8 @@ Sample = Mapping[str, Any]
 """A record of `rollouts/`; see `rollout_records`."""
 SORT_KEYS = {"score": "score", "length": "response_length", "advantage": "advantage"}
 """Sort key → name of the record's field."""
+ALL_SOURCES = "(all)"
+"""Stands in the place of a source for what a validation counts over all of them."""
 _NON_TENSOR_COLUMNS = ("uid", "sample_index", "data_source", "finish_reason")
 
 

@@ -7,10 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from hrl.report.samples import number
+from rich.cells import cell_len, set_cell_size
+
+from hrl.report.samples import number, readable
 
 PART_WIDTH = 12
-"""The longest name of a part of the reward that is shown whole."""
+"""Columns of the longest name of a part of the reward that is shown whole."""
+
+_PARTS = 4
+"""Parts of the reward that stay as long as any others; of a reward with more, those are left out first."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,7 @@ class Layout:
             return "  ".join(texts)
         marked = f"{texts[0]}! {'  '.join(texts[1:])}"
         names = f"  ! {', '.join(alarms)}"
-        return marked + names if len(marked) + len(names) <= width else marked
+        return marked + names if cell_len(marked) + len(names) <= width else marked
 
     def _shown(self, fields: Sequence[Field], metrics: Mapping[str, float]) -> list[tuple[int, str]]:
         values = [(field, field.value(metrics)) for field in fields]
@@ -139,8 +144,11 @@ class Layout:
             if fnmatch.fnmatchcase(name, self._line.parts) and name not in self._parts and value != whole
         ]
         return [
-            (1, f"{_short(name.removeprefix(before).removesuffix(after))} {number(metrics.get(name), '5.2f')}")
-            for name in self._parts
+            (
+                1 if place < _PARTS else 8,
+                f"{_short(name.removeprefix(before).removesuffix(after))} {number(metrics.get(name), '5.2f')}",
+            )
+            for place, name in enumerate(self._parts)
         ]
 
     def _seconds(self, metrics: Mapping[str, float]) -> list[tuple[int, str]]:
@@ -154,8 +162,10 @@ class Layout:
 
 
 def _width(fields: Sequence[tuple[int, str]]) -> int:
-    return len("  ".join(text for _, text in fields))
+    return cell_len("  ".join(text for _, text in fields))
 
 
 def _short(name: str) -> str:
-    return name if len(name) <= PART_WIDTH else f"{name[: PART_WIDTH - 1]}…"
+    """Return a name of the user's as it can stand in a line, in at most `PART_WIDTH` columns."""
+    shown = readable(name).replace("\n", r"\n")
+    return shown if cell_len(shown) <= PART_WIDTH else f"{set_cell_size(shown, PART_WIDTH - 1)}…"

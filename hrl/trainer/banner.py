@@ -45,9 +45,10 @@ def _parameters(looked: dict[str, str]) -> str:
 
 def _commands(config: RunConfiguration) -> str:
     folder = config.trainer.default_local_dir
+    samples = f", hrl rollouts {folder}" if isinstance(config, PPOTrainerConfig) else ""
     resume = (
         "; the same command continues after the last checkpoint"
         if config.trainer.save_freq > 0 and config.trainer.resume_mode == "auto"
         else ""
     )
-    return f"hrl watch {folder} (a live page), hrl rollouts {folder}{resume}"
+    return f"hrl watch {folder} (a live page){samples}{resume}"

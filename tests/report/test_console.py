@@ -296,6 +296,13 @@ def test_validation_table_compares_with_the_start():
     assert "val/" not in shown
 
 
+def test_names_of_sources_and_parts_steer_no_terminal_and_counters_of_all_have_no_source():
+    metrics = {"val/a\x1b[31m[b]/n": 1.0, "val/a\x1b[31m[b]/x\u202e/mean@1": 0.5, "val/reward/num_errors": 3.0}
+    shown = render(validation_table(metrics, {}, "validation"), width=120)
+    assert r"a\x1b[31m[b]" in shown and r"x\u202e/mean@1" in shown and not set("\x1b\u202e") & set(shown)
+    assert re.search(r"\(all\) +│ reward/num_errors │ 3.000", shown)
+
+
 def test_every_validation_is_compared_with_the_first():
     console, file = make_console(terminal=False)
     for step, score in enumerate((0.5, 0.6, 0.9)):

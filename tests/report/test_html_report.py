@@ -1,13 +1,19 @@
+import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 
 import pytest
 
+from hrl.report.charts import MAX_POINTS, REWARD, write_picture
+from hrl.report.compare import compare_page
 from hrl.report.first_look import Finding, FirstLook
 from hrl.report.health import Raised
-from hrl.report.html_report import run_summary, timing_summary, validation_summary, write_html_report
+from hrl.report.html_report import run_page, run_summary, timing_summary, validation_summary, write_html_report
 from hrl.report.outcome import Outcome
-from tests.report.runs import CONFIG, HOSTILE, finished_run, sample, started_run
+from hrl.report.run_folder import DamagedFileError, json_line, read_metrics
+from tests.report.runs import CONFIG, HOSTILE, finished_run, sample, started_run, step_record
 
 VOID = {"meta", "input"}
 
@@ -164,13 +170,13 @@ def test_first_and_last_validation_are_compared_per_source_and_metric():
             {"step": 0, "val/a/b/mean@1": 0.5, "val/a/b/n": 7.0},
             {"step": 1, "reward/mean": 1.0},
             {"step": 2, "val/a/b/mean@1": 0.9, "val/a/b/n": 7.0},
-            {"step": 3, "val/a/b/mean@1": 0.75, "val/a/b/n": 7.0, "val/c/best@4": 1.0},
+            {"step": 3, "val/a/b/mean@1": 0.75, "val/a/b/n": 7.0, "val/c/best@4": 1.0, "val/c/n": 2.0},
         ]
     )
     assert (summary["first_step"], summary["last_step"], summary["several"]) == (0, 3, True)
     assert summary["rows"] == [
         {"source": "a/b", "metric": "mean@1", "n": 7.0, "first": 0.5, "last": 0.75, "change": 0.25},
-        {"source": "c", "metric": "best@4", "n": None, "first": None, "last": 1.0, "change": None},
+        {"source": "c", "metric": "best@4", "n": 2.0, "first": None, "last": 1.0, "change": None},
     ]
     assert validation_summary([{"step": 1, "reward/mean": 1.0}]) is None
 
@@ -198,3 +204,102 @@ def test_the_same_folder_gives_the_same_report(tmp_path):
     first = report_of(run, Outcome("finished")).read_bytes()
     assert report_of(run, Outcome("finished")).read_bytes() == first
     assert not re.search(rb"\b(NaN|None|Undefined)\b", first.split(b"To run it again")[0])
+
+
+# ---------------------------------------------------------------------------------------------- folders of every kind
+
+PARTS = {f"reward/part{number:02}/mean": number / 30 for number in range(30)}
+SOURCES = {f"val/source{number}/{name}": value for number in range(10) for name, value in (("mean@1", 0.5), ("n", 4.0))}
+METRICS = {
+    "none": [],
+    "a validation alone": [{"step": 0, **SOURCES}],
+    "one step": [step_record(1)],
+    "nothing finite": [{"step": step, "reward/mean": None, "actor/entropy": None} for step in (1, 2)],
+    "not finite now and then": [step_record(1), {"step": 2, "reward/mean": None, "timing_s/step": 1.0}, step_record(3)],
+    "thirty parts": [step_record(step, **PARTS) for step in (1, 2)],
+    "ten sources": [step_record(step, **SOURCES) for step in (1, 2)],
+    "10,000 steps": [step_record(step, **{"actor/entropy": 1.0}) for step in range(1, 10_001)],
+    "a name that is markup": [step_record(1, **{f"reward/{HOSTILE}</script>/mean": 1.0, f"val/{HOSTILE}/mean@1": 1.0})],
+    "large and small": [step_record(1, **{"actor/grad_norm": 1e300, "actor/ppo_kl": 1e-300})] * 2,
+}
+
+
+def run_with(path, records):
+    folder = started_run(path)
+    folder.metrics_file.write_text("".join(map(json_line, records)))
+    folder.close()
+    return path
+
+
+@pytest.mark.parametrize("name", METRICS)
+def test_any_run_has_a_page_a_picture_and_a_comparison(tmp_path, name):
+    run, other = run_with(tmp_path / "run", METRICS[name]), run_with(tmp_path / "other", METRICS["one step"])
+    page = run_page(run)
+    numbers = json.loads(json.dumps(page.numbers(), allow_nan=False))
+    assert len(numbers["runs"][0]["steps"]) == min(len(METRICS[name]), MAX_POINTS)
+    assert HOSTILE not in "".join(page.sections.values()) and "</script>" not in page.sections["curves"]
+    assert len(compare_page([run, other]).runs) == 2
+    if len(METRICS[name]) < 100:  # the picture of a long run takes a second and shows nothing new
+        picture = write_picture(read_metrics(run), run, REWARD)
+        assert (picture is None) == (not any("reward/mean" in r or "val/source0/n" in r for r in METRICS[name]))
+
+
+def test_what_charts_leave_out_is_named(tmp_path):
+    curves = run_page(run_with(tmp_path, METRICS["thirty parts"])).sections["curves"]
+    assert "20 more not drawn" in curves and all(f"part{number:02}" in curves for number in range(30))
+
+
+def test_a_single_value_is_told_once(tmp_path):
+    curves = run_page(run_with(tmp_path, [step_record(1)])).sections["curves"]
+    assert "training <b>0.25</b>" in curves and "→" not in curves
+
+
+def test_counters_of_a_whole_validation_are_of_no_source():
+    found = validation_summary(
+        [{"step": 0, "val/a/b/mean@1": 1.0, "val/a/b/n": 4.0, "val/rollout/empty_responses": 2.0}]
+    )
+    assert [(row["source"], row["metric"]) for row in found["rows"]] == [
+        ("a/b", "mean@1"),
+        ("(all)", "rollout/empty_responses"),
+    ]
+
+
+@pytest.mark.parametrize("line", ["no json", "7", '{"reward/mean": 1.0}', "\udcff"])
+def test_a_damaged_line_is_named_with_file_and_number(tmp_path, line):
+    run = run_with(tmp_path, [step_record(1)])
+    with (run / "metrics.jsonl").open("ab") as file:
+        file.write(line.encode("utf-8", "surrogateescape") + b"\n")
+    with pytest.raises(DamagedFileError, match=r"metrics\.jsonl.* is damaged: "):
+        run_page(run)
+
+
+def test_half_a_character_of_utf_16_can_be_written_and_shown(tmp_path):
+    folder = started_run(tmp_path)
+    folder.write_metrics(1, {"reward/mean": 1.0, "reward/\ud800/mean": 0.5})
+    folder.write_rollouts(1, [sample(0, 1.0, response="a\ud800b", ground_truth="\udfff", data_source="\ud801")])
+    folder.close()
+    page = write_html_report(tmp_path).read_text()
+    assert r"a\ud800b" in page and r"\udfff" in page
+
+
+def test_a_report_can_be_made_at_any_moment_of_a_run(tmp_path):
+    folder, over = started_run(tmp_path), threading.Event()
+
+    def watch():
+        pages = 0
+        while not over.is_set():
+            run_page(tmp_path)
+            pages += 1
+        return pages
+
+    with ThreadPoolExecutor(1) as watcher:
+        watched = watcher.submit(watch)
+        for step in range(1, 31):
+            Outcome("running", "", 30).write(tmp_path)
+            folder.write_rollouts(step, [sample(number, number / 4) for number in range(4)])
+            folder.write_metrics(step, step_record(step))
+            folder.write_rollouts(step, [sample(0, 1.0)], kind="val")
+            folder.write_metrics(step, {"val/sums/mean@1": 1.0, "val/sums/n": 1.0})
+        over.set()
+        assert watched.result() >= 1
+    folder.close()

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from rich.cells import cell_len
 
 from hrl.report.step_line import Field, Layout, StepLine
 
@@ -69,6 +70,21 @@ def test_a_step_without_a_part_that_others_have_keeps_the_columns() -> None:
 
 def test_a_long_name_is_cut() -> None:
     assert "a_very_long… " in LINE.text(1, 30, STEP | {"reward/a_very_long_name/mean": 0.25}, 120)
+
+
+def test_thirty_parts_leave_room_for_everything_else() -> None:
+    many = {f"reward/part{number:02}/mean": 0.1 for number in range(30)}
+    line = LINE.text(1, 30, STEP | many, 120)
+    assert len(line) <= 120
+    assert "part00  0.10  part01  0.10  part02  0.10  part03  0.10  len   12   5.0s  gen  2.0 upd  2.5" in line
+
+
+@pytest.mark.parametrize("width", range(45, 130, 7))
+@pytest.mark.parametrize("name", ["正しい答えの割合と形式", "👍🏽👍🏽👍🏽👍🏽👍🏽", "a\x1b[31m\u202e\nb"])
+def test_a_name_of_the_users_neither_steers_the_terminal_nor_makes_the_line_wider(name: str, width: int) -> None:
+    line = LINE.text(1, 30, STEP | {f"reward/{name}/mean": 0.25}, width)
+    assert not set("\x1b\u202e\n") & set(line)
+    assert cell_len(line) <= width
 
 
 def test_an_alarm_marks_the_line_without_moving_columns_and_is_named_where_there_is_room() -> None:

@@ -49,6 +49,11 @@ def test_the_banner_has_model_data_step_engine_devices_folder_and_what_to_type_n
     assert "the same command continues after the last checkpoint" in shown["see more"]
 
 
+def test_a_run_that_samples_nothing_names_no_command_for_samples() -> None:
+    shown = dict(run_facts(compose_kind(DPO, ["trainer.default_local_dir=/runs/pairs"]), ready()))
+    assert "hrl watch /runs/pairs" in shown["see more"] and "hrl rollouts" not in shown["see more"]
+
+
 def test_a_run_without_checkpoints_does_not_promise_to_continue() -> None:
     shown = dict(run_facts(compose_cli(["trainer.save_freq=-1"]), ready()))
     assert "continues" not in shown["see more"]
