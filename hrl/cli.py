@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from hrl.commands.table import COMMANDS, Command
@@ -33,22 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not arguments or arguments[0] not in commands:
         return _without_command(arguments, commands)
     command = commands[arguments[0]]
-    module = command.load()
-    parser = ArgumentParser(
-        prog=f"hrl {command.name}",
-        description=module.__doc__ if command.takes_overrides else f"{command.help[0].upper()}{command.help[1:]}.",
-        add_help=not command.takes_overrides,
-        allow_abbrev=not command.takes_overrides,
-    )
-    module.add_arguments(parser)
-    if command.takes_overrides:
-        parser.add_argument("--help", "-h", action="store_true")
-        options, overrides = parser.parse_known_args(arguments[1:])
-        options.overrides = overrides
-    else:
-        options = parser.parse_intermixed_args(arguments[1:])  # options may stand between words
+    options = read_arguments(command, arguments[1:])
     try:
-        return module.run(options)
+        return command.load().run(options)
     except HrlError as error:
         sys.stderr.write(f"{error}\n")
         return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
@@ -58,6 +45,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `hrl rollouts RUN | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def read_arguments(command: Command, arguments: Sequence[str]) -> Namespace:
+    """Return the options of a command; what is none of them ends the program with status 2."""
+    module = command.load()
+    parser = ArgumentParser(
+        prog=f"hrl {command.name}",
+        description=module.__doc__ if command.takes_overrides else f"{command.help[0].upper()}{command.help[1:]}.",
+        add_help=not command.takes_overrides,
+        allow_abbrev=not command.takes_overrides,
+    )
+    module.add_arguments(parser)
+    if not command.takes_overrides:
+        return parser.parse_intermixed_args(arguments)  # options may stand between words
+    parser.add_argument("--help", "-h", action="store_true")
+    options, overrides = parser.parse_known_args(arguments)
+    options.overrides = overrides
+    return options
 
 
 def _without_command(arguments: Sequence[str], commands: dict[str, Command]) -> int:

@@ -1,13 +1,15 @@
 """The documents say what is true: links lead somewhere, commands compose, code runs."""
 
 import re
-import shlex
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from hrl.config import ConfigError
 from hrl.config.compose import compose_kind
-from hrl.config.run_kind import OFFLINE_KINDS, PPO
+from hrl.config.run_kind import KINDS
+from tests.docs.command_lines import command_lines, options_of, run_of
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -16,24 +18,18 @@ RECORDS = {
     ROOT / "docs" / "status.md",
 }  # they name files as they were when something was measured
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-KINDS = (PPO, *OFFLINE_KINDS.values())
-ENTRIES = {entry: kind for kind in KINDS for entry in (kind.program, kind.check)}
+#: Mistakes that a page shows on purpose.
+MISTAKES = {"algorithm.adv_estimatr=grpo"}
 
 
 def blocks(document, language):
     return [code for found, code in FENCE.findall(document.read_text()) if found == language]
 
 
-def launch_lines():
+def lines_of_documents():
     for document in DOCUMENTS:
-        for code in blocks(document, "bash"):
-            for line in code.replace("\\\n", " ").splitlines():
-                words = shlex.split(line, comments=True)
-                found = [entry for entry in ENTRIES if words[: len(entry.split())] == entry.split()]
-                if found:
-                    entry = max(found, key=len)  # `hrl check dpo` is no line of `hrl check`
-                    arguments = words[len(entry.split()) :]
-                    yield pytest.param(ENTRIES[entry], arguments, id=f"{document.name}: {line[:70]}")
+        for words in command_lines(document):
+            yield pytest.param(words, id=f"{document.name}: {' '.join(words)[:70]}")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -53,9 +49,27 @@ def test_every_file_that_is_named_exists(document):
     assert not missing
 
 
-@pytest.mark.parametrize(("kind", "arguments"), list(launch_lines()))
-def test_every_launch_line_composes(kind, arguments):
-    compose_kind(kind, arguments)
+@pytest.fixture(scope="module")
+def folder_of_a_reader(tmp_path_factory):
+    """Where a reader types the lines: with the examples, and a file of his own where a page assumes one."""
+    folder = tmp_path_factory.mktemp("reader")
+    (folder / "examples").symlink_to(ROOT / "examples")
+    (folder / "my" / "configs").mkdir(parents=True)
+    (folder / "my" / "configs" / "my_run.yaml").write_text("defaults: [ppo_trainer]\ndata: {train_files: rows.jsonl, train_batch_size: 8}\n")
+    return folder
+
+
+@pytest.mark.parametrize("words", [line for line in lines_of_documents() if run_of(line.values[0])])
+def test_every_launch_line_composes(words, folder_of_a_reader, monkeypatch):
+    monkeypatch.chdir(folder_of_a_reader)
+    kind, arguments = run_of(words)
+    with pytest.raises(ConfigError) if MISTAKES & set(arguments) else nullcontext():
+        compose_kind(KINDS[kind], arguments)
+
+
+@pytest.mark.parametrize("words", [line for line in lines_of_documents() if line.values[0][0] == "hrl"])
+def test_every_line_of_hrl_has_options_that_there_are(words):
+    assert options_of(words)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -84,7 +98,7 @@ def test_the_reward_function_of_the_readme_works():
 def test_make_targets_named_in_the_documents_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {
-        name for document in DOCUMENTS for name in re.findall(r"^make ([a-z-]+)", document.read_text(), re.MULTILINE)
+        name for document in DOCUMENTS for name in re.findall(r"^(?:\$ )?make ([a-z-]+)", document.read_text(), re.MULTILINE)
     }
     assert named
     assert named <= targets
