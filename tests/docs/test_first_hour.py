@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "first-hour.md"
 PROMISES = re.split(r"^### ", PAGE.read_text(), flags=re.MULTILINE)[1:]
 #: Commands that are over in a moment.
-CHEAP = {"tasks", "reward", "migrate", "rollouts", "report"}
+CHEAP = {"tasks", "reward", "migrate", "rollouts"}
 
 
 def functions_of(module: Path) -> set[str]:
@@ -45,7 +45,6 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "responses.jsonl").write_text('"It is 12."\n"13"\n')
     run = tmp_path / "outputs" / "hrl" / "quickstart"
     (run / "rollouts").mkdir(parents=True)
-    (run / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward/mean": 0.5}) + "\n")
     sample = {"prompt": "What is 7 + 5?", "response": "12", "score": 1.0, "advantage": 0.0, "response_tokens": 1}
     (run / "rollouts" / "step_1.jsonl").write_text(json.dumps(sample) + "\n")
     return tmp_path
@@ -70,4 +69,4 @@ def test_scripts_and_commands_stand_in_shell_blocks() -> None:
     scripts = [words[1] for words in command_lines(PAGE) if words[0] == "python"]
     assert len(scripts) == 2
     assert all((ROOT / script).exists() for script in scripts)
-    assert len(cheap_lines()) == 6
+    assert len(cheap_lines()) == 5

@@ -40,6 +40,8 @@ _DEFAULT_SIZE = 1000
 _DEFAULT_SEED = 1
 _SEEDS_APART = 10_000_019
 _FIRST_LEVEL = 0
+_SEARCHES_FOR_MINUTES = ("sokoban",)
+"""Datasets whose first level is too narrow: four boxes and more in a room of 6 × 6 are searched for, at random."""
 _MOST_SHOTS = 8
 _SHOTS_SEED = 1_000_003
 """Added to the seed of the rows for the examples, so that no row is its own example."""
@@ -194,7 +196,8 @@ def parameters_of(name: str) -> dict[str, Any]:
 def parameters_at(asked: Address) -> dict[str, Any]:
     """Return what a dataset is made with: the values of the level, and those of the address on top.
 
-    Without `level`, a dataset that has no curriculum, or whose first level makes no rows, has the package's values.
+    Without `level`, a dataset that has no curriculum, or whose first level makes no rows in a reasonable time, has the
+    package's values.
 
     Raises:
         DatasetError: The address names a level, and the dataset has none.
@@ -216,7 +219,8 @@ def parameters_at(asked: Address) -> dict[str, Any]:
         if field is not None
     ]
     of_level = {name: getattr(config, name) for name in names}
-    return of_level | given if asked.is_level_given or _is_valid(config) else given
+    is_usable = asked.name not in _SEARCHES_FOR_MINUTES and _is_valid(config)
+    return of_level | given if asked.is_level_given or is_usable else given
 
 
 def _is_valid(config: Any) -> bool:

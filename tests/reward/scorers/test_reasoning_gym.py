@@ -104,13 +104,20 @@ def test_a_plain_answer_is_a_number_or_a_sentence():
         assert compute_score("reasoning_gym/chain_sum", text, entry, info) == 0.0
 
 
-@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_every_datasets_own_answer_scores_1_in_every_format(form):
+@pytest.fixture(scope="module")
+def entries_of_each():
+    """Dataset → its parameters and two entries."""
+    found = {}
     for name in datasets():
-        if name in ("sokoban", "composite"):  # takes seconds; needs the names of others
-            continue
-        parameters = parameters_at(parse_address(f"{name}?size=1&seed=4"))
-        entry = create_dataset(name, parameters)[0]
+        if name != "composite":  # needs the names of others
+            parameters = parameters_at(parse_address(f"{name}?size=2&seed=4"))
+            found[name] = parameters, list(create_dataset(name, parameters))
+    return found
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_every_datasets_own_answer_scores_1_in_every_format(form, entries_of_each):
+    for name, (parameters, (entry, _)) in entries_of_each.items():
         if entry["answer"] is None:
             continue
         info = {"parameters": parameters, "answer_format": form.name, "format_credit": 0.0}
@@ -128,12 +135,9 @@ def test_a_right_answer_among_others_is_not_paid_by_its_share_of_the_text():
     assert scored == {right: 1.0, f"{right}.0": 1.0, f"1 {right}": 0.0, f"{right}, {right}1": 0.0}
 
 
-def test_no_dataset_pays_for_any_text():
-    for name in datasets():
-        if name in ("sokoban", "composite"):
-            continue
-        parameters = parameters_at(parse_address(f"{name}?size=2&seed=4"))
-        for entry in create_dataset(name, parameters):
+def test_no_dataset_pays_for_any_text(entries_of_each):
+    for name, (parameters, entries) in entries_of_each.items():
+        for entry in entries:
             scored = compute_score(f"reasoning_gym/{name}", "<answer>zzqxj</answer>", entry, {"parameters": parameters})
             assert scored < 0.5, name
 
