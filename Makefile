@@ -54,14 +54,14 @@ test-engines test-without-engines test-fast-one-half test-fast-other-half: expor
 BOTH := $(MAKE) --no-print-directory -j2 -O
 # What each test took stays in build/.
 PYTEST = $(BIN)/python -m pytest --junitxml=build/$@.xml
-FAST := -m "not engine and not gpu and not cluster"
+FAST := -m "not engine and not gpu and not cluster and not site"
 ONE_HALF := $(addprefix tests/,workers single_controller runs reward preflight)
 
 test: lint type  ## everything CI runs
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(BOTH) test-engines test-without-engines
 
-test-fast: install-dev  ## the tests that need no real engine, no Ray, no second rank and no whole run
+test-fast: install-dev  ## the tests that need no real engine, no Ray, no second rank, no whole run and no built site
 	@echo 'tests run in two processes; each shows its output when it ends'
 	@$(BOTH) test-fast-one-half test-fast-other-half
 

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 CHROMIUM = Path("/usr/bin/chromium")
 BUILD_TIMEOUT_S = 240  # on a busy machine; alone it takes about 10 s
 PHONE, DESK = (375, 740), (1280, 900)
+pytestmark = pytest.mark.site
 
 
 @pytest.fixture(scope="module")

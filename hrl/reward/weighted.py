@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from hrl.config.load import load_config
-from hrl.config.reward import RewardEntry, spelt_out
 from hrl.errors import ConfigError
 from hrl.reward.function import RewardFunctionError, is_async, names_taken, read_reward
+
+if TYPE_CHECKING:
+    from hrl.config.reward import RewardEntry
 
 Function = Callable[..., Any]
 Reward = Function | str | Mapping[str, Any]
@@ -18,7 +19,7 @@ Reward = Function | str | Mapping[str, Any]
 `reward.functions`, such as `{"name": "regex", "pattern": "^yes"}`."""
 Rewards = Reward | Sequence[Reward | tuple[Reward, float]]
 """A reward, or several, each alone or with its weight (1 by default)."""
-Entry = RewardEntry | tuple[str, Function, float]
+Entry: TypeAlias = "RewardEntry | tuple[str, Function, float]"
 """An entry of `reward.functions`, or a function with the name of its score and its weight."""
 
 BLAME = "blames_response"
@@ -63,6 +64,10 @@ def _not_a_reward(position: int, entry: object) -> RewardFunctionError:
 
 
 def _named(position: int, reward: str | Mapping[str, Any], weight: float | None) -> RewardEntry:
+    # The processes that score import this file and need no schema, whose import would be most of their start.
+    from hrl.config.load import load_config
+    from hrl.config.reward import spelt_out
+
     written = spelt_out(reward) | ({} if weight is None else {"weight": float(weight)})
     only_shown = written.get("weight") == 0 and written["weight"] is not False
     checked = written | {"weight": 1.0} if only_shown else written  # none may stand alone with a weight of 0

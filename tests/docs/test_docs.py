@@ -55,7 +55,9 @@ def folder_of_a_reader(tmp_path_factory):
     folder = tmp_path_factory.mktemp("reader")
     (folder / "examples").symlink_to(ROOT / "examples")
     (folder / "my" / "configs").mkdir(parents=True)
-    (folder / "my" / "configs" / "my_run.yaml").write_text("defaults: [ppo_trainer]\ndata: {train_files: rows.jsonl, train_batch_size: 8}\n")
+    (folder / "my" / "configs" / "my_run.yaml").write_text(
+        "defaults: [ppo_trainer]\ndata: {train_files: rows.jsonl, train_batch_size: 8}\n"
+    )
     return folder
 
 
@@ -98,7 +100,9 @@ def test_the_reward_function_of_the_readme_works():
 def test_make_targets_named_in_the_documents_exist():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {
-        name for document in DOCUMENTS for name in re.findall(r"^(?:\$ )?make ([a-z-]+)", document.read_text(), re.MULTILINE)
+        name
+        for document in DOCUMENTS
+        for name in re.findall(r"^(?:\$ )?make ([a-z-]+)", document.read_text(), re.MULTILINE)
     }
     assert named
     assert named <= targets

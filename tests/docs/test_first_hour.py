@@ -40,7 +40,9 @@ def test_a_promise_is_held_by_tests_that_there_are(promise: str) -> None:
 def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of somebody who has rows, responses, a reward and a run."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "my_reward.py").write_text("def compute_score(response, answer):\n    return float(answer in response)\n")
+    (tmp_path / "my_reward.py").write_text(
+        "def compute_score(response, answer):\n    return float(answer in response)\n"
+    )
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "What is 7 + 5?", "answer": "12"}) + "\n")
     (tmp_path / "responses.jsonl").write_text('"It is 12."\n"13"\n')
     run = tmp_path / "outputs" / "hrl" / "quickstart"

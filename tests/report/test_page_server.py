@@ -35,9 +35,9 @@ def ask(address, path="/data", *, method="GET", **headers):
         connection.close()
 
 
-@pytest.fixture
-def view(tmp_path):
-    with LiveView(finished_run(tmp_path)) as shown:
+@pytest.fixture(scope="module")
+def view(tmp_path_factory):
+    with LiveView(finished_run(tmp_path_factory.mktemp("run"))) as shown:
         yield shown
 
 
