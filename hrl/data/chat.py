@@ -8,6 +8,7 @@ samples from, or would not teach it to stop.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,8 @@ PROBE_ANSWER = "Forty-two."
 _OLDER_TOOLS = ("functions", "function_call")
 _ROLES = {"human": "user", "gpt": "assistant"}
 """Roles of ShareGPT's rows → as chat templates know them."""
+_CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*(["'])(role|content|from|value)\1\s*:""")
+"""How a chat begins in a format that has only text, such as CSV: JSON, or what Python's `str` makes of a list."""
 _SHOWN_TOKENS = 12
 _SHOWN_CHARACTERS = 400
 
@@ -78,7 +81,7 @@ def shortened(text: str) -> str:
 
 
 def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, Any]] | str:
-    """Return a chat, or a sentence about what is wrong with it; a string is one message of `role`.
+    """Return a chat, or a sentence about what is wrong with it; a string is one message of `role`, or a chat as JSON.
 
     A content is text, a list of text parts, or null in a message with other content (an assistant's `tool_calls`).
     Messages keep all other fields for the chat template, except nulls: Parquet gives every message every field, and
@@ -92,7 +95,10 @@ def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, 
     wrong = wrong_value(prompt, key)
     if wrong is not None:
         return wrong
+    prompt = chat_of_text(prompt)
     if isinstance(prompt, str):
+        if _CHAT_AS_TEXT.match(prompt):
+            return f"{key!r} is a chat written as text, but not as JSON: {show_value(prompt)}"
         return [{"role": role, "content": prompt}] if prompt else f"{key!r} is an empty string"
     if not isinstance(prompt, Sequence) or not prompt:
         return f"{key!r} is {show_value(prompt)}, expected a string or a non-empty list of messages"
@@ -116,6 +122,16 @@ def as_messages(prompt: object, key: str, role: str = "user") -> list[dict[str, 
             return f"'content' of message {position} of {key!r} is {show_value(content)}, {wrong}"
         messages.append({"role": fields.pop("role"), "content": content, **fields})
     return messages
+
+
+def chat_of_text(value: object) -> object:
+    """Return the chat of a text that is one in JSON; any other value as it is."""
+    if not isinstance(value, str) or not _CHAT_AS_TEXT.match(value):
+        return value
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
 
 
 def _wrong_content(content: object, *, says_more: bool) -> str | None:

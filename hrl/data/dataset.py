@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hrl.columns import object_column
-from hrl.data.chat import as_messages, encode_texts, render_prompt, tools_of, with_tools, wrong_value
+from hrl.data.chat import as_messages, chat_of_text, encode_texts, render_prompt, tools_of, with_tools, wrong_value
 from hrl.data.sources import GROUND_TRUTH, DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.errors import DatasetError
@@ -132,8 +132,9 @@ _OBJECTS = ("reward_model", "extra_info")
 
 def _prompt_of(raw: Mapping[str, Any], prompt_key: str) -> tuple[object, str | None]:
     """Return the prompt of a row, and the reply that follows it where the row is a whole chat."""
-    chat = raw.get(MESSAGES)
-    if raw.get(prompt_key) is not None or not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
+    chat = chat_of_text(raw.get(MESSAGES))
+    has_prompt = prompt_key != MESSAGES and raw.get(prompt_key) is not None
+    if has_prompt or not isinstance(chat, Sequence) or isinstance(chat, str) or not chat:
         return raw.get(prompt_key), None
     last = chat[-1]
     if len(chat) > 1 and isinstance(last, Mapping) and last.get("role") == "assistant":

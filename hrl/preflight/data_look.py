@@ -112,12 +112,25 @@ def look_at_rows(
                 dataset = reader.read(sources, most)
                 findings.facts.append(Fact(noun, _in_words(dataset, sources, reader)))
                 findings.facts += _of_each_source(noun, dataset, sources)
+                _look_at_last_turns(findings, key, dataset)
         found.append(dataset)
     if isinstance(config, PPOTrainerConfig) and config.data.sampler is not None and isinstance(found[0], RLHFDataset):
         with findings.about("data.sampler"):
             sampler = load_sampler(config.data.sampler, found[0], config.data.seed, config.data)
             findings.facts.append(Fact("sampler", type(sampler).__name__))
     return found[0], found[1]
+
+
+def _look_at_last_turns(findings: Findings, key: str, rows: Any) -> None:
+    """Add a note if prompts end with an answer, which the model would be shown."""
+    if not isinstance(rows, RLHFDataset):
+        return
+    answered = sum(rows.rows[index].messages[-1]["role"] == "assistant" for index in rows.known)
+    if answered:
+        findings.notes.append(
+            f"{count(answered, 'prompt')} of {key} end with a message of the assistant, which the model is shown and "
+            "answers once more. If it is the answer, data.prompt_key=messages data.map={messages: prompt} takes it off"
+        )
 
 
 def _look_at_sources(

@@ -152,6 +152,27 @@ def test_columns_that_cannot_travel_are_named_with_why(tokenizer, config, make_r
         RLHFDataset(rows[1:], tokenizer, config)
 
 
+@pytest.mark.parametrize("column", ["prompt", "messages"])
+def test_a_chat_may_be_written_as_json(tokenizer, config, column):
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    (row,) = RLHFDataset([{column: json.dumps(chat)}], tokenizer, config).rows
+    assert row.messages == chat
+    with pytest.raises(
+        DatasetError, match="is a chat written as text, but not as JSON" if column == "prompt" else None
+    ):
+        RLHFDataset([{column: str(chat)}], tokenizer, config)
+    (row,) = RLHFDataset([{"prompt": '[{"a": 1}]'}], tokenizer, config).rows
+    assert row.messages == [{"role": "user", "content": '[{"a": 1}]'}]
+
+
+@pytest.mark.parametrize("prompt_key", ["prompt", "messages"])
+def test_the_reply_of_a_whole_chat_is_its_answer(tokenizer, config, prompt_key):
+    config.prompt_key = prompt_key
+    chat = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    (row,) = RLHFDataset([{"messages": chat}], tokenizer, config).rows
+    assert (row.messages, row.reward_model) == (chat[:1], {"ground_truth": "a"})
+
+
 @pytest.mark.parametrize(
     ("columns", "truth"),
     [

@@ -210,6 +210,21 @@ def test_a_column_may_be_mapped_to_messages(run, tmp_path):
     assert ready.train_dataset.rows[0].messages == [{"role": "user", "content": PROMPT}]
 
 
+def test_an_answer_at_the_end_of_a_prompt_is_noted_and_can_be_taken_off(run, tmp_path):
+    template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    config = json.loads((tmp_path / "policy" / "tokenizer_config.json").read_text())
+    (tmp_path / "policy" / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
+    chat = [{"role": "user", "content": PROMPT}, {"role": "assistant", "content": "two"}]
+    file = write_rows(tmp_path / "chats.jsonl", [{"prompt": chat, "data_source": "x"}] * 4)
+    files = dict.fromkeys(("data.train_files", "data.val_files"), str(file))
+    what = "4 prompts of data.train_files end with a message of the assistant"
+    assert any(note.startswith(what) for note in run(**files).findings.notes)
+    taken = run(**files, **{"data.prompt_key": "messages", "data.map": {"messages": "prompt"}})
+    assert not any("end with a message" in note for note in taken.findings.notes)
+    row = taken.train_dataset.rows[0]
+    assert (row.messages, row.reward_model) == (chat[:1], {"ground_truth": "two"})
+
+
 def test_what_no_reward_function_gets_to_see_is_noted(run, tmp_path):
     rows = pa.Table.from_pylist([{**ROW, "made": datetime(2020, 1, 1), "raw": b"x", "response": "theirs"}] * 4)
     pq.write_table(rows, tmp_path / "typed.parquet")
