@@ -91,7 +91,7 @@ class JsonLines(RowsByPlace):
             place += len(line)
 
     def row(self, path: Path, text: bytes, origin: str) -> object:
-        return from_json(text.strip(), origin, "utf-8-sig", "of the line")
+        return from_json(text.rstrip(), origin, "utf-8-sig", "of the line")
 
 
 class CsvRows(RowsByPlace):

@@ -258,7 +258,7 @@ def _jsonl_rows(path: Path) -> Iterator[tuple[str, object]]:
             if line.strip():
                 origin = f"{path} line {number}"
                 # Programs on Windows often begin a file with a byte order mark.
-                row = from_json(line, origin, "utf-8-sig" if number == 1 else "utf-8", "of the line")
+                row = from_json(line.rstrip(), origin, "utf-8-sig" if number == 1 else "utf-8", "of the line")
                 if isinstance(row, BadRow) and line.strip() in (b"{", b"["):
                     row = BadRow(origin, f"{row.reason}; a document of several lines is called .json")
                 yield origin, row

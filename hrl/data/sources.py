@@ -49,6 +49,7 @@ _SPLIT_NAMES = {
     "dev": "validation",
     "val": "validation",
 } | dict.fromkeys(("valid", "validation"), "validation")
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _MISSING = object()
 
 
@@ -231,7 +232,7 @@ def mapped(raw: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, A
 
 def _as_python(value: Any) -> Any:
     if isinstance(value, float):
-        return None if math.isnan(value) else value
+        return None if math.isnan(value) else float(value)  # also of numpy, whose doubles are Python's
     if type(value).__module__ == "numpy":
         value = value.tolist()
         return [_as_python(item) for item in value] if isinstance(value, list) else _as_python(value)
@@ -294,6 +295,10 @@ def files_of(source: Source) -> list[Path] | None:
         given = "name" if options.name else "split"
         raise DatasetError(
             f"{options.path} is no data set of the hub and no folder, so it has no {given}: leave it out"
+        )
+    if _URL.match(options.path):
+        raise DatasetError(
+            f"{options.path} is a URL: download the file and name it; a data set of the hub is named owner/name"
         )
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", options.path) and not kind_of(path):
         files_in_or_hub(path)
@@ -397,13 +402,20 @@ def has_field(look: Look, path: str) -> bool:
 
 def show_value(value: object) -> str:
     """Return a value as text for a message, shortened and then with its type."""
-    text = repr(value)
+    text = _repr(value)
     return "missing or null" if value is None else f"{text[:60]}… ({type(value).__name__})" if len(text) > 60 else text
+
+
+def _repr(value: object) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # an integer of more digits than Python writes
+        return f"a {type(value).__name__} of thousands of digits"
 
 
 def show_row(row: Mapping[str, Any]) -> str:
     """Return a row on one line, its values shortened."""
     most = max(20, _LONGEST_ROW_SHOWN // max(len(row), 1))
-    texts = {str(name): repr(value) for name, value in row.items()}
+    texts = {str(name): _repr(value) for name, value in row.items()}
     shown = ", ".join(f"{name}: {text if len(text) <= most else text[:most] + '…'}" for name, text in texts.items())
     return f"{{{shown[:_LONGEST_ROW_SHOWN]}{'…' if len(shown) > _LONGEST_ROW_SHOWN else ''}}}"

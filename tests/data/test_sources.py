@@ -154,6 +154,20 @@ def test_a_huge_row_is_shown_on_a_line():
     assert len(show_row({f"column_{number}": number for number in range(500)})) < 350
 
 
+@pytest.mark.parametrize(
+    "written", ["https://here.org/rows.jsonl", "s3://bucket/rows.parquet", "hf://datasets/a/b.csv"]
+)
+def test_a_url_is_refused_as_one(here, written):
+    with pytest.raises(DatasetError, match=f"{written} is a URL: download the file"):
+        look_into(one(written))
+
+
+def test_a_number_of_too_many_digits_is_shown_all_the_same():
+    assert show_row({"a": 10**5000, "b": [10**5000]}) == (
+        "{a: a int of thousands of digits, b: a list of thousands of digits}"
+    )
+
+
 def test_a_folder_with_several_splits_needs_one(here):
     (here / "folder" / "test.jsonl").write_text('{"prompt": "b"}\n')
     with pytest.raises(
