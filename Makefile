@@ -40,7 +40,7 @@ install-dev: $(DEV_STAMP)  ## the same, and what tests and the documentation nee
 
 $(DEV_STAMP): requirements/dev.lock requirements/trackers.lock $(STAMP)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps -r requirements/dev.lock
-	@# Trackers pin older versions of what the engine has; their tests look for them here.
+	@# Trackers go into a folder of their own, where only their tests look: other packages import those that they find.
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(VENV)/trackers -r requirements/trackers.lock
 	@touch $@
 

@@ -49,6 +49,9 @@ def run_command(kind: str, argv: Sequence[str] | None = None, trainer_cls: type[
             from hrl.trainer.run import run
     except KeyboardInterrupt:
         return _interrupted(config)
+    except HrlError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FAILURE
     return exit_status(config, lambda: run(kind, config, trainer_cls=trainer_cls, display=display))
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-#: Where `make install-dev` puts the trackers, which want other versions of some packages than the engine.
+#: Where `make install-dev` puts the trackers: other packages import those that they find, and tests do without.
 TRACKERS = Path(sys.prefix) / "trackers"
 
 RUN = """
