@@ -11,7 +11,7 @@ import hrl
 from hrl.errors import HrlError
 
 #: Raised and caught inside hrl: signals between two of its functions, which no user sees.
-SIGNALS = {"AnswerTooComplexError", "MaskMeaningError", "NonFiniteScoreError", "RowError"}
+SIGNALS = {"AnswerTooComplexError", "MaskMeaningError", "MemberError", "NonFiniteScoreError", "RowError"}
 
 
 def errors_of_hrl() -> list[type[BaseException]]:
