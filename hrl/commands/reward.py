@@ -210,6 +210,8 @@ def _table(trial: Trial, most: int, width: int) -> Table:
     from rich.table import Table
     from rich.text import Text
 
+    from hrl.report.samples import on_one_line
+
     probes = [call for call in trial.calls if call.attempt.kind != "response"]
     shown = [*trial.of_responses[:most], *probes]
     parts = list(dict.fromkeys(name for call in shown for name in call.outcome.parts))
@@ -229,7 +231,7 @@ def _table(trial: Trial, most: int, width: int) -> Table:
         table.add_row(
             str(attempt.row),
             attempt.kind,
-            Text(_shortened(attempt.response, widest)) if attempt.response else Text("(empty)", style="dim"),
+            Text(on_one_line(attempt.response, widest)) if attempt.response else Text("(empty)", style="dim"),
             Text(score, style="red" if call.has_failed else ""),
             *(_cell(outcome.parts.get(name)) for name in parts),
             f"{1000 * outcome.duration_s:.1f}",
@@ -238,14 +240,6 @@ def _table(trial: Trial, most: int, width: int) -> Table:
     if left > 0:
         table.caption = f"and {left} more responses; --show {len(trial.of_responses)} shows all"
     return table
-
-
-def _shortened(response: str, width: int) -> str:
-    """Return a response on one line of at most `width` characters."""
-    from hrl.report.samples import readable
-
-    line = " ".join(readable(response[: 4 * width]).split())
-    return line if len(line) <= width else f"{line[: width - 1]}…"
 
 
 def _cell(value: Any) -> Any:

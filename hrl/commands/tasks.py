@@ -183,6 +183,7 @@ def _list(console: Console, listed: Iterator[Task]) -> None:
 
     from hrl.data.tasks.catalogue import some_rows
     from hrl.report.console import PLAIN_WIDTH
+    from hrl.report.samples import on_one_line
     from hrl.reward.library.catalogue import CATALOGUE
 
     width = console.width if console.is_terminal else PLAIN_WIDTH
@@ -192,7 +193,7 @@ def _list(console: Console, listed: Iterator[Task]) -> None:
         for task in group:
             row = _shown_row(some_rows(task.address, 1)[0])
             example = _example(row["prompt"], row.get("answer", row.get("chosen")), width - _NAME_WIDTH - about - 4)
-            words = _cut(task.about or _NO_WORDS, about - 2) if about else ""
+            words = on_one_line(task.about or _NO_WORDS, about - 2) if about else ""
             console.print(
                 Text.assemble(
                     (f"  {task.name:<{_NAME_WIDTH}}", "cyan"), f"{words:<{about}}", (example, "bright_black")
@@ -201,8 +202,8 @@ def _list(console: Console, listed: Iterator[Task]) -> None:
             )
     console.print("\nReward functions: reward.functions=[NAME,...]", style="bold")
     for entry in CATALOGUE.values():
-        response = _cut(entry.example.response, _ANSWER_WIDTH) or _NO_WORDS
-        words = f"{_cut(entry.rewards, about - 2):<{about}}" if about else ""
+        response = on_one_line(entry.example.response, _ANSWER_WIDTH) or _NO_WORDS
+        words = f"{on_one_line(entry.rewards, about - 2):<{about}}" if about else ""
         example = f"{response} → {_number_or_none(entry.example.score)}"
         console.print(
             Text.assemble((f"  {entry.name:<{_NAME_WIDTH}}", "cyan"), words, (example, "bright_black")), soft_wrap=True
@@ -213,13 +214,16 @@ def _list(console: Console, listed: Iterator[Task]) -> None:
 def _show(console: Console, task: Task, facts: Mapping[str, Any]) -> None:
     from rich.text import Text
 
+    from hrl.report.samples import on_one_line
+
     console.print(Text(facts["address"], "bold"))
     console.print(Text(task.about or _NO_WORDS))
     console.print(Text(f"\n{facts['command']}"), soft_wrap=True)
     if task.options:
         _block(console, f"Options, as in '{task.address}?{_EXAMPLE_OPTION}'", facts["options"].items())
     _block(console, "Parameters, which are options too, with their values here", facts["parameters"].items())
-    _block(console, "Rows", [[_cut(cell, console.width) for cell in row.values()] for row in facts["rows"]])
+    rows = [[on_one_line(str(cell), console.width) for cell in row.values()] for row in facts["rows"]]
+    _block(console, "Rows", rows)
     _block(console, "Prompt, as the model reads it", [[facts["prompt"]]])
     scored = [[one["response"], _score_in_words(one["score"])] for one in facts["responses"]]
     _block(console, "What a response scores", scored)
@@ -260,13 +264,10 @@ def _number_or_none(score: float | None) -> str:
 
 def _example(question: object, answer: object, width: int) -> str:
     """Return a question and its answer on a line; a long question is cut more than the answer."""
-    right = _SEVERAL if answer is None else _cut(answer, _ANSWER_WIDTH)
-    return f"{_cut(question, width - len(right) - 3)} → {right}"
+    from hrl.report.samples import on_one_line
 
-
-def _cut(value: object, width: int) -> str:
-    text = " ".join(str(value).split())
-    return text if len(text) <= width else f"{text[: max(width, 1) - 1]}…"
+    right = _SEVERAL if answer is None else on_one_line(str(answer), _ANSWER_WIDTH)
+    return f"{on_one_line(str(question), width - len(right) - 3)} → {right}"
 
 
 def _score_in_words(score: object) -> str:

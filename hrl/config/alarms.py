@@ -70,7 +70,8 @@ ALARMS: Mapping[str, Alarm] = {
     ),
     "length_drift": Alarm(
         2.0,
-        "answers are {} times as long or as short as in the first 3 steps, for 3 steps, and the reward is not higher",
+        "answers are {} times as long or as short as in the first 3 steps, for 3 steps, and neither reward nor "
+        "validation is higher",
         "the policy changes the length of its answers for no gain",
         "look for a reward that pays for length; a lower learning rate, or a KL term",
     ),
@@ -82,7 +83,7 @@ ALARMS: Mapping[str, Alarm] = {
     ),
     "entropy_high": Alarm(
         3.0,
-        "the entropy is {} times that of the first 3 steps, for 3 steps",
+        "the entropy is {} times that of the first 3 steps, for 3 steps, and the reward is not at its best",
         "the policy falls apart into noise",
         "a lower learning rate, a smaller `actor.entropy_coeff`, or a KL term",
     ),
@@ -112,14 +113,15 @@ ALARMS: Mapping[str, Alarm] = {
     ),
     "reward_hacking": Alarm(
         0.1,
-        "two validations in a row are {} or more below the best one, while the training reward is above that of then",
+        "two validations in a row are {} of the range of rewards below the best one, and more if that may be luck, "
+        "while the training reward is above that of then",
         "the policy learns what the reward function pays for and not the task, or learns the training rows by heart",
         "read the samples with the highest reward (`hrl rollouts --sort score`); take an earlier checkpoint, more rows",
     ),
     "overfitting": Alarm(
         0.1,
-        "two validation losses in a row are above the lowest one by a share of {}, while the training loss is below "
-        "that of then",
+        "two validation losses in a row are above the lowest one by a share of {} of it and of all that was gained, "
+        "while the training loss is below that of then",
         "the model learns the training rows by heart",
         "take an earlier checkpoint; fewer epochs, a lower learning rate, more rows",
     ),

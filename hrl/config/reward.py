@@ -39,6 +39,10 @@ FUNCTION_NAMES = (
 one that the data source of each row chooses."""
 
 
+SUM = "score"
+"""What the sum of several functions is called, so that none of them can be."""
+
+
 class RewardEntry(Section):
     """An entry of `reward.functions`: one function and its weight.
 

@@ -16,7 +16,7 @@ from hrl.config.offline import DPOTrainerConfig, OfflineConfig, PairDataConfig
 from hrl.config.outline import RunConfiguration
 from hrl.config.placement import placement_problems, resolve_placement
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.reward import FUNCTION_NAMES, RewardConfig
+from hrl.config.reward import FUNCTION_NAMES, SUM, RewardConfig
 from hrl.config.rollout import RolloutConfig
 from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
 from hrl.config.trainer import JSON_CONSOLE
@@ -264,6 +264,9 @@ def _functions_can_be_summed(reward: RewardConfig) -> Iterator[Problem]:
     for part in sorted({part for part in parts if parts.count(part) > 1}):
         what = f"has two functions called {part}, whose scores could not be told apart."
         yield Problem(key, what, "Give one of them a label.")
+    if len(parts) > 1 and SUM in parts:
+        what = f"has a function called {SUM} among others, and that is what their sum is called."
+        yield Problem(key, what, "Give it a label.")
 
 
 def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from hrl.algos.registry import estimator_traits
 from hrl.config.arithmetic import count
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.report.samples import Sample, expected, number, question
@@ -27,7 +28,7 @@ class Finding(StrEnum):
     UNSCORED = "no sample has a score"
     NOTHING_RIGHT = "no sample scores above 0"
     ALL_RIGHT = "every sample has the full score"
-    ALIKE = "the answers to each prompt score alike"
+    ALIKE = "the answers that are compared score alike"
     SOMETHING = "there is something to learn"
 
 
@@ -86,24 +87,27 @@ def first_look(samples: Sequence[Sample], config: PPOTrainerConfig) -> FirstLook
         if sample.get("score") is not None:
             groups[sample.get("uid")].add(sample["score"])
     with_spread = sum(len(group) > 1 for group in groups.values())
+    # Some estimators compare the answers to a prompt; for the others all answers of the step are one group.
+    in_prompts = estimator_traits(config.algorithm.adv_estimator).min_group_size > 1
+    differ = with_spread > 0 if in_prompts else len(set(scores)) > 1
     above = sum(score > 0 for score in scores)
     of = f"{len(samples)} samples"
     if not scores:
         finding, headline = Finding.UNSCORED, f"none of {of} has a score: the reward function left them all out"
     elif len(set(scores)) == 1 and scores[0] >= _RIGHT:
         finding, headline = Finding.ALL_RIGHT, f"all {of} have the score {scores[0]:g}: there is nothing left to learn"
-    elif above == 0 and not with_spread:
+    elif above == 0 and not differ:
         finding, headline = Finding.NOTHING_RIGHT, f"0 of {of} score above 0: there is nothing to learn from yet"
-    elif not with_spread and config.actor_rollout_ref.rollout.n > 1:
+    elif not differ:
         finding = Finding.ALIKE
-        headline = f"{above} of {of} score above 0, but the answers to each prompt score alike, so none is preferred"
+        which = "the answers to each prompt" if in_prompts else "all of them"
+        headline = f"{above} of {of} score above 0, but {which} score alike, so none is preferred"
     else:
         mean = sum(scores) / len(scores)
         spread = f"; the answers to {with_spread} of {count(len(groups), 'prompt')} differ in score"
         return FirstLook(
             Finding.SOMETHING,
-            f"{above} of {of} score above 0, {mean:.3g} on average"
-            + (spread if config.actor_rollout_ref.rollout.n > 1 else ""),
+            f"{above} of {of} score above 0, {mean:.3g} on average" + (spread if in_prompts else ""),
         )
     return FirstLook(finding, headline, _typical(samples), tuple(_advice(finding, samples, config)))
 
@@ -133,8 +137,8 @@ def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfi
         yield "easier rows, or a model that solves some of them: a policy learns only from answers that sometimes score"
         return
     yield (
-        "more samples per prompt (actor_rollout_ref.rollout.n), a higher actor_rollout_ref.rollout.temperature, or a "
-        "score with steps between wrong and right"
+        "more samples per prompt (actor_rollout_ref.rollout.n), a higher actor_rollout_ref.rollout.temperature, other "
+        "rows, or a score with steps between wrong and right"
     )
 
 

@@ -22,6 +22,10 @@ NO_GAIN = 0.05
 """A reward that has risen by less than this share of the range of rewards has not risen."""
 LEAST_ENTROPY = 0.5
 """Nats per token below which no entropy is noise."""
+NEAR_BEST = 0.15
+"""Within this share of the range of rewards below its best, the reward is as good as ever."""
+LEAST_DRIFT_TOKENS = 10
+"""Fewer tokens than this are no drift of the length: from 3 to 6 is an answer in words."""
 RECENT = 5
 """Steps whose mean is the training reward, or the training loss, at a validation."""
 
@@ -83,27 +87,34 @@ class History:
     Attributes:
         steps: The watched metrics of every step, with `step`.
         validations: (step, score) of every validation; the score is the mean over the sources.
+        prompts: Number of prompts of a validation; 0 before the first.
         losses: (step, loss) of every validation of a run that learns from a data set.
         top: The highest reward of any sample.
         low: The lowest one.
+        best_reward: The highest mean reward over `RECENT` steps.
     """
 
     def __init__(self) -> None:
         self.steps: list[Mapping[str, float]] = []
         self.validations: list[tuple[int, float]] = []
         self.losses: list[tuple[int, float]] = []
+        self.prompts = 0.0
         self.top, self.low = -math.inf, math.inf
+        self.best_reward = -math.inf
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
         """Add a step, or a validation outside one (`step` 0, or metrics without a step's time)."""
         for found, scores in ((validation_score(metrics), self.validations), (validation_loss(metrics), self.losses)):
             if found is not None:
                 scores.append((step, found))
+                self.prompts = sum(metrics[f"{source}n"] for source in _sources(metrics))
         if "timing_s/step" not in metrics:
             return
         watched = {name: metrics[name] for name in _WATCHED if metrics.get(name) is not None}
         self.steps.append({"step": step, **watched})
         self.top, self.low = max(self.top, watched.get(_TOP, self.top)), min(self.low, watched.get(_LOW, self.low))
+        if (rewards := self.last(_REWARD, RECENT)) is not None:
+            self.best_reward = max(self.best_reward, fmean(rewards))
 
     @property
     def now(self) -> Mapping[str, float]:
@@ -120,6 +131,31 @@ class History:
         """Whether nearly all samples of the last step have the highest reward seen, and some had less before."""
         reward = self.now.get(_REWARD, -math.inf)
         return self.reward_range > 0 and reward >= self.low + NEAR_TOP * self.reward_range
+
+    @property
+    def is_at_its_best(self) -> bool:
+        """Whether the reward has risen since the first steps, and is near the highest that it was."""
+        start, now = self.first(_REWARD), self.last(_REWARD, RECENT)
+        if start is None or now is None:
+            return False
+        return fmean(now) > max(start + NO_GAIN * self.reward_range, self.best_reward - NEAR_BEST * self.reward_range)
+
+    @property
+    def gained_in_validation(self) -> bool:
+        """Whether the last validation is better than the first one."""
+        return len(self.validations) > 1 and (
+            self.validations[-1][1] > self.validations[0][1] + NO_GAIN * self.reward_range
+        )
+
+    @property
+    def luck_of_the_best(self) -> float:
+        """How much the best of the earlier validations may be above the others by chance alone.
+
+        The largest of K draws from a normal distribution lies about sqrt(2 ln K) standard deviations above its mean; a
+        mean over n prompts deviates by at most half of the range of rewards over sqrt(n).
+        """
+        number = max(len(self.validations) - 2, 1)
+        return math.sqrt(2 * math.log(number)) * 0.5 * self.reward_range / math.sqrt(max(self.prompts, 1.0))
 
     def last(self, name: str, count: float = WINDOW) -> list[float] | None:
         """Return a metric of the last `count` steps, if all of them have it."""
@@ -150,15 +186,18 @@ def validation_loss(metrics: Mapping[str, float]) -> float | None:
 
 
 def _over_sources(metrics: Mapping[str, float], begins: str) -> float | None:
-    # Names of sources and of parts may have slashes; `val/<source>/n` says what the sources are.
-    sources = [name.removesuffix("n") for name in metrics if name.startswith("val/") and name.endswith("/n")]
     values = [
         metrics[name]
-        for source in sources
+        for source in _sources(metrics)
         for name in metrics
         if name.startswith(source + begins) and "/" not in name.removeprefix(source) and metrics[name] is not None
     ]
     return fmean(values) if values else None
+
+
+def _sources(metrics: Mapping[str, float]) -> list[str]:
+    """Return `val/<source>/` of every source: names of sources and of parts may have slashes, but `n` tells."""
+    return [name.removesuffix("n") for name in metrics if name.startswith("val/") and name.endswith("/n")]
 
 
 # ---------------------------------------------------------------------------------------------- the alarms
@@ -214,6 +253,8 @@ def _length_drift(run: History, factor: float) -> str | None:
     before, reward = run.first(_REWARD), run.last(_REWARD)
     if start is None or now is None or not (min(now) >= factor * start or max(now) * factor <= start):
         return None
+    if abs(now[-1] - start) < LEAST_DRIFT_TOKENS or run.gained_in_validation:
+        return None
     if before is not None and reward is not None and fmean(reward) > before + NO_GAIN * run.reward_range:
         return None
     return f"from {start:.0f} to {now[-1]:.0f} tokens on average"
@@ -230,6 +271,8 @@ def _entropy_high(run: History, factor: float) -> str | None:
     start, now = run.first(_ENTROPY), run.last(_ENTROPY)
     if start is None or now is None or min(now) < max(factor * start, LEAST_ENTROPY):
         return None
+    if run.is_at_its_best:  # exploration that pays
+        return None
     return f"from {start:.2f} to {now[-1]:.2f} nats"
 
 
@@ -237,9 +280,11 @@ def _reward_hacking(run: History, share: float) -> str | None:
     if len(run.validations) < 3 or not run.steps:
         return None
     best_step, best = max(run.validations[:-2], key=lambda one: one[1])
-    fell = all(best - score >= share * run.reward_range for _, score in run.validations[-2:])
+    least = share * run.reward_range + run.luck_of_the_best
+    if not all(best - score >= least for _, score in run.validations[-2:]):
+        return None
     before, now = run.around(_REWARD, best_step), run.around(_REWARD, run.validations[-1][0])
-    if not fell or run.reward_range == 0 or before is None or now is None or now <= before:
+    if run.reward_range == 0 or before is None or now is None or now <= before:
         return None
     return (
         f"validation {best:.3f} after step {best_step}, {run.validations[-1][1]:.3f} now; training {before:.3f}, "
@@ -251,9 +296,12 @@ def _overfitting(run: History, share: float) -> str | None:
     if len(run.losses) < 3 or not run.steps:
         return None
     best_step, best = min(run.losses[:-2], key=lambda one: one[1])
-    rose = all(loss > best * (1 + share) for _, loss in run.losses[-2:])
+    # Losses of pairs come near to 0, where every noise is a large share of them; and some are negative.
+    least = share * max(abs(best), run.losses[0][1] - best)
+    if not all(loss > best + least for _, loss in run.losses[-2:]):
+        return None
     before, now = run.around(_LOSS, best_step), run.around(_LOSS, run.losses[-1][0])
-    if not rose or before is None or now is None or now >= before:
+    if before is None or now is None or now >= before:
         return None
     return (
         f"validation {best:.4f} after step {best_step}, {run.losses[-1][1]:.4f} now; training {before:.4f}, "
@@ -285,19 +333,22 @@ class Health:
 
     Args:
         thresholds: Name of an alarm → its threshold, None for off (`trainer.alarms`).
-        before: The records of `metrics.jsonl`, where the run continues.
+        before: The records of `metrics.jsonl`, where the run continues; a number that was not finite is None there.
 
     Attributes:
         raised: The alarms that are raised now.
     """
 
-    def __init__(self, thresholds: Mapping[str, float | None], before: Iterable[Mapping[str, float]] = ()) -> None:
+    def __init__(
+        self, thresholds: Mapping[str, float | None], before: Iterable[Mapping[str, float | None]] = ()
+    ) -> None:
         self._thresholds = {name: limit for name, limit in thresholds.items() if limit is not None}
         self._history = History()
         self._told: dict[str, int] = {}
         self.raised: tuple[str, ...] = ()
         for record in before:
-            self.judge(int(record["step"]), record)
+            metrics = {name: math.nan if value is None else value for name, value in record.items()}
+            self.judge(int(metrics["step"]), metrics)
 
     @property
     def summary(self) -> str:

@@ -135,6 +135,12 @@ def readable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
 
 
+def on_one_line(text: str, width: int) -> str:
+    """Return a text, made safe to show, on one line of at most `width` characters."""
+    line = " ".join(readable(text[: 4 * max(width, 1)]).split())
+    return line if len(line) <= width else f"{line[: max(width, 1) - 1]}…"
+
+
 def sample_facts(record: Sample) -> list[tuple[str, str]]:
     """Return everything in a sample's record besides its texts, as labels and values."""
     facts = {

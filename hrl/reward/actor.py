@@ -25,6 +25,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from hrl.errors import HrlError
 from hrl.metrics import Metric
 from hrl.processes.lifetime import die_with_parent
+from hrl.reward.library.base import FAILURE
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow, Status
 from hrl.reward.spec import RewardSpec
 from hrl.single_controller.worker_errors import cause_of, death_reason, is_death
@@ -229,10 +230,16 @@ def _describe_late(state: _Step, deadline_s: float) -> str:
 def reward_metrics(outcomes: Sequence[RewardOutcome]) -> dict[str, Metric]:
     """Return counts of failures and the duration of calls.
 
-    `reward/num_unscorable` counts responses that a built-in function failed on and scored as wrong answers.
+    `reward/num_unscorable` counts responses that a built-in function failed on and scored as wrong answers,
+    `reward/num_unjudged` those of the samples left out that a function had no score for because it failed itself.
     """
     counts = Counter(outcome.status for outcome in outcomes)
     metrics = {name: Metric.total(counts[status]) for name, status in _COUNTED.items()}
+    unjudged = sum(
+        outcome.status == "skip" and any(part.rpartition("/")[2] == FAILURE for part in outcome.parts)
+        for outcome in outcomes
+    )
+    metrics["reward/num_unjudged"] = Metric.total(unjudged)
     metrics["reward/num_retries"] = Metric.total(sum(outcome.attempts - 1 for outcome in outcomes))
     durations = [outcome.duration_s for outcome in outcomes]
     metrics["reward/call_s_mean"] = Metric.mean(sum(durations), len(durations))

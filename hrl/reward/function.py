@@ -49,20 +49,22 @@ class BuiltIn:
         Raises:
             RewardFunctionError: No built-in function knows a data source, or its package can't be imported.
         """
-        from hrl.reward import score
+        from hrl.reward.library.answer import Answer
+        from hrl.reward.score import find_scorer
 
         try:
             for data_source in self.data_sources:
-                score.find_scorer(data_source).load()  # keeps the loading time out of the first sample's deadline
+                find_scorer(data_source).load()  # keeps the loading time out of the first sample's deadline
         except (ValueError, ImportError) as error:
             raise RewardFunctionError(str(error)) from error
-        return score.compute_score
+        return Answer()
 
     def wrong(self, data_source: str) -> Any:
         """Return the reward of a response that could not be scored: that of a wrong answer."""
-        from hrl.reward import score
+        from hrl.reward.library.answer import wrong_answer
+        from hrl.reward.score import find_scorer
 
-        return score.find_scorer(data_source).wrong
+        return wrong_answer(find_scorer(data_source))
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from hrl.processes.child_environment import child_environment, withheld_names
 from hrl.processes.plain_data import to_plain
 from hrl.reward.function import RewardFunctionError, read_reward
 from hrl.reward.process import SharedState, encode, open_stream, receive
+from hrl.reward.scorers.base import UNSCORABLE
 from hrl.reward.spec import RewardSpec
 
 if TYPE_CHECKING:
@@ -354,11 +355,10 @@ class RewardPool:
                 self._kill(process)
                 self._put_back(process)
         elif "error" in message:
-            *_, blames_response = process.state.read()  # of this sample: the next one is not handed out yet
-            self._finish(task, "error", blames_response, error=self._with_hint(message["error"]))
+            self._finish(task, "error", error=self._with_hint(message["error"]))
         else:
             status: Status = "skip" if message["score"] is None else "ok"
-            if self._spec.source.is_ours and any(part.rpartition("/")[2] == "unscorable" for part in message["parts"]):
+            if self._spec.source.is_ours and any(part.rpartition("/")[2] == UNSCORABLE for part in message["parts"]):
                 status = "unscorable"  # said so by a function of hrl
             self._finish(task, status, score=message["score"], parts=message["parts"])
 
@@ -379,7 +379,7 @@ class RewardPool:
             reason = outcome["error"].rstrip().splitlines()[-1][:_LONGEST_REASON]
             logger.info("reward of %s: the response can't be scored: %s", task.name, reason)
             score, parts = read_reward(self._spec.source.wrong(task.data_source))
-            status, outcome = "unscorable", {"score": score, "parts": parts | {"unscorable": reason}}
+            status, outcome = "unscorable", {"score": score, "parts": parts | {UNSCORABLE: reason}}
         task.future.set_result(RewardOutcome(status, duration_s=duration_s, attempts=task.attempts, **outcome))
 
     def _too_late(self, process: _Process) -> None:

@@ -136,13 +136,11 @@ def main(socket_number: int, state_number: int, parent_pid: int) -> None:
         # One event loop for all calls, so that clients that a function keeps stay usable.
         with asyncio.Runner(loop_factory=functools.partial(AttributingLoop, state)) as runner:
             if together:
-                runner.run(_Judges(function, spec, settings["timeout_s"]).serve(connection))
+                runner.run(_Judges(function, spec, settings["timeout_s"], state).serve(connection))
                 return
             for line in stream:
                 sample = json.loads(line)
-                arguments = _arguments(spec, sample, taken)
-                if spec.source.is_ours and (taken is None or BLAME in taken):
-                    arguments[BLAME] = state.blame_response
+                arguments = _arguments(spec, sample, taken, state)
                 state.hold(sample["id"])
                 answer, error = _attempt(functools.partial(_score, function, arguments, runner))
                 state.hold(0)
@@ -228,11 +226,12 @@ class _Judges:
     A call's clock is paused while another one occupies the loop, so calls aren't charged for each other's computation.
     """
 
-    def __init__(self, function: Callable[..., Any], spec: RewardSpec, timeout_s: float) -> None:
+    def __init__(self, function: Callable[..., Any], spec: RewardSpec, timeout_s: float, state: SharedState) -> None:
         self._function = function
         self._taken = names_taken(function)
         self._spec = spec
         self._timeout_s = timeout_s
+        self._state = state
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer samples as they are done, until the parent closes the connection."""
@@ -251,7 +250,8 @@ class _Judges:
 
     async def _answer(self, sample: dict[str, Any]) -> None:
         number = sample["id"]
-        call = self._loop.create_attributed(number, self._judge(_arguments(self._spec, sample, self._taken)))
+        arguments = _arguments(self._spec, sample, self._taken, self._state)
+        call = self._loop.create_attributed(number, self._judge(arguments))
         left_s = self._timeout_s
         begun_s, others_s = self._loop.time(), self._loop.held_by_others_s(number)
         while not call.done() and left_s > 0:
@@ -281,7 +281,9 @@ def _result_of(call: asyncio.Task[dict[str, Any]]) -> dict[str, Any]:
     return call.result() if error is None else {"error": _describe(error)}
 
 
-def _arguments(spec: RewardSpec, sample: dict[str, Any], taken: frozenset[str] | None) -> dict[str, Any]:
+def _arguments(
+    spec: RewardSpec, sample: dict[str, Any], taken: frozenset[str] | None, state: SharedState
+) -> dict[str, Any]:
     """Return what the function takes of a sample; a column that other rows have and this one lacks is None."""
     truth = from_plain(sample["ground_truth"])
     offered = {
@@ -296,6 +298,8 @@ def _arguments(spec: RewardSpec, sample: dict[str, Any], taken: frozenset[str] |
     }
     if isinstance(offered.get("reward_model"), dict):  # a column that travels without what travels beside it
         offered["reward_model"] = {"ground_truth": truth, **offered["reward_model"]}
+    if spec.source.is_ours:
+        offered[BLAME] = state.blame_response
     return offered if taken is None else {name: value for name, value in offered.items() if name in taken}
 
 

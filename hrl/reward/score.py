@@ -7,7 +7,7 @@ They run in the reward pool's processes, so importing this module must stay chea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hrl.data.tasks.reasoning_gym import DATA_SOURCE_PREFIX as REASONING_GYM
@@ -22,7 +22,7 @@ from hrl.reward.scorers import (
     question_answering,
     reasoning_gym,
 )
-from hrl.reward.scorers.base import Reward, RowError, Scorer
+from hrl.reward.scorers.base import Reward, Scorer
 
 _NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
 _SEARCH = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
@@ -85,35 +85,19 @@ def find_scorer(data_source: str) -> Scorer:
 
 
 def compute_score(
-    data_source: str,
-    solution_str: str,
-    ground_truth: Any,
-    extra_info: Mapping[str, Any] | None = None,
-    *,
-    blames_response: Callable[[bool], None] | None = None,
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None
 ) -> Reward:
-    """Score a response by the built-in function of its data source.
+    """Score a response by the built-in function of its data source; in a run `library.answer.Answer` does.
 
     Args:
         data_source: Data source of the prompt's row; it chooses the function.
         solution_str: The response's text.
         ground_truth: Ground truth of the row.
         extra_info: Extra info of the row.
-        blames_response: Called with `True` once the row has been read, because later failures are the response's
-            fault, and with `False` if the row turns out to be at fault after all.
 
     Raises:
         ValueError: There is no such function, or it can't read the ground truth. Exceptions that a response causes are
             passed on.
     """
     scorer = find_scorer(data_source)
-    truth = scorer.read_truth(data_source, ground_truth, extra_info or {})
-    tell = blames_response or (lambda is_to_blame: None)
-    tell(True)
-    try:
-        score = scorer.score(solution_str, truth)
-    except RowError:
-        tell(False)
-        raise
-    tell(False)  # what fails after this, such as the next function of a sum, is not the response's fault
-    return score
+    return scorer.score(solution_str, scorer.read_truth(data_source, ground_truth, extra_info or {}))

@@ -15,9 +15,8 @@ from hrl.reward.function import (
     PickledFunction,
     RewardFunctionError,
     UserFile,
-    read_reward,
 )
-from hrl.reward.weighted import Rewards, entries_of, weighted_sum
+from hrl.reward.weighted import Rewards, entries_of, summed, weighted_sum
 
 if TYPE_CHECKING:
     from hrl.config.reward import RewardConfig, RewardEntry
@@ -71,8 +70,8 @@ class SeveralFunctions:
 
     def wrong(self, data_source: str) -> Any:
         """Return the reward of a response that could not be scored: a wrong answer's, and nothing of a user's own."""
-        parts = {one.part: read_reward(one.spec.source.wrong(data_source))[0] or 0.0 for one in self.summands}
-        return {**parts, "score": sum(one.weight * parts[one.part] for one in self.summands)}
+        returned = {one.part: one.spec.source.wrong(data_source) for one in self.summands}
+        return summed(returned, {one.part: one.weight for one in self.summands})
 
 
 Source = BuiltIn | LibraryFunction | UserFile | PickledFunction | SeveralFunctions

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hrl.errors import ConfigError
 from hrl.reward.function import RewardFunctionError, is_async, names_taken, read_reward
+from hrl.reward.library.base import FAILURE
 
 if TYPE_CHECKING:
     from hrl.config.reward import RewardEntry
@@ -24,6 +26,7 @@ Entry: TypeAlias = "RewardEntry | tuple[str, Function, float]"
 
 BLAME = "blames_response"
 """The argument by which functions of hrl say that a response, and not the row, is to blame if they fail."""
+_LAMBDA = "lambda"
 _DECIDES = ("acc", "pred")
 """Parts that validation reads: whether a response is correct, and what it answers."""
 
@@ -34,6 +37,8 @@ def entries_of(rewards: Rewards) -> list[Entry]:
     Raises:
         RewardFunctionError: An entry is neither a reward nor one with its weight, or two have one name.
     """
+    from hrl.config.reward import SUM
+
     if callable(rewards) or isinstance(rewards, str | Mapping):
         rewards = [rewards]
     entries: list[Entry] = []
@@ -44,17 +49,45 @@ def entries_of(rewards: Rewards) -> list[Entry]:
         if isinstance(reward, str | Mapping):
             entries.append(_named(position, reward, weight))
         elif callable(reward):
-            name = getattr(reward, "__name__", type(reward).__name__)
-            entries.append((name, reward, 1.0 if weight is None else float(weight)))
+            entries.append((function_name(reward), reward, 1.0 if weight is None else float(weight)))
         else:
             raise _not_a_reward(position, entry)
+    if not entries:
+        raise RewardFunctionError("the list of rewards is empty")
+    entries = _lambdas_numbered(entries)
     names = [entry[0] if isinstance(entry, tuple) else entry.part for entry in entries]
     for name in names:
         if names.count(name) > 1:
-            raise RewardFunctionError(f"two rewards are named {name}; their scores could not be told apart")
-    if not entries:
-        raise RewardFunctionError("the list of rewards is empty")
+            raise RewardFunctionError(
+                f"two rewards are named {name}; their scores could not be told apart. Give one of them another name "
+                "(`def`, `__name__`), or a `label` if it is an entry of reward.functions"
+            )
+    if len(entries) > 1 and SUM in names:
+        raise RewardFunctionError(
+            f"a reward of several is named {SUM}, as their sum is. Give it another name (`def`, `__name__`), or a "
+            "`label` if it is an entry of reward.functions"
+        )
     return entries
+
+
+def function_name(function: Function) -> str:
+    """Return what the score of a function is called: its name, for an object that of its class."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    name = getattr(function, "__name__", type(function).__name__)
+    return _LAMBDA if name == "<lambda>" else str(name)
+
+
+def _lambdas_numbered(entries: Sequence[Entry]) -> list[Entry]:
+    """Return entries of which no two lambdas have one name: `lambda`, `lambda_2`."""
+    seen = 0
+    numbered: list[Entry] = []
+    for entry in entries:
+        if isinstance(entry, tuple) and entry[0] == _LAMBDA:
+            seen += 1
+            entry = (f"{_LAMBDA}_{seen}" if seen > 1 else _LAMBDA, *entry[1:])
+        numbered.append(entry)
+    return numbered
 
 
 def _not_a_reward(position: int, entry: object) -> RewardFunctionError:
@@ -90,10 +123,6 @@ def weighted_sum(functions: Mapping[str, tuple[Function, float]]) -> Function:
 class WeightedSum:
     """Called like any reward function; calls each of several with what it takes.
 
-    A function that returns None has no say in that sample; if all do, the sample is left out. Parts that a function
-    returns beside its score are named `<function>/<part>`. The first `acc` and the first `pred` keep their names, since
-    validation counts by them.
-
     Args:
         functions: Name → function and weight.
     """
@@ -107,6 +136,9 @@ class WeightedSum:
         """Return the sum as `score`, and every function's score under its name."""
         return self._sum({name: self._call(name, sample) for name in self.functions})
 
+    def _sum(self, returned: Mapping[str, Any]) -> dict[str, Any]:
+        return summed(returned, {name: weight for name, (_, weight) in self.functions.items()})
+
     @property
     def max_concurrency(self) -> int | None:
         """The fewest calls at once that one of the functions allows; None if none of them says."""
@@ -118,20 +150,6 @@ class WeightedSum:
         mine = {key: value for key, value in sample.items() if (key != BLAME if taken is None else key in taken)}
         return self.functions[name][0](**mine)
 
-    def _sum(self, returned: Mapping[str, Any]) -> dict[str, Any]:
-        parts: dict[str, Any] = {}
-        score: float | None = None
-        for name, value in returned.items():
-            try:
-                parts[name], own = read_reward(value)
-            except RewardFunctionError as error:
-                raise RewardFunctionError(f"{name} {error}") from error
-            for part, number in own.items():
-                parts[part if part in _DECIDES and part not in parts else f"{name}/{part}"] = number
-            if parts[name] is not None:
-                score = (score or 0.0) + self.functions[name][1] * parts[name]
-        return {**parts, "score": score}  # a function may be called `score` too
-
 
 class AsyncWeightedSum(WeightedSum):
     """The same where some of the functions are async; these are awaited together."""
@@ -142,6 +160,36 @@ class AsyncWeightedSum(WeightedSum):
         awaited = [name for name, value in returned.items() if inspect.isawaitable(value)]
         values = await asyncio.gather(*(returned[name] for name in awaited))
         return self._sum(returned | dict(zip(awaited, values, strict=True)))
+
+
+def summed(returned: Mapping[str, Any], weights: Mapping[str, float]) -> dict[str, Any]:
+    """Return the weighted sum of rewards as `score`, and every one under its function's name.
+
+    A function that returns None has no say in that sample; if all do, the sample is left out. It is left out as well
+    where a function has failed (`FAILURE`), whatever the others say. Parts that a function returns beside its score are
+    named `<function>/<part>`. The first `acc` and the first `pred` keep their names, since validation counts by them.
+
+    Args:
+        returned: What each function returned.
+        weights: Weight of each.
+
+    Raises:
+        RewardFunctionError: One of them returned something that is no reward.
+    """
+    parts: dict[str, Any] = {}
+    score: float | None = None
+    has_failed = False
+    for name, value in returned.items():
+        try:
+            parts[name], own = read_reward(value)
+        except RewardFunctionError as error:
+            raise RewardFunctionError(f"{name} {error}") from error
+        for part, number in own.items():
+            parts[part if part in _DECIDES and part not in parts else f"{name}/{part}"] = number
+        if parts[name] is not None:
+            score = (score or 0.0) + weights[name] * parts[name]
+        has_failed = has_failed or (parts[name] is None and FAILURE in own)
+    return {**parts, "score": None if has_failed else score}
 
 
 def _joint_signature(functions: Sequence[Function]) -> inspect.Signature:

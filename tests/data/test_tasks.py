@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from hrl.data.tasks import bundled_rows
@@ -122,12 +124,26 @@ def test_no_row_is_its_own_example():
 
 def test_sums_take_an_answer_format():
     (row, *_) = bundled_rows("addition/val?answer=tags")
-    assert row["prompt"][0]["content"].endswith(TAGS.instruction)
+    assert all(turn["content"].endswith(TAGS.instruction) for turn in row["prompt"] if turn["role"] == "user")
     assert row["extra_info"] == {"index": 0, "answer_format": "tags", "format_credit": TAGS.credit}
     with pytest.raises(DatasetError, match="no option 'answr'. Did you mean answer"):
         bundled_rows("addition/val?answr=tags")
     with pytest.raises(DatasetError, match="takes no options"):
         bundled_rows("addition_pairs/val?answer=tags")
+
+
+@pytest.mark.parametrize(("query", "shots"), [("answer=tags", 2), ("answer=boxed&shots=1", 1), ("shots=0", 0)])
+def test_sums_show_solved_examples_that_are_neither_held_out_nor_the_question(query, shots):
+    kept_back = {f"What is {a} + {b}?" for a, b in held_out()}
+    for row in bundled_rows(f"addition/all?{query}"):
+        *shown, asked = row["prompt"]
+        assert len(shown) == 2 * shots
+        for question, answer in zip(shown[::2], shown[1::2], strict=True):
+            sum_asked, a, b = re.match(r"(What is (\d) \+ (\d)\?)", question["content"]).groups()
+            assert sum_asked not in kept_back and not asked["content"].startswith(sum_asked)
+            assert str(int(a) + int(b)) in answer["content"] and answer["content"] != "12"
+    with pytest.raises(DatasetError, match="shots=9 in 'bundled:addition/all.shots=9' must be a number from 0 to 8"):
+        bundled_rows("addition/all?shots=9")
 
 
 def test_the_rows_of_one_seed_are_not_those_of_the_next():

@@ -60,9 +60,19 @@ def test_what_there_is_to_learn_is_told_from_scores(groups, finding, headline):
     assert bool(look.advice) == bool(look.facts) == (finding is not Finding.SOMETHING)
 
 
-def test_one_answer_per_prompt_need_not_differ_from_others():
-    critic = compose_cli(["recipe=ppo", "actor_rollout_ref.rollout.n=1"])
-    assert first_look(samples([1], [0]), critic).finding is Finding.SOMETHING
+@pytest.mark.parametrize("n", [1, 4])
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus", "remax"])
+def test_without_a_comparison_inside_a_prompt_all_answers_of_the_step_are_compared(estimator, n):
+    recipe = ["recipe=ppo"] if estimator == "gae" else [f"algorithm.adv_estimator={estimator}"]
+    config = compose_cli([*recipe, f"actor_rollout_ref.rollout.n={n}"])
+    alone = [samples(*([score] * n for score in scores)) for scores in ((1, 0), (-1, -3), (0.1, 0.1), (-1, -1))]
+    found = [first_look(of_step, config) for of_step in alone]
+    assert [look.finding for look in found] == [
+        *(Finding.SOMETHING, Finding.SOMETHING),
+        *(Finding.ALIKE, Finding.NOTHING_RIGHT),
+    ]
+    assert found[1].headline == f"0 of {2 * n} samples score above 0, -2 on average"
+    assert "but all of them score alike" in found[2].headline
 
 
 def test_advice_is_about_what_is_seen():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 
 from hrl.config.alarms import ALARMS, default_thresholds
 from hrl.report.health import Health, validation_score
-from hrl.report.run_folder import read_jsonl
+from hrl.report.run_folder import json_line, read_jsonl
 
 HEALTHY_RUN = Path(__file__).parent / "quickstart_metrics.jsonl"
 """What `make demo` wrote on two cores: the quickstart, until its time was up."""
@@ -73,7 +75,7 @@ SICK: Mapping[str, tuple[list[dict[str, float]], int]] = {
         7,
     ),
     "entropy_low": ([healthy(s, reward__mean=0.5, actor__entropy=0.005) for s in range(1, 5)], 3),
-    "entropy_high": ([healthy(s, actor__entropy=0.5 if s < 4 else 2.0) for s in range(1, 8)], 6),
+    "entropy_high": ([healthy(s, reward__mean=0.5, actor__entropy=0.5 if s < 4 else 2.0) for s in range(1, 8)], 6),
     "sampler_gap": ([healthy(1), healthy(2, rollout__logprob_diff_mean=0.2)], 2),
     "kl": ([healthy(1)] + [healthy(s, actor__kl_loss=1.5) for s in range(2, 6)], 4),
     "update_kl": ([healthy(1)] + [healthy(s, actor__ppo_kl=-0.2) for s in range(2, 6)], 4),
@@ -143,6 +145,72 @@ def test_an_alarm_is_told_once_also_in_a_run_that_was_interrupted(name: str) -> 
     assert resumed.judge(len(history) + 1, history[-1])[1] == []
     halfway = Health(default_thresholds(), records[: step - 1])
     assert [alarm.name for alarm in halfway.judge(step, history[step - 1])[1]] == [name]
+
+
+def test_a_number_that_was_lost_is_beyond_any_limit_after_a_resume_too() -> None:
+    lost = [healthy(step, actor__ppo_kl=math.nan) for step in (1, 2)]
+    written = [json.loads(json_line({"step": step} | metrics)) for step, metrics in enumerate(lost, 1)]
+    assert written[1]["actor/ppo_kl"] is None
+    resumed = Health(default_thresholds(), written)
+    assert [alarm.name for alarm in resumed.judge(3, healthy(3, actor__ppo_kl=math.nan))[1]] == ["update_kl"]
+
+
+def long_run(kind: str, prompts: int, steps: int = 600) -> Iterator[dict[str, float]]:
+    """A run that is well, with the noise of real ones: warm-up, a plateau, small validations every tenth step."""
+    noise = random.Random(kind)
+    for step in range(1, steps + 1):
+        done, warm = step / steps, min(1.0, step / 50)
+        reward, skill = (0.2 + 0.5 * (1 - math.exp(-4 * done)), 0.3 + 0.4 * (1 - math.exp(-4 * done)))
+        entropy, length, lowest = 0.05 + math.exp(-2.2 * done), 200 + 250 * done, 0.0
+        if kind == "curriculum":  # harder rows as it gets better
+            reward, length = 0.5, 100 + 400 * done
+        elif kind == "exploring":
+            entropy = 0.2 + 0.6 * done
+        elif kind == "short answers":
+            length = 3 + 4 * done
+        elif kind == "penalties":
+            reward, lowest = -0.6 + 1.2 * (1 - math.exp(-3 * done)), -1.5
+        elif kind == "plateau":
+            reward = skill = 0.6
+            length = 200
+        changed: dict[str, float] = {
+            "reward__mean": reward + noise.gauss(0, 0.05),
+            "critic__score__min": lowest,
+            "response_length__mean": max(1.0, length * (1 + noise.gauss(0, 0.08))),
+            "response_length__clip_ratio": max(0.0, 0.12 + noise.gauss(0, 0.06)),
+            "actor__entropy": entropy * (1 + noise.gauss(0, 0.1)),
+            "actor__grad_norm": 0.01 + abs(0.5 * warm + noise.gauss(0, 0.2)),
+            "actor__pg_clipfrac": max(0.0, 0.1 * warm + noise.gauss(0, 0.04)),
+            "actor__ppo_kl": 0.01 * warm + noise.gauss(0, 0.02),
+            "actor__kl_loss": 0.4 * done + abs(noise.gauss(0, 0.03)),
+            "rollout__logprob_diff_mean": abs(0.02 + noise.gauss(0, 0.01)),
+        }
+        right = sum(noise.random() < skill for _ in range(prompts)) / prompts
+        seen = {"val/sums/mean@1": right, "val/sums/n": float(prompts)} if step % 10 == 0 else {}
+        yield healthy(step, **changed) | seen
+
+
+@pytest.mark.parametrize("prompts", [64, 256])
+@pytest.mark.parametrize("kind", ["plain", "curriculum", "exploring", "short answers", "penalties", "plateau"])
+def test_a_long_run_with_noise_is_silent(kind: str, prompts: int) -> None:
+    assert not list(raised_in(list(long_run(kind, prompts))))
+
+
+def test_in_a_long_run_a_validation_that_really_falls_is_seen() -> None:
+    history = list(long_run("plain", 256))
+    fallen = [{name: 0.4 for name in step if name.endswith("mean@1")} for step in history[400:]]
+    history[400:] = [step | worse for step, worse in zip(history[400:], fallen, strict=True)]
+    assert {name for _, name in raised_in(history)} == {"reward_hacking"}
+
+
+def test_losses_near_zero_and_below_it_are_no_overfitting() -> None:
+    of_pairs = [0.69, 0.2, 0.05, 0.02, 0.024, 0.025]
+    assert not list(raised_in([learns(s, 1 / s, **{"val/a/loss": x, "val/a/n": 8}) for s, x in enumerate(of_pairs, 1)]))
+    below = [0.5, -0.5, -1.0, -0.99, -0.98]
+    assert not list(raised_in([learns(s, 1 / s, **{"val/a/loss": x, "val/a/n": 8}) for s, x in enumerate(below, 1)]))
+    rises = [0.69, 0.2, 0.05, 0.12, 0.2]
+    (alarm,) = raised_in([learns(s, 1 / s, **{"val/a/loss": x, "val/a/n": 8}) for s, x in enumerate(rises, 1)])
+    assert alarm == (5, "overfitting")
 
 
 def test_a_number_that_is_lost_is_beyond_any_limit() -> None:

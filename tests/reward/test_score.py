@@ -1,5 +1,6 @@
 import pytest
 
+from hrl.reward.library.answer import Answer
 from hrl.reward.score import PROGRAMS, SCORERS, compute_score, find_scorer, why_no_scorer
 
 
@@ -133,7 +134,7 @@ def test_dapo_gives_what_verl_gives():
 def test_the_row_is_judged_before_the_response_is_looked_at(data_source):
     read = []
     with pytest.raises(ValueError, match=f"of data source '{data_source}' is not a mathematical expression"):
-        compute_score(data_source, r"\boxed{10^{10^{10}}}", "", blames_response=read.append)
+        Answer()(r"\boxed{10^{10^{10}}}", "", data_source, blames_response=read.append)
     assert not read
 
 

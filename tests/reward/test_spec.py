@@ -1,5 +1,6 @@
 """The rewards of a run as plain data, from the configuration and from objects."""
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -8,7 +9,9 @@ import pytest
 from hrl.config.compose import compose_cli
 from hrl.errors import ConfigError
 from hrl.reward.function import BuiltIn, LibraryFunction, PickledFunction, RewardFunctionError, UserFile
+from hrl.reward.library.answer import Answer, wrong_answer
 from hrl.reward.pool import RewardPool, RewardRow
+from hrl.reward.score import find_scorer
 from hrl.reward.spec import RewardSpec, SeveralFunctions
 
 
@@ -25,13 +28,13 @@ def test_a_spec_goes_to_another_process_and_back():
     assert spec.resolve({"MY_KEY": "k"}).kwargs["key"] == "k"
 
 
-def spec_of(*arguments, given=None, columns=()):
-    return RewardSpec.of_config(compose_cli(list(arguments)).reward, (), given, columns)
+def spec_of(*arguments, given=None, columns=(), data_sources=()):
+    return RewardSpec.of_config(compose_cli(list(arguments)).reward, data_sources, given, columns)
 
 
-def score_by(spec, response, answer="12", **columns):
-    with RewardPool(spec, compose_cli([]).reward) as pool:
-        return pool.submit(RewardRow(0, "s", answer, {}, columns), response, "sample").result(30)
+def score_by(spec, response, answer="12", data_source="s", timeout_s=30, **columns):
+    with RewardPool(spec, compose_cli([f"reward.timeout_s={timeout_s}"]).reward) as pool:
+        return pool.submit(RewardRow(0, data_source, answer, {}, columns), response, "sample").result(60)
 
 
 BRIEF = "def brief(response, *, words=5):\n    return float(len(response.split()) <= words)\n"
@@ -47,14 +50,14 @@ def test_one_path_leads_from_yaml_a_command_line_and_python_to_the_same_sum(tmp_
     sent = RewardSpec.from_plain(json.loads(json.dumps(shell.to_plain())))
     assert sent == shell
     outcome = score_by(sent, "7 + 5 = 12")
-    assert outcome.score == 1.0 and dict(outcome.parts) == {"numeric": 1.0, "brief": 0.0}
+    assert outcome.score == 1.0 and dict(outcome.parts) == {"numeric": 1.0, "pred": "12", "brief": 0.0}
     assert score_by(sent, "It's 12").score == pytest.approx(1.2)
 
 
 def test_names_and_objects_mix():
     spec = spec_of(given=["numeric", (lambda response, level: 0.5 * level, 2.0)], columns=("level",))
     outcome = score_by(spec, "12", level=3)
-    assert outcome.score == 4.0 and dict(outcome.parts) == {"numeric": 1.0, "<lambda>": 1.5}
+    assert outcome.score == 4.0 and dict(outcome.parts) == {"numeric": 1.0, "pred": "12", "lambda": 1.5}
 
 
 def test_a_single_function_of_weight_one_is_the_reward_itself_and_verls_key_is_such_an_entry(tmp_path):
@@ -66,7 +69,7 @@ def test_a_single_function_of_weight_one_is_the_reward_itself_and_verls_key_is_s
     half = spec_of("reward.functions=[{name: numeric, weight: 0.5}]")
     assert isinstance(half.source, SeveralFunctions)
     outcome = score_by(half, "12")
-    assert outcome.score == 0.5 and dict(outcome.parts) == {"numeric": 1.0}
+    assert outcome.score == 0.5 and dict(outcome.parts) == {"numeric": 1.0, "pred": "12"}
 
 
 def test_the_earlier_weight_of_the_function_is_an_entry_of_the_list():
@@ -119,6 +122,59 @@ def test_a_response_that_a_function_of_the_library_fails_on_loses_that_part_alon
     outcome = score_by(spec, r"\boxed{10^{10^{10}}}")
     assert outcome.status == "unscorable" and outcome.score == 0.5
     assert outcome.parts["math_verify"] == 0.0 and "too complex" in outcome.parts["math_verify/unscorable"]
+
+
+@pytest.mark.parametrize("beside", [None, "plain", "async"])
+def test_a_response_breaks_a_scorer_in_the_same_way_whatever_stands_beside_it(beside):
+    def plain(response):
+        return 1.0
+
+    async def waits(response):
+        await asyncio.sleep(0)
+        return 1.0
+
+    given = ["data_source", *({"plain": [plain], "async": [waits]}.get(beside, []))]
+    outcome = score_by(
+        spec_of(given=given, data_sources=("math_verify",)), r"\boxed{10^{10^{10}}}", data_source="math_verify"
+    )
+    assert (outcome.status, outcome.score) == ("unscorable", 0.0 if beside is None else 1.0)
+    assert outcome.parts["pred"] is None and outcome.error is None
+
+
+def test_a_deadline_beside_an_async_function_is_the_responses_fault_too():
+    async def waits(response):
+        return 1.0
+
+    slow = r"\boxed{(x+y+z+w)^{10}-(x+y)^{10}}"  # half a second
+    both = spec_of(given=["data_source", waits], data_sources=("math_verify",))
+    outcome = score_by(both, slow, "x^2+z", data_source="math_verify", timeout_s=0.2)
+    assert (outcome.status, outcome.score) == ("unscorable", 0.0)
+    assert outcome.parts["pred"] is None and "was killed" in outcome.parts["unscorable"]
+
+
+@pytest.mark.parametrize(
+    "data_source, truth, response, answer",
+    [
+        ("numeric", "12", "The answer is 12.0", "12"),
+        ("numeric", "12", "11 or 12", None),
+        ("bundled/addition", "12", "7 + 5 = 11", "11"),
+        ("openai/gsm8k", "1200", "#### 1,200", "1200"),
+        ("gsm8k_flexible", "12", "so 1.5e1", "15"),
+        ("lighteval/MATH", "12", r"\boxed{1/2}", r"\frac{1}{2}"),
+        ("math_verify", "12", r"\boxed{13}", "13"),
+        ("math_dapo", "12", "Answer: 13", "13"),
+        ("numina_cn_k12", "12", r"\boxed{11}\boxed{12}", None),
+        ("hiyouga/geometry3k", "12", r"\boxed{12}", "12"),
+        ("multiple_choice", "B", "The answer is (c).", "C"),
+        ("searchR1_nq", {"target": ["x"]}, "<answer>The Tower!</answer>", "tower"),
+    ],
+)
+def test_every_built_in_function_says_what_it_read_as_the_answer_so_that_votes_can_be_counted(
+    data_source, truth, response, answer
+):
+    said = Answer()(response, truth, data_source)
+    assert said["pred"] == answer
+    assert "pred" in wrong_answer(find_scorer(data_source))
 
 
 @pytest.mark.parametrize(

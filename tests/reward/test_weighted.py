@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from functools import partial
 
 import pytest
 
@@ -69,7 +70,7 @@ def test_it_is_scored_in_processes_like_any_other():
     function = PickledFunction.of(as_one([(correct, 1.0), (lambda response: 0.25, 2.0)]))
     with RewardPool(RewardSpec(function), reward(timeout_s=5.0)) as pool:
         outcome = pool.submit(RewardRow(0, "s", "4"), "4", "sample").result(20)
-    assert outcome.score == 1.5 and dict(outcome.parts) == {"correct": 1.0, "<lambda>": 0.25}
+    assert outcome.score == 1.5 and dict(outcome.parts) == {"correct": 1.0, "lambda": 0.25}
 
 
 @pytest.mark.parametrize(
@@ -106,8 +107,29 @@ def test_the_function_that_returns_no_reward_is_named():
         as_one([correct, texts])(response="x", answer="x")
 
 
-def test_a_function_called_score_is_a_summand_like_any_other():
+def test_a_function_of_several_cannot_have_the_name_of_their_sum():
     def score(response):
         return 1.0
 
-    assert as_one([(score, 0.5), (lambda response: 4.0, 0.25)])(response="x")["score"] == 1.5
+    with pytest.raises(RewardFunctionError, match="is named score, as their sum is"):
+        as_one([(score, 0.5), (lambda response: 4.0, 0.25)])
+    assert [name for name, *_ in entries_of(score)] == ["score"]  # alone it is no sum
+
+
+def test_lambdas_and_partials_have_names_of_their_own():
+    def graded(response, most):
+        return float(len(response) <= most)
+
+    named = entries_of([lambda response: 1.0, partial(graded, most=3), lambda response: 2.0])
+    assert [name for name, *_ in named] == ["lambda", "graded", "lambda_2"]
+    with pytest.raises(RewardFunctionError, match=r"two rewards are named graded.*Give one of them another name"):
+        entries_of([graded, partial(graded, most=3)])
+
+
+def test_a_sum_without_the_part_of_a_judge_that_failed_is_no_reward():
+    def asked(response):
+        return {"score": None, "failure": "503"} if response == "x" else 0.5
+
+    both = as_one([(asked, 1.0), (lambda response: 1.0, 1.0)])
+    assert both(response="y")["score"] == 1.5
+    assert both(response="x") == {"asked": None, "asked/failure": "503", "lambda": 1.0, "score": None}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hrl.data.tasks import addition
-from hrl.data.tasks.answer_format import options_in, take_format
+from hrl.data.tasks.answer_format import options_in, take_format, take_shots
 from hrl.errors import DatasetError
 from hrl.nearest import did_you_mean
 
@@ -33,8 +33,9 @@ def bundled_rows(name: str) -> Iterator[dict[str, Any]]:
     if task != "addition":
         raise DatasetError(f"bundled:{task} takes no options, and 'bundled:{name}' has {query!r}")
     options = options_in(query, f"bundled:{name}")
-    form = take_format(options, f"bundled:{name}")
+    form, credit = take_format(options, f"bundled:{name}")
+    shots = take_shots(options, form, f"bundled:{name}")
     if options:
-        hint = did_you_mean(next(iter(options)), ("answer", "format_credit"), "There are answer and format_credit.")
+        hint = did_you_mean(next(iter(options)), addition.OPTIONS, f"There are {', '.join(addition.OPTIONS)}.")
         raise DatasetError(f"bundled:{task} has no option {next(iter(options))!r}. {hint}")
-    return addition.rows(split, *form)
+    return addition.rows(split, form, credit, shots)

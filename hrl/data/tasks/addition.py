@@ -18,9 +18,12 @@ from hrl.data.tasks.answer_format import PLAIN, AnswerFormat, format_info
 from hrl.errors import DatasetError
 
 DATA_SOURCE = "bundled/addition"
+OPTIONS = ("answer", "format_credit", "shots")
+"""What an address of `addition` takes behind its question mark."""
 SPLITS = ("train", "val", "all")
 _HELD_OUT_PAIRS = 8
 _HELD_OUT_SEED = 20_240
+_SHOWN_SEED = 1
 _SMALLEST, _LARGEST = 2, 18
 # Offsets in the circle of all sums: every number is wrong about as often as it is right, so the answer alone reveals
 # nothing.
@@ -34,13 +37,14 @@ def held_out() -> frozenset[tuple[int, int]]:
     return frozenset(order for a, b in chosen for order in ((a, b), (b, a)))
 
 
-def rows(split: str, form: AnswerFormat = PLAIN, credit: float = 0.0) -> Iterator[dict[str, Any]]:
+def rows(split: str, form: AnswerFormat = PLAIN, credit: float = 0.0, shots: int = 0) -> Iterator[dict[str, Any]]:
     """Return the prompts of a split: `train` (65), `val` (16) or `all` (81).
 
     Args:
         split: The split.
         form: How answers are to be written.
         credit: Score of a wrong answer in that format.
+        shots: Number of solved examples before each sum, which are other sums of the training.
 
     Raises:
         DatasetError: No such split.
@@ -48,7 +52,7 @@ def rows(split: str, form: AnswerFormat = PLAIN, credit: float = 0.0) -> Iterato
     return (
         {
             "data_source": DATA_SOURCE,
-            "prompt": _prompt(a, b, form),
+            "prompt": [*_examples((a, b), form, shots), *_prompt(a, b, form)],
             "reward_model": {"style": "rule", "ground_truth": str(a + b)},
             "extra_info": {"index": index} | format_info(form, credit),
         }
@@ -94,10 +98,16 @@ def _sums(split: str) -> list[tuple[int, int]]:
     return [s for s in sums if split == "all" or (s in kept_back) == (split == "val")]
 
 
+def _examples(asked: tuple[int, int], form: AnswerFormat, shots: int) -> list[dict[str, str]]:
+    others = [(a, b) for a, b in _sums("train") if (a, b) != asked and (b, a) != asked]
+    shown = random.Random(_SHOWN_SEED).sample(others, shots)
+    return [turn for a, b in shown for turn in (*_prompt(a, b, form), *_answer(form.write(a + b)))]
+
+
 def _prompt(a: int, b: int, form: AnswerFormat = PLAIN) -> list[dict[str, str]]:
     instruction = "Answer with the final number only." if form is PLAIN else form.instruction
     return [{"role": "user", "content": f"What is {a} + {b}? {instruction}"}]
 
 
-def _answer(number: int) -> list[dict[str, str]]:
+def _answer(number: object) -> list[dict[str, str]]:
     return [{"role": "assistant", "content": str(number)}]

@@ -14,6 +14,7 @@ from hrl.nearest import did_you_mean
 ANSWER_FORMAT = "answer_format"
 FORMAT_CREDIT = "format_credit"
 """Fields of a row's `extra_info`, for its scorer."""
+_MOST_SHOTS = 8
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,18 @@ def take_format(options: dict[str, Any], address: str) -> tuple[AnswerFormat, fl
     if isinstance(credit, bool) or not isinstance(credit, int | float) or not 0 <= credit < 1:
         raise DatasetError(f"format_credit={credit} in {address!r} must be a number from 0 to below 1, e.g. 0.1")
     return FORMATS[name], float(credit)
+
+
+def take_shots(options: dict[str, Any], form: AnswerFormat, address: str) -> int:
+    """Take the number of solved examples out of the options of an address.
+
+    Raises:
+        DatasetError: It is no number from 0 to `_MOST_SHOTS`.
+    """
+    shots = options.pop("shots", form.shots)
+    if isinstance(shots, bool) or not isinstance(shots, int) or not 0 <= shots <= _MOST_SHOTS:
+        raise DatasetError(f"shots={shots} in {address!r} must be a number from 0 to {_MOST_SHOTS}")
+    return shots
 
 
 def _value(text: str) -> Any:

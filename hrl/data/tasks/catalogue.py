@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 from hrl.data.tasks import bundled_rows
+from hrl.data.tasks.addition import OPTIONS as ADDITION_OPTIONS
 from hrl.data.tasks.reasoning_gym import OPTIONS, about, datasets, parameters_at, parse_address, rows_made_here
 
 _BUNDLED, _REASONING_GYM = "bundled:", "reasoning_gym:"
@@ -43,7 +44,7 @@ _OWN = (
         "addition",
         f"{_BUNDLED}addition/train",
         "Sums of two one-digit numbers; 16 of the 81 are held out, in bundled:addition/val.",
-        options={name: OPTIONS[name] for name in ("answer", "format_credit")},
+        options={name: OPTIONS[name] for name in ADDITION_OPTIONS},
     ),
     Task(
         "addition_pairs", f"{_BUNDLED}addition_pairs/train", "A right answer to a sum and a wrong one.", ("dpo", "rm")

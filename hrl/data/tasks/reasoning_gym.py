@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hrl.data.tasks.answer_format import PLAIN, AnswerFormat, chat, format_info, options_in, take_format
+from hrl.data.tasks.answer_format import PLAIN, AnswerFormat, chat, format_info, options_in, take_format, take_shots
 from hrl.errors import DatasetError
 from hrl.nearest import did_you_mean
 from hrl.processes.child_environment import child_environment
@@ -42,7 +42,6 @@ _SEEDS_APART = 10_000_019
 _FIRST_LEVEL = 0
 _SEARCHES_FOR_MINUTES = ("sokoban",)
 """Datasets whose first level is too narrow: four boxes and more in a room of 6 × 6 are searched for, at random."""
-_MOST_SHOTS = 8
 _SHOTS_SEED = 1_000_003
 """Added to the seed of the rows for the examples, so that no row is its own example."""
 
@@ -121,11 +120,9 @@ def parse_address(address: str) -> Address:
     given = options_in(query, text)
     is_level_given = "level" in given
     form, credit = take_format(given, text)
-    level, shots = given.pop("level", _FIRST_LEVEL), given.pop("shots", form.shots)
+    level, shots = given.pop("level", _FIRST_LEVEL), take_shots(given, form, text)
     if not (level is None or _is_count(level)):
         raise DatasetError(f"level={level} in {text!r} must be a number from 0, or null for no level")
-    if not _is_count(shots) or shots > _MOST_SHOTS:
-        raise DatasetError(f"shots={shots} in {text!r} must be a number from 0 to {_MOST_SHOTS}")
     parameters = {"size": _DEFAULT_SIZE, "seed": _DEFAULT_SEED} | given
     return Address(address, name, form, credit, level, is_level_given, shots, parameters)
 

@@ -10,6 +10,10 @@ from typing import Any
 
 from hrl.errors import HrlError
 
+FAILURE = "failure"
+"""Part with the reason why a function, such as a judge that got no answer, has no score. With a score of None beside it
+the sample is left out, also where the function is one of a sum: a sum without one of its parts is another reward."""
+
 Function = Callable[..., Any]
 _ARGUMENT = re.compile(r"^(\w+): ", re.MULTILINE)
 

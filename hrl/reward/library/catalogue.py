@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from hrl.nearest import did_you_mean
-from hrl.reward.library.answer import Answer
+from hrl.reward.library.answer import Answer, wrong_answer
 from hrl.reward.library.base import ArgumentError, CatalogueEntry, Example, Function
 from hrl.reward.library.json_schema import JsonSchema
 from hrl.reward.library.judge import Judge
@@ -21,85 +21,71 @@ from hrl.reward.scorers.base import Scorer
 _SUM = {"prompt": "What is 7 + 5?", "answer": "12"}
 
 
-def _answer(scorer: Scorer) -> Callable[[], Function]:
+def _compares(name: str, rewards: str, scorer: Scorer | None, example: Example, **others: Any) -> CatalogueEntry:
     def make() -> Function:
         return Answer(scorer)
 
-    return make
-
-
-def _by_data_source() -> Function:
-    from hrl.reward.score import compute_score
-
-    return compute_score
+    wrong = 0.0 if scorer is None else wrong_answer(scorer)
+    return CatalogueEntry(name, rewards, make, example, needs_answer=True, wrong=wrong, **others)
 
 
 _ENTRIES = (
-    CatalogueEntry(
+    _compares(
         "data_source",
         "What the built-in function of the row's data source rewards.",
-        _by_data_source,
+        None,
         Example("The answer is 12.", 1.0, {**_SUM, "data_source": "numeric"}),
         scores="as that function",
-        needs_answer=True,
     ),
-    CatalogueEntry(
+    _compares(
         "numeric",
         "One number, stated as the answer, boxed, or concluded from a calculation.",
-        _answer(numbers.NUMERIC),
+        numbers.NUMERIC,
         Example("7 + 5 = 12", 1.0, _SUM),
-        needs_answer=True,
     ),
-    CatalogueEntry(
+    _compares(
         "gsm8k",
         "The number behind `####`, as in GSM8K.",
-        _answer(numbers.GSM8K),
+        numbers.GSM8K,
         Example("7 and 5 make 12.\n#### 12", 1.0, _SUM),
-        needs_answer=True,
     ),
-    CatalogueEntry(
+    _compares(
         "gsm8k_flexible",
         "The last number of the last 300 characters, whatever it stands for.",
-        _answer(numbers.GSM8K_FLEXIBLE),
+        numbers.GSM8K_FLEXIBLE,
         Example("I count 12", 1.0, _SUM),
-        needs_answer=True,
     ),
-    CatalogueEntry(
+    _compares(
         "math_verify",
         "A mathematical expression, boxed or stated as the answer, that equals the truth by value.",
-        _answer(math_equal.MATH_VERIFY),
+        math_equal.MATH_VERIFY,
         Example(r"So it is \boxed{\frac{6}{8}}.", 1.0, {"prompt": "What is 1/2 + 1/4?", "answer": "0.75"}),
-        needs_answer=True,
         needs="math-verify",
     ),
-    CatalogueEntry(
+    _compares(
         "math_dapo",
         "The line `Answer: …`, else a box, in Minerva's normal form, as DAPO pays it.",
-        _answer(math_text.DAPO),
+        math_text.DAPO,
         Example("Answer: $12$", 1.0, _SUM),
         scores="1 or -1",
-        needs_answer=True,
-        wrong=math_text.DAPO.wrong,
     ),
-    CatalogueEntry(
+    _compares(
         "multiple_choice",
         "The letter of the right choice, and no other letter.",
-        _answer(multiple_choice.MULTIPLE_CHOICE),
+        multiple_choice.MULTIPLE_CHOICE,
         Example("The answer is (B) Paris.", 1.0, {"prompt": "Capital of France? A) Rome B) Paris", "answer": "B"}),
-        needs_answer=True,
     ),
-    CatalogueEntry(
+    _compares(
         "exact_match",
         "The text in `<answer>…</answer>`, equal to one of the answers but for case, articles and punctuation.",
-        _answer(question_answering.EXACT_MATCH),
+        question_answering.EXACT_MATCH,
         Example("<answer>The Eiffel Tower</answer>", 1.0, {"prompt": "What is it?", "answer": ["Eiffel tower"]}),
         scores="1, 0.25 with more than ten tags, or 0",
-        needs_answer=True,
     ),
-    CatalogueEntry(
+    _compares(
         "reasoning_gym",
         "What the row's task of reasoning-gym pays for the text in `<answer>…</answer>`.",
-        _answer(reasoning_gym.REASONING_GYM),
+        reasoning_gym.REASONING_GYM,
         Example(
             "<answer>12</answer>",
             1.0,
@@ -111,7 +97,6 @@ _ENTRIES = (
             },
         ),
         scores="0 to 1",
-        needs_answer=True,
         needs="reasoning-gym",
     ),
     CatalogueEntry(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from hrl.errors import HrlError
-from hrl.reward.library.base import ArgumentError, readable, require
+from hrl.reward.library.base import FAILURE, ArgumentError, readable, require
 from hrl.reward.library.judge_store import JudgeStore
 
 if TYPE_CHECKING:
@@ -89,16 +89,16 @@ class Judge:
         low: The score that becomes 0.
         high: The score that becomes 1; a score outside of the two is no score.
         api_key: `env:NAME`, where the environment variable NAME has the key; None sends none.
-        on_failure: Whether a sample without a score is left out (`skip`) or stops the run as `reward.on_error` says
-            (`error`). A key, model or address that is refused is an error in any case, and so is a failure after 32
-            others in a row.
+        on_failure: Whether a sample without a score is left out (`skip`), also where other functions have scored it, or
+            stops the run as `reward.on_error` says (`error`). A key, model or address that is refused is an error in
+            any case, and so is a failure after 32 others in a row.
         requests_per_minute: Most requests a minute, over all processes that share the cache; None sets no limit.
         max_concurrency: Most requests at once in a process.
         deadline_s: Seconds that one score may take, with all repetitions. In a run 0.9 of `reward.timeout_s`.
         processes: How many processes share the requests per minute. In a run `reward.num_workers`.
         request_s: Seconds that one request may take; 0.6 of `deadline_s` by default.
-        cache: File with what the judge said already. In a run `judge.sqlite` in the run folder; None keeps it in
-            memory.
+        cache: File with what the judge said already, the last 50,000 replies. In a run `judge.sqlite` in the run
+            folder; None keeps it in memory.
         temperature: Of the judge's sampling.
         max_tokens: Longest reply.
         options: Other fields of the request, e.g. `{seed: 1}`.
@@ -187,7 +187,7 @@ class Judge:
             self._failures += 1
             if not self._skips or self._failures > _MOST_FAILURES_IN_A_ROW:
                 raise
-            return {"score": None, "failure": str(error)}
+            return {"score": None, FAILURE: str(error)}
         self._failures = 0
         return {"score": score, "verdict": reply[-_LONGEST_SHOWN:]}
 

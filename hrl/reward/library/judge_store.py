@@ -9,6 +9,8 @@ from pathlib import Path
 from hrl.reward.library.base import ArgumentError
 
 _WAIT_FOR_LOCK_S = 10.0
+MOST_REPLIES = 50_000
+"""So many replies are kept, the latest ones; of two kilobytes each, as a reply of 512 tokens has, 100 MB."""
 _TABLES = """
 create table if not exists replies (key text primary key, reply text not null);
 create table if not exists pace (only integer primary key check (only = 0), next real not null);
@@ -42,8 +44,9 @@ class JudgeStore:
         return None if row is None else str(row[0])
 
     def keep(self, key: str, reply: str) -> None:
-        """Remember what was said."""
+        """Remember what was said, and forget what was said `MOST_REPLIES` replies ago."""
         self._file.execute("insert or replace into replies values (?, ?)", (key, reply))
+        self._file.execute("delete from replies where rowid <= (select max(rowid) from replies) - ?", (MOST_REPLIES,))
 
     def take_turn(self, apart_s: float) -> float:
         """Reserve the next turn, and return how many seconds it is away.

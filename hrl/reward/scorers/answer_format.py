@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from hrl.data.tasks.answer_format import BOXED, PLAIN, TAGS, AnswerFormat, format_of_row
-from hrl.reward.scorers.base import Reward, Scorer
+from hrl.reward.scorers.base import Reward, Scorer, only
 from hrl.reward.scorers.final_answer import after_thinking, boxed_answers, stated_answers, tagged_answers
 from hrl.reward.scorers.numbers import as_number, final_number
 
@@ -26,17 +26,17 @@ def read_answer(text: str, form: AnswerFormat, right: Any) -> str | None:
     """
     text = after_thinking(text)
     if form is TAGS:
-        return _only(tagged_answers(text))
+        return only(tagged_answers(text))
     if form is BOXED:
-        return _only(boxed_answers(text))
+        return only(boxed_answers(text))
     marked = tagged_answers(text) or boxed_answers(text)
     if marked:
-        return _only(marked)
+        return only(marked)
     if isinstance(right, str) and str(as_number(right)) == right:
         number = final_number(text)
         return None if number is None else str(number)
     stated = stated_answers(text)
-    return _only(stated) if stated else _whole(text, right)
+    return only(stated) if stated else _whole(text, right)
 
 
 def with_credit(correct: float, is_in_format: bool, credit: float) -> Reward:
@@ -62,7 +62,11 @@ def in_format(scorer: Scorer) -> Scorer:
         correct: Any = 0.0 if answer is None else scorer.score(answer, asked.truth)
         return with_credit(correct, answer is not None, asked.credit)
 
-    return replace(scorer, read_truth=read_truth, score=score)
+    def answer(text: str, asked: _Asked) -> str | None:
+        found = text if asked.form is PLAIN else read_answer(text, asked.form, asked.right)
+        return None if found is None or scorer.answer is None else scorer.answer(found, asked.truth)
+
+    return replace(scorer, read_truth=read_truth, score=score, answer=answer)
 
 
 class _Asked(NamedTuple):
@@ -70,10 +74,6 @@ class _Asked(NamedTuple):
     right: Any
     form: AnswerFormat
     credit: float
-
-
-def _only(found: tuple[str, ...]) -> str | None:
-    return found[0] if len(found) == 1 else None
 
 
 def _whole(text: str, right: Any) -> str | None:

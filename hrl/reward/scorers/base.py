@@ -13,6 +13,8 @@ from typing import Any
 from hrl.errors import HrlError
 
 Reward = float | Mapping[str, Any]
+UNSCORABLE = "unscorable"
+"""Part with the reason why a response could not be scored, and got the reward of a wrong answer."""
 
 
 class TruthError(HrlError, ValueError):
@@ -35,6 +37,8 @@ class Scorer:
         read_truth: Turns a row's `(data_source, ground_truth, extra_info)` into the truth for `score`.
             Raises `TruthError` or another `ValueError`.
         score: Returns the reward of a response's text, given that truth. Raises `RowError` if the row is to blame.
+        answer: Returns what a text answers, given that truth: the same text for the same answer, None for no answer or
+            several. It is the part `pred`, by which votes are counted. None for a scorer whose reward has `pred`.
         wrong: The reward of a wrong answer, and of one that can't be scored.
         load: Imports what the scorer needs, to keep the import time out of the first sample's deadline.
     """
@@ -42,8 +46,14 @@ class Scorer:
     rule: str
     read_truth: Callable[[str, Any, Mapping[str, Any]], Any]
     score: Callable[[str, Any], Reward]
+    answer: Callable[[str, Any], str | None] | None = None
     wrong: Reward = 0.0
     load: Callable[[], None] = lambda: None
+
+
+def only(answers: Sequence[str]) -> str | None:
+    """Return the answer if there is exactly one."""
+    return answers[0] if len(answers) == 1 else None
 
 
 def all_right(answers: Sequence[str], is_right: Callable[[str], bool]) -> float:

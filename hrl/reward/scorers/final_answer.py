@@ -13,12 +13,15 @@ _THINKING = re.compile(r"<(/?)(?:think|thinking)>", re.IGNORECASE)
 _BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|[ \t]+(?=[-\\\d]))")
 _HASHES = re.compile(r"####[ \t]*([^\n#]*)")
 _MARKER = re.compile(
-    r"\b(?:final\s+(?:answer|result|number|value)|(?:correct\s+|right\s+)?answer|solution\s+is(?=\s*[:$\d\\-]))\b"
+    r"(?<!\bwrong\s)(?<!\bincorrect\s)\b(?:final\s+(?:answer|result|number|value)|(?:correct\s+|right\s+)?answer|solution\s+is(?=\s*[:$\d\\-]))\b"
     r"[^.:=?!\n]{0,80}?(?:\bis(?:\s+equal\s+to)?\b|\bequals\b|:|=)",
     re.IGNORECASE,
 )
 _HEADING = re.compile(r"^[ \t#*_>]*(?:final\s+)?answer[ \t*_]*$", re.IGNORECASE | re.MULTILINE)
 _DECORATION = " \t\r\n*_`>\"'"
+_MINUS_SIGNS = str.maketrans(dict.fromkeys("−﹣－", "-"))
+_FREE_EN_DASH = re.compile(r"(?<![0-9A-Za-z)])–(?=[0-9])")
+_BULLET = re.compile(r"[ \t]*\n\s*[-•][ \t]+(?=\S)")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MATH = re.compile(r"\$\$(.+?)\$\$|\$(.+?)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
 _ANOTHER = re.compile(r"[\s*_]*(?:,|;|/|\bor\b|\band\b)[\s*_]*(?:or\b|and\b)?[\s*_]*(?=\$|\\\(|\\\[|[-+]?\d)")
@@ -118,6 +121,14 @@ def sides_of(answer: str) -> tuple[str, ...]:
     return tuple(sides)
 
 
+def ascii_minus(text: str) -> str:
+    """Return a text in which every sign for minus is a hyphen; an en dash is one in front of a number that stands free.
+
+    Without this, `−12` would be read as the number 12 behind some sign.
+    """
+    return _FREE_EN_DASH.sub("-", text.translate(_MINUS_SIGNS))
+
+
 def _closing_brace(text: str, position: int) -> int | None:
     depth = 1
     for match in _BRACE.finditer(text, position):
@@ -129,7 +140,10 @@ def _closing_brace(text: str, position: int) -> int | None:
 
 def _first_value(statement: str) -> str:
     """Return the value at the beginning of a statement; empty if it begins with words."""
-    statement = statement.lstrip(_DECORATION + ":=")
+    statement = _BULLET.sub("\n", statement, count=1) if _BULLET.match(statement) else statement
+    leading = statement[: len(statement) - len(statement.lstrip(_DECORATION + ":="))]
+    relation = leading.rfind(">") if "\n" not in leading else -1  # behind a line's end it is Markdown's quotation mark
+    statement = statement[max(relation, 0) :] if relation >= 0 else statement[len(leading) :]
     statement = re.sub(r"^(?:equal to|approximately|about|indeed|simply|just|therefore)\s+", "", statement)
     if statement.startswith(("\\boxed", "\\fbox")):
         return ""
@@ -142,7 +156,7 @@ def _first_value(statement: str) -> str:
             return statement.split("\n", 1)[0]
         return inside.strip()
     end = _SENTENCE_END.search(statement)
-    value = (statement if end is None else statement[: end.start()]).strip(_DECORATION)
+    value = (statement if end is None else statement[: end.start()]).rstrip(_DECORATION)
     return value if _VALUE.match(value) else ""
 
 

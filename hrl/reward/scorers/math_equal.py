@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer, TruthError, all_right
+from hrl.reward.scorers.base import Scorer, TruthError, all_right, only
 from hrl.reward.scorers.final_answer import (
     after_thinking,
+    ascii_minus,
     boxed_answers,
     explicit_answers,
     sides_of,
@@ -34,6 +35,15 @@ _MOST_TERMS = 400
 _LARGEST_BITS = 20_000
 _LARGEST_FACTORIAL = 2_000
 _OPEN_ENDED = re.compile(r"\\(?:sum|prod|int|iint|oint|lim|limsup|liminf|binom|dbinom|tbinom|choose)(?![a-zA-Z])")
+_INTEGER = re.compile(r"-?[0-9]+")
+_PLAIN = re.compile(r"-?[0-9][0-9,]*(?:\.[0-9]+)?|-?\\frac\{-?[0-9]+\}\{-?[0-9]+\}")
+_DEGREES = re.compile(r"\^\s*\{?\\circ\}?")
+_QUOTIENT = re.compile(r"[0-9)}]\s*(?:/|÷|\\div)\s*[0-9(\\]|\\[dt]?frac")
+_CALCULATION = re.compile(
+    r"[0-9)}]\s*(?:[+*×·÷-]|\\(?:div|pm|bmod)|(?:\\times|\\cdot)(?!\s*10\s*\^))\s*[-(\\]*\s*[0-9(\\{]"
+    r"|(?<!10)[0-9)]\s*(?:\^|\*\*)|(?<!\\times)(?<!\\cdot)(?<![0-9])\s*10\s*\^"
+    r"|\\(?:sqrt|log|ln|sin|cos|tan|max|min|gcd|lcm)|[0-9)]\s*!"
+)
 _REDUNDANT = re.compile(r"\{\{([^{}]*)\}\}|\(\(([^()]*)\)\)")
 _RELATION = re.compile(r"[<>]|\\[lg]eq?(?![a-z])|\\n?eq(?![a-z])|\\in(?![a-z])")
 
@@ -91,6 +101,19 @@ def _is_equal(truth: MathTruth, side: str, decimals: int) -> bool:
         )
 
 
+def is_worked_out(truth: MathTruth, answer: str) -> bool:
+    r"""Return whether an answer is a number where the truth is one, and no calculation, such as the question itself.
+
+    `\boxed{7+5}` equals 12, and says no more than the question did. The last side of `7 + 5 = 12` counts. A fraction
+    need not be reduced, unless the truth is a whole number.
+    """
+    if not _PLAIN.fullmatch(truth.form):
+        return True
+    last = _DEGREES.sub("", ascii_minus((sides_of(answer) or ("",))[-1]))
+    is_quotient = _INTEGER.fullmatch(truth.form) is not None and _QUOTIENT.search(last) is not None
+    return not is_quotient and _CALCULATION.search(last) is None
+
+
 def parse_answer(text: str) -> tuple[Any, ...]:
     """Parse an answer with math-verify.
 
@@ -115,7 +138,7 @@ def parse_bounded(text: str) -> tuple[Any, ...] | None:
     too_long = len(text) > LONGEST_ANSWER or re.search(rf"[0-9]{{{LONGEST_DIGITS}}}", text) is not None
     if too_long or _nesting(text) > _DEEPEST_NESTING or _OPEN_ENDED.search(text):
         return None
-    text = text.encode("utf-8", "replace").decode("utf-8").strip().strip("$").strip()
+    text = ascii_minus(text).encode("utf-8", "replace").decode("utf-8").strip().strip("$").strip()
     with limited_cpu():
         parsed = parse(f"\\boxed{{{text}}}", [LatexExtractionConfig(boxed_match_priority=0)], parsing_timeout=None)
     return tuple(parsed) if all(_is_small(expression) for expression in parsed) else None
@@ -226,7 +249,16 @@ def read_truth(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any
 
 
 def _score_by_value(text: str, truth: MathTruth) -> float:
-    return all_right(explicit_answers(after_thinking(text)), lambda answer: equal_by_value(truth, answer))
+    def is_right(answer: str) -> bool:
+        return equal_by_value(truth, answer) and is_worked_out(truth, answer)
+
+    return all_right(explicit_answers(after_thinking(text)), is_right)
+
+
+def answer_in_normal_form(text: str, truth: MathTruth) -> str | None:
+    """Return the one answer of a text as MATH writes it; None for none or several."""
+    found = {math_form(answer[:LONGEST_ANSWER]) for answer in explicit_answers(after_thinking(text))}
+    return only(list(found))
 
 
 def load() -> None:
@@ -234,4 +266,6 @@ def load() -> None:
     equal_by_value(read_truth("math_verify", "\\frac{3}{4}", {}), "x+1")
 
 
-MATH_VERIFY = Scorer("the value of the box or of the stated answer", read_truth, _score_by_value, load=load)
+MATH_VERIFY = Scorer(
+    "the value of the box or of the stated answer", read_truth, _score_by_value, load=load, answer=answer_in_normal_form
+)

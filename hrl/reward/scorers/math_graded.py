@@ -10,14 +10,16 @@ import math
 import re
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer, all_right
+from hrl.reward.scorers.base import Scorer, all_right, only
 from hrl.reward.scorers.final_answer import after_thinking, boxed_answers, explicit_answers
 from hrl.reward.scorers.math_equal import (
     LONGEST_ANSWER,
     LONGEST_DIGITS,
     AnswerTooComplexError,
     MathTruth,
+    answer_in_normal_form,
     equal_by_value,
+    is_worked_out,
     limited_cpu,
     load,
     parse_answer,
@@ -131,7 +133,10 @@ def _value(parsed: tuple[Any, ...]) -> float | None:
 
 
 def _score_numina(text: str, truth: MathTruth) -> float:
-    return all_right(explicit_answers(after_thinking(text)), lambda answer: _is_right(truth, answer))
+    def is_right(answer: str) -> bool:
+        return _is_right(truth, answer) and is_worked_out(truth, answer)
+
+    return all_right(explicit_answers(after_thinking(text)), is_right)
 
 
 def _is_right(truth: MathTruth, answer: str) -> bool:
@@ -161,11 +166,22 @@ def _in_order(text: str, marks: tuple[str, ...]) -> bool:
     return True
 
 
-NUMINA = Scorer("the value of the box or of the stated answer, to 0.01 %", read_truth, _score_numina, load=load)
+def _boxed_in_normal_form(text: str, truth: MathTruth) -> str | None:
+    return only([math_form(box[:LONGEST_ANSWER]) for box in boxed_answers(after_thinking(text))])
+
+
+NUMINA = Scorer(
+    "the value of the box or of the stated answer, to 0.01 %",
+    read_truth,
+    _score_numina,
+    load=load,
+    answer=answer_in_normal_form,
+)
 GEOMETRY = Scorer(
     "0.9 for the box, graded as PRM800K does, and 0.1 for <think>…</think> before it",
     read_truth,
     _score_geometry,
     wrong={"score": 0.0, "acc": 0.0},
     load=load,
+    answer=_boxed_in_normal_form,
 )

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer, TruthError, all_right
+from hrl.reward.scorers.base import Scorer, TruthError, all_right, only
 from hrl.reward.scorers.final_answer import after_thinking, boxed_answers, sides_of
 
 _LONGEST_ANSWER = 2000
@@ -21,7 +21,7 @@ _NO_ANSWER = "[INVALID]"
 _ANSWER_LINE = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
 _MATH_REPLACED = (
-    *(("\n", ""), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac")),
+    *(("\n", ""), ("−", "-"), ("\\!", ""), ("\\\\", "\\"), ("tfrac", "frac"), ("dfrac", "frac")),
     *((removed, "") for removed in ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")),
 )
 _MATH_LEADING_POINT = re.compile(r"(^| |\{)\.")
@@ -138,7 +138,11 @@ def _dapo_reward(is_right: bool, answer: str) -> dict[str, Any]:
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": answer}
 
 
-MATH = Scorer("the text of the box, in MATH's normal form", _read_text, _score_math)
+def _boxed_in_normal_form(text: str, truth: str) -> str | None:
+    return only([math_form(box[:_LONGEST_ANSWER]) for box in boxed_answers(after_thinking(text))])
+
+
+MATH = Scorer("the text of the box, in MATH's normal form", _read_text, _score_math, answer=_boxed_in_normal_form)
 DAPO = Scorer(
     "the line 'Answer: …', else the box, in Minerva's normal form; 1 and -1",
     _read_text,

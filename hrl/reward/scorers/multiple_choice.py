@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer, TruthError, all_right
+from hrl.reward.scorers.base import Scorer, TruthError
 from hrl.reward.scorers.final_answer import after_thinking, boxed_answers, tagged_answers
 
 _LETTER = re.compile(
@@ -44,12 +44,14 @@ def _read_letter(data_source: str, ground_truth: Any, extra_info: Mapping[str, A
     return letter
 
 
-def _score_choice(text: str, truth: str) -> float:
+def _chosen(text: str) -> str | None:
+    """Return the letter that a text chooses; None if it chooses none, or several."""
     text = after_thinking(text)
     answers = tagged_answers(text) or boxed_answers(text) or _stated(text)
     if not answers:
-        return float("\n" not in text.strip() and choice_of(text.strip()) == truth)
-    return all_right(answers, lambda answer: choice_of(answer) == truth)
+        return choice_of(text.strip()) if "\n" not in text.strip() else None
+    letters = {choice_of(answer) for answer in answers}
+    return letters.pop() if len(letters) == 1 else None
 
 
 def _stated(text: str) -> tuple[str, ...]:
@@ -58,4 +60,9 @@ def _stated(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one for one in found if one.strip()))[:8]
 
 
-MULTIPLE_CHOICE = Scorer("the letter of the choice, and no other", _read_letter, _score_choice)
+MULTIPLE_CHOICE = Scorer(
+    "the letter of the choice, and no other",
+    _read_letter,
+    lambda text, truth: float(_chosen(text) == truth),
+    answer=lambda text, truth: _chosen(text),
+)

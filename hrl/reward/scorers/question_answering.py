@@ -7,7 +7,7 @@ import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer, TruthError
+from hrl.reward.scorers.base import Scorer, TruthError, only
 from hrl.reward.scorers.final_answer import after_thinking, tagged_answers
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -31,15 +31,19 @@ def _read_targets(data_source: str, ground_truth: Any, extra_info: Mapping[str, 
 
 def _score_exact_match(text: str, targets: frozenset[str]) -> float:
     text = after_thinking(text)
-    answers = {squad_form(answer) for answer in tagged_answers(text)}
-    if len(answers) != 1 or not answers <= targets:
+    if _tagged(text, targets) not in targets:
         return 0.0
     spam = max(text.count("<answer>"), text.count("</answer>")) > _TAGS_ALLOWED
     return _SPAM_FACTOR if spam else 1.0
+
+
+def _tagged(text: str, targets: frozenset[str]) -> str | None:
+    return only(list({squad_form(answer) for answer in tagged_answers(after_thinking(text))}))
 
 
 EXACT_MATCH = Scorer(
     "the text in <answer>…</answer>, equal to a target but for case, articles, punctuation",
     _read_targets,
     _score_exact_match,
+    answer=_tagged,
 )

@@ -169,4 +169,10 @@ def _dataset(name: str, parameters: str) -> Any:
     return create_dataset(name, json.loads(parameters))
 
 
-REASONING_GYM = Scorer("the dataset's own rule for the answer", read_task, score, load=_import)
+REASONING_GYM = Scorer(
+    "the dataset's own rule for the answer",
+    read_task,
+    score,
+    load=_import,
+    answer=lambda text, task: read_answer(text, task.form, task.entry.get("answer")),
+)

@@ -11,6 +11,7 @@ import pytest
 from hrl.config.compose import compose_cli
 from hrl.reward.library.base import ArgumentError
 from hrl.reward.library.judge import Judge, JudgeError, JudgeRefusedError
+from hrl.reward.library.judge_store import JudgeStore
 from hrl.reward.pool import RewardPool, RewardRow
 from hrl.reward.spec import RewardSpec
 from tests.reward.library.endpoint import Reply, serving
@@ -93,6 +94,16 @@ def test_the_same_question_is_asked_once_and_never_again_with_a_file(tmp_path):
         judged(Judge("another", endpoint.base_url, cache=file), sample("a"))
         judged(Judge("m", endpoint.base_url, cache=file, prompt="Grade {response}"), sample("a"))
         assert len(endpoint.requests) == 4, "another model or another prompt is another question"
+
+
+def test_of_very_many_replies_the_latest_are_kept(monkeypatch):
+    monkeypatch.setattr("hrl.reward.library.judge_store.MOST_REPLIES", 3)
+    store = JudgeStore(None)
+    for number in range(5):
+        store.keep(f"question {number}", f"Score: {number}")
+    store.keep("question 3", "Score: 9")  # said again, so it is the latest
+    kept = [store.reply(f"question {number}") for number in range(5)]
+    assert kept == [None, None, None, "Score: 9", "Score: 4"] and JudgeStore(None).reply("question 3") is None
 
 
 def test_what_may_work_later_is_tried_again_when_the_endpoint_says():

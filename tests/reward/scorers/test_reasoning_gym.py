@@ -7,6 +7,7 @@ import pytest
 
 from hrl.data.tasks.answer_format import FORMATS
 from hrl.data.tasks.reasoning_gym import create_dataset, datasets, parameters_at, parse_address
+from hrl.reward.library.answer import Answer
 from hrl.reward.score import compute_score
 from hrl.reward.scorers.base import RowError
 from hrl.reward.scorers.reasoning_gym import (
@@ -151,5 +152,5 @@ def test_a_row_whose_own_answer_cannot_be_scored_is_the_datas_fault():
     entry, info, blamed = dict(_entry("chain_sum")), {"parameters": {"size": 1, "seed": 3}}, []
     del entry["answer"]
     with pytest.raises(RowError, match="the row's own answer can't be scored either: KeyError"):
-        compute_score("reasoning_gym/chain_sum", "<answer>1+1</answer>", entry, info, blames_response=blamed.append)
+        Answer()("<answer>1+1</answer>", entry, "reasoning_gym/chain_sum", info, blames_response=blamed.append)
     assert blamed == [True, False]
