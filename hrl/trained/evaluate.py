@@ -13,10 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hrl.algos.registry import ESTIMATOR_TRAITS, POLICY_LOSS_TRAITS
 from hrl.config.arithmetic import changed_values
 from hrl.config.compose import compose_kind
 from hrl.config.override import as_override
 from hrl.config.run_kind import PPO
+from hrl.config.section import flatten
 from hrl.errors import HrlError
 from hrl.report.run_folder import read_jsonl, rollouts_file
 from hrl.trained.folders import CONFIG, Trained, find_trained, require_loadable
@@ -36,6 +38,11 @@ _NOT_OF_THE_RUN = (
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.val_kwargs.",
 )
+_ONLY_TRAINED_BY = {
+    "algorithm.adv_estimator": (ESTIMATOR_TRAITS, "reinforce_plus_plus"),
+    "actor_rollout_ref.actor.policy_loss.loss_mode": (POLICY_LOSS_TRAITS, "vanilla"),
+}
+"""Keys that may name a function of the run's own, which only its session or a file has, and what stands in for one."""
 
 
 class NoScoresError(HrlError, RuntimeError):
@@ -96,7 +103,12 @@ def run_arguments(
     """
     own: dict[str, Any] = {}
     if trained.run is not None and "actor_rollout_ref" in trained.config:
-        config = compose_kind(PPO, ["--config-path", str(trained.run), "--config-name", Path(CONFIG).stem])
+        of_the_run = dict(flatten(trained.config, PPO.schema))
+        stand_ins = [
+            f"{key}={name}" for key, (table, name) in _ONLY_TRAINED_BY.items() if of_the_run.get(key, name) not in table
+        ]
+        folder_of_the_run = ["--config-path", str(trained.run), "--config-name", Path(CONFIG).stem]
+        config = compose_kind(PPO, [*folder_of_the_run, *stand_ins])
         own = {
             key: value
             for key, (value, _) in changed_values(config).items()

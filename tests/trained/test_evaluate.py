@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hrl.config.compose import compose_cli, to_yaml
 from hrl.trained.evaluate import NoScoresError, Sampling, run_arguments
 from hrl.trained.folders import Trained, find_trained
@@ -44,6 +45,23 @@ def test_an_evaluation_takes_data_reward_and_template_of_the_models_run(tmp_path
     config = compose_cli(run_arguments(trained, ["a.jsonl", "b.jsonl"], Sampling(), tmp_path / "out", []))
     assert config.data.val_files == ["a.jsonl", "b.jsonl"]
     assert config.actor_rollout_ref.rollout.val_kwargs.do_sample is False  # one sample is the most likely one
+
+
+@pytest.mark.usefixtures("own_registries")
+def test_a_model_is_evaluated_without_the_functions_that_trained_it(tmp_path: Path) -> None:
+    from hrl.algos.advantages import register_adv_est
+
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from hrl.algos.policy_losses import register_policy_loss\nregister_policy_loss('gentle')(lambda *a: a)\n"
+    )
+    register_adv_est("mine", min_group_size=2)(lambda *a: a)
+    loss = "actor_rollout_ref.actor.policy_loss.loss_mode"
+    trained = trained_by(tmp_path, "algorithm.adv_estimator=mine", f"{loss}={file}:gentle", "data.prompt_key=question")
+    del ADVANTAGE_ESTIMATORS["mine"]  # as in another process
+    file.unlink()
+    config = compose_cli(run_arguments(trained, ["a.jsonl"], Sampling(), tmp_path / "out", []))
+    assert (config.data.prompt_key, config.actor_rollout_ref.actor.policy_loss.loss_mode) == ("question", "vanilla")
 
 
 def test_a_model_of_no_run_needs_rows(tmp_path: Path) -> None:
