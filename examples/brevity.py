@@ -24,5 +24,5 @@ class BrevityTrainer(RayPPOTrainer):
 
 
 if __name__ == "__main__":
-    run = hrl.GRPO(steps=15, name="brevity", trainer_cls=BrevityTrainer).train()
+    run = hrl.GRPO(steps=12, name="brevity", trainer_cls=BrevityTrainer).train()
     print(run.report)

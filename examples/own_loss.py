@@ -23,5 +23,5 @@ def inside_only(inp: PolicyLossInput, config) -> PolicyLossOutput:
 
 if __name__ == "__main__":
     actor = {"policy_loss.loss_mode": "inside_only", "ppo_epochs": 2}
-    run = hrl.GRPO(steps=15, name="own_loss", config={"actor_rollout_ref.actor": actor}).train()
+    run = hrl.GRPO(steps=12, name="own_loss", config={"actor_rollout_ref.actor": actor}).train()
     print(run.report)

@@ -9,9 +9,9 @@ if __name__ == "__main__":
     judge = hrl.RewardModel(
         data="bundled:addition_pairs/train",
         val_data="bundled:addition_pairs/val",
-        steps=48,
+        steps=32,
         test_freq=8,
-        save_freq=48,
+        save_freq=32,
         max_length=96,
         name="judge",
     ).train()
@@ -20,8 +20,8 @@ if __name__ == "__main__":
         reward=[("numeric", 0.0)],  # only shows which answers are right
         data="bundled:addition/train",
         val_data="bundled:addition/val",
-        steps=20,
-        test_freq=5,
+        steps=16,
+        test_freq=4,
         max_prompt_length=64,
         max_response_length=16,
         name="ppo_with_reward_model",

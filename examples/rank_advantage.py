@@ -23,5 +23,5 @@ def group_rank_advantage(inp: AdvantageInput, config):
 
 
 if __name__ == "__main__":
-    run = hrl.GRPO(steps=15, name="rank_advantage", config={"algorithm.adv_estimator": "group_rank"}).train()
+    run = hrl.GRPO(steps=12, name="rank_advantage", config={"algorithm.adv_estimator": "group_rank"}).train()
     print(run.report)
