@@ -20,7 +20,7 @@ if __name__ == "__main__":
         reward=[("numeric", 0.0)],  # only shows which answers are right
         data="bundled:addition/train",
         val_data="bundled:addition/val",
-        steps=16,
+        steps=12,
         test_freq=4,
         max_prompt_length=64,
         max_response_length=16,
