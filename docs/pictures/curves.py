@@ -1,4 +1,4 @@
-"""Draw the curves of the examples: `python docs/pictures/curves.py` draws each file of `curves`, into a PNG beside it.
+"""Draw the curves of the examples: `python docs/pictures/curves.py` draws each file of `curves`, into an SVG beside it.
 
 `python docs/pictures/curves.py RUN_FOLDER NAME` first writes `curves/NAME.jsonl`, the metrics of a run that are drawn.
 The charts are those of a run's report. What is printed is for the table of docs/examples.md.
@@ -54,7 +54,7 @@ def draw(folder: Path) -> list[Path]:
     for file in sorted(CURVES.glob("*.jsonl")):
         records = read_jsonl(file)
         shown = SHOWN_OF_PAIRS if any("train/loss" in record for record in records) else SHOWN
-        drawn.append(write_picture(records, folder, Picture(f"{file.stem}.png", shown), file.stem))
+        drawn.append(write_picture(records, folder, Picture(f"{file.stem}.svg", shown), file.stem))
     return [picture for picture in drawn if picture is not None]
 
 

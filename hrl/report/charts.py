@@ -558,7 +558,7 @@ def vega() -> str:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a run's curve: a file of this name, with these charts from top to bottom."""
+    """A picture of a run's curve: a PNG or SVG file of this name, with these charts from top to bottom."""
 
     file_name: str
     charts: tuple[Chart, ...]
@@ -599,7 +599,10 @@ def write_picture(records: Records, folder: Path, picture: Picture, title: str =
     for name, (light, _) in COLOURS.items():
         text = text.replace(_var(name), light)
     path = folder / picture.file_name
-    path.write_bytes(vl_convert.vegalite_to_png(text, scale=1.5))
+    if path.suffix == ".svg":
+        path.write_text(vl_convert.vegalite_to_svg(text), encoding="utf-8")
+    else:
+        path.write_bytes(vl_convert.vegalite_to_png(text, scale=1.5))
     return path
 
 
