@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ _NOT_OF_THE_RUN = (
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.val_kwargs.",
 )
-_ONLY_TRAINED_BY = {
+_ONLY_TRAINED_BY: dict[str, tuple[Collection[str], str]] = {
     "algorithm.adv_estimator": (ESTIMATOR_TRAITS, "reinforce_plus_plus"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": (POLICY_LOSS_TRAITS, "vanilla"),
 }
