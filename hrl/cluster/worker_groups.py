@@ -21,7 +21,7 @@ from hrl.metrics import Metric
 from hrl.models.tokenizer import resolve_tokenizer
 from hrl.report.live import ShowStage, in_silence
 from hrl.single_controller.worker import RayClassWithInitArgs, create_colocated_worker_cls
-from hrl.single_controller.worker_errors import WorkerError, WorkerTimeoutError
+from hrl.single_controller.worker_errors import PlacementError, WorkerError, WorkerTimeoutError
 from hrl.single_controller.worker_group import GroupFuture, RayWorkerGroup, wait_for_all
 from hrl.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hrl.workers.critic import CriticWorker
@@ -193,7 +193,7 @@ class WorkerGroups:
 
     @property
     def actor(self) -> Any:
-        """The policy that learns."""
+        """The policy that learns; None where engines are alone."""
         return self._first_of(Role.ActorRollout, Role.Actor)
 
     @property
@@ -218,7 +218,13 @@ class WorkerGroups:
 
     @property
     def model(self) -> Any:
-        """The model that learns, and is exported for transformers and vLLM."""
+        """The model that learns, and is exported for transformers and vLLM.
+
+        Raises:
+            PlacementError: Engines are alone.
+        """
+        if not self.learners:
+            raise PlacementError("trainer.role_pools.actor is null: this run has engines alone, and no model to write")
         return self.groups[self.learners[0]]
 
     @property
@@ -248,7 +254,7 @@ class WorkerGroups:
         with stage(f"loading {', '.join(roles)}{engine}") as tell:
             waiting = list(zip(loading, roles, strict=True))
             wait_for_all(loading, lambda done: _tell_of(waiting, done, tell))
-        if self.rollout is not None and self.rollout is not self.actor:
+        if self.rollout is not None and self.actor is not None and self.rollout is not self.actor:
             nodes = {*self.actor.node_ips, *self.rollout.node_ips}
             address = "127.0.0.1" if len(nodes) == 1 else self.actor.node_ips[0]
             self._weight_group = self.actor.open_weight_broadcast(self.rollout.world_size, address)
@@ -256,8 +262,11 @@ class WorkerGroups:
     def sync_weights(self, version: int, timeout_s: float) -> dict[str, float]:
         """Give every engine the policy's weights as `version`, and return the sender's figures as metrics.
 
-        On separate pools there is one group of trainer rank 0 and all processes of all engines.
+        On separate pools there is one group of trainer rank 0 and all processes of all engines. Engines that are alone
+        keep the weights of the model's folder.
         """
+        if self.actor is None:
+            return {}
         actor, rollout = (group.with_timeout(timeout_s) for group in (self.actor, self.rollout))
         if self.actor is self.rollout:  # weights pass by memory handles within each process
             engines = [engine for engine in actor.sync_weights(version) if engine]

@@ -15,7 +15,8 @@ class Placement(NamedTuple):
 
     Attributes:
         pools: Pool name → processes on each machine, for pools that have a role.
-        roles: Role → pool name, for roles that the run builds. Either `actor_rollout`, or `actor` and `rollout`.
+        roles: Role → pool name, for roles that the run builds. Either `actor_rollout`, or `actor` and `rollout`, or
+            `rollout` without a policy that learns.
     """
 
     pools: dict[str, tuple[int, ...]]
@@ -28,6 +29,11 @@ class Placement(NamedTuple):
     def roles_on(self, pool: str) -> list[str]:
         """Return the roles that share the processes of `pool`."""
         return [role for role, place in self.roles.items() if place == pool]
+
+    @property
+    def trains(self) -> bool:
+        """Whether there is a policy that learns, beside the engines."""
+        return self.actor in self.roles
 
     @property
     def actor(self) -> str:
@@ -44,11 +50,13 @@ def resolve_placement(config: PPOTrainerConfig) -> Placement:
     """Assign every role that the run builds to its pool; roles without an entry join the actor's pool."""
     wanted, pools = config.trainer.role_pools, config.trainer.resource_pools
     apart = "actor" in wanted or "rollout" in wanted
-    home = wanted.get("actor" if apart else "actor_rollout", next(iter(pools)))
-    built = ["actor", "rollout"] if apart else ["actor_rollout"]
+    alone = _engines_alone(config)
+    first = "rollout" if alone else "actor" if apart else "actor_rollout"
+    home = wanted.get(first) or next(iter(pools))
+    built = ["rollout"] if alone else ["actor", "rollout"] if apart else ["actor_rollout"]
     built += [role for role, needed in _optional_roles(config).items() if needed]
-    roles = {role: wanted.get(role, home) for role in built}
-    if apart and roles["actor"] == roles["rollout"]:
+    roles = {role: wanted.get(role) or home for role in built}
+    if apart and not alone and roles["actor"] == roles["rollout"]:
         del roles["actor"], roles["rollout"]
         roles = {"actor_rollout": home, **roles}
     used = set(roles.values())
@@ -59,8 +67,13 @@ def _optional_roles(config: PPOTrainerConfig) -> Mapping[str, bool]:
     return {"ref": config.needs_reference, "critic": config.needs_critic, "rm": config.needs_reward_model}
 
 
+def _engines_alone(config: PPOTrainerConfig) -> bool:
+    """Return whether no policy that learns is built."""
+    return config.trainer.role_pools.get("actor", "") is None
+
+
 def placement_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
-    """Yield a problem for unknown roles and pools, and for `actor_rollout` beside `actor` or `rollout`."""
+    """Yield a problem for unknown roles and pools, and for roles that exclude each other."""
     pools, wanted = config.trainer.resource_pools, config.trainer.role_pools
     if not pools:
         yield Problem("trainer.resource_pools", "has no pool.", "Name one, e.g. {global: [1]}.")
@@ -68,10 +81,18 @@ def placement_problems(config: PPOTrainerConfig) -> Iterator[Problem]:
         key = f"trainer.role_pools.{role}"
         if role not in ROLES:
             yield Problem(key, "is not a role.", did_you_mean(role, ROLES, f"Roles are {', '.join(ROLES)}."))
-        elif pool not in pools:
+        elif pool is None and role != "actor":
+            yield Problem(key, "is null, which only the actor can be.", f"Name a pool: {', '.join(pools)}.")
+        elif pool is not None and pool not in pools:
             known = ", ".join(pools)
             yield Problem(key, f"names the pool {pool!r}, which trainer.resource_pools lacks.", f"Pools are {known}.")
     if "actor_rollout" in wanted and ("actor" in wanted or "rollout" in wanted):
         yield Problem(
             "trainer.role_pools", "has actor_rollout beside actor or rollout.", "Write either one role or two."
         )
+    trainer = config.trainer
+    if _engines_alone(config) and (trainer.total_training_steps != 0 or trainer.resume_mode != "disable"):
+        what = "is null, so that nothing can be trained or taken from a checkpoint."
+        hint = "Set trainer.total_training_steps=0 and trainer.resume_mode=disable, or name a pool."
+        involves = ("trainer.total_training_steps", "trainer.resume_mode")
+        yield Problem("trainer.role_pools.actor", what, hint, involves)

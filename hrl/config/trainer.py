@@ -120,9 +120,10 @@ class TrainerConfig(RunConfig):
     resource_pools: Pools = follows(lambda get: {"global": get(".n_gpus_per_node")})
     """Name of a pool → its processes, one number per machine or one for all. Default: one pool `global` with
     `n_gpus_per_node` on each machine."""
-    role_pools: dict[str, str] = Field(default_factory=dict)
+    role_pools: dict[str, str | None] = Field(default_factory=dict)
     """Role → name of its pool, for actor_rollout (or actor and rollout separately), ref, critic and rm. A role without
-    an entry joins the actor's pool."""
+    an entry joins the actor's pool. `{actor: null, rollout: global}` has engines alone, in a run that only
+    validates."""
 
     @model_validator(mode="before")
     @classmethod

@@ -86,6 +86,8 @@ def look_at_families(findings: Findings, outline: Outline, folders: Mapping[str,
     from hrl.models.probe import require_right
 
     for role, folder in folders.items():
+        if role == "actor" and not {outline.placement.actor, "ref"} & outline.placement.roles.keys():
+            continue  # only the engine runs it
         model = outline.models[role]
         source = ModelSource.to_look_at(
             folder,

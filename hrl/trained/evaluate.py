@@ -129,6 +129,7 @@ def run_arguments(
         "actor_rollout_ref.rollout.val_kwargs.n": sampling.n,
         "actor_rollout_ref.rollout.val_kwargs.temperature": sampling.drawn_at,
         "algorithm.adv_estimator": "reinforce_plus_plus",  # needs neither a critic nor groups
+        "trainer.role_pools": {"actor": None, "rollout": "global"},  # the engine alone, with the weights of the folder
         "trainer.total_training_steps": 0,
         "trainer.save_freq": -1,
         "trainer.test_freq": -1,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,11 +61,15 @@ def export(name: str, out: Path, dtype: str | None = None) -> Exported:
     if out.exists() and not out.is_dir():
         raise ExportError(f"{out} is a file; name a folder")
     trained = find_trained(name)
-    # Beside its name until it is whole, so that an interrupted export leaves no folder that looks like a model.
-    unfinished = out.with_name(f"{out.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
     try:
-        unfinished.mkdir(parents=True)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        # Beside its name until it is whole, so that an interrupted export leaves no folder that looks like a model.
+        own = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".unfinished", dir=out.parent))
+    except OSError as error:
+        raise ExportError(f"{out} can't be written: {error}") from error
+    unfinished = own / out.name
+    try:
+        unfinished.mkdir()
         if trained.is_sharded:
             written = _from_shards(trained, unfinished, dtype)
         else:
@@ -76,7 +81,7 @@ def export(name: str, out: Path, dtype: str | None = None) -> Exported:
     except OSError as error:
         raise ExportError(f"{out} can't be written: {error}") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        shutil.rmtree(own, ignore_errors=True)
     check_weights(out)
     size = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     return Exported(out, written, size)
@@ -129,14 +134,18 @@ def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
     import torch
 
     from hrl.models.checkpoint_form import CheckpointForm, saved_tensors
-    from hrl.models.loading import ModelSource, dtype_of, load_causal_lm
-    from hrl.models.tokenizer import load_tokenizer
-    from hrl.workers.engine.weights import PREFIX, copy_companions, write_config
+    from hrl.models.loading import ModelSource, dtype_of, load_causal_lm, load_scalar_model
+    from hrl.models.tokenizer import load_tokenizer, token_ids
+    from hrl.preflight.model_look import padding_of_classifier
+    from hrl.workers.engine.weights import PREFIX, copy_companions, describe_classifier, write_config
 
     assert trained.checkpoint is not None
-    shards = trained.checkpoint / "actor"
-    if not shards.is_dir():
-        raise ExportError(f"{trained.checkpoint} has neither hf nor actor: there is no policy in it to export")
+    found = {name: trained.checkpoint / name for name in ("actor", "rm") if (trained.checkpoint / name).is_dir()}
+    if not found:
+        raise ExportError(
+            f"{trained.checkpoint} has neither hf, nor actor, nor rm: there is no policy and no reward model in it"
+        )
+    role, shards = next(iter(found.items()))
     model_keys = _section(trained.config, "actor_rollout_ref.model") or _section(trained.config, "model")
     if not model_keys:
         raise ExportError(
@@ -145,7 +154,7 @@ def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
     base, trust = resolve_model(model_keys["path"]), bool(model_keys.get("trust_remote_code"))
     overrides = model_keys.get("override_config") or {}
     source = ModelSource.to_look_at(base, overrides, trust_remote_code=trust, max_model_len=1)
-    loaded = load_causal_lm(source, torch.float32)
+    loaded = (load_scalar_model if role == "rm" else load_causal_lm)(source, torch.float32)
     _read_shards(shards, {f"model.{PREFIX}{name}": each.detach() for name, each in loaded.model.named_parameters()})
     own = str(loaded.source_config.dtype or "bfloat16").removeprefix("torch.")
     target = dtype_of(dtype or own)
@@ -154,9 +163,13 @@ def _from_shards(trained: Trained, out: Path, dtype: str | None) -> str:
         is_weight = isinstance(tensor, torch.nn.Parameter) and tensor.is_floating_point()
         pieces = form.split(name, tensor.detach().to(target if is_weight else tensor.dtype))
         tensors |= {piece: each.clone() for piece, each in pieces}  # safetensors writes no views of a larger tensor
+    tokenizer = load_tokenizer(model_keys.get("tokenizer_path") or base, trust_remote_code=trust)
+    if role == "rm":
+        pad = padding_of_classifier(tokenizer, token_ids(tokenizer, base))
+        describe_classifier(loaded.source_config, loaded.model, pad)
     write_config(loaded.source_config, target, out)
     copy_companions(base, out, has_code=bool(getattr(loaded.source_config, "auto_map", None)))
-    load_tokenizer(model_keys.get("tokenizer_path") or base, trust_remote_code=trust).save_pretrained(out)
+    tokenizer.save_pretrained(out)
     _save(tensors, out)
     return dtype or own
 

@@ -107,7 +107,8 @@ def _ppo_batch_tokens(config: PPOTrainerConfig, ready: Preflight) -> int:
 
 def _ppo_notes(config: PPOTrainerConfig, ready: Preflight) -> list[str]:
     roles = config.actor_rollout_ref
-    return [f"trainer in {roles.actor.fsdp_config.dtype}, engine in {roles.rollout.dtype}"]
+    trainer = f"trainer in {roles.actor.fsdp_config.dtype}, " if ready.outline.placement.trains else ""
+    return [f"{trainer}engine in {roles.rollout.dtype}"]
 
 
 @contextmanager

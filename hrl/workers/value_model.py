@@ -16,6 +16,7 @@ from hrl.models.loading import load_scalar_model
 from hrl.models.packed_model import PackedMicroBatch, PackedScalarModel, TokenRows
 from hrl.protocol import DataProto
 from hrl.workers.engine.engine import FROM_DATA, Engine, ForwardedMicroBatch, UpdateNames
+from hrl.workers.engine.weights import describe_classifier
 from hrl.workers.requests import RewardModelUpdate, ScalarRequest, Training, ValueUpdate
 
 if TYPE_CHECKING:
@@ -58,10 +59,7 @@ class ValueModel:
             pad_token_id: For transformers, which takes the last token that is not this one for the sequence's last. It
                 must not be a token that ends answers.
         """
-        config = self.engine.source_config
-        config.architectures = [type(self.engine.module.model).__name__]
-        config.num_labels = 1
-        config.pad_token_id = pad_token_id
+        describe_classifier(self.engine.source_config, self.engine.module.model, pad_token_id)
         self.engine.export_hf(folder)
 
     def compute_values(self, batch: DataProto, request: ScalarRequest[RankPlan]) -> DataProto:

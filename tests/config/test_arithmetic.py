@@ -110,3 +110,13 @@ def test_what_is_sampled_beside_the_batch_is_said():
     assert dapo["dynamic sampling"] == bound
     assert remax["baselines"] == "8 greedy responses more per step, one for each prompt"
     assert "algorithm.filter_groups.max_num_gen_batches" not in dict(units_in_words(compose_cli([])))
+
+
+def test_engines_alone_have_no_policy_beside_them():
+    roles, ends = "trainer.role_pools={actor: null, rollout: global}", "trainer.total_training_steps=0"
+    config = compose_cli([roles, ends, "trainer.resume_mode=disable", "quickstart=ppo"])
+    placement = resolve_placement(config)
+    assert "rollout" in placement.roles and not {"actor", "actor_rollout"} & placement.roles.keys()
+    assert (placement.rollout, placement.trains) == ("rollout", False)
+    assert config.actor_rollout_ref.rollout.gpu_memory_utilization == 0.9
+    assert resolve_placement(compose_cli([])).trains

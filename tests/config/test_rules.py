@@ -91,6 +91,8 @@ CASES = [
     ),
     ({f"{ACTOR}.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4}, f"{ACTOR}.fsdp_config.fsdp_size is 3"),
     ({"trainer.role_pools": {"actr": "global"}}, "trainer.role_pools.actr is not a role. Did you mean actor?"),
+    ({"trainer.role_pools": {"ref": None}}, "trainer.role_pools.ref is null, which only the actor can be"),
+    ({"trainer.role_pools": {"actor": None}}, "Set trainer.total_training_steps=0 and trainer.resume_mode=disable"),
     ({"trainer.role_pools": {"ref": "other"}}, "trainer.role_pools.ref names the pool 'other'"),
     ({"trainer.role_pools": {"actor_rollout": "global", "actor": "global"}}, "beside actor or rollout"),
     ({"trainer.resource_pools": {}}, "trainer.resource_pools has no pool."),

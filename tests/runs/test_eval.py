@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,6 +37,10 @@ def test_eval_samples_and_scores_as_a_run_does(
     monkeypatch: pytest.MonkeyPatch,
     this_process: None,
 ) -> None:
+    def trained(*_: Any, **__: Any) -> None:
+        raise AssertionError("an evaluation loads no model to train beside the engine")
+
+    monkeypatch.setattr("hrl.workers.policy.Policy.__init__", trained)
     monkeypatch.setenv("COLUMNS", "120")
     rows, reward, out = tmp_path / "rows.jsonl", tmp_path / "reward.py", tmp_path / "out"
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))

@@ -12,13 +12,20 @@ import httpx
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+)
 
 from hrl import cli
 from hrl.trained.export import Exported, ExportError, export, push
 from tests.data.conftest import make_tokenizer
-from tests.models.tiny import run_ranks, save_llama, save_mixture
-from tests.workers.engine.ranks import policy_of, train_and_save
+from tests.models.tiny import critic_config, fsdp_config, model_config, run_ranks, save_llama, save_mixture
+from tests.workers.asked import Critic
+from tests.workers.engine.ranks import CPU, policy_of, train_and_save
 
 WORDS = "two and three make five"
 
@@ -111,6 +118,56 @@ def test_another_dtype_halves_the_weights(checkpoint: Path, tmp_path: Path, shar
     assert torch.equal(
         model.model.norm.weight, AutoModelForCausalLM.from_pretrained(whole.folder).model.norm.weight.bfloat16()
     )
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+def test_shards_of_a_reward_model_make_the_classifier_of_the_folder_beside_them(
+    base: Path, tmp_path: Path, world: None
+) -> None:
+    tokenizer = make_tokenizer(pad_token="!")  # one that the small vocabulary of the model has
+    tokenizer.save_pretrained(base)
+
+    def train(folder: Path) -> None:
+        critic = Critic(model_config(base), critic_config(), fsdp_config("float32"), device=CPU, total_steps=10)
+        with torch.no_grad():
+            for parameter in critic.engine.module.parameters():
+                parameter.mul_(1.25).add_(0.01)  # the head began at zero
+        critic.engine.save(folder / "state")
+        critic.export_classifier(folder / "hf", pad_token_id=tokenizer.pad_token_id)
+
+    checkpoint = as_run(base, tmp_path, train, tokenizer)
+    (checkpoint / "actor").rename(checkpoint / "rm")
+    file = tmp_path / "sums" / "config.yaml"
+    config = yaml.safe_load(file.read_text())
+    file.write_text(yaml.safe_dump({"model": config["actor_rollout_ref"]["model"], "data": config["data"]}))
+
+    def scores(folder: Path) -> torch.Tensor:
+        model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+        with torch.no_grad():
+            return model(torch.arange(1, 12)[None]).logits
+
+    trained = scores(checkpoint / "hf")
+    assert trained.shape == (1, 1) and trained.abs().item() > 0
+    shutil.rmtree(checkpoint / "hf")
+    out = export(str(checkpoint), tmp_path / "out").folder
+    assert torch.equal(scores(out), trained)
+    assert "| algorithm | reward model |" in (out / "README.md").read_text()
+    assert AutoTokenizer.from_pretrained(out).pad_token_id == tokenizer.pad_token_id
+    shutil.rmtree(checkpoint / "rm")
+    with pytest.raises(ExportError, match="neither hf, nor actor, nor rm"):
+        export(str(checkpoint), tmp_path / "other")
+
+
+@pytest.mark.parametrize("base", ["llama"], indirect=True)
+def test_an_export_removes_nothing_that_it_did_not_make(base: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "out.unfinished" / "notes.txt"
+    mine.parent.mkdir()
+    mine.write_text("mine")
+    exported = export(str(base), tmp_path / "new" / "out")
+    export(str(base), tmp_path / "out")
+    assert mine.read_text() == "mine"
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["out"]
+    assert exported.folder.stat().st_mode & 0o077 == base.stat().st_mode & 0o077  # as any new folder
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)

@@ -104,6 +104,13 @@ def export_hf(
     dist.barrier()
 
 
+def describe_classifier(config: PretrainedConfig, model: nn.Module, pad_token_id: int) -> None:
+    """Have a configuration name the classifier with one label that a model with a scalar head is."""
+    config.architectures = [type(model).__name__]
+    config.num_labels = 1
+    config.pad_token_id = pad_token_id
+
+
 def write_config(config: PretrainedConfig, dtype: torch.dtype, folder: Path) -> None:
     """Write `config.json`, even one that transformers would refuse to write."""
     # `save_pretrained` is stricter than `from_pretrained`. It refuses, for instance, a `config.json` that sets a
