@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -217,13 +218,24 @@ def _batch(given: Given, into: Migrated) -> None:
     if "max_steps" in given and given.number("max_steps", -1) > 0:
         into.set({"trainer.total_training_steps": _steps(given.number("max_steps", 0), updates)})
     if given.get("save_strategy") == "steps":
-        into.set({"trainer.save_freq": _steps(given.number("save_steps", 500), updates)})
+        _every(given, "save_steps", 500, "trainer.save_freq", updates, into)
     elif given.get("save_strategy") == "epoch":
         into.lost.append(Remark(given.word("save_strategy"), "trainer.save_freq counts steps; set it"))
     if given.get("eval_strategy") == "steps":
-        into.set({"trainer.test_freq": _steps(given.number("eval_steps", 500), updates)})
+        _every(given, "eval_steps", given.number("logging_steps", 10), "trainer.test_freq", updates, into)
     elif given.get("eval_strategy") == "epoch":
         into.lost.append(Remark(given.word("eval_strategy"), "trainer.test_freq counts steps; set it"))
+
+
+def _every(given: Given, name: str, default: float, key: str, updates: int, into: Migrated) -> None:
+    """Set how often something happens. transformers takes a number below 1 for a share of all optimizer steps."""
+    every, whole = given.number(name, default), given.number("max_steps", -1)
+    if not 0 < every < 1:
+        into.set({key: _steps(every, updates)})
+    elif whole > 0:
+        into.set({key: _steps(math.ceil(every * whole), updates)})
+    else:
+        into.lost.append(Remark(given.word(name), f"is a share of all steps, and without max_steps unknown; set {key}"))
 
 
 def _steps(optimizer_steps: float, updates: int) -> int:

@@ -222,6 +222,26 @@ def test_a_python_file_of_trl_is_read_and_not_run() -> None:
     assert "one response" in lost(found)["reward_funcs=reward_len"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "save", "test"),
+    [
+        ("max_steps=200, save_steps=0.25, eval_strategy='steps', eval_steps=0.1", 50, 20),
+        ("max_steps=30, save_steps=0.25, eval_strategy='steps', eval_steps=1", 8, 1),  # rounded up, as transformers does
+        ("max_steps=30, save_steps=7, eval_strategy='steps'", 7, 10),  # TRL's logging_steps
+        ("max_steps=30, save_steps=7, eval_strategy='steps', logging_steps=3", 7, 3),
+    ],
+)
+def test_steps_of_trl_below_one_are_shares_of_all_steps(arguments: str, save: int, test: int) -> None:
+    found = one(f"from trl import SFTConfig\nargs = SFTConfig({arguments})\n", "train.py")
+    assert (config_of(found).trainer.save_freq, config_of(found).trainer.test_freq) == (save, test)
+
+
+def test_a_share_of_an_unknown_number_of_steps_is_lost_by_name() -> None:
+    found = one("from trl import SFTConfig\nargs = SFTConfig(save_steps=0.25)\n", "train.py")
+    assert "set trainer.save_freq" in lost(found)["save_steps=0.25"]
+    assert not any(argument.startswith("trainer.save_freq=") for argument in found.arguments)
+
+
 def test_steps_of_trl_are_optimizer_steps_and_become_steps_of_the_trainer() -> None:
     text = "from trl import GRPOConfig\nargs = GRPOConfig(max_steps=100, steps_per_generation=4, save_steps=20)\n"
     config = config_of(one(text, "train.py", 4))
