@@ -14,6 +14,10 @@ from hrl.migrate.trl import migrate_trl_file, migrate_trl_line
 from hrl.migrate.verl import migrate_verl
 
 _PYTHON = re.compile(r"^\s*(from|import)\s+\w|^\s*\w+\s*=\s*\w+\(", re.MULTILINE)
+_DOCTEST = re.compile(r"^\s*(?:>>>|\.\.\.)(?: (.*)|)$", re.MULTILINE)
+_SCRIPT_OF_TRL = re.compile(r"(?:.*/)?(?:trl|examples)/scripts/(\w+)\.py")
+_NAMES_OF_SCRIPTS = {"reward_modeling": "reward"}
+"""Scripts of TRL that have another name than the command of `trl`."""
 _TRL = re.compile(r"\b(GRPO|RLOO|DPO|SFT|Reward)(Config|Trainer)\b")
 
 
@@ -28,6 +32,8 @@ def migrate(text: str, name: str, processes: int = 1) -> list[Migrated]:
     Raises:
         MigrationError: It has no launch line that hrl has a counterpart of.
     """
+    if re.search(r"^\s*>>> ", text, re.MULTILINE):  # copied from a documentation
+        text = "\n".join(match[1] or "" for match in _DOCTEST.finditer(text))
     if name.endswith(".py") or (_TRL.search(text) and _PYTHON.search(text)):
         return [migrate_trl_file(text, name, processes)]
     found, others = [], []
@@ -57,6 +63,8 @@ def _program(words: Sequence[str]) -> tuple[str | None, list[str]]:
         module = word.removesuffix(".py").replace("/", ".").lstrip(".")
         if re.fullmatch(r"(verl|recipe|openrlhf)\.[\w.]+", module) and place > 0:
             return module, list(words[place + 1 :])
+        if (script := _SCRIPT_OF_TRL.fullmatch(word)) and place > 0:
+            return f"trl {_NAMES_OF_SCRIPTS.get(script[1], script[1])}", list(words[place + 1 :])
         if word == "trl" and place + 1 < len(words) and words[place + 1].isalpha():
             return f"trl {words[place + 1]}", list(words[place + 2 :])
     return None, []

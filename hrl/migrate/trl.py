@@ -54,6 +54,12 @@ def migrate_trl_line(program: str, arguments: Sequence[str], processes: int) -> 
     flags, stray = flags_of(arguments)
     values = {name.replace("-", "_"): value for name, (value, _) in flags.items()}
     written = {name.replace("-", "_"): text for name, (_, text) in flags.items()}
+    rows = table_of(program).rows
+    for name in [name for name in values if name.startswith("no_") and name not in rows]:
+        switch = name.removeprefix("no_")  # transformers has `--no_x` for each switch that is on by default
+        if switch in rows:
+            del values[name]
+            values[switch], written[switch] = False, written.pop(name)
     into = _migrate(f"trl {program}", program, values, written, processes)
     into.lost += [Remark(word, "belongs to no flag") for word in stray]
     return into

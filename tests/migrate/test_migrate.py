@@ -226,7 +226,11 @@ def test_a_python_file_of_trl_is_read_and_not_run() -> None:
     ("arguments", "save", "test"),
     [
         ("max_steps=200, save_steps=0.25, eval_strategy='steps', eval_steps=0.1", 50, 20),
-        ("max_steps=30, save_steps=0.25, eval_strategy='steps', eval_steps=1", 8, 1),  # rounded up, as transformers does
+        (
+            "max_steps=30, save_steps=0.25, eval_strategy='steps', eval_steps=1",
+            8,
+            1,
+        ),  # rounded up, as transformers does
         ("max_steps=30, save_steps=7, eval_strategy='steps'", 7, 10),  # TRL's logging_steps
         ("max_steps=30, save_steps=7, eval_strategy='steps', logging_steps=3", 7, 3),
     ],
@@ -261,6 +265,48 @@ def test_the_other_trainers_of_trl(name: str, kind: str) -> None:
     assert found.kind == kind and config.model.path == "some/model" and config.data.max_length == 512
     assert config.optim.lr_warmup_steps_ratio == 0.1 and config.data.train_batch_size == 8
     assert "train_dataset=rows" in lost(found) and config.data.train_files == ["YOUR_ROWS.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "python trl/scripts/dpo.py --model_name_or_path some/model --dataset_name some/pairs --max_steps 7 "
+        "--no_remove_unused_columns --no_shuffle_dataset",
+        "accelerate launch --num_processes 4 examples/scripts/dpo.py --model_name_or_path some/model \\\n"
+        "  --dataset_name some/pairs --max_steps 7",
+    ],
+)
+def test_a_script_of_trl_is_the_command_of_its_name(line: str) -> None:
+    found = one(line, "-")
+    config = config_of(found)
+    assert (found.kind, config.model.path, config.trainer.total_training_steps) == ("dpo", "some/model", 7)
+    assert config.trainer.n_gpus_per_node == (4 if "accelerate" in line else 1)
+    assert config.data.shuffle is ("accelerate" in line) and not any("--no_" in word for word in lost(found))
+    (reward,) = migrate("python examples/scripts/reward_modeling.py --model_name_or_path some/model", "-")
+    assert reward.kind == "rm"
+
+
+def test_an_example_with_prompts_of_python_is_read_without_them() -> None:
+    text = """
+    >>> from trl import SFTConfig, SFTTrainer
+    >>> trainer = SFTTrainer(
+    ...     model="some/model",
+    ...     args=SFTConfig(max_steps=7),
+    ... )
+    >>> trainer.train()
+    1.25
+    """
+    found = one(text, "-")
+    assert (config_of(found).model.path, config_of(found).trainer.total_training_steps) == ("some/model", 7)
+
+
+def test_the_names_that_the_readme_of_openrlhf_gives_an_sft_run() -> None:
+    found = one(
+        "deepspeed --module openrlhf.cli.train_sft --actor.model_name_or_path some/model "
+        "--actor.gradient_checkpointing_enable --data.dataset some/rows"
+    )
+    assert config_of(found).model.path == "some/model" and config_of(found).model.enable_gradient_checkpointing
+    assert not any(word.startswith("--actor") for word in lost(found))
 
 
 def test_the_command_of_trl() -> None:
