@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 
@@ -23,6 +24,17 @@ complete -o bashdefault -F _hrl_without_space hrl
 """
 
 
+_ZSH_START = """
+_hrl_words() {
+    local -a keys words
+    keys=(${(M)@:#*=}) words=(${@:#*=})
+    compadd -S '' -a keys
+    compadd -a words
+}
+"""
+_ZSH_KEYS = re.compile(r'"\(\*\)::key\\=value:\(([^)]*)\)"')
+
+
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the shell."""
     parser.formatter_class = RawDescriptionHelpFormatter
@@ -34,7 +46,10 @@ def run(options: Namespace) -> int:
     """Write the script to standard output."""
     import shtab
 
-    script = shtab.complete(whole_parser(), options.shell)
+    script = shtab.complete(whole_parser(), options.shell, preamble={"zsh": _ZSH_START})
+    if options.shell == "zsh":
+        script = _ZSH_KEYS.sub(r'"*:key\\=value: _hrl_words \1"', script)
+        script = script.replace('"(*)::', '"*:')  # otherwise only the first of several words is completed
     sys.stdout.write(script + (_BASH_END if options.shell == "bash" else "") + "\n")
     return 0
 

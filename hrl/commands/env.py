@@ -9,7 +9,9 @@ from argparse import ArgumentParser, Namespace
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the form of the answer."""
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text", dest="as_json")
-    parser.add_argument("--no-test", action="store_true", help="leave out the self-test, which takes about ten seconds")
+    parser.add_argument(
+        "--no-test", action="store_true", help="leave out the self-test, which takes ten seconds of CPU"
+    )
 
 
 def run(options: Namespace) -> int:
@@ -18,6 +20,7 @@ def run(options: Namespace) -> int:
 
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from hrl.preflight.self_test import self_test, tested_matrix
     from hrl.report.environment import environment_facts, facts_table
@@ -42,11 +45,12 @@ def run(options: Namespace) -> int:
         return 0
     console.print("\nSelf-test", style="bold")
     failed = 0
-    for outcome in self_test():
-        failed += not outcome.ok
-        word = "[green]ok[/]    " if outcome.ok else "[red]failed[/]"
-        console.print(f"  {word}  {outcome.name:<22}", end="")
-        console.print(outcome.detail, markup=False, soft_wrap=True)
-        if not outcome.ok:
-            console.print(f"          {outcome.remedy}", markup=False, soft_wrap=True)
+    # Most of it is the import of packages in several processes, about ten seconds of CPU: a busy machine takes longer.
+    with console.status("importing torch and vLLM in several processes", spinner="line"):
+        for outcome in self_test():
+            failed += not outcome.ok
+            word = Text("ok    ", "green") if outcome.ok else Text("failed", "red")
+            console.print(Text.assemble("  ", word, f"  {outcome.name:<22}{outcome.detail}"), soft_wrap=True)
+            if not outcome.ok:
+                console.print(f"          {outcome.remedy}", markup=False, soft_wrap=True)
     return int(failed > 0)

@@ -53,6 +53,6 @@ COMMANDS: Sequence[Command] = (
     Command("reward", "try a reward on responses that are there already, without a model", True),
     Command("migrate", "turn a launch line of verl, OpenRLHF or TRL into one of hrl, with what is lost"),
     Command("completion", "completion of commands, options and keys for bash, zsh or fish"),
-    Command("env", "versions, devices and a ten-second self-test of this machine"),
+    Command("env", "versions, devices and a short self-test of this machine"),
 )
 """All commands, in the order of the help text."""
