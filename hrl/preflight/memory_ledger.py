@@ -226,6 +226,7 @@ class EngineMemory:
         largest_tensor: Bytes of the largest weight, unsharded.
         sleeps: Whether it releases its memory while others work.
         shares: Whether it shares its device with the actor.
+        is_synced: Whether there is an actor, whose weights it gets.
     """
 
     weights: float
@@ -236,6 +237,7 @@ class EngineMemory:
     largest_tensor: float
     sleeps: bool
     shares: bool
+    is_synced: bool
 
 
 class _Pool(NamedTuple):
@@ -327,7 +329,7 @@ def _pools(config: PPOTrainerConfig, sizes: Mapping[str, Footprint], device: str
         models = [_model_of(config, role, sizes, placement, device) for role in roles if role != "rollout"]
         pool = _Pool(f"each GPU of pool {name}", processes, models)
         if placement.rollout in roles:
-            engine = _engine_of(config, sizes["actor"], shares="rollout" not in roles)
+            engine = _engine_of(config, sizes["actor"], shares="rollout" not in roles, is_synced=placement.trains)
             pool = pool._replace(engine=engine, engines=max(1, processes // tensor_parallel))
         pools.append(pool)
     return pools
@@ -376,7 +378,7 @@ def _offline_pool(config: OfflineConfig, size: Footprint, device: str) -> _Pool:
     return _Pool("each GPU", config.trainer.n_gpus_per_node, [model])
 
 
-def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool) -> EngineMemory:
+def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool, is_synced: bool) -> EngineMemory:
     rollout = config.actor_rollout_ref.rollout
     width = dtype_of(rollout.dtype).itemsize
     ranks = rollout.tensor_model_parallel_size
@@ -390,6 +392,7 @@ def _engine_of(config: PPOTrainerConfig, size: Footprint, *, shares: bool) -> En
         largest_tensor=width * max(size.embedding, size.head),
         sleeps=rollout.free_cache_engine and shares,
         shares=shares,
+        is_synced=is_synced,
     )
 
 
@@ -415,7 +418,8 @@ def _card(pool: _Pool, capacity_bytes: float | None) -> Iterator[MemoryPhase]:
         yield MemoryPhase("generation", (*idle, awake, *_overhead()))
         asleep = [_asleep() if engine.sleeps else awake] if engine.shares else []
         if not models:
-            yield MemoryPhase("weight sync", (awake, *_reload(engine), *_overhead()))
+            if engine.is_synced:
+                yield MemoryPhase("weight sync", (awake, *_reload(engine), *_overhead()))
             return
     for model in models:
         others = [entry for other in models if other is not model for entry in other.idle()]
@@ -445,7 +449,7 @@ def _least(engine: EngineMemory) -> float:
 
 def engine_too_small(engine_share_bytes: float, config: PPOTrainerConfig, size: Footprint) -> str | None:
     """Return a message if a card's share can't hold the engine's weights and one sequence, else None."""
-    engine = _engine_of(config, size, shares=True)
+    engine = _engine_of(config, size, shares=True, is_synced=True)
     if _least(engine) <= engine_share_bytes:
         return None
     return (
@@ -463,7 +467,8 @@ def _machine(pools: list[_Pool]) -> Ledger:
             base.append(Entry("engine's libraries", pool.engines * _ENGINE_BYTES, certain=False))
             base.append(Entry("engine weights", pool.engines * pool.engine.weights))
             base.append(Entry("KV cache", pool.engines * pool.engine.cache))
-            base.append(Entry("weights on their way", pool.engine.weights))
+            if pool.engine.is_synced:
+                base.append(Entry("weights on their way", pool.engine.weights))
         base += [Entry(e.label, pool.processes * e.num_bytes) for model in pool.models for e in model.idle()]
     phases = []
     for pool in pools:
@@ -473,7 +478,7 @@ def _machine(pools: list[_Pool]) -> Ledger:
                 added = [entry for entry in work if entry.label not in resident]
                 scaled = [Entry(e.label, pool.processes * e.num_bytes, e.certain) for e in added]
                 phases.append(MemoryPhase(name, (*base, *scaled)))
-    return Ledger("this machine", tuple(phases))
+    return Ledger("this machine", tuple(phases) or (MemoryPhase("generation", tuple(base)),))
 
 
 # ---------------------------------------------------------------------------------------------- verdicts
