@@ -46,7 +46,7 @@ def run(options: Namespace) -> int:
     """Write the script to standard output."""
     import shtab
 
-    script = shtab.complete(whole_parser(), options.shell, preamble={"zsh": _ZSH_START})
+    script = shtab.complete(whole_parser(), options.shell, preamble=_ZSH_START if options.shell == "zsh" else "")
     if options.shell == "zsh":
         script = _ZSH_KEYS.sub(r'"*:key\\=value: _hrl_words \1"', script)
         script = script.replace('"(*)::', '"*:')  # otherwise only the first of several words is completed

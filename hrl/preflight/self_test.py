@@ -1,4 +1,4 @@
-"""The self-test of `hrl env`: about ten seconds of CPU that show whether a run can work here, with a remedy for what can't."""
+"""The self-test of `hrl env`: ten seconds of CPU that show whether a run can work here, and a remedy for what can't."""
 
 from __future__ import annotations
 
