@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -18,7 +21,7 @@ copyright = author
 release = version = hrl.__version__
 
 extensions = [
-    "myst_parser",
+    "myst_nb",  # Markdown and notebooks
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
@@ -30,6 +33,8 @@ exclude_patterns = ["pictures/*.py"]
 
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 4
+# Notebooks are stored without outputs and shown as they are; tests run them.
+nb_execution_mode = "off"
 # A prompt is shown, not copied.
 copybutton_prompt_text = r"\$ |>>> "
 copybutton_prompt_is_regexp = True
@@ -44,6 +49,24 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autoclass_content = "both"  # a class says what it is, its __init__ what it takes
 python_maximum_signature_line_length = 100
+nitpicky = True  # a reference that leads nowhere is a warning
+nitpick_ignore_regex = [
+    # Other packages: the site is built without a network, so without their inventories.
+    ("py:.*", r"(collections|contextlib|numpy|omegaconf|os|pathlib|ray|tensordict|torch)\..*"),
+    ("py:.*", "Path|PreTrainedTokenizerBase"),
+    # The configuration has a page of its own, by key.
+    ("py:.*", r"(hrl\.config\..*\.)?(OfflineConfig|PPOTrainerConfig|RunConfiguration|Section)"),
+    # Aliases, which autodoc spells out where they are explained, and a type variable.
+    ("py:.*", r"Rewards|Rows|hrl\.single_controller\.dispatch\.F"),
+    ("py:.*", r"dict\[str"),  # a type that Sphinx cuts at its comma
+    # What hrl makes and hands over; nobody else makes one, and its fields are explained where it is given.
+    (
+        "py:.*",
+        r"(hrl\..*\.)?(AdvantageSettings|ConfigView|EngineSetup|Execute|GroupFilter|JsonConsole|Manifest|PolicyLossSettings|Position"
+        r"|RankEnv|ReceiverReport|ResourcePoolManager|RewardService|Role|RunConsole|RunReporter|SampleOutput"
+        r"|SamplingParams|Slot|StepMetrics|WorkerGroups)",
+    ),
+]
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # else a field has two descriptions, its own and that of `Attributes:`
@@ -74,6 +97,19 @@ def _stay_on_the_site(app: Sphinx, name: str, source: list[str]) -> None:
         source[0] = source[0].replace(f"](../{file}", f"](/{page}")
 
 
+def _found_by_its_last_name(app: Sphinx, env: Any, node: Any, text: nodes.Element) -> nodes.Element | None:
+    """Link a class that a docstring names without its module, where only one has that name."""
+    if node.get("refdomain") != "py" or "." in node["reftarget"]:
+        return None
+    objects = env.domains["py"].objects
+    found = [name for name in objects if name.rpartition(".")[2] == node["reftarget"] and not objects[name].aliased]
+    if len(found) != 1:
+        return None
+    there = objects[found[0]]
+    return make_refnode(app.builder, node["refdoc"], there.docname, there.node_id, text, found[0])
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _stay_on_the_site)
+    app.connect("missing-reference", _found_by_its_last_name)

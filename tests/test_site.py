@@ -42,7 +42,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_page_is_built_and_none_loads_anything_from_elsewhere(site: Path) -> None:
-    pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in (ROOT / "docs").rglob("*.md")}
+    sources = [page for kind in ("*.md", "*.ipynb") for page in (ROOT / "docs").rglob(kind)]
+    pages = {page.relative_to(ROOT / "docs").with_suffix(".html") for page in sources}
     built = {page.relative_to(site) for page in site.rglob("*.html")}
     assert pages <= built
     for page in built:
@@ -53,6 +54,14 @@ def test_every_page_is_built_and_none_loads_anything_from_elsewhere(site: Path) 
         assert not [address for address in loads if re.match(r"(?:https?:)?//", address)], page
     for sheet in site.rglob("*.css"):
         assert not re.findall(r"url\(['\"]?(?:https?:)?//", sheet.read_text()), sheet
+
+
+def test_a_notebook_is_a_page_with_its_code_and_a_reference_without_module_is_a_link(site: Path) -> None:
+    notebook = (site / "notebooks" / "first_hour.html").read_text()
+    assert "The first hour" in notebook and notebook.count('class="cell docutils') > 4
+    assert 'href="errors.html#hrl.single_controller.worker_errors.PlacementError"' in "".join(
+        page.read_text() for page in (site / "api").glob("*.html")
+    )
 
 
 def test_public_names_are_in_the_api(site: Path) -> None:

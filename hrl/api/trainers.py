@@ -428,7 +428,7 @@ class PPO(Trainer):
             logprobs: Whether each response has the log-probability of each of its tokens, as `logprobs`.
 
         Returns:
-            A dict per response: `prompt` as the model sees it, `question`, `response`, `response_length`,
+            A dict per response, with `prompt` as the model sees it, `question`, `response`, `response_length`,
             `finish_reason`, ...
         """
         from hrl.workers.requests import SamplingParams

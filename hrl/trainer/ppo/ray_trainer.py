@@ -339,7 +339,7 @@ class RayPPOTrainer(TrainingLoop):
 
     @property
     def bypasses(self) -> bool:
-        """Whether this step takes the sampler's log-probs for the old ones: in bypass mode, unless they drifted."""
+        """Whether this step takes the sampler's log-probs for the old ones (in bypass mode, unless they drifted)."""
         return self.config.algorithm.rollout_correction.bypass_mode and not self.drift_gate.is_closed
 
     def compute_old_log_prob(self, batch: DataProto, metrics: StepMetrics) -> DataProto:
@@ -546,7 +546,7 @@ class RayPPOTrainer(TrainingLoop):
 
     @property
     def save_contents(self) -> Sequence[str]:
-        """What a checkpoint holds: `actor.checkpoint.save_contents`."""
+        """What a checkpoint holds (`actor.checkpoint.save_contents`)."""
         return self.config.actor_rollout_ref.actor.checkpoint.save_contents
 
     def state(self) -> dict[str, Any]:
