@@ -43,6 +43,10 @@ SUM = "score"
 """What the sum of several functions is called, so that none of them can be."""
 
 
+FROM_PYTHON = "python:"
+"""What the path of a function begins with that a run was given as an object: `config.yaml` says so what it was."""
+
+
 class RewardEntry(Section):
     """An entry of `reward.functions`: one function and its weight.
 
@@ -72,6 +76,11 @@ class RewardEntry(Section):
         """The two parts of `path`."""
         file, _, function = (self.path or "").rpartition(":")
         return (file, function) if file and function.isidentifier() else (self.path or "", "compute_score")
+
+    @property
+    def is_object(self) -> bool:
+        """Whether it stands for a function that a run was given as an object."""
+        return (self.path or "").startswith(FROM_PYTHON)
 
     @property
     def part(self) -> str:

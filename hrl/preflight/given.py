@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hrl.config.compose import YOURS
 from hrl.config.data import held_out_beside
 from hrl.config.outline import RunConfiguration
+from hrl.config.ppo import PPOTrainerConfig
+from hrl.config.reward import FROM_PYTHON, RewardConfig, RewardEntry
 from hrl.config.section import Section
 from hrl.errors import DatasetError
-from hrl.reward.weighted import Rewards
+from hrl.reward.function import RewardFunctionError
+from hrl.reward.weighted import Rewards, entries_of
 
 TRAIN_ROWS, VAL_ROWS = "python:train_rows", "python:val_rows"
 """The name of rows given as objects in `config.yaml` and messages."""
@@ -41,7 +47,7 @@ class Given:
             object.__setattr__(self, name, _as_list(name, getattr(self, name)))
 
     def named_in(self, config: RunConfiguration) -> RunConfiguration:
-        """Return a configuration with the names of these rows in place of files.
+        """Return a configuration with the names of these rows in place of files, and those of these functions.
 
         If only training rows are given, the configuration's bundled validation rows leave with its bundled training
         rows, and with them what was to be done with them by default. A `trainer.test_freq` of the caller's stays, and
@@ -63,15 +69,48 @@ class Given:
                 names["val_files"] = []
         if self.val_rows is not None:
             names["val_files"] = [VAL_ROWS]
-        if not names:
-            return config
-        changes: dict[str, Section] = {"data": config.data.model_copy(update=names)}
+        changes: dict[str, Section] = {}
+        if self.reward is not None and isinstance(config, PPOTrainerConfig):
+            changes["reward"] = _with_functions_named(config.reward, self.reward)
+        if names:
+            changes["data"] = config.data.model_copy(update=names)
         if names.get("val_files") == []:
             never: dict[str, Any] = {"val_before_train": False}
             if config.origins is not None and config.origins.get("trainer.test_freq") != YOURS:
                 never["test_freq"] = -1
             changes["trainer"] = config.trainer.model_copy(update=never)
         return config.model_copy(update=changes)
+
+
+def _with_functions_named(reward: RewardConfig, given: Rewards) -> RewardConfig:
+    """Return the section `reward` with the functions that a run is given as objects among its functions, by name."""
+    names_others = reward.functions is not None and not any(entry.is_object for entry in reward.functions)
+    if names_others or reward.custom_reward_function.path is not None:
+        return reward  # which is refused where the functions are read
+    try:
+        entries = entries_of(given)
+    except RewardFunctionError:
+        return reward  # told with everything else that is wrong, by `reward_look`
+    functions = [
+        RewardEntry(path=FROM_PYTHON + where_from(entry[1]), label=entry[0], weight=entry[2])
+        if isinstance(entry, tuple)
+        else entry
+        for entry in entries
+    ]
+    return reward.model_copy(update={"functions": functions})
+
+
+def where_from(function: Callable[..., Any]) -> str:
+    """Return module and name of a function or of an object's class, and its file where it has one."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    name = f"{named.__module__}:{named.__qualname__}"
+    try:
+        file = inspect.getsourcefile(named)
+    except TypeError:  # built in, or made in a notebook that is closed
+        file = None
+    return f"{name} of {Path(file).resolve()}" if file is not None and Path(file).is_file() else name
 
 
 def _as_list(name: str, rows: Any) -> list[Mapping[str, Any]] | None:

@@ -41,6 +41,14 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
     except RewardFunctionError as error:
         findings.problem("reward", f"can't be used: {sentence(str(error))}")
         return
+    lacking = [entry.path for entry in entries if not isinstance(entry, tuple) and entry.is_object]
+    if lacking:
+        findings.problem(
+            _FUNCTIONS,
+            f"has {lacking[0]}: a function that an earlier run was given from Python, and this run is not.",
+            "Give it again (hrl.GRPO(reward=…)), or name its file (my_reward.py:function).",
+        )
+        return
     also = f"the reward model {reward.reward_model.model_path}" if config.needs_reward_model else ""
     if not entries:
         findings.facts.append(Fact("reward", f"{also} alone"))

@@ -119,7 +119,8 @@ class RewardSpec:
             named = "reward.custom_reward_function.path" if custom.path is not None else _FUNCTIONS
             listed = [entry.part for entry in reward.entries]
             what = custom.path if custom.path is not None else ", ".join(listed) or "none"
-            if custom.path is not None or reward.functions is not None:
+            names_others = not any(entry.is_object for entry in reward.functions or ())
+            if custom.path is not None or (reward.functions is not None and names_others):
                 raise RewardFunctionError(
                     f"the run was given a reward function as an object, and {what} by {named}; leave one of the two out"
                 )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
+
 import pytest
 
 from hrl.config.compose import compose_kind
 from hrl.config.load import load_kind
 from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError, DatasetError
+from hrl.preflight.findings import Findings
 from hrl.preflight.given import Given
+from hrl.preflight.reward_look import look_at_reward
 
 ROWS = [{"prompt": "hi"}]
 
 
 def test_given_rows_are_named_and_validate_on_given_rows_only() -> None:
     config = load_kind(KINDS["ppo"], {})
-    assert Given(reward=len).named_in(config) is config
+    of_function = Given(reward=len).named_in(config)
+    assert (of_function.data, of_function.trainer) == (config.data, config.trainer)
     validated = Given(val_rows=ROWS).named_in(config)
     assert (validated.data.train_files, validated.data.val_files) == (config.data.train_files, ["python:val_rows"])
     alone = load_kind(KINDS["ppo"], Given(train_rows=ROWS).named_in(config))
@@ -74,3 +80,45 @@ def test_a_generator_of_rows_can_be_read_again() -> None:
 def test_what_is_no_iterable_of_rows_is_refused(rows: object, message: str) -> None:
     with pytest.raises(DatasetError, match=message):
         Given(train_rows=rows)  # type: ignore[arg-type]
+
+
+class Lexicon:
+    def __call__(self, response: str) -> float:
+        return 1.0
+
+
+def graded(response: str, most: int) -> float:
+    return float(len(response) <= most)
+
+
+def test_functions_given_as_objects_are_named_with_their_file_and_are_missed_in_a_run_without_them() -> None:
+    here = Path(__file__).resolve()
+    config = compose_kind(KINDS["ppo"], [])
+    given = ["numeric", (partial(graded, most=3), 0.5), Lexicon(), lambda response: 1.0]
+    named = load_kind(KINDS["ppo"], Given(reward=given).named_in(config))
+    functions = named.reward.functions
+    assert [(entry.part, entry.weight) for entry in functions] == [
+        *(("numeric", 1.0), ("graded", 0.5)),
+        *(("Lexicon", 1.0), ("lambda", 1.0)),
+    ]
+    paths = [entry.path for entry in functions]
+    assert paths[:3] == [None, f"python:{__name__}:graded of {here}", f"python:{__name__}:Lexicon of {here}"]
+    assert "<lambda>" in paths[3]
+    assert Given(reward=given).named_in(named) == named, "the same run again, from its config.yaml"
+
+    findings = Findings()
+    look_at_reward(findings, named, Given(), None, None)
+    (problem,) = findings.problems
+    assert (problem.key, problem.hint) == (
+        "reward.functions",
+        "Give it again (hrl.GRPO(reward=…)), or name its file (my_reward.py:function).",
+    )
+    assert f"has python:{__name__}:graded of {here}: a function that an earlier run was given" in problem.what
+
+
+def test_a_function_given_beside_others_that_are_named_is_refused_as_before() -> None:
+    named = compose_kind(KINDS["ppo"], ["reward.functions=[numeric]"])
+    assert Given(reward=Lexicon()).named_in(named) == named
+    findings = Findings()
+    look_at_reward(findings, named, Given(reward=Lexicon()), None, None)
+    assert any("leave one of the two out" in problem.what for problem in findings.problems)

@@ -89,7 +89,11 @@ def test_a_step_is_trained_on_rows_and_a_reward_that_no_file_holds(runner: Runne
     samples = read_jsonl(rollouts_file(folder / "rollouts", 1))
     for sample in samples:
         assert sample["score"] == pytest.approx(count_letters("", sample["response"], None), abs=0.2)
-    kept = yaml.safe_load((folder / "config.yaml").read_text())["data"]
+    written = yaml.safe_load((folder / "config.yaml").read_text())
+    (function,) = written["reward"]["functions"]
+    assert function["label"] == "count_letters" and function["path"].startswith(f"python:{__name__}:")
+    assert function["path"].endswith(f"count_letters of {Path(__file__).resolve()}")
+    kept = written["data"]
     assert (kept["train_files"], kept["val_files"]) == (["python:train_rows"], [])
     assert "step" in shown.getvalue()
 
