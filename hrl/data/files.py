@@ -182,6 +182,10 @@ def _missing(path: Path) -> str:
     if _GLOB & set(path.name):
         found = sorted(Path(file) for file in glob.glob(str(path)))
         return f"{path} is a pattern, and no file has that name; name the files. {_named(found)}"
+    if str(path).startswith("python:"):  # as `config.yaml` names rows given as objects
+        return (
+            f"{path} stands for rows that an earlier run was given from Python. Give them again (data=rows), or a file"
+        )
     return f"data file {path} does not exist. {way_to(path, lambda other: bool(kind_of(other)))}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.reward import FROM_PYTHON, RewardConfig, RewardEntry
 from hrl.config.section import Section
 from hrl.errors import DatasetError
-from hrl.reward.function import RewardFunctionError
+from hrl.reward.function import RewardFunctionError, unwrapped
 from hrl.reward.weighted import Rewards, entries_of
 
 TRAIN_ROWS, VAL_ROWS = "python:train_rows", "python:val_rows"
@@ -102,9 +101,8 @@ def _with_functions_named(reward: RewardConfig, given: Rewards) -> RewardConfig:
 
 def where_from(function: Callable[..., Any]) -> str:
     """Return module and name of a function or of an object's class, and its file where it has one."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    named = function if hasattr(function, "__qualname__") else type(function)
+    function = unwrapped(function)
+    named: Any = function if hasattr(function, "__qualname__") else type(function)
     name = f"{named.__module__}:{named.__qualname__}"
     try:
         file = inspect.getsourcefile(named)

@@ -8,14 +8,16 @@ import inspect
 import math
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from decimal import Decimal
 from numbers import Real
 from typing import Any, ClassVar, Self
 
 import cloudpickle
 
 from hrl.errors import HrlError
+from hrl.nearest import nearest
 from hrl.user_file import UserFileError, load_user_file
 
 RESPONSE = ("response", "solution_str")
@@ -24,6 +26,14 @@ HANDED_OVER = ("data_source", *RESPONSE, "answer", "ground_truth", "extra_info")
 """What a reward function may take of every sample, beside the columns of its row. Without a column `answer` that is the
 ground truth."""
 
+_NAMES_OF_TRL = {
+    "completions": "one `response` at a time",
+    "completion": "`response`",
+    "prompts": "one `prompt` at a time",
+    "completion_ids": "the text `response`",
+    "completions_ids": "the text `response`",
+}
+"""What TRL hands over, and what is handed over here instead."""
 _LARGEST_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
 
 
@@ -180,8 +190,9 @@ class PickledFunction:
         Raises:
             RewardFunctionError: It can't be called as reward functions are, or can't be sent to another process.
         """
-        name = getattr(function, "__qualname__", type(function).__qualname__)
-        title = f"{name} of {getattr(function, '__module__', None) or 'an unknown module'}"
+        named: Any = unwrapped(function)
+        name = getattr(named, "__qualname__", type(named).__qualname__)
+        title = f"{name} of {getattr(named, '__module__', None) or 'an unknown module'}"
         if not callable(function):
             raise RewardFunctionError(
                 f"the reward given as an object is {function!r}, which can't be called: give the function itself, or "
@@ -240,10 +251,16 @@ def _check_callable(
         raise RewardFunctionError(f"{title} {problem}")
 
 
-def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether `function` is async, or an object with an async `__call__`."""
+def unwrapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside of `functools.partial`s."""
     while isinstance(function, functools.partial):
         function = function.func
+    return function
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether `function` is async, or an object with an async `__call__`."""
+    function = unwrapped(function)
     if isinstance(function, type):
         return False
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
@@ -290,7 +307,10 @@ def signature_problem(
     unexpected = [] if taken is None else [name for name in kwargs if name not in taken]
     problems = []
     if unfilled:
-        problems.append(f"needs {', '.join(unfilled)}, which nothing gives: name a column, or add it to reward_kwargs")
+        problems.append(
+            f"needs {', '.join(unfilled)}, which nothing gives{_meant(unfilled, offered)}: name a column, or add it to "
+            "reward_kwargs"
+        )
     if unexpected:
         problems.append(f"does not take {', '.join(unexpected)} of reward_kwargs")
     if by_position:
@@ -303,6 +323,14 @@ def signature_problem(
         f"{' and '.join(problems)}. It is {getattr(function, '__name__', 'function')}{signature}, and may take any of "
         f"{', '.join([*offered, *kwargs])} by name, or **kwargs"
     )
+
+
+def _meant(unfilled: Sequence[str], offered: Sequence[str]) -> str:
+    """Return what is meant by names that nothing gives, in brackets; empty where nobody knows."""
+    said = [f"{_NAMES_OF_TRL[name]} for TRL's {name}" for name in unfilled if name in _NAMES_OF_TRL]
+    near = {name: nearest(name, offered) for name in unfilled if name not in _NAMES_OF_TRL}
+    said += [f"did you mean {found[0]}?" for found in near.values() if found]
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def read_reward(value: object) -> tuple[float | None, dict[str, Any]]:
@@ -333,8 +361,10 @@ def _part(name: object, value: object) -> float | str | None:
 def _finite(value: object, how: str) -> float:
     if getattr(value, "shape", None) == ():  # a scalar of numpy or torch
         value = value.item()  # type: ignore[attr-defined]
-    if not isinstance(value, Real):
-        raise RewardFunctionError(f"{how} {_short(value)}, a {type(value).__name__}, where a number is expected")
+    if not isinstance(value, Real | Decimal):
+        raise RewardFunctionError(
+            f"{how} {_short(value)}, a {type(value).__name__}, where a number is expected{_why(value)}"
+        )
     try:
         number = float(value)
     except OverflowError:
@@ -343,6 +373,15 @@ def _finite(value: object, how: str) -> float:
         where = " in float32, in which rewards are computed" if math.isfinite(number) else ""
         raise RewardFunctionError(f"{how} {number}, which is not finite{where}")
     return number
+
+
+def _why(value: object) -> str:
+    """Return what was probably meant by a value that is no number."""
+    if isinstance(value, list | tuple) or getattr(value, "shape", ()) != ():
+        return ": a function scores one response, and is called once for each"
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return ": write `return` in place of `yield`"
+    return ""
 
 
 def _short(value: object) -> str:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from hrl.errors import ConfigError
-from hrl.reward.function import RewardFunctionError, is_async, names_taken, read_reward
+from hrl.reward.function import RewardFunctionError, is_async, names_taken, read_reward, unwrapped
 from hrl.reward.library.base import FAILURE
 
 if TYPE_CHECKING:
@@ -41,6 +40,11 @@ def entries_of(rewards: Rewards) -> list[Entry]:
 
     if callable(rewards) or isinstance(rewards, str | Mapping):
         rewards = [rewards]
+    if not isinstance(rewards, Sequence):
+        raise RewardFunctionError(
+            f"the reward is {rewards!r}, which can't be called; give a function, an object with `__call__`, the name "
+            "of one, or a list of these"
+        )
     entries: list[Entry] = []
     for position, entry in enumerate(rewards):
         reward, weight = entry if isinstance(entry, tuple) and len(entry) == 2 else (entry, None)
@@ -72,8 +76,7 @@ def entries_of(rewards: Rewards) -> list[Entry]:
 
 def function_name(function: Function) -> str:
     """Return what the score of a function is called: its name, for an object that of its class."""
-    while isinstance(function, functools.partial):
-        function = function.func
+    function = unwrapped(function)
     name = getattr(function, "__name__", type(function).__name__)
     return _LAMBDA if name == "<lambda>" else str(name)
 

@@ -1,4 +1,5 @@
 import functools
+from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
@@ -7,18 +8,20 @@ import torch
 
 from hrl.reward.function import (
     BuiltIn,
+    PickledFunction,
     RewardFunctionError,
     UserFile,
     is_async,
     read_reward,
     signature_problem,
 )
+from hrl.reward.weighted import entries_of
 
 
 @pytest.mark.parametrize(
     "value, score",
     [
-        *((1, 1.0), (0.5, 0.5), (True, 1.0), (Fraction(1, 4), 0.25)),
+        *((1, 1.0), (0.5, 0.5), (True, 1.0), (Fraction(1, 4), 0.25), (Decimal("0.5"), 0.5)),
         *((np.float32(0.25), 0.25), (np.bool_(True), 1.0), (np.array(0.5), 0.5), (torch.tensor(2), 2.0)),
     ],
 )
@@ -149,7 +152,11 @@ def test_what_can_be_called_as_rewards_are_fits(function, kwargs):
             {"url": "x"},
             "does not take url of reward_kwargs. It is asynchronous(data_source, solution_str",
         ),
-        (trl_like, {}, "needs completions, which nothing gives: name a column, or add it to reward_kwargs"),
+        (
+            trl_like,
+            {},
+            "needs completions, which nothing gives (one `response` at a time for TRL's completions): name a column, or add it",
+        ),
         (lambda answer, level: 1.0, {}, "needs level, which nothing gives"),
         (lambda answer: 1.0, {}, "takes neither response nor solution_str, so it would score every response alike"),
         (by_position, {}, "takes data_source, solution_str by position only"),
@@ -182,3 +189,44 @@ def test_a_signature_that_does_not_fit_is_found_at_loading(tmp_path):
 def test_async_functions_are_told_from_others():
     assert all(map(is_async, (asynchronous, AsyncJudge(), functools.partial(asynchronous, extra_info=None))))
     assert not any(map(is_async, (verls, Judge(), AsyncJudge, functools.partial(verls))))
+
+
+@pytest.mark.parametrize(
+    ("function", "meant"),
+    [
+        (lambda response, anwser: 1.0, r"needs anwser, which nothing gives \(did you mean answer\?\): name a column"),
+        (lambda response, levle: 1.0, r"\(did you mean level\?\)"),
+        (lambda completions, **kwargs: [1.0], r"\(one `response` at a time for TRL's completions\)"),
+        (lambda prompts, completions: [1.0], r"one `prompt` at a time for TRL's prompts; one `response` at a time"),
+        (lambda response, zzz: 1.0, r"needs zzz, which nothing gives: name a column"),
+    ],
+)
+def test_a_name_that_nothing_gives_has_the_nearest_one_and_trls_names_have_ours(function, meant):
+    with pytest.raises(RewardFunctionError, match=meant):
+        PickledFunction.of(function, columns=("level",))
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ([1.0, 0.0], "a function scores one response, and is called once for each"),
+        (np.ones(2), "a function scores one response"),
+        ((value for value in [1.0]), "write `return` in place of `yield`"),
+    ],
+)
+def test_a_value_that_is_no_reward_is_told_with_what_was_meant(value, why):
+    with pytest.raises(RewardFunctionError, match=why):
+        read_reward(value)
+
+
+@pytest.mark.parametrize("reward", [3, object()])
+def test_what_cannot_be_called_is_refused_as_a_reward(reward):
+    with pytest.raises(RewardFunctionError, match="which can't be called; give a function, an object with `__call__`"):
+        entries_of(reward)
+
+
+def test_a_partial_is_named_after_its_function():
+    def graded(response, most):
+        return float(len(response) <= most)
+
+    assert "graded of" in PickledFunction.of(functools.partial(graded, most=3)).title
