@@ -155,7 +155,7 @@ def test_what_can_be_called_as_rewards_are_fits(function, kwargs):
         (
             trl_like,
             {},
-            "needs completions, which nothing gives (one `response` at a time for TRL's completions): name a column, or add it",
+            "needs completions, which nothing gives (one `response` at a time for TRL's completions): name a",
         ),
         (lambda answer, level: 1.0, {}, "needs level, which nothing gives"),
         (lambda answer: 1.0, {}, "takes neither response nor solution_str, so it would score every response alike"),

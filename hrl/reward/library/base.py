@@ -106,6 +106,11 @@ def readable(text: str) -> str:
     return text.encode("utf-8", "replace").decode("utf-8")
 
 
+def visible(text: str) -> str:
+    """Return a text without space around it and without characters that nobody sees, such as spaces of no width."""
+    return "".join(sign for sign in text if sign.isprintable() or sign.isspace()).strip()
+
+
 def require(holds: bool, message: str) -> None:
     """Refuse arguments.
 

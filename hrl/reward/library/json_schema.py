@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +20,8 @@ class JsonSchema:
     """Pays 1 for a response that is one JSON value which a JSON Schema accepts.
 
     The value is the whole response after any `<think>…</think>`, or the content of its only code fence. Two values, or
-    a value among words, pay nothing. A schema that accepts `{}` pays for it: name what is `required`.
+    a value among words, pay nothing, and neither does a name that is given twice. A schema that accepts `{}` pays for
+    it: name what is `required`.
 
     Args:
         schema: The schema (any draft; 2020-12 unless `$schema` says otherwise), or the path of its file. References
@@ -63,7 +65,9 @@ class JsonSchema:
             return 0.0
         blames_response(True)  # a `pattern` of the schema may take for ever on some texts
         try:
-            value = json.loads(fences[0] if fences else text, parse_constant=_no_constant)
+            value = json.loads(
+                fences[0] if fences else text, parse_constant=_no_constant, parse_float=_finite, object_pairs_hook=_once
+            )
             return float(self._validator.is_valid(value))
         except (ValueError, RecursionError):  # no JSON, a number of too many digits, or nested too deep
             return 0.0
@@ -71,6 +75,22 @@ class JsonSchema:
             raise ArgumentError(f"schema refers to {error}, which is not in it") from error
         finally:
             blames_response(False)
+
+
+def _finite(text: str) -> float:
+    """Refuse numbers that are too large for Python, which reads `1e999` as infinity."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is out of range")
+    return number
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Refuse a name that is given twice: readers of JSON differ in which of the values they take."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
 
 
 def _no_constant(name: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from hrl.reward.library.base import require
+from hrl.reward.library.base import require, visible
 
 
 class Length:
@@ -45,7 +45,7 @@ class Length:
 
     def __call__(self, response: str) -> float:
         """Return 0 to 1, or −1 to 0."""
-        text = response.strip()
+        text = visible(response)
         number = len(text.split()) if self._unit == "words" else len(text)
         beyond = max(self._least - number, 0 if self._most is None else number - self._most, 0)
         score = max(0.0, 1.0 - beyond / self._width) if number else 0.0

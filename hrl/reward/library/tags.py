@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from hrl.reward.library.base import require
+from hrl.reward.library.base import require, visible
 
 
 class Tags:
@@ -38,7 +38,7 @@ class Tags:
             first, last = text.find(start, position), text.find(end, position)
             once = text.count(start) == 1 == text.count(end)
             inside = text[first + len(start) : last] if once and 0 <= first < last else ""
-            if not inside.strip() or any(mark in inside for mark in marks):
+            if not visible(inside) or any(mark in inside for mark in marks):
                 continue
             good += 1
             outside.append(text[position:first])

@@ -14,13 +14,18 @@ _LETTER = re.compile(
     r"(?:[(\[]\s*(?P<bracketed>[A-Za-z])\s*[)\]]|(?P<bare>[A-Z]))(?![A-Za-z0-9])(?P<rest>.*)\Z",
     re.DOTALL,
 )
-_AFTER = re.compile(r"[\s*_`\"'$}]*(?:\Z|[).:,;!\]—–-]|(?:because|since|as|which|is)\b|\()")
+_AFTER = re.compile(
+    r"[\s*_`\"'$}]*(?:\Z|[).:,;!\]—–-]|(?:because|since|as|which|is(?!\s+(?:wrong|incorrect|false|not)\b))\b|\((?!or\b))"
+)
 _ANOTHER = re.compile(
     r"[\s*_`\"'$})\].:]*(?:(?:[,;/&]|\bor\b|\band\b)[\s*_`\"']*(?:or\s+|and\s+)?[(\[]?[A-Z][)\]]?(?![A-Za-z0-9'])"
     r"|[\s*_]+[(\[]\s*[A-Za-z]\s*[)\]])"
 )
 """A second letter right behind the first: `, C`, ` or C`, ` (C)`."""
-_STATED = re.compile(r"\banswer[*_]*[^.:\n]{0,40}?(?:\bis\b|:)[*_]*[ \t]*", re.IGNORECASE)
+_LABEL = re.compile(r"(?<![A-Za-z0-9'])[(\[]?([A-Z])[)\]](?![A-Za-z0-9])")
+_STATED = re.compile(
+    r"(?<!\bwrong\s)(?<!\bincorrect\s)\banswer[*_]*[^.:\n]{0,40}?(?:\bis\b|:)[*_]*[ \t]*", re.IGNORECASE
+)
 _LONGEST_STATEMENT = 300
 
 
@@ -28,6 +33,8 @@ def choice_of(answer: str) -> str | None:
     """Return the letter that an answer begins with: `B`, `(b)`, `B) Paris`, `**B.**`; None for none or several."""
     match = _LETTER.match(answer[:_LONGEST_STATEMENT])
     if match is None or _ANOTHER.match(rest := match["rest"].split("\n", 1)[0]):
+        return None
+    if len(set(_LABEL.findall(answer[:_LONGEST_STATEMENT].split("\n", 1)[0]))) > 1:  # the choices, listed again
         return None
     if match["bare"] and not _AFTER.match(rest):  # the first word of a sentence, such as "A"
         return None

@@ -26,7 +26,10 @@ def _read_targets(data_source: str, ground_truth: Any, extra_info: Mapping[str, 
     texts = [target] if isinstance(target, str) else target
     if not isinstance(texts, Sequence) or not texts or not all(isinstance(text, str) for text in texts):
         raise TruthError(ground_truth, data_source, "has no 'target': a text, or a list of them")
-    return frozenset(map(squad_form, texts))
+    forms = frozenset(map(squad_form, texts)) - {""}
+    if not forms:
+        raise TruthError(ground_truth, data_source, "has a 'target' of articles and punctuation alone")
+    return forms
 
 
 def _score_exact_match(text: str, targets: frozenset[str]) -> float:

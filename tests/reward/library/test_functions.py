@@ -49,6 +49,7 @@ def test_patterns_that_pay_nothing_or_everything_are_refused():
         ("Sure! <answer>b</answer>", 0, 1 / 3),
         ("<answer>b</answer><think>a</think>", 0, 1 / 3),
         ("<think></think><answer> </answer>", 0, 0),
+        ("<think>\u200b</think><answer>\u2060 </answer>", 0, 0),
         ("<think>a</think><answer>b</answer><answer>c</answer>", 0, 1 / 3),
         ("<think>a<answer>b</answer></think>", 0, 1 / 3),
         ("<think>a</think>", 0, 1 / 3),
@@ -60,6 +61,11 @@ def test_patterns_that_pay_nothing_or_everything_are_refused():
 def test_tags_stand_once_in_order_and_hold_something(response, whole, partial):
     assert Tags()(response) == whole
     assert Tags(partial=True)(response) == pytest.approx(partial)
+
+
+def test_what_nobody_sees_has_no_length():
+    assert Length(target=3, unit="characters")("\u200b" * 3) == 0.0 == Length(least=1)("\u200b")
+    assert Length(target=3, unit="characters")("a\u200bbc") == 1.0
 
 
 def test_a_tag_that_the_prompt_opens_is_counted():
@@ -131,6 +137,8 @@ PERSON = {"type": "object", "required": ["name"], "properties": {"name": {"type"
         ("{}", 0.0),
         ('{"name": ""}', 0.0),
         ('{"name": NaN}', 0.0),
+        ('{"name": "Ada", "age": 1e999}', 0.0),
+        ('{"name": 1, "name": "Ada"}', 0.0),
         ('{"name": ' + "[" * 100_000, 0.0),
         ("9" * 50_000, 0.0),
         ('{"name": "Ad\ud800"}', 1.0),

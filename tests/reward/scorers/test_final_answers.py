@@ -268,6 +268,7 @@ EXACT_MATCH = [
     ("Eiffel Tower", False),
     ("<answer>Eiffel Tower", False),
     ("<answer></answer>", False),
+    ("<answer>the</answer>", False),
     ("<answer>" * 100_000, False),
 ]
 
@@ -294,7 +295,7 @@ TABLES = [
     ("math", "34", [(text, 1.0 if right else -1.0) for text, right in DAPO]),
     ("numina_olympiads", r"\frac{3}{4}", NUMINA),
     ("hiyouga/geometry3k", "24", GEOMETRY),
-    ("searchR1_nq", {"target": ["Eiffel Tower", "La tour Eiffel"]}, EXACT_MATCH),
+    ("searchR1_nq", {"target": ["Eiffel Tower", "La tour Eiffel", "The", "."]}, EXACT_MATCH),
 ]
 
 

@@ -48,6 +48,13 @@ def test_the_right_letter_is_paid_however_it_is_written(response):
         "The answer is (B) or (C)",
         "The answer is B, C",
         "The answer is B/C",
+        "B) Paris A) Rome",  # the choices again, the right one first
+        "(B) Paris (A) Rome (C) Madrid",
+        "The answer is B) Paris A) Rome",
+        "B (or C)",
+        "B is wrong",
+        "The wrong answer is B",
+        "The incorrect answer: B",
         "The answer is A. The answer is B.",
         r"\boxed{A} \boxed{B}",
         "<answer>B</answer><answer>C</answer>",
