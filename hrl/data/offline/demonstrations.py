@@ -23,7 +23,7 @@ from hrl.data.offline.answers import (
     passages_of_text,
     passages_of_whole_text,
 )
-from hrl.data.offline.pairs import pair_of
+from hrl.data.offline.pairs import pair_of, without_prompt
 from hrl.data.sources import DataRow, show_value, source_of
 from hrl.protocol import DataProto
 
@@ -82,6 +82,9 @@ def check_demonstration(raw: Mapping[str, Any], config: DemonstrationDataConfig)
     answer = as_messages(raw.get(key), key, "assistant")
     if isinstance(prompt, str) or isinstance(answer, str):
         return prompt if isinstance(prompt, str) else str(answer)
+    answer = without_prompt(prompt, answer)
+    if not any(message["role"] == "assistant" for message in answer):
+        return f"{key!r} has no message of the assistant after the prompt, and only these are trained on"
     return Demonstration([*prompt, *answer], len(prompt), tools, data_source=source)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from hrl.config.offline import PairDataConfig, ScoredPairDataConfig
-from hrl.data.chat import as_messages, tools_of, with_tools, wrong_value
+from hrl.data.chat import as_messages, chat_of_text, tools_of, with_tools, wrong_value
 from hrl.data.offline.answers import (
     ChatPrompt,
     OfflineDataset,
@@ -73,7 +73,7 @@ def pair_of(
     raw: Mapping[str, Any], prompt_key: str, chosen_key: str, rejected_key: str
 ) -> tuple[Side, Side, Side] | str:
     """Return prompt, preferred answer and other answer of a row, or a sentence about what is wrong with it."""
-    prompt, chosen, rejected = (raw.get(key) for key in (prompt_key, chosen_key, rejected_key))
+    prompt, chosen, rejected = (chat_of_text(raw.get(key)) for key in (prompt_key, chosen_key, rejected_key))
     if prompt is None and isinstance(chosen, str) and isinstance(rejected, str):
         wrong = wrong_value(chosen, chosen_key) or wrong_value(rejected, rejected_key)
         return wrong or _split_texts(chosen, rejected)
@@ -88,7 +88,7 @@ def pair_of(
         return before
     if not before:
         return f"has no {prompt_key!r}, and its two chats share no first message"
-    answers = _without(before, given), _without(before, other)
+    answers = without_prompt(before, given), without_prompt(before, other)
     for key, answer in zip((chosen_key, rejected_key), answers, strict=True):
         if not answer or answer[0]["role"] != "assistant":
             found = f"a message of role {answer[0]['role']!r}" if answer else "nothing"
@@ -98,7 +98,7 @@ def pair_of(
     return before, *answers
 
 
-def _without(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def without_prompt(prompt: list[dict[str, Any]], answer: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Remove the prompt from an answer that is a whole chat; return any other answer unchanged."""
     return answer[len(prompt) :] if answer[: len(prompt)] == prompt else answer
 

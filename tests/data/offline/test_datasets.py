@@ -48,6 +48,7 @@ IN_CHAT = PairRow([USER], [YES], [NO], None)
         ({"prompt": "?", "chosen": [USER, YES], "rejected": [USER, NO]}, IN_CHAT),
         ({"prompt": [USER], "chosen": [USER, YES], "rejected": "n"}, IN_CHAT),  # each side is stripped by itself
         ({"prompt": [USER], "chosen": [YES], "rejected": [USER, NO]}, IN_CHAT),
+        ({"chosen": json.dumps([USER, YES]), "rejected": json.dumps([USER, NO])}, IN_CHAT),  # as in a CSV file
         ({"chosen": [*TALK, YES], "rejected": [*TALK, NO]}, PairRow(TALK, [YES], [NO], None)),
         ({"chosen": "The sky is blue", "rejected": "The sky is red"}, PairRow("The sky is", " blue", " red", None)),
         ({"chosen": "Q: a b A: yes", "rejected": "Q: a b A: yes no"}, PairRow("Q: a b A:", " yes", " yes no", None)),
@@ -97,6 +98,8 @@ def test_a_trainer_that_reads_no_margin_ignores_the_column():
         ({"prompt": "?", "response": "y"}, Demonstration([USER, YES], 1)),
         ({"prompt": [USER, NO, USER], "completion": [YES]}, Demonstration([USER, NO, USER, YES], 3)),
         ({"messages": None, "prompt": "?", "completion": "y"}, Demonstration([USER, YES], 1)),
+        ({"prompt": [USER], "completion": [USER, YES]}, Demonstration([USER, YES], 1)),  # the whole chat
+        ({"messages": json.dumps([USER, YES])}, Demonstration([USER, YES], 0)),
     ],
 )
 def test_every_form_of_a_demonstration_is_read(raw, row):
@@ -112,6 +115,10 @@ def test_every_form_of_a_demonstration_is_read(raw, row):
             "columns are question",
         ),
         ({"prompt": "?"}, "'completion' is missing or null, expected a string or a non-empty list of messages"),
+        (
+            {"prompt": [USER], "completion": [USER]},
+            "'completion' has no message of the assistant after the prompt, and only these are trained on",
+        ),
         ({"messages": []}, "'messages' is [], expected a string or a non-empty list of messages"),
     ],
 )
