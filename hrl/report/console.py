@@ -43,7 +43,7 @@ def validation_table(metrics: Mapping[str, float], first: Mapping[str, float], t
     """Return every `val/<source>/<metric>` as a row, with its change since the first validation."""
     table = Table(title=title, title_justify="left")
     table.add_column("source", overflow="fold")
-    table.add_column("metric")
+    table.add_column("metric", overflow="fold")
     table.add_column("value", justify="right")
     table.add_column("since start", justify="right")
     shown = [name for name in metrics if name.startswith("val/") and not name.endswith("/n")]
@@ -116,7 +116,7 @@ class RunConsole:
 
     def banner(self, title: str, facts: Mapping[str, str]) -> None:
         """Show a summary of the run that is about to start."""
-        self._line(Text(readable(title), style="bold"))
+        self._words(Text(readable(title), style="bold"))
         label_width = max((len(label) for label in facts), default=0)
         if not self._console.is_terminal:
             for label, fact in facts.items():

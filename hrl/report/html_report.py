@@ -151,7 +151,8 @@ def curves(drawn: Sequence[Drawn], runs: Sequence[Mapping[str, Any]], thresholds
     Args:
         drawn: The charts.
         runs: Their numbers, see `run_columns`.
-        thresholds: Those of the alarms that are on (`trainer.alarms`); they are named with the charts.
+        thresholds: Those of the alarms that are on (`trainer.alarms`); of these, the ones that any run could be judged
+            by are named with the charts.
     """
     charts = [
         {
@@ -160,6 +161,7 @@ def curves(drawn: Sequence[Drawn], runs: Sequence[Mapping[str, Any]], thresholds
                 ALARMS[name].when(threshold)
                 for name in each.chart.alarms
                 if (threshold := thresholds.get(name)) is not None
+                and any(f"health/{name}" in columns["values"] for columns in runs)
             ],
             "left_out": each.left_out,
             "entries": [(line, _ends(runs[line.run], line.metric)) for line in each.lines],
@@ -258,7 +260,8 @@ def run_summary(config: Mapping[str, Any], records: Records, total_steps: int | 
         "model": get("actor_rollout_ref.model.path", get("model.path")),
         "data": _listed(get("data.train_files")),
         "validation": _listed(get("data.val_files")),
-        "algorithm": get("algorithm.adv_estimator", get("algorithm.loss_type")),
+        "algorithm": get("algorithm.adv_estimator"),
+        "loss": get("algorithm.loss_type"),
         "learning rate": None if rate is None else f"{rate:g}",
         "batch": sampled or (prompts and f"{prompts} rows"),
         "engine": engine and f"{engine}, temperature {get('actor_rollout_ref.rollout.temperature')}",

@@ -131,8 +131,12 @@ def expected(record: Sample) -> Any:
 
 
 def readable(text: str) -> str:
-    """Spell out all control, escape and direction characters of a text, to make it safe to show."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    """Spell out all control, escape and direction characters of a text, to make it safe to show.
+
+    Line breaks stay, unless there is nothing but space between them.
+    """
+    kept = "\n" if text.strip() else ""
+    return "".join(c if c.isprintable() or c == kept else repr(c)[1:-1] for c in text)
 
 
 def on_one_line(text: str, width: int) -> str:

@@ -50,7 +50,7 @@ def look(browser):
     """Opens a page and fails if it complains, opens a dialog or asks anybody but its own server."""
 
     @contextmanager
-    def at(address, size=WIDE, scheme="light"):
+    def at(address, size=WIDE, scheme="light", expected="nothing"):
         context = browser.new_context(viewport=dict(zip(("width", "height"), size, strict=True)), color_scheme=scheme)
         page, complaints = context.new_page(), []
         page.on("console", lambda message: complaints.append(message.text))
@@ -60,7 +60,7 @@ def look(browser):
         page.goto(address)
         page.wait_for_selector("html[data-drawn]", timeout=60_000)
         yield page
-        assert complaints == []
+        assert [complaint for complaint in complaints if expected not in complaint] == []
         context.close()
 
     return at
@@ -202,4 +202,36 @@ def test_a_live_page_gets_what_is_new_without_being_loaded_again(look, tmp_path)
         assert "The run has ended" in page.locator("#live").inner_text()
         assert page.locator("body[data-kept]").count() == 1
         assert page.locator("#environment[open]").count() == 1
+    folder.close()
+
+
+def test_a_phone_shows_every_number_of_the_validation_and_whole_steps_on_the_axis(look, tmp_path):
+    run = finished_run(tmp_path)
+    source = {f"val/bundled/addition_pairs/{name}": 0.693 for name in ("loss", "rewards_accuracies", "n")}
+    (run / "metrics.jsonl").write_text("".join(json_line({"step": step, **source}) for step in (0, 6)))
+    with look(f"file://{write_html_report(run)}", PHONE) as page:
+        table = page.locator("#validation .wide")
+        assert table.evaluate("each => each.scrollWidth <= each.clientWidth"), "nothing is cut off"
+        assert table.locator("td.number:visible").count() == 2 * 3
+    (run / "metrics.jsonl").write_text(json_line({"step": 1, "train/loss": 2.411}))
+    with look(f"file://{write_html_report(run)}") as page:
+        labels = page.locator("[data-chart=loss] svg .role-axis-label text").all_text_contents()
+        assert sorted(filter(None, labels)) == ["1", "2.411"]
+
+
+def test_a_live_page_says_that_its_folder_cannot_be_read_and_brings_what_came_meanwhile(look, tmp_path):
+    folder = started_run(tmp_path)
+    Outcome("running", "", 3).write(tmp_path)
+    folder.write_metrics(1, step_record(1))
+    with LiveView(tmp_path) as view, look(view.address, expected="503") as page:
+        page.evaluate("getSelection().selectAllChildren(document.querySelector('#timing'))")
+        folder.write_metrics(2, step_record(2, **{"timing_s/my_phase": 1.0}))
+        page.wait_for_selector("[data-chart=reward] .legend:has-text('0.5')")
+        assert "my_phase" not in page.locator("#timing").inner_text(), "its reader is at it"
+        page.evaluate("getSelection().removeAllRanges()")
+        page.wait_for_selector("#timing :text('my_phase')", timeout=20_000)
+        folder.metrics_file.write_text("no json\n" * 3)
+        page.wait_for_selector("#live:has-text('can\\'t be read')", timeout=20_000)
+        folder.metrics_file.write_text(json_line(step_record(3)))
+        page.wait_for_selector("#live:has-text('Follows the run')", timeout=20_000)
     folder.close()

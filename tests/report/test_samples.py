@@ -109,6 +109,10 @@ def test_a_text_that_scores_differently_is_shown_for_each_score():
     assert [(label, r["score"]) for label, r in best_median_worst(records)] == [("best", 1.0), ("median", 0.0)]
 
 
+def test_an_answer_of_line_breaks_is_no_empty_box():
+    assert readable("\n\n \n") == r"\n\n \n" and readable("") == ""
+
+
 def test_readable_text_spells_out_what_would_move_or_hide_it():
     assert readable("a\x1b[2J\u202eb\r\n\ttab é 世界") == "a\\x1b[2J\\u202eb\\r\n\\ttab é 世界"
 

@@ -99,7 +99,7 @@
     select.closest("[data-chart]").hidden = names.length === 0;
     if (names.length === 0) return;
     if (names.join() !== [...select.options].map((option) => option.value).join()) {
-      const before = select.value || "reward/mean";
+      const before = select.value || ["reward/mean", "train/loss"].find((name) => names.includes(name));
       select.replaceChildren(...names.map((name) => new Option(name, name)));
       select.value = names.includes(before) ? before : names[0];
     }
