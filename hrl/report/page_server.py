@@ -177,8 +177,8 @@ class _Pages:
         """Return the page; of a run that goes on, it may be that of a moment ago."""
         began = self._asked = time.monotonic()
         seen = self._look()
-        goes_on = self._page is not None and self._page.running and is_live(self._folder)
-        if self._page is None or (seen != self._seen and not (goes_on and began < self._rests_until)):
+        rests = began < self._rests_until and read_outcome(self._folder).status == "running"
+        if self._page is None or (seen != self._seen and not rests):
             self._page, self._news, self._seen = run_page(self._folder), None, seen
             self.took_s = time.monotonic() - began
             # The first part of the rest is the pause of those who ask.
