@@ -9,6 +9,7 @@ import os
 import sys
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hrl.commands.table import COMMANDS, Command
 from hrl.errors import ConfigError, HrlError
@@ -16,6 +17,8 @@ from hrl.errors import ConfigError, HrlError
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
+_OF_A_RUN = ("--config-path", "--config-name", "--config-dir", "--cfg", "--help")
+"""Options that a run itself reads."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def read_arguments(command: Command, arguments: Sequence[str]) -> Namespace:
     """Return the options of a command; what is none of them ends the program with status 2."""
     module = command.load()
-    parser = ArgumentParser(
+    parser = _Parser(
         prog=f"hrl {command.name}",
         description=module.__doc__ if command.takes_overrides else f"{command.help[0].upper()}{command.help[1:]}.",
         add_help=not command.takes_overrides,
@@ -61,8 +64,32 @@ def read_arguments(command: Command, arguments: Sequence[str]) -> Namespace:
         return parser.parse_intermixed_args(arguments)  # options may stand between words
     parser.add_argument("--help", "-h", action="store_true")
     options, overrides = parser.parse_known_args(arguments)
+    parser.refuse_misspelt(overrides)
     options.overrides = overrides
     return options
+
+
+class _Parser(ArgumentParser):
+    """Names the option that was probably meant by an unknown one."""
+
+    def error(self, message: str) -> NoReturn:
+        what, found, words = message.partition("unrecognized arguments: ")
+        if found and not what:
+            message = f"{message}. {self._hint(words.split()[0])}"
+        super().error(message)
+
+    def refuse_misspelt(self, words: Sequence[str]) -> None:
+        """End with status 2 if a word among those that the run is to read looks like an option of the command."""
+        for word in words:
+            if word.startswith("--") and (hint := self._hint(word)):
+                super().error(f"unrecognized arguments: {word}. {hint}")
+
+    def _hint(self, word: str) -> str:
+        from hrl.nearest import did_you_mean
+
+        name = word.partition("=")[0]
+        known = [option for option in self._option_string_actions if option.startswith("--")]
+        return "" if name in _OF_A_RUN else did_you_mean(name, [*known, *_OF_A_RUN])
 
 
 def _without_command(arguments: Sequence[str], commands: dict[str, Command]) -> int:

@@ -102,3 +102,20 @@ def test_a_reader_that_has_seen_enough_is_no_error():
         ["bash", "-o", "pipefail", "-c", shell], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["eval", "model", "--temprature", "3"], "unrecognized arguments: --temprature 3. Did you mean --temperature?"),
+        (["check", "--config-onyl"], "unrecognized arguments: --config-onyl. Did you mean --config-only?"),
+        (["train", "--confg-name", "mine"], "unrecognized arguments: --confg-name. Did you mean --config-name?"),
+        (["watch", "run", "--port", "x"], "argument --port: 'x' is no whole number"),
+        (["eval"], "the following arguments are required: model\n"),
+    ],
+)
+def test_a_misspelt_option_is_told_the_nearest_one(capsys, words, told):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(words)
+    assert ended.value.code == 2
+    assert told in capsys.readouterr().err

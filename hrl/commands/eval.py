@@ -12,7 +12,9 @@ from hrl.commands.argument_types import at_least_one
 def add_arguments(parser: ArgumentParser) -> None:
     """Add model, rows and sampling."""
     parser.add_argument("model", help="run folder, checkpoint, model folder, hub id or bundled:...")
-    parser.add_argument("data", nargs="*", help="rows, as data.val_files takes them; the run's own by default")
+    parser.add_argument(
+        "data", nargs="*", default=[], help="rows, as data.val_files takes them; the run's own by default"
+    )
     parser.add_argument("-n", type=at_least_one, default=1, help="samples of each prompt; 1 by default")
     parser.add_argument("-k", type=_sizes, default=(), help="each k of pass@k and maj@k, such as 1,4,8; n by default")
     parser.add_argument("--temperature", type=float, help="0 for one sample by default, 1 for several")

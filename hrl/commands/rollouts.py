@@ -6,13 +6,13 @@ import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
-from hrl.commands.argument_types import at_least_one
+from hrl.commands.argument_types import at_least_one, whole_number
 
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add which samples, and in which order."""
     parser.add_argument("folder", type=Path, help="the run folder")
-    parser.add_argument("--step", type=int, help="the step; the last one by default")
+    parser.add_argument("--step", type=whole_number, help="the step; the last one by default")
     parser.add_argument("--sort", choices=("score", "length", "advantage"), help="the largest first")
     parser.add_argument("--limit", type=at_least_one, default=10, help="how many to show; 10 by default")
     parser.add_argument("--val", action="store_true", help="samples of the validation after the step")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hrl.errors import ConfigError, Problem
+from hrl.nearest import did_you_mean
+
 ALGORITHMS = {"ppo": "ppo", "grpo": "ppo", "dpo": "dpo", "sft": "sft", "rm": "rm"}
 """Word after `hrl train` and `hrl check` → kind of run."""
 _RECIPES = ("ppo", "grpo")
@@ -17,8 +20,14 @@ def kind_and_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
 
     Args:
         words: A word of `ALGORITHMS` or none, then the arguments of the run.
+
+    Raises:
+        ConfigError: The first word is another one.
     """
     if not words or words[0] not in ALGORITHMS:
+        if words and words[0].replace("_", "").isalpha():  # a word, and neither `key=value` nor an option
+            hint = did_you_mean(words[0], ALGORITHMS, f"There are {', '.join(ALGORITHMS)}.")
+            raise ConfigError([Problem(words[0], "is no algorithm.", hint)])
         return "ppo", list(words)
     word, *arguments = words
     if word in _RECIPES and not any(argument.lstrip("+").startswith("recipe=") for argument in arguments):

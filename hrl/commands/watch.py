@@ -6,6 +6,8 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from pathlib import Path
 
+from hrl.commands.argument_types import whole_number
+
 
 def add_arguments(parser: ArgumentParser) -> None:
     """Add the run and the port."""
@@ -32,7 +34,7 @@ def run(options: Namespace) -> int:
 
 
 def _port(text: str) -> int:
-    number = int(text)
+    number = whole_number(text)
     if not 0 <= number <= 65535:
         raise ArgumentTypeError(f"{number} is no port")
     return number

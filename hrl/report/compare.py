@@ -7,13 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hrl.report.answers import Series, last_validations, that_differ
 from hrl.report.charts import CHARTS, any_metric, charts_of, ends_of, metrics_of, run_columns
 from hrl.report.html_report import Page, curves, flat, page_of, section, shown_series, thresholds_of
 from hrl.report.outcome import read_outcome
-from hrl.report.run_folder import read_metrics
+from hrl.report.run_folder import read_config, read_metrics
 
 _PROMPTS_SHOWN = 8
 _SAME_FOR_NOBODY = ("trainer.default_local_dir", "trainer.experiment_name")
@@ -32,7 +30,7 @@ def compare_page(folders: Sequence[Path]) -> Page:
     """
     names = short_names(folders)
     runs = [run_columns(read_metrics(folder)) for folder in folders]
-    configs = [_config(folder) for folder in folders]
+    configs = [read_config(folder) for folder in folders]
     drawn = charts_of(runs, names)
     sections = {
         "header": section("comparison_header", names),
@@ -74,11 +72,6 @@ def final_numbers(runs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[flo
 
 def _value(values: Mapping[str, Any], key: str) -> str:
     return json.dumps(values[key], ensure_ascii=False, default=str) if key in values else "–"
-
-
-def _config(folder: Path) -> dict[str, Any]:
-    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    return dict(config or {})
 
 
 def _common_thresholds(configs: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:

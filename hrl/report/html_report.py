@@ -17,8 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import yaml
-
 from hrl.config.alarms import ALARMS
 from hrl.config.sources import source_title
 from hrl.metrics import source_and_metric
@@ -37,7 +35,7 @@ from hrl.report.charts import (
 )
 from hrl.report.outcome import Outcome, read_outcome
 from hrl.report.phases import TITLES
-from hrl.report.run_folder import read_jsonl, read_metrics, rollouts_steps, write_text
+from hrl.report.run_folder import read_config, read_jsonl, read_metrics, read_object, rollouts_steps, write_text
 from hrl.report.samples import (
     ALL_SOURCES,
     Sample,
@@ -83,7 +81,7 @@ def write_html_report(folder: Path) -> Path:
     """Write `report.html` into a run folder; parts that the run has no data for are left out.
 
     Args:
-        folder: The run folder, with at least `config.yaml` and `environment.json`.
+        folder: The run folder, with at least `config.yaml`.
 
     Returns:
         The path of the report.
@@ -100,7 +98,7 @@ def run_page(folder: Path) -> Page:
     rollouts = folder / "rollouts"
     records = read_metrics(folder)
     config_text = (folder / "config.yaml").read_text(encoding="utf-8")
-    config = yaml.safe_load(config_text)
+    config = read_config(folder)
     outcome = read_outcome(folder)
     columns = run_columns(records)
     drawn = charts_of([columns])
@@ -122,7 +120,7 @@ def run_page(folder: Path) -> Page:
         "again": section(
             "again",
             config_text,
-            list(flat(json.loads((folder / "environment.json").read_text(encoding="utf-8")))),
+            list(flat(read_object(folder / "environment.json"))),
         ),
     }
     return page_of(title, sections, drawn, [columns], running=outcome.status == "running")
@@ -341,7 +339,7 @@ def _first_look(file: Path) -> str:
     """Return what the first samples said."""
     if not file.exists():
         return ""
-    look = json.loads(file.read_text(encoding="utf-8"))
+    look = read_object(file)
     example = None if look["example"] is None else _shown(look["example"])
     return section("first_look", shown_text(look["headline"]), example, [shown_text(line) for line in look["advice"]])
 

@@ -10,7 +10,7 @@ from typing import Literal, Self
 
 import psutil
 
-from hrl.report.run_folder import LOCK_NAME, write_text
+from hrl.report.run_folder import LOCK_NAME, DamagedFileError, read_object, write_text
 
 FILE = "outcome.json"
 Status = Literal["running", "finished", "interrupted", "failed", "ended without a word"]
@@ -48,12 +48,15 @@ def read_outcome(folder: Path) -> Outcome:
     """Return how a run is going or ended, as far as its folder tells.
 
     Raises:
-        ValueError: The file is damaged.
+        DamagedFileError: The file is damaged.
     """
     file = folder / FILE
     if not file.exists():  # of an older version, or a run that was killed before it began
         return Outcome("running" if is_live(folder) else "ended without a word")
-    outcome = Outcome(**json.loads(file.read_text(encoding="utf-8")))
+    try:
+        outcome = Outcome(**read_object(file))
+    except TypeError as error:  # other keys than it was written with
+        raise DamagedFileError(f"{file} is damaged: {error}. Remove it") from error
     if outcome.status == "running" and not is_live(folder):
         return Outcome("ended without a word", "", outcome.total_steps)
     return outcome

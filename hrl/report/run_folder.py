@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -315,6 +315,7 @@ def json_line(record: Mapping[str, Any], *, ascii_only: bool = False) -> str:
     return text
 
 
+_REWRITE = "Put back what the run wrote there, or look at the run's other files."
 _WAY_OUT = "Remove the line, or move the file away; the other files of the run do not need it."
 
 
@@ -338,6 +339,34 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             raise DamagedFileError(f"{path}, line {number}, is damaged: {line[:40]} is no JSON object. {_WAY_OUT}")
         records.append(record)
     return records
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the configuration of a run, nested, from its `config.yaml`.
+
+    Raises:
+        DamagedFileError: It is no YAML with keys.
+    """
+    return _mapping(folder / "config.yaml", yaml.safe_load)
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a run; an empty one if the run was ended before it wrote the file.
+
+    Raises:
+        DamagedFileError: It is no JSON object.
+    """
+    return _mapping(file, json.loads) if file.exists() else {}
+
+
+def _mapping(file: Path, read: Callable[[str], Any]) -> dict[str, Any]:
+    try:
+        found = read(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:
+        raise DamagedFileError(f"{file} is damaged: {' '.join(str(error).split())}. {_REWRITE}") from error
+    if not isinstance(found, dict):
+        raise DamagedFileError(f"{file} is damaged: it has no keys. {_REWRITE}")
+    return found
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:

@@ -114,12 +114,12 @@ def run_arguments(
             for key, (value, _) in changed_values(config).items()
             if key.startswith(_OF_THE_RUN) and not key.startswith(_NOT_OF_THE_RUN)
         }
+    model = require_loadable(trained)
     rows = list(sources) or own.get("data.val_files")
     if not rows:
-        where = "its run has no validation rows" if trained.run is not None else "it lies in no run's folder"
-        raise NoScoresError(f"name the rows to evaluate {trained.name} on: {where}")
+        raise NoScoresError(f"name the rows to evaluate {trained.name} on, behind it: {_why_none(trained)}")
     values = own | {
-        "actor_rollout_ref.model.path": require_loadable(trained),
+        "actor_rollout_ref.model.path": model,
         "data.train_files": list(rows)[:1],  # a run has some; none is looked at
         "data.train_max_samples": 1,
         "data.train_batch_size": 1,
@@ -138,6 +138,14 @@ def run_arguments(
         "trainer.experiment_name": trained.label,
     }
     return [*(f"{key}={as_override(value)}" for key, value in values.items()), *overrides]
+
+
+def _why_none(trained: Trained) -> str:
+    if trained.run is None:
+        return "it lies in no run's folder"
+    if "actor_rollout_ref" in trained.config:
+        return "its run has no validation rows"
+    return "its run learnt from given answers, and has no prompts with a reward"
 
 
 def evaluate(

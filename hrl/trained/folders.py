@@ -7,12 +7,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointStore
 from hrl.errors import HrlError
 from hrl.models.source import ModelSourceError
-from hrl.report.run_folder import MODEL, RunFolder
+from hrl.report.run_folder import MODEL, RunFolder, read_config, read_object
 
 HF = "hf"
 """The folder of a checkpoint that transformers and vLLM load."""
@@ -39,6 +37,13 @@ class Trained:
     checkpoint: Path | None = None
     run: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_reward_model(self) -> bool:
+        """Whether it scores, as the folder's own configuration says."""
+        file = Path(self.name) / "config.json"
+        named = read_object(file).get("architectures") or ()
+        return any("ForSequenceClassification" in architecture for architecture in named)
 
     @property
     def is_sharded(self) -> bool:
@@ -91,16 +96,22 @@ def _of(model: Path, checkpoint: Path | None) -> Trained:
     inner = checkpoint or model
     run = next((parent for parent in (inner.parent, inner.parent.parent) if (parent / CONFIG).is_file()), None)
     parts = [run.name if run is not None else inner.parent.name, inner.name]
-    config = {} if run is None else yaml.safe_load((run / CONFIG).read_text())
+    config = {} if run is None else read_config(run)
     return Trained(str(model), "-".join(parts), checkpoint, run, config)
 
 
 def require_loadable(trained: Trained) -> str:
-    """Return the model's path for a run.
+    """Return the model's path for a run that samples from it.
 
     Raises:
         ModelSourceError: The checkpoint has only shards.
+        NoModelError: It is a reward model.
     """
+    if trained.is_reward_model:
+        raise NoModelError(
+            f"{trained.name} is a reward model: it scores answers and gives none. A run takes it as "
+            "reward.reward_model.model_path"
+        )
     if trained.is_sharded:
         raise ModelSourceError(
             f"{trained.checkpoint} has no folder hf, which transformers and vLLM load: it was saved without "

@@ -66,3 +66,9 @@ def test_help_names_the_command_and_not_a_module(capsys, words, usage):
     text = capsys.readouterr().out
     assert text.splitlines()[0] == usage
     assert "python -m" not in text
+
+
+@pytest.mark.parametrize("command", ["train", "check"])
+def test_a_misspelt_algorithm_is_told_the_nearest_one(capsys, command):
+    assert cli.main([command, "gpro", "trainer.seed=3"]) == 2
+    assert "gpro is no algorithm. Did you mean grpo?" in capsys.readouterr().err

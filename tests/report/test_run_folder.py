@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
+from hrl.report.html_report import run_page
 from hrl.report.run_folder import DamagedFileError, RunFolder, RunFolderError, json_line, read_jsonl
 
 HOLD_THE_LOCK = """
@@ -225,3 +226,21 @@ def test_a_damaged_file_is_an_error_that_explains_itself(tmp_path, damage, told)
     (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 0}\n' + damage + b'{"step": 2}\n')
     with pytest.raises(DamagedFileError, match=told):
         read_jsonl(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        ("config.yaml", "a: [", r"config\.yaml is damaged: while parsing"),
+        ("config.yaml", "", r"config\.yaml is damaged: it has no keys"),
+        ("environment.json", "{", r"environment\.json is damaged: Expecting"),
+        ("outcome.json", '{"x": 1}', r"outcome\.json is damaged: .*unexpected keyword"),
+        ("first_look.json", "[]", r"first_look\.json is damaged: it has no keys"),
+    ],
+)
+def test_the_page_of_a_run_with_a_damaged_file_names_the_file(tmp_path, name, text, told):
+    (tmp_path / "config.yaml").write_text("data: {}\n")
+    assert "again" in run_page(tmp_path).sections  # a run that was killed before it wrote more has a page
+    (tmp_path / name).write_text(text)
+    with pytest.raises(DamagedFileError, match=told):
+        run_page(tmp_path)

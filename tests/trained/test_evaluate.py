@@ -67,3 +67,6 @@ def test_a_model_is_evaluated_without_the_functions_that_trained_it(tmp_path: Pa
 def test_a_model_of_no_run_needs_rows(tmp_path: Path) -> None:
     with pytest.raises(NoScoresError, match="lies in no run's folder"):
         run_arguments(Trained("some/model", "model"), [], Sampling(), tmp_path, [])
+    trained = Trained("some/model", "model", run=tmp_path, config={"model": {"path": "some/model"}})
+    with pytest.raises(NoScoresError, match="learnt from given answers, and has no prompts"):
+        run_arguments(trained, [], Sampling(), tmp_path, [])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from hrl.models.source import ModelSourceError
+from hrl.report.run_folder import DamagedFileError
 from hrl.trained.folders import NoModelError, find_trained, require_loadable
 
 
@@ -76,3 +77,13 @@ def test_a_folder_without_a_model_says_what_it_lacks(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("data: {}\n")
     with pytest.raises(NoModelError, match="has saved no checkpoint"):
         find_trained(str(tmp_path))
+
+
+def test_a_reward_model_is_not_sampled_from(run: Path) -> None:
+    config = {"architectures": ["LlamaForSequenceClassification"]}
+    (run / "checkpoints" / "step_1" / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(NoModelError, match="is a reward model: it scores answers"):
+        require_loadable(find_trained(str(run)))
+    (run / "config.yaml").write_text("data: [")
+    with pytest.raises(DamagedFileError, match=r"config\.yaml is damaged"):
+        find_trained(str(run))
