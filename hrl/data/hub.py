@@ -119,8 +119,14 @@ class Table(Sequence[object]):
             return BadRow(f"{self._title} row {index}", f"holds text that is not UTF-8 ({error.reason})")
 
     def __iter__(self) -> Iterator[object]:
-        """Yield all rows, many at once from the disk."""
-        return map(without_missing, self._rows)
+        """Yield all rows, many at once from the disk as long as all can be read."""
+        number = 0
+        try:
+            for row in self._rows:
+                yield without_missing(row)
+                number += 1
+        except UnicodeDecodeError:
+            yield from (self[index] for index in range(number, len(self)))
 
 
 def _package(path: str) -> Any:

@@ -11,6 +11,7 @@ import pytest
 
 from hrl.data import streamed as streamed_rows
 from hrl.data.dataset import RLHFDataset
+from hrl.data.hub import converted
 from hrl.data.order import EpochOrder, Position
 from hrl.data.streamed import FIRST_ROWS, StreamedRows
 from hrl.data.tokenised_dataset import DatasetCounts
@@ -96,6 +97,17 @@ def test_nulls_that_parquet_adds_are_no_part_of_a_streamed_row(tmp_path, tokeniz
         source = {"path": str(tmp_path / "r.parquet"), "streaming": streaming}
         dataset = RLHFDataset(source, tokenizer, config)
         assert [row.columns["turns"] for row in dataset.rows] == chats
+
+
+def test_text_that_is_not_utf8_is_a_bad_row(tmp_path, tokenizer, config):
+    config.train_batch_size, config.bad_rows = 1, "skip"
+    text = pa.array([b"a", b"\xff", b"c"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"prompt": text}), tmp_path / "r.parquet")
+    dataset = RLHFDataset({"path": str(tmp_path / "r.parquet"), "streaming": True}, tokenizer, config)
+    assert [dataset.rows[index].messages[0]["content"] for index in dataset.known] == ["a", "c"]
+    assert "holds text that is not UTF-8" in dataset._intake.bad[0].reason
+    table = converted([tmp_path / "r.parquet"])
+    assert [getattr(row, "reason", row) for row in table] == [getattr(table[n], "reason", table[n]) for n in range(3)]
 
 
 def test_a_limit_takes_of_each_source_its_share(tmp_path, tokenizer, config):
