@@ -76,7 +76,7 @@ def look_at_reward(findings: Findings, config: PPOTrainerConfig, given: Given, t
     findings.facts.append(Fact("reward", " + ".join(words) + (f", and {also}" if also else "")))
     there = [each for each in (train, val) if each is not None]
     left_out = {name: why for each in there for name, why in getattr(each, "left_out", {}).items()}
-    if len(findings.problems) == before:
+    if len(findings.problems) == before and train is not None:  # whose columns the function may need
         _load_where_it_runs(findings, reward, given, known, columns_of_rows(there), left_out)
     if left_out:
         findings.notes.append(f"left out for the reward: {', '.join(left_out.values())}. {_AS_TEXT}")

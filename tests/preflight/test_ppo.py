@@ -225,6 +225,12 @@ def test_an_answer_at_the_end_of_a_prompt_is_noted_and_can_be_taken_off(run, tmp
     assert (row.messages, row.reward_model) == (chat[:1], {"ground_truth": "two"})
 
 
+def test_rows_that_cannot_be_read_are_not_missed_by_the_reward(run, tmp_path):
+    (tmp_path / "reward.py").write_text("def compute_score(response, level):\n    return 1.0\n")
+    (problem,) = refused(run, **{"data.train_files": "no_such.jsonl"})
+    assert problem.startswith("data.train_files can't be used: data file no_such.jsonl does not exist")
+
+
 def test_what_no_reward_function_gets_to_see_is_noted(run, tmp_path):
     rows = pa.Table.from_pylist([{**ROW, "made": datetime(2020, 1, 1), "raw": b"x", "response": "theirs"}] * 4)
     pq.write_table(rows, tmp_path / "typed.parquet")
