@@ -280,7 +280,8 @@ def validation_summary(records: Records) -> dict[str, Any] | None:
     shown = [name for name in names if name.startswith("val/") and not name.endswith("/n")]
     found = [(*source_and_metric(name, names), name) for name in shown]
     for source, metric, name in sorted(found, key=lambda row: (not row[0], row)):
-        before, after = first.get(name), last.get(name)
+        missing = None if source else 0.0  # such a counter is absent where it is zero
+        before, after = first.get(name, missing), last.get(name, missing)
         change = None if before is None or after is None else after - before
         n = last.get(f"val/{source}/n", first.get(f"val/{source}/n"))
         rows.append(

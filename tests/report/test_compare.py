@@ -63,10 +63,10 @@ def test_charts_name_the_thresholds_that_all_runs_have(two):
         cut |= {"health/clip_share": 0.0}
         (folder / "metrics.jsonl").write_text(json_line({"step": 1, **cut}))
     curves = compare_page(two).sections["curves"]
-    assert "Alarm: more than 0.625 of the answers" in curves and "of the tokens are clipped" not in curves
+    assert "Alarm if more than 0.625 of the answers" in curves and "of the tokens are clipped" not in curves
     assert "more than 0.125 of the tokens are clipped" in run_page(two[1]).sections["curves"]
     (two[1] / "metrics.jsonl").write_text(json_line({"step": 1, "actor/pg_clipfrac": 0.0}))
-    assert "Alarm:" not in run_page(two[1]).sections["curves"], "nobody could have raised it"
+    assert "Alarm if" not in run_page(two[1]).sections["curves"], "nobody could have raised it"
 
 
 def test_the_command_writes_one_page_for_several_runs(two, tmp_path, monkeypatch, capsys):

@@ -254,13 +254,12 @@ def test_a_single_value_is_told_once(tmp_path):
     assert "training <b>0.25</b>" in curves and "→" not in curves
 
 
-def test_counters_of_a_whole_validation_are_of_no_source():
-    found = validation_summary(
-        [{"step": 0, "val/a/b/mean@1": 1.0, "val/a/b/n": 4.0, "val/rollout/empty_responses": 2.0}]
-    )
-    assert [(row["source"], row["metric"]) for row in found["rows"]] == [
-        ("a/b", "mean@1"),
-        ("(all)", "rollout/empty_responses"),
+def test_counters_of_a_whole_validation_are_of_no_source_and_absent_where_they_are_zero():
+    scores = {"val/a/b/mean@1": 1.0, "val/a/b/n": 4.0}
+    found = validation_summary([{"step": 0, **scores, "val/rollout/empty_responses": 2.0}, {"step": 4, **scores}])
+    assert [(row["source"], row["metric"], row["first"], row["last"], row["change"]) for row in found["rows"]] == [
+        ("a/b", "mean@1", 1.0, 1.0, 0.0),
+        ("(all)", "rollout/empty_responses", 2.0, 0.0, -2.0),
     ]
 
 
