@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import shutil
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -215,6 +218,80 @@ def test_shards_of_another_model_are_refused(checkpoint: Path, base: Path, tmp_p
     (checkpoint.parents[1] / "config.yaml").unlink()
     with pytest.raises(ExportError, match="lies in no run's folder"):
         export(str(checkpoint), tmp_path / "out")
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What a push asks of a hub, where every file is small enough to be sent within the commit.
+
+    Attributes:
+        refuses: Whether the token may not write.
+        asked: Path, token and body of every request.
+    """
+
+    refuses: ClassVar[bool] = False
+    asked: ClassVar[list[tuple[str, str | None, bytes]]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.asked.append((self.path.partition("?")[0], self.headers.get("Authorization"), body))
+        repository = f"http://{self.headers['Host']}/me/adder"
+        if self.refuses:
+            self._answer({"error": "forbidden"}, 403)
+        elif self.path == "/api/repos/create":
+            self._answer({"url": repository})
+        elif "/preupload/" in self.path:
+            files = [{"path": each["path"], "uploadMode": "regular"} for each in json.loads(body)["files"]]
+            self._answer({"files": [each | {"shouldIgnore": False, "oid": None} for each in files]})
+        elif "/commit/" in self.path:
+            self._answer({"commitUrl": f"{repository}/commit/{'a' * 40}", "commitOid": "a" * 40})
+        else:
+            self._answer({"errors": [], "warnings": []})
+
+    def _answer(self, content: dict[str, Any], status: int = 200) -> None:
+        data = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+        monkeypatch.setattr(Hub, "asked", [])
+        yield Hub
+        server.shutdown()
+
+
+def test_a_push_creates_a_private_repository_and_commits_every_file(hub: type[Hub], tmp_path: Path) -> None:
+    written = {"config.json": b"{}", "model.safetensors": b"weights", "README.md": b"---\ntags: [hrl]\n---\n# adder\n"}
+    for name, content in written.items():
+        (tmp_path / name).write_bytes(content)
+    address = push(Exported(tmp_path, "float32", 7), "me/adder")
+    assert address.startswith("http://127.0.0.1:") and address.endswith("/me/adder")
+    (created,) = [json.loads(body) for path, _, body in hub.asked if path == "/api/repos/create"]
+    assert created == {"name": "adder", "organization": "me", "visibility": "private"}
+    (commit,) = [body for path, _, body in hub.asked if "/commit/" in path]
+    lines = [json.loads(line) for line in commit.splitlines()]
+    files = {each["value"]["path"]: each["value"]["content"] for each in lines if each["key"] == "file"}
+    assert {name: base64.b64decode(content) for name, content in files.items()} == written
+    assert {token for path, token, _ in hub.asked if path.startswith("/api/models/")} == {"Bearer hf_secret"}
+
+
+def test_a_hub_that_refuses_the_token_says_what_to_do(
+    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "refuses", True)
+    with pytest.raises(ExportError, match=r"the hub refused 'me/adder': .*token that may write.*The model is in "):
+        push(Exported(tmp_path, "float32", 7), "me/adder")
 
 
 def test_nothing_is_sent_without_a_network_and_the_folder_stays(
