@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 
 from hrl.columns import object_column
 from hrl.data.chat import as_messages, chat_of_text, encode_texts, render_prompt, tools_of, with_tools, wrong_value
+from hrl.data.order import digest_of
 from hrl.data.sources import GROUND_TRUTH, DataRow, show_value
 from hrl.data.tokenised_dataset import TokenisedDataset
 from hrl.errors import DatasetError
@@ -209,6 +211,12 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
         chosen = list(indices)
         columns = collate_fn([_belongings(self.rows[index], index) for index in chosen])
         return DataProto.from_single_dict({**self._left_padded(chosen), **columns})
+
+    @cached_property
+    def fingerprint(self) -> dict[str, Any]:
+        """Identity of the rows, of their right answers and of their order."""
+        truths = (to_plain(self.rows[index].reward_model.get(GROUND_TRUTH)) for index in self.known)
+        return {**super().fingerprint, "answers": digest_of(truths)}
 
     @property
     def columns(self) -> tuple[str, ...]:

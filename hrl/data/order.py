@@ -222,6 +222,14 @@ def fingerprint(order: EpochOrder, tokens: Iterable[np.ndarray]) -> dict[str, An
     }
 
 
+def digest_of(values: Iterable[Any]) -> str:
+    """Return a digest of plain values, such as the right answers of rows."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for value in values:
+        digest.update(f"{value!r}\n".encode(errors="surrogatepass"))
+    return digest.hexdigest()
+
+
 def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[str]:
     """Return the differences between two fingerprints, one phrase each; empty for the same rows in the same order."""
     if present == saved:
@@ -231,6 +239,8 @@ def differences(saved: Mapping[str, Any], present: Mapping[str, Any]) -> list[st
         found.append(f"{present['rows']} rows, were {saved.get('rows')}")
     elif saved.get("tokens") != present["tokens"]:
         found.append("the rows hold other tokens (files and their order, filters, chat template, tokenizer, lengths)")
+    elif "answers" in saved and saved["answers"] != present.get("answers"):  # older checkpoints don't have it
+        found.append("the right answers of the rows are others")
     if saved.get("mix") != present.get("mix"):
         found.append("the weights of its sources are others")
     changed = [name for name in ("shuffle", "seed") if saved.get(name) != present[name]]

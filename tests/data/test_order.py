@@ -121,6 +121,18 @@ def test_a_seed_that_shuffles_nothing_makes_no_difference():
     assert differences(of(seed=1, shuffle=False), of(seed=2, shuffle=False)) == []
 
 
+def test_other_answers_to_the_same_prompts_are_other_data(tokenizer, config, make_row):
+    def saved(*truths):
+        rows = [make_row(f"p{n}", reward_model={"ground_truth": truth}) for n, truth in enumerate(truths)]
+        return RLHFDataset(rows, tokenizer, config).fingerprint
+
+    assert differences(saved(10**5000, ["a"], None), saved(10**5000, ["a"], None)) == []
+    assert differences(saved("1", "2"), saved("1", "3")) == ["the right answers of the rows are others"]
+    assert differences(saved("1", "2"), saved("1", 2)) == ["the right answers of the rows are others"]
+    older = {name: value for name, value in saved("1").items() if name != "answers"}
+    assert differences(older, saved("2")) == []
+
+
 def test_prompts_that_a_lower_limit_filters_are_other_data(tokenizer, config, make_row):
     rows = [make_row("a" * length) for length in (1, 8)]
     config.filter_overlong_prompts = True
