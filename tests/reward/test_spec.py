@@ -86,6 +86,7 @@ def test_the_earlier_weight_of_the_function_is_an_entry_of_the_list():
     [
         (["reward.functions=[numerik]"], "names 'numerik'.* Did you mean numeric"),
         (["reward.functions=[numeric, numeric]"], "two functions called numeric.*label"),
+        (["reward.functions=[numeric, {name: length, label: score}]"], "has a function called score.*Give it a label"),
         (["reward.functions=[{weight: 1}]"], "neither a name nor a path"),
         (["reward.functions=[{name: numeric, path: a.py}]"], "a name and a path"),
         (["reward.functions=[numeric]", "custom_reward_function.path=a.py"], "Add a.py:compute_score to the list"),
