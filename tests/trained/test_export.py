@@ -24,11 +24,15 @@ from transformers import (
 )
 
 from hrl import cli
+from hrl.models.tokenizer import TokenIds
 from hrl.trained.export import Exported, ExportError, export, push
+from hrl.workers.rollout.host import RolloutHost
 from tests.data.conftest import make_tokenizer
 from tests.models.tiny import critic_config, fsdp_config, model_config, run_ranks, save_llama, save_mixture
 from tests.workers.asked import Critic
 from tests.workers.engine.ranks import CPU, policy_of, train_and_save
+from tests.workers.rollout.models import VOCAB, save_tiny_llama
+from tests.workers.rollout.settings import engine_setup, prompt_batch, sample_rows
 
 WORDS = "two and three make five"
 
@@ -218,6 +222,27 @@ def test_shards_of_another_model_are_refused(checkpoint: Path, base: Path, tmp_p
     (checkpoint.parents[1] / "config.yaml").unlink()
     with pytest.raises(ExportError, match="lies in no run's folder"):
         export(str(checkpoint), tmp_path / "out")
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_vllm_answers_from_an_export_as_the_trained_model_does(
+    tmp_path: Path, world: None, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    pytest.importorskip("vllm")
+    base = save_tiny_llama(tmp_path / "base")
+    tokenizer.save_pretrained(base)
+    checkpoint = as_run(base, tmp_path, lambda folder: change_and_save(base, folder), tokenizer)
+    trained = AutoModelForCausalLM.from_pretrained(checkpoint / "hf", dtype=torch.float32)
+    shutil.rmtree(checkpoint / "hf")
+    folder = export(str(checkpoint), tmp_path / "out").folder
+    prompts = [[3, 5, 7, 11], [2, 4, 8, 16, 32]]
+    setup = engine_setup("vllm", folder, TokenIds(0, (1,), VOCAB), 32, dtype="float32")
+    with RolloutHost(setup) as host:
+        rows = sample_rows(host, prompt_batch(prompts, n=1, width=8), max_tokens=8, temperature=0.0)
+    for prompt, answer, mask in zip(prompts, rows.batch["responses"], rows.batch["response_mask"], strict=True):
+        whole = trained.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=1)
+        assert answer[mask.bool()].tolist() == whole[0, len(prompt) :].tolist()
 
 
 class Hub(BaseHTTPRequestHandler):
