@@ -10,11 +10,14 @@ import functools
 import json
 import math
 import re
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from hrl.processes.child_environment import child_environment
 from hrl.report.phases import phase_groups
 from hrl.report.samples import readable
 
@@ -544,13 +547,34 @@ def any_metric(num_runs: int, names: Sequence[str]) -> Drawn:
     return Drawn(Chart("any", "", "", ()), tuple(_lines({"": "value"}, runs, names)))
 
 
+_BUNDLE = "import sys, vl_convert; sys.stdout.buffer.write(vl_convert.javascript_bundle().encode())"
+_BUNDLE_S = 120.0
+
+
 @functools.cache
 def vega() -> str:
-    """Return the JavaScript of Vega, Vega-Lite and vega-embed: 0.9 MB, which needs no network."""
-    import vl_convert
+    """Return the JavaScript of Vega, Vega-Lite and vega-embed: 0.9 MB, which needs no network.
 
-    bundle = vl_convert.javascript_bundle()  # type: ignore[call-arg]  # its stub has the arguments as required
-    return f"(() => {{{bundle}}})();"  # else its names would be the page's
+    It is put together in a process of its own. That takes seconds in which no other thread would run here, so that
+    the clock on the screen would stand still.
+
+    Raises:
+        OSError: It could not be put together.
+    """
+    try:
+        made = subprocess.run(
+            [sys.executable, "-c", _BUNDLE],
+            env=child_environment(),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_BUNDLE_S,
+            start_new_session=True,  # Ctrl-C ends a run, which then writes its report
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"the drawing library was not there after {_BUNDLE_S:.0f} s") from error
+    if made.returncode != 0:
+        raise OSError(f"the drawing library can't be read: {made.stderr.decode(errors='replace').strip()[-500:]}")
+    return f"(() => {{{made.stdout.decode()}}})();"  # else its names would be the page's
 
 
 # ---------------------------------------------------------------------------------------------- the picture

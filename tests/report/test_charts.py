@@ -5,6 +5,7 @@ import struct
 import pytest
 
 from hrl.config.alarms import ALARMS
+from hrl.report import charts
 from hrl.report.charts import (
     CHARTS,
     COLOURS,
@@ -148,6 +149,17 @@ def test_runs_that_are_compared_differ_in_colour_and_metrics_in_dashes():
         ("two: validation: a", 1, "c1"),
     ]
     assert list(chart.lines[0].dash) != list(chart.lines[2].dash)
+
+
+def test_the_drawing_library_comes_from_another_process_and_one_that_fails_is_told(monkeypatch):
+    assert "vegaEmbed" in charts.vega()
+    monkeypatch.setattr(charts, "_BUNDLE", "raise SystemExit('no such library')")
+    with pytest.raises(OSError, match="can't be read: no such library"):
+        charts.vega.__wrapped__()
+    monkeypatch.setattr(charts, "_BUNDLE", "import time; time.sleep(60)")
+    monkeypatch.setattr(charts, "_BUNDLE_S", 0.1)
+    with pytest.raises(OSError, match="not there after"):
+        charts.vega.__wrapped__()
 
 
 def test_names_of_charts_are_unique_and_plain():
