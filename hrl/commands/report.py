@@ -19,15 +19,19 @@ def run(options: Namespace) -> int:
     """Write the page and say where it is."""
     from hrl.report.compare import compare_page
     from hrl.report.html_report import render, run_page
-    from hrl.report.run_folder import checked_run_folder, write_text, writing_to
+    from hrl.report.run_folder import RunFolderError, checked_run_folder, write_text
 
-    folders = [checked_run_folder(folder) for folder in options.folders]
+    folders = [checked_run_folder(folder.expanduser()) for folder in options.folders]
     if len(folders) == 1:
         page, default = run_page(folders[0]), folders[0] / "report.html"
     else:
         page, default = compare_page(folders), Path("comparison.html")
-    out = options.out or default
-    with writing_to(out.parent):
+    out = default if options.out is None else options.out.expanduser()
+    if out.is_dir():
+        out = out / default.name
+    try:
         write_text(out, render(page))
+    except OSError as error:
+        raise RunFolderError(f"{out} can't be written: {error.strerror}; name another file with --out") from error
     sys.stdout.write(f"{out}\n")
     return 0

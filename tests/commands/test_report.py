@@ -1,0 +1,37 @@
+"""`hrl report` writes where it is told to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hrl import cli
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "a run ü"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("data: {}\n")
+    return folder
+
+
+def test_the_page_goes_into_the_run_folder_a_file_or_a_folder(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for arguments, page in (
+        ([str(run)], run / "report.html"),
+        (["~/a run ü", "--out", "~/page.html"], tmp_path / "page.html"),
+        ([str(run), "--out", str(tmp_path)], tmp_path / "report.html"),
+    ):
+        assert cli.main(["report", *arguments]) == 0
+        assert capsys.readouterr().out == f"{page}\n" and page.is_file()
+
+
+def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run), "--out", str(tmp_path / "not" / "there.html")]) == 1
+    assert capsys.readouterr().err.endswith(
+        "there.html can't be written: No such file or directory; name another file with --out\n"
+    )
