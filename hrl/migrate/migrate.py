@@ -53,7 +53,8 @@ def migrate(text: str, name: str, processes: int = 1) -> list[Migrated]:
             if others
             else ", such as `python3 -m verl.trainer.main_ppo …`, and no Python that uses TRL"
         )
-        raise MigrationError(f"{name} has no launch line of verl, OpenRLHF or TRL{why}")
+        where = "standard input" if name == "-" else name
+        raise MigrationError(f"{where} has no launch line of verl, OpenRLHF or TRL{why}")
     return found
 
 

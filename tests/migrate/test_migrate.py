@@ -364,3 +364,11 @@ def test_the_command_reads_files_and_standard_input(
     assert found["command"][:2] == ["hrl", "train"] and found["composes"]
     assert cli.main(["migrate", str(tmp_path / "none.sh")]) == 1
     assert "none.sh can't be read" in capsys.readouterr().err
+
+
+def test_an_empty_standard_input_is_called_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert cli.main(["migrate"]) == 1
+    assert capsys.readouterr().err.startswith("standard input has no launch line of verl")
