@@ -62,9 +62,20 @@ class PhaseBar:
             self._done[self._running] = self._done.get(self._running, 0.0) + seconds
             self._running = None
 
+    def line(self, width: int) -> Text:
+        """Return the phases in `width` columns: where they are too long, without the first ones that are over."""
+        over = next((place for place, label in enumerate(self.labels) if label not in self._done), 0)
+        texts = (self._line(left_out) for left_out in range(over + 1))
+        return next((text for text in texts if text.cell_len <= width), self._line(over))
+
     def __rich__(self) -> Text:
+        return self._line(0)
+
+    def _line(self, left_out: int) -> Text:
         text = Text(f"{self.title}  ", style="bold", no_wrap=True, overflow="ellipsis")
-        for label in self.labels:
+        if left_out:
+            text.append("…  ", style="green")
+        for label in self.labels[left_out:]:
             if label == self._running:
                 text.append(f"▸ {label} {self._clock() - self._started_at:.1f}s", style="bold cyan")
             elif label in self._done:
@@ -150,7 +161,7 @@ class Foot:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         if self.phases is not None:
-            yield self.phases.__rich__()
+            yield self.phases.line(options.max_width)
         for stage in self.stages:
             spin = self._spinner.render(self.clock())
             seconds = f"  {self.clock() - stage.began_at:.0f} s"

@@ -172,3 +172,18 @@ def test_a_warning_that_goes_to_a_file_goes_there(monkeypatch: pytest.MonkeyPatc
     with console.stage("ending the processes"):
         PresentStandardError().emit(logging.makeLogRecord({"msg": "rank 0 was busy"}))
     assert elsewhere.getvalue() == "rank 0 was busy\n" and "busy" not in file.getvalue()
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_the_running_phase_is_in_sight_however_many_came_before(width):
+    labels = ["gen", "reward", "logp", "ref", "values", "adv", "critic", "update", "sync"]
+    bar = PhaseBar(labels, lambda: 0.0)
+    bar.begin_step("step  1/30")
+    for label in labels[:-2]:
+        bar.begin(label)
+        bar.end()
+    bar.begin("update")
+    shown = bar.line(width).plain
+    assert "▸ update 0.0s" in shown[:width]
+    assert ("✓ gen" in shown) == (width == 200), "what is over goes first"
+    assert bar.line(200).plain == bar.__rich__().plain
