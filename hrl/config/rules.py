@@ -578,9 +578,9 @@ def warnings(config: RunConfiguration) -> list[str]:
         loss = "the trained model is not written anywhere"
     if model.trust_remote_code:
         found.append(f"{section}.trust_remote_code=true: code from the model's folder runs with your rights.")
-    if config.trainer.save_freq <= 0:
+    if config.trainer.save_freq <= 0 and config.trainer.total_training_steps != 0:  # else nothing is trained
         found.append(f"trainer.save_freq is off: {loss}.")
-    elif set(_checkpoint(config).save_contents) == {"hf_model"}:
+    elif config.trainer.save_freq > 0 and set(_checkpoint(config).save_contents) == {"hf_model"}:
         found.append("checkpoint.save_contents=[hf_model]: no run can continue from its checkpoints.")
     elif never_best := _validations_without_a_checkpoint(config):
         found.append(never_best)
@@ -592,7 +592,7 @@ def warnings(config: RunConfiguration) -> list[str]:
 def _validations_without_a_checkpoint(config: RunConfiguration) -> str | None:
     """Return a warning if most checkpoints have no validation and most validations no checkpoint."""
     save, test = config.trainer.save_freq, config.trainer.test_freq
-    if config.trainer.max_ckpt_to_keep is None or test <= 0 or save % test == 0 or test % save == 0:
+    if config.trainer.max_ckpt_to_keep is None or save <= 0 or test <= 0 or save % test == 0 or test % save == 0:
         return None
     return (
         f"trainer.save_freq={save} and trainer.test_freq={test} meet every {math.lcm(save, test)} steps only, and the "

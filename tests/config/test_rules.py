@@ -241,3 +241,9 @@ def test_a_best_checkpoint_that_few_checkpoints_can_be_is_a_warning(save, test, 
     found = [text for text in warnings(validate(given)) if "best checkpoint" in text]
     assert bool(found) == warned
     assert not found or "meet every 30 steps only" in found[0]
+
+
+def test_a_run_that_trains_nothing_has_nothing_to_save():
+    assert any("save_freq is off" in text for text in warnings(validate({})))
+    assert not warnings(validate({"trainer.total_training_steps": 0}))
+    assert not warnings(validate({"trainer.total_training_steps": 0, "trainer.save_freq": 0, "trainer.test_freq": 3}))
