@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hrl.reward.library.answer import Answer
 from hrl.trained.scores import ALL, Estimate, score_table
 
 
@@ -72,3 +73,11 @@ def test_a_number_called_acc_decides_what_is_correct() -> None:
 def test_a_k_above_n_is_refused() -> None:
     with pytest.raises(ValueError, match="pass@8 needs at least 8 samples of each prompt, and there are 4"):
         score_table(samples("sums", "a", [1, 0, 0, 0]), 4, (8,))
+
+
+def test_the_quickstarts_own_answers_are_voted_on() -> None:
+    said = [Answer()(text, "12", "bundled/addition") for text in ("7 + 5 = 12", "The answer is 12.", "**12**", "11")]
+    rows = samples("sums", "a", [one["score"] for one in said], [one["pred"] for one in said])
+    found = score_table(rows, 4, (4,))["sums"].estimates
+    # 12 wins a vote of four with three or four draws (189 of 256) and in half of the draws with two each (54 of 256).
+    assert found["maj@4"].value == pytest.approx((189 + 27) / 256, abs=0.04)
