@@ -69,6 +69,8 @@ def batch_arithmetic(config: RunConfiguration, *, train_rows: int | None = None)
         train_rows: Training rows that are kept, once they are known; None before the data are read.
     """
     if isinstance(config, PPOTrainerConfig):
+        if config.trainer.total_training_steps == 0:  # as `hrl eval` does
+            return [Fact("run", "validation alone, no step"), *_engine_facts(config)]
         steps, micro_batches = _step_facts(config), [*_micro_batch_facts(config), *_engine_facts(config)]
     else:
         noun, answers = ("pair", 2) if isinstance(config.data, PairDataConfig) else ("row", 1)

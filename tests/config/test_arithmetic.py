@@ -30,6 +30,11 @@ def test_the_quickstart_in_words():
     }
 
 
+def test_a_run_that_only_validates_has_no_step_and_no_update():
+    facts = dict(batch_arithmetic(compose_cli(["trainer.total_training_steps=0"])))
+    assert list(facts) == ["run", "engines", "KV cache"] and facts["run"] == "validation alone, no step"
+
+
 def test_ppo_on_eight_processes_in_words():
     overrides = ["recipe=ppo", "placement=separate", "trainer.n_gpus_per_node=4", "trainer.nnodes=2"]
     overrides += ["data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=16"]
