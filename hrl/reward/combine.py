@@ -21,8 +21,8 @@ class CombinedScores:
         scores: float32 (B,), 0 where not kept.
         kept: Bool (B,); a row that is not kept trains nothing and counts in no statistics of its group.
         overlong: float32 (B,), the penalty inside `scores`, not positive.
-        plain: float32 (B,), for validation: the functions' score, or the model's if there is no function; 0 where not
-            kept.
+        plain: float32 (B,), for validation: the functions' score, or the model's if no function has a weight; 0 where
+            not kept.
     """
 
     scores: Tensor
@@ -122,8 +122,10 @@ def combine_scores(
     if function_scores is not None:
         _check_rows("reward function", len(function_scores), rows)
         kept = torch.tensor([score is not None for score in function_scores], dtype=torch.bool)
-        plain = torch.tensor([score or 0.0 for score in function_scores], dtype=torch.float32)
-        scores = scores + plain
+        functions = torch.tensor([score or 0.0 for score in function_scores], dtype=torch.float32)
+        scores = scores + functions
+        if model_scores is None or any(entry.weight for entry in reward.entries):
+            plain = functions
     if shaping is not None:
         scores = shaping(scores, kept)
     penalty, overlong = torch.zeros(rows), reward.overlong_buffer

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from hrl.config.reward import RewardEntry
 from hrl.reward.combine import RewardShaping, combine_scores
 from tests.reward.settings import weighted
 
@@ -41,6 +42,13 @@ def test_a_validation_reports_the_function_as_it_came_or_the_model_where_there_i
     combined = combine_scores([1.0, 0.0, None], model, LENGTHS, 4, section, shaping)
     assert combined.plain.tolist() == [1.0, 0.0, 0.0]
     assert combine_scores(None, model, LENGTHS, 4, section).plain.tolist() == [0.5, -1.0, 2.0]
+
+
+def test_a_validation_reports_the_model_where_functions_only_show_a_part():
+    model = torch.tensor([0.5, -1.0, 2.0])
+    section = weighted().model_copy(update={"functions": [RewardEntry(name="numeric", weight=0.0)]})
+    assert combine_scores([0.0, 0.0, None], model, LENGTHS, 4, section).plain.tolist() == [0.5, -1.0, 0.0]
+    assert combine_scores([0.0, 0.0, None], None, LENGTHS, 4, section).plain.tolist() == [0.0, 0.0, 0.0]
 
 
 def test_wrong_numbers_of_scores_and_infinite_ones_are_refused():
