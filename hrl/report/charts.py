@@ -112,8 +112,12 @@ _MEAN = r"val/([^/]+(?:/[^/]+)*)/mean@\d+"
 OVERVIEW = Chart(
     "reward",
     "Reward",
-    "The mean score of each step's samples, and the validation score of each source.",
-    (Metrics(r"reward/mean", "training"), Metrics(_MEAN, r"validation: \1", has_prompts=True)),
+    "The mean score of each step's samples, what shaping made of it, and the validation score of each source.",
+    (
+        Metrics(r"reward/mean", "training"),
+        Metrics(r"reward/shaped_mean", "training, shaped"),
+        Metrics(_MEAN, r"validation: \1", has_prompts=True),
+    ),
     alarms=("zero_reward", "reward_hacking"),
 )
 LOSS_OVERVIEW = Chart(

@@ -85,16 +85,16 @@ def first_look(samples: Sequence[Sample], config: PPOTrainerConfig) -> FirstLook
     groups: dict[Any, set[float]] = defaultdict(set)
     for sample in samples:
         if sample.get("score") is not None:
-            groups[sample.get("uid")].add(sample["score"])
+            groups[sample.get("uid")].add(_compared(sample))
     with_spread = sum(len(group) > 1 for group in groups.values())
     # Some estimators compare the answers to a prompt; for the others all answers of the step are one group.
     in_prompts = estimator_traits(config.algorithm.adv_estimator).min_group_size > 1
-    differ = with_spread > 0 if in_prompts else len(set(scores)) > 1
+    differ = with_spread > 0 if in_prompts else len(set().union(*groups.values())) > 1
     above = sum(score > 0 for score in scores)
     of = f"{len(samples)} samples"
     if not scores:
         finding, headline = Finding.UNSCORED, f"none of {of} has a score: the reward function left them all out"
-    elif len(set(scores)) == 1 and scores[0] >= _RIGHT:
+    elif len(set(scores)) == 1 and scores[0] >= _RIGHT and not differ:
         finding, headline = Finding.ALL_RIGHT, f"all {of} have the score {scores[0]:g}: there is nothing left to learn"
     elif above == 0 and not differ:
         finding, headline = Finding.NOTHING_RIGHT, f"0 of {of} score above 0: there is nothing to learn from yet"
@@ -140,6 +140,12 @@ def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfi
         "more samples per prompt (actor_rollout_ref.rollout.n), a higher actor_rollout_ref.rollout.temperature, other "
         "rows, or a score with steps between wrong and right"
     )
+
+
+def _compared(sample: Sample) -> float:
+    """Return the score that answers are compared by: what is trained on."""
+    shaped = sample.get("shaped_score")
+    return float(sample["score"] if shaped is None else shaped)
 
 
 def _is_made(samples: Sequence[Sample]) -> bool:

@@ -34,10 +34,11 @@ _CUT, _GAP, _CLIPPED = "response_length/clip_ratio", "rollout/logprob_diff_mean"
 _KL, _GRADIENT = ("actor/kl_loss", "actor/reward_kl_penalty"), ("actor/grad_norm", "train/grad_norm")
 _MOVED, _SAMPLED, _LOSS = "actor/ppo_kl", "rollout/empty_responses", "train/loss"
 _TOP, _LOW, _STD = "critic/score/max", "critic/score/min", "reward/std"
+_SHAPED_STD = "reward/shaped_std"
 _ADVANTAGES = ("critic/advantages/max", "critic/advantages/min")
 _WATCHED = (
     *(_ENTROPY, _LENGTH, _REWARD, _CUT, _GAP, _CLIPPED, *_KL, *_GRADIENT),
-    *(_MOVED, _SAMPLED, _LOSS, _TOP, _LOW, _STD, *_ADVANTAGES),
+    *(_MOVED, _SAMPLED, _LOSS, _TOP, _LOW, _STD, _SHAPED_STD, *_ADVANTAGES),
 )
 
 
@@ -215,7 +216,7 @@ def _is_flat(record: Mapping[str, float]) -> bool:
     """Return whether a step has nothing to learn from its rewards."""
     if all(name in record for name in _ADVANTAGES):
         return all(record[name] == 0.0 for name in _ADVANTAGES)
-    return record.get(_STD) == 0.0
+    return record.get(_SHAPED_STD, record.get(_STD)) == 0.0
 
 
 def _no_spread(run: History, steps: float) -> str | None:

@@ -48,8 +48,9 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
         tokenizer: Decodes the tokens.
 
     Returns:
-        Per row: `prompt` as the model sees it, `question` (the chat's last message), `response`, `score` (None
-        if the reward function left the response out), `reward_parts`, `advantage` (mean over trained tokens),
+        Per row: `prompt` as the model sees it, `question` (the chat's last message), `response`, `score` as
+        the reward function gave it (None if it left the response out), `shaped_score` (what is trained on, where
+        shaping or a penalty made it another), `reward_parts`, `advantage` (mean over trained tokens),
         `response_length`, `finish_reason`, `uid`, `ground_truth`, ...; fields that the run lacks are left out.
     """
     tensors, others = batch.batch, batch.non_tensor_batch
@@ -62,8 +63,13 @@ def rollout_records(batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> lis
     fields["response_length"] = lengths.tolist()
     if "token_level_scores" in tensors:
         left_out = ~trained.any(-1) & (lengths > 0)
-        scores = tensors["token_level_scores"].sum(-1)
+        trained_on = tensors["token_level_scores"].sum(-1)
+        # A response without a token has no score to be trained on, whatever the function said of it.
+        scores = tensors.get("plain_scores", trained_on).where(trained.any(-1), 0.0)
         fields["score"] = [None if out else score for out, score in zip(left_out, scores.tolist(), strict=True)]
+        if scores.tolist() != trained_on.tolist():
+            shaped = zip(left_out, trained_on.tolist(), strict=True)
+            fields["shaped_score"] = [None if out else score for out, score in shaped]
     if "advantages" in tensors:
         summed = (tensors["advantages"] * trained).sum(-1)
         fields["advantage"] = (summed / trained.sum(-1).clamp(min=1)).tolist()
@@ -149,6 +155,7 @@ def sample_facts(record: Sample) -> list[tuple[str, str]]:
     """Return everything in a sample's record besides its texts, as labels and values."""
     facts = {
         "score": _fact(record.get("score"), ".3f"),
+        "shaped score": _fact(record.get("shaped_score"), ".3f"),
         "advantage": _fact(record.get("advantage"), "+.3f"),
         "tokens": _fact(record.get("response_length"), ".0f"),
         "ended by": record.get("finish_reason"),

@@ -75,6 +75,16 @@ def test_without_a_comparison_inside_a_prompt_all_answers_of_the_step_are_compar
     assert "but all of them score alike" in found[2].headline
 
 
+def test_a_score_is_judged_as_the_function_gave_it_and_compared_as_it_is_trained_on():
+    alike = samples([1, 1], [1, 1])
+    standardised = [{**sample, "shaped_score": 0.0} for sample in alike]
+    assert first_look(standardised, CONFIG).finding is Finding.ALL_RIGHT
+    penalised = [{**sample, "shaped_score": -0.1 * number} for number, sample in enumerate(alike)]
+    look = first_look(penalised, CONFIG)
+    assert look.finding is Finding.SOMETHING
+    assert look.headline.startswith("4 of 4 samples score above 0, 1 on average; the answers to 2")
+
+
 def test_advice_is_about_what_is_seen():
     cut = first_look(samples([0, 0], finish_reason="length"), CONFIG)
     assert cut.advice[0] == "2 of 2 answers were cut off at data.max_response_length=32: raise it"

@@ -67,6 +67,16 @@ def test_a_record_says_what_happened_to_its_row(batch):
     assert second["score"] == 0.0, "an empty response has its score"
 
 
+def test_the_score_is_what_the_function_gave_and_what_shaping_made_of_it_stands_beside_it(batch):
+    batch.batch["plain_scores"] = torch.tensor([0.5, 1.0])
+    assert "shaped_score" not in rollout_records(batch, Words())[0], "an empty response has no score to compare"
+    batch.batch["plain_scores"] = torch.tensor([1.0, 1.0])
+    first, second = rollout_records(batch, Words())
+    assert (first["score"], first["shaped_score"]) == (1.0, 0.5)
+    assert (second["score"], second["shaped_score"]) == (0.0, 0.0)
+    assert ("shaped score", "0.500") in sample_facts(first)
+
+
 def test_a_response_that_the_reward_function_left_out_has_no_score(batch):
     batch.batch["response_mask"] = torch.zeros_like(batch.batch["response_mask"])
     records = rollout_records(batch, Words())

@@ -51,31 +51,38 @@ def _length_metrics(batch: DataProto) -> dict[str, float]:
 def compute_data_metrics(batch: DataProto, use_critic: bool = True, *, has_advantages: bool = True) -> dict[str, float]:
     """Describe the batch of one step: scores, rewards, advantages, returns, values and lengths.
 
+    The score of a sample is what its reward functions gave (a reward model where there is none), as in validation. What
+    shaping, a length penalty or a model beside the functions made of it has metrics of its own, where it is another.
+
     Rows without a trained token (an empty response, or one that the reward function left out) are not part of the score
     and reward statistics; empty ones are counted in `response/aborted_ratio`. Token statistics run over trained tokens
     (`response_mask`) only.
 
     Args:
-        batch: The step's samples.
+        batch: The step's samples; `plain_scores (B,)` are their scores, or else the sums of `token_level_scores`.
         use_critic: Also describe `values` and how much of the returns they explain.
         has_advantages: Also describe `token_level_rewards`, `advantages` and `returns`.
 
     Returns:
-        Metric name to number, e.g. `critic/score/mean`, `reward/mean`, `response_length/clip_ratio`,
-        `rollout/zero_variance_groups`.
+        Metric name to number, e.g. `critic/score/mean`, `reward/mean`, `response_length/clip_ratio`;
+        `rollout/zero_variance_groups` counts by what is trained on, which is what estimators compare.
     """
     columns = batch.batch
     trained = columns["response_mask"].bool()
     counted = trained.any(-1)
     metrics = _length_metrics(batch)
 
-    scores = columns["token_level_scores"].sum(-1)
+    trained_on = columns["token_level_scores"].sum(-1)
+    scores = columns.get("plain_scores", trained_on)
     metrics |= _spread(scores[counted], "critic/score/mean", "critic/score/max", "critic/score/min")
     if counted.any():
         metrics["reward/mean"] = metrics["critic/score/mean"]
         metrics["reward/std"] = float(scores[counted].float().std(unbiased=False))
+        if not torch.equal(scores[counted], trained_on[counted]):
+            metrics["reward/shaped_mean"] = float(trained_on[counted].float().mean())
+            metrics["reward/shaped_std"] = float(trained_on[counted].float().std(unbiased=False))
         groups = group_codes(batch.non_tensor_batch["uid"])
-        metrics["rollout/zero_variance_groups"] = count_groups_without_spread(scores, groups, counted)
+        metrics["rollout/zero_variance_groups"] = count_groups_without_spread(trained_on, groups, counted)
     if has_advantages:
         rewards = columns["token_level_rewards"].sum(-1)[counted]
         metrics |= _spread(rewards, "critic/rewards/mean", "critic/rewards/max", "critic/rewards/min")

@@ -54,6 +54,18 @@ def test_responses_that_the_reward_function_left_out_are_in_no_score_statistics(
     assert m.compute_data_metrics(one_group)["rollout/zero_variance_groups"] == 2
 
 
+def test_the_score_is_the_functions_own_and_what_shaping_made_of_it_is_apart():
+    # Sums of what is trained on are 1, 3 and 0 (empty); the functions gave 1, 1 and 9.
+    shaped = make_batch(columns={"plain_scores": torch.tensor([1.0, 1.0, 9.0])})
+    out = m.compute_data_metrics(shaped)
+    assert (out["reward/mean"], out["reward/std"], out["critic/score/max"]) == (1.0, 0.0, 1.0)
+    assert (out["reward/shaped_mean"], out["reward/shaped_std"]) == (2.0, 1.0)
+    one_prompt = make_batch(columns={"plain_scores": torch.ones(3)}, uid=np.array(["a", "a", "b"], dtype=object))
+    assert m.compute_data_metrics(one_prompt)["rollout/zero_variance_groups"] == 1, "estimators see 1 and 3 in a"
+    plain = make_batch(columns={"plain_scores": torch.tensor([1.0, 3.0, 9.0])})
+    assert m.compute_data_metrics(plain) == m.compute_data_metrics(make_batch()), "nothing changed a score that counts"
+
+
 def test_left_out_validation_samples_are_counted_by_source():
     batch = DataProto.from_dict(non_tensors={"data_source": np.array(["a", "b", "b", "c"], dtype=object)})
     assert m.count_left_out(batch, torch.tensor([True, False, False, True])) == {"val/b/skipped": 2.0}
