@@ -24,6 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hrl.config.help import run_help
 from hrl.config.load import option_problem, validate_kind
+from hrl.config.override import literal
 from hrl.config.own_members import traits_of_estimator
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.config.run_kind import PPO, C, RunKind, config_folder
@@ -124,7 +125,16 @@ def config_problems(kind: RunKind[WholeConfig], argv: Sequence[str]) -> tuple[Pr
 
 def to_yaml(config: Section) -> str:
     """Return the whole configuration as YAML with all defaults; composing it again gives the same configuration."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump()))
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(config.model_dump())))
+
+
+def _literal(value: Any) -> Any:
+    """Return plain values with every text such that it reads back as itself."""
+    if isinstance(value, dict):
+        return {key: _literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    return literal(value) if isinstance(value, str) else value
 
 
 def _answer(text: str) -> NoReturn:

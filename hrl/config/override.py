@@ -39,12 +39,17 @@ def as_override(value: Any) -> str:
         return repr(float(value))
     if isinstance(value, str | Path):
         text = str(value)
-        return text if _is_plain_word(text) else QuotedString(text, Quote.single).with_quotes()
+        return text if _is_plain_word(text) else QuotedString(literal(text), Quote.single).with_quotes()
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{_key(key)}:{as_override(item)}" for key, item in value.items()) + "}"
     if isinstance(value, Sequence):
         return "[" + ",".join(map(as_override, value)) + "]"
     raise NotPlainError(f"a configuration holds plain values, not a {type(value).__name__}: {value!r}")
+
+
+def literal(text: str) -> str:
+    """Return a text of which OmegaConf makes the same text, though it may look like an interpolation (`${key}`)."""
+    return re.sub(r"(\\*)\$\{", lambda before: before[1] * 2 + r"\${", text)
 
 
 def _key(key: Any) -> str:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
+from hrl.config.compose import compose_cli, to_yaml
 from hrl.config.override import NotPlainError, as_override
 
 plain = st.recursive(
@@ -19,13 +22,38 @@ plain = st.recursive(
 )
 
 
+def composed(text: str) -> dict[str, Any]:
+    """Return what a configuration holds under a key that is set so."""
+    read = OverridesParser.create().parse_override(f"key={text}").value()
+    whole = OmegaConf.to_container(OmegaConf.create({"key": read}), resolve=True)
+    assert isinstance(whole, dict)
+    return whole
+
+
 @given(plain)
+@example("${")
 def test_any_value_reads_back_from_the_command_line_or_is_refused(value: Any) -> None:
     try:
         text = as_override(value)
     except NotPlainError:
         return
-    assert OverridesParser.create().parse_override(f"key={text}").value() == value
+    (read,) = composed(text).values()
+    assert read == value
+
+
+TEXTS = ["^${a}$", "${oc.env:HOME}", "${", "$${a}", "${a}\\\\", "x\\y \\${b} \\d\\\\ it's"]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_a_text_that_looks_like_an_interpolation_stays_itself_in_a_saved_configuration_too(
+    text: str, tmp_path: Path
+) -> None:
+    key = "reward.custom_reward_function.reward_kwargs"
+    given = ["reward.custom_reward_function.path=my.py", f"{key}={as_override({'pattern': text})}"]
+    config = compose_cli(given)
+    assert config.reward.custom_reward_function.reward_kwargs == {"pattern": text}
+    (tmp_path / "config.yaml").write_text(to_yaml(config))
+    assert compose_cli(["--config-path", str(tmp_path), "--config-name", "config"]) == config
 
 
 @pytest.mark.parametrize("key", ["a", "a b", "a:b=c", "x.y", "1a", "a,b", "ab\\c", "{a}", 1, 2.5, True])
