@@ -215,9 +215,16 @@ def units_in_words(config: WholeConfig) -> list[Fact]:
 
 
 def changed_values(config: Section) -> Mapping[str, tuple[Any, Any]]:
-    """Return the keys that differ from the schema's plain default: key → (value, default)."""
+    """Return the keys that differ from the schema's plain default: key → (plain value, default)."""
     values = {key: (attrgetter(key)(config), default) for key, default in defaults(type(config)).items()}
-    return {key: pair for key, pair in values.items() if pair[0] != pair[1]}
+    return {key: (_plain(value), default) for key, (value, default) in values.items() if value != default}
+
+
+def _plain(value: Any) -> Any:
+    """Return a key's value as a file would hold it: an entry of a list, too, may be a section."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value.model_dump() if isinstance(value, Section) else value
 
 
 def count(number: int, singular: str, plural: str | None = None) -> str:

@@ -38,6 +38,11 @@ _NOT_OF_THE_RUN = (
     "actor_rollout_ref.rollout.n",
     "actor_rollout_ref.rollout.val_kwargs.",
 )
+_INSTEAD_OF = {
+    "reward.custom_reward_function.path": "reward.functions",
+    "reward.functions": "reward.custom_reward_function.path",
+}
+"""Keys that say the same in two ways: given for an evaluation, one of them replaces what the run has in the other."""
 _ONLY_TRAINED_BY: dict[str, tuple[Collection[str], str]] = {
     "algorithm.adv_estimator": (ESTIMATOR_TRAITS, "reinforce_plus_plus"),
     "actor_rollout_ref.actor.policy_loss.loss_mode": (POLICY_LOSS_TRAITS, "vanilla"),
@@ -114,6 +119,7 @@ def run_arguments(
             for key, (value, _) in changed_values(config).items()
             if key.startswith(_OF_THE_RUN) and not key.startswith(_NOT_OF_THE_RUN)
         }
+        own = {key: value for key, value in own.items() if not _is_set(_INSTEAD_OF.get(key), overrides)}
     model = require_loadable(trained)
     rows = list(sources) or own.get("data.val_files")
     if not rows:
@@ -138,6 +144,10 @@ def run_arguments(
         "trainer.experiment_name": trained.label,
     }
     return [*(f"{key}={as_override(value)}" for key, value in values.items()), *overrides]
+
+
+def _is_set(key: str | None, overrides: Sequence[str]) -> bool:
+    return any(override.lstrip("+").partition("=")[0] == key for override in overrides)
 
 
 def _why_none(trained: Trained) -> str:

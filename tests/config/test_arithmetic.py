@@ -82,6 +82,13 @@ def test_differences_are_exactly_what_was_set():
     assert "data.shuffle" not in changed
 
 
+def test_differences_are_plain_values_down_to_the_entries_of_a_list():
+    config = compose_cli(["reward.functions=[{name: length, weight: 0.5, most: 50}]"])
+    value, default = changed_values(config)["reward.functions"]
+    entry = {"name": "length", "path": None, "weight": 0.5, "label": None, "kwargs": {"most": 50}}
+    assert (value, default) == ([entry], None)
+
+
 @pytest.mark.parametrize(
     ("placement", "roles"),
     [

@@ -208,6 +208,15 @@ def test_everything_is_behind_full_and_in_json(line, capsys):
     assert problem["key"] == "data.val_files"
 
 
+def test_functions_with_their_arguments_are_in_json_and_in_full(capsys):
+    line = ["check", "--config-only", "data.train_files=x.jsonl", "reward.functions=[{name: length, most: 50}]"]
+    assert cli.main([*line, "--json"]) == 0
+    changed = json.loads(capsys.readouterr().out)["differs_from_default"]["reward.functions"]
+    assert changed["value"][0]["kwargs"] == {"most": 50} and changed["default"] is None
+    assert cli.main([*line, "--full"]) == 0
+    assert '"kwargs": {"most": 50}' in capsys.readouterr().out.replace("\n", " ")
+
+
 def test_a_line_for_another_machine_is_judged_alone(capsys, monkeypatch):
     monkeypatch.setattr("hrl.preflight.preflight.inspect_run", None)  # it would fail
     arguments = ["actor_rollout_ref.model.path=/there/model", "data.train_files=/there/train.parquet"]

@@ -11,6 +11,8 @@ from hrl.config.compose import compose_cli, to_yaml
 from hrl.trained.evaluate import NoScoresError, Sampling, run_arguments
 from hrl.trained.folders import Trained, find_trained
 
+ROWS = ("data.train_files=a.jsonl", "data.val_files=a.jsonl")
+
 
 def trained_by(tmp_path: Path, *overrides: str) -> Trained:
     run = tmp_path / "run"
@@ -45,6 +47,22 @@ def test_an_evaluation_takes_data_reward_and_template_of_the_models_run(tmp_path
     config = compose_cli(run_arguments(trained, ["a.jsonl", "b.jsonl"], Sampling(), tmp_path / "out", []))
     assert config.data.val_files == ["a.jsonl", "b.jsonl"]
     assert config.actor_rollout_ref.rollout.val_kwargs.do_sample is False  # one sample is the most likely one
+
+
+def test_a_run_that_sums_functions_is_evaluated_with_them_or_with_what_replaces_them(tmp_path: Path) -> None:
+    functions = "reward.functions=[numeric, {name: regex, pattern: '^${a}$', weight: 0.5}]"
+    trained = trained_by(tmp_path, *ROWS, functions.replace("${", r"\${"))
+    first, second = compose_cli(run_arguments(trained, [], Sampling(), tmp_path / "out", [])).reward.entries
+    assert (first.name, second.weight, second.kwargs) == ("numeric", 0.5, {"pattern": "^${a}$"})
+    given = ["reward.custom_reward_function.path=my.py"]
+    reward = compose_cli(run_arguments(trained, [], Sampling(), tmp_path / "out", given)).reward
+    assert [entry.path for entry in reward.entries] == ["my.py:compute_score"]
+
+
+def test_functions_given_for_an_evaluation_replace_the_one_of_the_run(tmp_path: Path) -> None:
+    trained = trained_by(tmp_path, *ROWS, "reward.custom_reward_function.path=my.py")
+    config = compose_cli(run_arguments(trained, [], Sampling(), tmp_path / "out", ["reward.functions=[numeric]"]))
+    assert [entry.name for entry in config.reward.entries] == ["numeric"]
 
 
 @pytest.mark.usefixtures("own_registries")
