@@ -44,7 +44,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         help="a .jsonl or .json file with responses: texts in the order of the rows, or objects with `response` and "
         "perhaps `row`; also a file of a run's rollouts folder, which needs no --data. Without it only the probes",
     )
-    parser.add_argument("--limit", type=at_least_one, default=1000, help="how many rows to read; 1000 by default")
+    parser.add_argument("--limit", type=at_least_one, default=1000, help="try only the first rows; 1000 by default")
     parser.add_argument("--show", type=at_least_one, default=_MOST_SHOWN, help=f"lines of the table; {_MOST_SHOWN}")
     parser.add_argument("--json", action="store_true", help="one JSON object instead of a table", dest="as_json")
 
@@ -101,8 +101,10 @@ def _rows_and_responses(options: Namespace, config: PPOTrainerConfig) -> tuple[l
 
     records = [] if options.responses is None else list(records_in(options.responses))
     if options.data is not None:
-        rows = _read(options.data, config, options.limit)
-        return rows, responses_for(records, len(rows)) if records else []
+        # Responses are shared out among all rows: only then does the limit leave each with its own.
+        rows = _read(options.data, config, None if records else options.limit)
+        attempts = responses_for(records, len(rows), options.limit) if records else []
+        return rows[: options.limit], [attempt for attempt in attempts if attempt.row < options.limit]
     if records:  # each with its own row, as in a run's rollouts
         raw = []
         for place, record in records[: options.limit]:
@@ -127,7 +129,7 @@ def _example(config: PPOTrainerConfig) -> Example:
     return CATALOGUE[named[0] if named else "data_source"].example
 
 
-def _read(source: Any, config: PPOTrainerConfig, limit: int) -> list[PromptRow]:
+def _read(source: Any, config: PPOTrainerConfig, limit: int | None) -> list[PromptRow]:
     from itertools import islice
 
     from hrl.data.dataset import check_prompt

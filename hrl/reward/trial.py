@@ -171,21 +171,25 @@ def _truth(row: PromptRow) -> str | None:
     return str(truth) if isinstance(truth, str | int | float) else None
 
 
-def responses_for(records: Iterable[tuple[str, Any]], num_rows: int) -> list[Attempt]:
+def responses_for(records: Iterable[tuple[str, Any]], num_rows: int, limit: int | None = None) -> list[Attempt]:
     """Return the responses of a file, each with its row.
 
     A record is a text, or an object with `response` (or `completion`, `solution_str`, `output`, `text`) and, if
-    responses are not in the order of the rows, `row`, counted from 0. n responses to every row follow each other.
+    responses are not in the order of the rows, `row`, counted from 0. n responses to every row follow each other. As
+    many responses as `limit`, which all rows can't share evenly, are one each to the first rows.
 
     Args:
         records: Place and record.
         num_rows: Number of rows.
+        limit: Number of rows that are tried.
 
     Raises:
         TrialError: A record has no response, or they fit no rows.
     """
     found = list(records)
     each = len(found) // num_rows if num_rows and len(found) % num_rows == 0 else 0
+    if not each and len(found) == limit and limit <= num_rows:
+        each = 1
     attempts = []
     for position, (place, record) in enumerate(found):
         row = record.get("row") if isinstance(record, Mapping) else None

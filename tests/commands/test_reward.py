@@ -135,6 +135,20 @@ def test_the_rollouts_of_a_run_are_scored_again_without_its_rows(folder, capsys)
     assert [call["score"] for call in said["calls"] if call["kind"] == "response"] == [1.0, 0.0]
 
 
+def test_a_limit_leaves_every_response_with_its_own_row(folder, capsys):
+    (folder / "rows.jsonl").write_text("".join(json.dumps({**ROWS[0], "answer": str(n)}) + "\n" for n in range(4)))
+    line = ("my_reward.py", "--data", "rows.jsonl", "--responses", "r.jsonl", "--limit", "2")
+    write(folder, "0", "1", "2", "3")
+    calls = [call for call in found(capsys, *line)[1]["calls"] if call["kind"] == "response"]
+    assert [(call["row"], call["response"], call["score"]) for call in calls] == [(0, "0", 1.0), (1, "1", 1.0)]
+    write(folder, "0", "1")  # made for the first rows
+    calls = [call for call in found(capsys, *line)[1]["calls"] if call["kind"] == "response"]
+    assert [(call["row"], call["score"]) for call in calls] == [(0, 1.0), (1, 1.0)]
+    write(folder, {"response": "3", "row": 3}, {"response": "1", "row": 1})
+    calls = [call for call in found(capsys, *line)[1]["calls"] if call["kind"] == "response"]
+    assert [(call["row"], call["score"]) for call in calls] == [(1, 1.0)]
+
+
 @pytest.mark.parametrize(
     "arguments, records, message",
     [
