@@ -22,6 +22,7 @@ from hrl.config.section import ACTOR, MODEL, REF, ROLLOUT
 from hrl.config.trainer import JSON_CONSOLE
 from hrl.errors import Problem, Reason
 from hrl.nearest import did_you_mean
+from hrl.processes.child_environment import is_written_secret
 
 Rule = Callable[[Any], Iterator[Problem]]
 """A rule; it takes the configuration of those kinds of run that list it."""
@@ -245,6 +246,7 @@ def _functions_can_be_summed(reward: RewardConfig) -> Iterator[Problem]:
         what = "is empty" if not entries else "has no weight but 0"
         what += " and there is no reward model, so every reward would be 0."
         yield Problem(key, what, "Add a function, or reward.reward_model.enable=true.", ("reward.reward_model.enable",))
+    yield from _no_secret_is_written_out(reward)
     if reward.functions is None:
         return
     if reward.custom_reward_function.path is not None:
@@ -257,9 +259,6 @@ def _functions_can_be_summed(reward: RewardConfig) -> Iterator[Problem]:
             yield Problem(
                 key, f"[{position}] has {which}.", f"Give one of the two; names are {', '.join(FUNCTION_NAMES)}."
             )
-        if isinstance(written := entry.kwargs.get("api_key"), str) and not written.startswith("env:"):
-            what = f"[{position}] has an api_key written out, which would be saved with the run."
-            yield Problem(key, what, "Export it as an environment variable and write api_key: env:ITS_NAME.")
     parts = [entry.part for entry in entries]
     for part in sorted({part for part in parts if parts.count(part) > 1}):
         what = f"has two functions called {part}, whose scores could not be told apart."
@@ -267,6 +266,19 @@ def _functions_can_be_summed(reward: RewardConfig) -> Iterator[Problem]:
     if len(parts) > 1 and SUM in parts:
         what = f"has a function called {SUM} among others, and that is what their sum is called."
         yield Problem(key, what, "Give it a label.")
+
+
+def _no_secret_is_written_out(reward: RewardConfig) -> Iterator[Problem]:
+    """An argument of a function that holds a secret names the variable that has it."""
+    arguments = [("reward.custom_reward_function.reward_kwargs", "", reward.custom_reward_function.reward_kwargs)]
+    arguments += [
+        ("reward.functions", f"[{position}]", entry.kwargs) for position, entry in enumerate(reward.functions or [])
+    ]
+    for key, place, kwargs in arguments:
+        for name, value in kwargs.items():
+            if is_written_secret(name, value):
+                what = f"{place} has {name} written out, which would be saved with the run.".lstrip()
+                yield Problem(key, what, f"Export it as an environment variable and write {name}: env:ITS_NAME.")
 
 
 def custom_class_is_complete(config: PPOTrainerConfig) -> Iterator[Problem]:

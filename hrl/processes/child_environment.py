@@ -21,6 +21,12 @@ _SECRET_VALUE = re.compile(
     r"|(?:password|passwd|pwd|token|secret|apikey|api_key|accountkey|sharedaccesskey|sig)=[^\s;&]",
     re.IGNORECASE,
 )
+_SECRET_ARGUMENT = re.compile(
+    r"(^|_)(api_?key|access_?key|private_?key|secret|passw(or)?d|passphrase|credentials?|bearer|jwt|"
+    r"(api|auth|access|hf)_?token)$",
+    re.IGNORECASE,
+)
+"""Narrower than for variables: arguments such as `max_tokens`, `stop_token` and `key` are no secrets."""
 _NOT_A_SECRET = frozenset({"PWD", "OLDPWD", "TOKENIZERS_PARALLELISM"})
 
 
@@ -47,6 +53,18 @@ def child_environment(
     another = next((place for place, part in enumerate(parts) if (Path(part) / "hrl").is_dir()), len(parts))
     kept["PYTHONPATH"] = os.pathsep.join([*parts[:another], root, *parts[another:]])
     return kept | changes
+
+
+def is_written_secret(name: str, value: object) -> bool:
+    """Return whether an argument of a function has a secret for its value, rather than `env:NAME`.
+
+    Args:
+        name: Of the argument.
+        value: Its value; only a text can be one.
+    """
+    if not isinstance(value, str) or not value or value.startswith("env:"):
+        return False
+    return bool(_SECRET_ARGUMENT.search(name) or _SECRET_VALUE.search(value))
 
 
 def withheld_names(environ: Mapping[str, str] | None = None, *, keep: Collection[str] = ()) -> frozenset[str]:

@@ -98,6 +98,15 @@ CASES = [
     ({"trainer.resource_pools": {}}, "trainer.resource_pools has no pool."),
     ({"reward.reward_model.enable": True}, "reward.reward_model.model_path needs a folder or hub id"),
     ({"reward.functions": []}, "every reward would be 0"),
+    (
+        {"reward.custom_reward_function": {"path": "my.py", "reward_kwargs": {"api_key": "sk-123"}}},
+        "reward.custom_reward_function.reward_kwargs has api_key written out, which would be saved with the run.",
+    ),
+    (
+        {"reward.functions": ["numeric", {"path": "my.py", "db_password": "x"}]},
+        "reward.functions [1] has db_password written out",
+    ),
+    ({"reward.functions": [{"path": "my.py", "where": "https://me:pw@host"}]}, "[0] has where written out"),
     ({"reward.overlong_buffer": {"enable": True, "len": 0}}, "reward.overlong_buffer.len is 0 tokens"),
     ({"data.custom_cls.path": "my.py"}, "data.custom_cls.name needs the name of the class"),
     ({"data.val_files": [], "trainer.test_freq": 5}, "trainer.test_freq is 5, but data.val_files is empty."),
@@ -152,6 +161,12 @@ def test_what_cannot_work_is_refused(given, sentence):
     with pytest.raises(ConfigError) as caught:
         validate(given)
     assert sentence in str(caught.value)
+
+
+def test_arguments_that_only_sound_like_secrets_are_possible():
+    kwargs = {"api_key": "env:KEY", "max_tokens": "9", "stop_token": "</s>", "key": "final", "tokenizer": "a/b"}
+    config = validate({"reward.custom_reward_function": {"path": "my.py", "reward_kwargs": kwargs}})
+    assert config.reward.custom_reward_function.reward_kwargs == kwargs
 
 
 def test_standard_output_is_for_people_or_for_programs():
