@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 import warnings
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 _CARD = "README.md"
+_FILES = (".py", ".jsonl", ".json", ".parquet", ".csv", ".tsv", ".arrow")
+"""How names of files end, which are local even where they can't be found from here."""
 
 
 class ExportError(HrlError, RuntimeError):
@@ -203,7 +206,7 @@ def model_card(trained: Trained, dtype: str, title: str) -> str:
     facts = dict(_facts(trained))
     base = facts.get("starts from")
     front = ["---", "library_name: transformers", "tags: [hrl]"]
-    if base is not None and base.count("/") == 1 and not base.startswith((".", "/", "~")):
+    if base is not None and base.count("/") == 1:  # a folder's is its last name alone
         front.append(f"base_model: {base}")
     front.append("---")
     lines = [f"| {name} | {text} |" for name, text in (facts | {"weights": dtype}).items()]
@@ -219,10 +222,18 @@ def model_card(trained: Trained, dtype: str, title: str) -> str:
     return "\n".join([*front, *body, *([] if facts.get("kind") == "rm" else usage)])
 
 
+def _public(name: object) -> str:
+    """Return a model, rows or a file as the card may name them: without the folders of this machine."""
+    place, mark, options = str(name).partition("?")
+    path = Path(os.path.expanduser(place))
+    is_local = path.is_absolute() or place.startswith((".", "~")) or path.exists() or path.suffix in _FILES
+    return (path.name if is_local else place) + mark + options
+
+
 def _facts(trained: Trained) -> Iterator[tuple[str, str]]:
     config = trained.config
     if not config:
-        yield "starts from", trained.name
+        yield "starts from", _public(trained.name)
         return
     model = _section(config, "actor_rollout_ref.model") or _section(config, "model")
     algorithm, data = _section(config, "algorithm"), _section(config, "data")
@@ -232,11 +243,11 @@ def _facts(trained: Trained) -> Iterator[tuple[str, str]]:
         yield "algorithm", f"dpo ({algorithm.get('loss_type')}, beta {algorithm['beta']})"
     else:
         yield "algorithm", "sft" if "loss_agg_mode" in algorithm else "reward model"
-    yield "starts from", str(model.get("path"))
-    yield "trained on", ", ".join(map(str, data.get("train_files") or []))
+    yield "starts from", _public(model.get("path"))
+    yield "trained on", ", ".join(map(_public, data.get("train_files") or []))
     function = _section(config, "reward.custom_reward_function").get("path")
     if function:
-        yield "reward", str(function)
+        yield "reward", _public(function)
     optim = _section(config, "actor_rollout_ref.actor.optim") or _section(config, "optim")
     yield "batch, learning rate", f"{data.get('train_batch_size')}, {optim.get('lr')}"
     step = _step(trained)

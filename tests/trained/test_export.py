@@ -25,7 +25,8 @@ from transformers import (
 
 from hrl import cli
 from hrl.models.tokenizer import TokenIds
-from hrl.trained.export import Exported, ExportError, export, push
+from hrl.trained.export import Exported, ExportError, export, model_card, push
+from hrl.trained.folders import Trained
 from hrl.workers.rollout.host import RolloutHost
 from tests.data.conftest import make_tokenizer
 from tests.models.tiny import critic_config, fsdp_config, model_config, run_ranks, save_llama, save_mixture
@@ -189,14 +190,37 @@ def test_shards_of_two_ranks_are_put_together(base: Path, tmp_path: Path, tokeni
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)
-def test_the_card_says_how_the_model_was_made_and_what_it_scored(checkpoint: Path, tmp_path: Path) -> None:
+def test_the_card_says_how_the_model_was_made_and_what_it_scored(checkpoint: Path, base: Path, tmp_path: Path) -> None:
     assert cli.main(["export", str(checkpoint.parents[1]), str(tmp_path / "adder")]) == 0
     card = (tmp_path / "adder" / "README.md").read_text()
     assert card.startswith("---\nlibrary_name: transformers\ntags: [hrl]\n---\n")
     assert "base_model" not in card  # a folder is none of the hub
+    assert str(tmp_path) not in card and f"| starts from | {base.name} |" in card
     for line in ("| algorithm | grpo |", "| trained on | sums.jsonl |", "| steps | 2 |", "| weights | float32 |"):
         assert line in card
     assert "| val/sums/mean@1 after step 2 | 0.5 |" in card and "0.9" not in card  # which is of a later step
+
+
+def test_the_card_names_what_is_of_the_hub_and_of_files_only_their_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "mine").mkdir(parents=True)
+    files = ["/secret/place/a.jsonl", "secret/b.parquet?split=train", "openai/gsm8k:main:train"]
+    config = {
+        "actor_rollout_ref": {"model": {"path": "models/mine"}},
+        "algorithm": {"adv_estimator": "grpo"},
+        "data": {"train_files": files},
+        "reward": {"custom_reward_function": {"path": "~/secret/my.py"}},
+    }
+    card = model_card(Trained("run", "run", config=config), "bfloat16", "mine")
+    assert "base_model" not in card and "secret" not in card
+    for line in ("| starts from | mine |", "| reward | my.py |"):
+        assert line in card
+    assert "| trained on | a.jsonl, b.parquet?split=train, openai/gsm8k:main:train |" in card
+    config["actor_rollout_ref"] = {"model": {"path": "Qwen/Qwen3-0.6B"}}
+    card = model_card(Trained("run", "run", config=config), "bfloat16", "mine")
+    assert "\nbase_model: Qwen/Qwen3-0.6B\n" in card and "| starts from | Qwen/Qwen3-0.6B |" in card
 
 
 @pytest.mark.parametrize("base", ["llama"], indirect=True)
