@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,4 +28,5 @@ def dotted(tree: Mapping[str, Any], keys: Collection[str], prefix: str = "") -> 
 
 def file_arguments(file: Path) -> list[str]:
     """Return the arguments that name a YAML file as the primary one."""
+    file = Path(os.path.expanduser(file))  # leaves an unknown user's `~name` as it is
     return ["--config-path", str(file.parent), "--config-name", file.stem]

@@ -106,7 +106,10 @@ def traits_of_estimator(value: object) -> EstimatorTraits:
 
 def _load(file: str, value: str) -> _Loaded:
     path = Path(file).expanduser().resolve()
-    digest = sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    try:
+        digest = sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
+    except OSError as error:
+        raise MemberError(f"names {value!r}, and {file} can't be read: {error.strerror}.", "") from error
     loaded = _LOADED.get(path)
     if loaded is not None and loaded.digest == digest and not _missing(loaded):
         return loaded

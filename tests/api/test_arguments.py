@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from hrl.api.arguments import dotted
+from pathlib import Path
+
+import pytest
+
+from hrl.api.arguments import dotted, file_arguments
 
 
 def test_a_key_that_holds_a_dict_stays_one() -> None:
@@ -12,3 +16,8 @@ def test_a_key_that_holds_a_dict_stays_one() -> None:
         "trainer.ray_kwargs": {"address": "auto"},
         "data.seed": 2,
     }
+
+
+def test_a_file_in_the_home_folder_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert file_arguments(Path("~/x.yaml")) == ["--config-path", str(tmp_path), "--config-name", "x"]

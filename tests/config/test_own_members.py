@@ -117,6 +117,15 @@ def test_a_file_that_is_missing_or_fails_is_told_each_time_with_its_own_error(tm
     assert "mine" not in ADVANTAGE_ESTIMATORS and "gentle" not in POLICY_LOSSES
 
 
+def test_a_file_that_may_not_be_read_is_told(file, monkeypatch):
+    def refused(_path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    (problem,) = problems_of(given(f"{file}:mine"))
+    assert f"{file} can't be read: Permission denied." in problem
+
+
 def test_two_files_with_one_name_are_told(file, tmp_path):
     other = tmp_path / "other.py"
     other.write_text(BOTH.format(scale=3))
