@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 LOCK_NAME = ".lock"
 MODEL = "model"
 """The folder of the trained model in the folder of a run that was started from Python."""
+EARLIER = "earlier"
+"""The folder in the folder of a run that holds what earlier runs left there, each in a folder with a number."""
 RolloutKind = Literal["train", "val"]
 
 # Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
@@ -199,7 +201,7 @@ class RunFolder:
 
     def _move_earlier_run_aside(self) -> None:
         check_holds_no_checkpoints(self.path)
-        target = next_numbered(self.path / "earlier")
+        target = next_numbered(self.path / EARLIER)
         for entry in outputs_in(self.path):
             self.earlier = target
             target.mkdir(parents=True, exist_ok=True)

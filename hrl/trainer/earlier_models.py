@@ -1,20 +1,25 @@
 """A run that begins with the model that an earlier run left in the same folder.
 
 `hrl.GRPO(model=run.model_path)` with the default folder is such a run. The model moves aside with the other outputs of
-the earlier run, so that the folder never shows it as the new run's, and the new run takes it from there.
+the earlier run, so that the folder never shows it as the new run's, and the new run takes it from there. So does the
+same call when it continues the new run, whose `config.yaml` says where that is.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
+from hrl.cluster.checkpoints import CheckpointError, CheckpointStore
 from hrl.config.outline import RunConfiguration, outline_of
-from hrl.config.section import Section
+from hrl.config.section import Section, flatten
+from hrl.config.trainer import RunConfig
 from hrl.preflight.preflight import Preflight
-from hrl.report.run_folder import MODEL, RunFolder
+from hrl.report.run_folder import EARLIER, MODEL, RunFolder, read_config
 
 RunC = TypeVar("RunC", bound=RunConfiguration)
 SectionT = TypeVar("SectionT", bound=Section)
@@ -34,18 +39,59 @@ def with_earlier_models(config: RunC, ready: Preflight, folder: RunFolder) -> tu
     if folder.earlier is None:
         return config, ready
     was, now = folder.path / MODEL, folder.earlier / MODEL
-    moved = _with_paths(config, was, now)
+    moved = _with_paths(config, lambda _, path: _moved(path, was, now))
     folders = {role: _moved(path, was, now) or path for role, path in ready.folders.items()}
     return moved, replace(ready, outline=outline_of(moved), folders=folders)
 
 
-def _with_paths(section: SectionT, was: Path, now: Path) -> SectionT:
+def with_models_of_before(config: RunC) -> RunC:
+    """Return the configuration of the same call as before, with the models with which the run in the folder began.
+
+    Where its paths lead into `<run>/model`, that is gone, or by now the trained model of the run that is continued.
+
+    Args:
+        config: The configuration, before its files are looked at.
+
+    Raises:
+        DamagedFileError: The `config.yaml` of the folder can't be read.
+    """
+    folder = Path(config.trainer.default_local_dir).expanduser().resolve()
+    was, earlier = folder / MODEL, folder / EARLIER
+    if not (folder / "config.yaml").exists() or (was.exists() and not _continues(config.trainer, folder)):
+        return config
+    written = dict(flatten(read_config(folder), type(config)))
+
+    def began_with(key: str, path: Path) -> Path | None:
+        value = written.get(key)
+        is_moved = isinstance(value, str) and Path(value).is_relative_to(earlier)
+        return Path(str(value)) if is_moved and _moved(path, was, was) is not None else None
+
+    return _with_paths(config, began_with)
+
+
+def _continues(trainer: RunConfig, folder: Path) -> bool:
+    """Return whether a run continues the one in its folder."""
+    store = CheckpointStore(RunFolder.checkpoints_in(folder))
+    with suppress(CheckpointError):  # told with all other problems when the run folder is looked at
+        checkpoint = store.find(trainer.resume_mode, trainer.resume_from_path)
+        return checkpoint is not None and store.holds(checkpoint)
+    return False
+
+
+def _with_paths(section: SectionT, follow: Callable[[str, Path], Path | None], prefix: str = "") -> SectionT:
+    """Return a section with other paths of models and tokenizers.
+
+    Args:
+        section: The section.
+        follow: Returns another path for that of a dotted key; None to keep it.
+        prefix: What stands before the names of the section's keys.
+    """
     changes: dict[str, object] = {}
     for name in type(section).model_fields:
-        value = getattr(section, name)
+        key, value = f"{prefix}{name}", getattr(section, name)
         if isinstance(value, Section):
-            changes[name] = _with_paths(value, was, now)
-        elif name in _KEYS and isinstance(value, str) and (path := _moved(Path(value), was, now)) is not None:
+            changes[name] = _with_paths(value, follow, f"{key}.")
+        elif name in _KEYS and isinstance(value, str) and (path := follow(key, Path(value))) is not None:
             changes[name] = str(path)
     return section.model_copy(update=changes)
 

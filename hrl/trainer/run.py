@@ -32,7 +32,7 @@ from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
 from hrl.trainer.banner import run_facts, title
 from hrl.trainer.callbacks import Callback, Callbacks
-from hrl.trainer.earlier_models import with_earlier_models
+from hrl.trainer.earlier_models import with_earlier_models, with_models_of_before
 from hrl.trainer.kinds import KINDS, Kind
 from hrl.trainer.loop import TrainingLoop
 from hrl.workers.runtime import Runtime
@@ -88,6 +88,7 @@ def running(
     config = given.named_in(config)
     checked = load_kind(made_of.config, config)
     config = config if checked == config else checked  # which knows where its values come from
+    config = with_models_of_before(config)
     display = display or display_of(config.trainer)
     ready = preflight(config, given, display.stage)
     display.expect(ready.total_training_steps, made_of.line(config), made_of.phases(config))

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 
+from hrl.cluster.checkpoints import CheckpointStore
 from hrl.config import compose_cli
 from hrl.preflight.preflight import Preflight
 from hrl.report.run_folder import RunFolder
-from hrl.trainer.earlier_models import with_earlier_models
+from hrl.trainer import run as module
+from hrl.trainer.earlier_models import with_earlier_models, with_models_of_before
 
 
 @pytest.fixture
@@ -57,3 +59,68 @@ def test_every_path_into_the_earlier_model_is_followed(
 def test_a_run_that_begins_with_another_model_is_left_as_it_is(run: Path) -> None:
     config, folders = started(run, {"actor": run / "model_2"}, f"actor_rollout_ref.model.path={run}/model_2")
     assert config.actor_rollout_ref.model.path == f"{run}/model_2" and folders == {"actor": run / "model_2"}
+
+
+@pytest.fixture
+def second(run: Path) -> Path:
+    """The folder of a second run, which began with the first one's model."""
+    config, _ = started(run, {}, f"actor_rollout_ref.model.path={run}/model")
+    folder = RunFolder(run, resume=True)
+    folder.write_config(config.model_dump(mode="json"))
+    folder.close()
+    return run
+
+
+def same_call(run: Path, *overrides: str) -> Any:
+    return compose_cli(
+        [
+            f"trainer.default_local_dir={run}",
+            "data.train_files=rows.jsonl",
+            f"actor_rollout_ref.model.path={run}/model",
+            *overrides,
+        ]
+    )
+
+
+def save(run: Path) -> None:
+    store = CheckpointStore(RunFolder.checkpoints_in(run))
+    store.begin(1)
+    store.commit(1, {"step": 1, "data": {}})
+
+
+@pytest.mark.parametrize("has_saved", [True, False], ids=["continues", "begins again"])
+def test_an_interrupted_run_that_is_called_again_finds_the_model_it_began_with(second: Path, has_saved: bool) -> None:
+    if has_saved:
+        save(second)
+    config = with_models_of_before(same_call(second, "critic.model.path=other/model"))
+    assert config.actor_rollout_ref.model.path == str(second / "earlier" / "1" / "model")
+    assert config.critic.model.path == "other/model"
+
+
+def test_a_finished_run_that_is_continued_does_not_take_its_own_model_for_the_one_it_began_with(second: Path) -> None:
+    (second / "model").mkdir()
+    save(second)
+    config = with_models_of_before(same_call(second))
+    assert config.actor_rollout_ref.model.path == str(second / "earlier" / "1" / "model")
+    again = with_models_of_before(same_call(second, "trainer.resume_mode=disable"))
+    assert again.actor_rollout_ref.model.path == f"{second}/model"
+
+
+def test_a_third_run_begins_with_the_model_of_the_second(second: Path) -> None:
+    (second / "model").mkdir()
+    assert with_models_of_before(same_call(second)).actor_rollout_ref.model.path == f"{second}/model"
+
+
+def test_a_run_looks_for_the_model_it_began_with_before_it_looks_at_its_files(
+    second: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked_at = []
+
+    def look(config: Any, *_: Any) -> None:
+        looked_at.append(config.actor_rollout_ref.model.path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "preflight", look)
+    with pytest.raises(KeyboardInterrupt), module.running("ppo", same_call(second)):
+        pass
+    assert looked_at == [str(second / "earlier" / "1" / "model")]
