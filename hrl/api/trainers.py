@@ -166,9 +166,9 @@ class Trainer:
         Raises:
             HrlError: The configuration can't be run (`ConfigError`), or the run failed. Nothing is left running.
         """
-        self._trained, self._failed = None, True
         try:
             with self._running() as loop:
+                self._trained, self._failed = None, True  # from here on the folder may hold a part of a run
                 loop.fit()
                 folder = loop.reporter.folder.path
                 loop.export(folder / MODEL)

@@ -137,6 +137,19 @@ class Intake:
             what, way_out = too_long
             raise DatasetError(f"{self.num_too_long} {what}, the first {self.too_long[0]}: {way_out}")
 
+    def refuse_any(self) -> None:
+        """Refuse rows of which any was left out.
+
+        Raises:
+            DatasetError: One was; names the first.
+        """
+        if self.num_bad or self.num_too_long:
+            first = f"{self.bad[0].origin}: {self.bad[0].reason}" if self.bad else f"{self.too_long[0]} is too long"
+            raise DatasetError(
+                f"{self.num_bad} of the rows are bad and {self.num_too_long} too long, and here none may be left out: "
+                f"{first}. Mend it, or leave it out yourself"
+            )
+
     def _shown_bad(self) -> str:
         return "; ".join(f"{row.origin}: {row.reason}" for row in self.bad)
 
@@ -191,6 +204,14 @@ class TokenisedDataset(ABC, Generic[R, X, T]):
     def of_other_rows(self, data_files: DataFiles) -> Self:
         """Return a data set of other rows, read as these were."""
         return type(self)(data_files, self.tokenizer, self.config)
+
+    def require_all(self) -> None:
+        """Refuse the data set if it lacks any of its rows, so that its rows match the caller's one by one.
+
+        Raises:
+            DatasetError: A row was left out as bad or too long.
+        """
+        self._intake.refuse_any()
 
     def _read(self, max_samples: int) -> None:
         """Read every row."""

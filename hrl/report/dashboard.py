@@ -58,6 +58,7 @@ class Dashboard:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if self._process is None:
+            self._listening.close()
             return
         try:
             self._process.communicate(timeout=_END_S)

@@ -70,6 +70,8 @@ class RunReporter:
             failed.push(self._say_how_it_failed)
             Outcome("running", "", console.total_steps).write(folder.path)
             self._dashboard = _dashboard(folder.path, trainer.dashboard)
+            if self._dashboard is not None:
+                failed.push(self._dashboard)
             self._tracking = Tracking(
                 trainer.project_name, trainer.experiment_name, trainer.logger, config, run_dir=folder.path
             )
@@ -132,7 +134,12 @@ class RunReporter:
     # ------------------------------------------------------------------ while a step runs
 
     def run(self, step: int) -> AbstractContextManager[None]:
-        """Show how far the run is for the duration of the block; `step` are done already."""
+        """Show how far the run is for the duration of the block; `step` are done already.
+
+        A run whose processes stayed may go on after its end was written down, so that it is running is written again.
+        """
+        with writing_to(self.folder.path):
+            Outcome("running", "", self.console.total_steps).write(self.folder.path)
         return self.console.run_bar(step)
 
     def stage(self, title: str) -> AbstractContextManager[Callable[[str], None]]:

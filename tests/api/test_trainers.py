@@ -13,6 +13,7 @@ import pytest
 
 import hrl
 from hrl.api.rows import UsageError
+from hrl.errors import ConfigError
 
 TRAINERS = [hrl.PPO, hrl.GRPO, hrl.DPO, hrl.SFT, hrl.RewardModel]
 
@@ -65,6 +66,13 @@ def test_rows_are_given_once(data: Any) -> None:
             trainer.config.data.train_files = "other.jsonl"
     again = hrl.GRPO(data=data, config=trainer.resolved())  # which names the rows of the first one
     assert again.resolved().data.train_files == trainer.resolved().data.train_files
+
+
+def test_a_run_that_was_refused_before_it_started_has_not_failed() -> None:
+    trainer = hrl.GRPO(data="rows.jsonl", config={"data.train_batch_sise": 4})
+    for ask in (trainer.train, trainer.evaluate, lambda: trainer.generate("a")):
+        with pytest.raises(ConfigError, match="train_batch_sise"):
+            ask()
 
 
 HEAVY = ["torch", "ray", "transformers", "pydantic", "hydra", "datasets", "IPython"]

@@ -238,6 +238,15 @@ def test_overlong_prompts_are_refused_dropped_or_cut_as_configured(tokenizer, co
     assert (cut.counts.truncated, cut.counts.kept) == (1, 3)
 
 
+def test_rows_that_are_matched_one_by_one_are_refused_if_any_was_left_out(tokenizer, config, make_row):
+    config.filter_overlong_prompts, config.bad_rows = True, "skip"
+    RLHFDataset([make_row("a"), make_row("c")], tokenizer, config).require_all()
+    with pytest.raises(DatasetError, match=r"0 of .* bad and 1 too long.*row 1 of the list \(\d+ tokens\) is too long"):
+        RLHFDataset([make_row("a"), make_row("b" * 100), make_row("c")], tokenizer, config).require_all()
+    with pytest.raises(DatasetError, match=r"1 of .* bad and 0 too long.*row 0 of the list: .*prompt"):
+        RLHFDataset([{"data_source": "s"}, make_row("c")], tokenizer, config).require_all()
+
+
 def test_data_with_nothing_left_says_what_became_of_it(tokenizer, config, make_row):
     config.filter_overlong_prompts = True
     with pytest.raises(DatasetError, match="2 rows read, 0 bad, 2 too long, 0 truncated, 0 kept"):

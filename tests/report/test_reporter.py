@@ -11,6 +11,7 @@ from rich.console import Console
 from hrl.config import compose_cli
 from hrl.report.charts import LOSS, REWARD
 from hrl.report.console import RunConsole
+from hrl.report.dashboard import Dashboard
 from hrl.report.health import Raised
 from hrl.report.outcome import read_outcome
 from hrl.report.page_server import LiveViewError
@@ -273,3 +274,33 @@ def test_a_start_that_fails_is_written_down_as_failed_and_leaves_no_run_that_goe
             RunReporter(folder, console, trainer, {"trainer": {"seed": 1}})
     assert read_outcome(tmp_path).status == "failed"
     RunFolder(tmp_path).close()
+
+
+def test_a_start_that_fails_after_the_live_view_listens_frees_its_port(tmp_path, monkeypatch):
+    views = []
+
+    def fail(*_, **__):
+        raise RuntimeError("no tracker")
+
+    def listening(folder, asked):
+        views.append(Dashboard(folder, port=0))
+        return views[0]
+
+    monkeypatch.setattr("hrl.report.reporter._dashboard", listening)
+    monkeypatch.setattr("hrl.report.reporter.Tracking", fail)
+    with pytest.raises(RuntimeError, match="no tracker"):
+        Run(tmp_path)
+    with socket.socket() as again:
+        again.bind(("127.0.0.1", int(views[0].address.strip("/").rsplit(":", 1)[1])))
+    assert read_outcome(tmp_path).status == "failed"
+
+
+def test_a_run_that_goes_on_after_its_end_was_written_down_is_running(tmp_path):
+    told = []
+    with Run(tmp_path).reporter as reporter:
+        for _ in range(2):
+            with reporter.run(0):
+                told.append(read_outcome(tmp_path).status)
+            reporter.report_so_far()
+            told.append(read_outcome(tmp_path).status)
+    assert told == ["running", "finished", "running", "finished"]

@@ -303,9 +303,14 @@ class RayPPOTrainer(TrainingLoop):
 
         Returns:
             A record for each response, as in the folder `rollouts`.
+
+        Raises:
+            DatasetError: A prompt can't be used, even where the run's own rows are left out for it: responses are
+                matched with prompts by their order.
         """
         self.prepare()
         prompts = self.other_rows(rows)
+        prompts.require_all()
         batch = prompt_batch(prompts.batch(range(len(prompts))), n, step=self.global_steps, validate=True)
         seed = seed_of(self.config.trainer.seed, validate=True)
         sampled = self._responses(batch, sampling, seed)

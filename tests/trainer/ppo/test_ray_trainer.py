@@ -11,6 +11,7 @@ import torch
 
 from hrl.algos.registry import POLICY_LOSS_TRAITS, PolicyLossTraits
 from hrl.cluster.checkpoints import CheckpointError
+from hrl.errors import DatasetError
 from hrl.metrics import Metric, StepMetrics
 from hrl.protocol import DataProto
 from hrl.report.run_folder import read_jsonl
@@ -263,3 +264,14 @@ def test_saving_is_told_and_is_no_part_of_a_steps_record(tmp_path: Path) -> None
     assert not any("timing_s/save_checkpoint" in record for record in records)
     for step in (1, 2):
         assert f"saved {tmp_path}/checkpoints/step_{step} in " in driver.shown
+
+
+def test_prompts_are_answered_only_if_each_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Short(Prompts):
+        def require_all(self) -> None:
+            raise DatasetError("row 1 is too long")
+
+    driver = Driver(tmp_path)
+    monkeypatch.setattr(driver.trainer, "other_rows", lambda rows: Short(2))
+    with pytest.raises(DatasetError, match="row 1 is too long"):
+        driver.trainer.answer([{"prompt": "a"}] * 3, SamplingParams(1.0, 1.0, max_tokens=4))
