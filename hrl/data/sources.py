@@ -284,7 +284,7 @@ def files_of(source: Source) -> list[Path] | None:
     """Return the files of a source; None for one that the package `datasets` opens.
 
     Raises:
-        DatasetError: There are none, or they hold several splits and none is named.
+        DatasetError: There are none, or they hold several splits, or one and files of none, and none is named.
     """
     options, path = source.options, source.path
     if source.is_of_the_hub:
@@ -303,11 +303,19 @@ def files_of(source: Source) -> list[Path] | None:
     if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", options.path) and not kind_of(path):
         files_in_or_hub(path)
     files = files_in(path)
-    splits = {split for file in files if (split := _split_of(file, path))}
+    split_of = {file: _split_of(file, path) for file in files}
+    splits = {split for split in split_of.values() if split}
     if path.is_dir() and len(splits) > 1:
         raise DatasetError(
             f"{path} is a folder with the splits {listing(sorted(splits))}: name the files of one, or one split, "
             f"{options.path}::{'train' if 'train' in splits else min(splits)}"
+        )
+    if splits and None in split_of.values():
+        split, named = next((split, file) for file, split in split_of.items() if split)
+        other = next(file for file, split in split_of.items() if not split)
+        raise DatasetError(
+            f"{path} is a folder with {named.relative_to(path)}, by its name of the split {split}, beside files of "
+            f"none, such as {other.relative_to(path)}: name the files that are meant"
         )
     return files
 

@@ -137,7 +137,10 @@ def _value(node: ast.expr, constants: Mapping[str, ast.expr], depth: int = 0) ->
             return _source(name, part, options.get("split"))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and depth < 8:
         found = _value(node.func.value, constants, depth + 1)  # rows after `.map(…)` are still those of the set
-        return f"{found}" if isinstance(found, Rows) else Unknown(node)
+        if not isinstance(found, Rows):
+            return Unknown(node)
+        call = ast.unparse(ast.Call(ast.Name(node.func.attr), node.args, node.keywords))
+        return Rows(found, (*found.calls, f".{call}"))
     if isinstance(node, ast.BinOp):
         left, right = (_value(each, constants, depth + 1) for each in (node.left, node.right))
         if isinstance(left, int | float) and isinstance(right, int | float):
@@ -161,7 +164,14 @@ def _arithmetic(operator: ast.operator, left: float, right: float, node: ast.exp
 
 
 class Rows(str):
-    """The name of a data set."""
+    """The name of a data set, with the calls that the file makes other rows of it by."""
+
+    calls: tuple[str, ...]
+
+    def __new__(cls, name: str, calls: tuple[str, ...] = ()) -> Rows:
+        rows = super().__new__(cls, name)
+        rows.calls = calls
+        return rows
 
 
 def _source(name: str, part: str | None, split: str | None) -> Rows:
@@ -401,7 +411,10 @@ def _data(given: Given, into: Migrated) -> None:
         if isinstance(rows, str):
             is_test = split == "dataset_test_split"
             chosen = None if split is None else given.get(split, "test" if is_test else "train")
-            into.set({key: rows if split is None else _source(rows, part, chosen)})
+            into.set({key: str(rows) if split is None else str(_source(rows, part, chosen))})
+            if isinstance(rows, Rows) and rows.calls:
+                why = f"leaves out `{''.join(rows.calls)}`: write the rows so made to a file and set {key} to it"
+                into.lost.append(Remark(given.word(name), why))
         else:
             into.lost.append(
                 Remark(given.word(name), f"are rows that the file makes; {key} takes a file or a data set")

@@ -20,6 +20,8 @@ from hrl.report.samples import Sample, expected, number, question
 _MANY = 0.5
 """The share of samples from which on something is worth a remark."""
 _RIGHT = 1.0
+"""The `acc`, or the score of a function, from which on an answer is right."""
+_ROUNDING = 1e-6
 
 
 class Finding(StrEnum):
@@ -94,7 +96,7 @@ def first_look(samples: Sequence[Sample], config: PPOTrainerConfig) -> FirstLook
     of = f"{len(samples)} samples"
     if not scores:
         finding, headline = Finding.UNSCORED, f"none of {of} has a score: the reward function left them all out"
-    elif len(set(scores)) == 1 and scores[0] >= _RIGHT and not differ:
+    elif len(set(scores)) == 1 and not differ and _all_right(samples, config):
         finding, headline = Finding.ALL_RIGHT, f"all {of} have the score {scores[0]:g}: there is nothing left to learn"
     elif above == 0 and not differ:
         finding, headline = Finding.NOTHING_RIGHT, f"0 of {of} score above 0: there is nothing to learn from yet"
@@ -126,11 +128,11 @@ def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfi
     empty = sum(not sample["response"].strip() for sample in samples)
     if empty >= _MANY * len(samples):
         yield f"{empty} of {len(samples)} answers are empty: does the prompt end where an answer begins?"
+    names = [name for name, value in samples[0].get("reward_parts", {}).items() if isinstance(value, int | float)]
+    never = [name for name in names if not any(sample.get("reward_parts", {}).get(name) for sample in samples)]
+    if never and len(never) < len(names):
+        yield f"these parts of the reward are 0 in every sample: {', '.join(never)}"
     if finding is Finding.NOTHING_RIGHT:
-        names = [name for name, value in samples[0].get("reward_parts", {}).items() if isinstance(value, int | float)]
-        never = [name for name in names if not any(sample.get("reward_parts", {}).get(name) for sample in samples)]
-        if never and len(never) < len(names):
-            yield f"these parts of the reward are 0 in every sample: {', '.join(never)}"
         if _is_made(samples) and not _is_plain(config):
             yield "answer=plain in the task's address, or more shots: the answer's format may be what never comes"
         yield "show the form of the answer in the prompt, or give part of the score for it"
@@ -140,6 +142,19 @@ def _advice(finding: Finding, samples: Sequence[Sample], config: PPOTrainerConfi
         "more samples per prompt (actor_rollout_ref.rollout.n), a higher actor_rollout_ref.rollout.temperature, other "
         "rows, or a score with steps between wrong and right"
     )
+
+
+def _all_right(samples: Sequence[Sample], config: PPOTrainerConfig) -> bool:
+    """Return whether no sample could be better: by its `acc`, or else by the highest sum of functions from 0 to 1."""
+    functions = config.reward.functions
+    full = sum(max(one.weight, 0.0) for one in functions) if functions else _RIGHT
+    for sample in samples:
+        if sample.get("score") is not None:
+            right = sample.get("reward_parts", {}).get("acc")
+            is_judged = isinstance(right, int | float)
+            if (is_judged and right < _RIGHT) or (not is_judged and sample["score"] < full - _ROUNDING):
+                return False
+    return True
 
 
 def _compared(sample: Sample) -> float:

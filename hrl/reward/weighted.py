@@ -26,6 +26,7 @@ Entry: TypeAlias = "RewardEntry | tuple[str, Function, float]"
 BLAME = "blames_response"
 """The argument by which functions of hrl say that a response, and not the row, is to blame if they fail."""
 _LAMBDA = "lambda"
+_RIGHT = 1.0
 _DECIDES = ("acc", "pred")
 """Parts that validation reads: whether a response is correct, and what it answers."""
 
@@ -171,6 +172,8 @@ def summed(returned: Mapping[str, Any], weights: Mapping[str, float]) -> dict[st
     A function that returns None has no say in that sample; if all do, the sample is left out. It is left out as well
     where a function has failed (`FAILURE`), whatever the others say. Parts that a function returns beside its score are
     named `<function>/<part>`. The first `acc` and the first `pred` keep their names, since validation counts by them.
+    Where no function says `acc`, it is whether the one that gave `pred` scored 1 or more: it has judged the answer, and
+    the sum, to which format and penalties add, has not. A lone function's score is the sum, and says it itself.
 
     Args:
         returned: What each function returned.
@@ -181,17 +184,22 @@ def summed(returned: Mapping[str, Any], weights: Mapping[str, float]) -> dict[st
     """
     parts: dict[str, Any] = {}
     score: float | None = None
+    answer_score: float | None = None
     has_failed = False
     for name, value in returned.items():
         try:
             parts[name], own = read_reward(value)
         except RewardFunctionError as error:
             raise RewardFunctionError(f"{name} {error}") from error
+        if "pred" in own and "pred" not in parts:
+            answer_score = parts[name]
         for part, number in own.items():
             parts[part if part in _DECIDES and part not in parts else f"{name}/{part}"] = number
         if parts[name] is not None:
             score = (score or 0.0) + weights[name] * parts[name]
         has_failed = has_failed or (parts[name] is None and FAILURE in own)
+    if "acc" not in parts and answer_score is not None and list(weights.values()) != [1.0]:
+        parts["acc"] = float(answer_score >= _RIGHT)
     return {**parts, "score": None if has_failed else score}
 
 

@@ -176,6 +176,14 @@ def test_a_folder_with_several_splits_needs_one(here):
         list(read_rows(["folder"], check))
 
 
+def test_a_split_beside_files_of_none_is_not_trained_on_with_them(tmp_path):
+    for name in ("math.jsonl", "math_test.jsonl"):
+        (tmp_path / name).write_text('{"prompt": "b"}\n')
+    with pytest.raises(DatasetError, match=r"with math_test.jsonl, .* split test, beside .* such as math.jsonl: name"):
+        list(read_rows([str(tmp_path)], check))
+    assert len(list(read_rows([str(tmp_path / "math.jsonl")], check))) == 1
+
+
 def test_a_name_like_one_of_the_hub_below_a_folder_that_is_here_is_a_missing_file(here):
     with pytest.raises(DatasetError, match=r"folder/trian does not exist.*if there were no folder folder here"):
         list(read_rows(["folder/trian"], check))

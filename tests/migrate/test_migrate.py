@@ -222,6 +222,13 @@ def test_a_python_file_of_trl_is_read_and_not_run() -> None:
     assert "one response" in lost(found)["reward_funcs=reward_len"]
 
 
+def test_rows_that_a_file_of_trl_makes_of_a_data_set_are_told_to_be_other_rows() -> None:
+    made = ".filter(is_short).select(range(100))"
+    found = one(TRL.replace('split="train")', f'split="train"){made}'), "train.py")
+    assert config_of(found).data.train_files == ["openai/gsm8k:main:train"]
+    assert f"leaves out `{made}`" in lost(found)["train_dataset=dataset"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "save", "test"),
     [

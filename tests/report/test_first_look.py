@@ -85,6 +85,17 @@ def test_a_score_is_judged_as_the_function_gave_it_and_compared_as_it_is_trained
     assert look.headline.startswith("4 of 4 samples score above 0, 1 on average; the answers to 2")
 
 
+def test_the_full_score_of_a_sum_is_no_single_part_of_it():
+    both = compose_cli(["reward.functions=[numeric,{name: tags}]"])
+    only_form = first_look(samples([1, 1], [1, 1], reward_parts={"correct": 0.0, "tags": 1.0}), both)
+    assert only_form.finding is Finding.ALIKE
+    assert only_form.advice[0] == "these parts of the reward are 0 in every sample: correct"
+    assert first_look(samples([2, 2], [2, 2]), both).finding is Finding.ALL_RIGHT
+    penalised = samples([0.95, 0.95], [0.95, 0.95], reward_parts={"acc": 1.0})
+    assert first_look(penalised, both).finding is Finding.ALL_RIGHT
+    assert first_look(samples([1, 1], [1, 1], reward_parts={"acc": 0.0}), CONFIG).finding is Finding.ALIKE
+
+
 def test_advice_is_about_what_is_seen():
     cut = first_look(samples([0, 0], finish_reason="length"), CONFIG)
     assert cut.advice[0] == "2 of 2 answers were cut off at data.max_response_length=32: raise it"

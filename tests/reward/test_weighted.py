@@ -88,6 +88,21 @@ def test_what_cannot_be_summed_is_refused(rewards, message):
         entries_of(rewards)
 
 
+def test_without_acc_the_function_that_read_the_answer_says_what_is_right_and_not_the_sum():
+    def numeric(response):
+        return {"score": float("12" in response), "pred": response[-2:]}
+
+    def penalty(response):
+        return -0.05
+
+    one = as_one([(numeric, 1.0), (lambda response: 1.0, 1.0)])
+    assert [(one(response=text)["score"], one(response=text)["acc"]) for text in ("12", "13")] == [(2, 1), (1, 0)]
+    less = as_one([penalty, (numeric, 1.0)])
+    assert (less(response="12")["score"], less(response="12")["acc"]) == (0.95, 1.0)
+    assert "acc" not in as_one([penalty, (lambda response: 1.0, 1.0)])(response="12"), "nobody has read an answer"
+    assert "acc" not in as_one(numeric)(response="12"), "the score says it already"
+
+
 def test_the_first_acc_and_pred_keep_their_names_because_validation_counts_by_them():
     one = as_one([brief, (lambda response: {"score": 1.0, "acc": 0.0, "pred": "x"}, 1.0), (graded, 1.0)])
     parts = one(response="four", kind="word")
