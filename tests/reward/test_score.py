@@ -1,7 +1,11 @@
+from decimal import Decimal
+
 import pytest
 
 from hrl.reward.library.answer import Answer
 from hrl.reward.score import PROGRAMS, SCORERS, compute_score, find_scorer, why_no_scorer
+from hrl.reward.scorers.base import TruthError
+from hrl.reward.scorers.numbers import NUMERIC
 
 
 @pytest.mark.parametrize(
@@ -76,6 +80,17 @@ def test_math_is_right_when_equal_and_not_only_when_spelt_alike(response, gold, 
 def test_a_ground_truth_that_cannot_be_one_is_an_error(data_source):
     with pytest.raises(ValueError, match="ground truth 'abc'.*is not a number"):
         compute_score(data_source, "1", "abc")
+
+
+@pytest.mark.parametrize("truth", ["3,14", "1,2", "1234,567", "1,2345", "#### 3,14"])
+def test_a_truth_whose_comma_is_not_before_thousands_is_no_number(truth):
+    with pytest.raises(TruthError, match="a comma elsewhere than before thousands"):
+        NUMERIC.read_truth("numeric", truth, {})
+
+
+@pytest.mark.parametrize("truth, number", [("1,234.5", "1234.5"), (" $-12,345,678 ", "-12345678"), (3.14, "3.14")])
+def test_a_truth_may_have_commas_before_thousands(truth, number):
+    assert NUMERIC.read_truth("numeric", truth, {}) == Decimal(number)
 
 
 def test_unknown_data_sources_are_told_apart_from_known_ones():

@@ -125,9 +125,12 @@ def _signs_at_numbers(text: str) -> str:
 
 def _read_number(data_source: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Decimal:
     text = str(ground_truth)
-    number = as_number((hashed_answers(text) or (text,))[-1].replace("$", ""))
+    plain = (hashed_answers(text) or (text,))[-1].replace("$", "").strip()
+    number = as_number(plain)
     if number is None:
         raise TruthError(text, data_source, "is not a number")
+    if not _NUMBER.fullmatch(plain):  # 3,14 is no 314
+        raise TruthError(text, data_source, "has a comma elsewhere than before thousands; write 3.14 and 1,234")
     return number
 
 
