@@ -97,8 +97,8 @@ class Judge:
         deadline_s: Seconds that one score may take, with all repetitions. In a run 0.9 of `reward.timeout_s`.
         processes: How many processes share the requests per minute. In a run `reward.num_workers`.
         request_s: Seconds that one request may take; 0.6 of `deadline_s` by default.
-        cache: File with what the judge said already, the last 50,000 replies. In a run `judge.sqlite` in the run
-            folder; None keeps it in memory.
+        cache: File with what the judge said already, the last 50,000 replies with a score. In a run `judge.sqlite` in
+            the run folder; None keeps it in memory, and so does a file that breaks on the way.
         temperature: Of the judge's sampling.
         max_tokens: Longest reply.
         options: Other fields of the request, e.g. `{seed: 1}`.
@@ -155,7 +155,7 @@ class Judge:
         self._processes = processes
         self._deadline_s = deadline_s
         self._request_s = 0.6 * deadline_s if request_s is None else request_s
-        self._store = JudgeStore(cache)
+        self._store = JudgeStore(cache, processes)
         self._body = {"model": model, "temperature": temperature, "max_tokens": max_tokens, "stream": False}
         self._body |= options or {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -203,6 +203,15 @@ class Judge:
         return readable(_FIELD.sub(fill, self._template))
 
     def _score_in(self, reply: str) -> float:
+        score = self._number_in(reply)
+        if score is None:
+            raise JudgeError(
+                f"no score from {self._low:g} to {self._high:g} in the judge's reply: {reply[-_LONGEST_SHOWN:]!r}"
+            )
+        return (score - self._low) / (self._high - self._low)
+
+    def _number_in(self, reply: str) -> float | None:
+        """Return the judge's number; None if there is none, or one that is off the scale."""
         found = self._pattern.findall(reply)
         last = found[-1] if found else None
         text = last[0] if isinstance(last, tuple) else last
@@ -210,11 +219,7 @@ class Judge:
             score = float(text) if text is not None else None
         except ValueError:
             score = None
-        if score is None or not self._low <= score <= self._high:
-            raise JudgeError(
-                f"no score from {self._low:g} to {self._high:g} in the judge's reply: {reply[-_LONGEST_SHOWN:]!r}"
-            )
-        return (score - self._low) / (self._high - self._low)
+        return score if score is not None and self._low <= score <= self._high else None
 
     # ------------------------------------------------------------------ asking
 
@@ -225,7 +230,8 @@ class Judge:
         body = self._body | {"messages": messages}
         key = hashlib.sha256(json.dumps([self._url, body], sort_keys=True).encode()).hexdigest()
         self._be_here()
-        if (known := self._store.reply(key)) is not None:
+        known = self._store.reply(key)
+        if known is not None and self._number_in(known) is not None:  # else it was read with another pattern
             return known
         if (asking := self._asking.get(key)) is None:  # the same question of two samples is asked once
             asking = self._asking[key] = asyncio.ensure_future(self._ask(key, body))
@@ -270,7 +276,8 @@ class Judge:
                     await asyncio.sleep(rest_s)
                     pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
                 else:
-                    self._store.keep(key, reply)
+                    if self._number_in(reply) is not None:  # else the next try may get one
+                        self._store.keep(key, reply)
                     return reply
 
     async def _request(self, body: Mapping[str, Any], limit_s: float) -> str:

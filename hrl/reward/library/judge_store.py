@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hrl.reward.library.base import ArgumentError
 
+logger = logging.getLogger(__name__)
+
 _WAIT_FOR_LOCK_S = 10.0
+_MEMORY = ":memory:"
 MOST_REPLIES = 50_000
 """So many replies are kept, the latest ones; of two kilobytes each, as a reply of 512 tokens has, 100 MB."""
 _TABLES = """
@@ -21,15 +27,19 @@ insert or ignore into pace values (0, 0.0);
 class JudgeStore:
     """Replies by key, and the time of the next turn.
 
+    If the file breaks on the way (a full disk, a lock that is not given back), a warning says so, and everything is
+    kept in memory from then on.
+
     Args:
         path: A file; None keeps everything in this process's memory.
+        processes: How many processes share the file.
 
     Raises:
         ArgumentError: The file can't be opened.
     """
 
-    def __init__(self, path: str | Path | None) -> None:
-        where = ":memory:" if path is None else str(Path(path).expanduser())
+    def __init__(self, path: str | Path | None, processes: int = 1) -> None:
+        where = _MEMORY if path is None else str(Path(path).expanduser())
         try:
             if path is not None:
                 Path(where).parent.mkdir(parents=True, exist_ok=True)
@@ -37,16 +47,17 @@ class JudgeStore:
             self._file.executescript(_TABLES)
         except (OSError, sqlite3.Error) as error:
             raise ArgumentError(f"cache {where} can't be used: {error}") from error
+        self._where, self._sharers, self._has_broken = where, processes, False
 
     def reply(self, key: str) -> str | None:
         """Return what was said; None if it was not asked yet."""
-        row = self._file.execute("select reply from replies where key = ?", (key,)).fetchone()
-        return None if row is None else str(row[0])
+        rows = self._rows("select reply from replies where key = ?", (key,))
+        return str(rows[0][0]) if rows else None
 
     def keep(self, key: str, reply: str) -> None:
         """Remember what was said, and forget what was said `MOST_REPLIES` replies ago."""
-        self._file.execute("insert or replace into replies values (?, ?)", (key, reply))
-        self._file.execute("delete from replies where rowid <= (select max(rowid) from replies) - ?", (MOST_REPLIES,))
+        self._rows("insert or replace into replies values (?, ?)", (key, reply))
+        self._rows("delete from replies where rowid <= (select max(rowid) from replies) - ?", (MOST_REPLIES,))
 
     def take_turn(self, apart_s: float) -> float:
         """Reserve the next turn, and return how many seconds it is away.
@@ -55,10 +66,24 @@ class JudgeStore:
             apart_s: Seconds between two turns, over all processes.
         """
         now = time.time()
-        (turn,) = self._file.execute(
-            "update pace set next = max(next, ?) + ? returning next - ?", (now, apart_s, apart_s)
-        ).fetchone()
-        return max(0.0, float(turn) - now)
+        turn = "update pace set next = max(next, ?) + ? returning next - ?"
+        if self._has_broken:
+            apart_s *= self._sharers  # the others no longer see the turns of this process
+        ((next_turn,),) = self._rows(turn, (now, apart_s, apart_s))
+        return max(0.0, float(next_turn) - now)
+
+    def _rows(self, statement: str, values: Sequence[Any]) -> list[Any]:
+        try:
+            return self._file.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            if self._has_broken or self._where == _MEMORY:
+                raise
+            logger.warning("the judge's cache %s can't be used any more, goes on without: %s", self._where, error)
+            self._file.close()
+            self._has_broken = True
+            self._file = sqlite3.connect(_MEMORY, isolation_level=None)
+            self._file.executescript(_TABLES)
+            return self._file.execute(statement, values).fetchall()
 
     def close(self) -> None:
         """Close the file."""

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import sqlite3
 import threading
 import time
 
@@ -94,6 +95,39 @@ def test_the_same_question_is_asked_once_and_never_again_with_a_file(tmp_path):
         judged(Judge("another", endpoint.base_url, cache=file), sample("a"))
         judged(Judge("m", endpoint.base_url, cache=file, prompt="Grade {response}"), sample("a"))
         assert len(endpoint.requests) == 4, "another model or another prompt is another question"
+
+
+def test_a_reply_without_a_score_is_not_kept_so_that_the_next_run_asks_again(tmp_path):
+    file = str(tmp_path / "judge.sqlite")
+    with serving(always(Reply("I can't say."), Reply("Score: 5"), Reply("Grade 9"))) as endpoint:
+        first, second, third = (judged(Judge("m", endpoint.base_url, cache=file), sample())[0] for _ in range(3))
+        assert first["score"] is None and (second["score"], third["score"]) == (0.5, 0.5)
+        assert len(endpoint.requests) == 2
+        (read_anew,) = judged(Judge("m", endpoint.base_url, cache=file, pattern=r"Grade (\d)"), sample())
+        assert read_anew["score"] == 0.9, "a kept reply in which another pattern finds no score is no answer"
+
+
+def test_a_cache_that_breaks_on_the_way_is_given_up_with_one_warning(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hrl.reward.library.judge_store._WAIT_FOR_LOCK_S", 0.05)
+    file = str(tmp_path / "judge.sqlite")
+    with serving(always(Reply("Score: 5"))) as endpoint:
+        judge = Judge("m", endpoint.base_url, cache=file)
+        other = sqlite3.connect(file, isolation_level=None)
+        other.execute("begin exclusive")
+        assert [one["score"] for one in judged(judge, sample("a"), sample("b"))] == [0.5, 0.5]
+        assert [one["score"] for one in judged(judge, sample("a"))] == [0.5] and len(endpoint.requests) == 2
+        other.close()
+    assert caplog.text.count("can't be used any more") == 1 and "database is locked" in caplog.text
+
+
+def test_a_process_whose_cache_broke_keeps_its_share_of_the_pace(tmp_path, monkeypatch):
+    monkeypatch.setattr("hrl.reward.library.judge_store._WAIT_FOR_LOCK_S", 0.05)
+    store = JudgeStore(tmp_path / "judge.sqlite", processes=4)
+    other = sqlite3.connect(tmp_path / "judge.sqlite", isolation_level=None)
+    other.execute("begin exclusive")
+    waits_s = [store.take_turn(10.0) for _ in range(3)]
+    other.close()
+    assert waits_s == pytest.approx([0.0, 10.0, 50.0], abs=1.0)
 
 
 def test_of_very_many_replies_the_latest_are_kept(monkeypatch):
