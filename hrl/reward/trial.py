@@ -23,6 +23,7 @@ Kind = Literal["response", "empty", "prompt", "list", "answer"]
 PROBED_ROWS = 4
 """How many rows the probes are made of."""
 _RESPONSE_KEYS = ("response", "completion", "solution_str", "output", "text")
+_LONGEST_TRUTH = 40
 _TRIAL_S = 600.0
 """How long all calls together may take beyond their deadlines one after the other."""
 _LAZY: dict[Kind, str] = {
@@ -73,10 +74,12 @@ class Trial:
     Attributes:
         title: The reward.
         calls: All texts, responses first.
+        rows: What they were scored with.
     """
 
     title: str
     calls: list[Call]
+    rows: Sequence[PromptRow]
 
     @property
     def of_responses(self) -> list[Call]:
@@ -126,12 +129,32 @@ class Trial:
                 beats = " which no response of yours beats" if best is not None and max(paid) >= best else ""
                 found.append(f"{what}{',' + beats if beats else ''}: a policy finds that out.")
         of_answers = [call.outcome.score for call in self.calls if call.attempt.kind == "answer"]
+        may_be_paid = [*scores, *of_answers]
+        if (
+            may_be_paid
+            and all((score or 0.0) <= 0 for score in may_be_paid)
+            and (other := self._truth_that_is_no_text())
+        ):
+            found.append(other)
         if of_answers and all((score or 0.0) <= 0 for score in of_answers):
             found.append(
                 "the answer alone is never paid: if responses have to have a form besides, say so in the prompt, or "
                 "give a small reward for the form, so that the policy finds it."
             )
         return found
+
+    def _truth_that_is_no_text(self) -> str:
+        """Return what to say of the first ground truth of the scored rows that is not a text."""
+        for index in sorted({call.attempt.row for call in self.calls}):
+            truth = self.rows[index].reward_model.get("ground_truth")
+            if truth is not None and not isinstance(truth, str):
+                kind = type(truth).__name__
+                return (
+                    f"nothing is paid, and the answer of row {index} is no text but of type {kind}: {_shortened(truth)}"
+                    f". A response is a text, and no text equals a value of type {kind}. Compare with str(answer), or "
+                    "write the answers as texts into the data."
+                )
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -169,6 +192,11 @@ def probes(rows: Sequence[PromptRow]) -> list[Attempt]:
 def _truth(row: PromptRow) -> str | None:
     truth = row.reward_model.get("ground_truth")
     return str(truth) if isinstance(truth, str | int | float) else None
+
+
+def _shortened(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST_TRUTH else f"{text[:_LONGEST_TRUTH]}…"
 
 
 def responses_for(records: Iterable[tuple[str, Any]], num_rows: int, limit: int | None = None) -> list[Attempt]:
@@ -273,4 +301,4 @@ def run_trial(spec: RewardSpec, reward: RewardConfig, rows: Sequence[PromptRow],
             futures.append(pool.submit(belongings, attempt.response, f"{attempt.kind} {number} (row {attempt.row})"))
         limit_s = _TRIAL_S + reward.timeout_s * len(futures)
         calls = [Call(attempt, future.result(limit_s)) for attempt, future in zip(attempts, futures, strict=True)]
-    return Trial(spec.source.title, calls)
+    return Trial(spec.source.title, calls, rows)

@@ -97,6 +97,22 @@ def test_an_answer_that_needs_a_form_is_told(folder, capsys):
     assert any("the answer alone is never paid" in warning for warning in said["warnings"])
 
 
+@pytest.mark.parametrize(("answer", "kind"), [(8, "int: 8"), (8.0, "float: 8.0"), ([8], "list: [8]"), ("8", None)])
+def test_an_answer_that_is_no_text_is_told_with_its_type(folder, capsys, answer, kind):
+    (folder / "last.py").write_text("def correct(response, answer):\n    return float(response[-1:] == answer)\n")
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "What is 3 + 5?", "answer": answer}) + "\n")
+    write(folder, "It is 8")
+    _, said = found(capsys, "last.py:correct", "--data", "one.jsonl", "--responses", "r.jsonl")
+    told = [warning for warning in said["warnings"] if "str(answer)" in warning]
+    assert len(told) == (kind is not None)
+    assert kind is None or f"the answer of row 0 is no text but of type {kind}." in told[0]
+
+
+def test_an_answer_that_is_no_text_is_fine_where_the_function_can_pay_it(folder, capsys):
+    (folder / "one.jsonl").write_text(json.dumps({"prompt": "What is 3 + 5?", "answer": 8}) + "\n")
+    assert found(capsys, "numeric", "--data", "one.jsonl")[1]["warnings"] == []
+
+
 def test_a_list_of_entries_is_tried_as_a_run_would_sum_it(folder, capsys):
     write(folder, "6", "no")
     length = "{name: length, most: 3, weight: 0.5, label: short}"
