@@ -73,8 +73,10 @@ def check(
         config = compose_kind(kind, overrides)
         ready, findings = None, None
         if not config_only:
-            from hrl.preflight.preflight import inspect_run  # imports torch
+            from hrl.preflight.earlier_models import with_models_of_before  # imports torch, as the next
+            from hrl.preflight.preflight import inspect_run
 
+            config = with_models_of_before(config)
             ready, findings = inspect_run(config, download=False)
             findings.raise_problems()
     except ConfigError as error:

@@ -23,6 +23,7 @@ from hrl.config.load import load_kind
 from hrl.config.outline import RunConfiguration
 from hrl.config.rules import warnings
 from hrl.config.trainer import RunConfig
+from hrl.preflight.earlier_models import with_earlier_models, with_models_of_before
 from hrl.preflight.folder_plan import plan_run_folder
 from hrl.preflight.given import Given
 from hrl.preflight.preflight import Preflight, preflight
@@ -32,7 +33,6 @@ from hrl.report.reporter import RunReporter
 from hrl.report.run_folder import RunFolder
 from hrl.trainer.banner import run_facts, title
 from hrl.trainer.callbacks import Callback, Callbacks
-from hrl.trainer.earlier_models import with_earlier_models, with_models_of_before
 from hrl.trainer.kinds import KINDS, Kind
 from hrl.trainer.loop import TrainingLoop
 from hrl.workers.runtime import Runtime

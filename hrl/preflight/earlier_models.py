@@ -53,18 +53,18 @@ def with_models_of_before(config: RunC) -> RunC:
         config: The configuration, before its files are looked at.
 
     Raises:
-        DamagedFileError: The `config.yaml` of the folder can't be read.
+        DamagedFileError: A path leads there, and the `config.yaml` of the folder can't be read.
     """
     folder = Path(config.trainer.default_local_dir).expanduser().resolve()
     was, earlier = folder / MODEL, folder / EARLIER
     if not (folder / "config.yaml").exists() or (was.exists() and not _continues(config.trainer, folder)):
         return config
-    written = dict(flatten(read_config(folder), type(config)))
 
     def began_with(key: str, path: Path) -> Path | None:
-        value = written.get(key)
-        is_moved = isinstance(value, str) and Path(value).is_relative_to(earlier)
-        return Path(str(value)) if is_moved and _moved(path, was, was) is not None else None
+        if _moved(path, was, was) is None:
+            return None
+        value = dict(flatten(read_config(folder), type(config))).get(key)
+        return Path(value) if isinstance(value, str) and Path(value).is_relative_to(earlier) else None
 
     return _with_paths(config, began_with)
 

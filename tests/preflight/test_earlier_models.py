@@ -10,10 +10,12 @@ import pytest
 
 from hrl.cluster.checkpoints import CheckpointStore
 from hrl.config import compose_cli
+from hrl.config.run_kind import PPO
+from hrl.preflight.check import check
+from hrl.preflight.earlier_models import with_earlier_models, with_models_of_before
 from hrl.preflight.preflight import Preflight
-from hrl.report.run_folder import RunFolder
+from hrl.report.run_folder import DamagedFileError, RunFolder
 from hrl.trainer import run as module
-from hrl.trainer.earlier_models import with_earlier_models, with_models_of_before
 
 
 @pytest.fixture
@@ -124,3 +126,37 @@ def test_a_run_looks_for_the_model_it_began_with_before_it_looks_at_its_files(
     with pytest.raises(KeyboardInterrupt), module.running("ppo", same_call(second)):
         pass
     assert looked_at == [str(second / "earlier" / "1" / "model")]
+
+
+def test_a_check_names_the_model_that_the_same_call_begins_with(second: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at = []
+
+    def look(config: Any, **_: Any) -> None:
+        looked_at.append(config.actor_rollout_ref.model.path)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hrl.preflight.preflight.inspect_run", look)
+    with pytest.raises(KeyboardInterrupt):
+        check(
+            PPO,
+            [
+                f"trainer.default_local_dir={second}",
+                "data.train_files=rows.jsonl",
+                f"actor_rollout_ref.model.path={second}/model",
+            ],
+        )
+    assert looked_at == [str(second / "earlier" / "1" / "model")]
+
+
+def test_a_damaged_configuration_hinders_no_run_that_needs_nothing_of_it(second: Path) -> None:
+    (second / "config.yaml").write_text("no keys")
+    config = compose_cli(
+        [
+            f"trainer.default_local_dir={second}",
+            "data.train_files=rows.jsonl",
+            "actor_rollout_ref.model.path=other/model",
+        ]
+    )
+    assert with_models_of_before(config) == config
+    with pytest.raises(DamagedFileError, match="it has no keys"):
+        with_models_of_before(same_call(second))
