@@ -34,10 +34,26 @@ _LAZY = {
 
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
-        raise AttributeError(f"module 'hrl' has no attribute {name!r}")
+        raise AttributeError(f"module 'hrl' has no attribute {name!r}{_meant_by(name)}")
     value = getattr(import_module(_LAZY[name]), name)
     globals()[name] = value
     return value
+
+
+def _meant_by(name: str) -> str:
+    """Return the hint for a name that probably stands for another, such as TRL's `GRPOTrainer`."""
+    from hrl.nearest import did_you_mean
+
+    if name.startswith("_"):
+        return ""
+    short = name.removesuffix("Trainer").removesuffix("Config")
+    hint = did_you_mean("Callback" if name == "TrainerCallback" else short, __all__)
+    if short == name or not short:
+        return f". {hint}" if hint else ""
+    takes = "What TRL's configuration sets are arguments there, or keys of its config."
+    if short == "RLOO":
+        return f'. Use hrl.GRPO(recipe="rloo"). {takes}'
+    return f". {hint} {takes}" if hint else ""
 
 
 def __dir__() -> list[str]:

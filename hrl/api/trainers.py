@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 from hrl.api.arguments import dotted, file_arguments
 from hrl.api.choices import chosen
 from hrl.api.config_view import ConfigView
+from hrl.api.listeners import as_callbacks
 from hrl.api.rows import Rows, UsageError, as_sources_or_rows
 from hrl.api.run import Run
+from hrl.api.signature import explains_its_arguments
 from hrl.config.arithmetic import Fact
 from hrl.config.compose import compose_kind
 from hrl.config.override import as_override
@@ -64,10 +66,10 @@ class Trainer:
         val_data: Rows | None,
         recipe: str | None,
         config: Mapping[str, Any] | Section | str | Path | None,
-        callbacks: Sequence[Callback],
+        callbacks: Callback | Sequence[Callback],
         trainer_cls: type[TrainingLoop] | None,
     ) -> None:
-        self._callbacks = list(callbacks)
+        self._callbacks = as_callbacks(callbacks)
         self._trainer_cls = trainer_cls
         self._recipe_name = recipe or self._recipe
         self._file: Path | None = None
@@ -317,6 +319,7 @@ class PPO(Trainer):
     _recipe = "ppo"
     _model_key = "actor_rollout_ref.model.path"
 
+    @explains_its_arguments
     def __init__(
         self,
         model: str | Path | None = None,
@@ -338,7 +341,7 @@ class PPO(Trainer):
         name: str | None = None,
         recipe: str | None = None,
         config: Mapping[str, Any] | Section | str | Path | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] = (),
         trainer_cls: type[TrainingLoop] | None = None,
     ) -> None:
         """Describe a run; nothing is read or started yet.
@@ -370,7 +373,7 @@ class PPO(Trainer):
             name: Name of the run (`trainer.experiment_name`).
             recipe: A file of `configs/recipe`, whose values apply where nothing else is given.
             config: Any other keys: nested or dotted, a configuration such as `run.config`, or a YAML file's path.
-            callbacks: Objects of `hrl.Callback`, called at named moments of the run.
+            callbacks: Objects of `hrl.Callback`, or one, called at named moments of the run.
             trainer_cls: A subclass of `RayPPOTrainer` with hooks of your own.
         """
         self._reward: Any = None
@@ -462,6 +465,7 @@ class GRPO(PPO):
 class OfflineTrainer(Trainer):
     """What the trainers that learn from given answers have in common."""
 
+    @explains_its_arguments
     def __init__(
         self,
         model: str | Path | None = None,
@@ -479,7 +483,7 @@ class OfflineTrainer(Trainer):
         folder: str | Path | None = None,
         name: str | None = None,
         config: Mapping[str, Any] | Section | str | Path | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] = (),
         trainer_cls: type[TrainingLoop] | None = None,
     ) -> None:
         """Describe a run; nothing is read or started yet.
@@ -502,7 +506,7 @@ class OfflineTrainer(Trainer):
             folder: Run folder; `outputs/<project>/<experiment>` by default.
             name: Name of the run (`trainer.experiment_name`).
             config: Any other keys: nested or dotted, a configuration such as `run.config`, or a YAML file's path.
-            callbacks: Objects of `hrl.Callback`, called at named moments of the run.
+            callbacks: Objects of `hrl.Callback`, or one, called at named moments of the run.
             trainer_cls: A subclass of the kind's trainer with hooks of your own.
         """
         super().__init__(

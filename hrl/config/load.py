@@ -59,7 +59,7 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: Sequence
     doubtful = {key for problem in found for key in (problem.key, *problem.involves)}
     config, wrong = _build(values, kind.schema)
     # A wrong value also fails in the defaults derived from it; report it only where it was written.
-    found += [problem for problem in wrong if any(_overlap(problem.key, key) for key in values)]
+    found += [_with_synonym(problem, kind) for problem in wrong if any(_overlap(problem.key, key) for key in values)]
     doubtful.update(problem.key for problem in wrong)
     for rule in kind.rules:
         sound = [problem for problem in rule(config) if doubtful.isdisjoint((problem.key, *problem.involves))]
@@ -68,6 +68,12 @@ def validate_kind(kind: RunKind[C], given: Mapping[str, Any], problems: Sequence
     if found:
         raise ConfigError(found)
     return config.with_remarks(*remarks) if remarks else config
+
+
+def _with_synonym(problem: Problem, kind: RunKind[WholeConfig]) -> Problem:
+    """Return the problem of a section that has a value, with the key that was meant where another name tells it."""
+    synonym = kind.spellings.synonyms.get(problem.key)
+    return problem if synonym is None or problem.hint else problem._replace(hint=synonym.hint)
 
 
 def _overlap(key: str, other: str) -> bool:

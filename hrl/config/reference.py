@@ -237,7 +237,7 @@ def _compatibility() -> Iterator[str]:
     for (key, value), verdict in spellings.values.items():
         yield f"| `{key}={value}` | | {_refusal(verdict)} |"
     yield "\n## Coming from TRL or OpenRLHF\n"
-    yield "Their names are not accepted; the error says what to write instead.\n"
+    yield "Their names, and those of hrl's arguments in Python, are no keys; the error says what to write instead.\n"
     yield "| name | here | |\n| --- | --- | --- |"
     yield from (f"| `{name}` | `{other.key}` | {_cell(other.but)} |" for name, other in spellings.synonyms.items())
 

@@ -208,7 +208,8 @@ class Spellings:
         values: (key, value) that hrl does not have → verdict on it.
         null_is_unset: Keys whose null means their default.
         converted: Keys whose value is converted to values of other keys. A key that is set itself takes precedence.
-        synonyms: Another library's name, without section → its counterpart in hrl.
+        synonyms: Another library's name, or that of an argument in Python, without section → its counterpart in hrl.
+        arguments: Those that are arguments in Python.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -218,6 +219,7 @@ class Spellings:
     null_is_unset: frozenset[str] = frozenset()
     converted: Mapping[str, Conversion] = field(default_factory=dict)
     synonyms: Mapping[str, Synonym] = field(default_factory=dict)
+    arguments: Mapping[str, Synonym] = field(default_factory=dict)
 
     def present_name(self, key: str) -> str:
         """Return the name of `key` in hrl; `key` itself if it was never renamed."""
@@ -297,6 +299,10 @@ def _synonyms(table: Mapping[str, str]) -> dict[str, Synonym]:
     return {name: Synonym(key, but.removesuffix(")")) for name, (key, _, but) in parts.items()}
 
 
+def _arguments(part: str) -> dict[str, Synonym]:
+    return _synonyms(_OTHERS["python"]["both"] | _OTHERS["python"][part])
+
+
 def _of_section(section: str, name: str, outside: Mapping[str, Verdict]) -> dict[str, Verdict]:
     """Return the verdicts on the keys of one section, for another kind of run that has the section as `name`."""
     return {
@@ -316,7 +322,8 @@ def _of_ppo() -> Spellings:
         values=_values(_VERL["values"]),
         null_is_unset=frozenset(key for one in _VERL["null_is_unset"] for key, _ in _spread(one)),
         converted=_PPO_CONVERTED,
-        synonyms=_synonyms(_OTHERS["ppo"]),
+        synonyms=_arguments("ppo") | _synonyms(_OTHERS["ppo"]),
+        arguments=_arguments("ppo"),
     )
 
 
@@ -330,7 +337,8 @@ def _of_offline(ppo: Spellings) -> Spellings:
         outside=outside | _verdicts(table["outside"]),
         values=_values(table["values"]),
         converted={"model.fsdp_config.offload_policy": _offload("model.fsdp_config", *_BOTH)},
-        synonyms=_synonyms(_OTHERS["offline"]),
+        synonyms=_arguments("offline") | _synonyms(_OTHERS["offline"]),
+        arguments=_arguments("offline"),
     )
 
 

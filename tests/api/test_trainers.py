@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 import hrl
 from hrl.api.rows import UsageError
+from hrl.config.run_kind import KINDS
 from hrl.errors import ConfigError
 
 TRAINERS = [hrl.PPO, hrl.GRPO, hrl.DPO, hrl.SFT, hrl.RewardModel]
@@ -45,9 +47,60 @@ def test_every_argument_is_a_key_or_an_object_of_the_run(trainer: Any, tmp_path:
     assert (optim.lr, model.path) == (1e-4, "some/model")
 
 
+@pytest.mark.parametrize(
+    ("trainer", "argument", "message"),
+    [
+        (hrl.GRPO, "reward_funcs", "GRPO takes no reward_funcs. It is reward here."),
+        (hrl.PPO, "learning_rate", "PPO takes no learning_rate. It is lr here."),
+        (hrl.GRPO, "max_steps", "It is steps here: it counts steps of the trainer"),
+        (hrl.GRPO, "stepz", "GRPO takes no stepz. Did you mean steps?"),
+        (hrl.GRPO, "gamma", "It is config={'algorithm.gamma': …} here."),
+        (hrl.GRPO, "clip_ratio", "Did you mean config={'actor_rollout_ref.actor.clip_ratio': …}?"),
+        (hrl.SFT, "reward", "SFT takes no reward. hrl.PPO and hrl.GRPO take it."),
+        (hrl.DPO, "max_seq_length", "DPO takes no max_seq_length. It is max_length here."),
+        (hrl.RewardModel, "args", "`hrl migrate FILE.py` translates a script of TRL."),
+    ],
+)
+def test_an_argument_that_a_trainer_lacks_is_answered_with_the_one_meant(
+    trainer: Any, argument: str, message: str
+) -> None:
+    with pytest.raises(UsageError, match=re.escape(message)):
+        trainer(**{argument: 1})
+
+
+def test_positional_arguments_are_counted_and_given_once() -> None:
+    with pytest.raises(UsageError, match=r"GRPO takes 3 arguments without a name \(model, reward, data\), not 4"):
+        hrl.GRPO("model", len, [], 5)  # type: ignore[misc, arg-type]
+    with pytest.raises(UsageError, match="DPO has two values for model"):
+        hrl.DPO("model", model="other")  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_table_of_arguments_is_what_the_trainers_take(trainer: Any) -> None:
+    arguments = KINDS[trainer.kind].spellings.arguments
+    objects = {"recipe", "config", "callbacks", "trainer_cls"}
+    assert set(inspect.signature(trainer).parameters) - objects == set(arguments)
+    for name, other in arguments.items():
+        assert other.key in trainer(**{name: "numeric" if name == "reward" else "x"})._values
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("GRPOTrainer", "GRPO"),
+        ("SFTConfig", "SFT"),
+        ("RewardTrainer", "RewardModel"),
+        ("grpo", "GRPO"),
+        ("TrainerCallback", "Callback"),
+        ("RLOOTrainer", 'hrl.GRPO(recipe="rloo")'),
+    ],
+)
+def test_a_name_of_trl_is_answered_with_that_of_hrl(name: str, meant: str) -> None:
+    with pytest.raises(AttributeError, match=re.escape(meant)):
+        getattr(hrl, name)
+
+
 def test_what_no_trainer_takes_is_told_with_the_name() -> None:
-    with pytest.raises(TypeError, match="reward_funcs"):
-        hrl.GRPO(reward_funcs=len)  # type: ignore[call-arg]
     with pytest.raises(UsageError, match="data is a int"):
         hrl.GRPO(data=5)  # type: ignore[arg-type]
 

@@ -2,6 +2,7 @@
 
 import random
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,7 @@ from hrl.config import ConfigError
 from hrl.config.compose import config_problems
 from hrl.config.load import nearest_keys, validate_kind
 from hrl.config.ppo import PPOTrainerConfig
-from hrl.config.run_kind import DPO, PPO
+from hrl.config.run_kind import DPO, PPO, RunKind
 from hrl.config.section import leaves
 from hrl.config.spellings import OFFLINE_SPELLINGS, PPO_SPELLINGS
 from hrl.nearest import edit_distance
@@ -187,3 +188,22 @@ def test_a_preference_run_has_its_own_synonyms():
 
 def test_a_synonym_with_the_section_of_something_else_is_no_hint():
     assert "kl_loss_coef" not in hint_for("critic.beta")
+
+
+@pytest.mark.parametrize(
+    ("kind", "argument", "key"),
+    [
+        (PPO, "model=x", "actor_rollout_ref.model.path"),
+        (PPO, "steps=3", "trainer.total_training_steps"),
+        (PPO, "--steps 3", "trainer.total_training_steps"),
+        (PPO, "batch_size=4", "data.train_batch_size"),
+        (PPO, "folder=out", "trainer.default_local_dir"),
+        (PPO, "reward=my.py", "reward.functions"),
+        (PPO, "data=x.jsonl", "data.train_files"),
+        (DPO, "model=x", "model.path"),
+        (DPO, "lr=1", "optim.lr"),
+    ],
+)
+def test_an_argument_of_python_is_answered_with_its_key(kind: RunKind[Any], argument: str, key: str):
+    (problem, *_) = config_problems(kind, argument.split(maxsplit=1) if argument.startswith("-") else [argument])
+    assert f"It is {key} here" in problem.hint
