@@ -584,14 +584,12 @@ def warnings(config: RunConfiguration) -> list[str]:
     """Return what is allowed but probably not meant, one sentence each, for `hrl check` and the run's banner."""
     if isinstance(config, PPOTrainerConfig):
         found, section, model = list(_ppo_warnings(config)), MODEL, config.actor_rollout_ref.model
-        loss = "a run that is interrupted starts again from the first step"
     else:
         found, section, model = [], "model", config.model
-        loss = "the trained model is not written anywhere"
     if model.trust_remote_code:
         found.append(f"{section}.trust_remote_code=true: code from the model's folder runs with your rights.")
     if config.trainer.save_freq <= 0 and config.trainer.total_training_steps != 0:  # else nothing is trained
-        found.append(f"trainer.save_freq is off: {loss}.")
+        found.append("trainer.save_freq is off: a run that is interrupted starts again from the first step.")
     elif config.trainer.save_freq > 0 and set(_checkpoint(config).save_contents) == {"hf_model"}:
         found.append("checkpoint.save_contents=[hf_model]: no run can continue from its checkpoints.")
     elif never_best := _validations_without_a_checkpoint(config):

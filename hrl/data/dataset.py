@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
@@ -151,6 +151,18 @@ class RLHFDataset(TokenisedDataset[PromptRow, str, np.ndarray]):
 
     def check(self, raw: Mapping[str, Any]) -> PromptRow | str:
         return check_prompt(raw, self.config.prompt_key, self.config.answer_key)
+
+    def of_prompts(self, rows: Sequence[Mapping[str, Any]]) -> Self:
+        """Return a data set of prompts that are only answered, which may lack answer and mapped columns.
+
+        Raises:
+            DatasetError: None can be used.
+        """
+        columns = {
+            ours: theirs for ours, theirs in self.config.map.items() if any(theirs.split(".")[0] in row for row in rows)
+        }
+        config = self.config.model_copy(update={"answer_key": None, "map": columns})
+        return type(self)(rows, self.tokenizer, config)
 
     def render(self, row: PromptRow) -> str:
         kwargs = with_tools(self.config.apply_chat_template_kwargs, row.tools)

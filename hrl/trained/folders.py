@@ -79,8 +79,8 @@ def find_trained(name: str) -> Trained:
         return _of(folder / MODEL, None)
     if (folder / CONFIG).is_file():
         raise NoModelError(
-            f"{folder} is the folder of a run that has saved no checkpoint. Set trainer.save_freq for the next run, or "
-            "name a model"
+            f"{folder} is the folder of a run that did not end and has saved no checkpoint. Set trainer.save_freq for "
+            "the next run, or name a model"
         )
     raise NoModelError(
         f"{folder} holds no model: neither config.json, nor a checkpoint (state.json), nor a run (checkpoints/)"

@@ -30,7 +30,7 @@ from hrl.preflight.preflight import Preflight, preflight
 from hrl.report.console import Display
 from hrl.report.display import display_of
 from hrl.report.reporter import RunReporter
-from hrl.report.run_folder import RunFolder
+from hrl.report.run_folder import MODEL, RunFolder
 from hrl.trainer.banner import run_facts, title
 from hrl.trainer.callbacks import Callback, Callbacks
 from hrl.trainer.kinds import KINDS, Kind
@@ -46,10 +46,17 @@ def run(
     trainer_cls: type[TrainingLoop] | None = None,
     display: Display | None = None,
 ) -> Path:
-    """Train as configured, and return the run folder; arguments and errors are those of `running`."""
+    """Train as configured, and return the run folder; arguments and errors are those of `running`.
+
+    A run that saves no checkpoint leaves the trained model in the folder `model`.
+    """
     with running(kind, config, given, trainer_cls=trainer_cls, display=display) as trainer:
         trainer.fit()
-        return trainer.reporter.folder.path
+        folder = trainer.reporter.folder.path
+        if config.trainer.save_freq <= 0 and config.trainer.total_training_steps != 0:
+            trainer.export(folder / MODEL)
+            trainer.reporter.console.note(f"trained model: {folder / MODEL}")
+        return folder
 
 
 @contextmanager

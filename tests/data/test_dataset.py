@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from hrl.config.data import DataConfig
 from hrl.data.chat import text_of
 from hrl.data.dataset import RLHFDataset, collate_fn, dataset_class
 from hrl.errors import DatasetError
@@ -245,6 +246,16 @@ def test_rows_that_are_matched_one_by_one_are_refused_if_any_was_left_out(tokeni
         RLHFDataset([make_row("a"), make_row("b" * 100), make_row("c")], tokenizer, config).require_all()
     with pytest.raises(DatasetError, match=r"1 of .* bad and 0 too long.*row 0 of the list: .*prompt"):
         RLHFDataset([{"data_source": "s"}, make_row("c")], tokenizer, config).require_all()
+
+
+def test_a_prompt_that_is_only_answered_needs_no_answer_and_no_mapped_column(tokenizer):
+    config = DataConfig(
+        answer_key="target", map={"prompt": "question"}, train_files=["rows"], train_batch_size=1, seed=1
+    )
+    dataset = RLHFDataset([{"question": "a", "target": "b"}], tokenizer, config)
+    for row in ({"prompt": "c"}, {"question": "c"}):
+        prompts = dataset.of_prompts([row])
+        assert [one.messages[-1]["content"] for one in prompts.rows] == ["c"]
 
 
 def test_data_with_nothing_left_says_what_became_of_it(tokenizer, config, make_row):

@@ -13,6 +13,7 @@ from hrl.config.offline import SFTTrainerConfig
 from hrl.config.ppo import PPOTrainerConfig
 from hrl.preflight.given import Given
 from hrl.report.run_folder import read_jsonl, rollouts_file
+from hrl.trained.folders import find_trained
 from tests.runs.in_process import in_process, run_configured
 from tests.runs.runner import Runner
 
@@ -76,6 +77,7 @@ def test_a_run_on_two_sources_with_a_sampler_resumes_exactly(runner: Runner, sou
         for steps in parts:
             run_configured("ppo", configuration(runner.model, tmp_path / name, steps, data), Given(reward=reward))
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    assert not (straight / "model").exists()  # its checkpoints have the weights
     for step in range(1, 5):
         assert drawn(straight, step) == drawn(resumed, step)
     states = [json.loads((one / "checkpoints" / "step_4" / "state.json").read_text()) for one in (straight, resumed)]
@@ -98,7 +100,11 @@ def test_a_prompt_that_comes_twice_in_a_step_is_two_groups(runner: Runner, sourc
     config = configuration(runner.model, tmp_path / "run", 1, data)
     actor = config.actor_rollout_ref.actor.model_copy(update={"ppo_mini_batch_size": 4})
     roles = config.actor_rollout_ref.model_copy(update={"actor": actor})
-    run_configured("ppo", config.model_copy(update={"actor_rollout_ref": roles}), Given(reward=reward))
+    trainer = config.trainer.model_copy(update={"save_freq": -1})
+    run_configured(
+        "ppo", config.model_copy(update={"actor_rollout_ref": roles, "trainer": trainer}), Given(reward=reward)
+    )
+    assert find_trained(str(tmp_path / "run")).name == str(tmp_path / "run" / "model")  # which no checkpoint holds
     records = list(read_jsonl(rollouts_file(tmp_path / "run" / "rollouts", 1, "train")))
     of_one = [record["uid"] for record in records if record["data_source"] == "one"]
     assert len(of_one) == 4 and len(set(of_one)) == 2

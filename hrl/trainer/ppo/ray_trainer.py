@@ -309,7 +309,7 @@ class RayPPOTrainer(TrainingLoop):
                 matched with prompts by their order.
         """
         self.prepare()
-        prompts = self.other_rows(rows)
+        prompts = self.train_dataset.of_prompts(rows)
         prompts.require_all()
         batch = prompt_batch(prompts.batch(range(len(prompts))), n, step=self.global_steps, validate=True)
         seed = seed_of(self.config.trainer.seed, validate=True)

@@ -272,6 +272,6 @@ def test_prompts_are_answered_only_if_each_can_be(tmp_path: Path, monkeypatch: p
             raise DatasetError("row 1 is too long")
 
     driver = Driver(tmp_path)
-    monkeypatch.setattr(driver.trainer, "other_rows", lambda rows: Short(2))
+    monkeypatch.setattr(Prompts, "of_prompts", lambda self, rows: Short(2), raising=False)
     with pytest.raises(DatasetError, match="row 1 is too long"):
         driver.trainer.answer([{"prompt": "a"}] * 3, SamplingParams(1.0, 1.0, max_tokens=4))
