@@ -25,7 +25,7 @@ GPU_BATCH = 64
 CPU_RESPONSE_TOKENS = 128
 """Longest response without a GPU, where every token costs milliseconds."""
 _RESPONSE = "data.max_response_length"
-_OF_ITS_TASK = ("trainer.", "data.max_", "critic.", "actor_rollout_ref.actor.ppo_mini_batch_size")
+_OF_ITS_TASK = ("trainer.", "data.max_", "critic.")
 """Keys of the quickstart that belong to its task, or follow from others."""
 _BUDGETS = ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu", "data.max_token_len_per_gpu")
 

@@ -42,15 +42,18 @@ _ONE_OPTIMIZER_STEP = 256
 
 def _mini_batch(get: Get) -> object:
     batch = get("data.train_batch_size")
-    return batch if isinstance(batch, int) and 0 < batch < _ONE_OPTIMIZER_STEP else _ONE_OPTIMIZER_STEP
+    if not isinstance(batch, int) or batch <= 0:
+        return _ONE_OPTIMIZER_STEP
+    near = range(min(batch, _ONE_OPTIMIZER_STEP), _ONE_OPTIMIZER_STEP // 2 - 1, -1)
+    return next((size for size in near if batch % size == 0), batch)
 
 
 class ActorConfig(Section):
     """`actor_rollout_ref.actor`: the update of the policy."""
 
     ppo_mini_batch_size: Annotated[PositiveInt, Unit("prompts per optimizer step")] = follows(_mini_batch)
-    """Prompts per optimizer step; each has `rollout.n` sequences. Default: 256, or `data.train_batch_size` where that
-    is smaller."""
+    """Prompts per optimizer step; each has `rollout.n` sequences. Default: 256, or the nearest smaller
+    divisor of `data.train_batch_size`, down to 128; the whole batch where there is none."""
     ppo_epochs: PositiveInt = 1
     """Passes over each step's batch."""
     use_dynamic_bsz: bool = follows(lambda get: get(".ppo_micro_batch_size_per_gpu") is None)

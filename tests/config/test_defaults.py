@@ -122,3 +122,12 @@ def test_an_object_is_held_to_the_rules_of_a_command_line() -> None:
 def test_a_valid_object_passes_unchanged() -> None:
     built = PPOTrainerConfig(trainer={"nnodes": 2}, algorithm={"adv_estimator": "gae"})
     assert load_config(built) == built
+
+
+@pytest.mark.parametrize(
+    ("batch", "mini"), [(1, 1), (200, 200), (256, 256), (1024, 256), (1000, 250), (300, 150), (514, 514), (1009, 1009)]
+)
+def test_a_mini_batch_that_nobody_set_divides_the_batch(batch: int, mini: int):
+    for rows in ("rows.parquet", "reasoning_gym:chain_sum"):  # the second one brings the quickstart's values
+        config = compose_cli([f"data.train_files={rows}", f"data.train_batch_size={batch}"])
+        assert config.actor_rollout_ref.actor.ppo_mini_batch_size == mini
