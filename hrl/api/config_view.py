@@ -12,7 +12,7 @@ from hrl.nearest import did_you_mean
 
 
 class ConfigView:
-    """The keys of a trainer, to read and to set; what is set is checked when the configuration is next read.
+    """The keys of a trainer, to read and to set; rules between keys are checked when the configuration is next read.
 
     Args:
         schema: Class of the whole configuration.

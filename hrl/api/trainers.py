@@ -23,6 +23,7 @@ from hrl.api.run import Run
 from hrl.api.signature import explains_its_arguments
 from hrl.config.arithmetic import Fact
 from hrl.config.compose import compose_kind
+from hrl.config.load import value_problems
 from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
 from hrl.config.section import Section, leaves
@@ -149,6 +150,8 @@ class Trainer:
         if self._loop is not None:
             raise UsageError(f"{key} can't be set while the processes of the run are there: set it before they start")
         values = dotted({key: value}, self._keys)
+        if problems := value_problems(values, KINDS[self.kind]):
+            raise ConfigError(problems)
         _require_once(values, self._train_rows, self._val_rows)
         self._values |= values
 

@@ -76,6 +76,12 @@ def _with_synonym(problem: Problem, kind: RunKind[WholeConfig]) -> Problem:
     return problem if synonym is None or problem.hint else problem._replace(hint=synonym.hint)
 
 
+def value_problems(values: Mapping[str, Any], kind: RunKind[WholeConfig]) -> list[Problem]:
+    """Return what is wrong with values on their own: rules between keys and unknown keys are not looked at."""
+    known = {key: value for key, value in values.items() if _is_schema_key(key, kind.schema)}
+    return [problem for problem in _build(known, kind.schema)[1] if any(_overlap(problem.key, key) for key in known)]
+
+
 def _overlap(key: str, other: str) -> bool:
     """Return whether two keys are the same, or one is a section that holds the other."""
     return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")

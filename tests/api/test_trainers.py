@@ -139,3 +139,16 @@ hrl.GRPO
 assert not {{"torch", "ray", "transformers"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_bad_value_is_refused_where_it_is_set_and_leaves_the_command_as_it_was() -> None:
+    trainer = hrl.GRPO("some/model", len, data=[{"prompt": "a"}] * 20)
+    before = trainer.command
+    assert "data.train_batch_size=" in before
+    with pytest.raises(ConfigError, match=r"trainer\.save_freq is 'x', expected a whole number"):
+        trainer.config.trainer.save_freq = "x"
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size is -3, must be more than 0"):
+        trainer.config.data.train_batch_size = -3
+    assert trainer.command == before
+    trainer.config.trainer.save_freq = 5
+    assert trainer.resolved().trainer.save_freq == 5
