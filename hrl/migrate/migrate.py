@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from hrl.migrate.line import Migrated, MigrationError
+from hrl.migrate.line import Migrated, MigrationError, Remark
 from hrl.migrate.openrlhf import migrate_openrlhf
 from hrl.migrate.shell import commands_of
 from hrl.migrate.trl import migrate_trl_file, migrate_trl_line
@@ -16,6 +16,8 @@ from hrl.migrate.verl import migrate_verl
 _PYTHON = re.compile(r"^\s*(from|import)\s+\w|^\s*\w+\s*=\s*\w+\(", re.MULTILINE)
 _DOCTEST = re.compile(r"^\s*(?:>>>|\.\.\.)(?: (.*)|)$", re.MULTILINE)
 _SCRIPT_OF_TRL = re.compile(r"(?:.*/)?(?:trl|examples)/scripts/(\w+)\.py")
+_ARGUMENTS = re.compile(r"^[^#\n]*?(\$[@*]|\$\{[@*]\})", re.MULTILINE)
+_EXPORT = re.compile(r"^[ \t]*export[ \t]+([A-Za-z_]\w*)=", re.MULTILINE)
 _NAMES_OF_SCRIPTS = {"reward_modeling": "reward"}
 """Scripts of TRL that have another name than the command of `trl`."""
 _TRL = re.compile(r"\b(GRPO|RLOO|DPO|SFT|Reward)(Config|Trainer)\b")
@@ -55,7 +57,22 @@ def migrate(text: str, name: str, processes: int = 1) -> list[Migrated]:
         )
         where = "standard input" if name == "-" else name
         raise MigrationError(f"{where} has no launch line of verl, OpenRLHF or TRL{why}")
+    for migrated in found:
+        migrated.lost += _left_in_the_script(text)
     return found
+
+
+def _left_in_the_script(text: str) -> list[Remark]:
+    """Return what a script gives its lines beside their words. Values stay out of it: they may be secrets."""
+    remarks = []
+    if arguments := _ARGUMENTS.search(text):
+        why = "stands for what the script is called with; write that into the script and migrate it again"
+        remarks.append(Remark(arguments[1], why))
+    for name in dict.fromkeys(_EXPORT.findall(text)):
+        if not re.search(rf"\$\{{?{name}\b", text):  # else the value is in the line
+            why = "is set in the script and not in this line; export it before the run if it needs it"
+            remarks.append(Remark(f"export {name}", why))
+    return remarks
 
 
 def _program(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -49,6 +49,10 @@ def migrate_openrlhf(program: str, arguments: Sequence[str]) -> Migrated:
     values = {table.present(name): value for name, (value, _) in flags.items()}
     written = {table.present(name): text for name, (_, text) in flags.items()}
     given = Given(table, values, written)
+    if "actor.num_gpus_per_node" in table.defaults and "actor.num_gpus_per_node" not in given:
+        assumed = table.defaults["actor.num_gpus_per_node"]
+        why = "is OpenRLHF's default and was not in the line; trainer.n_gpus_per_node is how many you have"
+        into.differs.append(Remark(f"--actor.num_gpus_per_node {assumed}", why))
     for name in by_table(given, into):
         FUNCTIONS[name](given, into)
     into.drop_what_does_not_compose()
@@ -72,6 +76,9 @@ def _placement(given: Given, into: Migrated) -> None:
 
 def _reward(given: Given, into: Migrated) -> None:
     model, remote = given.get("reward.model_name_or_path"), given.get("reward.remote_url")
+    if model and remote:
+        why = "is not taken beside a remote reward; reward.reward_model.model_path adds a model's score to a function's"
+        into.lost.append(Remark(given.word("reward.model_name_or_path"), why))
     if model and not remote:
         into.set(
             {"reward.reward_model.enable": True, "reward.reward_model.model_path": model, "reward.function_weight": 0}

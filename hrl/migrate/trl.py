@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hrl.migrate.line import Migrated, MigrationError, Remark
@@ -82,8 +83,10 @@ def migrate_trl_file(text: str, name: str, processes: int) -> Migrated:
         raise MigrationError(f"{name} is no Python: {error.msg} in line {error.lineno}") from error
     constants = dict(_constants(tree))
     program, values, written = None, {}, {}
+    is_configured = False
     for call, found in _calls(tree):
         program = program or found
+        is_configured = is_configured or _called(call) in _CONFIGS
         if found != program:
             continue
         for keyword in call.keywords:
@@ -96,7 +99,16 @@ def migrate_trl_file(text: str, name: str, processes: int) -> Migrated:
             values["model"], written["model"] = names[0].value, f"model={names[0].value!r}"
     if program is None:
         raise MigrationError(f"{name} has none of {', '.join((*_CONFIGS, *_TRAINERS))}")
-    return _migrate(f"{name} ({program})", program, values, written, processes)
+    # Without a configuration in the file, and none given, the trainer takes TRL's defaults.
+    has_settings = is_configured or "args" not in values
+    into = _migrate(f"{name} ({program})", program, values, written, processes, with_defaults=has_settings)
+    if not has_settings:
+        why = (
+            "comes from a command line or from elsewhere, so none of its settings are here: give the line itself, as "
+            f"`trl {program} --flag value …`"
+        )
+        into.lost.append(Remark(written["args"], why))
+    return into
 
 
 def _shown(node: ast.expr) -> str:
@@ -184,9 +196,17 @@ def _source(name: str, part: str | None, split: str | None) -> Rows:
 
 
 def _migrate(
-    source: str, program: str, values: Mapping[str, Any], written: Mapping[str, str], processes: int
+    source: str,
+    program: str,
+    values: Mapping[str, Any],
+    written: Mapping[str, str],
+    processes: int,
+    *,
+    with_defaults: bool = True,
 ) -> Migrated:
     into, table = Migrated(source, PROGRAMS[program]), table_of(program)
+    if not with_defaults:
+        table = replace(table, defaults={})
     known: dict[str, Any] = {}
     texts: dict[str, str] = {}
     for name, value in values.items():

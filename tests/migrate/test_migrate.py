@@ -62,7 +62,11 @@ python3 -m verl.trainer.main_ppo \\
 
 def test_a_line_of_verl_means_the_same_without_what_hrl_lacks() -> None:
     found = one(VERL)
-    assert list(lost(found)) == ["actor_rollout_ref.model.lora_rank=32", "trainer.default_hdfs_dir=hdfs://somewhere"]
+    assert list(lost(found)) == [
+        "actor_rollout_ref.model.lora_rank=32",
+        "trainer.default_hdfs_dir=hdfs://somewhere",
+        "$@",
+    ]
     assert "LoRA comes later" in lost(found)["actor_rollout_ref.model.lora_rank=32"]
     config = config_of(found)
     assert isinstance(config, PPOTrainerConfig)
@@ -379,3 +383,39 @@ def test_an_empty_standard_input_is_called_by_its_name(
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
     assert cli.main(["migrate"]) == 1
     assert capsys.readouterr().err.startswith("standard input has no launch line of verl")
+
+
+def test_a_file_whose_settings_come_from_a_command_line_gets_none_of_them() -> None:
+    text = """
+from trl import GRPOConfig, GRPOTrainer, ModelConfig, ScriptArguments, TrlParser
+parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+script_args, training_args, model_args = parser.parse_args_and_config()
+trainer = GRPOTrainer("Qwen/Qwen2-0.5B", reward_funcs=length, args=training_args, train_dataset=load_dataset("a/b"))
+"""
+    found = one(text, "train.py")
+    assert {word.partition("=")[0] for word in found.arguments} == {
+        "algorithm.adv_estimator",
+        "trainer.n_gpus_per_node",
+        "actor_rollout_ref.model.path",
+        "data.train_files",
+    }
+    assert "`trl grpo --flag value …`" in lost(found)["args=training_args"]
+
+
+def test_what_a_script_gives_its_line_from_outside_is_named_without_values() -> None:
+    text = "export VLLM_ATTENTION_BACKEND=XFORMERS\nexport KEY=secret\nexport ROWS=a.parquet\n# $@\n"
+    line = "python3 -m verl.trainer.main_ppo data.train_files=$ROWS"
+    assert set(lost(one(text + line))) == {"export VLLM_ATTENTION_BACKEND", "export KEY"}
+    found = one(f"{text}{line} $@")
+    assert set(lost(found)) == {"export VLLM_ATTENTION_BACKEND", "export KEY", "$@"}
+    assert "secret" not in script(found) and found.arguments == ["data.train_files=a.parquet"]
+
+
+def test_what_a_line_of_openrlhf_leaves_to_defaults_or_beside_a_remote_reward_is_named() -> None:
+    line = "python3 -m openrlhf.cli.train_ppo_ray --prompt_data rows.jsonl --pretrain m"
+    found = one(f"{line} --reward_pretrain r --remote_rm_url http://host/score")
+    assert "is not taken beside a remote reward" in lost(found)["--reward_pretrain r"]
+    assert "--actor.num_gpus_per_node 8" in {remark.written for remark in found.differs}
+    assert "trainer.n_gpus_per_node=8" in found.arguments
+    told = one(f"{line} --actor_num_gpus_per_node 8")
+    assert "--actor.num_gpus_per_node 8" not in {remark.written for remark in told.differs}
