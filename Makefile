@@ -4,6 +4,8 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
+NEEDS_PYTHON := import sys; found = sys.version_info[:2]; \
+	sys.exit(None if (3, 11) <= found < (3, 14) else "hrl needs Python 3.11 to 3.13 and $(PYTHON) is %d.%d; try make install PYTHON=python3.11" % found)
 UV_VERSION := 0.13.8
 VENV := .venv
 BIN := $(VENV)/bin
@@ -26,6 +28,7 @@ help:  ## this list
 install: $(STAMP)  ## the virtual environment, from the lock file (a second call does nothing)
 
 $(STAMP): $(LOCK) pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -c '$(NEEDS_PYTHON)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check uv==$(UV_VERSION)
 	$(BIN)/uv pip install --quiet --python $(BIN)/python $(BACKEND) --no-deps -r $(LOCK)

@@ -184,7 +184,7 @@ def summed(returned: Mapping[str, Any], weights: Mapping[str, float]) -> dict[st
     """
     parts: dict[str, Any] = {}
     score: float | None = None
-    answer_score: float | None = None
+    of_answer = None
     has_failed = False
     for name, value in returned.items():
         try:
@@ -192,14 +192,14 @@ def summed(returned: Mapping[str, Any], weights: Mapping[str, float]) -> dict[st
         except RewardFunctionError as error:
             raise RewardFunctionError(f"{name} {error}") from error
         if "pred" in own and "pred" not in parts:
-            answer_score = parts[name]
+            of_answer = parts[name]
         for part, number in own.items():
             parts[part if part in _DECIDES and part not in parts else f"{name}/{part}"] = number
         if parts[name] is not None:
             score = (score or 0.0) + weights[name] * parts[name]
         has_failed = has_failed or (parts[name] is None and FAILURE in own)
-    if "acc" not in parts and answer_score is not None and list(weights.values()) != [1.0]:
-        parts["acc"] = float(answer_score >= _RIGHT)
+    if "acc" not in parts and of_answer is not None and list(weights.values()) != [1.0]:
+        parts["acc"] = float(of_answer >= _RIGHT)
     return {**parts, "score": None if has_failed else score}
 
 

@@ -118,7 +118,9 @@ def test_a_list_of_entries_is_tried_as_a_run_would_sum_it(folder, capsys):
     length = "{name: length, most: 3, weight: 0.5, label: short}"
     status, said = found(capsys, "numeric", length, "--data", "rows.jsonl", "--responses", "r.jsonl")
     first = said["calls"][0]
-    assert (status, first["score"], first["parts"]) == (0, 1.5, {"numeric": 1.0, "pred": "6", "short": 1.0})
+    assert (status, first["score"], first["parts"]) == (
+        *(0, 1.5, {"numeric": 1.0, "pred": "6", "short": 1.0, "acc": 1.0}),
+    )
 
 
 def test_a_name_alone_tries_its_example_row_and_keys_of_a_run_count(folder, capsys):

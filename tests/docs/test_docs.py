@@ -39,6 +39,16 @@ def test_every_relative_link_leads_to_a_file(document):
     assert not missing
 
 
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_every_row_of_a_table_has_as_many_cells_as_its_head(document):
+    text = re.sub(r"^( *)```.*?^\1```", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)
+    uneven = []
+    for table in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE):
+        head, *rows = (len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines())
+        uneven += [line for line, cells in zip(table.splitlines()[1:], rows, strict=True) if cells != head]
+    assert not uneven
+
+
 @pytest.mark.parametrize("document", [path for path in DOCUMENTS if path not in RECORDS], ids=lambda path: path.name)
 def test_every_file_that_is_named_exists(document):
     missing = [

@@ -30,7 +30,8 @@ def test_promises_are_counted() -> None:
 
 
 @pytest.mark.parametrize("promise", PROMISES, ids=lambda promise: promise.splitlines()[0])
-def test_a_promise_is_held_by_tests_that_there_are(promise: str) -> None:
+def test_a_promise_is_shown_by_a_command_and_held_by_tests_that_there_are(promise: str) -> None:
+    assert "```console\n$ " in promise
     named = re.findall(r"^- `(tests/[\w/]+\.py)::(\w+)`$", promise, re.MULTILINE)
     assert named
     assert not [name for file, name in named if name not in functions_of(ROOT / file)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -120,5 +121,5 @@ def test_a_function_given_beside_others_that_are_named_is_refused_as_before() ->
     named = compose_kind(KINDS["ppo"], ["reward.functions=[numeric]"])
     assert Given(reward=Lexicon()).named_in(named) == named
     findings = Findings()
-    look_at_reward(findings, named, Given(reward=Lexicon()), None, None)
+    look_at_reward(findings, named, Given(reward=Lexicon()), SimpleNamespace(known=(), columns=()), None)
     assert any("leave one of the two out" in problem.what for problem in findings.problems)

@@ -50,14 +50,14 @@ def test_one_path_leads_from_yaml_a_command_line_and_python_to_the_same_sum(tmp_
     sent = RewardSpec.from_plain(json.loads(json.dumps(shell.to_plain())))
     assert sent == shell
     outcome = score_by(sent, "7 + 5 = 12")
-    assert outcome.score == 1.0 and dict(outcome.parts) == {"numeric": 1.0, "pred": "12", "brief": 0.0}
+    assert outcome.score == 1.0 and dict(outcome.parts) == {"numeric": 1.0, "pred": "12", "brief": 0.0, "acc": 1.0}
     assert score_by(sent, "It's 12").score == pytest.approx(1.2)
 
 
 def test_names_and_objects_mix():
     spec = spec_of(given=["numeric", (lambda response, level: 0.5 * level, 2.0)], columns=("level",))
     outcome = score_by(spec, "12", level=3)
-    assert outcome.score == 4.0 and dict(outcome.parts) == {"numeric": 1.0, "pred": "12", "lambda": 1.5}
+    assert outcome.score == 4.0 and dict(outcome.parts) == {"numeric": 1.0, "pred": "12", "lambda": 1.5, "acc": 1.0}
 
 
 def test_a_single_function_of_weight_one_is_the_reward_itself_and_verls_key_is_such_an_entry(tmp_path):
@@ -69,7 +69,7 @@ def test_a_single_function_of_weight_one_is_the_reward_itself_and_verls_key_is_s
     half = spec_of("reward.functions=[{name: numeric, weight: 0.5}]")
     assert isinstance(half.source, SeveralFunctions)
     outcome = score_by(half, "12")
-    assert outcome.score == 0.5 and dict(outcome.parts) == {"numeric": 1.0, "pred": "12"}
+    assert outcome.score == 0.5 and dict(outcome.parts) == {"numeric": 1.0, "pred": "12", "acc": 1.0}
 
 
 def test_the_earlier_weight_of_the_function_is_an_entry_of_the_list():
