@@ -130,7 +130,7 @@ def chat_of_text(value: object) -> object:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):  # also of a number of thousands of digits, and of deep nesting
         return value
 
 
@@ -156,6 +156,8 @@ def as_tools(tools: object) -> list[dict[str, Any]] | str | None:
             tools = json.loads(tools)
         except json.JSONDecodeError as error:
             return f"'tools' is a string, but not JSON ({error.msg} at column {error.colno})"
+        except (ValueError, RecursionError) as error:
+            return f"'tools' is a string of JSON that can't be read ({error})"
     if tools is None or (isinstance(tools, Sequence) and not tools):
         return None
     if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping) for tool in tools):

@@ -1,6 +1,14 @@
 import pytest
 
-from hrl.data.chat import ChatTemplateError, TemplateReport, check_chat_template, inspect_chat_template, with_tools
+from hrl.data.chat import (
+    ChatTemplateError,
+    TemplateReport,
+    as_tools,
+    chat_of_text,
+    check_chat_template,
+    inspect_chat_template,
+    with_tools,
+)
 
 CHAT = [{"role": "user", "content": "hi"}]
 HEAD = "{% for m in messages %}"
@@ -119,3 +127,10 @@ def test_tools_reach_the_prompt_or_are_missed(tokenizer, tokenizer_with):
     assert report.faults == ()
     blind = inspect_chat_template(tokenizer, CHAT, [], kwargs)
     assert any("does not show them" in warning for warning in blind.warnings_for_sampling())
+
+
+@pytest.mark.parametrize("inside", ["[" * 100_000, "1" * 5_000], ids=["deep", "long number"])
+def test_json_text_that_python_refuses_is_text_and_no_traceback(inside):
+    text = f'[{{"role": "user", "content": {inside}}}]'
+    assert chat_of_text(text) == text
+    assert "a string of JSON that can't be read" in as_tools(text)
