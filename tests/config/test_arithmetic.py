@@ -62,7 +62,13 @@ def test_before_the_data_are_read_the_length_stays_open():
 
 
 def test_step_sizes_and_total_steps():
-    config = compose_cli(["data.train_batch_size=16", "actor_rollout_ref.actor.ppo_epochs=3"])
+    config = compose_cli(
+        [
+            "data.train_batch_size=16",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "actor_rollout_ref.actor.ppo_epochs=3",
+        ]
+    )
     assert step_sizes(config) == (16, 8, 128, 2, 3, 6)
     assert total_steps(config, train_rows=65) == 16
     assert total_steps(compose_cli(["trainer.total_training_steps=5"]), train_rows=65) == 5

@@ -84,7 +84,7 @@ def test_what_check_finds_in_order_starts(line, capsys, monkeypatch):
 
     def trainer(kind, config, ready, given, trainer_cls, reporter):
         fit = partial(started.append, ready.findings.notes)
-        return nullcontext(SimpleNamespace(fit=fit, reporter=reporter))
+        return nullcontext(SimpleNamespace(fit=fit, reporter=reporter, export=lambda folder: folder))
 
     monkeypatch.setattr("hrl.trainer.run._trainer", trainer)
     monkeypatch.setattr("hrl.trainer.run.run_cluster", lambda *_: nullcontext())

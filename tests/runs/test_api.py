@@ -64,9 +64,8 @@ def test_arguments_are_those_of_the_command_line(runner: Runner, tmp_path: Path)
 
 
 def test_wrong_keys_are_told_together_as_in_a_shell(runner: Runner, tmp_path: Path) -> None:
-    trainer = grpo(runner, tmp_path)
-    trainer.config.data.train_batch_size = "many"
-    trainer.config.algorithm.adv_estimator = "grppo"
+    wrong = {"data.train_batch_size": "many", "algorithm.adv_estimator": "grppo"}
+    trainer = hrl.GRPO(runner.model, data=ROWS, steps=2, folder=tmp_path, config=wrong)
     with pytest.raises(ConfigError) as raised:
         trainer.train()
     assert {problem.key for problem in raised.value.problems} == {"data.train_batch_size", "algorithm.adv_estimator"}

@@ -133,7 +133,6 @@ READ_ELSEWHERE = {
     "data.truncation": "read where a prompt is too long",
     "trainer.nnodes": "the configuration makes the size of pools of it",
     "trainer.total_epochs": "the configuration makes the number of steps of it",
-    "trainer.total_training_steps": "likewise",
 }
 
 
