@@ -105,28 +105,38 @@ class Trainer:
 
     @property
     def chosen(self) -> Mapping[str, Any]:
-        """The keys that nobody set and whose defaults would not suit these rows or this machine, with their values."""
+        """The keys that nobody set and whose defaults would not suit these rows or this machine, with their values.
+
+        Raises:
+            ConfigError: What was set can't be run, so that there is nothing to choose for it.
+        """
         given = self._given_arguments()
         if self._chosen is None or self._chosen[0] != given:
             kind = KINDS[self.kind]
-            try:
-                values = chosen(
-                    kind, compose_kind(kind, given), None if self._train_rows is None else len(self._train_rows)
-                )
-            except ConfigError:  # told by whoever composes them to train
-                values = {}
-            self._chosen = given, values
+            rows = None if self._train_rows is None else len(self._train_rows)
+            self._chosen = given, chosen(kind, compose_kind(kind, given), rows)
         return self._chosen[1]
 
     @property
     def arguments(self) -> list[str]:
-        """The arguments of the command line that means the same."""
+        """The arguments of the command line that means the same.
+
+        Raises:
+            ConfigError: No command line means it; lists every problem at once.
+        """
         return [*self._given_arguments(), *_overrides(self.chosen)]
 
     @property
     def command(self) -> str:
-        """The command line that means the same, where no object is given in place of a file."""
-        return shlex.join([*KINDS[self.kind].program.split(), *self.arguments])
+        """The command line that means the same, where no object is given in place of a file.
+
+        Raises:
+            ConfigError: No command line means it; lists every problem at once.
+        """
+        return self._command(self.arguments)
+
+    def _command(self, arguments: Sequence[str]) -> str:
+        return shlex.join([*KINDS[self.kind].program.split(), *arguments])
 
     @property
     def config(self) -> ConfigView:
@@ -159,7 +169,11 @@ class Trainer:
         return Given(self._train_rows, self._val_rows)
 
     def __repr__(self) -> str:
-        return f"<hrl.{type(self).__name__}: {self.command}>"
+        try:
+            shown = self.command
+        except ConfigError:  # a notebook shows it before anything is asked of it
+            shown = f"{self._command(self._given_arguments())} (which can't be run: see `.resolved()`)"
+        return f"<hrl.{type(self).__name__}: {shown}>"
 
     # ------------------------------------------------------------------ what it does
 

@@ -152,3 +152,21 @@ def test_a_bad_value_is_refused_where_it_is_set_and_leaves_the_command_as_it_was
     assert trainer.command == before
     trainer.config.trainer.save_freq = 5
     assert trainer.resolved().trainer.save_freq == 5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"trainer.save_freq": "x"}, r"trainer\.save_freq is 'x', expected a whole number"),
+        ({"data.train_batch_sise": 4}, r"Did you mean data\.train_batch_size\?"),
+        ({"actor_rollout_ref.rollout.n": 1}, r"1 problem in the configuration:"),  # against a rule: GRPO compares
+    ],
+)
+def test_no_command_is_shown_for_what_cannot_be_run(config: dict[str, Any], message: str) -> None:
+    trainer = hrl.GRPO("some/model", len, data=[{"prompt": "a"}] * 20, config=config)
+    for ask in (lambda: trainer.command, lambda: trainer.arguments, lambda: trainer.chosen, trainer.resolved):
+        with pytest.raises(ConfigError, match=message):
+            ask()
+    assert repr(trainer).endswith("(which can't be run: see `.resolved()`)>")  # it is shown all the same
+    sound = hrl.GRPO("some/model", len, data=[{"prompt": "a"}] * 20)
+    assert repr(sound) == f"<hrl.GRPO: {sound.command}>"
