@@ -6,13 +6,14 @@ import csv
 import io
 import shutil
 import tempfile
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, overload
+from typing import IO, Any
 
+from hrl.data.by_number import ByNumber
 from hrl.data.files import (
     CSV,
     DAMAGED,
@@ -31,7 +32,7 @@ from hrl.data.hub import cache_folder
 from hrl.errors import DatasetError
 
 
-class RowsByPlace(ABC, Sequence[object]):
+class RowsByPlace(ByNumber[object]):
     """The rows of several files of text; packed ones are unpacked first, into a file that ends with the process.
 
     Args:
@@ -64,14 +65,8 @@ class RowsByPlace(ABC, Sequence[object]):
     def __len__(self) -> int:
         return len(self._starts)
 
-    @overload
-    def __getitem__(self, index: int) -> object: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[object]: ...
-    def __getitem__(self, index: int | slice) -> object:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        index = range(len(self))[index]
+    def item(self, index: int) -> object:
+        """Return a row, or the `BadRow` that it is."""
         number, start = self._which[index], self._starts[index]
         is_last = index + 1 == len(self) or self._which[index + 1] != number
         file, path = self._files[number], self._paths[number]

@@ -12,9 +12,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+from hrl.data.by_number import ByNumber
 from hrl.data.files import PARQUET, BadRow, is_saved_data_set, kind_of, without_missing
 from hrl.errors import DatasetError
 from hrl.nearest import did_you_mean, listing
@@ -92,7 +93,7 @@ def cache_folder() -> Path:
     return folder
 
 
-class Table(Sequence[object]):
+class Table(ByNumber[object]):
     """Rows of `datasets` as they were written: without the nulls that its form adds.
 
     Args:
@@ -106,13 +107,8 @@ class Table(Sequence[object]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> object: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[object]: ...
-    def __getitem__(self, index: int | slice) -> object:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
+    def item(self, index: int) -> object:
+        """Return a row, or the `BadRow` that it is."""
         try:
             return without_missing(self._rows[index])
         except UnicodeDecodeError as error:

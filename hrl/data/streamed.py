@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from hrl.data.by_number import ByNumber
 from hrl.data.order import EpochOrder, Position, epoch_of
 from hrl.errors import DatasetError
 
@@ -118,7 +119,7 @@ class StreamedRows(Generic[R, T]):
         )
 
 
-class Column(Sequence[C]):
+class Column(ByNumber[C]):
     """One side of streamed rows, the rows or their tokens, as a sequence."""
 
     def __init__(self, streamed: StreamedRows[Any, Any], side: int) -> None:
@@ -127,19 +128,13 @@ class Column(Sequence[C]):
     def __len__(self) -> int:
         return len(self._streamed)
 
-    @overload
-    def __getitem__(self, index: int) -> C: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[C]: ...
-    def __getitem__(self, index: int | slice) -> C | list[C]:
-        if isinstance(index, slice):
-            return [self[one] for one in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        (row,) = self._streamed.get([index % len(self)])
+    def item(self, index: int) -> C:
+        """Return a row, or its tokens.
+
+        Raises:
+            DatasetError: The row can't be used.
+        """
+        (row,) = self._streamed.get([index])
         if row is None:
             raise DatasetError(f"row {index} was to be left out")
         return row[self._side]  # type: ignore[no-any-return]
-
-    def __iter__(self) -> Iterator[C]:
-        return (self[index] for index in range(len(self)))
