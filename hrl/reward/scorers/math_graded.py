@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 import re
+from functools import partial
 from typing import Any
 
-from hrl.reward.scorers.base import Scorer, all_right, only
+from hrl.reward.scorers.base import Scorer, all_right
 from hrl.reward.scorers.final_answer import after_thinking, boxed_answers, explicit_answers
 from hrl.reward.scorers.math_equal import (
     LONGEST_ANSWER,
@@ -26,7 +27,7 @@ from hrl.reward.scorers.math_equal import (
     parse_bounded,
     read_truth,
 )
-from hrl.reward.scorers.math_text import math_form, replaced
+from hrl.reward.scorers.math_text import boxed_in_normal_form, math_form, replaced
 
 _INTEGER = re.compile(r"-?[0-9]+")
 _FRACTION = re.compile(r"-?[0-9]+/[0-9]+")
@@ -166,10 +167,6 @@ def _in_order(text: str, marks: tuple[str, ...]) -> bool:
     return True
 
 
-def _boxed_in_normal_form(text: str, truth: MathTruth) -> str | None:
-    return only([math_form(box[:LONGEST_ANSWER]) for box in boxed_answers(after_thinking(text))])
-
-
 NUMINA = Scorer(
     "the value of the box or of the stated answer, to 0.01 %",
     read_truth,
@@ -183,5 +180,5 @@ GEOMETRY = Scorer(
     _score_geometry,
     wrong={"score": 0.0, "acc": 0.0},
     load=load,
-    answer=_boxed_in_normal_form,
+    answer=partial(boxed_in_normal_form, longest=LONGEST_ANSWER),
 )

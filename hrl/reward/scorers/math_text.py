@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from hrl.reward.scorers.base import Scorer, TruthError, all_right, only
@@ -138,11 +139,23 @@ def _dapo_reward(is_right: bool, answer: str) -> dict[str, Any]:
     return {"score": 1.0 if is_right else -1.0, "acc": is_right, "pred": answer}
 
 
-def _boxed_in_normal_form(text: str, truth: str) -> str | None:
-    return only([math_form(box[:_LONGEST_ANSWER]) for box in boxed_answers(after_thinking(text))])
+def boxed_in_normal_form(text: str, truth: object, *, longest: int) -> str | None:
+    """Return the only box of a text in MATH's normal form, None if there is none or several.
+
+    Args:
+        text: The response.
+        truth: Of its row; not needed.
+        longest: How many characters of a box are read.
+    """
+    return only([math_form(box[:longest]) for box in boxed_answers(after_thinking(text))])
 
 
-MATH = Scorer("the text of the box, in MATH's normal form", _read_text, _score_math, answer=_boxed_in_normal_form)
+MATH = Scorer(
+    "the text of the box, in MATH's normal form",
+    _read_text,
+    _score_math,
+    answer=partial(boxed_in_normal_form, longest=_LONGEST_ANSWER),
+)
 DAPO = Scorer(
     "the line 'Answer: …', else the box, in Minerva's normal form; 1 and -1",
     _read_text,
