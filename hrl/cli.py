@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hrl.commands.table import COMMANDS, Command
-from hrl.errors import ConfigError, HrlError
+from hrl.errors import HrlError, RefusedError
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: The arguments after the program's name; the command line's if None.
 
     Returns:
-        The exit status: 0 for success, 1 for a failure that explains itself, 2 for arguments or a configuration that
-        make no sense, 130 after Ctrl-C; that of a run for `train` and `demo`.
+        The exit status: 0 for success, 1 for a failure that explains itself, 2 for what can't work or is not there, 130
+        after Ctrl-C; that of a run for `train` and `demo`.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands = {command.name: command for command in COMMANDS}
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return command.load().run(options)
     except HrlError as error:
         sys.stderr.write(f"{error}\n")
-        return EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILURE
+        return EXIT_USAGE if isinstance(error, RefusedError) else EXIT_FAILURE
     except KeyboardInterrupt:
         sys.stderr.write("\ninterrupted\n")
         return EXIT_INTERRUPTED
@@ -102,9 +102,9 @@ def _without_command(arguments: Sequence[str], commands: dict[str, Command]) -> 
         formatter_class=RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="store_true", help="the version of hrl")
-    listed = parser.add_subparsers(title="commands", dest="command", metavar="")
+    listed = parser.add_argument_group("commands")  # the parser only writes the help: nothing is read with it
     for command in commands.values():
-        listed.add_parser(command.name, help=command.help)
+        listed.add_argument(command.name, help=command.help)
     if not arguments or arguments[0] in ("--help", "-h", "help"):
         (sys.stdout if arguments else sys.stderr).write(parser.format_help())
         return 0 if arguments else EXIT_USAGE

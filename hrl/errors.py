@@ -13,7 +13,14 @@ class HrlError(Exception):
     """
 
 
-class DatasetError(HrlError, ValueError):
+class RefusedError(HrlError):
+    """What was asked for can't work, or what was named is not there; asking again without a change is no use.
+
+    A command that ends with it has exit status 2, as after arguments that make no sense.
+    """
+
+
+class DatasetError(RefusedError, ValueError):
     """A source, a row or a whole data set can't be used; the message names file, row and the way out."""
 
 
@@ -49,7 +56,7 @@ class Problem(NamedTuple):
         return " ".join(part for part in (self.key, self.what, self.hint) if part)
 
 
-class ConfigError(HrlError, ValueError):
+class ConfigError(RefusedError, ValueError):
     """The configuration can't be run. `str()` lists all problems, numbered.
 
     Attributes:

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
-from hrl.errors import HrlError
+from hrl.errors import RefusedError
 from hrl.nearest import listing, way_to
 
 
-class UserFileError(HrlError, ValueError):
+class UserFileError(RefusedError, ValueError):
     """There is no such Python file, or it is not valid Python."""
 
 

@@ -8,15 +8,25 @@ import pytest
 
 from hrl import cli
 from hrl.commands.table import COMMANDS
-from hrl.errors import ConfigError, HrlError, Problem
+from hrl.errors import ConfigError, DatasetError, HrlError, Problem
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "hydra", "omegaconf", "pydantic", "rich", "numpy", "yaml")
 
 
 def test_help_lists_every_command_with_its_line(capsys):
     assert cli.main(["--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
+    out = capsys.readouterr().out
+    text = " ".join(out.split())
     assert all(f"{command.name} {command.help}" in text for command in COMMANDS)
+    assert f"\ncommands:\n  {COMMANDS[0].name} " in out  # no empty line between
+
+
+@pytest.mark.parametrize("command", ["report", "watch", "rollouts", "eval", "export", "tasks", "migrate"])
+def test_what_is_not_there_is_status_2_and_named(capsys, tmp_path, command):
+    missing = str(tmp_path / "nosuch")
+    more = {"eval": ["rows.jsonl"], "export": [str(tmp_path / "out")]}.get(command, [])
+    assert cli.main([command, missing, *more]) == 2
+    assert missing in capsys.readouterr().err
 
 
 def test_without_a_command_the_help_is_an_error(capsys):
@@ -80,6 +90,7 @@ def test_the_module_is_the_console_script():
     [
         (HrlError("no such thing; make it"), 1),
         (ConfigError([Problem("trainer.seed", "is no number.")]), 2),
+        (DatasetError("rows.jsonl is not there"), 2),
         (KeyboardInterrupt(), 130),
     ],
 )

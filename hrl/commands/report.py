@@ -19,9 +19,9 @@ def run(options: Namespace) -> int:
     """Write the page and say where it is."""
     from hrl.report.compare import compare_page
     from hrl.report.html_report import render, run_page
-    from hrl.report.run_folder import RunFolderError, checked_run_folder, write_text
+    from hrl.report.run_folder import METRICS, RunFolderError, checked_run_folder, write_text
 
-    folders = [checked_run_folder(folder.expanduser()) for folder in options.folders]
+    folders = [checked_run_folder(folder) for folder in options.folders]
     if len(folders) == 1:
         page, default = run_page(folders[0]), folders[0] / "report.html"
     else:
@@ -34,4 +34,7 @@ def run(options: Namespace) -> int:
     except OSError as error:
         raise RunFolderError(f"{out} can't be written: {error.strerror}; name another file with --out") from error
     sys.stdout.write(f"{out}\n")
+    for folder in folders:
+        if not (folder / METRICS).exists():
+            sys.stderr.write(f"{folder} has no {METRICS}: the run has made no step yet, and has no curves\n")
     return 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
@@ -19,21 +18,17 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Show the samples, and return 0, or 2 if there are none."""
+    """Show the samples, and return 0."""
     from rich.console import Console
 
-    from hrl.report.samples import NoSamplesError, show_rollouts
+    from hrl.report.samples import show_rollouts
 
-    try:
-        show_rollouts(
-            options.folder,
-            Console(highlight=False),
-            step=options.step,
-            sort=options.sort,
-            limit=options.limit,
-            validation=options.val,
-        )
-    except NoSamplesError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
+    show_rollouts(
+        options.folder,
+        Console(highlight=False),
+        step=options.step,
+        sort=options.sort,
+        limit=options.limit,
+        validation=options.val,
+    )
     return 0

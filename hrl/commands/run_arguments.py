@@ -25,7 +25,8 @@ def kind_and_arguments(words: Sequence[str]) -> tuple[str, list[str]]:
         ConfigError: The first word is another one.
     """
     if not words or words[0] not in ALGORITHMS:
-        if words and words[0].replace("_", "").isalpha():  # a word, and neither `key=value` nor an option
+        # a word, and neither `key=value`, also with blanks around the sign, nor an option
+        if words and words[0].replace("_", "").isalpha() and not "".join(words[1:2]).startswith("="):
             hint = did_you_mean(words[0], ALGORITHMS, f"There are {', '.join(ALGORITHMS)}.")
             raise ConfigError([Problem(words[0], "is no algorithm.", hint)])
         return "ppo", list(words)

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
-from hrl.errors import HrlError
+from hrl.errors import RefusedError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -29,7 +29,7 @@ _TITLES = {
 }
 
 
-class UnknownTaskError(HrlError, ValueError):
+class UnknownTaskError(RefusedError, ValueError):
     """There is no task or reward function of this name."""
 
 

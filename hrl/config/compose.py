@@ -8,6 +8,7 @@ primary files, and apply to hrl's own model and tasks only: a run on anything el
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,6 +194,38 @@ def _with_their_values(arguments: Sequence[str]) -> Iterator[str]:
         yield text
 
 
+def _without_blanks(arguments: Sequence[str], problems: list[Problem]) -> Iterator[str]:
+    """Yield the arguments; `key = value`, which a shell cuts into three, becomes one problem."""
+    at = 0
+    while at < len(arguments):
+        key, *following = arguments[at : at + 3]
+        cut = _cut_at_blanks(key, following)
+        if not cut:
+            yield key
+        else:
+            value = "".join(cut).removeprefix("=")
+            what, hint = "has blanks around the `=`.", f"Write {key.removesuffix('=')}={value}."
+            problems.append(Problem(" ".join([key, *cut]), what, hint, reason=Reason.UNREADABLE))
+        at += 1 + len(cut)
+
+
+def _cut_at_blanks(key: str, following: Sequence[str]) -> list[str]:
+    """Return which of the arguments after a key are its `=` and its value, cut off by blanks."""
+    after, value = [*following, "", ""][:2]
+    if re.fullmatch(r"[+~]{0,2}[\w./@]+=", key) and _is_bare(after):  # key= value
+        return [after]
+    if not re.fullmatch(r"[+~]{0,2}[\w./@]+", key):
+        return []
+    if after == "=" and _is_bare(value):  # key = value
+        return [after, value]
+    return [after] if len(after) > 1 and after.startswith("=") else []  # key =value
+
+
+def _is_bare(text: str) -> bool:
+    """Return whether a text can be the value of a key that stands before it, and is no argument by itself."""
+    return bool(text) and "=" not in text and not text.startswith(("-", "~"))
+
+
 def _compose_values(
     options: _Options, kind: RunKind[WholeConfig]
 ) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
@@ -207,7 +240,7 @@ def _compose_values(
     problems = list(options.missing)
     choices: dict[str, str] = {}
     overrides: list[Override] = []
-    for text in options.overrides:
+    for text in _without_blanks(options.overrides, problems):
         override = option_problem(text, kind) if text.startswith("-") else read_override(text)
         if isinstance(override, Problem):
             problems.append(override)

@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from hrl.config.compose import config_problems
 from hrl.config.override import as_override
 from hrl.config.run_kind import KINDS
-from hrl.errors import HrlError
+from hrl.errors import RefusedError
 
 _ROWS = "data.train_files"
 _PLACEHOLDER = "YOUR_ROWS.jsonl"
 
 
-class MigrationError(HrlError, ValueError):
+class MigrationError(RefusedError, ValueError):
     """There is no launch line in what was given, or it is of a program that hrl has no counterpart of."""
 
 

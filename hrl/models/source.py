@@ -25,7 +25,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from hrl.errors import HrlError
+from hrl.errors import RefusedError
 from hrl.nearest import listing, nearest_path, way_to
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ _HEAD = "score.weight"
 _LFS_POINTER = b"version https://git-lfs"
 
 
-class ModelSourceError(HrlError, ValueError):
+class ModelSourceError(RefusedError, ValueError):
     """A model can't be found, fetched or converted; the message says what to do."""
 
 
@@ -109,6 +109,11 @@ def find_model(path: str) -> Path | None:
     return folder if _is_model(folder) and any(folder.glob("*.safetensors")) else None
 
 
+def is_path(name: str) -> bool:
+    """Return whether the name of a model can only be a path: a hub id is `<name>` or `<owner>/<name>`."""
+    return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
+
+
 def _local_folder(name: str) -> Path | None:
     """Return the folder that `model.path` names; None for a hub id.
 
@@ -122,7 +127,7 @@ def _local_folder(name: str) -> Path | None:
         return folder.resolve()
     if folder.is_file():
         raise ModelSourceError(f"model {folder} is a file; name a folder that save_pretrained wrote")
-    if name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+    if is_path(name):
         raise ModelSourceError(f"model folder {folder} does not exist. {way_to(folder, _is_model)}")
     close = nearest_path(folder) if folder.parent.is_dir() and folder.parent != Path() else None
     if close is not None and _is_model(close) and close.parent == folder.parent.resolve():

@@ -16,12 +16,14 @@ from typing import IO, Any, Literal
 
 import yaml
 
-from hrl.errors import HrlError
+from hrl.errors import HrlError, RefusedError
 from hrl.report.environment import describe_environment
 
 logger = logging.getLogger(__name__)
 
 LOCK_NAME = ".lock"
+METRICS = "metrics.jsonl"
+CONFIG = "config.yaml"
 MODEL = "model"
 """The folder of the trained model in the folder of a run that was started from Python."""
 EARLIER = "earlier"
@@ -30,9 +32,9 @@ RolloutKind = Literal["train", "val"]
 
 # Outputs that a second run moves aside. Checkpoints are not moved: a folder with checkpoints is resumed or refused.
 _OUTPUTS = (
-    "metrics.jsonl",
+    METRICS,
     "alarms.jsonl",
-    "config.yaml",
+    CONFIG,
     "environment.json",
     "first_look.json",
     "outcome.json",
@@ -51,7 +53,7 @@ class RunFolderError(HrlError, RuntimeError):
     """The run folder is in use, holds checkpoints that this run would not continue, or can't be written."""
 
 
-class NoRunError(HrlError, FileNotFoundError):
+class NoRunError(RefusedError, FileNotFoundError):
     """There is no run in this folder."""
 
 
@@ -93,7 +95,7 @@ class RunFolder:
     @property
     def metrics_file(self) -> Path:
         """Path of the metrics file, one JSON object per step."""
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def checkpoints(self) -> Path:
@@ -113,7 +115,7 @@ class RunFolder:
         """Write the resolved configuration to `config.yaml`."""
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         with writing_to(self.path):
-            return write_text(self.path / "config.yaml", text)
+            return write_text(self.path / CONFIG, text)
 
     def write_environment(self) -> Path:
         """Write versions, machine and git revision to `environment.json`. Environment variables are left out."""
@@ -270,15 +272,26 @@ def writing_to(folder: Path) -> Iterator[None]:
         ) from error
 
 
+def existing_folder(folder: Path) -> Path:
+    """Return a folder that a command names, with `~` expanded.
+
+    Raises:
+        NoRunError: It is not there.
+    """
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise NoRunError(f"there is no folder {folder}; a run's first lines name its own, under “run folder”")
+    return folder
+
+
 def checked_run_folder(folder: Path) -> Path:
     """Return a folder that holds a run, as an absolute path.
 
     Raises:
         NoRunError: It holds none.
     """
-    if not folder.is_dir():
-        raise NoRunError(f"there is no folder {folder}; the run folder is in a run's first lines, under “folder”")
-    if not (folder / "config.yaml").exists():
+    folder = existing_folder(folder)
+    if not (folder / CONFIG).exists():
         runs = sorted(str(file.parent) for file in folder.glob("*/config.yaml"))
         hint = f"; runs are in {', '.join(runs[:5])}" if runs else ": a run writes config.yaml there when it starts"
         raise NoRunError(f"{folder} holds no run{hint}")
@@ -349,7 +362,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         DamagedFileError: It is no YAML with keys.
     """
-    return _mapping(folder / "config.yaml", yaml.safe_load)
+    return _mapping(folder / CONFIG, yaml.safe_load)
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -377,7 +390,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     Raises:
         DamagedFileError: A line is no JSON object, or has no step; names file and line.
     """
-    file = folder / "metrics.jsonl"
+    file = folder / METRICS
     records = read_jsonl(file) if file.exists() else []
     for number, record in enumerate(records, start=1):
         if not isinstance(record.get("step"), int):

@@ -16,8 +16,16 @@ from rich.text import Text
 
 from hrl.batching.planner import lengths_of
 from hrl.data.chat import text_of
-from hrl.errors import HrlError
-from hrl.report.run_folder import RolloutKind, read_jsonl, rollouts_file, rollouts_steps
+from hrl.errors import RefusedError
+from hrl.report.run_folder import (
+    CONFIG,
+    RolloutKind,
+    existing_folder,
+    read_config,
+    read_jsonl,
+    rollouts_file,
+    rollouts_steps,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +41,7 @@ ALL_SOURCES = "(all)"
 _NON_TENSOR_COLUMNS = ("uid", "sample_index", "data_source", "finish_reason")
 
 
-class NoSamplesError(HrlError, ValueError):
+class NoSamplesError(RefusedError, ValueError):
     """There are no such samples; the message says which there are."""
 
 
@@ -222,9 +230,11 @@ def show_rollouts(
         validation: Show samples of the validation after the step instead of its training samples.
 
     Raises:
+        NoRunError: There is no such folder.
         NoSamplesError: The folder has no samples, none of this step, or none with the sort key.
     """
     kind: RolloutKind = "val" if validation else "train"
+    folder = existing_folder(folder)
     step = _existing_step(folder, step, kind)
     records = read_samples(folder / "rollouts", step, kind)
     shown = _sorted(records, sort)[:limit]
@@ -234,19 +244,22 @@ def show_rollouts(
 
 
 def _existing_step(folder: Path, step: int | None, kind: RolloutKind) -> int:
-    if not folder.is_dir():
-        raise NoSamplesError(f"there is no folder {folder}")
     steps = rollouts_steps(folder / "rollouts", kind)
     samples = "validation samples" if kind == "val" else "samples"
     if not steps:
-        raise NoSamplesError(
-            f"{folder} holds no {samples}: a run writes them there, to rollouts/, from its first step on"
-        )
+        raise NoSamplesError(f"{folder} holds no {samples}: {_why_none(folder)}")
     if step is None:
         return steps[-1]
     if step not in steps:
         raise NoSamplesError(f"{folder} holds no {samples} of step {step}; it has those of {_ranges(steps)}")
     return step
+
+
+def _why_none(folder: Path) -> str:
+    config = read_config(folder) if (folder / CONFIG).exists() else {}
+    if config and "actor_rollout_ref" not in config:
+        return f"its run learns from given answers and draws none. `hrl report {folder}` shows its curves"
+    return "a run of a policy writes them there, to rollouts/, from its first step or validation on"
 
 
 def _sorted(records: Sequence[Sample], sort: str | None) -> Sequence[Sample]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from hrl.data.chat import text_of
 from hrl.data.dataset import PromptRow
-from hrl.errors import HrlError
+from hrl.errors import RefusedError
 from hrl.reward.parts import numeric_parts
 from hrl.reward.pool import RewardOutcome, RewardPool, RewardRow
 from hrl.reward.spec import RewardSpec
@@ -34,7 +34,7 @@ _LAZY: dict[Kind, str] = {
 """What no reward should pay for."""
 
 
-class TrialError(HrlError, ValueError):
+class TrialError(RefusedError, ValueError):
     """Responses that can't be read, or fit no rows."""
 
 

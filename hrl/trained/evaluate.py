@@ -19,9 +19,10 @@ from hrl.config.compose import compose_kind
 from hrl.config.override import as_override
 from hrl.config.run_kind import PPO
 from hrl.config.section import flatten
-from hrl.errors import HrlError
-from hrl.report.run_folder import read_jsonl, rollouts_file
-from hrl.trained.folders import CONFIG, Trained, find_trained, require_loadable
+from hrl.errors import HrlError, RefusedError
+from hrl.models.source import BUNDLED_PREFIX
+from hrl.report.run_folder import CONFIG, read_jsonl, rollouts_file
+from hrl.trained.folders import Trained, find_trained, require_loadable
 from hrl.trained.scores import Estimate, SourceScores, score_table
 
 SAMPLES = "samples.jsonl"
@@ -52,6 +53,10 @@ _ONLY_TRAINED_BY: dict[str, tuple[Collection[str], str]] = {
 
 class NoScoresError(HrlError, RuntimeError):
     """An evaluation has nothing to show."""
+
+
+class EvaluationError(RefusedError, ValueError):
+    """An evaluation that can't be made: there are no rows, or not enough samples of each."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ def run_arguments(
         overrides: Further keys; they win.
 
     Raises:
-        NoScoresError: There is nothing to evaluate on.
+        EvaluationError: There is nothing to evaluate on.
     """
     own: dict[str, Any] = {}
     if trained.run is not None and "actor_rollout_ref" in trained.config:
@@ -123,7 +128,7 @@ def run_arguments(
     model = require_loadable(trained)
     rows = list(sources) or own.get("data.val_files")
     if not rows:
-        raise NoScoresError(f"name the rows to evaluate {trained.name} on, behind it: {_why_none(trained)}")
+        raise EvaluationError(f"name the rows to evaluate {trained.name} on, behind it: {_why_none(trained)}")
     values = own | {
         "actor_rollout_ref.model.path": model,
         "data.train_files": list(rows)[:1],  # a run has some; none is looked at
@@ -151,6 +156,8 @@ def _is_set(key: str | None, overrides: Sequence[str]) -> bool:
 
 
 def _why_none(trained: Trained) -> str:
+    if trained.run is None and not Path(trained.name).exists() and not trained.name.startswith(BUNDLED_PREFIX):
+        return "there is no folder of this name here, so it is taken for a model of the hub, which brings no rows"
     if trained.run is None:
         return "it lies in no run's folder"
     if "actor_rollout_ref" in trained.config:
@@ -181,7 +188,7 @@ def evaluate(
     n = config.actor_rollout_ref.rollout.val_kwargs.n
     sizes = sampling.sizes or ((n,) if n > 1 else ())
     if any(k > n for k in sizes):
-        raise NoScoresError(f"k is {max(sizes)}, but each prompt gets {n} samples: raise -n, or leave larger k out")
+        raise EvaluationError(f"k is {max(sizes)}, but each prompt gets {n} samples: raise -n, or leave larger k out")
     with running(PPO.name, config) as trainer:
         metrics = trainer.evaluate()
         records = rollouts_file(trainer.reporter.folder.path / "rollouts", 0, "val")

@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from hrl.cluster.checkpoints import STATE_FILE, CheckpointStore
-from hrl.errors import HrlError
-from hrl.models.source import ModelSourceError
-from hrl.report.run_folder import MODEL, RunFolder, read_config, read_object
+from hrl.errors import RefusedError
+from hrl.models.source import ModelSourceError, is_path
+from hrl.nearest import way_to
+from hrl.report.run_folder import CONFIG, MODEL, RunFolder, read_config, read_object
 
 HF = "hf"
 """The folder of a checkpoint that transformers and vLLM load."""
-CONFIG = "config.yaml"
 
 
-class NoModelError(HrlError, ValueError):
+class NoModelError(RefusedError, ValueError):
     """A name on the command line names no model."""
 
 
@@ -59,9 +59,11 @@ def find_trained(name: str) -> Trained:
             as `checkpoints/step_20`, a model's folder, or anything else that `model.path` takes.
 
     Raises:
-        NoModelError: The folder holds no model; says what is in it.
+        NoModelError: The folder is not there, or holds no model; says what there is.
     """
     folder = Path(name).expanduser()
+    if not folder.exists() and is_path(name):
+        raise NoModelError(f"there is no folder {name}. {way_to(folder, Path.is_dir)}")
     if not folder.is_dir():
         return Trained(name, name.rpartition("/")[2].rpartition(":")[2] or "model")
     folder = folder.resolve()

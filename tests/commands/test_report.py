@@ -30,6 +30,14 @@ def test_the_page_goes_into_the_run_folder_a_file_or_a_folder(
         assert capsys.readouterr().out == f"{page}\n" and page.is_file()
 
 
+def test_a_run_without_a_step_is_told_to_have_no_curves(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run)]) == 0
+    assert "has no metrics.jsonl: the run has made no step yet" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
+    assert cli.main(["report", str(run)]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_place_that_cannot_be_written_is_named(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(run), "--out", str(tmp_path / "not" / "there.html")]) == 1
     assert capsys.readouterr().err.endswith(

@@ -63,9 +63,9 @@ def test_a_task_is_found_by_its_name_and_its_addresses(name, capsys):
 
 
 def test_a_misspelt_name_or_option_is_told(capsys):
-    assert cli.main(["tasks", "chain_sums"]) == 1
+    assert cli.main(["tasks", "chain_sums"]) == 2
     assert "Did you mean chain_sum?" in capsys.readouterr().err
-    assert cli.main(["tasks", "chain_sum?answr=tags"]) == 1
+    assert cli.main(["tasks", "chain_sum?answr=tags"]) == 2
     assert "no parameter 'answr'. Did you mean answer?" in capsys.readouterr().err
 
 
@@ -78,5 +78,5 @@ def test_reward_functions_are_listed_and_shown(capsys):
     for name in CATALOGUE:
         assert cli.main(["tasks", name, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["rewards"] == CATALOGUE[name].rewards
-    assert cli.main(["tasks", "repetitoin"]) == 1
+    assert cli.main(["tasks", "repetitoin"]) == 2
     assert "Did you mean repetition?" in capsys.readouterr().err

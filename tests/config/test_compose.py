@@ -82,6 +82,25 @@ def test_files_grammar_and_fields_are_reported_together():
     ]
 
 
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        (["data.train_files", "=", "x.jsonl"], "data.train_files=x.jsonl"),
+        (["data.train_files", "=x.jsonl"], "data.train_files=x.jsonl"),
+        (["data.train_files=", "x.jsonl"], "data.train_files=x.jsonl"),
+        (["+trainer.seed", "=", "3"], "+trainer.seed=3"),
+    ],
+)
+def test_blanks_around_the_sign_are_named_once(written, meant):
+    what = f"{' '.join(written)} has blanks around the `=`. Write {meant}."
+    assert problems(*written, "trainer.seed=x") == [what, "trainer.seed is 'x', expected a whole number."]
+
+
+def test_an_empty_value_beside_another_argument_is_no_blank():
+    config = compose_cli(["trainer.experiment_name=", "trainer.nnodes=1"])
+    assert (config.trainer.experiment_name, config.trainer.nnodes) == ("", 1)
+
+
 @pytest.mark.parametrize("prefix", ["+", "++"])
 def test_a_plus_neither_hides_a_wrong_key_nor_harms_a_right_one(prefix):
     assert problems(f"{prefix}trainer.total_epoch=3") == [

@@ -373,7 +373,7 @@ def test_the_command_reads_files_and_standard_input(
     assert cli.main(["migrate", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["command"][:2] == ["hrl", "train"] and found["composes"]
-    assert cli.main(["migrate", str(tmp_path / "none.sh")]) == 1
+    assert cli.main(["migrate", str(tmp_path / "none.sh")]) == 2
     assert "none.sh can't be read" in capsys.readouterr().err
 
 
@@ -381,7 +381,7 @@ def test_an_empty_standard_input_is_called_by_its_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    assert cli.main(["migrate"]) == 1
+    assert cli.main(["migrate"]) == 2
     assert capsys.readouterr().err.startswith("standard input has no launch line of verl")
 
 

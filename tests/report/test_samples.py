@@ -209,9 +209,13 @@ def test_the_command(run, capsys, monkeypatch):
 
 def test_a_folder_without_samples_is_status_2(tmp_path, capsys):
     assert cli.main(["rollouts", str(tmp_path)]) == 2
-    assert "holds no samples" in capsys.readouterr().err
+    assert "holds no samples: a run of a policy writes them there" in capsys.readouterr().err
     assert cli.main(["rollouts", str(tmp_path / "typo")]) == 2
     assert "there is no folder" in capsys.readouterr().err
+    (tmp_path / "config.yaml").write_text("model: {path: some/model}\ndata: {train_files: [a.jsonl]}\n")
+    assert cli.main(["rollouts", str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert "learns from given answers and draws none" in told and f"`hrl report {tmp_path}`" in told
 
 
 @pytest.mark.parametrize("arguments", [["--sort", "colour"], ["--limit", "0"], ["--limit", "x"], ["extra"]])

@@ -8,7 +8,7 @@ import pytest
 
 from hrl.algos.advantages import ADVANTAGE_ESTIMATORS
 from hrl.config.compose import compose_cli, to_yaml
-from hrl.trained.evaluate import NoScoresError, Sampling, run_arguments
+from hrl.trained.evaluate import EvaluationError, Sampling, run_arguments
 from hrl.trained.folders import Trained, find_trained
 
 ROWS = ("data.train_files=a.jsonl", "data.val_files=a.jsonl")
@@ -83,8 +83,12 @@ def test_a_model_is_evaluated_without_the_functions_that_trained_it(tmp_path: Pa
 
 
 def test_a_model_of_no_run_needs_rows(tmp_path: Path) -> None:
-    with pytest.raises(NoScoresError, match="lies in no run's folder"):
-        run_arguments(Trained("some/model", "model"), [], Sampling(), tmp_path, [])
+    with pytest.raises(EvaluationError, match="lies in no run's folder"):
+        run_arguments(Trained(str(tmp_path), "model"), [], Sampling(), tmp_path, [])
+    with pytest.raises(EvaluationError, match="lies in no run's folder"):
+        run_arguments(Trained("bundled:smollm2-135m-instruct", "model"), [], Sampling(), tmp_path, [])
+    with pytest.raises(EvaluationError, match="no folder of this name here, so it is taken for a model of the hub"):
+        run_arguments(Trained("nosuch", "nosuch"), [], Sampling(), tmp_path, [])
     trained = Trained("some/model", "model", run=tmp_path, config={"model": {"path": "some/model"}})
-    with pytest.raises(NoScoresError, match="learnt from given answers, and has no prompts"):
+    with pytest.raises(EvaluationError, match="learnt from given answers, and has no prompts"):
         run_arguments(trained, [], Sampling(), tmp_path, [])

@@ -71,6 +71,15 @@ def test_a_hub_id_and_a_bundled_model_are_taken_as_they_are(name: str, label: st
     assert (found.name, found.label, found.run) == (name, label, None)
 
 
+def test_a_path_that_is_not_there_is_told_and_no_hub_is_asked(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run.parent)
+    for name in ("./sum", str(run.parent / "sum")):
+        with pytest.raises(NoModelError, match=r"there is no folder \S+/sum\. Did you mean \S*sums\?"):
+            find_trained(name)
+    with pytest.raises(NoModelError, match="there is no folder outputs/hrl/nosuch"):
+        find_trained("outputs/hrl/nosuch")
+
+
 def test_a_folder_without_a_model_says_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(NoModelError, match="holds no model"):
         find_trained(str(tmp_path))
