@@ -7,6 +7,8 @@ import pytest
 
 from hrl.reward.score import compute_score
 from hrl.reward.scorers.math_equal import AnswerTooComplexError, parse_bounded, read_truth
+from hrl.reward.scorers.math_graded import GEOMETRY
+from hrl.reward.scorers.math_text import MATH
 
 REPEATED = [
     *("<answer>", "</answer>", "<think>", "</think>", "\\boxed{", "}\\boxed{1", "\\boxed 1", "#### ", "#### 1\n"),
@@ -27,6 +29,11 @@ def test_a_megabyte_costs_milliseconds(data_source):
         with contextlib.suppress(AnswerTooComplexError):
             compute_score(data_source, text, truth)
         assert time.process_time() - begun < MOST_CPU_S, f"{repeated!r} by {data_source}"
+
+
+@pytest.mark.parametrize(("scorer", "longest"), [(MATH, 2000), (GEOMETRY, 400)])
+def test_of_a_long_box_only_the_beginning_is_voted_on(scorer, longest):
+    assert scorer.answer(f"\\boxed{{{'x' * 5000}}}", None) == "x" * longest
 
 
 @pytest.mark.parametrize(
