@@ -10,6 +10,7 @@ from typing import Any
 
 from hrl.migrate.line import Migrated, MigrationError, Remark
 from hrl.migrate.table import Given, Table, by_table, read_table
+from hrl.migrate.trl_rewards import rewards_of_command, rewards_of_file, set_rewards
 from hrl.migrate.values import flags_of
 
 PROGRAMS = {"grpo": "ppo", "rloo": "ppo", "dpo": "dpo", "sft": "sft", "reward": "rm"}
@@ -22,6 +23,7 @@ _CONFIGS = {
     "RewardConfig": "reward",
 }
 _TRAINERS = {name.replace("Config", "Trainer"): program for name, program in _CONFIGS.items()}
+_REWARDS = "reward_funcs"
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
@@ -61,6 +63,8 @@ def migrate_trl_line(program: str, arguments: Sequence[str], processes: int) -> 
         if switch in rows:
             del values[name]
             values[switch], written[switch] = False, written.pop(name)
+    if _REWARDS in values:
+        values[_REWARDS] = rewards_of_command(values[_REWARDS])
     into = _migrate(f"trl {program}", program, values, written, processes)
     into.lost += [Remark(word, "belongs to no flag") for word in stray]
     return into
@@ -89,14 +93,14 @@ def migrate_trl_file(text: str, name: str, processes: int) -> Migrated:
         is_configured = is_configured or _called(call) in _CONFIGS
         if found != program:
             continue
-        for keyword in call.keywords:
-            if keyword.arg is not None:
-                value = _value(keyword.value, constants)
-                values[keyword.arg] = value
-                written[keyword.arg] = f"{keyword.arg}={_shown(keyword.value)}"
-        names = [argument for argument in call.args if isinstance(argument, ast.Constant)]
-        if names and _called(call) in _TRAINERS:
-            values["model"], written["model"] = names[0].value, f"model={names[0].value!r}"
+        by_place = ("model", _REWARDS) if PROGRAMS[program] == "ppo" else ("model",)
+        arguments = dict(zip(by_place, call.args if _called(call) in _TRAINERS else (), strict=False))
+        for argument, node in (arguments | {each.arg: each.value for each in call.keywords if each.arg}).items():
+            written[argument] = f"{argument}={_shown(node)}"
+            if argument == _REWARDS:
+                values[argument] = rewards_of_file(node, tree, constants, lambda part: _value(part, constants))
+            else:
+                values[argument] = _value(node, constants)
     if program is None:
         raise MigrationError(f"{name} has none of {', '.join((*_CONFIGS, *_TRAINERS))}")
     # Without a configuration in the file, and none given, the trainer takes TRL's defaults.
@@ -380,17 +384,25 @@ def _correction(given: Given, into: Migrated) -> None:
 
 
 def _reward(given: Given, into: Migrated) -> None:
-    if "reward_funcs" in given:
+    rewards = given.get(_REWARDS, ())
+    weights = given.get("reward_weights")
+    listed = weights if isinstance(weights, list | tuple) else [weights]
+    are_known = len(listed) == len(rewards) and all(isinstance(weight, int | float) for weight in listed)
+    longest = int(given.number("max_completion_length", 512))
+    others = set_rewards(rewards, listed if are_known else [1.0] * len(rewards), longest, into)
+    if _REWARDS in given and (others or not rewards):
         why = (
             "TRL's functions take all completions of a batch, hrl's one response: `def name(response, answer)`. Write "
             "them so, and name them: reward.functions takes several, reward.custom_reward_function.path one"
         )
-        into.lost.append(Remark(given.word("reward_funcs"), why))
+        words = [given.word(_REWARDS)] if len(others) == len(rewards) else [each.written for each in others]
+        into.lost += [Remark(word, why) for word in words]
     if "reward_model_name_or_path" in given:
         model = given.get("reward_model_name_or_path")
         into.set({"reward.reward_model.enable": True, "reward.reward_model.model_path": model})
     for name in ("reward_weights", "reward_processing_classes"):
-        if name in given and given.get(name) is not None:
+        is_taken = name == "reward_weights" and are_known and not others
+        if name in given and given.get(name) is not None and not is_taken:
             into.lost.append(Remark(given.word(name), "weights stand beside the functions, in reward.functions"))
 
 
